@@ -56,6 +56,7 @@ segtrain export runs/my --format onnx --output my.onnx --normalize --argmax
 NO_CITYSCAPES = "needs the images of Cityscapes; test_configs.py builds the model"
 NO_CAMVID = "needs the images of CamVid"
 NO_WEIGHTS = "needs weights of other programs; test_convert.py converts some"
+DRAWN = "test_annotations.py draws files of each format"
 NODES = "test_two_nodes.py does, as root"
 NOT_RUN = {
     "train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
@@ -66,6 +67,8 @@ NOT_RUN = {
     "convert deeplabv3plus_r101_mg124.pth --output v3plus.pt": NO_WEIGHTS,
     "convert theirs.pth --classes own.yaml --class-order theirs.yaml --output own.pt": NO_WEIGHTS,
     "convert theirs.pth --classes voc --output ours.pt": NO_WEIGHTS,
+    "data import my_export --output drawn": DRAWN,
+    "data import instances_train.json --images train2017 --output drawn": DRAWN,
     "train my.yaml --nproc 4": "four processes; test_launch.py starts two",
     "train runs/my --nproc 4 --resume": "four processes; test_resume.py resumes on three",
     "eval RUN --save-predictions DIR": "test_evaluate.py compares these files",

@@ -382,6 +382,33 @@ COMMANDS = (
         epilog="example:\n  segtrain data synth data/street --num-train 200 --num-val 40",
     ),
     Command(
+        "data import",
+        "commands.data:import_annotations",
+        "draw labels from annotation files",
+        _argument(
+            "sources",
+            "annotation file, or folder that is searched for them",
+            "SOURCE",
+            Path,
+            nargs="+",
+        ),
+        _argument("--output", "a new folder for the labels", "DIR", Path, required=True),
+        _argument("--images", "where the images lie (default: beside SOURCE)", "FOLDER", Path),
+        _argument(
+            "--overlap",
+            "what a pixel of several regions shows: the last in the file, the smallest, or the "
+            "last of the classes (default: as the tool; COCO and YOLO area, others order)",
+            choices=("order", "area", "class"),
+        ),
+        _switch("--overwrite", "replace the labels of an earlier import"),
+        _JOBS,
+        description="Draw PNG label maps from annotations of COCO (polygons, RLE), LabelMe, CVAT "
+        "for images,\nLabel Studio (JSON) or YOLO (outlines), and write the class file and the "
+        "list of pairs.\nNeeds pycocotools: pip install '.[annotations]'.",
+        epilog="examples:\n  segtrain data import annotations/instances_train.json --images "
+        "train2017 --output labels_train\n  segtrain data import roboflow_export --output labels",
+    ),
+    Command(
         "data check",
         "commands.data:check",
         "check every image and label of a config",

@@ -1,4 +1,4 @@
-"""`segtrain data`: check, pack and stats, which read a whole data set.
+"""`segtrain data`: import, check, pack and stats, which read a whole data set.
 
 What is heavy is imported when the config has been loaded: a wrong one is refused at once.
 """
@@ -17,7 +17,38 @@ from segtrain.config.loading import with_places
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, UserError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.run.console import say
-from segtrain.text import printable, printable_lines
+from segtrain.text import counted, printable, printable_lines
+from segtrain.types import IGNORE_INDEX
+
+
+def import_annotations(args: argparse.Namespace) -> int:
+    """The exit code: 0; annotations that cannot be drawn completely are an error.
+
+    Raises:
+        ConfigError: --output is wrong, or pycocotools is not installed.
+        DataError: annotations that are wrong or do not fit their images.
+    """
+    from segtrain.annotations import read_annotations, write
+    from segtrain.data.check.stats import class_column, table_lines
+
+    found = read_annotations(args.sources, args.images)
+    write.claim(args.output, found.folder, overwrite=args.overwrite)
+    overlap = args.overlap or found.overlap
+    pixels, images = write.write_labels(found, args.output, overlap=overlap, jobs=args.jobs)
+    for line in found.notes:
+        say(f"warning: {line}")
+    ids = {name: i for i, name in enumerate(found.classes) if i or pixels[i]}
+    ids |= {"(ignored)": IGNORE_INDEX} if pixels[IGNORE_INDEX] else {}
+    percentages = [f"{100 * pixels[i] / pixels.sum():.3f} %" for i in ids.values()]
+    shown = [str(images[i]) for i in ids.values()]
+    columns = class_column(list(ids)), ["pixels", *percentages], ["images", *shown]
+    print("\n".join(table_lines(columns)))
+    print(
+        f"{counted(len(found.images), 'label', 'labels')} from {found.format}, overlaps by "
+        f"{overlap}: {printable(args.output)}/{{{write.LABELS},{write.CLASSES},{write.PAIRS}}}; "
+        f"images in {write.PAIRS} are relative to {printable(found.folder)}"
+    )
+    return EXIT_OK
 
 
 def check(args: argparse.Namespace) -> int:

@@ -1,0 +1,59 @@
+"""A label map from the regions of an image.
+
+All formats are drawn by the rule of COCO's own tools, whatever tool they come from: a pixel is
+inside an outline as pycocotools says, the polygons of a region are joined, and what lies outside
+of the image is cut off.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from segtrain.annotations.regions import IGNORED, Annotated, Region, mask_library
+from segtrain.types import IGNORE_INDEX
+
+Overlap = Literal["order", "area", "class"]
+"""Which of two regions a pixel shows: the later in the file, the smaller (where both have the same
+area the later), or that of the later class."""
+OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+
+# EXIF orientation -> how the stored pixels come from the turned ones.
+_TO_STORED = {
+    1: lambda label: label,
+    5: np.transpose,
+    6: np.rot90,
+    7: lambda label: np.rot90(label, 2).T,
+    8: lambda label: np.rot90(label, -1),
+}
+
+
+def draw(annotated: Annotated, classes: Sequence[str], overlap: Overlap) -> np.ndarray:
+    """The label map (H, W) uint8 of an image that `read_annotations` has returned.
+
+    A pixel is the position of its class in `classes`, 0 where no region is, and 255 where the
+    annotation says to ignore. H and W are those of the image as it is stored.
+    """
+    assert annotated.size is not None  # read_annotations has filled it in
+    masks = mask_library()
+    ids = {name: i for i, name in enumerate(classes)} | {IGNORED: IGNORE_INDEX}
+    regions = [ids[region.name] for region in annotated.regions]
+    drawn = [_packed(region, annotated.size) for region in annotated.regions]
+    rank = {
+        "order": lambda i: i,
+        "area": lambda i: (-int(masks.area(drawn[i])), i),
+        "class": lambda i: (regions[i], i),
+    }[overlap]
+    label = np.zeros(annotated.size, np.uint8, order="F")
+    for i in sorted(range(len(drawn)), key=rank):
+        label[masks.decode(drawn[i]) != 0] = regions[i]
+    return np.ascontiguousarray(_TO_STORED[annotated.orientation](label))
+
+
+def _packed(region: Region, size: tuple[int, int]) -> dict[str, object]:
+    """The region as pycocotools takes it."""
+    if region.mask:
+        return {"size": list(size), "counts": region.mask}
+    masks = mask_library()
+    polygons = [polygon.ravel().tolist() for polygon in region.polygons]
+    return masks.merge(masks.frPyObjects(polygons, *size))

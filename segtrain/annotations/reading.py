@@ -1,0 +1,212 @@
+"""Annotation files of all formats, found in a folder and read into one form.
+
+To add a format, write a module with a `read` as in `coco`, and enter it in `FORMATS`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from segtrain.annotations import coco, cvat, label_studio, labelme, yolo
+from segtrain.annotations.draw import Overlap
+from segtrain.annotations.place import place_images
+from segtrain.annotations.regions import IGNORED, Annotated, Findings, mask_library
+from segtrain.data.read.find import first_lines
+from segtrain.errors import DataError
+from segtrain.files import open_regular, os_errors_as, walk
+from segtrain.text import counted, first_of, name_problem, printable
+
+MAX_CLASSES = 255  # train ids have 8 bits, and 255 is ignored
+BACKGROUND = "background"
+
+_SNIFFED_BYTES = 1 << 16
+# Other files that come with COCO: no outlines of objects, or the same ones once more.
+_OTHER_COCO = ("captions_", "image_info_", "panoptic_", "person_keypoints_")
+
+
+class Source(NamedTuple):
+    """The annotation files of one format in a folder; format: a key of FORMATS."""
+
+    format: str
+    files: Sequence[Path]
+
+
+class Format(NamedTuple):
+    """How files of one format are recognized and read.
+
+    suffixes: of the file names.
+    pattern: matches the first and last bytes of each file, joined.
+    read: (file, findings) -> its classes in its order, as far as it declares them, and its images.
+    overlap: which of two regions its own tool shows.
+    """
+
+    suffixes: tuple[str, ...]
+    pattern: bytes
+    read: Callable[[Path, Findings], tuple[list[str], list[Annotated]]]
+    overlap: Overlap
+
+
+# The first that matches counts.
+FORMATS: dict[str, Format] = {
+    "LabelMe": Format((".json",), rb'\s*\{.*"shapes"\s*:\s*\[', labelme.read, "order"),
+    "Label Studio": Format(
+        (".json",), rb'\s*\[.*"annotations"\s*:\s*\[', label_studio.read, "order"
+    ),
+    "COCO": Format(
+        (".json",), rb'\s*\{(?=.*"images"\s*:).*"(annotations|category_id)"\s*:', coco.read, "area"
+    ),
+    "CVAT": Format((".xml",), rb".*<annotations\b", cvat.read, "order"),
+    "YOLO": Format((".yaml", ".yml"), rb"(.*\n)?names\s*:", yolo.read, "area"),
+}
+
+
+class AnnotationSet(NamedTuple):
+    """What annotation files say about the images of one folder.
+
+    format: a key of FORMATS.
+    classes: their names; the first is the background, which is where no region is.
+    images: each with its file, its size, and regions of these classes or IGNORED.
+    folder: what the names of the images are relative to.
+    overlap: which of two regions the format's own tool shows.
+    notes: a line for each thing the user has to know.
+    """
+
+    format: str
+    classes: Sequence[str]
+    images: Sequence[Annotated]
+    folder: Path
+    overlap: Overlap
+    notes: Sequence[str]
+
+
+def detect(folder: Path) -> list[Source]:
+    """The annotation files in `folder` and below, by format; reads the ends of each file only."""
+    found: dict[str, list[Path]] = {}
+    with os_errors_as(DataError):
+        for here, names in walk(folder, hidden=False):
+            for name in names:
+                if not name.startswith(_OTHER_COCO) and (kind := _format_of(here / name)):
+                    found.setdefault(kind, []).append(here / name)
+    return [Source(kind, found[kind]) for kind in FORMATS if kind in found]
+
+
+def _format_of(path: Path) -> str | None:
+    """The format of an annotation file by its name and its first and last bytes."""
+    kinds = [kind for kind, form in FORMATS.items() if path.suffix.lower() in form.suffixes]
+    if not kinds:
+        return None
+    with os_errors_as(DataError, path), open_regular(path) as file:
+        text = file.read(_SNIFFED_BYTES)
+        file.seek(max(len(text), path.stat().st_size - _SNIFFED_BYTES))
+        text = text.removeprefix(b"\xef\xbb\xbf") + file.read(_SNIFFED_BYTES)
+    return next((k for k in kinds if re.match(FORMATS[k].pattern, text, re.DOTALL)), None)
+
+
+def read_annotations(sources: Sequence[Path], images: Path | None = None) -> AnnotationSet:
+    """The annotations in these files, or in folders of such files, all of one format.
+
+    images: the folder of the images, which are searched to any depth; None: the folder of the
+        first source, and for a folder `annotations` the one above it.
+
+    Raises:
+        DataError: no annotation files, or several formats; images that are missing, ambiguous or
+            of another size; boxes without outlines; anything else that could train wrong. All of
+            it is reported at once.
+        ConfigError: pycocotools is not installed.
+    """
+    mask_library()  # missing, it is reported at once
+    kind, files = _one_format(sources)
+    findings = Findings()
+    declared: list[str] = []
+    read: list[Annotated] = []
+    for file in files:
+        names, of_file = FORMATS[kind].read(file, findings)
+        declared += names
+        read += of_file
+    folder = _image_folder(sources[0]) if images is None else images
+    with os_errors_as(DataError):
+        placed, unnamed = place_images(read, folder, findings)
+    classes = _classes(declared, placed, findings)
+    if not read:
+        findings.refuse(first_of(sources, 3), "no annotated images in it")
+    if findings.problems:
+        raise DataError(first_lines(f"{kind} annotations", findings.problems))
+    _note_doubts(placed, unnamed, folder, findings)
+    named = [
+        image._replace(regions=[r._replace(name=classes[r.name]) for r in image.regions])
+        for image in placed
+    ]
+    names = tuple(name for name in dict.fromkeys(classes.values()) if name != IGNORED)
+    return AnnotationSet(kind, names, named, folder, FORMATS[kind].overlap, findings.notes)
+
+
+def _one_format(sources: Sequence[Path]) -> tuple[str, list[Path]]:
+    """The format of all `sources`, and their files."""
+    found: dict[str, list[Path]] = {}
+    for path in sources:
+        if not path.exists():
+            raise DataError(f"{printable(path)}: no such file or folder")
+        kind = None if path.is_dir() else _format_of(path)
+        parts = detect(path) if path.is_dir() else [Source(kind, [path])] if kind else []
+        if not parts:
+            kinds = ", ".join(FORMATS)
+            raise DataError(f"{printable(path)}: no annotations of a known format ({kinds})")
+        for part in parts:
+            found.setdefault(part.format, []).extend(part.files)
+    if len(found) > 1:
+        both = "; ".join(f"{kind}: {first_of(files, 2)}" for kind, files in found.items())
+        raise DataError(f"annotations of several formats; name the files of one: {both}")
+    ((kind, files),) = found.items()
+    return kind, list(dict.fromkeys(files))
+
+
+def _image_folder(source: Path) -> Path:
+    """Where the images of `source` are searched if the user does not say."""
+    folder = source if source.is_dir() else source.parent
+    # COCO's files lie in a folder `annotations` beside those of the images.
+    return folder.parent if folder.name == "annotations" else folder
+
+
+def _classes(
+    declared: Iterable[str], images: Iterable[Annotated], findings: Findings
+) -> dict[str, str]:
+    """The class that each name in the files means: first those declared, then others by name.
+
+    Names that differ in case or blanks only are one class. The background is the first.
+    """
+    used = {region.name for image in images for region in image.regions}
+    first: dict[str, str] = {}
+    classes: dict[str, str] = {}
+    for name in dict.fromkeys((*declared, *sorted(used))):
+        if problem := name_problem(name):
+            findings.refuse(f"class {name!r}", problem)
+        classes[name] = first.setdefault(" ".join(name.split()).casefold(), name)
+        if classes[name] != name:
+            findings.note(f"{name!r} and {classes[name]!r}", "taken as one class")
+    background = next((x for x in classes if x.casefold().strip("_") == BACKGROUND), BACKGROUND)
+    classes = {background: classes.get(background, background)} | classes
+    if (count := len({*classes.values()} - {IGNORED})) > MAX_CLASSES:
+        findings.refuse(f"{count} classes", f"at most {MAX_CLASSES} can be trained")
+    return classes
+
+
+def _note_doubts(
+    images: Sequence[Annotated], unnamed: int, folder: Path, findings: Findings
+) -> None:
+    """Notes what is right in some data sets, and in others a mistake."""
+    if unnamed:
+        what = counted(unnamed, "image is", "images are")
+        findings.note(folder, f"{what} not named by any annotation and left out")
+    for image in images:
+        if not image.regions:
+            findings.note(image.name, "no region, so all of it is background")
+    polygons = [polygon for image in images for r in image.regions for polygon in r.polygons]
+    # The four corners of a box, and perhaps the first once more.
+    if polygons and all(
+        len(polygon) in (4, 5) and all(len(np.unique(axis)) == 2 for axis in polygon.T)
+        for polygon in polygons
+    ):
+        findings.note("every outline", "is an upright rectangle; boxes of a detector train wrong")

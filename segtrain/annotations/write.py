@@ -1,0 +1,108 @@
+"""Writes annotations as the files of a data set: label maps, a class file and a list of pairs."""
+
+import csv
+import io
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from segtrain.annotations.draw import Overlap, draw
+from segtrain.annotations.reading import AnnotationSet
+from segtrain.annotations.regions import Annotated
+from segtrain.config.loading import yaml_value
+from segtrain.data.read.classes import default_palette
+from segtrain.data.read.concurrent import for_each_pair, num_processes
+from segtrain.data.read.find import first_lines
+from segtrain.distributed.machine import process_pool
+from segtrain.errors import ConfigError, DataError
+from segtrain.files import os_errors_as, write_atomic
+from segtrain.text import first_of, printable
+
+LABELS, CLASSES, PAIRS = "labels", "classes.yaml", "pairs.txt"
+
+_PALETTE = default_palette(256)
+
+
+def claim(output: Path, images: Path, *, overwrite: bool) -> None:
+    """Makes the folder `output`, or empties the one of an earlier import.
+
+    Raises:
+        ConfigError: it lies in the folder of the images, holds something else, or holds an earlier
+            import and `overwrite` is missing.
+    """
+    place = f"--output {printable(output)}"
+    if output.resolve().is_relative_to(images.resolve()):
+        where = f"lies in the folder of the images, {printable(images)}"
+        raise ConfigError(f"{place}: {where}, where labels would be taken for images")
+    with os_errors_as(ConfigError, place, "cannot be written"):
+        output.mkdir(parents=True, exist_ok=True)
+        found = set(os.listdir(output))
+        if others := found - {LABELS, CLASSES, PAIRS}:
+            raise ConfigError(f"{place}: holds {first_of(sorted(others), 3)}; name a new folder")
+        if found and not overwrite:
+            raise ConfigError(f"{place}: holds labels already; --overwrite replaces them")
+        for path in (output / name for name in found):
+            path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
+
+
+def write_labels(
+    found: AnnotationSet, output: Path, *, overlap: Overlap, jobs: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draws the label of each image of `found` into the empty folder `output`.
+
+    Labels are PNG files with a palette. Their ids are positions in `found.classes`, and 255 is
+    ignored. The class file leaves out a background that no pixel shows. jobs: processes; None: one
+    for each core. Returns how many pixels and how many images show each id, (256,) int64 both.
+
+    Raises:
+        DataError: two images would have one label, or `output` cannot be written.
+        ExecutionError: a process was killed.
+    """
+    labels = [_label_of(image) for image in found.images]
+    if twice := [label for label, count in Counter(labels).items() if count > 1]:
+        raise DataError(first_lines("images with one name but for the suffix", twice))
+    pixels, shown = np.zeros((2, 256), np.int64)
+    write = partial(_write, folder=output, classes=found.classes, overlap=overlap)
+    with process_pool(num_processes(len(labels), jobs)) as pool:
+        for counts in for_each_pair(write, found.images, pool, "drawing"):
+            pixels += counts
+            shown += counts > 0
+    classes = "".join(
+        f"  - {{name: {yaml_value(name)}, ids: [{i}], color: {list(_PALETTE[i])}}}\n"
+        for i, name in enumerate(found.classes)
+        if i or pixels[0]
+    )
+    pairs = io.StringIO()
+    table = csv.writer(pairs, delimiter="\t", lineterminator="\n")
+    for image, label in zip(found.images, labels, strict=True):
+        # A line that begins with # would be left out.
+        name = f"./{image.name}" if image.name.startswith("#") else image.name
+        table.writerow([name, label])
+    head = f"# drawn by segtrain data import from {found.format} annotations\nclasses:\n"
+    with os_errors_as(DataError, what="cannot be written"):
+        write_atomic(output / CLASSES, head + classes)
+        write_atomic(output / PAIRS, pairs.getvalue())
+    return pixels, shown
+
+
+def _label_of(image: Annotated) -> str:
+    return f"{LABELS}/{image.name.rpartition('.')[0]}.png"
+
+
+def _write(image: Annotated, folder: Path, classes: Sequence[str], overlap: Overlap) -> np.ndarray:
+    """Writes the label of one image; returns the pixels of each id, (256,)."""
+    label = draw(image, classes, overlap)
+    picture, data = Image.fromarray(label), io.BytesIO()
+    picture.putpalette([value for color in _PALETTE for value in color])
+    picture.save(data, "PNG")
+    path = folder / _label_of(image)
+    with os_errors_as(DataError, path, "cannot be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data.getvalue(), durable=False)
+    return np.bincount(label.ravel(), minlength=256)

@@ -1,0 +1,510 @@
+"""`segtrain data import`: annotation files of other tools against masks known before."""
+
+import base64
+import io
+import json
+import re
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from pycocotools import mask as masks
+from pycocotools.coco import COCO
+
+from segtrain import cli
+from segtrain.annotations import detect, draw, read_annotations
+from segtrain.annotations.regions import check_packed
+from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.labels import read_label
+from segtrain.data.read.lists import list_pairs
+from segtrain.errors import ConfigError, DataError
+
+SIZE = H, W = 23, 31
+# Corners of pixels, so the pixels inside are known without a rule of drawing.
+ELL = [(2, 3), (20, 3), (20, 9), (8, 9), (8, 19), (2, 19)]
+BAR = [(5, 5), (29, 5), (29, 8), (17, 8), (17, 12), (5, 12)]
+BLOB = np.random.default_rng(0).random((6, 11)) < 0.5  # with its corner at x 18, y 14
+FLAGS = ["background", "ell", "bar", "blob"]
+
+
+def inside(*slices):
+    mask = np.zeros(SIZE, bool)
+    for rows, columns in slices:
+        mask[slice(*rows), slice(*columns)] = True
+    return mask
+
+
+MASKS = {
+    "ell": inside(((3, 9), (2, 20)), ((9, 19), (2, 8))),
+    "bar": inside(((5, 8), (5, 29)), ((8, 12), (5, 17))),
+    "blob": np.pad(BLOB, ((14, H - 20), (18, W - 29))),
+}
+
+
+def drawn(*names, classes=FLAGS):
+    """The label in which each of the masks covers those before it."""
+    label = np.zeros(SIZE, np.uint8)
+    for name in names:
+        label[MASKS[name]] = classes.index(name)
+    return label
+
+
+def image(path, size=SIZE, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(len(str(path))).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path, **options)
+
+
+def flat(points):
+    return [float(x) for point in points for x in point]
+
+
+def runs(mask):
+    """Lengths of equal values of a flat mask, the first outside."""
+    ends = np.flatnonzero(np.diff(mask)) + 1
+    lengths = np.diff([0, *ends, mask.size]).tolist()
+    return [0, *lengths] if mask[0] else lengths
+
+
+def write_json(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def coco(root, name="a.png", **changes):
+    """Its ids have gaps, its categories another order than its annotations, `bar` is a crowd."""
+    packed = masks.encode(np.asfortranarray(MASKS["bar"], np.uint8))["counts"].decode()
+    blob = {"size": SIZE, "counts": runs(MASKS["blob"].T.ravel())}
+    found = [
+        {"image_id": 7, "category_id": 40, "segmentation": [flat(ELL)]},
+        {"image_id": 7, "category_id": 41, "segmentation": {"size": SIZE, "counts": packed}},
+        {"image_id": 7, "category_id": 90, "segmentation": blob},
+    ]
+    content = {
+        "images": [{"id": 7, "file_name": name, "height": H, "width": W}],
+        "annotations": [{"id": i, "iscrowd": i % 2, **x} for i, x in enumerate(found)],
+        "categories": [
+            {"id": 1, "name": "all", "supercategory": "none"},
+            *({"id": i, "name": x, "supercategory": "all"} for i, x in ((40, "ell"), (41, "bar"))),
+            {"id": 90, "name": "blob"},
+        ],
+    }
+    return write_json(root / "annotations.json", content | changes)
+
+
+def labelme(root, name="a.png", **changes):
+    png = io.BytesIO()
+    Image.fromarray(BLOB).save(png, "PNG")
+    shapes = [
+        {"label": "ell", "points": ELL, "shape_type": "polygon"},
+        {"label": "bar", "points": BAR, "shape_type": "polygon"},
+        {
+            "label": "blob",
+            "points": [[18, 14], [28, 19]],
+            "shape_type": "mask",
+            "mask": base64.b64encode(png.getvalue()).decode(),
+        },
+    ]
+    content = {"version": "5.5", "shapes": shapes, "imagePath": name, "imageData": None}
+    content |= {"imageHeight": H, "imageWidth": W}
+    return write_json(root / f"{Path(name).stem}.json", content | changes)
+
+
+def cvat(root, shapes=None, name="a.png", head="", root_tag="annotations"):
+    points = {key: ";".join(f"{x},{y}.0" for x, y in p) for key, p in (("e", ELL), ("b", BAR))}
+    rle = ", ".join(map(str, runs(BLOB.ravel())))
+    shapes = shapes or (
+        f'<mask label="blob" rle="{rle}" left="18" top="14" width="11" height="6" z_order="2"/>'
+        f'<polygon label="bar" points="{points["b"]}" z_order="1"/>'
+        f'<polygon label="ell" points="{points["e"]}" z_order="0"/>'
+    )
+    labels = "".join(f"<label><name>{x}</name><color>#aa0000</color></label>" for x in FLAGS[1:])
+    path = root / "annotations.xml"
+    path.write_text(
+        f"<?xml version='1.0' encoding='utf-8'?>{head}<{root_tag}><version>1.1</version>"
+        f"<meta><task><labels>{labels}</labels></task></meta>"
+        f'<image id="0" name="{name}" width="{W}" height="{H}">{shapes}</image></{root_tag}>'
+    )
+    return path
+
+
+def packed_stroke(mask):
+    """A mask as an RGBA image packed by @thi.ng/rle-pack: value by value at first, then runs."""
+    values = np.repeat(np.where(mask, 255, 0).ravel(), 4)
+    bits = f"{values.size:032b}{7:05b}" + "".join(f"{n - 1:04b}" for n in (3, 4, 8, 16))
+    at = 0
+    while at < values.size:
+        same = int((np.diff(values[at:], append=-1) != 0).argmax()) + 1
+        if at < 40:
+            bits += f"0{1:02b}{9:04b}" + "".join(f"{v:08b}" for v in values[at : at + 10])
+            at += 10
+        else:
+            width, choice = (8, 2) if same <= 256 else (16, 3)
+            bits += f"1{choice:02b}{same - 1:0{width}b}{values[at]:08b}"
+            at += same
+    bits += "0" * (-len(bits) % 8)
+    return [int(bits[i : i + 8], 2) for i in range(0, len(bits), 8)]
+
+
+def label_studio(root, name="/data/upload/3/0a1b2c3d-a.png", results=None, **task):
+    sides = {"original_width": W, "original_height": H, "image_rotation": 0}
+    percent = (
+        [[100 * x / W, 100 * y / H] for x, y in ELL],
+        [[100 * x / W, 100 * y / H] for x, y in BAR],
+    )
+    results = results or [
+        {"type": "polygonlabels", "value": {"points": percent[0], "polygonlabels": ["ell"]}},
+        {"type": "polygonlabels", "value": {"points": percent[1], "polygonlabels": ["bar"]}},
+        {
+            "type": "brushlabels",
+            "value": {"rle": packed_stroke(MASKS["blob"]), "brushlabels": ["blob"]},
+        },
+        {"type": "choices", "value": {"choices": ["sunny"]}},
+    ]
+    done = {"result": [sides | result for result in results]}
+    cancelled = {"result": [], "was_cancelled": True}
+    task = {"id": 3, "annotations": [cancelled, done], "data": {"image": name}} | task
+    return write_json(root / "project-1-at-2026.json", [task])
+
+
+def yolo(root, lines=None, names="[ell, bar]"):
+    fractions = [" ".join(f"{x / W} {y / H}" for x, y in points) for points in (ELL, BAR)]
+    (root / "labels").mkdir(exist_ok=True)
+    text = lines or "".join(f"{i} {line}\n" for i, line in enumerate(fractions))
+    (root / "labels" / "a.txt").write_text(text)
+    path = root / "data.yaml"
+    path.write_text(f"train: ../train/images\nval: nowhere\nnc: 2\nnames: {names}\n")
+    return path
+
+
+# Writer, its image, and the regions from the first drawn to the last.
+WRITERS = {
+    "COCO": (coco, "a.png", ("ell", "bar", "blob")),
+    "LabelMe": (labelme, "a.png", ("ell", "bar", "blob")),
+    "CVAT": (cvat, "a.png", ("ell", "bar", "blob")),
+    "Label Studio": (label_studio, "a.png", ("ell", "bar", "blob")),
+    "YOLO": (yolo, "images/a.png", ("ell", "bar")),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_each_format_is_found_and_drawn_as_what_it_was_made_from(tmp_path, kind):
+    write, name, names = WRITERS[kind]
+    image(tmp_path / name)
+    path = write(tmp_path)
+    (source,) = detect(tmp_path)
+    assert (source.format, list(source.files)) == (kind, [path])
+    found = read_annotations([tmp_path])
+    assert set(found.classes) == {"background", *names}
+    assert found.classes[0] == "background"
+    assert [(x.name, x.path, x.size) for x in found.images] == [(name, tmp_path / name, SIZE)]
+    label = draw(found.images[0], found.classes, "order")
+    assert label.dtype == np.uint8
+    assert np.array_equal(label, drawn(*names, classes=found.classes))
+
+
+def test_coco_is_drawn_as_by_pycocotools_pixel_by_pixel(tmp_path):
+    """Polygons of fractions of pixels that cross, leave the image and have several parts."""
+    rng = np.random.default_rng(4)
+    shapes = []
+    for i in range(40):
+        parts = [[5.5, 6.25, *rng.uniform(-9, 33, 2 * (3 + i % 5))] for _ in range(1 + i % 3)]
+        shapes.append({"id": i, "image_id": 7, "category_id": (40, 41, 90)[i % 3], "iscrowd": 0})
+        mask = rng.random(SIZE) < 0.05
+        packed = masks.encode(np.asfortranarray(mask, np.uint8))["counts"].decode()
+        counts = (packed, runs(mask.T.ravel()))[i % 2]
+        shapes[-1]["segmentation"] = {"size": SIZE, "counts": counts} if i % 4 == 3 else parts
+    image(tmp_path / "a.png")
+    path = coco(tmp_path, annotations=shapes)
+    found = read_annotations([path])
+    theirs = COCO(path)
+    drawn_masks = [theirs.annToMask(shape).astype(bool) for shape in shapes]
+    ids = [found.classes.index(theirs.cats[s["category_id"]]["name"]) for s in shapes]
+    orders = {
+        "order": range(40),
+        "area": sorted(range(40), key=lambda i: -drawn_masks[i].sum()),
+        "class": sorted(range(40), key=lambda i: ids[i]),
+    }
+    for overlap, order in orders.items():
+        expected = np.zeros(SIZE, np.uint8)
+        for i in order:
+            expected[drawn_masks[i]] = ids[i]
+        assert np.array_equal(draw(found.images[0], found.classes, overlap), expected), overlap
+
+
+@pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+def test_regions_on_a_turned_image_are_turned_back(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image(tmp_path / "a.jpg", (W, H), exif=exif)
+    labelme(tmp_path, "a.jpg")
+    found = read_annotations([tmp_path])
+    label = draw(found.images[0], found.classes, "order")
+    assert label.shape == (W, H)
+    stored = io.BytesIO()
+    Image.fromarray(label).save(stored, "PNG", exif=exif)
+    turned = np.array(ImageOps.exif_transpose(Image.open(stored)))
+    assert np.array_equal(turned, drawn("ell", "bar", "blob", classes=found.classes))
+
+
+def test_names_of_classes_merge_and_the_format_may_name_background_and_ignored_pixels(tmp_path):
+    image(tmp_path / "a.png")
+    shapes = [
+        {"label": label, "points": points}
+        for label, points in (
+            *(("Bar", BAR), ("bar ", BAR), ("_background_", ELL)),
+            *(("__ignore__", [(20, 20), (31, 20), (31, 23)]), ("Bar", [(1, 1), (2, 2)])),
+        )
+    ]
+    point = {"label": "x", "points": [[1, 1]], "shape_type": "point"}
+    labelme(tmp_path, shapes=[*shapes, point], imageHeight=None, imageWidth=None)
+    image(tmp_path / "other.png")
+    found = read_annotations([tmp_path])
+    assert found.classes == ("_background_", "Bar")
+    label = draw(found.images[0], found.classes, "order")
+    assert np.array_equal(label == 1, MASKS["bar"] & ~MASKS["ell"])
+    assert (label[21, 29], label[0, 0]) == (255, 0)
+    notes = "\n".join(found.notes)
+    for said in ("'bar ' and 'Bar': taken as one class", "fewer than three", "no area"):
+        assert said in notes
+    assert f"{tmp_path}: 1 image is not named by any annotation and left out" in notes
+
+
+def test_images_without_regions_and_upright_rectangles_are_noted(tmp_path):
+    for name in "ab":
+        image(tmp_path / f"images/{name}.png")
+    yolo(tmp_path, "0 0.1 0.1 0.5 0.1 0.5 0.6 0.1 0.6\n")
+    found = read_annotations([tmp_path])
+    assert not found.images[1].regions
+    assert found.notes == [
+        "images/b.png: no region, so all of it is background",
+        "every outline: is an upright rectangle; boxes of a detector train wrong",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "where", "expected"),
+    [
+        (["a.png", "b.png"], "a.png", "", "a.png"),
+        (["a.png", "old/a.png"], "a.png", "", "a.png"),
+        (["x/a.png"], "C:\\me\\x\\a.png", "", "x/a.png"),
+        (["x/a.png"], "../x/a.png", "", "x/a.png"),
+        (["train/a.png", "val/a.png"], "train/a.png", "", "train/a.png"),
+        (["train/a.png", "val/a.png"], "a.png", "val", "val/a.png"),
+        (["train/a.png", "val/a.png"], "a.png", "annotations/instances_val", "val/a.png"),
+        (["x/a.png", "y/a.png"], "a.png", "", "may be x/a.png, y/a.png; name the folder"),
+        (["imgs/a.png"], "images/a.png", "", "no such image in ROOT, but imgs/a.png; name"),
+        (["a.png"], "c.png", "", "no such image in ROOT; name the folder of the images by"),
+        (["a.png"], "", "", "no such image"),
+    ],
+)
+def test_an_image_is_found_by_the_end_of_its_path_or_refused(
+    tmp_path, files, name, where, expected
+):
+    for file in files:
+        image(tmp_path / file)
+    (tmp_path / where).mkdir(parents=True, exist_ok=True)
+    path = coco(tmp_path / where, name)
+    if expected.endswith(".png"):
+        assert [x.name for x in read_annotations([path], tmp_path).images] == [expected]
+    else:
+        with pytest.raises(DataError) as caught:
+            read_annotations([path], tmp_path)
+        assert expected.replace("ROOT", str(tmp_path)) in str(caught.value)
+
+
+BOX = "a box, no outline: segtrain trains on outlines"
+POINTS = {"points": "1,1;9,1;9"}
+ONE = {"image_id": 7, "category_id": 40}
+
+
+def shape(**changes):
+    return {"shapes": [{"label": "ell", "points": ELL, **changes}]}
+
+
+def segment(value):
+    return {"annotations": [ONE | {"segmentation": value}]}
+
+
+def result(kind="polygonlabels", **value):
+    return {"results": [{"type": kind, "value": {"points": [[0, 0], [9, 0], [9, 9]], **value}}]}
+
+
+LS = label_studio
+BROKEN = [
+    (coco, segment([]), BOX),
+    (coco, {"annotations": [ONE]}, BOX),
+    (coco, segment([flat(ELL)[:-1]]), "annotations[0]: "),
+    (coco, segment([[1.0, 1.0, 9.0, 1.0, 9.0, 1e12]]), "an outline of more than"),
+    (coco, segment([[1.0, 1.0, float("nan"), 1.0, 9.0, 9.0]]), "finite number"),
+    (coco, segment([[40, 1, 50, 1, 50, 9]]), "outside of the image: drawn on another one"),
+    (coco, segment(["m"]), "no file of COCO instances: annotations.0.segmentation"),
+    (coco, segment({"size": [H, W - 1], "counts": [H * (W - 1)]}), "size of its run lengths"),
+    (coco, segment({"size": SIZE, "counts": [5, 3]}), "do not fill 23x31 px"),
+    (coco, segment({"size": SIZE, "counts": [-5, H * W + 5]}), "do not fill 23x31 px"),
+    (coco, segment({"size": SIZE, "counts": [10**30]}), "do not fill 23x31 px"),
+    (coco, segment({"size": SIZE, "counts": "o" * 9}), "damaged run lengths"),
+    (coco, segment({"size": SIZE, "counts": "Y" + "f" + "P" * 6 + "0"}), "damaged run lengths"),
+    (coco, segment({"size": SIZE, "counts": "ü3"}), "damaged run lengths"),
+    (coco, {"annotations": [ONE | {"category_id": 5}]}, "category_id is not in the file"),
+    (coco, {"annotations": [ONE | {"segments_info": []}]}, "panoptic"),
+    (coco, {"categories": [{"id": 40, "name": "a\nb"}]}, "is not allowed in a name"),
+    (coco, {"categories": [{"id": i, "name": f"{i}"} for i in range(300)]}, "301 classes: at most"),
+    (coco, {"images": 2 * [{"id": 7, "file_name": "a.png"}]}, "have one id"),
+    (coco, {"images": [{"id": 7, "file_name": "a.png", "height": 23, "width": 30}]}, "be equal"),
+    (
+        coco,
+        {"images": [{"id": i, "file_name": "a.png"} for i in (7, 8)], "annotations": []},
+        "is annotated twice",
+    ),
+    (labelme, shape(shape_type="rectangle"), BOX),
+    (labelme, shape(shape_type="circle"), "circle: only polygons and masks are read"),
+    (labelme, shape(shape_type="mask", mask="!"), "damaged mask: no base64"),
+    (labelme, shape(shape_type="mask", mask="aGk="), "not a PNG image"),
+    (labelme, {"imageWidth": W + 1}, "23x32 px in ROOT/a.json, 23x31 px in the file"),
+    (cvat, {"shapes": '<box label="ell" xtl="1"/>'}, BOX),
+    (cvat, {"shapes": '<ellipse label="ell" cx="4"/>'}, "ellipse: only polygons"),
+    (cvat, {"shapes": '<polygon label="ell" points="1,1;9,1;9"/>'}, "a.png: damaged"),
+    (cvat, {"shapes": '<polygon label="ell" points="1,1;nan,1;9,9"/>'}, "outside of the image"),
+    (cvat, {"shapes": '<mask label="ell" rle="1" top="0" left="0" width="1"/>'}, "'height'"),
+    (
+        cvat,
+        {"shapes": '<mask label="e" rle="0,6" top="0" left="30" width="2" height="3"/>'},
+        "3x2 px at 30, 0 do not lie in the image",
+    ),
+    (
+        cvat,
+        {"shapes": '<mask label="e" rle="9" top="0" left="0" width="99999" height="99999"/>'},
+        "99999x99999 px; at most",
+    ),
+    (cvat, {"head": '<!DOCTYPE annotations [<!ENTITY a "b">]>'}, "holds a DOCTYPE"),
+    (cvat, {"shapes": "</image>"}, "no XML file: mismatched tag"),
+    (LS, result("rectanglelabels"), BOX),
+    (LS, result("ellipselabels"), "ellipselabels: only polygons"),
+    (LS, result(polygonlabels=["a", "b"]), "expected one class"),
+    (LS, result("brushlabels", brushlabels=["a"], rle=[1, 2]), "damaged brushlabels: it ends"),
+    (LS, result("brushlabels", brushlabels=["a"], rle=[0] * 9), "0 values of 1 bits for 23x31 px"),
+    (LS, {"annotations": 2 * [{"result": []}]}, "task 3: several annotations; mark one"),
+    (LS, {"data": {"text": "hello"}}, "its data names no image"),
+    (yolo, {"lines": "0 0.5 0.5 0.1 0.1\n"}, f"labels/a.txt:1: {BOX}"),
+    (yolo, {"lines": "7 0 0 1 0 1 1\n"}, "a.txt:1: expected a class of the data.yaml"),
+    (yolo, {"lines": "\n0 0 0 1 0 1\n"}, "a.txt:2: expected a class of the data.yaml"),
+    (yolo, {"lines": "0 0 0 12 0 12 9\n"}, "outside of the image"),
+    (yolo, {"names": "ell"}, "expected `names`, a list of class names"),
+]
+
+
+@pytest.mark.parametrize(("write", "changes", "message"), BROKEN)
+def test_what_could_train_wrong_is_refused_by_name(tmp_path, write, changes, message):
+    image(tmp_path / ("images/a.png" if write is yolo else "a.png"))
+    path = write(tmp_path, **changes)
+    with pytest.raises(DataError) as caught:
+        read_annotations([path], tmp_path)
+    assert message.replace("ROOT", str(tmp_path)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("orientation", "size"), [(3, SIZE), (6, (W, W))], ids=["upside down", "square"]
+)
+def test_a_turned_image_is_refused_where_the_size_does_not_tell(tmp_path, orientation, size):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image(tmp_path / "a.jpg", size, exif=exif)
+    labelme(tmp_path, "a.jpg", imageHeight=size[0], imageWidth=size[1])
+    with pytest.raises(DataError, match="EXIF asks for a rotation"):
+        read_annotations([tmp_path])
+
+
+def test_several_formats_and_no_format_are_refused(tmp_path):
+    image(tmp_path / "a.png")
+    with pytest.raises(DataError, match="none: no such file or folder"):
+        read_annotations([tmp_path / "none"])
+    write_json(tmp_path / "dataset.json", {"channel_names": {}, "labels": {}})
+    with pytest.raises(DataError, match="no annotations of a known format"):
+        read_annotations([tmp_path])
+    coco(tmp_path)
+    cvat(tmp_path)
+    with pytest.raises(DataError, match="of several formats; name the files of one: COCO"):
+        read_annotations([tmp_path])
+
+
+def test_packed_run_lengths_are_checked_before_c_code_reads_them():
+    """Every text that passes decodes to the pixels of its size; damage never passes unseen."""
+    rng = np.random.default_rng(9)
+    for _ in range(300):
+        size = tuple(int(x) for x in rng.integers(1, 40, 2))
+        mask = np.asfortranarray(rng.random(size) < rng.random(), np.uint8)
+        packed = masks.encode(mask)["counts"]
+        assert check_packed(packed.decode(), size) == packed
+        damaged = bytearray(packed)
+        damaged[rng.integers(len(damaged))] = rng.integers(48, 112)
+        for text in (bytes(damaged), packed[:-1], packed + b"5"):
+            try:
+                check_packed(text.decode(), size)
+            except ValueError:
+                continue
+            assert masks.decode({"size": list(size), "counts": text}).shape == size
+
+
+def test_without_pycocotools_the_package_to_install_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pycocotools", None)
+    image(tmp_path / "a.png")
+    coco(tmp_path)
+    with pytest.raises(ConfigError, match=r"pip install '\.\[annotations\]'"):
+        read_annotations([tmp_path])
+
+
+def run(*argv):
+    """The exit code of `segtrain data import`, and what it printed."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        code = cli.main(["data", "import", *map(str, argv)])
+    return code, said.getvalue()
+
+
+def test_the_command_writes_labels_classes_and_pairs_that_segtrain_reads(tmp_path, capsys):
+    data, out = tmp_path / "data", tmp_path / "out"
+    for split in ("#train", "val"):
+        image(data / split / "a.png")
+        coco(data / split)
+    code, said = run(data, "--output", out, "--overlap", "order")
+    assert code == 0
+    assert "2 labels from COCO, overlaps by order" in said
+    assert re.search(rf"blob +{100 * MASKS['blob'].mean():.3f} % +2\n", said)
+    classes = load_class_file(str(out / "classes.yaml"))
+    assert classes.names == tuple(FLAGS)
+    for name in ("#train/a", "val/a"):
+        label = read_label(out / "labels" / f"{name}.png", classes)
+        assert np.array_equal(label, drawn("ell", "bar", "blob"))
+    both = tmp_path / "both"  # layout `list` finds both columns below one root
+    both.mkdir()
+    for folder in (*data.iterdir(), out / "labels"):
+        (both / folder.name).symlink_to(folder)
+    listing = list_pairs(out / "pairs.txt", both)
+    assert not listing.problems
+    assert [pair.name for pair in listing.pairs] == ["#train/a", "val/a"]
+
+    assert run(data, "--output", out)[0] == 2
+    assert "--overwrite replaces them" in capsys.readouterr().err
+    assert run(data / "val", "--output", out, "--overwrite", "--jobs", "1")[0] == 0
+    assert not (out / "labels" / "#train").exists()
+    assert run(data, "--output", data / "labels")[0] == 2
+    (out / "notes.txt").touch()
+    assert run(data, "--output", out, "--overwrite")[0] == 2
+    assert "holds notes.txt" in capsys.readouterr().err
+
+
+def test_a_background_that_no_pixel_shows_is_no_class(tmp_path):
+    image(tmp_path / "data" / "a.png")
+    everything = [(0, 0), (W, 0), (W, H), (0, H)]
+    shapes = [{"label": "sky", "points": everything}, {"label": "ell", "points": ELL}]
+    labelme(tmp_path / "data", shapes=shapes)
+    assert run(tmp_path / "data", "--output", tmp_path / "out")[0] == 0
+    classes = load_class_file(str(tmp_path / "out" / "classes.yaml"))
+    assert set(classes.names) == {"ell", "sky"}
+    label = read_label(tmp_path / "out/labels/a.png", classes)
+    assert np.array_equal(label == classes.names.index("ell"), MASKS["ell"])
