@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+from pathlib import Path
 
 from segtrain.config import Config, config_schema, config_to_yaml, load_config, recipes
 from segtrain.config.experiment import config_warnings, wrong_units
@@ -12,11 +14,23 @@ from segtrain.text import say
 
 def load_named(args: argparse.Namespace) -> Config:
     """The config that the command line names; `args.config` becomes the path of its file."""
-    found = recipes.find(args.config)
+    found = find_config(args.config)
     if found.note:
         say(found.note)
     args.config = str(found.path)
     return load_config(args.config, args.set)
+
+
+def find_config(text: str) -> recipes.Found:
+    """As `recipes.find`; of a folder the error also says what it holds, and what to do with it."""
+    try:
+        return recipes.find(text)
+    except ConfigError as error:
+        if not os.path.isdir(text):
+            raise
+        from segtrain.data.read.recognize import with_recognized
+
+        raise ConfigError(with_recognized(str(error), Path(text))) from None
 
 
 def show_warnings(config: Config) -> None:

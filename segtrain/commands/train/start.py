@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.commands import launch
-from segtrain.commands.config import show_warnings
-from segtrain.config import load_config, recipes
+from segtrain.commands.config import find_config, show_warnings
+from segtrain.config import load_config
 from segtrain.config.experiment import wrong_units
 from segtrain.distributed.partition import batch_findings
 from segtrain.errors import ConfigError
@@ -83,7 +83,7 @@ def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
     """
     run = _run_of(text)
     if run is None:
-        found = recipes.find(text)
+        found = find_config(text)
         return Target(found.path, output or Path("runs") / found.path.stem, found.note)
     config = run / run_directory.CONFIG
     elsewhere = output is not None and os.path.realpath(output) != os.path.realpath(run)

@@ -25,6 +25,7 @@ from segtrain.data.read.find import (
     split_folder,
 )
 from segtrain.data.read.lists import list_file_words, list_pairs
+from segtrain.data.read.recognize import with_recognized
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
 from segtrain.text import first_of, printable
@@ -81,7 +82,11 @@ def scan_layout(data: DataConfig, split: str, *, labelled: bool = True) -> Listi
     with os_errors_as(DataError):
         root = data_root(data)
         parts = split_parts(data, split)
-        listings = [scan(root, data, part, labelled) for part in parts]
+        try:
+            listings = [scan(root, data, part, labelled) for part in parts]
+        except DataError as error:
+            error.args = (with_recognized(str(error), root),)
+            raise
     listing = listings[0] if len(parts) == 1 else _join_listings(parts, listings)
     if data.train_exclude and split == data.train_split:
         listing = _without_excluded(listing, data)
