@@ -236,9 +236,9 @@ def _rank_main(pipe: Any, device: str, rank: int, world_size: int, port: int, ta
 
 
 # Below the ports that a system gives to whoever asks for any (32768 and up), one of which could be
-# taken between the probe and the ranks. Each worker of xdist has some of its own.
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_ports = itertools.cycle(range(10_000 + 500 * (_WORKER % 40), 10_500 + 500 * (_WORKER % 40)))
+# taken between the probe and the ranks. Each process begins elsewhere.
+_first_port = 10_000 + 101 * os.getpid() % 20_000
+_ports = itertools.cycle((*range(_first_port, 30_000), *range(10_000, _first_port)))
 
 
 def _free_port() -> int:
