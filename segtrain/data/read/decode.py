@@ -43,7 +43,7 @@ EXIF_ORIENTATION = 0x0112
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNK_FRAME = 12  # bytes around the content of a chunk: length, kind and checksum
 # The offset of the bit depth in a PNG; width is at 16, height at 20.
-_PNG_DEPTH_AT = 24
+PNG_DEPTH_AT = 24
 # Pillow's names for the chunk eXIf, and for the text in which ImageMagick writes EXIF.
 _PNG_EXIF = {"exif", "Raw profile type exif"}
 # Pillow spreads grey levels of 2 and 4 bits over 0..255.
@@ -101,17 +101,25 @@ def decode_image(data: bytes, path: str | Path, *, max_pixels: int = MAX_PIXELS)
     header = decode_header(data, path, max_pixels=max_pixels)
     if header.mode in ("CMYK", "YCCK"):
         raise DataError(f"{printable(path)}: the image is CMYK; convert it to RGB")
+    image = decode_by_opencv(data, path, cv2.IMREAD_COLOR_RGB)
+    if image.shape[:2] != header.size:
+        raise DataError(f"{printable(path)}: damaged image: its header promises other pixels")
+    return image
+
+
+def decode_by_opencv(data: bytes, path: str | Path, flags: int) -> np.ndarray:
+    """The pixels of a PNG or JPEG as `flags` of cv2.imdecode ask; a damaged file is refused."""
     if data.startswith(_PNG):
         _check_png(data, path)
     elif data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
         raise DataError(f"{printable(path)}: the JPEG is cut off: its end marker is missing")
     try:
         # imread returns half an image for a damaged JPEG; imdecode returns None.
-        flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+        flags |= cv2.IMREAD_IGNORE_ORIENTATION
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error as error:
         raise DataError(f"{printable(path)}: damaged image: {error.err}") from error
-    if image is None or image.shape[:2] != header.size:
+    if image is None:
         raise DataError(f"{printable(path)}: damaged image: the pixels cannot be decoded")
     return image
 
@@ -130,7 +138,12 @@ def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
 def decode_palette(data: bytes, path: str | Path) -> list[tuple[int, int, int]]:
     """The colours of a label's indices, RGB 0..255; empty if the label has no palette."""
     with _opened_label(data, path) as (image, _):
-        values = (image.getpalette() or []) if image.mode == "P" else []
+        return palette_of(image)
+
+
+def palette_of(image: Image.Image) -> list[tuple[int, int, int]]:
+    """The colours of the indices of an opened image, RGB 0..255; empty without a palette."""
+    values = (image.getpalette() or []) if image.mode == "P" else []
     return list(zip(values[::3], values[1::3], values[2::3], strict=True))
 
 
@@ -207,7 +220,7 @@ def _header(file: IO[bytes], path: str | Path, max_pixels: int = MAX_PIXELS) -> 
         orientation = exif_orientation(image)
         depth = 8
         if image.format == "PNG":
-            file.seek(_PNG_DEPTH_AT)
+            file.seek(PNG_DEPTH_AT)
             depth = file.read(1)[0]
         return Header((image.height, image.width), image.mode, orientation, depth)
 
@@ -225,7 +238,7 @@ def _opened_label(data: bytes, path: str | Path) -> Iterator[tuple[Image.Image, 
         )
     _check_png(data, path)
     with opened(io.BytesIO(data), path) as image:
-        yield image, data[_PNG_DEPTH_AT]
+        yield image, data[PNG_DEPTH_AT]
 
 
 def _check_png(data: bytes, path: str | Path) -> None:
