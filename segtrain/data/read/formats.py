@@ -1,7 +1,7 @@
 """The table of readers: which files segtrain opens, and what is stored in them.
 
 Nothing is converted here: the pixels are those of the file, in its dtype, all channels in its
-order. `segtrain.data.read.decode` makes RGB images and class ids of them.
+order. `read.image` makes images of them, `read.raw_label` class ids.
 
 - A file holds one picture. An animation, and a TIFF with several pictures, are refused. Pages of a
   TIFF that differ in nothing but their pixels are the bands of one picture.
@@ -26,41 +26,29 @@ from typing import IO, Any, NamedTuple
 import cv2
 import numpy as np
 
-from segtrain.data.read import decode
-from segtrain.data.read.decode import MAX_PHOTO_PIXELS, opened, read_bytes
+from segtrain.data.read import decode, tiff
+from segtrain.data.read.decode import (
+    MAX_PHOTO_PIXELS,
+    Info,
+    Palette,
+    checked_pixels,
+    damage_named,
+    number_dtype,
+    opened,
+    read_bytes,
+)
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
 
 MAX_CHANNELS = 16
 
-Palette = list[tuple[int, int, int]]
-
-
-class Info(NamedTuple):
-    """What a file says before its pixels.
-
-    size: (height, width). channels: with alpha; 1 for a palette file, whose pixels are indices.
-    dtype: of a stored sample, in native byte order. alpha: whether the last channel is marked so.
-    depth: bits of a sample, such as 12 in a TIFF of uint16. orientation: of EXIF, 1 is upright.
-    lossless: whether the format keeps every number, as class ids need.
-    """
-
-    size: tuple[int, int]
-    channels: int
-    dtype: np.dtype
-    palette: bool = False
-    alpha: bool = False
-    depth: int = 8
-    orientation: int = 1
-    lossless: bool = True
-
 
 class Reader(NamedTuple):
-    """Functions of (open file, path for messages); the last one of files with a palette only."""
+    """Functions of (open file, path for messages); `palette` of formats that have some."""
 
     info: Callable[[IO[bytes], str | Path], Info]
-    stored: Callable[[IO[bytes], str | Path], np.ndarray]
+    stored: Callable[[IO[bytes], str | Path, Info], np.ndarray]
     palette: Callable[[IO[bytes], str | Path], Palette] | None = None
 
 
@@ -77,7 +65,11 @@ def read_stored(path: str | Path) -> np.ndarray:
 
 def read_palette(path: str | Path) -> Palette:
     """The colours of the indices, RGB 0..255; empty if the file has no palette."""
-    return decode_palette(read_bytes(path), path)
+    palette = reader_of(path).palette
+    if palette is None:
+        return []
+    with os_errors_as(DataError, path), open_regular(path) as file:
+        return palette(file, path)
 
 
 def decode_info(data: bytes, path: str | Path) -> Info:
@@ -86,29 +78,48 @@ def decode_info(data: bytes, path: str | Path) -> Info:
 
 
 def decode_stored(
-    data: bytes, path: str | Path, *, max_pixels: int = MAX_PHOTO_PIXELS
+    data: bytes,
+    path: str | Path,
+    info: Info | None = None,
+    *,
+    max_pixels: int = MAX_PHOTO_PIXELS,
 ) -> np.ndarray:
-    """`read_stored` of bytes that are already read; more than `max_pixels` are refused."""
-    reader, file = reader_of(path), io.BytesIO(data)
-    info = reader.info(file, path)
+    """`read_stored` of bytes that are already read; more than `max_pixels` are refused.
+
+    info: the header, if it is known.
+    """
+    info = info or decode_info(data, path)
+    check_size(info, path, max_pixels)
+    return checked_pixels(reader_of(path).stored(io.BytesIO(data), path, info), info, path)
+
+
+def check_size(info: Info, path: str | Path, max_pixels: int) -> None:
+    """DataError: an image with this header would take too much memory."""
+    problem = ""
     if math.prod(info.size) > max_pixels:
-        raise DataError(f"{printable(path)}: more than {max_pixels:,} pixels; cut it into tiles")
-    if info.channels > MAX_CHANNELS:
-        what = f"{info.channels} channels; at most {MAX_CHANNELS} are read"
-        raise DataError(f"{printable(path)}: {what}")
-    file.seek(0)
-    pixels = reader.stored(file, path)
-    pixels = pixels.reshape(*pixels.shape[:2], -1)  # (H, W, C)
-    # A check of the readers: a decoder that expands a palette would make other numbers of it.
-    if (pixels.shape, pixels.dtype) != ((*info.size, info.channels), info.dtype):
-        raise DataError(f"{printable(path)}: damaged image: its header promises other pixels")
-    return pixels
+        problem = f"more than {max_pixels:,} pixels; cut it into tiles"
+    elif info.channels > MAX_CHANNELS:
+        problem = f"{info.channels} channels; at most {MAX_CHANNELS} are read"
+    if problem:
+        raise DataError(f"{printable(path)}: {problem}")
 
 
 def decode_palette(data: bytes, path: str | Path) -> Palette:
     """`read_palette` of bytes that are already read."""
     palette = reader_of(path).palette
     return palette(io.BytesIO(data), path) if palette else []
+
+
+def palette_colors(indices: np.ndarray, palette: Palette, path: str | Path) -> np.ndarray:
+    """The colours (H, W, 3) uint8 of a palette file with these indices (H, W, 1)."""
+    if (highest := int(indices.max())) >= len(palette):
+        raise DataError(f"{printable(path)}: damaged image: index {highest} has no colour")
+    return np.array(palette, np.uint8)[indices[..., 0]]
+
+
+def is_png_or_jpeg(path: str | Path) -> bool:
+    """Whether the file is read by `segtrain.data.read.decode`."""
+    return reader_of(path) is _PNG_OR_JPEG
 
 
 def reader_of(path: str | Path) -> Reader:
@@ -142,16 +153,15 @@ def _png_or_jpeg_info(file: IO[bytes], path: str | Path) -> Info:
     )
 
 
-def _png_or_jpeg(file: IO[bytes], path: str | Path) -> np.ndarray:
+def _png_or_jpeg(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
     data = file.read()
-    info = _png_or_jpeg_info(io.BytesIO(data), path)
     if info.channels == 3:
         depth = cv2.IMREAD_ANYDEPTH if info.depth == 16 else 0
         return decode.decode_by_opencv(data, path, depth | cv2.IMREAD_COLOR_RGB)
     if not info.lossless:
         return decode.decode_by_opencv(data, path, cv2.IMREAD_GRAYSCALE)
     if info.channels == 1:
-        return decode.decode_raw_label(data, path)
+        return decode.decode_png_ids(data, path)
     bgra = decode.decode_by_opencv(data, path, cv2.IMREAD_UNCHANGED)
     return bgra[..., [2, 1, 0, 3] if info.channels == 4 else [0, 3]]
 
@@ -189,7 +199,7 @@ def _pillow_reader(format: str) -> Reader:
                 format != "WEBP" or _is_lossless_webp(file),
             )
 
-    def stored(file: IO[bytes], path: str | Path) -> np.ndarray:
+    def stored(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
         with one_picture(file, path) as image:
             pixels = np.array(image.convert("RGB") if image.mode == "RGBX" else image)
             return pixels.astype(np.uint16 if pixels.itemsize > 1 else np.uint8, copy=False)
@@ -233,100 +243,11 @@ def _jpeg2000_info(file: IO[bytes], path: str | Path) -> Info:
     return Info(size, channels, dtype, alpha=alpha, depth=depth, lossless=False)
 
 
-def _jpeg2000(file: IO[bytes], path: str | Path) -> np.ndarray:
+def _jpeg2000(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
     import imagecodecs
 
-    with _damage_named(path):
+    with damage_named(path):
         return imagecodecs.jpeg2k_decode(file.read())
-
-
-# TIFF: by tifffile, which decodes by imagecodecs.
-
-_BAND_AXES = {"S", "C", "Q", "I"}  # samples, channels, and pages without a meaning of their own
-_REDUCED, _MASK = 1, 4  # bits of NewSubfileType
-_MINISWHITE, _MINISBLACK, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
-_ALPHA_SAMPLES = {1, 2}  # values of ExtraSamples
-# None, CCITT, LZW, deflate, PackBits, LZMA and zstd: what keeps every number.
-_LOSSLESS = {1, 2, 3, 4, 5, 8, 32773, 32946, 34925, 50000}
-
-
-@contextmanager
-def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
-    """The only picture of a TIFF as tifffile's TiffPageSeries, whose `keyframe` is its first page.
-
-    Pictures that are smaller copies of it, and masks, do not count.
-    """
-    import tifffile
-
-    with _damage_named(path), suppress_tiff_log(), tifffile.TiffFile(file, is_ome=False) as tiff:
-        pictures = [s for s in tiff.series if not s.keyframe.subfiletype & (_REDUCED | _MASK)]
-        page = pictures[0].keyframe
-        axes = "".join(a for a, n in zip(pictures[0].axes, pictures[0].shape, strict=True) if n > 1)
-        others = set(axes) - {"Y", "X"}
-        problem = ""
-        if len(pictures) > 1 or len(others) > 1 or others - _BAND_AXES:
-            shape = "x".join(map(str, pictures[0].shape))
-            found = f"{len(pictures)}" if len(pictures) > 1 else f"{shape} ({pictures[0].axes})"
-            problem = f"the TIFF has several pictures: {found}; store each in a file of its own"
-        elif page.photometric not in (_MINISWHITE, _MINISBLACK, _RGB, _PALETTE, _YCBCR):
-            problem = f"the TIFF has colours {page.photometric.name}; convert it to RGB"
-        elif page.dtype is None or page.dtype.kind not in "buif":
-            problem = "expected whole numbers or floats of one type in all channels"
-        if problem:
-            raise DataError(f"{printable(path)}: {problem}")
-        yield pictures[0]
-
-
-def _tiff_info(file: IO[bytes], path: str | Path) -> Info:
-    with opened_tiff(file, path) as picture:
-        page = picture.keyframe
-        sizes = dict(zip(picture.axes, picture.shape, strict=True))
-        orientation = page.tags.valueof("Orientation", 1)
-        return Info(
-            (sizes["Y"], sizes["X"]),
-            math.prod(sizes.values()) // (sizes["Y"] * sizes["X"]),
-            _number_dtype(page.dtype),
-            page.photometric == _PALETTE,
-            bool(page.extrasamples) and page.extrasamples[-1] in _ALPHA_SAMPLES,
-            page.bitspersample,
-            orientation if orientation in range(1, 9) else 1,
-            page.compression in _LOSSLESS,
-        )
-
-
-def _tiff(file: IO[bytes], path: str | Path) -> np.ndarray:
-    with opened_tiff(file, path) as picture:
-        size = file.seek(0, io.SEEK_END)
-        for page in picture.pages:
-            ends = map(sum, zip(page.dataoffsets, page.databytecounts, strict=True))
-            if max(ends, default=0) > size:  # tifffile would fill the rest with zeros
-                raise DataError(f"{printable(path)}: the TIFF is cut off")
-        pixels = picture.asarray(maxworkers=1)
-        others = [i for i, axis in enumerate(picture.axes) if axis not in "YX"]
-        order = [picture.axes.index("Y"), picture.axes.index("X"), *others]
-        pixels = pixels.transpose(order).astype(_number_dtype(pixels.dtype), copy=False)
-        if picture.keyframe.photometric == _MINISWHITE:
-            pixels = ((1 << picture.keyframe.bitspersample) - 1 - pixels).astype(pixels.dtype)
-        return pixels
-
-
-def _tiff_palette(file: IO[bytes], path: str | Path) -> Palette:
-    with opened_tiff(file, path) as picture:
-        colors = picture.keyframe.colormap  # (3, 2^bits) uint16
-        return [] if colors is None else [tuple(c) for c in (colors >> 8).T.tolist()]
-
-
-@contextmanager
-def suppress_tiff_log() -> Iterator[None]:
-    """Keeps tifffile from logging what it also raises or what does not matter."""
-    import logging
-
-    logger = logging.getLogger("tifffile")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 # NPY and NPZ.
@@ -346,7 +267,7 @@ class _Array(NamedTuple):
             what = f"expected numbers of shape (H, W) or (H, W, C), found {found}"
             raise DataError(f"{printable(path)}: {what}")
         height, width, channels = (*shape[1:], shape[0]) if _is_channels_first(shape) else shape
-        dtype = _number_dtype(self.dtype)
+        dtype = number_dtype(self.dtype)
         depth = 1 if self.dtype.kind == "b" else 8 * dtype.itemsize
         return Info((height, width), channels, dtype, depth=depth)
 
@@ -356,7 +277,7 @@ def _is_channels_first(shape: tuple[int, ...]) -> bool:
 
 
 def _array_header(file: IO[bytes], path: str | Path) -> _Array:
-    with _damage_named(path):
+    with damage_named(path):
         read = {
             (1, 0): np.lib.format.read_array_header_1_0,
             (2, 0): np.lib.format.read_array_header_2_0,
@@ -364,7 +285,7 @@ def _array_header(file: IO[bytes], path: str | Path) -> _Array:
         return _Array(*read(file))
 
 
-def _array(file: IO[bytes], path: str | Path) -> np.ndarray:
+def _array(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
     header = _array_header(file, path)
     data = file.read()
     if len(data) != math.prod(header.shape) * header.dtype.itemsize:
@@ -373,12 +294,12 @@ def _array(file: IO[bytes], path: str | Path) -> np.ndarray:
     pixels = pixels.reshape(header.shape, order="F" if header.is_fortran else "C")
     if _is_channels_first(pixels.shape):
         pixels = np.moveaxis(pixels, 0, -1)
-    return pixels.astype(_number_dtype(pixels.dtype))
+    return pixels.astype(number_dtype(pixels.dtype))
 
 
 @contextmanager
 def _only_member(file: IO[bytes], path: str | Path) -> Iterator[IO[bytes]]:
-    with _damage_named(path), zipfile.ZipFile(file) as archive:
+    with damage_named(path), zipfile.ZipFile(file) as archive:
         names = archive.namelist()
         if len(names) != 1:
             shown = ", ".join(printable(name) for name in names[:5])
@@ -392,24 +313,9 @@ def _npz_info(file: IO[bytes], path: str | Path) -> Info:
         return _array_header(member, path).info(path)
 
 
-def _npz(file: IO[bytes], path: str | Path) -> np.ndarray:
+def _npz(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
     with _only_member(file, path) as member:
-        return _array(member, path)
-
-
-def _number_dtype(dtype: np.dtype) -> np.dtype:
-    """`dtype` in native byte order; truth values are bytes."""
-    return np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("=")
-
-
-@contextmanager
-def _damage_named(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:  # decoders raise a dozen kinds on damaged bytes
-        raise DataError(f"{printable(path)}: damaged image: {error}") from error
+        return _array(member, path, info)
 
 
 def _png_palette(file: IO[bytes], path: str | Path) -> Palette:
@@ -418,7 +324,7 @@ def _png_palette(file: IO[bytes], path: str | Path) -> Palette:
 
 
 _PNG_OR_JPEG = Reader(_png_or_jpeg_info, _png_or_jpeg, _png_palette)
-_TIFF = Reader(_tiff_info, _tiff, _tiff_palette)
+_TIFF = Reader(tiff.read_header, tiff.read_pixels, tiff.read_colors)
 _PNM = _pillow_reader("PPM")
 
 READERS: dict[str, Reader] = {
