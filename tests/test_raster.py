@@ -94,6 +94,8 @@ def test_a_raster_is_many_images_of_a_data_set(tmp_path, small_limits):
         columns = slice(window.left, window.left + window.width)
         np.testing.assert_array_equal(dataset[i][0], image[rows, columns])
         np.testing.assert_array_equal(dataset[i][1], label[rows, columns])
+    with pytest.raises(DataError, match="which have no short side of their own"):
+        open_dataset(data.model_copy(update={"short_side_px": 100}), "train")
     (scan, _) = check_data(data, jobs=1).scans
     assert scan.pixels.sum() == label.size
     tifffile.imwrite(tmp_path / "labels/train/scene.tif", label[:-1])

@@ -28,7 +28,7 @@ from segtrain.data.read.find import first_lines
 from segtrain.data.read.image import RGB, ImageForm, ignore_missing
 from segtrain.data.read.photos import Source, find_images, form_of_file, read_photo
 from segtrain.data.read.protect import check_pictures
-from segtrain.data.read.raster import raster_size
+from segtrain.data.read.raster import raster_size, refuse_short_side
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, DataError, ExecutionError
 from segtrain.evaluation.dataset import Transfer
@@ -220,6 +220,7 @@ def predict_rasters(
         bar.describe(printable(source.name))
         path = output / pictures.LABELS / f"{source.name}.tif"
         try:
+            refuse_short_side(source.path, settings.usual.short_side_px)
             path.parent.mkdir(parents=True, exist_ok=True)
             with bar:
                 is_finite = predict_raster(

@@ -301,7 +301,7 @@ def file_names(names: Sequence[str]) -> list[str]:
 
 def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None:
     """ConfigError if a directory already holds some of the predictions."""
-    labels = (output / LABELS / f"{name}.png" for name in names)
+    labels = (output / LABELS / f"{name}{end}" for name in names for end in (".png", ".tif"))
     there = [path for path in labels if os.path.lexists(path)]
     if there and not overwrite:
         repair = "choose another directory or pass --overwrite"

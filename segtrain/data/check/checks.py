@@ -166,7 +166,7 @@ def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Findin
         dataset = open_dataset(data, split)
         return [Finding("warning", split, "pack", line) for line in dataset.warnings], dataset
     listing = scan_layout(data, split)
-    pairs = split_rasters(listing.pairs)
+    pairs = split_rasters(listing.pairs, data)
     dataset = SegDataset(
         pairs,
         classes,

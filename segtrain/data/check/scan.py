@@ -172,9 +172,10 @@ def scan_pair(
             info = decode_info(files[0], pair.image)
             image = decode_image(files, pair.images, form)
         else:
-            info = read_info(pair.image)
+            # Windows of one raster may well have the same least and largest value.
+            info = read_info(pair.image)._replace(lossless=False)
             image = read_image(pair.images, form, pair.window)
-            files = [image.tobytes()]
+            files = [repr(pair.window).encode(), image.tobytes()]  # many may be blank
         digest = hashlib.blake2b(b"".join(files), digest_size=16).digest()
         loses_band = not pair.bands and drops_alpha(info, form.channels)
         if loses_band:

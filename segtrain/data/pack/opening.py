@@ -60,7 +60,7 @@ def open_dataset(data: DataConfig, split: str, *, labelled: bool = True) -> SegD
     if data.pack is not None:
         return _open_packed(data, split, classes, labelled=labelled)
     listing = list_split(data, split, labelled=labelled)
-    pairs = split_rasters(listing.pairs, labelled=labelled)
+    pairs = split_rasters(listing.pairs, data, labelled=labelled)
     return (SegDataset if labelled else UnlabelledDataset)(
         pairs,
         classes,

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
+from segtrain.config import DataConfig
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.find import Pair, Window
 from segtrain.data.read.formats import read_info
@@ -19,8 +20,8 @@ from segtrain.text import printable
 
 WINDOW_PX = 2048
 _SUFFIXES = (".tif", ".tiff")
-# Smaller files hold no raster, unless it is nearly empty: that is refused when it is read.
-_MIN_BYTES = 16 << 20
+# Smaller files hold no raster, unless it is empty: that is refused when it is read.
+_MIN_BYTES = 1 << 16
 _THREADS = 16
 
 
@@ -34,11 +35,11 @@ def windows(size: tuple[int, int], side: int = WINDOW_PX) -> list[Window]:
     return [Window(y, x, end - y, right - x) for y, end in rows for x, right in columns]
 
 
-def split_rasters(pairs: Sequence[Pair], *, labelled: bool = True) -> list[Pair]:
+def split_rasters(pairs: Sequence[Pair], data: DataConfig, *, labelled: bool = True) -> list[Pair]:
     """`pairs`, with many in the place of each raster: its windows, named by their first pixels.
 
     Raises:
-        DataError: the label of a raster is no TIFF of its size.
+        DataError: the label of a raster is no TIFF of its size, or `data.short_side_px` is set.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         sizes = list(pool.map(raster_size, (pair.image for pair in pairs)))
@@ -47,6 +48,7 @@ def split_rasters(pairs: Sequence[Pair], *, labelled: bool = True) -> list[Pair]
         if size is None:
             found.append(pair)
             continue
+        refuse_short_side(pair.image, data.short_side_px)
         label = read_info(pair.label) if labelled else None
         if label is not None and (label.size != size or not _is_tiff(pair.label)):
             what = f"the label of a raster of {size[0]}x{size[1]} must be a TIFF of that size"
@@ -68,6 +70,13 @@ def raster_size(path: Path, most: int = MAX_PIXELS) -> tuple[int, int] | None:
     except DataError:  # it is named when it is read
         return None
     return size if math.prod(size) > most else None
+
+
+def refuse_short_side(path: Path, short_side_px: int | None) -> None:
+    """DataError: the raster at `path` would be scaled by the sizes of its windows."""
+    if short_side_px is not None:
+        what = "a raster is read by windows, which have no short side of their own"
+        raise DataError(f"{printable(path)}: {what}; set data.short_side_px: null")
 
 
 def _is_tiff(path: Path) -> bool:
