@@ -232,10 +232,11 @@ def test_conversions_that_lose_values_are_found(tmp_path, way, image_of, expecte
     assert kinds(tmp_path) == ({expected} if expected else set())
 
 
-def test_images_that_were_stretched_one_by_one_are_found(tmp_path):
+@pytest.mark.parametrize("axes", [(0, 1), None], ids=["channels", "images"])
+def test_images_that_were_stretched_one_by_one_are_found(tmp_path, axes):
     def stretched(i):
-        image = values(3, np.float32, 1 + i, seed=i)
-        low, high = image.min((0, 1)), image.max((0, 1))
+        image = np.random.default_rng(i).normal(size=(*SIZE, 3))
+        low, high = image.min(axes), image.max(axes)
         return ((image - low) / (high - low) * 255).round().astype(np.uint8)
 
     write_set(tmp_path, stretched, num=8)

@@ -23,6 +23,8 @@ _LEFT_OUT = 1000
 # Of the samples of a split. A bright sky in photographs has less on average.
 _MANY_WHITE = 0.05
 _MANY_OUTSIDE = 0.01
+# Of the samples of an image that is stretched.
+_FEW_WHITE = 0.001
 # Fewer images may have the same least and largest values by chance.
 _MIN_STRETCHED = 8
 # Beyond so many bits the whole type is in use.
@@ -160,21 +162,28 @@ def value_findings(images: Sequence[ImageValues]) -> Iterator[ValueFinding]:
             "segtrain data stats prints what they hold"
         )
         yield ValueFinding("outside", text, names)
-    if _are_stretched(images):
-        low, high = images[0].spans[0]
+    if span := _common_span(images):
         text = (
-            f"every channel of every image goes from {low:g} to {high:g}: was each image stretched "
-            "by itself? Then one value means something else in each; make the files again, with "
-            "one scale for all"
+            f"the values of every image go from {span[0]:g} to {span[1]:g}: was each stretched by "
+            "itself? Then one value means something else in each; make the files again, with one "
+            "scale for all"
         )
         yield ValueFinding("stretched", text, [])
 
 
-def _are_stretched(images: Sequence[ImageValues]) -> bool:
-    spans = {span for one in images for span in one.spans}
-    (low, high), *others = spans
-    is_wide = high > low and not others
-    return is_wide and len(images) >= _MIN_STRETCHED and all(one.keeps_all for one in images)
+def _common_span(images: Sequence[ImageValues]) -> ValueRange | None:
+    """The span of all images where so many equal ones are no chance; None: there is none.
+
+    Photographs too may all reach black and white, but not in each channel, and where they are white
+    many pixels are. A stretched image has that value at its brightest pixel.
+    """
+    (span, *others) = {
+        (min(low for low, _ in one.spans), max(high for _, high in one.spans)) for one in images
+    }
+    channels = {span for one in images for span in one.spans}
+    is_chance = len(channels) > 1 and any(one.white > _FEW_WHITE for one in images)
+    is_kept = len(images) >= _MIN_STRETCHED and all(one.keeps_all for one in images)
+    return span if is_kept and not others and not is_chance and span[0] < span[1] else None
 
 
 def suggested_range(form: ImageForm, percentiles: Sequence[float], largest: float) -> ValueRange:
