@@ -10,7 +10,9 @@ import pytest
 import tifffile
 from PIL import Image
 
-from segtrain.data.read.formats import read_info, read_palette, read_stored
+from segtrain.data.read.find import IMAGE_SUFFIXES, Window
+from segtrain.data.read.formats import SUFFIXES, read_info, read_palette, read_stored
+from segtrain.data.read.tiff import read_stored_window
 from segtrain.errors import DataError
 
 _H, _W = 24, 37
@@ -197,3 +199,34 @@ def test_what_would_be_read_wrong_is_refused_by_name(tmp_path, name, write, mess
     write(tmp_path / name)
     with pytest.raises(DataError, match=rf"(?s){name}: .*{message}"):
         read_stored(tmp_path / name)
+
+
+GDAL = [
+    (np.uint8, {"compress": "jpeg", "photometric": "YCBCR", "interleave": "pixel"}, 5),
+    (np.uint16, {"compress": "lzw", "predictor": 2, "tiled": True, "interleave": "band"}, 0),
+    (np.float32, {"compress": "lerc", "nodata": -9999}, 0),
+    (np.uint16, {"nbits": 12}, 0),
+]
+
+
+@pytest.mark.parametrize(("dtype", "options", "loss"), GDAL)
+def test_tiffs_of_gdal_are_read_whole_and_by_windows(tmp_path, dtype, options, loss):
+    rasterio = pytest.importorskip("rasterio")
+    y, x = np.mgrid[:150, :260]
+    written = np.stack([x * 255 // 260, y * 255 // 150, (x + y) * 255 // 410], 2).astype(dtype)
+    form = {"driver": "GTiff", "height": 150, "width": 260, "count": 3, "dtype": dtype}
+    if options.get("tiled"):
+        options = {**options, "blockxsize": 64, "blockysize": 128}
+    with rasterio.open(tmp_path / "x.tif", "w", **form, **options) as file:
+        file.write(np.moveaxis(written, -1, 0))
+        file.build_overviews([2])
+    info = read_info(tmp_path / "x.tif")
+    assert (info.channels, info.no_data) == (3, options.get("nodata"))
+    whole = read_stored(tmp_path / "x.tif")
+    np.testing.assert_allclose(whole, written, atol=loss, rtol=0)
+    part = read_stored_window(tmp_path / "x.tif", Window(37, 50, 101, 203))
+    np.testing.assert_array_equal(part, whole[37:138, 50:253])
+
+
+def test_the_names_of_images_are_those_of_the_table():
+    assert IMAGE_SUFFIXES == SUFFIXES
