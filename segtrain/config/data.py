@@ -132,8 +132,8 @@ class AugmentConfig(Section):
     blur_prob: Fraction = option(0.0, "probability of a 5x5 Gaussian blur")
     color_prob: Fraction = option(
         0.0,
-        "probability of each change of colour: brightness, contrast, saturation, hue; "
-        "mmsegmentation uses 0.5",
+        "probability of each change of colour: brightness, contrast, saturation, hue; of 8-bit RGB "
+        "only; mmsegmentation uses 0.5",
     )
     brightness: Fraction = option(0.125, "largest change of brightness, as a share of 255")
     contrast: Fraction = option(0.5, "contrast factor drawn from [1 - x, 1 + x]")
@@ -142,7 +142,7 @@ class AugmentConfig(Section):
         0.1, "largest rotation of the hue, as a share of the circle"
     )
     extra: tuple[ExtraTransform, ...] = option(
-        (), "further albumentations transforms, applied to the crop last"
+        (), "further albumentations transforms of 8-bit images, applied to the crop last"
     )
     mixup_alpha: PositiveFloat | None = option(
         None,
