@@ -14,7 +14,7 @@ IGNORE_INDEX = 255
 class Batch(NamedTuple):
     """What the loader yields: the part of one batch that belongs to this rank.
 
-    images: (N, 3, H, W) uint8, RGB.
+    images: (N, C, H, W) as stored: uint8 RGB, or what the data set has (`ImageForm`).
     labels: (N, H, W) uint8, train ids or IGNORE_INDEX.
     names: N image names, for messages; "a + b" if a sample is made of two images.
     partner_labels: (N, H, W) uint8, of the images that MixUp has mixed in; None: there are none,

@@ -7,6 +7,7 @@ from experiments import assert_same_state, experiment, last, losses, small, trai
 from segtrain.commands.train import auto_workers, setup
 from segtrain.commands.train.auto_workers import MEASURED_STEPS, Measurement
 from segtrain.config import load_config
+from segtrain.data.read.image import RGB
 from segtrain.data.sample import loader
 from segtrain.distributed import collectives as dist
 
@@ -105,9 +106,9 @@ def test_cores_and_shared_memory_bound_the_number(
     monkeypatch.setattr(loader, "free_shared_memory", lambda: free)
     monkeypatch.setattr(dist, "local_world_size", lambda: ranks)
     monkeypatch.setattr(dist, "world_size", lambda: 2 * ranks)  # two images a rank
-    assert loader.bytes_in_flight(config, 1) == 5 * 2 * 4 * 100 * 125 == 500_000
-    assert loader.most_workers(config) == most
-    assert loader.first_workers(config) == first
+    assert loader.bytes_in_flight(config, RGB, 1) == 5 * 2 * 4 * 100 * 125 == 500_000
+    assert loader.most_workers(config, RGB) == most
+    assert loader.first_workers(config, RGB) == first
 
 
 FEWER = 5
@@ -126,7 +127,7 @@ def train_and_choose(config, directory, *args, **options):
 
     setup.train_loader = train_loader
     auto_workers.MEASURED_STEPS = FEWER
-    auto_workers.most_workers, setup.first_workers = lambda _: 3, lambda _: 1
+    auto_workers.most_workers, setup.first_workers = lambda *_: 3, lambda *_: 1
     Measurement.choice = lambda self, most: (2 - dist.rank(), choice(self, most)[1])
     assert train(config, directory, *args, **options) == 0
     return used

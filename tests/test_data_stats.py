@@ -57,8 +57,8 @@ def test_counts_sizes_and_moments_are_those_of_numpy(data):
     assert found["ignored_pixels"] == sum((label == 255).sum() for label in labels)
     assert found["mean_size"] == np.mean([label.shape for label in labels], axis=0).tolist()
     rgb = np.concatenate([image.reshape(-1, 3) for image, _ in train]).astype(float)
-    np.testing.assert_allclose(found["rgb_mean"], rgb.mean(0), rtol=1e-13)
-    np.testing.assert_allclose(found["rgb_std"], rgb.std(0), rtol=1e-13)
+    np.testing.assert_allclose(found["mean"], rgb.mean(0), rtol=1e-13)
+    np.testing.assert_allclose(found["std"], rgb.std(0), rtol=1e-13)
     other = measured(config, "--split", "val")["classes"].values()
     assert [c["pixels"] for c in other] == pixels_of([pairs[7][1]]).tolist()
 

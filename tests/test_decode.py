@@ -7,12 +7,15 @@ import zlib
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
-from segtrain.data.read import decode
+from segtrain.data.read import image as images
 from segtrain.data.read.classes import ClassFile, SegClass
+from segtrain.data.read.formats import read_info
 from segtrain.data.read.labels import read_label
 from segtrain.data.read.photos import read_photo
+from segtrain.data.read.raw_label import read_raw_label
 from segtrain.errors import DataError
 
 GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
@@ -62,6 +65,14 @@ def saved(tmp_path):
     return save
 
 
+def read_image(path, dtype=np.uint8):
+    return images.read_image([path], images.ImageForm(dtype=np.dtype(dtype)))
+
+
+def read_one_photo(path):
+    return read_photo(path, images.RGB)
+
+
 def random_values(depth, shape=(5, 11), seed=0):
     return np.random.default_rng(seed).integers(0, 1 << depth, shape)
 
@@ -75,13 +86,13 @@ def smooth_image(height=40, width=56):
 @pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
 def test_a_label_gives_the_stored_ids_at_every_depth_and_not_the_colours(saved, depth):
     ids = random_values(depth)
-    raw = decode.read_raw_label(saved(png(ids, GREY, depth)))
+    raw = read_raw_label(saved(png(ids, GREY, depth)))
     assert raw.dtype == (np.uint16 if depth == 16 else np.uint8)
     np.testing.assert_array_equal(raw, ids)
     if depth <= 8:
         colors = random_values(8, (1 << depth, 3), seed=1).astype(np.uint8)
         path = saved(png(ids, PALETTE, depth, extra=[(b"PLTE", colors.tobytes())]))
-        np.testing.assert_array_equal(decode.read_raw_label(path), ids)
+        np.testing.assert_array_equal(read_raw_label(path), ids)
 
 
 @pytest.mark.fault(56)
@@ -153,9 +164,13 @@ def rgb(*colors):
     ("content", "label_format", "message"),
     [
         (png(random_values(8, (5, 11, 3)), RGB, 8), "ids", "is RGB, expected one channel"),
-        (png(random_values(8, (5, 11, 4)), RGBA, 8), "ids", "is RGBA, expected one channel"),
-        (jpeg(smooth_image()[..., 0]), "ids", "not a PNG file"),
-        (png(random_values(16, (5, 11, 3)), RGB, 16), "colors", "is 16-bit RGB; expected 8-bit"),
+        (png(random_values(8, (5, 11, 4)), RGBA, 8), "ids", "is RGB, expected one channel"),
+        (jpeg(smooth_image()[..., 0]), "ids", "compressed with loss"),
+        (
+            png(random_values(16, (5, 11, 3)), RGB, 16),
+            "colors",
+            "3 channels of uint16; expected 8-bit",
+        ),
         (
             png(rgb([1, 2, 3, 0], [1, 2, 3, 254], [1, 2, 3, 255]), RGBA, 8),
             "colors",
@@ -199,21 +214,25 @@ def test_colors_are_matched_exactly(saved):
 @pytest.mark.fault(61)
 @pytest.mark.parametrize("depth", [8, 16])
 @pytest.mark.parametrize("color_type", [GREY, RGB, GREY_ALPHA, RGBA])
-def test_png_image_of_any_kind_becomes_8_bit_rgb(saved, color_type, depth):
+def test_png_image_of_any_kind_becomes_rgb(saved, color_type, depth):
+    dtype = np.uint8 if depth == 8 else np.uint16
     values = random_values(depth, (5, 11, CHANNELS[color_type]))
-    image = decode.read_image(saved(png(values, color_type, depth)))
+    path = saved(png(values, color_type, depth))
+    image = read_image(path, dtype)
     color = values[..., :3] if color_type in (RGB, RGBA) else values[..., :1]
-    assert image.dtype == np.uint8
-    np.testing.assert_array_equal(image, np.broadcast_to(color >> (depth - 8), (5, 11, 3)))
+    assert image.dtype == dtype
+    np.testing.assert_array_equal(image, np.broadcast_to(color, (5, 11, 3)))
+    with pytest.raises(DataError, match=r"x\.png: the image is uint.*convert all to one type"):
+        read_image(path, np.uint16 if depth == 8 else np.uint8)
 
 
 def test_a_palette_image_becomes_its_colours_and_a_jpeg_keeps_the_order_of_channels(saved):
     colors = random_values(8, (16, 3)).astype(np.uint8)
     values = random_values(4)
-    image = decode.read_image(saved(png(values, PALETTE, 4, extra=[(b"PLTE", colors.tobytes())])))
+    image = read_image(saved(png(values, PALETTE, 4, extra=[(b"PLTE", colors.tobytes())])))
     np.testing.assert_array_equal(image, colors[values])
     expected = smooth_image()
-    image = decode.read_image(saved(jpeg(expected, quality=95, subsampling=0), "x.jpg"))
+    image = read_image(saved(jpeg(expected, quality=95, subsampling=0), "x.jpg"))
     assert np.abs(image.astype(int) - expected).max() <= 6
 
 
@@ -222,9 +241,8 @@ def test_exif_orientation_does_not_turn_the_image(saved):
     exif = Image.Exif()
     exif[0x0112] = 6
     path = saved(jpeg(smooth_image(40, 56), exif=exif), "x.jpg")
-    assert decode.read_image(path).shape == (40, 56, 3)
-    header = decode.read_header(path)
-    assert header == decode.Header((40, 56), "RGB", 6)
+    assert read_image(path).shape == (40, 56, 3)
+    assert read_info(path).orientation == 6
 
 
 @pytest.mark.fault(61)
@@ -232,23 +250,23 @@ def test_cmyk_is_refused(saved):
     out = io.BytesIO()
     Image.fromarray(smooth_image()).convert("CMYK").save(out, "JPEG")
     with pytest.raises(DataError, match=r"x\.jpg: the image is CMYK; convert it to RGB"):
-        decode.read_image(saved(out.getvalue(), "x.jpg"))
+        read_image(saved(out.getvalue(), "x.jpg"))
 
 
 @pytest.mark.fault(59)
 def test_jpeg_that_ends_early_is_refused(saved):
     """Also if the thumbnail in it has an end marker; bytes after the end are allowed."""
     data = jpeg(smooth_image(), exif=b"Exif\0\0" + jpeg(smooth_image(16, 16)))
-    assert decode.read_image(saved(data + b"\0" * 100, "x.jpg")).shape == (40, 56, 3)
+    assert read_image(saved(data + b"\0" * 100, "x.jpg")).shape == (40, 56, 3)
     for end in (*(int(share * len(data)) for share in (0.1, 0.5, 0.9)), len(data) - 20):
         with pytest.raises(DataError, match=r"x\.jpg"):
-            decode.read_image(saved(data[:end], "x.jpg"))
+            read_image(saved(data[:end], "x.jpg"))
     with pytest.raises(DataError, match="end marker is missing"):
-        decode.read_image(saved(data[:-20], "x.jpg"))
+        read_image(saved(data[:-20], "x.jpg"))
 
 
 @pytest.mark.fault(59)
-@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label])
+@pytest.mark.parametrize("read", [read_image, read_raw_label])
 def test_no_cut_or_flipped_bit_in_a_png_goes_unnoticed_and_no_other_file_is_a_picture(saved, read):
     data = png(random_values(8, (6, 9)), GREY, 8)
     broken = [
@@ -267,14 +285,57 @@ def test_no_cut_or_flipped_bit_in_a_png_goes_unnoticed_and_no_other_file_is_a_pi
 @pytest.mark.fault(62)
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("side", [9_500, 14_000, 1 << 30])
-@pytest.mark.parametrize(
-    "read", [decode.read_image, decode.read_raw_label, decode.read_header, read_photo]
-)
+@pytest.mark.parametrize("read", [read_image, read_raw_label, read_one_photo])
 def test_decompression_bomb_is_refused_from_its_header(saved, read, side):
     """Predictions are made of images up to twice the size; here the pixels of these are missing."""
-    said = "more than 178,956,970 pixels" if read is read_photo else "more than 89,478,485 pixels"
-    if read is read_photo and side == 9_500:
-        said = "damaged image"
+    said = "more than 178,956,970 pixels"
+    if side == 9_500:
+        said = "damaged image" if read is read_one_photo else "more than 89,478,485 pixels"
     path = saved(png(np.zeros((1, 8), int), GREY, 1, size=(side, side)))
     with pytest.raises(DataError, match=rf"x\.png: {said}"):
         read(path)
+
+
+LABEL_FILES = {
+    "x.tif": lambda path, ids: tifffile.imwrite(path, ids, compression="deflate"),
+    "x.bmp": lambda path, ids: Image.fromarray(ids.astype(np.uint8)).save(path),
+    "x.gif": lambda path, ids: Image.fromarray(ids.astype(np.uint8), "P").save(
+        path, optimize=False
+    ),
+    "x.webp": lambda path, ids: Image.fromarray(np.dstack([ids] * 3).astype(np.uint8)).save(
+        path, lossless=True
+    ),
+    "x.npy": lambda path, ids: np.save(path, ids.astype(np.int64)),
+    "x.npz": lambda path, ids: np.savez(path, ids.astype(np.float32)),
+    "x.pgm": lambda path, ids: Image.fromarray(ids.astype(np.uint8)).save(path),
+    "grey.png": lambda path, ids: Image.fromarray(np.dstack([ids] * 3).astype(np.uint8)).save(path),
+}
+
+
+@pytest.mark.parametrize("name", LABEL_FILES)
+def test_a_label_of_any_format_that_keeps_numbers_gives_its_ids(tmp_path, name):
+    """Also of three equal channels, as when a grey file was saved as RGB."""
+    ids = random_values(4, (20, 30)).astype(np.uint16)
+    LABEL_FILES[name](tmp_path / name, ids)
+    np.testing.assert_array_equal(read_raw_label(tmp_path / name), ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("x.npy", lambda p: np.save(p, np.array([[0, -1]])), "int64 from -1 to 0, expected whole"),
+        ("x.npy", lambda p: np.save(p, np.array([[0, 0.5]])), "float64 from 0.0 to 0.5, expected"),
+        ("x.npy", lambda p: np.save(p, np.array([[0, np.nan]])), "list it under ignore_ids"),
+        ("x.npy", lambda p: np.save(p, np.zeros((2, 3, 5))), "has 5 channels"),
+        ("x.webp", lambda p: Image.fromarray(smooth_image()).save(p), "compressed with loss"),
+        (
+            "x.tif",
+            lambda p: tifffile.imwrite(p, smooth_image(), compression="jpeg"),
+            "compressed with loss",
+        ),
+    ],
+)
+def test_a_label_that_does_not_hold_ids_is_refused(tmp_path, name, write, message):
+    write(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name}: .*{message}"):
+        read_raw_label(tmp_path / name)

@@ -17,7 +17,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.commands import predict
-from segtrain.data.read.photos import Source
+from segtrain.data.read.formats import Info
+from segtrain.data.read.image import RGB
+from segtrain.data.read.photos import Photo, Source
 from segtrain.evaluation import dataset
 from segtrain.evaluation import settings as evaluation_settings
 from segtrain.evaluation.dataset import evaluate_dataset
@@ -136,15 +138,19 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch)
     monkeypatch.setattr(
         predict.pictures, "write_prediction", lambda _, name, *__: written.append(name)
     )
-    monkeypatch.setattr(
-        predict, "read_photo", lambda path: (np.zeros((*SIZES[int(path.name)], 3), np.uint8), 8, 1)
-    )
+
+    def read_photo(path, form):
+        size = SIZES[int(path.name)]
+        return Photo(np.zeros((*size, 3), np.uint8), form, Info(size, 3, form.dtype))
+
+    monkeypatch.setattr(predict, "read_photo", read_photo)
     sources = [Source(Path(str(i)), str(i)) for i in range(len(SIZES))]
     with device:
         predict.predict_images(
             model_of(),
             sources,
             Path("nowhere"),
+            form=RGB,
             settings=SettingsBySize(SETTINGS, SETTINGS),
             classes=SimpleNamespace(num_classes=K),
             device=CUDA,

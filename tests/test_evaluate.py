@@ -343,9 +343,9 @@ def test_no_line_is_shown_of_a_file_that_only_the_checkpoint_names(know_the_colo
 
 
 def test_images_that_are_left_out_are_told(command, cityscapes, capsys):
-    (cityscapes / "leftImg8bit/val/ulm/ulm_000001_000019_leftImg8bit.tif").touch()
+    (cityscapes / "leftImg8bit/val/ulm/ulm_000001_000019_leftImg8bit.exr").touch()
     command()
-    assert "warning: 1 image is left out, only JPEG" in capsys.readouterr().out
+    assert "warning: 1 image is left out, no reader" in capsys.readouterr().out
 
 
 def test_normalization_that_is_not_that_of_the_training_is_said(command, capsys):

@@ -11,6 +11,7 @@ import yaml
 
 from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, TrainConfig
 from segtrain.data import open_dataset
+from segtrain.data.read.image import RGB
 from segtrain.data.read.layouts import LAYOUTS
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.models import BACKBONES, MODELS, build_backbone, build_model
@@ -119,7 +120,7 @@ def test_the_transform_changes_the_image():
     noisy = AugmentConfig.model_validate(augment.model_dump() | options, strict=False)
     image, label = np.full((8, 8, 3), 100, np.uint8), np.zeros((8, 8), np.uint8)
     plain, changed = (
-        TrainTransform(how, mean=(0, 0, 0))(image, label, np.random.default_rng(0))[0]
+        TrainTransform(how, form=RGB)(image, label, np.random.default_rng(0))[0]
         for how in (augment, noisy)
     )
     assert (plain == 100).all()

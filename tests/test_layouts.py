@@ -169,15 +169,15 @@ A = ["images/train/a.png", "labels/train/a.png"]
     ("files", "note"),
     [
         (A, None),
-        ([*A, "images/train/a.bmp", "images/train/notes.txt"], None),  # a is there as PNG
+        ([*A, "images/train/a.tga", "images/train/notes.txt"], None),  # a is there as PNG
         (
             [*A, "labels/train/b.png"],
             "1 label has no image and is not used: ROOT/labels/train/b.png",
         ),
         (
-            [*A, *(f"images/train/{name}" for name in ("b.BMP", "c/d.tif", "e.webp", "f.jp2"))],
-            "4 images are left out, only JPEG and PNG are read: ROOT/images/train/b.BMP, "
-            "ROOT/images/train/c/d.tif, ROOT/images/train/e.webp and 1 more",
+            [*A, *(f"images/train/{name}" for name in ("b.TGA", "c/d.exr", "e.avif", "f.jxl"))],
+            "4 images are left out, no reader has the format: ROOT/images/train/b.TGA, "
+            "ROOT/images/train/c/d.exr, ROOT/images/train/e.avif and 1 more",
         ),
         (
             [f"{kind}/train/{name}.png" for kind in ("images", "labels") for name in ("Ab", "aB")],
@@ -199,7 +199,7 @@ def test_oddities_of_names_are_notes(tmp_path, files, note):
         ("camvid", "train", [], "data.root: there is no folder ROOT"),
         ("folders", "val", A, "no split 'val'; splits: train"),
         ("folders", "t", ["images/t/a.png", "masks/t/a.png"], "folders in ROOT: images, masks"),
-        ("folders", "t", ["images/t/a.tif", "labels/t/a"], "*.jpeg|.jpg|.png, found a.tif"),
+        ("folders", "t", ["images/t/a.exr", "labels/t/a"], "|.npz|.pgm|.ppm, found a.exr"),
         ("folders", "t", ["images/t/a.jpg", "labels/t/a.jpg"], "JPEG changes ids"),
         ("folders", "t", ["images/t/a.jpg", "images/t/a.png", "labels/t/a.png"], "have one name"),
         ("folders same", "t", ["images/t/a.png"], "images and labels lie in one folder"),
@@ -257,12 +257,29 @@ def test_list_file_forms(tmp_path, text):
         ("i/b\x00.jpg l/b.png", "control characters"),
         ("i/c.jpg l/b.png", "no such file"),
         ("i/b.jpg l/b.jpg", "expected a file .png"),
+        ("i/my image.png l/a.png", "found 3 columns"),
+        ("i/a.png i/b.jpg i/a.png l/b.png", "i/a.png: named twice"),
     ],
 )
 def test_list_file_refuses_a_line_by_its_number(tmp_path, line, reason):
     data = write_list(tmp_path, f"i/a.png l/a.png\n\n{line}\n")
     with pytest.raises(DataError, match=rf"train\.txt:3: .*{reason}"):
         list_pairs(data, "train.txt")
+
+
+def test_a_list_names_bands_in_files_of_their_own_and_labels_elsewhere(tmp_path):
+    """The list itself lies elsewhere, too; the data may be read-only."""
+    root, own = tmp_path / "data", tmp_path / "own"
+    touch(root, "s/b2.tif", "s/b3.tif", "s/b8.tif")
+    touch(own, "labels/s.tif")
+    (own / "train.txt").write_text("s/b3.tif s/b8.tif s/b2.tif s.tif\n")
+    data = config(root, "list", labels_dir=str(own / "labels"))
+    (pair,) = list_pairs(data, str(own / "train.txt"))
+    assert pair.images == tuple(root / f"s/b{n}.tif" for n in (3, 8, 2))
+    assert (pair.label, pair.name) == (own / "labels/s.tif", "s/b3")
+    (own / "train.txt").write_text("s/b3.tif ../labels/s.tif\n")
+    with pytest.raises(DataError, match=r"'\.\.' is not allowed"):
+        list_pairs(data, str(own / "train.txt"))
 
 
 @pytest.mark.fault(50, 63)

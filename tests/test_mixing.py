@@ -13,6 +13,7 @@ from test_engine import config as engine_config
 from segtrain import seed
 from segtrain.config import AugmentConfig, DataConfig
 from segtrain.data import open_dataset
+from segtrain.data.read.image import ImageForm
 from segtrain.data.sample.centroids import measure_centroids
 from segtrain.data.sample.geometry import Placement, Span
 from segtrain.data.sample.loader import indices_of_rank, train_loader
@@ -92,7 +93,7 @@ def test_what_is_pasted_on_the_padding_stays_when_colours_change():
     augment = AugmentConfig(
         crop_size=(20, 20), scale_range=(1.0, 1.0), brightness=1.0, color_prob=1
     )
-    transform = TrainTransform(augment, mean=(9, 9, 9))
+    transform = TrainTransform(augment, form=ImageForm(mean=(9, 9, 9)))
     crop = transform.crop(
         np.full((8, 8, 3), 90, np.uint8), np.zeros((8, 8), np.uint8), np.random.default_rng(0)
     )
@@ -134,7 +135,7 @@ def everything(data):
     }
 
     def made(**changed):
-        transform = TrainTransform(augment, mean=(120, 120, 120))
+        transform = TrainTransform(augment, form=ImageForm(mean=(120, 120, 120)))
         return TrainStream(dataset, transform, stream_seed=7, batch_size=5, **defaults | changed)
 
     return made

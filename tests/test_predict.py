@@ -311,11 +311,11 @@ def test_what_is_skipped_in_folders_is_counted_by_suffix(run, tmp_path, capsys):
     save(folder / "a.png", photo(8, 9))
     assert run(folder) == 0
     assert "\nskipped" not in capsys.readouterr().out
-    for name in ("b.JP2", "sub/c.jp2", "d.gif", "notes.txt", "LICENCE", ".DS_Store"):
+    for name in ("b.EXR", "sub/c.exr", "d.mp4", "notes.txt", "LICENCE", ".DS_Store"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     assert run(folder, overwrite=True) == 0
-    said = "skipped 5 files: 2 .jp2, 1 without suffix, 1 .gif, 1 .txt; read are .jpeg .jpg .png "
+    said = "skipped 5 files: 2 .exr, 1 without suffix, 1 .mp4, 1 .txt; read are .png .jpg .jpeg "
     assert f"\n{said}" in capsys.readouterr().out
 
 

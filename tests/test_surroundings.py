@@ -108,12 +108,12 @@ def test_a_data_set_of_fewer_images_than_ranks_is_trained_on_all_the_same(run_ra
     root, run = tmp_path / "data", tmp_path / "run"
     root.mkdir()
     write_data(root, num_images=2)
-    (root / "images/train/0.png").rename(root / "images/train/0.bmp")
+    (root / "images/train/0.png").rename(root / "images/train/0.tga")
     config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 2}))
     assert run_ranks(2, train, config, run) == [0, 0]
     assert len(losses(run)) == last(run).step == 2
-    said = "warning: 1 image is left out, only JPEG and PNG are read: "
-    assert f"{said}{root / 'images/train/0.bmp'}\n" in (run / "train.log").read_text()
+    said = "warning: 1 image is left out, no reader has the format: "
+    assert f"{said}{root / 'images/train/0.tga'}\n" in (run / "train.log").read_text()
 
 
 @pytest.mark.fault(84)

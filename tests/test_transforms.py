@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from segtrain.config import AugmentConfig
+from segtrain.data.read.image import ImageForm
 from segtrain.data.sample.geometry import Placement, Span, resample_image, resample_label
 from segtrain.data.sample.transforms import TrainTransform, draw_placement
 from segtrain.errors import ConfigError
@@ -20,7 +21,7 @@ def augment(**options):
 
 
 def make(**options):
-    return TrainTransform(augment(**options), mean=MEAN)
+    return TrainTransform(augment(**options), form=ImageForm(mean=MEAN))
 
 
 def rng(seed=0):

@@ -114,7 +114,7 @@ def _segtrain(root: Path, crop: Size, colors: bool, source: str, share: float) -
             "hue": HUE,
         }
     augment = AugmentConfig(crop_size=crop, scale_range=SCALES, max_class_share=share, **changes)
-    transform = TrainTransform(augment, mean=_FILL)
+    transform = TrainTransform(augment, form=dataset.form._replace(mean=_FILL))
     if source != "decoded":
         stream = TrainStream(dataset, transform, stream_seed=0, batch_size=1)
         places = iter(range(10**9))

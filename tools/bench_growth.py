@@ -128,9 +128,10 @@ _LOADED = 48  # samples
 
 def _load(root: str, workers: int) -> None:
     config = _scenes_config(root, f"data.num_workers={workers}")
+    train_set = open_dataset(config.data, config.data.train_split)
     stream = TrainStream(
-        open_dataset(config.data, config.data.train_split),
-        TrainTransform(config.augment, mean=config.data.mean),
+        train_set,
+        TrainTransform(config.augment, form=train_set.form),
         stream_seed=0,
         batch_size=4,
     )

@@ -41,10 +41,12 @@ from segtrain.config import (
     load_config,
     parse_config,
 )
-from segtrain.data.read import decode
 from segtrain.data.read.classes import ClassFile, load_class_file
+from segtrain.data.read.formats import read_info
+from segtrain.data.read.image import RGB, read_image, set_dtype
 from segtrain.data.read.labels import colors_to_train_ids, ids_to_train_ids, read_label
 from segtrain.data.read.layouts import list_split
+from segtrain.errors import DataError
 from segtrain.files import manifest
 from segtrain.models.pretrained import load_backbone
 from segtrain.training.state import TrainState, make_state
@@ -113,7 +115,7 @@ def _list(path: Path) -> None:
             (root / name).touch()
     data = DataConfig(layout="list", root=str(root), classes="voc", train_split=f"../{path.name}")
     for pair in list_split(data, data.train_split).pairs:
-        for file in pair[:2]:
+        for file in (*pair.images, pair.label):
             assert ".." not in file.relative_to(root).parts, f"{file} is not below the root"
 
 
@@ -132,9 +134,10 @@ _CLASSES = ClassFile(
 
 
 def _image(path: Path) -> None:
-    image = decode.read_image(path)
-    assert image.dtype == np.uint8
-    assert image.shape == (*decode.read_header(path).size, 3)
+    info = read_info(path)
+    image = read_image([path], RGB._replace(dtype=set_dtype(info.dtype)))
+    assert image.dtype == set_dtype(info.dtype)
+    assert image.shape == (*info.size, 3)
 
 
 def _label(path: Path) -> None:
@@ -142,12 +145,12 @@ def _label(path: Path) -> None:
     for label_format in ("ids", "colors"):
         try:
             labels.append(read_label(path, _CLASSES, label_format))
-        except decode.DataError:
+        except DataError:
             if label_format == "colors" and not labels:
                 raise
     for label in labels:
         assert label.dtype == np.uint8
-        assert label.shape == decode.read_header(path).size
+        assert label.shape == read_info(path).size
         assert set(np.unique(label)) <= {0, 1, 2, 3, 255}
 
 

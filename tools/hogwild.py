@@ -74,7 +74,7 @@ def batches(config: Config, start: int, stop: int) -> Iterator[Batch]:
     """The whole batches of steps `start` to `stop` - 1."""
     train_set = open_dataset(config.data, config.data.train_split)
     transform = TrainTransform(
-        config.augment, mean=config.data.mean, short_side_px=config.data.short_side_px
+        config.augment, form=train_set.form, short_side_px=config.data.short_side_px
     )
     size = config.train.batch_size
     return train_loader(

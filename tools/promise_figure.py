@@ -136,9 +136,10 @@ def usual_losses(device: torch.device, config: Config) -> list[float]:
 def _batches(config: Config, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The crops that this rank gets from segtrain, too: every way sees the same."""
     data = config.data
+    train_set = open_dataset(data, data.train_split)
     stream = TrainStream(
-        open_dataset(data, data.train_split),
-        TrainTransform(config.augment, mean=data.mean, short_side_px=data.short_side_px),
+        train_set,
+        TrainTransform(config.augment, form=train_set.form, short_side_px=data.short_side_px),
         stream_seed=config.seed,
         batch_size=config.train.batch_size,
     )

@@ -8,8 +8,8 @@ import numpy as np
 
 from segtrain.annotations.regions import Annotated, Findings, Region
 from segtrain.data.read.concurrent import prefetch
-from segtrain.data.read.decode import Header, read_header
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
+from segtrain.data.read.formats import Info, read_info
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
 
@@ -90,14 +90,14 @@ def _nearness(file: Path, source: Path) -> tuple[bool, bool, int]:
     return file.parent == source.parent, file.is_relative_to(source.parent), len(here & there)
 
 
-def _header(path: Path) -> Header | DataError:
+def _header(path: Path) -> Info | DataError:
     try:
-        return read_header(path)
+        return read_info(path)
     except DataError as error:
         return error
 
 
-def _fitted(image: Annotated, header: Header | DataError) -> tuple[Annotated, str]:
+def _fitted(image: Annotated, header: Info | DataError) -> tuple[Annotated, str]:
     """`image` with the size in which its regions were drawn, and why they do not fit the file."""
     if isinstance(header, DataError):
         return image, str(header)

@@ -97,17 +97,19 @@ def _inference_model(config: Config, classes: ClassFile) -> SegModel:
     # The checkpoint has every weight: download none.
     model = config.model.model_copy(update={"pretrained": None})
     norm = make_inference_norm(config.norm)
-    return build_model(model, num_classes=classes.num_classes, norm=norm)
+    return build_model(
+        model, num_classes=classes.num_classes, in_channels=config.data.channels, norm=norm
+    )
 
 
 # Options that change what the weights compute and neither their keys nor their shapes.
 _SILENT = {
     *("model.output_stride", "model.variant", "model.multi_grid", "model.align_corners"),
     *("model.ppm_bins", "model.aspp_rates"),
-    *("data.mean", "data.std", "data.short_side_px", "norm.eps"),
+    *("data.mean", "data.std", "data.value_range", "data.short_side_px", "norm.eps"),
 }
 # Options that may change keys or shapes.
-_MODEL = re.compile(r"model\.(?!pretrained|dropout)|norm\.(kind|num_groups)")
+_MODEL = re.compile(r"model\.(?!pretrained|dropout)|norm\.(kind|num_groups)|data\.channels")
 
 
 class Initial(NamedTuple):

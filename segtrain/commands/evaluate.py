@@ -47,7 +47,14 @@ from segtrain.models.precision import (
 )
 from segtrain.norm import describe_norm
 from segtrain.run.log import say
-from segtrain.run.pictures import panel, raw_ids, spread, write_indexed_png, write_png
+from segtrain.run.pictures import (
+    as_rgb,
+    panel,
+    raw_ids,
+    spread,
+    write_indexed_png,
+    write_png,
+)
 from segtrain.text import printable
 
 # Everything else was decided when the model was trained.
@@ -258,7 +265,8 @@ def _write_overlay(
     """Writes image, label, prediction and errors side by side, for the `chosen` images."""
     if prediction.index not in chosen:
         return
-    index, *pixels = prediction
+    index, image, *pixels = prediction
+    image = as_rgb(image, dataset.form.value_range)
     name, classes = dataset.name(index), dataset.classes
-    picture = panel(*pixels, palette=classes.palette, names=classes.names, title=name)
+    picture = panel(image, *pixels, palette=classes.palette, names=classes.names, title=name)
     write_png(folder / f"{name}.png", picture)

@@ -7,7 +7,7 @@ command says so.
 import argparse
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,23 +20,29 @@ from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
 from segtrain.commands.evaluate import set_after_training
-from segtrain.data.check.dark_images import Brightness, brightness, find_darkness
+from segtrain.data.check.values import ImageValues, find_darkness, image_values
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
+from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import first_lines
-from segtrain.data.read.photos import Source, find_images, read_photo
+from segtrain.data.read.image import RGB, ImageForm, ignore_missing
+from segtrain.data.read.photos import Source, find_images, form_of_file, read_photo
 from segtrain.data.read.protect import check_pictures
+from segtrain.data.read.raster import raster_size, refuse_short_side
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, DataError, ExecutionError
 from segtrain.evaluation.dataset import Transfer
 from segtrain.evaluation.inference import LabelMap, predict_labels
+from segtrain.evaluation.raster import geo_tags, num_blocks, predict_raster, write_label
 from segtrain.evaluation.settings import (
     BatchLimits,
     InferenceSettings,
     SettingsBySize,
+    Size,
     batch_limits,
 )
 from segtrain.evaluation.windows import num_windows
+from segtrain.files import os_errors_as
 from segtrain.models.memory import check_windows, is_out_of_memory
 from segtrain.models.precision import (
     eval_precision_warnings,
@@ -64,12 +70,12 @@ class Notes(NamedTuple):
 
     problem: str = ""  # why it cannot be read
     turned: bool = False  # EXIF asks for a rotation
-    light: Brightness | None = None
+    values: ImageValues | None = None
     is_finite: bool = True  # whether its scores are; else its prediction means nothing
 
 
 class Photo(NamedTuple):
-    """An image to predict. index: among all sources. pixels: (H, W, 3) uint8, on the host."""
+    """An image to predict. index: among all sources. pixels: (H, W, C) as stored, on the host."""
 
     index: int
     source: Source
@@ -107,9 +113,28 @@ def main(args: argparse.Namespace) -> int:
     if skipped:
         print(skipped)
 
+    data = config.data
+    form = RGB._replace(channels=data.channels, value_range=data.value_range, mean=data.mean)
     with float32_products(for_evaluation(config)):
+        sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in sources}
+        rasters = {source: size for source, size in sizes.items() if size is not None}
         notes = predict_images(
-            model, sources, output, settings=settings, classes=loaded.classes, device=device
+            model,
+            [source for source in sources if source not in rasters],
+            output,
+            form=form,
+            settings=settings,
+            classes=loaded.classes,
+            device=device,
+        )
+        notes += predict_rasters(
+            model,
+            rasters,
+            output,
+            form=form,
+            settings=settings,
+            classes=loaded.classes,
+            device=device,
         )
     _summarize(notes, output)
     return EXIT_OK
@@ -120,11 +145,14 @@ def predict_images(
     sources: Sequence[Source],
     output: Path,
     *,
+    form: ImageForm,
     settings: SettingsBySize,
     classes: ClassFile,
     device: torch.device,
 ) -> list[Notes]:
     """Writes the predictions for every image that can be read; returns notes on every image.
+
+    form: of the images in training; see `read_photo`.
 
     Raises:
         ExecutionError: the disk is full or not writable, or the device's memory does not suffice.
@@ -133,7 +161,8 @@ def predict_images(
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
     transfer = Transfer(device)
     limits = batch_limits(settings.usual, device, classes.num_classes)
-    decoded = prefetch(partial(_decode, transfer), [source.path for source in sources], _THREADS)
+    decode = partial(_decode, transfer, form)
+    decoded = prefetch(decode, [source.path for source in sources], _THREADS)
     notes: list[Notes] = []
 
     def photos() -> Iterator[Photo]:
@@ -144,17 +173,23 @@ def predict_images(
             else:
                 yield Photo(i, source, pixels, settings.of(pixels.shape[:2]))
 
-    def finished() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    def finished() -> Iterator[tuple[Source, np.ndarray, np.ndarray]]:
         groups = groups_of(photos(), limits.num_images)
         predicted = ((group, _predict(model, group, transfer, limits)) for group in groups)
         for group, found in transfer.late_to_host(predicted):
             for photo, (label, is_finite) in zip(group, found, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(is_finite=bool(is_finite.numpy()))
-                yield photo.source.name, photo.pixels.numpy(), label.numpy()
+                image = pictures.as_rgb(photo.pixels.numpy(), form.value_range)
+                yield photo.source, image, label.numpy()
                 bar.update()
 
-    def write(prediction: tuple[str, np.ndarray, np.ndarray]) -> None:
-        pictures.write_prediction(output, *prediction, classes)
+    def write(prediction: tuple[Source, np.ndarray, np.ndarray]) -> None:
+        source, image, label = prediction
+        pictures.write_prediction(output, source.name, image, label, classes)
+        if tags := geo_tags(source.path):
+            path = output / pictures.LABELS / f"{source.name}.tif"
+            with os_errors_as(ExecutionError, path, "cannot be written"):
+                write_label(path, pictures.raw_ids(classes)[label], tags)
 
     with bar, closing(decoded), closing(prefetch(write, finished(), _THREADS)) as written:
         for _ in written:
@@ -162,11 +197,58 @@ def predict_images(
     return notes
 
 
+def predict_rasters(
+    model: nn.Module,
+    rasters: Mapping[Source, Size],
+    output: Path,
+    *,
+    form: ImageForm,
+    settings: SettingsBySize,
+    classes: ClassFile,
+    device: torch.device,
+) -> list[Notes]:
+    """Writes label maps of TIFFs that are too large to be read at once; returns notes on each.
+
+    Each is a tiled TIFF with the georeference of its image. Colours and overlays are left out.
+    """
+    limits = batch_limits(settings.usual, device, classes.num_classes)
+    notes = []
+    for source, size in rasters.items():
+        bar = ProgressBar(
+            num_blocks(size), 0, "raster", enabled=True, unit="block", last_line=False
+        )
+        bar.describe(printable(source.name))
+        path = output / pictures.LABELS / f"{source.name}.tif"
+        try:
+            refuse_short_side(source.path, settings.usual.short_side_px)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with bar:
+                is_finite = predict_raster(
+                    model,
+                    source.path,
+                    size,
+                    path,
+                    form=form_of_file(source.path, form),
+                    settings=settings,
+                    limits=limits,
+                    ids=pictures.raw_ids(classes),
+                    device=device,
+                    on_block=bar.update,
+                )
+        except DataError as error:
+            notes.append(Notes(str(error)))
+        except OSError as error:
+            raise ExecutionError(f"{printable(path)}: cannot be written: {error}") from error
+        else:
+            notes.append(Notes(is_finite=is_finite))
+    return notes
+
+
 def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
     """Neighbouring images with the same settings, up to `most`, whose views may share batches."""
     group: list[Photo] = []
     for photo in photos:
-        if group and photo.settings != group[0].settings:
+        if group and _batch_key(photo) != _batch_key(group[0]):
             yield group
             group = []
         group.append(photo)
@@ -177,13 +259,19 @@ def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
         yield group
 
 
-def _decode(transfer: Transfer, path: Path) -> tuple[Tensor | None, Notes]:
+def _batch_key(photo: Photo) -> tuple[InferenceSettings, torch.dtype]:
+    return photo.settings, photo.pixels.dtype
+
+
+def _decode(transfer: Transfer, form: ImageForm, path: Path) -> tuple[Tensor | None, Notes]:
     try:
-        image, depth, orientation = read_photo(path)
+        image, form, info = read_photo(path, form)
     except DataError as error:
         return None, Notes(str(error))
-    light = brightness(image, depth, printable(path))
-    return transfer.pinned(torch.from_numpy(image)), Notes(turned=orientation != 1, light=light)
+    values = image_values(image, form, info, printable(path))
+    image, _ = ignore_missing(image, np.empty(image.shape[:2], np.uint8), form)
+    pixels = transfer.pinned(torch.from_numpy(image))
+    return pixels, Notes(turned=info.orientation != 1, values=values)
 
 
 def _predict(
@@ -213,13 +301,14 @@ def _predict(
 
 def _summarize(notes: Sequence[Notes], output: Path) -> None:
     """Prints what was done; raises DataError for images that cannot be read."""
-    lights = [note.light for note in notes if note.light is not None]
+    values = [note.values for note in notes if note.values is not None]
     kinds = f"{{{','.join(pictures.KINDS)}}}"
-    print(f"{len(lights)} of {len(notes)} images: {printable(output)}/{kinds}")
+    num_done = sum(not note.problem for note in notes)
+    print(f"{num_done} of {len(notes)} images: {printable(output)}/{kinds}")
     if turned := sum(note.turned for note in notes):
         asks = counted(turned, "of them asks", "of them ask")
         print(f"{asks} for a rotation by EXIF; it was ignored, as in training")
-    if dark := find_darkness(lights):
+    if dark := find_darkness(values):
         print(f"warning: {dark.text}: {dark.names[0]}")
     if infinite := sum(not note.is_finite for note in notes):
         print(

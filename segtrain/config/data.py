@@ -40,11 +40,27 @@ class DataConfig(Section):
         (), "images left out of train_split, by name: the path below the split, without ending"
     )
     images_dir: str = option("images", "layout 'folders': images/<split>/**")
-    labels_dir: str = option("labels", "layout 'folders': labels/<split>/**.png")
+    labels_dir: str | None = option(
+        None,
+        "layout 'folders': labels/<split>/**.png, null: labels; layout 'list': the folder, "
+        "absolute or below root, that label columns start from, null: root",
+        min_length=1,
+    )
     label_format: Literal["ids", "colors", "train_ids"] = option(
         "ids",
-        "labels hold raw class ids (grey or palette PNG), the class colours (RGB), or positions "
+        "labels hold raw class ids (grey or palette files), the class colours (RGB), or positions "
         "in the class file, from 0, and 255 to ignore (Cityscapes: labelTrainIds)",
+    )
+    channels: Annotated[int, Field(ge=1, le=16)] = option(
+        3,
+        "channels of an image: 3 is RGB, which grey and palette files become; other numbers must "
+        "be those of the files, or of the image columns of a list together",
+    )
+    value_range: tuple[float, float] | None = option(
+        None,
+        "[low, high]: the stored values that become 0 and 255, of all images alike, such as "
+        "[0, 4095] for 12 bits; null: those of the type, 0..255 or 0..65535; other types and "
+        "floats need it; 'segtrain data stats' prints what the files hold",
     )
     pack: str | None = option(
         None,
@@ -55,11 +71,14 @@ class DataConfig(Section):
     short_side_px: Pixels | None = option(
         None, "image size that scale_range refers to, by its short side; null: as stored"
     )
-    mean: tuple[float, float, float] = option(
-        (123.675, 116.28, 103.53), "RGB mean subtracted, in units of 0..255"
+    mean: tuple[float, ...] = option(
+        (123.675, 116.28, 103.53),
+        "mean subtracted, one number a channel, in units of 0..255, also of 16-bit or float data; "
+        "the default is ImageNet's RGB",
     )
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = option(
-        (58.395, 57.12, 57.375), "RGB standard deviation divided by, in units of 0..255"
+    std: tuple[PositiveFloat, ...] = option(
+        (58.395, 57.12, 57.375),
+        "standard deviation divided by, one number a channel, in units of 0..255",
     )
     num_workers: NonNegative | Literal["auto"] | None = option(
         None,
@@ -75,6 +94,12 @@ class DataConfig(Section):
 
     def _mistakes(self) -> Iterator[str]:
         yield from self._no_effect("prefetch", self.num_workers != 0, "num_workers 0")
+        if self.value_range is not None and self.value_range[0] >= self.value_range[1]:
+            yield f"value_range: expected [low, high], found {list(self.value_range)}"
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            # Left out, they may be missing: `data stats` finds them with such a config.
+            if key in self.model_fields_set and len(values) != self.channels:
+                yield f"{key}: {len(values)} numbers, data.channels is {self.channels}"
 
 
 class ExtraTransform(Section):
@@ -107,8 +132,8 @@ class AugmentConfig(Section):
     blur_prob: Fraction = option(0.0, "probability of a 5x5 Gaussian blur")
     color_prob: Fraction = option(
         0.0,
-        "probability of each change of colour: brightness, contrast, saturation, hue; "
-        "mmsegmentation uses 0.5",
+        "probability of each change of colour: brightness, contrast, saturation, hue; of 8-bit RGB "
+        "only; mmsegmentation uses 0.5",
     )
     brightness: Fraction = option(0.125, "largest change of brightness, as a share of 255")
     contrast: Fraction = option(0.5, "contrast factor drawn from [1 - x, 1 + x]")
@@ -117,7 +142,7 @@ class AugmentConfig(Section):
         0.1, "largest rotation of the hue, as a share of the circle"
     )
     extra: tuple[ExtraTransform, ...] = option(
-        (), "further albumentations transforms, applied to the crop last"
+        (), "further albumentations transforms of 8-bit images, applied to the crop last"
     )
     mixup_alpha: PositiveFloat | None = option(
         None,

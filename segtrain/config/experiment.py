@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from segtrain.config.data import AugmentConfig, DataConfig
+from segtrain.config.messages import show
 from segtrain.config.model import ModelConfig, NormConfig
 from segtrain.config.optim import OptimConfig, ScheduleConfig
 from segtrain.config.section import (
@@ -263,9 +264,15 @@ def config_schema() -> dict[str, Any]:
 def wrong_units(config: Config) -> list[str]:
     """One line for `data.mean` and for `data.std` where it is in torchvision's units of 0..1.
 
-    `Config` accepts them: a run that was started with such numbers must be resumed with them.
+    `Config` accepts them: a run that was started with such numbers must be resumed with them. One
+    line too where they are left out and the images are not RGB, which `data stats` accepts.
     """
-    mean, std = config.data.mean, config.data.std
+    mean, std, channels = config.data.mean, config.data.std, config.data.channels
+    if len(mean) != channels or len(std) != channels:
+        return [
+            f"data.mean: it and data.std are needed, {channels} numbers each, where data.channels "
+            f"is {channels}; 'segtrain data stats' prints them"
+        ]
     wrong = {"mean": any(mean) and max(map(abs, mean)) <= 1, "std": max(std) < 1}
     return [
         f"data.{key}: {list(values)} is in units of 0..1, and pixels are 0..255 here; "
@@ -278,11 +285,12 @@ def wrong_units(config: Config) -> list[str]:
 def changed_normalization(trained: Config, config: Config) -> list[str]:
     """Notes and warnings about `data.mean` and `data.std` that differ from the training's."""
     before, now = trained.data, config.data
-    changed = [key for key in ("mean", "std") if getattr(before, key) != getattr(now, key)]
+    keys = ("mean", "std", "value_range")
+    changed = [key for key in keys if getattr(before, key) != getattr(now, key)]
     wrong = {line.partition(":")[0]: line for line in wrong_units(config)}
     lines = []
     for key in changed:
-        here, there = list(getattr(now, key)), list(getattr(before, key))
+        here, there = (show(getattr(one, key)) for one in (now, before))
         line = wrong.get(f"data.{key}")
         note = f"note: data.{key}: {here} here, {there} in the training"
         lines.append(f"warning: {line}" if line else note)

@@ -31,7 +31,8 @@ Positives = Annotated[tuple[Positive, ...], Field(min_length=1)]
 # false. Where several are named, one of them is enough.
 NEEDS: dict[str, dict[str, str]] = {
     "DataConfig": {
-        "images_dir labels_dir": "layout=folders",
+        "images_dir": "layout=folders",
+        "labels_dir": "layout=folders layout=list",
     },
     "ModelConfig": {
         "stem num_stages multi_grid recompute_norm zero_init_residual": "backbone=resnet18 "
@@ -117,6 +118,11 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ),
     ),
     "Config": (
+        (
+            "augment.color_prob",
+            "data.channels",
+            "brightness, contrast, saturation and hue are those of RGB",
+        ),
         ("eval.precision", "train.precision=float64", "weights in float64 have no mixed precision"),
         (
             "norm.kind norm.extent",

@@ -93,7 +93,7 @@ class Prediction(NamedTuple):
     """One evaluated image, on the host.
 
     index: in the data set.
-    image: (H, W, 3) uint8 RGB. label, pred: (h, w) uint8 train ids; label may be IGNORE_INDEX.
+    image: (H, W, C) as stored. label, pred: (h, w) uint8 train ids; label may be IGNORE_INDEX.
     """
 
     index: int
@@ -193,7 +193,7 @@ def evaluate_dataset(
 
 
 class _Decoded(NamedTuple):
-    """An image (H, W, 3) and its label (h, w) on the host."""
+    """An image (H, W, C) and its label (h, w) on the host."""
 
     index: int
     image: Tensor

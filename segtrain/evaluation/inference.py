@@ -64,7 +64,7 @@ def predict_labels(
     """The predictions for a group of images, in their order.
 
     model: in evaluation mode; returns SegLogits at the size of its input.
-    images: (1, 3, H, W) uint8 RGB each, on the model's device, of any sizes.
+    images: (1, C, H, W) as stored, on the model's device, of any sizes and one dtype.
     out_sizes: (h, w) of each result, usually the size of the label.
     limits: of a batch. Batches do not go beyond the group, those of windows not beyond a view.
     on_windows: called with the number of sliding windows computed since its last call; the calls
@@ -105,8 +105,9 @@ def score_tiles(
     `predict_labels`. Use up the tiles of an image before the next image.
     """
     for image in images:
-        if image.ndim != 4 or image.shape[:2] != (1, 3):
-            raise ValueError(f"image: expected (1, 3, H, W), got {tuple(image.shape)}")
+        if image.ndim != 4 or image.shape[:2] != (1, len(settings.mean)):
+            expected = f"(1, {len(settings.mean)}, H, W)"
+            raise ValueError(f"image: expected {expected}, got {tuple(image.shape)}")
     if settings.mode == "slide":
         for i, (image, out_size) in enumerate(zip(images, out_sizes, strict=True)):
             yield i, _slide(model, image, settings, out_size, limits, on_windows)
@@ -193,10 +194,12 @@ def _mean_of_views(
 def _normalized_view(
     model: nn.Module, images: Tensor, size: Size, settings: InferenceSettings
 ) -> Tensor:
-    """The normalized images at `size`, (N, 3, height, width), in the dtype of the model."""
+    """The normalized images at `size`, (N, C, height, width), in the dtype of the model."""
     parameter = next(model.parameters(), None)
     dtype = torch.float32 if parameter is None else parameter.dtype
-    view = normalize(images, settings.mean, settings.std, dtype=dtype)
+    view = normalize(
+        images, settings.mean, settings.std, value_range=settings.value_range, dtype=dtype
+    )
     if size == images.shape[-2:]:
         return view
     return functional.interpolate(view, size=size, mode="bilinear", align_corners=False)

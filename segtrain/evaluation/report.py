@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from segtrain.data.read.classes import ClassFile
-from segtrain.data.read.decode import read_raw_label
+from segtrain.data.read.raw_label import read_raw_label
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
 from segtrain.evaluation.dataset import Prediction

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from segtrain.config import Config
-from segtrain.models.blocks import Color
+from segtrain.models.blocks import Values
 from segtrain.models.memory import memory_bytes
 from segtrain.models.precision import autocast_dtype, for_evaluation
 
@@ -29,7 +29,7 @@ class InferenceSettings:
     scales: sizes of the views relative to the image after `short_side_px`.
     short_side_px: the image is first resized to this short side; None: it keeps its size.
     align_corners: how score maps are resized, as inside the model.
-    mean, std: the normalization, in units of 0..255.
+    mean, std, value_range: the normalization, see `segtrain.models.blocks.normalize`.
     autocast: dtype of mixed precision; None: the model's own.
     tf32: products of float32 numbers are rounded to TF32; said only, see `float32_products`.
     batch_size: views or windows that go through the network together; None: see `batch_limits`.
@@ -42,8 +42,9 @@ class InferenceSettings:
     flip: bool = False
     short_side_px: int | None = None
     align_corners: bool = False
-    mean: Color
-    std: Color
+    mean: Values
+    std: Values
+    value_range: tuple[float, float] | None = None
     autocast: torch.dtype | None = None
     tf32: bool = False
     batch_size: int | None = None
@@ -67,6 +68,7 @@ class InferenceSettings:
             align_corners=config.model.align_corners,
             mean=config.data.mean,
             std=config.data.std,
+            value_range=config.data.value_range,
             autocast=autocast_dtype(precision),
             tf32=precision.precision == "tf32",
             batch_size=config.eval.batch_size,

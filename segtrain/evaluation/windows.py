@@ -11,7 +11,7 @@ from torch.nn import functional
 from segtrain.evaluation.settings import InferenceSettings, Size, view_sizes
 
 Logits = Callable[[Tensor], Tensor]
-"""A model: normalized images (N, 3, H, W) -> logits (N, K, H, W)."""
+"""A model: normalized images (N, C, H, W) -> logits (N, K, H, W)."""
 
 Tile = tuple[slice, Tensor]
 """Some rows of a map of scores: (rows, (K, number of rows, width))."""
@@ -44,7 +44,7 @@ def slide(
     batch_size: int,
     on_windows: Callable[[int], object],
 ) -> Iterator[Tile]:
-    """The mean probabilities of the windows over `view`, (1, 3, H, W), as tiles from the top down.
+    """The mean probabilities of the windows over `view`, (1, C, H, W), as tiles from the top down.
 
     A view smaller than a window is padded. A tile is yielded as soon as no later window reaches
     it: sums over the whole view would take 900 MB for 12 million pixels and 19 classes.

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from segtrain.errors import ConfigError
-from segtrain.models.blocks import Color, Normalize
+from segtrain.models.blocks import Normalize, Values
 
 # Example images are a random picture of this size, stretched, and some noise.
 _COARSE = (4, 6)
@@ -34,24 +34,25 @@ class ExportModel(nn.Module):
     """A segmentation model with normalization before it and argmax after it, as asked for.
 
     model: returns SegLogits; it is put into evaluation mode and float32.
-    mean, std: as in the config, in units of 0..255.
-    normalize: the input is RGB of 0..255 in this dtype, which the file normalizes; None: the input
-        is float32 and normalized already.
+    mean, std, value_range: as in the config.
+    normalize: the input is what images store, in this dtype, which the file normalizes; None: the
+        input is float32 and normalized already.
     argmax: the result is train ids (N, H, W) uint8, not logits (N, K, H, W).
     """
 
     def __init__(
         self,
         model: nn.Module,
-        mean: Color,
-        std: Color,
+        mean: Values,
+        std: Values,
+        value_range: tuple[float, float] | None = None,
         *,
         normalize: Literal["uint8", "float32"] | None = None,
         argmax: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
-        self.normalization = Normalize(mean, std)
+        self.normalization = Normalize(mean, std, value_range)
         self.normalize = normalize
         self.argmax = argmax
         self.float().eval()
@@ -68,32 +69,42 @@ class ExportModel(nn.Module):
         return self.model(images).out
 
     def example(self, case: Case) -> Tensor:
-        """Images (N, 3, H, W) in the form that `forward` takes, the same on every call.
+        """Images (N, C, H, W) in the form that `forward` takes, the same on every call.
 
         Not noise alone: there all pooling windows have nearly the same mean, so a graph that pools
         over the wrong windows would pass.
         """
         rng = torch.Generator().manual_seed(sum(case))
-        coarse = torch.rand(case.batch, 3, *_COARSE, generator=rng)
+        channels = len(self.normalization.mean)
+        coarse = torch.rand(case.batch, channels, *_COARSE, generator=rng)
         smooth = functional.interpolate(coarse, size=case[1:], mode="bilinear", align_corners=True)
         noise = torch.rand(smooth.shape, generator=rng)
-        images = (255 * (0.75 * smooth + 0.25 * noise)).to(torch.uint8)
+        low, high = self.normalization.value_range or (0.0, 255.0)
+        images = low + (high - low) * (0.75 * smooth + 0.25 * noise)
+        if self.normalization.value_range is None:
+            images = images.to(torch.uint8)
         if self.normalize is None:
             return self.normalization(images)
-        return images if self.normalize == "uint8" else images.float()
+        return images.to(getattr(torch, self.normalize))
 
     def describe(self, *, fixed_size: tuple[int, int] | None, min_side_px: int) -> dict[str, str]:
         """Input and output in words, for the file's metadata."""
         normalized = "float32, (pixel - mean) / std by channel"
-        value = f"{self.normalize}, 0..255" if self.normalize else normalized
+        value_range = self.normalization.value_range
+        scale = "0..255 (16-bit values: divide by 257)"
+        if value_range is not None:
+            scale = f"values as stored, {value_range[0]:g}..{value_range[1]:g}"
+        value = f"{self.normalize}, {scale}" if self.normalize else normalized
         height, width = fixed_size or ("H", "W")
+        channels = len(self.normalization.mean)
+        kind = "RGB " if channels == 3 else ""
         least = f"; H and W at least {min_side_px} px" if min_side_px > 1 else ""
         result = f"logits (N, K, {height}, {width}) float32, K in the order of class_names"
         if self.argmax:
             result = f"labels (N, {height}, {width}) uint8, index into class_names"
         return {
             "min_side_px": str(min_side_px),
-            "input": f"images (N, 3, {height}, {width}) RGB {value}{least}",
+            "input": f"images (N, {channels}, {height}, {width}) {kind}{value}{least}",
             "output": result,
         }
 

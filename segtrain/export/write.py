@@ -17,7 +17,7 @@ from torch import Tensor
 from segtrain import __version__
 from segtrain.checkpoint.format import experiment_fields
 from segtrain.checkpoint.loading import LoadedModel
-from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, Case, ExportModel, Run, quiet
 from segtrain.files import os_errors_as, temporary
@@ -117,11 +117,17 @@ def export_graph(
     size: (height, width) of all images in px; None: any. The batch size is always free.
 
     Raises:
+        ConfigError: images of the run do not fit into uint8.
         ExecutionError: the exporter failed, or the file differs from the model. `output` is then
             what it was before. The checkpoint is good, so this is no CheckpointError.
     """
     data, model = loaded.config.data, loaded.model
-    graph = ExportModel(model, data.mean, data.std, normalize=normalize, argmax=argmax)
+    if normalize == "uint8" and data.value_range is not None and data.value_range[1] > 255:
+        what = f"images have values of {list(data.value_range)} (data.value_range)"
+        raise ConfigError(f"--normalize uint8: {what}; use --normalize float32")
+    graph = ExportModel(
+        model, data.mean, data.std, data.value_range, normalize=normalize, argmax=argmax
+    )
     least = min_side_px(loaded, format) if size is None else 1
     metadata = {**_metadata(loaded), **graph.describe(fixed_size=size, min_side_px=least)}
     batches = cases(size, least)
@@ -210,6 +216,7 @@ def _metadata(loaded: LoadedModel) -> dict[str, str]:
         "class_colors": json.dumps([list(color) for color in classes.palette]),
         "mean": json.dumps(list(config.data.mean)),
         "std": json.dumps(list(config.data.std)),
+        "value_range": json.dumps(config.data.value_range),
         # What predict does around the network. An image of another size than in training gives
         # wrong classes without any error.
         "short_side_px": json.dumps(settings.short_side_px),

@@ -1,6 +1,7 @@
 """The models: a backbone, a head and an auxiliary head; images in, `SegLogits` out.
 
-A backbone is a module that maps images (N, 3, H, W) to `Features` and has
+A backbone is a module that maps images (N, 3, H, W) to `Features` (`stem` adapts its first
+convolution to other images) and has
 
     channels: FeatureChannels, the widths of the features
     name, classifier_keys, stem_keys: what pretrained.py needs to fill it
@@ -21,6 +22,7 @@ from segtrain.models.mobilenet import MobileNet
 from segtrain.models.pspnet import PSPHead
 from segtrain.models.resizing import resize
 from segtrain.models.resnet import ResNet
+from segtrain.models.stem import RGB_CHANNELS, set_channels
 from segtrain.models.timm_backbone import PREFIX, TimmBackbone
 from segtrain.norm import NormFactory
 from segtrain.types import DropoutMasks, SegLogits
@@ -79,7 +81,7 @@ class SegModel(nn.Module):
         return DropoutChannels(self.head.classifier.in_channels, aux)
 
     def forward(self, images: Tensor, dropout: DropoutMasks | None = None) -> SegLogits:
-        """Logits of normalized images (N, 3, H, W), at their size, in float32 or wider.
+        """Logits of normalized images (N, C, H, W), at their size, in float32 or wider.
 
         dropout: masks for the classifiers in training, drawn by the caller so that they do not
             depend on the rank; a mask that is None is drawn from torch's generator.
@@ -108,14 +110,21 @@ def build_backbone(model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) ->
 
 
 def build_model(
-    model: ModelConfig, *, num_classes: int, norm: NormFactory = nn.BatchNorm2d
+    model: ModelConfig,
+    *,
+    num_classes: int,
+    in_channels: int = RGB_CHANNELS,
+    norm: NormFactory = nn.BatchNorm2d,
 ) -> SegModel:
     """The network that `model` describes, with random weights from torch's generator.
 
+    in_channels: of the images, `data.channels`.
     norm: makes the norm layer for a number of channels. Its layers are used as they are, except
         that MobileNets start with weight 1 and bias 0, and that MobileNetV3 sets their eps.
     """
     backbone = build_backbone(model, norm=norm)
+    if in_channels != RGB_CHANNELS:
+        set_channels(backbone, in_channels)
     options = {"num_classes": num_classes, "norm": norm}
     head = MODELS[model.arch](model, backbone.channels, **options)
     aux_head = AuxHead(model, backbone.channels, **options) if model.aux_head else None

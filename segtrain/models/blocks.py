@@ -10,21 +10,41 @@ from torch import Tensor, nn
 from segtrain.config import ModelConfig
 from segtrain.norm import NormFactory, normalize_together
 
-Color = tuple[float, float, float]
+Values = tuple[float, ...]
+"""A number for each channel."""
+
+
+def in_255(images: Tensor, value_range: tuple[float, float] | None, dtype: torch.dtype) -> Tensor:
+    """`images`, as stored, in units of 0..255 and in `dtype`.
+
+    value_range: the stored values that become 0 and 255, not clipped; None: 0..65535 of uint16,
+        and of other images their own units.
+    """
+    if value_range is None and images.dtype != torch.uint16:
+        return images.to(dtype)
+    low, high = value_range or (0.0, 65535.0)
+    # Half precision ends below the values of 16 bits.
+    wide = torch.promote_types(dtype, torch.float32)
+    return ((images.to(wide) - low) * (255 / (high - low))).to(dtype)
 
 
 def normalize(
-    images: Tensor, mean: Color, std: Color, *, dtype: torch.dtype = torch.float32
+    images: Tensor,
+    mean: Values,
+    std: Values,
+    *,
+    value_range: tuple[float, float] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """`(images - mean) / std` by channel, (N, 3, H, W) in `dtype`.
+    """`(images - mean) / std` by channel, (N, C, H, W) in `dtype`.
 
-    images: uint8, or float in units of 0..255 like `mean` and `std`.
+    images, value_range: see `in_255`. mean, std: in units of 0..255.
     """
     # From a list on the CPU and then moved: the host does not wait for the device.
-    mean_t = torch.tensor(mean, dtype=dtype).to(images.device, non_blocking=True).view(3, 1, 1)
-    std_t = torch.tensor(std, dtype=dtype).to(images.device, non_blocking=True).view(3, 1, 1)
+    mean_t = torch.tensor(mean, dtype=dtype).to(images.device, non_blocking=True).view(-1, 1, 1)
+    std_t = torch.tensor(std, dtype=dtype).to(images.device, non_blocking=True).view(-1, 1, 1)
     # In place: an image of 12 million pixels takes 144 MB.
-    return (images.to(dtype) - mean_t).div_(std_t)
+    return (in_255(images, value_range, dtype) - mean_t).div_(std_t)
 
 
 class Normalize(nn.Module):
@@ -36,14 +56,17 @@ class Normalize(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Color, std: Color) -> None:
+    def __init__(
+        self, mean: Values, std: Values, value_range: tuple[float, float] | None = None
+    ) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+        self.value_range = value_range
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 3, H, W) uint8 or float in 0..255 -> the same shape, normalized."""
-        return (images.to(self.mean.dtype) - self.mean) / self.std
+        """(N, C, H, W) as stored -> the same shape, normalized."""
+        return (in_255(images, self.value_range, self.mean.dtype) - self.mean) / self.std
 
 
 class Features(NamedTuple):

@@ -14,8 +14,10 @@ import torch
 from segtrain.config import Config
 from segtrain.errors import ConfigError
 
-# Bytes a pixel: the image as stored and normalized, in float32; a label as stored and in int64.
-_STORED, _NORMALIZED, _LABEL = 3, 12, 9
+# Bytes a sample of an image as stored, at least, and normalized, in float32.
+_STORED, _NORMALIZED = 1, 4
+# Bytes a pixel of a label as stored and in int64.
+_LABEL = 9
 # Bytes a pixel and class: the scores of a head, in float32.
 _SCORES = 4
 # What every loss keeps of the scores of a head and one set of labels, at least: the probabilities
@@ -58,7 +60,7 @@ def training_bytes(config: Config, num_classes: int, images: int, device: torch.
     train = config.train
     height, width = config.augment.crop_size
     label_sets = 1 if config.augment.mixup_alpha is None else 2
-    needed = images * (_STORED + _NORMALIZED + label_sets * _LABEL)
+    needed = images * (config.data.channels * (_STORED + _NORMALIZED) + label_sets * _LABEL)
     if train.compile:  # a compiled loss may never store the scores
         return height * width * needed
     heads = 2 if config.model.aux_head else 1
@@ -76,7 +78,9 @@ def window_finding(
         return None
     size = config.eval.crop_size or config.augment.crop_size
     together = config.eval.batch_size or 1
-    needed = together * size[0] * size[1] * (_NORMALIZED + _SCORES * num_classes)
+    needed = (
+        together * size[0] * size[1] * (config.data.channels * _NORMALIZED + _SCORES * num_classes)
+    )
     what, repair = "eval.crop_size: sliding windows", "use smaller windows"
     if together > 1:
         what, repair = f"eval.batch_size: {together} windows", f"{repair} or batches"

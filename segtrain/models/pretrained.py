@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import kind_of, torch_file
 from segtrain.models import timm_backbone
-from segtrain.text import MAX_NAME, first_of, printable
+from segtrain.models.stem import RGB_CHANNELS, first_convolution, widened
+from segtrain.text import MAX_NAME, counted, first_of, printable
 
 _SUFFIXES = (".pth", ".pt", ".safetensors")
 # Where training programs put the weights beside other state (torchvision's and semseg's trainers).
@@ -39,10 +40,13 @@ class PretrainedReport(NamedTuple):
     loaded: int  # number of tensors
     ignored: tuple[str, ...]  # keys of the file for parts that the backbone does not have
     random: tuple[str, ...]  # keys that stay random: the stem is deep, the file's is 7x7
+    widened: str = ""  # how the kernels for RGB became those of other images
 
     def lines(self) -> list[str]:
         """The lines for the start-up log."""
         lines = [f"pretrained  {self.source}  {self.loaded} tensors"]
+        if self.widened:
+            lines.append(f"pretrained  {self.widened}")
         if self.ignored:
             lines.append(f"pretrained  ignored, of other parts: {first_of(self.ignored)}")
         if self.random:
@@ -176,6 +180,7 @@ def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> P
         random = [key for key in wanted if key.startswith(backbone.stem_keys)]
     ignored = [key for key in state if key.startswith(leave_out)]
     offered = {key: value for key, value in state.items() if key not in ignored}
+    note = _widen_stem(weights, offered)
     missing = [key for key in wanted if key not in offered and key not in random]
     # Old files have no batch counters.
     counters = [key for key in missing if key.endswith("num_batches_tracked")]
@@ -200,4 +205,15 @@ def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> P
         )
     zeros = {key: torch.zeros_like(wanted[key]) for key in counters}
     weights.load_state_dict({**wanted, **offered, **zeros})
-    return PretrainedReport(source, len(offered), (*heads, *ignored), tuple(random))
+    return PretrainedReport(source, len(offered), (*heads, *ignored), tuple(random), note)
+
+
+def _widen_stem(weights: nn.Module, offered: State) -> str:
+    """Fits kernels for RGB in `offered` to the images of the backbone; says how, or nothing."""
+    name, conv = first_convolution(weights)
+    kernels, channels = offered.get(key := f"{name}.weight"), conv.in_channels
+    if kernels is None or channels == RGB_CHANNELS or kernels.shape[1:2] != (RGB_CHANNELS,):
+        return ""
+    offered[key] = widened(kernels, channels)
+    how = "their sum" if channels == 1 else f"those of red, green, blue in turn, times 3/{channels}"
+    return f"{key}: kernels for {counted(channels, 'channel', 'channels')} from RGB: {how}"

@@ -66,6 +66,21 @@ _LINE_PX = 20
 _GAP_PX = 6
 
 
+def as_rgb(image: np.ndarray, value_range: tuple[float, float] | None) -> np.ndarray:
+    """An image (H, W, C) as stored, to look at: (H, W, 3) uint8.
+
+    The first three channels are shown as red, green and blue, of fewer the first one as grey.
+    value_range: `data.value_range`; the values that are black and white.
+    """
+    if image.dtype == np.uint8 and image.shape[2] == 3 and value_range is None:
+        return image
+    top = np.iinfo(image.dtype).max if image.dtype.kind == "u" else 255
+    low, high = value_range or (0, top)
+    shown = image[..., :3] if image.shape[2] >= 3 else image[..., :1]
+    scaled = np.rint((shown.astype(np.float32) - low) * (255 / (high - low)))
+    return np.broadcast_to(scaled.clip(0, 255), (*image.shape[:2], 3)).astype(np.uint8)
+
+
 def colorize(label: np.ndarray, palette: Sequence[Rgb]) -> np.ndarray:
     """`label` in the colors of its classes; black for every value that is no class."""
     table = np.zeros((256, 3), dtype=np.uint8)
@@ -152,12 +167,17 @@ def spread(total: int, num: int) -> set[int]:
     return set(np.linspace(0, total - 1, num).round().astype(int).tolist())
 
 
-def training_picture(batch: Batch, classes: ClassFile) -> np.ndarray:
-    """The first crops of a batch above their labels, with the legend; with MixUp both labels."""
+def training_picture(
+    batch: Batch, classes: ClassFile, value_range: tuple[float, float] | None
+) -> np.ndarray:
+    """The first crops of a batch above their labels, with the legend; with MixUp both labels.
+
+    value_range: see `as_rgb`.
+    """
     columns = []
     sets = [batch.labels] if batch.partner_labels is None else [batch.labels, batch.partner_labels]
     for i, image in enumerate(batch.images[:NUM_IMAGES]):
-        pixels = image.permute(1, 2, 0).numpy()
+        pixels = as_rgb(image.permute(1, 2, 0).numpy(), value_range)
         labels = (overlay(pixels, one[i].numpy(), classes.palette, alpha=0.6) for one in sets)
         columns.append(np.pad(np.vstack([pixels, *labels]), ((0, 4), (0, 4), (0, 0))))
     row = np.hstack(columns)
@@ -281,7 +301,7 @@ def file_names(names: Sequence[str]) -> list[str]:
 
 def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None:
     """ConfigError if a directory already holds some of the predictions."""
-    labels = (output / LABELS / f"{name}.png" for name in names)
+    labels = (output / LABELS / f"{name}{end}" for name in names for end in (".png", ".tif"))
     there = [path for path in labels if os.path.lexists(path)]
     if there and not overwrite:
         repair = "choose another directory or pass --overwrite"

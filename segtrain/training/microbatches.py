@@ -29,7 +29,7 @@ from segtrain.types import Batch, DropoutMasks
 class LocalMicrobatch(NamedTuple):
     """This rank's part of one microbatch."""
 
-    images: Tensor  # (n, 3, H, W) uint8
+    images: Tensor  # (n, C, H, W) as stored
     labels: Tensor  # (S, n, H, W) uint8; S is 2 if MixUp has mixed in images with labels, else 1
     dropout: DropoutMasks  # of these n images
 

@@ -117,7 +117,8 @@ def make_state(
     initial_weights = make_initial_weights(model, optim, loaded)
     if optim.sam_rho is not None:
         refuse_layers(model, "optim.sam_rho")
-    normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
+    data = config.data
+    normalize = Normalize(data.mean, data.std, data.value_range).to(device, dtype_of(train))
     criterion = SegLoss(
         config.loss, device, microbatches=train.accumulate_steps, batch_size=train.batch_size
     )

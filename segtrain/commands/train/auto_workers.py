@@ -76,7 +76,11 @@ def with_chosen_workers(
 
     With data.num_workers auto, the number is chosen in the first steps, and `tell` gets a line.
     """
-    start, most, before = run.state.step, most_workers(run.config), run.num_workers()
+    start, most, before = (
+        run.state.step,
+        most_workers(run.config, run.train_set.form),
+        run.num_workers(),
+    )
     chosen = start + MEASURED_STEPS
     batches = run.batches(start, stop)
     try:

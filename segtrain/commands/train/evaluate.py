@@ -29,7 +29,7 @@ from segtrain.models.precision import (
 )
 from segtrain.norm import precise_statistics
 from segtrain.run.console import score_text
-from segtrain.run.pictures import NUM_IMAGES, confusion_picture, panel, spread, to_png
+from segtrain.run.pictures import NUM_IMAGES, as_rgb, confusion_picture, panel, spread, to_png
 from segtrain.training.step_sync import LateVote
 
 
@@ -114,9 +114,10 @@ def _keep(run: TrainRun, prediction: Prediction, pictures: dict[int, str]) -> No
     """Draws image, label and prediction if it is one to show; as text, which ranks can exchange."""
     if prediction.index not in spread(len(run.eval_set), NUM_IMAGES):
         return
-    index, *pixels = prediction
+    index, image, *pixels = prediction
+    image = as_rgb(image, run.eval_set.form.value_range)
     names, palette = run.eval_set.classes.names, run.eval_set.classes.palette
-    picture = panel(*pixels, palette=palette, names=names, title=run.eval_set.name(index))
+    picture = panel(image, *pixels, palette=palette, names=names, title=run.eval_set.name(index))
     pictures[index] = b64encode(to_png(picture)).decode()
 
 
@@ -134,7 +135,8 @@ def take_precise_statistics(
         StoppedError: `stop` was true on a rank; the statistics are as before.
     """
     config, train, shares = run.config, run.config.train, run.state.shares
-    normalize = Normalize(config.data.mean, config.data.std).to(run.device, dtype_of(train))
+    data = config.data
+    normalize = Normalize(data.mean, data.std, data.value_range).to(run.device, dtype_of(train))
     model = run.state.eval_model
     vote, step = LateVote(run.device, train.timeout_s), run.state.step
 

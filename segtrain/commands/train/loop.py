@@ -168,7 +168,7 @@ def _with_first_shown(run: TrainRun) -> Iterator[Batch]:
     for i, batch in enumerate(batches):
         if i == 0:
             # A wrong label file or augmentation is seen here within a minute.
-            picture = training_picture(batch, run.train_set.classes)
+            picture = training_picture(batch, run.train_set.classes, run.config.data.value_range)
             run.log.picture(run.state.step, "train/batch", picture)
         yield batch
 

@@ -12,6 +12,7 @@ from segtrain.config import Config
 from segtrain.data.check.checks import quick_check
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.image import ImageForm
 from segtrain.data.sample.loader import bytes_in_flight, first_workers
 from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.stream import ClassUniform
@@ -55,12 +56,14 @@ def check_experiment(
     if findings:
         raise ConfigError("\n".join(findings))
     # 2. Each machine has its own memory.
-    here = _device_memory_finding(config, num_classes, device) or _shared_memory_finding(config)
+    here = _device_memory_finding(config, num_classes, device) or _shared_memory_finding(
+        config, train_set.form
+    )
     for finding in dist.all_gather_object(here):
         if finding is not None:
             raise ConfigError(finding)
     # 3. Files and augmentations; rank 0 reads the files for all.
-    extra_transforms(config.augment)
+    extra_transforms(config.augment, train_set.form)
     return dist.run_on_rank0(lambda: quick_check(train_set, eval_set))
 
 
@@ -89,12 +92,12 @@ def _device_memory_finding(config: Config, num_classes: int, device: torch.devic
     )
 
 
-def _shared_memory_finding(config: Config) -> str | None:
+def _shared_memory_finding(config: Config, form: ImageForm) -> str | None:
     """Why loader workers cannot share memory; one that finds no space dies by SIGBUS."""
-    workers, free = first_workers(config), free_shared_memory()
+    workers, free = first_workers(config, form), free_shared_memory()
     if workers and (problem := semaphore_problem()):
         return f"{problem}; loader workers need one: make it writable, or set data.num_workers: 0"
-    needed = dist.local_world_size() * bytes_in_flight(config, workers)
+    needed = dist.local_world_size() * bytes_in_flight(config, form, workers)
     if workers == 0 or free is None or needed <= free:
         return None
     return (

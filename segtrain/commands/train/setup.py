@@ -78,14 +78,18 @@ class TrainContext:
 
     def num_workers(self) -> int:
         """The loader processes of this rank."""
-        return first_workers(self.config) if self.auto_workers is None else self.auto_workers
+        if self.auto_workers is not None:
+            return self.auto_workers
+        return first_workers(self.config, self.train_set.form)
 
     def stream(self) -> TrainStream:
         """The augmented samples of all steps."""
         config, data = self.config, self.config.data
         return TrainStream(
             self.train_set,
-            TrainTransform(config.augment, mean=data.mean, short_side_px=data.short_side_px),
+            TrainTransform(
+                config.augment, form=self.train_set.form, short_side_px=data.short_side_px
+            ),
             stream_seed=config.seed,
             batch_size=config.train.batch_size,
             class_uniform=self.class_uniform,
@@ -149,7 +153,12 @@ def build_state(
 ) -> TrainState:
     """Model, optimizer and the rest, with their values (collective)."""
     classes = train_set.classes
-    model = build_model(config.model, num_classes=classes.num_classes, norm=make_norm(config.norm))
+    model = build_model(
+        config.model,
+        num_classes=classes.num_classes,
+        in_channels=config.data.channels,
+        norm=make_norm(config.norm),
+    )
     # A checkpoint brings all weights; fetching others first would only cost time.
     if resumed is not None:
         check_changes(model, *resumed, config, classes)
@@ -207,7 +216,7 @@ def _load_initial(
 
 def _other_normalization(config: Config) -> list[str]:
     """A warning if data.mean or data.std are not those of timm's weights."""
-    if not config.model.backbone.startswith(timm_backbone.PREFIX):
+    if not config.model.backbone.startswith(timm_backbone.PREFIX) or config.data.channels != 3:
         return []
     used = {"mean": config.data.mean, "std": config.data.std}
     expected = timm_backbone.expected_normalization(config.model.backbone, config.model.pretrained)

@@ -25,9 +25,12 @@ from segtrain.data.pack.opening import open_dataset
 from segtrain.data.read.classes import ClassFile, load_class_file, read_by
 from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.dataset import SegDataset, size_problem
-from segtrain.data.read.decode import label_mode_problem, read_header
 from segtrain.data.read.find import Pair
+from segtrain.data.read.formats import read_info
+from segtrain.data.read.image import form_of, read_image_info
 from segtrain.data.read.layouts import scan_layout
+from segtrain.data.read.raster import split_rasters
+from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import counted, printable
@@ -43,7 +46,10 @@ _SAMPLES = 32
 # Only if at least this fraction of the classes has raw ids that cannot be train ids.
 _MIN_TELLING = 0.25
 # What a few pairs can tell.
-_KINDS = {"unreadable", "values", "faint", "palette", "palettes", "one class", "train ids"}
+_KINDS = {
+    *("unreadable", "values", "palette", "palettes", "one class", "train ids"),
+    *("range", "faint", "dropped band", "white", "outside"),
+}
 
 
 @dataclass(frozen=True)
@@ -127,8 +133,8 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
     """Warnings about the two splits, one line each.
 
     Raises:
-        DataError: training would stop at this data: files that are not PNG or JPEG, sizes that
-            differ, labels of a wrong kind (all are counted, the first ten shown); or, in the sample
+        DataError: training would stop at this data: files that no reader takes, sizes that differ,
+            labels of a wrong kind (all are counted, the first ten shown); or, in the sample
             of pairs, files that cannot be read, unknown label values, a palette that contradicts
             the class file, nearly black images; or labels of a single class.
     """
@@ -160,7 +166,14 @@ def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Findin
         dataset = open_dataset(data, split)
         return [Finding("warning", split, "pack", line) for line in dataset.warnings], dataset
     listing = scan_layout(data, split)
-    dataset = SegDataset(listing.pairs, classes, split=split, label_format=data.label_format)
+    pairs = split_rasters(listing.pairs, data)
+    dataset = SegDataset(
+        pairs,
+        classes,
+        split=split,
+        form=form_of(data, pairs),
+        label_format=data.label_format,
+    )
     found = [Finding("warning", split, "files", note) for note in listing.notes]
     if problems := listing.problems:
         text = f"files that are missing or named wrongly: {len(problems)}"
@@ -204,10 +217,10 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
     """What is wrong with a pair, as far as its headers tell, and the bit depth of its image."""
     scan, path, depth = SplitScan("", 1, num_classes), pair.image, 0
     try:
-        image = read_header(path)
+        image = read_image_info(pair)
         depth, path = image.depth, pair.label
-        label = read_header(path)
-        if problem := label_mode_problem(label.mode, label_format):
+        label = read_info(path)
+        if problem := label_problem(label, label_format):
             raise DataError(problem)
         if problem := size_problem(pair, image.size, label.size):
             scan.places["sizes"][""].append(problem)
@@ -221,7 +234,7 @@ def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
     classes, label_format = dataset.classes, dataset.label_format
     deep = [i for i, depth in enumerate(depths) if depth > 8]
     indices = dict.fromkeys([*_spread(range(len(dataset))), *_spread(deep)])
-    work = partial(scan_pair, classes=classes, label_format=label_format, count_rgb=False)
+    work = partial(scan_pair, classes=classes, form=dataset.form, label_format=label_format)
     scan = SplitScan(dataset.split, len(dataset), classes.num_classes)
     with ThreadPoolExecutor(_DECODING_THREADS) as pool:
         for found in pool.map(work, (dataset.pairs[i] for i in indices)):

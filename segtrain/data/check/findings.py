@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from segtrain.data.check.dark_images import find_darkness
 from segtrain.data.check.scan import Palette, SplitScan
+from segtrain.data.check.values import value_findings
 from segtrain.data.read.classes import ClassFile, Color
 from segtrain.data.read.find import MAX_SHOWN
 from segtrain.data.read.labels import looks_like_train_ids, unknown_colors, unknown_ids
@@ -56,11 +56,24 @@ def split_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     yield from _warning(scan.split, "all ignored", scan.places["all ignored"][""], *words)
     words = "image carries", "images carry", "an EXIF orientation, which is ignored"
     yield from _warning(scan.split, "orientation", scan.places["orientation"][""], *words)
-    if dark := find_darkness(scan.brightness):
-        severity = "error" if dark.is_all else "warning"
-        yield Finding(severity, scan.split, "faint", dark.text, dark.names)
+    yield from _value_findings(scan)
     yield from _palette_findings(scan, classes)
     yield from _class_findings(scan, classes)
+
+
+def _value_findings(scan: SplitScan) -> Iterator[Finding]:
+    images = scan.values_of_images
+    if images:
+        try:
+            images[0].form.check()
+        except DataError as error:
+            spans = [span for one in images for span in one.spans]
+            seen = f"{min(low for low, _ in spans):g} to {max(high for _, high in spans):g}"
+            yield Finding("error", scan.split, "range", f"{error}; seen are {seen}")
+            return
+    for found in value_findings(images):
+        severity = "error" if found.is_all else "warning"
+        yield Finding(severity, scan.split, found.kind, found.text, found.names)
 
 
 def file_findings(scan: SplitScan) -> Iterator[Finding]:

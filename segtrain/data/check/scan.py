@@ -10,15 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
-from segtrain.data.check.dark_images import Brightness, brightness
+from segtrain.data.check.values import ImageValues, image_values
 from segtrain.data.pack.manifest import PackedImage
 from segtrain.data.pack.opening import has_content
 from segtrain.data.pack.reader import PackedDataset, Shards, split_rows
-from segtrain.data.read import decode, labels
+from segtrain.data.read import labels, raw_label
 from segtrain.data.read.classes import ClassFile, Color, read_by
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset, size_problem
+from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
+from segtrain.data.read.formats import Info, decode_info, decode_stored, read_info, read_palette
+from segtrain.data.read.image import ImageForm, decode_image, drops_alpha, read_image
+from segtrain.data.read.tiff import read_stored_window
 from segtrain.errors import DataError
 from segtrain.text import printable
 
@@ -26,6 +30,8 @@ from segtrain.text import printable
 Palette = Mapping[int, Color]
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
+# Pixels of a split by which percentiles are estimated, and the least of an image.
+_SAMPLE, _MIN_SAMPLE = 1 << 20, 16
 _KINDS = ("unreadable", "sizes", "values", "all ignored", "orientation", "images")
 
 
@@ -40,7 +46,10 @@ class SplitScan:
     values: pixels of each raw id; empty where labels hold colours.
     unknown: pixels of each id or colour that the class file does not name.
     palettes: the colours of the ids that occur, by the name of the label.
-    rgb: (3, 256) int64, pixels of each red, green and blue value; zeros unless asked for.
+    values_of_images: of each image.
+    moments: (3, C) Python numbers, whole ones exact: the pixels of each channel that have a value,
+        and the sums of these values and of their squares; zeros unless asked for.
+    sample: (n, C) values of some pixels; empty unless asked for.
     places: files or names of images by the kind of finding, and for some kinds by what is found:
         unreadable files by the reason, labels by the unknown value, images by the hash of the file.
     """
@@ -55,9 +64,10 @@ class SplitScan:
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     values: Counter[int] = field(default_factory=Counter)
     unknown: Counter[Value] = field(default_factory=Counter)
-    brightness: list[Brightness] = field(default_factory=list)
+    values_of_images: list[ImageValues] = field(default_factory=list)
     palettes: dict[str, Palette] = field(default_factory=dict)
-    rgb: np.ndarray = field(default_factory=lambda: np.zeros((3, 256), np.int64))
+    moments: np.ndarray = field(default_factory=lambda: np.zeros((3, 1), object))
+    sample: list[np.ndarray] = field(default_factory=list)
     places: dict[str, dict[Value | str | bytes, list[str]]] = field(
         default_factory=lambda: {kind: defaultdict(list) for kind in _KINDS}
     )
@@ -71,11 +81,12 @@ class SplitScan:
         self.images += pair.images
         self.pixels_beside += pair.pixels_beside
         self.ignored_pixels += pair.ignored_pixels
-        self.rgb += pair.rgb
+        self.moments = self.moments + pair.moments
+        self.sample += pair.sample
         self.sizes.update(pair.sizes)
         self.values.update(pair.values)
         self.unknown.update(pair.unknown)
-        self.brightness += pair.brightness
+        self.values_of_images += pair.values_of_images
         self.palettes |= pair.palettes
         for kind, found in pair.places.items():
             for what, names in found.items():
@@ -87,23 +98,21 @@ class SplitScan:
         self.places["unreadable"][str(error).removeprefix(f"{place}: ")].append(place)
 
     def add_image(
-        self,
-        name: str,
-        image: np.ndarray,
-        digest: bytes,
-        depth: int,
-        orientation: int,
-        *,
-        count_rgb: bool,
+        self, image: np.ndarray, values: ImageValues, digest: bytes, info: Info, sample_size: int
     ) -> None:
-        """Adds an image (H, W, 3) uint8 whose file has this hash, depth and EXIF orientation."""
-        self.places["images"][digest].append(name)
+        """Adds an image (H, W, C) whose files have this hash; the first has this header.
+
+        sample_size: pixels to take for `sample`; 0: neither these nor the moments.
+        """
+        self.places["images"][digest].append(values.name)
         self.sizes[image.shape[:2]] += 1
-        self.brightness.append(brightness(image, depth, name))
-        if orientation != 1:
-            self.places["orientation"][""].append(name)
-        if count_rgb:
-            self.rgb += [np.bincount(image[..., c].ravel(), minlength=256) for c in range(3)]
+        self.values_of_images.append(values)
+        if info.orientation != 1:
+            self.places["orientation"][""].append(values.name)
+        if sample_size:
+            self.moments = _moments(image)
+            pixels = image.reshape(-1, image.shape[2])
+            self.sample.append(pixels[:: max(1, len(pixels) // sample_size)].astype(np.float32))
 
     def add_label(self, name: str, pixels: np.ndarray, num_pixels: int) -> None:
         """Adds a label of `num_pixels` with this many `pixels` (K,) of each class."""
@@ -120,21 +129,26 @@ def scan_split(
     dataset: SegDataset,
     pool: ProcessPoolExecutor | None,
     *,
-    count_rgb: bool = False,
+    measure: bool = False,
     compare: bool = False,
 ) -> SplitScan:
     """Reads every pair of `dataset` in the processes of `pool`, or in this one if it is None.
 
     What is wrong with a pair is recorded, not raised.
 
-    count_rgb: also count `SplitScan.rgb`.
+    measure: also `SplitScan.moments` and `sample`.
     compare: also compare a pack with the files that it was made from.
 
     Raises:
         ExecutionError: a process was killed.
     """
     total = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
-    settings = {"classes": dataset.classes, "count_rgb": count_rgb}
+    sample_size = max(_MIN_SAMPLE, _SAMPLE // len(dataset)) if measure else 0
+    settings = {
+        "classes": dataset.classes,
+        "form": dataset.form,
+        "sample_size": sample_size,
+    }
     if isinstance(dataset, PackedDataset):
         settings |= {"shards": dataset.shards, "compare": compare and dataset.source_is_there}
         work = partial(_scan_packed, **settings)
@@ -147,21 +161,50 @@ def scan_split(
     return total
 
 
-def scan_pair(pair: Pair, classes: ClassFile, label_format: str, count_rgb: bool) -> SplitScan:
-    """What one pair holds; count_rgb: also count `SplitScan.rgb`."""
+def scan_pair(
+    pair: Pair, classes: ClassFile, form: ImageForm, label_format: str, sample_size: int = 0
+) -> SplitScan:
+    """What one pair holds; sample_size: see `SplitScan.add_image`."""
     scan = SplitScan("", 1, classes.num_classes)
     try:
-        data = decode.read_bytes(pair.image)
-        digest = hashlib.blake2b(data, digest_size=16).digest()
-        image = decode.decode_image(data, pair.image)
-        header = decode.decode_header(data, pair.image)
+        if pair.window is None:
+            files = [read_bytes(path) for path in pair.images]
+            info = decode_info(files[0], pair.image)
+            image = decode_image(files, pair.images, form)
+        else:
+            # Windows of one raster may well have the same least and largest value.
+            info = read_info(pair.image)._replace(lossless=False)
+            image = read_image(pair.images, form, pair.window)
+            files = [repr(pair.window).encode(), image.tobytes()]  # many may be blank
+        digest = hashlib.blake2b(b"".join(files), digest_size=16).digest()
+        loses_band = not pair.bands and drops_alpha(info, form.channels)
+        if loses_band:
+            stored = read_stored_window(pair.image, pair.window) if pair.window else None
+            stored = decode_stored(files[0], pair.image, info) if stored is None else stored
+            loses_band = bool(np.ptp(stored[..., -1]))
+        values = image_values(image, form, info, pair.name, loses_band=loses_band)
     except DataError as error:
         scan.add_unreadable(pair.image, error)
     else:
-        facts = header.depth, header.orientation
-        scan.add_image(pair.name, image, digest, *facts, count_rgb=count_rgb)
+        scan.add_image(image, values, digest, info, sample_size)
     scan.add(scan_label(pair, classes, label_format, scan.sizes))
     return scan
+
+
+def _moments(image: np.ndarray) -> np.ndarray:
+    """The `SplitScan.moments` of an image (H, W, C), NaN where a channel has no value."""
+    found = []
+    for band in np.moveaxis(image, 2, 0):
+        if image.dtype.kind == "f":
+            valid = band[~np.isnan(band)].astype(np.float64)
+            found.append((valid.size, float(valid.sum()), float(valid @ valid)))
+        else:
+            counts = np.bincount(band.ravel())
+            values = np.arange(counts.size)
+            found.append(tuple(int(counts @ values**power) for power in (0, 1, 2)))
+    moments = np.empty((3, len(found)), object)
+    moments[:] = np.array(found, object).T
+    return moments
 
 
 def scan_label(
@@ -186,13 +229,12 @@ def _count_label(
     scan: SplitScan, pair: Pair, classes: ClassFile, label_format: str
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """The shape (H, W) of a label and its pixels of each class (K,); its values go to `scan`."""
-    data = decode.read_bytes(pair.label)
     if label_format == "colors":
-        colors = decode.decode_colors(data, pair.label)
+        colors = raw_label.read_colors(pair.label, pair.window)
         label = labels.map_colors(colors, classes)
         scan.unknown.update(labels.count_colors(colors[label < 0]))
         return label.shape, np.bincount(label[label >= 0], minlength=256)[: classes.num_classes]
-    label = decode.decode_raw_label(data, pair.label)
+    label = raw_label.read_raw_label(pair.label, pair.window)
     scan.values.update(labels.count_ids(label))
     pixels = np.zeros(classes.num_classes, np.int64)
     train_id_of = read_by(classes, label_format).train_id_of
@@ -202,7 +244,7 @@ def _count_label(
             scan.unknown[raw_id] = count
         elif train_id < classes.num_classes:
             pixels[train_id] += count
-    colors = decode.decode_palette(data, pair.label)
+    colors = read_palette(pair.label)
     # In a grey ramp each colour only repeats its index.
     if any(color != (i, i, i) for i, color in enumerate(colors)):
         used = (i for i in sorted(scan.values) if i < len(colors))
@@ -213,7 +255,8 @@ def _count_label(
 def _scan_packed(
     item: tuple[PackedImage, Pair],
     classes: ClassFile,
-    count_rgb: bool,
+    form: ImageForm,
+    sample_size: int,
     shards: Shards,
     compare: bool,
 ) -> SplitScan:
@@ -221,7 +264,7 @@ def _scan_packed(
     packed, pair = item
     scan = SplitScan("", 1, classes.num_classes)
     if compare:
-        for path, file in ((pair.image, packed.image), (pair.label, packed.label)):
+        for path, file in zip((*pair.images, pair.label), packed.files, strict=True):
             try:
                 if not has_content(path, file):
                     raise DataError(
@@ -234,9 +277,19 @@ def _scan_packed(
     except DataError as error:
         scan.add_unreadable(shards.path(packed), error)
         return scan
-    image, label = split_rows(shards.rows(packed))
-    facts = bytes.fromhex(packed.image.sha256), packed.depth, packed.orientation
-    scan.add_image(pair.name, image, *facts, count_rgb=count_rgb)
+    image, label = split_rows(shards.rows(packed), packed.width, form)
+    digest = hashlib.sha256("".join(file.sha256 for file in packed.images).encode()).digest()
+    # What the files are was checked when they were packed.
+    info = Info(
+        label.shape,
+        form.channels,
+        form.dtype,
+        depth=packed.depth,
+        orientation=packed.orientation,
+        lossless=False,
+    )
+    values = image_values(image, form, info, pair.name)
+    scan.add_image(image, values, digest, info, sample_size)
     pixels = np.bincount(label.ravel(), minlength=256)[: classes.num_classes]
     scan.add_label(pair.name, pixels, label.size)
     return scan

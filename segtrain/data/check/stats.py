@@ -11,15 +11,19 @@ import numpy as np
 from segtrain.config import DataConfig
 from segtrain.data.check.findings import refuse_errors, split_findings
 from segtrain.data.check.scan import SplitScan, scan_split
+from segtrain.data.check.values import suggested_range
 from segtrain.data.pack.opening import open_dataset
 from segtrain.data.read.classes import read_by
 from segtrain.data.read.concurrent import num_processes
+from segtrain.data.read.image import ImageForm, ValueRange
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, printable
 
 # ENet's weights are 1 / ln(c + frequency); c = 1.02 keeps them within [1, 50] (arXiv:1606.02147).
 _ENET_CONSTANT = 1.02
+# Of the values of all channels.
+_PERCENTILES = (0.1, 1, 50, 99, 99.9)
 
 
 def class_weights(scan: SplitScan, beta: float) -> dict[str, list[float]]:
@@ -63,20 +67,46 @@ class SplitStats:
 
     class_names: Sequence[str]
     scan: SplitScan
+    form: ImageForm
     beta: float
 
     @cached_property
+    def percentiles(self) -> list[float]:
+        """Of the values of all channels, at _PERCENTILES, estimated from a sample."""
+        sample = np.concatenate(self.scan.sample)
+        return np.nanpercentile(sample, _PERCENTILES).tolist()
+
+    @cached_property
+    def seen(self) -> tuple[float, float]:
+        """The least and the largest value of all images."""
+        lows, highs = zip(
+            *(s for one in self.scan.values_of_images for s in one.spans), strict=True
+        )
+        return min(lows), max(highs)
+
+    @cached_property
+    def value_range(self) -> tuple[float, float]:
+        """`data.value_range`; where that is null, the range that would fit."""
+        if self.form.value_range is not None:
+            return self.form.value_range
+        return suggested_range(self.form, self.percentiles, self.seen[1])
+
+    @cached_property
     def numbers(self) -> dict[str, Any]:
-        """All of them by name; colours in units of 0..255, as data.mean wants."""
+        """All of them by name; mean and std in units of 0..255, as data.mean wants."""
         sizes = np.array(list(self.scan.sizes.elements())).reshape(-1, 2)
-        mean, std = _moments(self.scan.rgb)
+        mean, std = _mean_and_std(self.scan.moments, self.value_range)
         return {
             "split": self.scan.split,
             "images": self.scan.num_pairs,
             "valid_pixels": int(self.scan.pixels.sum()),
             "mean_size": sizes.mean(0).tolist(),
-            "rgb_mean": mean,
-            "rgb_std": std,
+            "dtype": self.form.dtype.name,
+            "values": self.seen,
+            "percentiles": dict(zip(map(str, _PERCENTILES), self.percentiles, strict=True)),
+            "value_range": self.value_range,
+            "mean": mean,
+            "std": std,
             **counts_of(self.scan, self.class_names),
             "effective_number_beta": self.beta,
             "class_weights": class_weights(self.scan, self.beta),
@@ -102,9 +132,11 @@ class SplitStats:
             "",
             *table_lines(columns),
             "",
+            self._values_line(),
             "for the data section, if the images are unlike those of the pretraining:",
-            f"  mean: {[round(value, 3) for value in numbers['rgb_mean']]}",
-            f"  std: {[round(value, 3) for value in numbers['rgb_std']]}",
+            *self._range_lines(),
+            f"  mean: {[round(value, 3) for value in numbers['mean']]}",
+            f"  std: {[round(value, 3) for value in numbers['std']]}",
             "for the loss section, one of them if rare classes matter:",
             *(
                 f"  class_weights: {w}  # {name}{notes.get(name, '')}"
@@ -112,6 +144,18 @@ class SplitStats:
             ),
         ]
         return "\n".join(lines)
+
+    def _values_line(self) -> str:
+        low, high = self.seen
+        parts = zip(_PERCENTILES, self.percentiles, strict=True)
+        shown = ", ".join(f"{part:g} % up to {value:g}" for part, value in parts)
+        return f"values: {self.form.dtype} from {low:g} to {high:g}; by a sample {shown}"
+
+    def _range_lines(self) -> list[str]:
+        """The lines about data.value_range, which mean and std of the lines below are for."""
+        low, high = self.value_range
+        is_default = self.form.dtype.kind == "u" and self.value_range == self.form.limits
+        return [] if is_default else [f"  value_range: [{low:g}, {high:g}]"]
 
     def as_json(self) -> str:
         """All numbers as one JSON object."""
@@ -134,14 +178,14 @@ def measure(
     """
     dataset = open_dataset(data, split)
     with process_pool(num_processes(len(dataset), jobs)) as pool:
-        scan = scan_split(dataset, pool, count_rgb=True)
+        scan = scan_split(dataset, pool, measure=True)
     found = split_findings(scan, read_by(dataset.classes, data.label_format))
     refuse_errors(one for one in found if one.kind in ("unreadable", "sizes", "values"))
     if not scan.pixels.any():
         raise DataError(f"split {printable(scan.split)!r}: no label has a pixel of any class")
     if beta is None:
         beta = 1 - 1 / scan.pixels[scan.pixels > 0].mean()
-    return SplitStats(dataset.classes.names, scan, beta)
+    return SplitStats(dataset.classes.names, scan, dataset.form, beta)
 
 
 def counts_of(scan: SplitScan, class_names: Sequence[str]) -> dict[str, Any]:
@@ -168,12 +212,16 @@ def table_lines(columns: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _moments(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, from the pixels of each value (3, 256)."""
-    values, means, stds = np.arange(256), [], []
-    for channel in counts:
-        # Python's integers: exact, so the number of processes does not show.
-        n, first, second = (int(channel @ values**power) for power in (0, 1, 2))
-        means.append(first / n)
-        stds.append(((n * second - first**2) ** 0.5) / n)
+def _mean_and_std(
+    moments: np.ndarray, value_range: ValueRange
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, in units of 0..255."""
+    low, high = value_range
+    unit = 255 / (high - low)
+    means, stds = [], []
+    # Python's integers: exact, so the number of processes does not show.
+    for n, first, second in moments.T.tolist():
+        n = n or 1  # a channel without any value
+        means.append((first / n - low) * unit)
+        stds.append(max(n * second - first**2, 0) ** 0.5 / n * unit)
     return tuple(means), tuple(stds)

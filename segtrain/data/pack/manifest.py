@@ -1,8 +1,9 @@
 """What is in a pack: `pack.json`.
 
-A shard is a safetensors file with one tensor for each image, (H, 4 W) uint8: each row is the row
-of the image, W RGB pixels, and behind it the row of the label, W train ids. So the rows of a crop,
-with their labels, are one range of bytes.
+A shard is a safetensors file with one tensor for each image, uint8: each row is the row of the
+image, W pixels of C samples (little-endian, of the pack's dtype), and behind it the row of the
+label, W train ids, with zeros up to a multiple of a sample. Of 8-bit RGB that is (H, 4 W). So the
+rows of a crop, with their labels, are one range of bytes.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import json
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, InstanceOf, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
@@ -21,7 +22,7 @@ from segtrain.files import os_errors_as
 from segtrain.text import printable
 
 MANIFEST = "pack.json"
-FORMAT = 2
+FORMAT = 3
 
 _MAX_BYTES = 1 << 30  # an image takes about 600 bytes
 REPAIR = "copy it again, or delete the pack and make it again"
@@ -45,16 +46,18 @@ class SourceFile:
 class PackedImage:
     """One image with its label.
 
-    name: unique in the split. depth, orientation: of the header of the image file.
+    name: unique in the split. images: its files, one or one for each band.
+    depth, orientation: of the header of the first. row_bytes: of a row of the tensor.
     shard: its index. offset: of its first row in the shard, in bytes.
     crc: the `checksum` of its rows.
     """
 
     name: _Text
-    image: SourceFile
+    images: tuple[SourceFile, ...]
     label: SourceFile
     height: PositiveInt
     width: PositiveInt
+    row_bytes: PositiveInt
     depth: NonNegativeInt
     orientation: NonNegativeInt
     shard: NonNegativeInt
@@ -62,14 +65,14 @@ class PackedImage:
     crc: NonNegativeInt
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(H, 4 W), of its tensor."""
-        return self.height, 4 * self.width
+    def files(self) -> tuple[SourceFile, ...]:
+        """Those of the image, then that of the label."""
+        return (*self.images, self.label)
 
     @property
-    def num_bytes(self) -> int:
-        """Of all its rows."""
-        return self.height * 4 * self.width
+    def shape(self) -> tuple[int, int]:
+        """Of its tensor."""
+        return self.height, self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class Pack:
 
     made_by: versions of the programs that decoded it: others may decode a JPEG to other bits.
     options: those of the section `data` that say which files are read and how, by name.
+    dtype: of a sample of the images: uint8, uint16 or float32.
     classes: the class file, as JSON. It decided which train ids are stored.
     ignores_color: whether the class file gives an `ignore_color`.
     splits: by their names in the config.
@@ -107,7 +111,8 @@ class Pack:
 
     format: int
     made_by: dict[str, str]
-    options: dict[str, _Text]
+    options: dict[str, _Text | int | None]
+    dtype: Literal["uint8", "uint16", "float32"]
     classes: _Text
     ignores_color: bool
     shards: tuple[Shard, ...]
@@ -124,7 +129,7 @@ def to_json(pack: Pack) -> str:
 
 
 def checksum(rows: np.ndarray) -> int:
-    """CRC-32 of the rows (H, 4 W) uint8 of an image, which begins from their number H.
+    """CRC-32 of the rows of an image, (H, bytes) uint8, which begins from their number H.
 
     So it differs where the manifest exchanges height and width.
     """

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from segtrain.config import DataConfig
 from segtrain.data.pack.manifest import Pack, PackedImage, PackedSplit, SourceFile, read_pack
 from segtrain.data.pack.reader import PackedDataset, Shards
@@ -22,7 +24,9 @@ from segtrain.data.read.classes import (
 )
 from segtrain.data.read.dataset import SegDataset, UnlabelledDataset
 from segtrain.data.read.find import Pair, first_lines
+from segtrain.data.read.image import ImageForm, form_of
 from segtrain.data.read.layouts import list_split, scan_layout
+from segtrain.data.read.raster import split_rasters
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as
 from segtrain.files.manifest import sha256_of
@@ -56,10 +60,12 @@ def open_dataset(data: DataConfig, split: str, *, labelled: bool = True) -> SegD
     if data.pack is not None:
         return _open_packed(data, split, classes, labelled=labelled)
     listing = list_split(data, split, labelled=labelled)
+    pairs = split_rasters(listing.pairs, data, labelled=labelled)
     return (SegDataset if labelled else UnlabelledDataset)(
-        listing.pairs,
+        pairs,
         classes,
         split=split,
+        form=form_of(data, pairs),
         label_format=data.label_format,
         warnings=listing.notes,
         may_exclude=split == data.train_split,
@@ -86,10 +92,12 @@ def _open_packed(
         )
     is_there, warnings = _check_source(data, split, packed.images, labelled=labelled)
     root = Path(os.path.expanduser(data.root))
+    form = ImageForm(data.channels, np.dtype(pack.dtype), data.value_range, data.mean)
     return PackedDataset(
-        [Pair(root / x.image.name, root / x.label.name, x.name) for x in packed.images],
+        [_pair(root, image) for image in packed.images],
         classes,
         split=split,
+        form=form,
         label_format=data.label_format,
         warnings=[*packed.warnings, *warnings],
         may_exclude=split == data.train_split,
@@ -98,6 +106,11 @@ def _open_packed(
         labelled=labelled,
         source_is_there=is_there,
     )
+
+
+def _pair(root: Path, packed: PackedImage) -> Pair:
+    first, *bands = (root / file.name for file in packed.images)
+    return Pair(first, root / packed.label.name, packed.name, tuple(bands))
 
 
 def _other_options(
@@ -130,7 +143,7 @@ def _check_source(
     """
     root = Path(os.path.expanduser(data.root))
     pack = f"data.pack {printable(data.pack)}"
-    sources = [file for image in images for file in (image.image, image.label)[: 1 + labelled]]
+    sources = [file for image in images for file in (image.files if labelled else image.images)]
     paths = [root / file.name for file in sources]
     with ThreadPoolExecutor(_THREADS) as pool:
         states = list(pool.map(_state, paths, sources))
@@ -179,10 +192,10 @@ def _has_images(data: DataConfig, split: str) -> bool:
 def _other_names(data: DataConfig, split: str, images: Sequence[PackedImage]) -> list[str]:
     """How the split, listed now, differs from `images`."""
     now = [
-        (pair.name, source_name(pair.image, data.root), source_name(pair.label, data.root))
+        (pair.name, *(source_name(path, data.root) for path in (*pair.images, pair.label)))
         for pair in list_split(data, split).pairs
     ]
-    packed = [(image.name, image.image.name, image.label.name) for image in images]
+    packed = [(image.name, *(file.name for file in image.files)) for image in images]
     if now == packed:
         return []
     changed = sorted({name for name, *_ in set(now) ^ set(packed)})

@@ -1,6 +1,7 @@
 """A split of a pack as a data set: rows of a memory map."""
 
 import hashlib
+import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -11,6 +12,7 @@ import numpy as np
 
 from segtrain.data.pack.manifest import REPAIR, PackedImage, Shard, check_shard, checksum
 from segtrain.data.read.dataset import HashedLabel, SegDataset
+from segtrain.data.read.image import ImageForm, ignore_missing
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
@@ -29,7 +31,7 @@ class Shards:
         return self.__dict__ | {"_maps": {}}
 
     def rows(self, image: PackedImage) -> np.ndarray:
-        """(H, 4 W) uint8, read-only: a view of the file.
+        """(H, bytes of a row) uint8, read-only: a view of the file.
 
         Raises:
             DataError: the shard is missing, cannot be read or has another size.
@@ -41,7 +43,7 @@ class Shards:
             with os_errors_as(DataError), open_regular(self.path(image)) as file:
                 whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._maps[image.shard] = whole
-        flat = np.frombuffer(whole, np.uint8, image.num_bytes, image.offset)
+        flat = np.frombuffer(whole, np.uint8, math.prod(image.shape), image.offset)
         return flat.reshape(image.shape)
 
     def check(self, image: PackedImage) -> None:
@@ -89,26 +91,22 @@ class PackedDataset(SegDataset):
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         image, label = self.view(index)
         if not self.labelled:
-            return image.copy(), np.full(label.shape, IGNORE_INDEX, np.uint8)
-        return image.copy(), label.copy()
+            label = np.full(label.shape, IGNORE_INDEX, np.uint8)
+        return ignore_missing(image.copy(), label.copy(), self.form)
 
     def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """As item `index`, but read-only and not contiguous: only rows that are used are read."""
+        self.form.check()
         packed = self.images[index]
         rows = self.shards.rows(packed)
         if not self._seen[index]:
             self.shards.check(packed)
             self._seen[index] = 1
-        return split_rows(rows)
+        return split_rows(rows, packed.width, self.form)
 
-    def image(self, index: int) -> np.ndarray:
-        """The image of item `index` alone."""
-        return self.view(index)[0].copy()
-
-    def source_bytes(self, index: int) -> tuple[int, int]:
+    def source_bytes(self, index: int) -> list[int]:
         """Sizes of the files of image and label when they were packed."""
-        packed = self.images[index]
-        return packed.image.num_bytes, packed.label.num_bytes
+        return [file.num_bytes for file in self.images[index].files]
 
     def hashed_label(self, index: int) -> HashedLabel:
         """The label of item `index`, not yet read, with the hash of the file it was made from."""
@@ -120,12 +118,24 @@ class PackedDataset(SegDataset):
         return hashlib.sha256(repr([image.crc for image in self.images]).encode()).hexdigest()
 
 
-def packed_rows(image: np.ndarray, label: np.ndarray) -> np.ndarray:
-    """The rows of an image (H, W, 3) uint8 with its label (H, W) uint8: (H, 4 W) uint8."""
-    return np.hstack([image.reshape(len(image), -1), label])
+def row_bytes(width: int, form: ImageForm) -> int:
+    """Of a packed row: the pixels of the image, then the train ids, up to a whole sample."""
+    size = form.dtype.itemsize
+    return (width * form.channels - (-width // size)) * size
 
 
-def split_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Image (H, W, 3) and label (H, W) in packed rows (H, 4 W), as views."""
-    height, width = rows.shape[0], rows.shape[1] // 4
-    return rows[:, : 3 * width].reshape(height, width, 3), rows[:, 3 * width :]
+def packed_rows(image: np.ndarray, label: np.ndarray, form: ImageForm) -> np.ndarray:
+    """The rows of an image (H, W, C) with its label (H, W) uint8, (H, `row_bytes`) uint8."""
+    height, width = label.shape
+    rows = np.zeros((height, row_bytes(width, form)), np.uint8)
+    packed_image, packed_label = split_rows(rows, width, form)
+    packed_image[:], packed_label[:] = image, label
+    return rows
+
+
+def split_rows(rows: np.ndarray, width: int, form: ImageForm) -> tuple[np.ndarray, np.ndarray]:
+    """Image (H, W, C) and label (H, W) in packed rows, as views."""
+    dtype = form.dtype.newbyteorder("<")
+    end = width * form.channels * dtype.itemsize
+    image = rows[:, :end].view(dtype).reshape(len(rows), width, form.channels)
+    return image, rows[:, end : end + width]

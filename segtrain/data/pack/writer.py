@@ -6,6 +6,7 @@ whatever stops the work, no half pack can be opened; the next run begins again f
 
 import hashlib
 import json
+import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -32,19 +33,21 @@ from segtrain.data.pack.manifest import (
     checksum,
     to_json,
 )
-from segtrain.data.pack.reader import packed_rows
+from segtrain.data.pack.reader import packed_rows, row_bytes
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset, size_problem
-from segtrain.data.read.decode import decode_header, decode_image, read_bytes, read_header
+from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair, first_lines
+from segtrain.data.read.formats import decode_info
+from segtrain.data.read.image import ImageForm, decode_image, read_image_info
 from segtrain.data.read.labels import decode_label
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable
 
 # The options of the section `data`, besides the splits, that say which files are read and how.
-OPTIONS = ("layout", "images_dir", "labels_dir", "label_format")
+OPTIONS = ("layout", "images_dir", "labels_dir", "label_format", "channels")
 
 # An empty file in a folder where a pack is being made.
 _UNFINISHED = "unfinished"
@@ -55,14 +58,14 @@ _HEADER_THREADS = 16
 _CLASS_FILE = TypeAdapter(ClassFile)
 _METADATA = {
     "format": f"segtrain pack {FORMAT}",
-    "rows": "(H, 4 W) uint8: W pixels of RGB, then W train ids, 255 is ignored",
+    "rows": "uint8: W pixels of C samples of dtype, then W train ids, 255 is ignored, then zeros",
 }
 # Data begins on a page.
 _ALIGNMENT = 4096
 
 
 class Place(NamedTuple):
-    """Where the rows (H, 4 W) of an image lie: from the byte `offset` of `shard`, an index."""
+    """Where the rows of an image lie: from the byte `offset` of `shard`, an index."""
 
     shape: tuple[int, int]
     shard: int
@@ -106,9 +109,12 @@ def write_pack(
             shard.unlink()
         (directory / _UNFINISHED).touch()
         pairs = [pair for dataset in datasets for pair in dataset.pairs]
-        places, shards = _lay_out(directory, pairs)
-        classes = datasets[0].classes
-        fill_one = partial(_fill_one, directory=directory, data=data, classes=classes)
+        if raster := next((pair for pair in pairs if pair.window is not None), None):
+            what = "a raster, which is read by windows; train without data.pack"
+            raise DataError(f"{printable(raster.image)}: {what}")
+        classes, form = datasets[0].classes, datasets[0].form
+        places, shards = _lay_out(directory, pairs, form)
+        fill_one = partial(_fill_one, directory=directory, data=data, classes=classes, form=form)
         tasks = list(zip(places, pairs, strict=True))
         images = list(for_each_pair(fill_one, tasks, pool, "pack"))
         if problems := [result for result in images if isinstance(result, str)]:
@@ -119,6 +125,7 @@ def write_pack(
             format=FORMAT,
             made_by={"segtrain": __version__, "opencv": cv2.__version__, "pillow": PIL.__version__},
             options={name: getattr(data, name) for name in OPTIONS},
+            dtype=form.dtype.name,
             classes=_CLASS_FILE.dump_json(classes).decode(),
             ignores_color=classes.ignores_color,
             shards=tuple(shards),
@@ -144,27 +151,29 @@ def _shard_name(index: int) -> str:
     return f"{index:05d}.safetensors"
 
 
-def _lay_out(directory: Path, pairs: Sequence[Pair]) -> tuple[list[Place], list[Shard]]:
+def _lay_out(
+    directory: Path, pairs: Sequence[Pair], form: ImageForm
+) -> tuple[list[Place], list[Shard]]:
     """Makes all shards at their full size, with their headers; neighbours lie beside each other.
 
     Raises:
         DataError: the header of an image cannot be read.
     """
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        sizes = [header.size for header in pool.map(read_header, (pair.image for pair in pairs))]
+        sizes = [info.size for info in pool.map(read_image_info, pairs)]
+    shapes = [(height, row_bytes(width, form)) for height, width in sizes]
     places: list[Place] = []
     shards: list[Shard] = []
     while len(places) < len(pairs):
         tensors: dict[str, Any] = {"__metadata__": _METADATA}
         starts = [0]
         for number in range(len(places), len(pairs)):
-            height, width = sizes[number]
-            stop = starts[-1] + height * 4 * width
+            stop = starts[-1] + math.prod(shapes[number])
             if stop > SHARD_BYTES and len(starts) > 1:
                 break
             tensors[f"{number:07d}"] = {
                 "dtype": "U8",
-                "shape": [height, 4 * width],
+                "shape": [*shapes[number]],
                 "data_offsets": [starts[-1], stop],
             }
             starts.append(stop)
@@ -173,8 +182,7 @@ def _lay_out(directory: Path, pairs: Sequence[Pair]) -> tuple[list[Place], list[
         header = len(text).to_bytes(8, "little") + text
         shard = Shard(_shard_name(len(shards)), len(header) + starts.pop())
         for start in starts:
-            height, width = sizes[len(places)]
-            places.append(Place((height, 4 * width), len(shards), len(header) + start))
+            places.append(Place(shapes[len(places)], len(shards), len(header) + start))
         shards.append(shard)
         with (directory / shard.name).open("xb") as file:
             if hasattr(os, "posix_fallocate"):  # not on macOS
@@ -195,37 +203,44 @@ def start_process() -> None:
 
 
 def _fill_one(
-    task: tuple[Place, Pair], directory: Path, data: DataConfig, classes: ClassFile
+    task: tuple[Place, Pair],
+    directory: Path,
+    data: DataConfig,
+    classes: ClassFile,
+    form: ImageForm,
 ) -> PackedImage | str:
     """Writes the rows of one image; returns its record, or why it cannot be used."""
     place, pair = task
     try:
         # The time first: of a file that changes now, it shows that the pack is older.
-        times = [os.stat(path).st_mtime_ns for path in pair[:2]]
-        image_file, label_file = read_bytes(pair.image), read_bytes(pair.label)
-        header = decode_header(image_file, pair.image)
-        image = decode_image(image_file, pair.image)
+        paths = (*pair.images, pair.label)
+        times = [os.stat(path).st_mtime_ns for path in paths]
+        *image_files, label_file = contents = [read_bytes(path) for path in paths]
+        info = decode_info(image_files[0], pair.image)
+        image = decode_image(image_files, pair.images, form)
         label = decode_label(label_file, pair.label, classes, data.label_format)
         if problem := size_problem(pair, image.shape[:2], label.shape):
             return problem
     except (DataError, OSError) as error:
         return str(error)
-    rows = packed_rows(image, label)
+    rows = packed_rows(image, label, form)
     if rows.shape != place.shape:
         return f"{printable(pair.image)}: changed while it was packed; run the command again"
     with files.open_regular(directory / _shard_name(place.shard), "r+b") as file:
         file.seek(place.offset)
         file.write(rows.data)
-    sources = [
+    *images, label_source = (
         SourceFile(source_name(path, data.root), len(raw), time, hashlib.sha256(raw).hexdigest())
-        for path, raw, time in zip(pair[:2], (image_file, label_file), times, strict=True)
-    ]
+        for path, raw, time in zip(paths, contents, times, strict=True)
+    )
     return PackedImage(
         pair.name,
-        *sources,
+        tuple(images),
+        label_source,
         *label.shape,
-        depth=header.depth,
-        orientation=header.orientation,
+        row_bytes=rows.shape[1],
+        depth=info.depth,
+        orientation=info.orientation,
         shard=place.shard,
         offset=place.offset,
         crc=checksum(rows),

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from segtrain.data.read.classes import ClassFile
-from segtrain.data.read.decode import read_bytes, read_image
+from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
+from segtrain.data.read.image import RGB, ImageForm, ignore_missing, read_image
 from segtrain.data.read.labels import decode_label, read_label
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
@@ -30,8 +31,9 @@ class HashedLabel(NamedTuple):
 class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     """Images and labels, read from their files at each access.
 
-    Item i is (image, label): (H, W, 3) uint8 RGB and (H, W) uint8 train ids with 255 for ignored
-    pixels. The object holds paths only, so it is cheap to send to loader processes.
+    Item i is (image, label): (H, W, C) as `form` says, for most sets uint8 RGB, and (H, W) uint8
+    train ids with 255 for ignored pixels, which are also those without a value (NaN). The object
+    holds paths only, so it is cheap to send to loader processes.
     `warnings`: lines that training and evaluation show when they start. `may_exclude`: whether
     `data.train_exclude` concerns this split.
 
@@ -43,6 +45,7 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     classes: ClassFile
     _: KW_ONLY
     split: str
+    form: ImageForm = RGB
     label_format: str = "ids"
     warnings: Sequence[str] = ()
     may_exclude: bool = False
@@ -54,36 +57,42 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return ignore_missing(*self.view(index), self.form)
+
+    def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """As item `index`, for who needs a part of it: it may be read-only and not contiguous.
+
+        Pixels without a value are NaN in it.
+        """
+        self.form.check()
         pair = self.pairs[index]
         try:
-            image = read_image(pair.image)
+            image = read_image(pair.images, self.form, pair.window)
         except DataError as error:
             if not self.may_exclude:
                 raise
             way = f"replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
             raise DataError(f"{error}; {way}") from error
-        label = read_label(pair.label, self.classes, self.label_format)
+        label = read_label(pair.label, self.classes, self.label_format, pair.window)
         if problem := size_problem(pair, image.shape[:2], label.shape):
             raise DataError(problem)
         return image, label
 
-    def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """As item `index`, for who needs a part of it: it may be read-only and not contiguous."""
-        return self[index]
-
-    def image(self, index: int) -> np.ndarray:
-        """The image of item `index` alone; its label is not opened."""
-        return read_image(self.pairs[index].image)
-
-    def source_bytes(self, index: int) -> tuple[int, int]:
+    def source_bytes(self, index: int) -> list[int]:
         """Sizes of the files of image and label; DataError: a file is gone."""
         pair = self.pairs[index]
         with os_errors_as(DataError):
-            return os.stat(pair.image).st_size, os.stat(pair.label).st_size
+            return [os.stat(path).st_size for path in (*pair.images, pair.label)]
 
     def hashed_label(self, index: int) -> HashedLabel:
-        """The label of item `index`, with the hash of its file; DataError: it is unreadable."""
-        path = self.pairs[index].label
+        """The label of item `index`, with the hash of its file; DataError: it is unreadable.
+
+        Of the window of a raster, with the hash of its train ids.
+        """
+        path, window = self.pairs[index].label, self.pairs[index].window
+        if window is not None:
+            label = read_label(path, self.classes, self.label_format, window)
+            return HashedLabel(hashlib.sha256(label).digest(), lambda: label)
         data = read_bytes(path)
         read = partial(decode_label, data, path, self.classes, self.label_format)
         return HashedLabel(hashlib.sha256(data).digest(), read)
@@ -101,8 +110,11 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
 class UnlabelledDataset(SegDataset):
     """Images without labels: every pixel of item i's label is ignored."""
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        image = read_image(self.pairs[index].image)
+    def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """As that of a split with labels."""
+        self.form.check()
+        pair = self.pairs[index]
+        image = read_image(pair.images, self.form, pair.window)
         return image, np.full(image.shape[:2], IGNORE_INDEX, np.uint8)
 
 

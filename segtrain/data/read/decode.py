@@ -1,21 +1,15 @@
-"""Pixels from files: 8-bit RGB images through OpenCV, class ids through Pillow.
+"""PNG and JPEG, decoded with care: the formats in which most data sets come. And what the readers
+of all formats share: the header that they give, and how damage is named.
 
-The same rules hold for training, evaluation, checking and prediction:
-
-- PNG and JPEG only, with at most `MAX_PIXELS`, checked in the header before any allocation.
+- Sizes are checked in the header before any allocation: at most `MAX_PIXELS`.
 - Pixels count as they are stored. The EXIF orientation is ignored: a PNG label has none, and
   rotating only the image would misalign the two.
-- Grey and palette images become RGB. 16 bits become 8: the high byte, as the PNG standard says.
-  The high byte of a camera's 12 bits is nearly black; `data.check.dark_images` finds such data.
-  Alpha is dropped. CMYK is refused: its colours depend on a printer.
 - A file that ends early or fails its checksums is refused. JPEG has no checksums, so a flipped bit
   in a JPEG goes unnoticed.
-- Labels are PNG. Ids are the stored numbers: palette indices, not palette colours, and grey levels
-  at their own bit depth. Colours are used only if the config says so.
 
-Every function raises DataError, with the name of the file, if the file is missing, damaged, too
-large, or of a refused kind. `decode_…` take bytes that are already read; their `path` is for
-messages.
+Images are decoded by OpenCV, class ids by Pillow. Every function raises DataError, with the name of
+the file, if the file is missing, damaged, too large, or of a refused kind. `decode_…` take bytes
+that are already read; their `path` is for messages.
 """
 
 import io
@@ -43,43 +37,35 @@ EXIF_ORIENTATION = 0x0112
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNK_FRAME = 12  # bytes around the content of a chunk: length, kind and checksum
 # The offset of the bit depth in a PNG; width is at 16, height at 20.
-_PNG_DEPTH_AT = 24
+PNG_DEPTH_AT = 24
 # Pillow's names for the chunk eXIf, and for the text in which ImageMagick writes EXIF.
 _PNG_EXIF = {"exif", "Raw profile type exif"}
 # Pillow spreads grey levels of 2 and 4 bits over 0..255.
 _GREY_STEP = {2: 85, 4: 17}
-_ID_MODES = ("1", "L", "P", "I;16", "I;16B", "I")
-_COLOR_MODES = ("L", "P", "RGB", "RGBA", "LA")
 
 
-class Header(NamedTuple):
+Palette = list[tuple[int, int, int]]
+
+
+class Info(NamedTuple):
     """What a file says before its pixels.
 
-    size: (height, width). mode: Pillow's name.
-    orientation: of EXIF; 1 if the pixels are stored upright or the file does not say.
-    depth: bits of a sample: 1 to 16 in a PNG, 8 in a JPEG.
+    size: (height, width). channels: with alpha; 1 for a palette file, whose pixels are indices.
+    dtype: of a stored sample, in native byte order. alpha: whether the last channel is marked so.
+    depth: bits of a sample, such as 12 in a TIFF of uint16. orientation: of EXIF, 1 is upright.
+    lossless: whether the format keeps every number, as class ids need. no_data: the number by which
+    a TIFF marks pixels without a value (GDAL_NODATA).
     """
 
     size: tuple[int, int]
-    mode: str
-    orientation: int
+    channels: int
+    dtype: np.dtype
+    palette: bool = False
+    alpha: bool = False
     depth: int = 8
-
-
-def read_image(path: str | Path) -> np.ndarray:
-    """The image, (H, W, 3) uint8 RGB."""
-    return decode_image(read_bytes(path), path)
-
-
-def read_raw_label(path: str | Path) -> np.ndarray:
-    """The ids as stored, (H, W) uint8, or uint16 from a 16-bit PNG."""
-    return decode_raw_label(read_bytes(path), path)
-
-
-def read_header(path: str | Path) -> Header:
-    """The header, without reading the pixels."""
-    with os_errors_as(DataError, path), open_regular(path) as file:
-        return _header(file, path)
+    orientation: int = 1
+    lossless: bool = True
+    no_data: float | None = None
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -91,65 +77,91 @@ def read_bytes(path: str | Path) -> bytes:
     return data
 
 
-def decode_header(data: bytes, path: str | Path, *, max_pixels: int = MAX_PIXELS) -> Header:
-    """`read_header` of `data`."""
-    return _header(io.BytesIO(data), path, max_pixels)
+def decode_rgb(data: bytes, path: str | Path) -> np.ndarray:
+    """The image as (H, W, 3) uint8 RGB; grey and palette files become RGB, alpha is dropped."""
+    return decode_by_opencv(data, path, cv2.IMREAD_COLOR_RGB)
 
 
-def decode_image(data: bytes, path: str | Path, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """`read_image` of `data`."""
-    header = decode_header(data, path, max_pixels=max_pixels)
-    if header.mode in ("CMYK", "YCCK"):
-        raise DataError(f"{printable(path)}: the image is CMYK; convert it to RGB")
+def decode_by_opencv(data: bytes, path: str | Path, flags: int) -> np.ndarray:
+    """The pixels of a PNG or JPEG as `flags` of cv2.imdecode ask; a damaged file is refused."""
     if data.startswith(_PNG):
         _check_png(data, path)
     elif data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
         raise DataError(f"{printable(path)}: the JPEG is cut off: its end marker is missing")
     try:
         # imread returns half an image for a damaged JPEG; imdecode returns None.
-        flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+        flags |= cv2.IMREAD_IGNORE_ORIENTATION
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error as error:
         raise DataError(f"{printable(path)}: damaged image: {error.err}") from error
-    if image is None or image.shape[:2] != header.size:
+    if image is None:
         raise DataError(f"{printable(path)}: damaged image: the pixels cannot be decoded")
     return image
 
 
-def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
-    """`read_raw_label` of `data`."""
-    with _opened_label(data, path) as (image, depth):
+def decode_png_ids(data: bytes, path: str | Path) -> np.ndarray:
+    """What a PNG of one channel stores, (H, W) uint8, or uint16 of 16 bits.
+
+    Palette indices, not palette colours, and grey levels at their own bit depth.
+    """
+    with _opened_png(data, path) as (image, depth):
         raw = np.array(image)
-    if problem := label_mode_problem(image.mode, "ids"):
-        raise DataError(f"{printable(path)}: {problem}")
     if image.mode == "L" and depth in _GREY_STEP:
         return raw // np.uint8(_GREY_STEP[depth])
     return raw.astype(np.uint8 if depth <= 8 else np.uint16, copy=False)
 
 
-def decode_palette(data: bytes, path: str | Path) -> list[tuple[int, int, int]]:
-    """The colours of a label's indices, RGB 0..255; empty if the label has no palette."""
-    with _opened_label(data, path) as (image, _):
-        values = (image.getpalette() or []) if image.mode == "P" else []
+def palette_of(image: Image.Image) -> Palette:
+    """The colours of the indices of an opened image, RGB 0..255; empty without a palette."""
+    values = (image.getpalette() or []) if image.mode == "P" else []
     return list(zip(values[::3], values[1::3], values[2::3], strict=True))
 
 
-def decode_colors(data: bytes, path: str | Path) -> np.ndarray:
-    """The colours of a label, (H, W, 3) uint8 RGB; a pixel that is not opaque is an error."""
-    with _opened_label(data, path) as (image, depth):
-        if image.mode not in _COLOR_MODES or depth > 8:
-            found = f"{depth}-bit {image.mode}"
-            raise DataError(f"{printable(path)}: the label is {found}; expected 8-bit RGB colours")
+def decode_png_colors(data: bytes, path: str | Path) -> np.ndarray:
+    """The colours of an 8-bit PNG, (H, W, 3) uint8 RGB; a pixel that is not opaque is an error."""
+    with _opened_png(data, path) as (image, _):
         if image.mode not in ("RGBA", "LA") and "transparency" not in image.info:
             return np.array(image.convert("RGB"))
         pixels = np.array(image.convert("RGBA"))
-    clear = int(np.count_nonzero(pixels[..., 3] != 255))
+    return opaque(pixels, path)
+
+
+def opaque(pixels: np.ndarray, path: str | Path) -> np.ndarray:
+    """Pixels (H, W, C) without their last channel, alpha; DataError: one is not opaque."""
+    clear = int(np.count_nonzero(pixels[..., -1] != np.iinfo(pixels.dtype).max))
     if clear:
         raise DataError(
             f"{printable(path)}: {clear} pixels are transparent; "
             "give every pixel of a label an opaque colour"
         )
-    return pixels[..., :3]
+    return pixels[..., :-1]
+
+
+def checked_pixels(pixels: np.ndarray, info: Info, path: str | Path) -> np.ndarray:
+    """What a decoder gave, as (H, W, C); DataError: the header promises something else.
+
+    A decoder that expands a palette would make other numbers of it.
+    """
+    pixels = pixels.reshape(*pixels.shape[:2], -1)
+    if (pixels.shape, pixels.dtype) != ((*info.size, info.channels), info.dtype):
+        raise DataError(f"{printable(path)}: damaged image: its header promises other pixels")
+    return pixels
+
+
+def number_dtype(dtype: np.dtype) -> np.dtype:
+    """`dtype` in native byte order; truth values are bytes."""
+    return np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("=")
+
+
+@contextmanager
+def damage_named(path: str | Path) -> Iterator[None]:
+    """Raises what a decoder raises inside as a DataError that names the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise a dozen kinds on damaged bytes
+        raise DataError(f"{printable(path)}: damaged image: {error}") from error
 
 
 @contextmanager
@@ -190,42 +202,16 @@ def exif_orientation(image: Image.Image) -> int:
     return orientation if 1 <= orientation <= 8 else 1
 
 
-def label_mode_problem(mode: str, label_format: str) -> str:
-    """Why a label of Pillow's `mode` cannot be read in this format; empty if it can."""
-    if label_format == "colors":
-        return "" if mode in _COLOR_MODES else f"the label is {mode}; expected 8-bit RGB colours"
-    if mode in _ID_MODES:
-        return ""
-    return (
-        f"the label is {mode}, expected one channel of class ids; for labels in colours give each "
-        "class its `color` in the class file and set data.label_format: colors"
-    )
-
-
-def _header(file: IO[bytes], path: str | Path, max_pixels: int = MAX_PIXELS) -> Header:
-    with opened(file, path, max_pixels=max_pixels) as image:
-        orientation = exif_orientation(image)
-        depth = 8
-        if image.format == "PNG":
-            file.seek(_PNG_DEPTH_AT)
-            depth = file.read(1)[0]
-        return Header((image.height, image.width), image.mode, orientation, depth)
-
-
 def _too_large(path: str | Path, max_pixels: int) -> DataError:
     return DataError(f"{printable(path)}: more than {max_pixels:,} pixels; cut it into tiles")
 
 
 @contextmanager
-def _opened_label(data: bytes, path: str | Path) -> Iterator[tuple[Image.Image, int]]:
+def _opened_png(data: bytes, path: str | Path) -> Iterator[tuple[Image.Image, int]]:
     """A PNG whose bytes are intact, not yet decoded, and its bit depth."""
-    if not data.startswith(_PNG):
-        raise DataError(
-            f"{printable(path)}: the label is not a PNG file; other formats may change its ids"
-        )
     _check_png(data, path)
-    with opened(io.BytesIO(data), path) as image:
-        yield image, data[_PNG_DEPTH_AT]
+    with opened(io.BytesIO(data), path, ["PNG"], MAX_PHOTO_PIXELS) as image:
+        yield image, data[PNG_DEPTH_AT]
 
 
 def _check_png(data: bytes, path: str | Path) -> None:

@@ -10,24 +10,47 @@ from segtrain.errors import DataError
 from segtrain.files import walk
 from segtrain.text import counted, first_of, printable
 
-# Other formats are refused: two decoders are enough to keep safe, and both keep what they store.
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
-LABEL_SUFFIX = ".png"
-# Images of these formats are reported, because they look like lost data; other files are not.
-_OTHER_IMAGES = (
-    *(".avif", ".bmp", ".dng", ".exr", ".gif", ".heic", ".jfif", ".jp2", ".jxl", ".npy", ".pgm"),
-    *(".ppm", ".tga", ".tif", ".tiff", ".webp"),
+# The keys of `segtrain.data.read.formats.READERS`; to look at names no decoder is imported.
+IMAGE_SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".jfif", ".tif", ".tiff", ".webp", ".bmp", ".gif", ".jp2"),
+    *(".npy", ".npz", ".pgm", ".ppm"),
 )
+# Formats that can keep class ids; whether a file does is known when it is opened.
+LABEL_SUFFIXES = tuple(
+    suffix for suffix in IMAGE_SUFFIXES if suffix not in (".jpg", ".jpeg", ".jfif", ".jp2", ".ppm")
+)
+# Images of these formats are reported, because they look like lost data; other files are not.
+_OTHER_IMAGES = (".avif", ".dng", ".exr", ".heic", ".jxl", ".tga")
 MAX_SHOWN = 10
 _FEW = 3
 
 
+class Window(NamedTuple):
+    """A part of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
 class Pair(NamedTuple):
-    """One image with its label. `name` is unique in the split: a relative path without suffix."""
+    """One image with its label. `name` is unique in the split: a relative path without suffix.
+
+    bands: the further files of an image whose channels are in several; `image` has the first.
+    window: the part of image and label that this pair is; None: all of them.
+    """
 
     image: Path
     label: Path
     name: str
+    bands: tuple[Path, ...] = ()
+    window: Window | None = None
+
+    @property
+    def images(self) -> tuple[Path, ...]:
+        """The files of the image, in the order of its channels."""
+        return (self.image, *self.bands)
 
 
 class Listing(NamedTuple):
@@ -137,10 +160,11 @@ def match_folders(
     if labels_dir is None:
         labels = {name: files[:1] for name, files in images.items()}
     else:
-        labels = files_by_name(labels_dir, (LABEL_SUFFIX,), label_end)
-        if not labels and not files_by_name(labels_dir, (LABEL_SUFFIX,)):
+        labels = files_by_name(labels_dir, LABEL_SUFFIXES, label_end)
+        if not labels and not files_by_name(labels_dir, LABEL_SUFFIXES):
             # From JPEG the stored ids are gone: a PNG made of it would be wrong, and not look so.
-            return Listing([], [_none_of(labels_dir, "labels (JPEG changes ids) as", LABEL_SUFFIX)])
+            kinds = "|".join(LABEL_SUFFIXES)
+            return Listing([], [_none_of(labels_dir, "labels (JPEG changes ids) as", kinds)])
     pairs, problems, missing = [], [], []
     for name, files in images.items():
         for found in (files, labels.get(name, [])):
@@ -150,12 +174,12 @@ def match_folders(
         if name in labels:
             pairs.append(Pair(files[0], labels[name][0], name))
         else:
-            label = labels_dir / (name + label_end + LABEL_SUFFIX)
+            label = labels_dir / f"{name}{label_end}.png"
             missing.append(f"{printable(files[0])}: no label {printable(label)}")
     notes = case_clashes(images)
     if others := sorted(pictures[name][0] for name in pictures.keys() - images.keys()):
         what = counted(len(others), "image is", "images are")
-        notes.append(f"{what} left out, only JPEG and PNG are read: {first_of(others, _FEW)}")
+        notes.append(f"{what} left out, no reader has the format: {first_of(others, _FEW)}")
     if extra := sorted(file for name in labels.keys() - images.keys() for file in labels[name]):
         words = "label has no image and is not used", "labels have no image and are not used"
         notes.append(f"{counted(len(extra), *words)}: {first_of(extra, _FEW)}")

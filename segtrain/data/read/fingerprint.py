@@ -87,7 +87,8 @@ def hash_files(dataset: SegDataset, root: str) -> SplitFingerprint:
     prefix = os.fsencode(os.path.join(str(Path(os.path.expanduser(root))), ""))
 
     def names_and_sizes(index: int) -> bytes:
-        files = zip(dataset.source_bytes(index), dataset.pairs[index][:2], strict=True)
+        pair = dataset.pairs[index]
+        files = zip(dataset.source_bytes(index), (*pair.images, pair.label), strict=True)
         named = ((num_bytes, os.fsencode(path).removeprefix(prefix)) for num_bytes, path in files)
         return b"".join(b"%d %s\0" % one for one in named)
 

@@ -8,7 +8,13 @@ import cv2
 import numpy as np
 
 from segtrain.data.read.classes import ClassFile, Color, read_by
-from segtrain.data.read.decode import decode_colors, decode_raw_label, read_bytes
+from segtrain.data.read.find import Window
+from segtrain.data.read.raw_label import (
+    decode_colors,
+    decode_raw_label,
+    read_colors,
+    read_raw_label,
+)
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
 from segtrain.types import IGNORE_INDEX
@@ -18,23 +24,32 @@ _MAX_SHOWN = 10
 _MANY_COLORS = 256
 
 
-def read_label(path: str | Path, class_file: ClassFile, label_format: str = "ids") -> np.ndarray:
+def read_label(
+    path: str | Path,
+    class_file: ClassFile,
+    label_format: str = "ids",
+    window: Window | None = None,
+) -> np.ndarray:
     """The label, (H, W) uint8: train ids, and 255 for the pixels that the class file ignores.
 
     label_format: "ids" (one channel of raw ids), "colors" (the exact colours of the classes) or
         "train_ids" (one channel of positions in the class file, and 255).
+    window: the part to read of a raster; None: the whole label.
 
     Raises:
         DataError: also for ids or colours that are not in the class file; it lists each with its
             number of pixels.
     """
-    return decode_label(read_bytes(path), path, class_file, label_format)
+    if label_format == "colors":
+        return colors_to_train_ids(read_colors(path, window), path, class_file)
+    raw = read_raw_label(path, window)
+    return ids_to_train_ids(raw, path, read_by(class_file, label_format))
 
 
 def decode_label(
     data: bytes, path: str | Path, class_file: ClassFile, label_format: str
 ) -> np.ndarray:
-    """`read_label` of `data`."""
+    """`read_label` of bytes that are already read."""
     if label_format == "colors":
         return colors_to_train_ids(decode_colors(data, path), path, class_file)
     return ids_to_train_ids(decode_raw_label(data, path), path, read_by(class_file, label_format))

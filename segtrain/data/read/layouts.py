@@ -7,6 +7,7 @@ A layout looks at names only and opens no image. It raises DataError if the spli
 is wrong with single files goes into `Listing.problems`, so that all of it is reported at once.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from segtrain.config import DataConfig
 from segtrain.data.read.find import (
     IMAGE_SUFFIXES,
-    LABEL_SUFFIX,
+    LABEL_SUFFIXES,
     Listing,
     Pair,
     data_root,
@@ -197,7 +198,7 @@ def _camvid(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing
         labels = (original if (root / original).is_dir() else f"{split}annot"), ""
     # The label of 0001TP_006690.png is 0001TP_006690_L.png where it has the original 32 colours.
     folder = root.joinpath(*labels)
-    found = files_by_name(folder, (LABEL_SUFFIX,)) if folder.is_dir() else []
+    found = files_by_name(folder, LABEL_SUFFIXES) if folder.is_dir() else []
     is_original = bool(found) and all(name.endswith("_L") for name in found)
     return _mirrored(root, labelled, images, labels, label_end="_L" if is_original else "")
 
@@ -209,8 +210,17 @@ def _ade20k(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing
     return _mirrored(root, labelled, ("images", split), ("annotations", split))
 
 
+_LABELS_DIR = "labels"  # of layout "folders", where data.labels_dir is null
+
+
 def _folders(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
-    return _mirrored(root, labelled, (data.images_dir, split), (data.labels_dir, split))
+    labels_dir = data.labels_dir or _LABELS_DIR
+    return _mirrored(root, labelled, (data.images_dir, split), (labels_dir, split))
+
+
+def _list(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
+    labels_root = root / os.path.expanduser(data.labels_dir or "")
+    return list_pairs(root / split, root, labels_root)
 
 
 def _voc(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
@@ -241,7 +251,7 @@ def _voc_labels(root: Path, names: Sequence[str]) -> tuple[Path, dict[str, list[
     """
     existing = [n for n in ("SegmentationClass", "SegmentationClassAug") if (root / n).is_dir()]
     folders = [existing_folder(root, n) for n in existing or ["SegmentationClass"]]
-    found = [(folder, files_by_name(folder, (LABEL_SUFFIX,))) for folder in folders]
+    found = [(folder, files_by_name(folder, LABEL_SUFFIXES)) for folder in folders]
     return min(found, key=lambda pair: sum(name not in pair[1] for name in names))
 
 
@@ -260,8 +270,9 @@ LAYOUTS: dict[str, Layout] = {
         lambda *_: ("JPEGImages", "SegmentationClass", "SegmentationClassAug", "ImageSets"),
     ),
     "ade20k": Layout(_ade20k, lambda *_: ("images", "annotations")),
-    "folders": Layout(_folders, lambda root, data, split: (data.images_dir, data.labels_dir)),
-    "list": Layout(
-        lambda root, data, split, labelled: list_pairs(root / split, root), lambda *_: ()
+    "folders": Layout(
+        _folders,
+        lambda root, data, split: (data.images_dir, data.labels_dir or _LABELS_DIR),
     ),
+    "list": Layout(_list, lambda *_: ()),
 }

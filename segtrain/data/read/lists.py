@@ -1,7 +1,8 @@
 """Text files that name images and labels: strict about what a line may hold.
 
-Such files are downloaded and passed around, so no line may name a place outside the data set's
-root. Links in that folder are followed, as in every layout: their owner has put them there.
+Such files are downloaded and passed around, so no line may name a place outside of the folders
+data.root and data.labels_dir. Links there are followed, as in every layout: their owner has put
+them there.
 """
 
 import csv
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from segtrain.data.read.find import (
     IMAGE_SUFFIXES,
-    LABEL_SUFFIX,
+    LABEL_SUFFIXES,
     Listing,
     Pair,
     case_clashes,
@@ -28,8 +29,11 @@ _MAX_BYTES = 256 << 20  # some two million lines
 _QUOTED = re.compile(r'"[^"]*"')
 
 
-def list_pairs(path: Path, root: Path) -> Listing:
+def list_pairs(path: Path, root: Path, labels_root: Path) -> Listing:
     """The images and labels that the list file at `path` names, in its order.
+
+    A line names the files of an image, in the order of its channels, and then its label. Images lie
+    below `root`, labels below `labels_root`.
 
     Raises:
         DataError: there is no such file, or it is no text.
@@ -45,33 +49,35 @@ def list_pairs(path: Path, root: Path) -> Listing:
     def files_in(folder: str) -> set[str]:
         # One look at a folder takes less time than a look for each of its files.
         try:
-            with os.scandir(root / folder) as entries:
+            with os.scandir(folder) as entries:
                 return {entry.name for entry in entries if entry.is_file()}
         except OSError:
             return set()
 
-    def file_problem(name: str, suffixes: tuple[str, ...]) -> str:
-        folder, file = posixpath.split(name)
+    def file_problem(folder: Path, name: str, suffixes: tuple[str, ...]) -> str:
+        above, file = posixpath.split(name)
         if not file.lower().endswith(suffixes):
             return f"{printable(name)}: expected a file {' '.join(suffixes)}"
         # Some disks hold a name in other letters than they list it.
-        if file not in files_in(folder) and not os.path.isfile(root / name):
-            return f"{printable(name)}: no such file below {printable(root)}"
+        if file not in files_in(os.path.join(folder, above)) and not os.path.isfile(folder / name):
+            return f"{printable(name)}: no such file below {printable(folder)}"
         return ""
 
     for line, text in _lines(path):
-        image, label, problem = _image_and_label(text)
-        problem = problem or file_problem(image, IMAGE_SUFFIXES)
-        problem = problem or file_problem(label, (LABEL_SUFFIX,))
-        name = image.rpartition(".")[0]
+        images, label, problem = _images_and_label(text)
+        for image in images:
+            problem = problem or file_problem(root, image, IMAGE_SUFFIXES)
+        problem = problem or file_problem(labels_root, label, LABEL_SUFFIXES)
+        name = images[0].rpartition(".")[0] if images else ""
         if not problem and name in found:
-            problem = f"{printable(image)}: already listed, or another image of this name"
+            problem = f"{printable(images[0])}: already listed, or another image of this name"
         if problem:
             problems.append(f"{printable(path)}:{line}: {problem}")
             continue
-        found[name] = Pair(root / image, root / label, name)
+        first, *bands = (root / image for image in images)
+        found[name] = Pair(first, labels_root / label, name, tuple(bands))
         if name != (user := first_user.setdefault(label, name)):
-            shared.append(f"{root / label} by {user} and {name}")
+            shared.append(f"{labels_root / label} by {user} and {name}")
     # As a rule a line was copied and changed in one column.
     notes = [f"labels are used by several images: {first_of(shared, 3)}"] if shared else []
     return Listing(list(found.values()), problems, [*notes, *case_clashes(found)])
@@ -110,7 +116,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _image_and_label(text: str) -> tuple[str, str, str]:
+def _images_and_label(text: str) -> tuple[list[str], str, str]:
     """The columns of a line, normalized, and why it is refused, or empty.
 
     Columns are separated by a tab, else by a comma, else by blanks; names with blanks or commas can
@@ -122,17 +128,21 @@ def _image_and_label(text: str) -> tuple[str, str, str]:
     try:
         columns = [column.strip() for column in next(reader)]
     except csv.Error as error:
-        return "", "", str(error)
-    if len(columns) != 2 or not all(columns):
+        return [], "", str(error)
+    # A name that was cut at a blank has parts without suffix.
+    is_cut = len(columns) > 2 and not all(posixpath.splitext(column)[1] for column in columns)
+    if len(columns) < 2 or not all(columns) or is_cut:
         found = counted(len(columns), "column", "columns")
         problem = (
             f"expected image and label, found {found}; "
             "separate names that hold blanks by a tab or put them in double quotes"
         )
-        return "", "", problem
-    image, label = columns
-    problem = _path_problem(image) or _path_problem(label)
-    return posixpath.normpath(image), posixpath.normpath(label), problem
+        return [], "", problem
+    problem = next(filter(None, map(_path_problem, columns)), "")
+    *images, label = map(posixpath.normpath, columns)
+    if twice := [image for i, image in enumerate(images) if image in images[:i]]:
+        problem = problem or f"{printable(twice[0])}: named twice as a file of the image"
+    return images, label, problem
 
 
 def _path_problem(name: str) -> str:
@@ -140,7 +150,7 @@ def _path_problem(name: str) -> str:
     if not name.isprintable():
         what = "control characters and bytes that are not UTF-8 are not allowed in names"
     elif name.startswith("/") or name[1:3] in (":\\", ":/"):
-        what = "expected a path relative to data.root"
+        what = "expected a path relative to data.root, or of a label to data.labels_dir"
     elif ".." in name.replace("\\", "/").split("/"):
         what = "'..' is not allowed"
     else:

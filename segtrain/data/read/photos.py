@@ -1,6 +1,5 @@
 """The images that a user names for prediction: which they are, and their pixels."""
 
-import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,57 +7,50 @@ from typing import NamedTuple
 
 import numpy as np
 
-from segtrain.data.read.decode import (
-    EXIF_ORIENTATION,
-    MAX_PHOTO_PIXELS,
-    decode_header,
-    decode_image,
-    exif_orientation,
-    opened,
-    read_bytes,
-)
+from segtrain.data.read.decode import MAX_PHOTO_PIXELS, read_bytes
 from segtrain.data.read.find import IMAGE_SUFFIXES, first_lines
+from segtrain.data.read.formats import Info, decode_info, read_info
+from segtrain.data.read.image import ImageForm, decode_image, set_dtype
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import counted, first_of, printable
 
-MORE_SUFFIXES = (".bmp", ".tif", ".tiff", ".webp")
-SUFFIXES = (*IMAGE_SUFFIXES, *MORE_SUFFIXES)
-_FORMATS = ("BMP", "TIFF", "WEBP")
-_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX")
-_BITS_PER_SAMPLE = 258  # a tag of TIFF
-
 
 class Photo(NamedTuple):
-    """An image as stored, (H, W, 3) uint8 RGB, its bits per sample and its EXIF orientation."""
+    """An image as stored, (H, W, C) of its form, and the header of its file."""
 
     image: np.ndarray
-    depth: int
-    orientation: int
+    form: ImageForm
+    info: Info
 
 
-def read_photo(path: Path) -> Photo:
-    """Reads an image of any of these formats; of several pages the first.
+def read_photo(path: Path, form: ImageForm) -> Photo:
+    """Reads an image for a model that was trained on images of `form`.
+
+    Its dtype may be another one, as long as the values mean the same: 8 and 16 bits use their whole
+    range, or `form.value_range` says what they are.
 
     Raises:
         DataError: missing, unreadable, damaged, too large, or of a refused kind.
     """
     data = read_bytes(path)
-    if path.suffix.lower() not in MORE_SUFFIXES:
-        header = decode_header(data, path, max_pixels=MAX_PHOTO_PIXELS)
-        image = decode_image(data, path, max_pixels=MAX_PHOTO_PIXELS)
-        return Photo(image, header.depth, header.orientation)
-    with opened(io.BytesIO(data), path, _FORMATS, MAX_PHOTO_PIXELS) as image:
-        if image.mode not in _MODES:
-            raise DataError(
-                f"{printable(path)}: the image is {image.mode}; convert it to 8-bit RGB"
-            )
-        is_tiff = image.format == "TIFF"
-        depth = int(np.max(image.tag_v2.get(_BITS_PER_SAMPLE, 8))) if is_tiff else 8
-        orientation = exif_orientation(image)
-        if is_tiff:  # Pillow would turn it while it loads it
-            image.getexif().pop(EXIF_ORIENTATION, None)
-        return Photo(np.array(image.convert("RGB")), depth, orientation)
+    info = decode_info(data, path)
+    form = _with_dtype_of(info, form, path)
+    return Photo(decode_image([data], [path], form, max_pixels=MAX_PHOTO_PIXELS), form, info)
+
+
+def form_of_file(path: Path, form: ImageForm) -> ImageForm:
+    """`form` with the dtype of the file; DataError: its values are of another kind."""
+    return _with_dtype_of(read_info(path), form, path)
+
+
+def _with_dtype_of(info: Info, form: ImageForm, path: Path) -> ImageForm:
+    form = form._replace(dtype=set_dtype(info.dtype))
+    try:
+        form.check()
+    except DataError as error:
+        raise DataError(f"{printable(path)}: {error}") from error
+    return form
 
 
 class Source(NamedTuple):
@@ -82,18 +74,18 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[Source
     """
     found: list[Source] = []
     others: Counter[str] = Counter()
-    problems, kinds = [], " ".join(SUFFIXES)
+    problems, kinds = [], " ".join(IMAGE_SUFFIXES)
     for given in map(Path, inputs):
         place, num_before = printable(given), len(found)
         if not given.exists():
             problems.append(f"{place}: no such file or folder")
         elif not given.is_dir():
             found.append(Source(given, given.stem))
-            if given.suffix.lower() not in SUFFIXES:
+            if given.suffix.lower() not in IMAGE_SUFFIXES:
                 problems.append(f"{place}: expected an image ({kinds})")
         else:
             for path in _files_below(given, output):
-                if path.suffix.lower() in SUFFIXES:
+                if path.suffix.lower() in IMAGE_SUFFIXES:
                     name = path.relative_to(given).with_suffix("").as_posix()
                     found.append(Source(path, name))
                 elif path.name[0] != ".":

@@ -62,5 +62,5 @@ def _listed(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) 
     for split in splits if data.layout == "list" else ():
         with suppress(DataError):  # what cannot be read needs no protection
             pairs = scan_layout(data, split).pairs
-            folders |= {path.parent for pair in pairs for path in pair[:2]}
+            folders |= {path.parent for pair in pairs for path in (*pair.images, pair.label)}
     return [folder for folder in folders if folder.resolve() in targets]

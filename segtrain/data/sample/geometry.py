@@ -6,6 +6,7 @@ read, once. Down-scaling is bilinear without antialiasing, as in semseg and mmse
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import cv2
@@ -130,19 +131,38 @@ class Placement(NamedTuple):
         return (row, column) if 0 <= row < rows.size and 0 <= column < columns.size else None
 
 
-def resample_image(
-    image: np.ndarray, placement: Placement, *, fill: tuple[int, int, int]
-) -> np.ndarray:
-    """The crop of the image by bilinear interpolation, (h, w, 3) uint8, `fill` beyond the image."""
+def resample_image(image: np.ndarray, placement: Placement, *, fill: Sequence[float]) -> np.ndarray:
+    """The crop of the image by bilinear interpolation, (h, w, C), `fill` beyond the image.
+
+    Image and crop are uint8, uint16 or float32. A pixel that is made of a NaN is NaN.
+    """
     if placement.angle_deg:
         return _warp(image, placement, cv2.INTER_LINEAR, fill)
     rows, columns = placement.rows, placement.columns
-    source = image[rows.source, columns.source]
     # The scale is given as a factor: a ratio of rounded sizes would drift across the crop.
-    content = cv2.resize(
-        source, None, fx=columns.factor, fy=rows.factor, interpolation=cv2.INTER_LINEAR
+    scale = {"fx": columns.factor, "fy": rows.factor, "interpolation": cv2.INTER_LINEAR}
+    content = by_bands(
+        lambda source: cv2.resize(source, None, **scale), image[rows.source, columns.source]
     )[: rows.content, : columns.content]
     return _laid_out(content, placement, fill)
+
+
+def by_bands(
+    function: Callable[..., np.ndarray], image: np.ndarray, *more: Sequence[float]
+) -> np.ndarray:
+    """`function(image, *more)` of OpenCV, which has one for (H, W, C) of 1, 3 and 4 channels.
+
+    With other numbers some functions fail and some are less exact: these get each channel alone.
+
+    image: (H, W) or (H, W, C). more: a number for each channel.
+    """
+    num_bands = 1 if image.ndim == 2 else image.shape[2]
+    if num_bands in (1, 3, 4):
+        # OpenCV drops the axis of a single channel.
+        result = function(image, *more)
+        return result[..., np.newaxis] if result.ndim < image.ndim else result
+    bands = (np.ascontiguousarray(image[..., i]) for i in range(num_bands))
+    return np.stack([function(x, *([v[i]] for v in more)) for i, x in enumerate(bands)], axis=2)
 
 
 def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) -> np.ndarray:
@@ -170,7 +190,7 @@ def largest_class_share(label: np.ndarray, placement: Placement) -> float:
     return float(valid.max() / valid.sum()) if valid.any() else 1.0
 
 
-def paint_padding(crop: np.ndarray, placement: Placement, fill: tuple[int, int, int]) -> np.ndarray:
+def paint_padding(crop: np.ndarray, placement: Placement, fill: Sequence[float]) -> np.ndarray:
     """The crop with its padding set to `fill` again, after its colours were changed.
 
     The empty corners of a rotation stay: they are part of the changed image.
@@ -178,26 +198,32 @@ def paint_padding(crop: np.ndarray, placement: Placement, fill: tuple[int, int, 
     if placement.angle_deg or not placement.padded:
         return crop
     if placement.flip:
-        crop = cv2.flip(crop, 1)
+        crop = _mirrored(crop)
     return _laid_out(crop[placement.rows.inside, placement.columns.inside], placement, fill)
 
 
-def _laid_out(content: np.ndarray, placement: Placement, fill: tuple[int, ...]) -> np.ndarray:
+def _laid_out(content: np.ndarray, placement: Placement, fill: Sequence[float]) -> np.ndarray:
     """`content` with its padding, mirrored if the placement is, contiguous."""
     if placement.padded:
         rows, columns = placement.rows, placement.columns
         below = rows.crop - rows.content - rows.pad
         right = columns.crop - columns.content - columns.pad
-        border = (rows.pad, below, columns.pad, right)
-        content = cv2.copyMakeBorder(content, *border, cv2.BORDER_CONSTANT, value=fill)
-    return cv2.flip(content, 1) if placement.flip else np.ascontiguousarray(content)
+        border = (rows.pad, below, columns.pad, right, cv2.BORDER_CONSTANT)
+        content = by_bands(
+            lambda band, value: cv2.copyMakeBorder(band, *border, value=value), content, fill
+        )
+    return _mirrored(content) if placement.flip else np.ascontiguousarray(content)
+
+
+def _mirrored(crop: np.ndarray) -> np.ndarray:
+    return by_bands(lambda band: cv2.flip(band, 1), crop)
 
 
 def _warp(
     source: np.ndarray,
     placement: Placement,
     interpolation: int,
-    fill: tuple[int, ...],
+    fill: Sequence[float],
     *,
     stride: int = 1,
 ) -> np.ndarray:
@@ -211,13 +237,17 @@ def _warp(
     # warpAffine may use fixed point: passing only the region keeps coordinates small.
     matrix[:, 2] -= first
     matrix[:, :2] *= stride
-    return cv2.warpAffine(
+    return by_bands(
+        lambda band, value: cv2.warpAffine(
+            band,
+            matrix,
+            (-(-width // stride), -(-height // stride)),
+            flags=interpolation | cv2.WARP_INVERSE_MAP,
+            borderMode=cv2.BORDER_CONSTANT,
+            borderValue=value,
+        ),
         source[first[1] : last[1], first[0] : last[0]],
-        matrix,
-        (-(-width // stride), -(-height // stride)),
-        flags=interpolation | cv2.WARP_INVERSE_MAP,
-        borderMode=cv2.BORDER_CONSTANT,
-        borderValue=fill,
+        fill,
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from segtrain.config import Config, DataConfig
+from segtrain.data.read.image import ImageForm
 from segtrain.data.sample.stream import Sample, TrainStream
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import free_shared_memory, keep_freed_memory, num_cores
@@ -51,20 +52,20 @@ def num_loader_workers(config: DataConfig) -> int:
     return config.num_workers
 
 
-def most_workers(config: Config) -> int:
+def most_workers(config: Config, form: ImageForm) -> int:
     """The most loader processes that `auto` gives a rank: one a core, if shared memory allows."""
     ranks = dist.local_world_size()
     most = num_cores() // ranks
     free = free_shared_memory()
     # At least one, which is refused at the start if there is no space for it.
-    fits = most if free is None else max(1, free // (ranks * bytes_in_flight(config, 1)))
+    fits = most if free is None else max(1, free // (ranks * bytes_in_flight(config, form, 1)))
     return min(most, fits)
 
 
-def first_workers(config: Config) -> int:
+def first_workers(config: Config, form: ImageForm) -> int:
     """The loader processes with which the training of this rank begins."""
     number = num_loader_workers(config.data)
-    return min(number, most_workers(config)) if config.data.num_workers == "auto" else number
+    return min(number, most_workers(config, form)) if config.data.num_workers == "auto" else number
 
 
 def largest_microbatch(config: Config) -> int:
@@ -74,12 +75,13 @@ def largest_microbatch(config: Config) -> int:
     return len(indices_of_rank(*sizes, 0, dist.world_size(), train.shares)[0])
 
 
-def bytes_in_flight(config: Config, num_workers: int) -> int:
+def bytes_in_flight(config: Config, form: ImageForm, num_workers: int) -> int:
     """The shared memory of the batches that one rank with so many workers has ready."""
     height, width = config.augment.crop_size
     labels = 1 if config.augment.mixup_alpha is None else 2
-    # A pixel has three bytes of image and one of each label.
-    microbatch = largest_microbatch(config) * (3 + labels) * height * width
+    # A pixel has one byte of each label.
+    pixel = form.channels * form.dtype.itemsize + labels
+    microbatch = largest_microbatch(config) * pixel * height * width
     return num_workers * config.data.prefetch * microbatch
 
 

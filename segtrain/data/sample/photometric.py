@@ -19,6 +19,8 @@ import cv2
 import numpy as np
 
 from segtrain.config import AugmentConfig, ExtraTransform
+from segtrain.data.read.image import ImageForm
+from segtrain.data.sample.geometry import by_bands
 from segtrain.errors import ConfigError
 
 # ITU-R BT.601, as cv2.COLOR_RGB2GRAY and torchvision.
@@ -96,10 +98,12 @@ def change_pixels(
     and hue turns the colour circle, as in torchvision's ColorJitter. An extra transform without `p`
     has albumentations' default of 0.5.
 
-    (H, W, 3) uint8 RGB, `image` itself if nothing was drawn for it. Every number comes from `rng`.
+    Blur takes images of any form; colours change in 8-bit RGB, extra transforms take 8 bits.
+
+    (H, W, C), `image` itself if nothing was drawn for it. Every number comes from `rng`.
     """
     if augment.blur_prob and rng.random() < augment.blur_prob:
-        image = cv2.GaussianBlur(image, _BLUR_KERNEL_PX, 0)
+        image = by_bands(lambda band: cv2.GaussianBlur(band, _BLUR_KERNEL_PX, 0), image)
     if augment.color_prob:
         image = change_colors(image, draw_color_change(augment, rng))
     if extra:
@@ -111,12 +115,18 @@ def change_pixels(
     return image
 
 
-def extra_transforms(augment: AugmentConfig) -> list[Any]:
-    """The transforms that `augment.extra` names, in order, each tried on a noise image.
+def extra_transforms(augment: AugmentConfig, form: ImageForm) -> list[Any]:
+    """The transforms that `augment.extra` names, in order, each tried on a noise image of `form`.
 
     Raises:
-        ConfigError: one cannot be used; with its index in `augment.extra`.
+        ConfigError: one cannot be used; with its index in `augment.extra`. Or `augment` changes
+            values of 0..255, and images of this form have others.
     """
+    if form.dtype != np.uint8:
+        for key in ("color_prob", "extra"):
+            if getattr(augment, key):
+                what = f"takes 8-bit images, and those of the data set are {form.dtype}; remove it"
+                raise ConfigError(f"augment.{key}: {what}")
     if not augment.extra:
         return []
     # Without this the import asks PyPI for a newer version. It takes seconds, so it is made here.
@@ -126,7 +136,7 @@ def extra_transforms(augment: AugmentConfig) -> list[Any]:
     made = []
     for i, extra in enumerate(augment.extra):
         try:
-            made.append(_tried(albumentations, extra, (*augment.crop_size, 3)))
+            made.append(_tried(albumentations, extra, (*augment.crop_size, form.channels)))
         except Exception as error:  # foreign code may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"augment.extra[{i}] ({extra.name}): {reason}") from error

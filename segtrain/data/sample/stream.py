@@ -103,17 +103,20 @@ def draw_partner(
 
 
 def blend(image: np.ndarray, partner: np.ndarray, weight: int) -> np.ndarray:
-    """(256 - weight) / 256 of the image and the rest of its partner, uint8, halves rounded up.
+    """(256 - weight) / 256 of the image and the rest of its partner, in their dtype.
 
-    Whole numbers, so that all machines get the same. Normalization commutes with it but for the
-    rounding, which is at most half a grey level.
+    Whole numbers are rounded, halves up, so that all machines get the same. Normalization commutes
+    with it but for the rounding, which is at most half a grey level.
     """
-    mixed = image.astype(np.uint16)
-    mixed *= np.uint16(256 - weight)
-    mixed += partner * np.uint16(weight)
-    mixed += np.uint16(128)
-    mixed >>= np.uint16(8)
-    return mixed.astype(np.uint8)
+    if image.dtype == np.float32:
+        return (image * np.float32(256 - weight) + partner * np.float32(weight)) / np.float32(256)
+    wide = np.uint16 if image.dtype == np.uint8 else np.uint32
+    mixed = image.astype(wide)
+    mixed *= wide(256 - weight)
+    mixed += partner * wide(weight)
+    mixed += wide(128)
+    mixed >>= wide(8)
+    return mixed.astype(image.dtype)
 
 
 def paste_classes(crop: Crop, partner: Crop, rng: np.random.Generator) -> Crop:
@@ -133,7 +136,7 @@ def paste_classes(crop: Crop, partner: Crop, rng: np.random.Generator) -> Crop:
 
 
 Sample = tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]
-"""Image (3, H, W) uint8, label (H, W) uint8, name, and the label of the image mixed in by MixUp."""
+"""Image (C, H, W), label (H, W) uint8, name, and the label of the image mixed in by MixUp."""
 
 SampleKey = tuple[int, int]
 """(step, position in the batch of that step)"""
@@ -241,7 +244,7 @@ class TrainStream(Dataset):
         return Source(pick, rng)
 
     def _augmented(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        """The crop of the image, (h, w, 3) uint8, and of its label, (h, w) uint8."""
+        """The crop of the image, (h, w, C), and of its label, (h, w) uint8."""
         index, point = source.pick
         if source.pasted is None:
             return self.transform(*self.dataset.view(index), source.rng, point=point)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from segtrain.config import AugmentConfig
+from segtrain.data.read.image import ImageForm, ignore_missing
 from segtrain.data.sample import geometry
 from segtrain.data.sample.geometry import Placement, Span
 from segtrain.data.sample.photometric import change_pixels, extra_transforms
@@ -19,7 +20,7 @@ _MAX_REDRAWS = 10  # mmsegmentation, RandomCrop
 class Crop(NamedTuple):
     """A crop before its colours change.
 
-    image: (h, w, 3) uint8. label: (h, w) uint8.
+    image: (h, w, C). label: (h, w) uint8.
     pasted: (h, w) bool, the pixels that come from another image; None: none do.
     """
 
@@ -32,24 +33,21 @@ class Crop(NamedTuple):
 class TrainTransform:
     """Makes a random crop of `augment.crop_size` from an image and its label.
 
-    mean: RGB in 0..255, painted where the crop exceeds the image; the label is IGNORE_INDEX there.
+    form: of the images. Its mean is painted where the crop exceeds the image, and where a pixel has
+        no value; the label is IGNORE_INDEX there.
     short_side_px: the short side of an image at scale 1; None: as stored.
 
     Raises:
-        ConfigError: an extra transform of `augment` cannot be used.
+        ConfigError: `augment` changes colours, and the images have none; or an extra transform of
+            it cannot be used.
     """
 
     def __init__(
-        self,
-        augment: AugmentConfig,
-        *,
-        mean: tuple[float, float, float],
-        short_side_px: int | None = None,
+        self, augment: AugmentConfig, *, form: ImageForm, short_side_px: int | None = None
     ) -> None:
         self._augment, self._short_side_px = augment, short_side_px
-        red, green, blue = map(round, mean)
-        self._fill = (red, green, blue)
-        self._extra = extra_transforms(augment)
+        self._form, self._fill = form, form.fill
+        self._extra = extra_transforms(augment, form)
 
     def __call__(
         self,
@@ -59,9 +57,9 @@ class TrainTransform:
         *,
         point: tuple[int, int] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The crop of the image, (h, w, 3) uint8, and of the label, (h, w) uint8, both contiguous.
+        """The crop of the image, (h, w, C), and of the label, (h, w) uint8, both contiguous.
 
-        image: (H, W, 3) uint8 RGB. label: (H, W) uint8. Neither is changed. The result depends on
+        image: (H, W, C) of the form. label: (H, W) uint8. Neither is changed. The result depends on
         them, on `point` (see `draw_placement`) and on the state of `rng` alone.
         """
         crop = self.crop(image, label, rng, point=point)
@@ -80,7 +78,8 @@ class TrainTransform:
             self._augment, label, rng, short_side_px=self._short_side_px, point=point
         )
         pixels = geometry.resample_image(image, placement, fill=self._fill)
-        return Crop(pixels, geometry.resample_label(label, placement), placement)
+        classes = geometry.resample_label(label, placement)
+        return Crop(*ignore_missing(pixels, classes, self._form), placement)
 
     def recolored(self, crop: Crop, rng: np.random.Generator) -> np.ndarray:
         """The second half: the image of `crop` with its blur and colours changed."""

@@ -1,0 +1,346 @@
+"""The table of readers: which files segtrain opens, and what is stored in them.
+
+Nothing is converted here: the pixels are those of the file, in its dtype, all channels in its
+order. `read.image` makes images of them, `read.raw_label` class ids.
+
+- A file holds one picture. An animation, and a TIFF with several pictures, are refused. Pages of a
+  TIFF that differ in nothing but their pixels are the bands of one picture.
+- NPY and NPZ hold one array (H, W) or (H, W, C). (C, H, W) is understood where only the first axis
+  can be the channels: at most `MAX_CHANNELS` there, and more in the last.
+- Grey levels of 1, 2 and 4 bits are the stored numbers, 0 .. 2^bits - 1, not spread over 0..255.
+- The EXIF orientation is not applied.
+- TIFFs that store white as 0 are inverted, as Pillow, OpenCV and viewers do.
+
+Every function raises DataError, with the name of the file, if the file is missing, damaged, cut off
+or of a refused kind. Sizes come from the header, before any allocation.
+"""
+
+import io
+import math
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import cv2
+import numpy as np
+
+from segtrain.data.read import decode, tiff
+from segtrain.data.read.decode import (
+    MAX_PHOTO_PIXELS,
+    Info,
+    Palette,
+    checked_pixels,
+    damage_named,
+    number_dtype,
+    opened,
+    read_bytes,
+)
+from segtrain.errors import DataError
+from segtrain.files import open_regular, os_errors_as
+from segtrain.text import printable
+
+MAX_CHANNELS = 16
+
+
+class Reader(NamedTuple):
+    """Functions of (open file, path for messages); `palette` of formats that have some."""
+
+    info: Callable[[IO[bytes], str | Path], Info]
+    stored: Callable[[IO[bytes], str | Path, Info], np.ndarray]
+    palette: Callable[[IO[bytes], str | Path], Palette] | None = None
+
+
+def read_info(path: str | Path) -> Info:
+    """The header of the file, without reading its pixels."""
+    with os_errors_as(DataError, path), open_regular(path) as file:
+        return reader_of(path).info(file, path)
+
+
+def read_stored(path: str | Path) -> np.ndarray:
+    """The pixels as stored, (H, W, C) with C >= 1; indices of a palette file."""
+    return decode_stored(read_bytes(path), path)
+
+
+def read_palette(path: str | Path) -> Palette:
+    """The colours of the indices, RGB 0..255; empty if the file has no palette."""
+    palette = reader_of(path).palette
+    if palette is None:
+        return []
+    with os_errors_as(DataError, path), open_regular(path) as file:
+        return palette(file, path)
+
+
+def decode_info(data: bytes, path: str | Path) -> Info:
+    """`read_info` of bytes that are already read."""
+    return reader_of(path).info(io.BytesIO(data), path)
+
+
+def decode_stored(
+    data: bytes,
+    path: str | Path,
+    info: Info | None = None,
+    *,
+    max_pixels: int = MAX_PHOTO_PIXELS,
+) -> np.ndarray:
+    """`read_stored` of bytes that are already read; more than `max_pixels` are refused.
+
+    info: the header, if it is known.
+    """
+    info = info or decode_info(data, path)
+    check_size(info, path, max_pixels)
+    return checked_pixels(reader_of(path).stored(io.BytesIO(data), path, info), info, path)
+
+
+def check_size(info: Info, path: str | Path, max_pixels: int) -> None:
+    """DataError: an image with this header would take too much memory."""
+    problem = ""
+    if math.prod(info.size) > max_pixels:
+        problem = f"more than {max_pixels:,} pixels; cut it into tiles"
+    elif info.channels > MAX_CHANNELS:
+        problem = f"{info.channels} channels; at most {MAX_CHANNELS} are read"
+    if problem:
+        raise DataError(f"{printable(path)}: {problem}")
+
+
+def decode_palette(data: bytes, path: str | Path) -> Palette:
+    """`read_palette` of bytes that are already read."""
+    palette = reader_of(path).palette
+    return palette(io.BytesIO(data), path) if palette else []
+
+
+def palette_colors(indices: np.ndarray, palette: Palette, path: str | Path) -> np.ndarray:
+    """The colours (H, W, 3) uint8 of a palette file with these indices (H, W, 1)."""
+    if (highest := int(indices.max())) >= len(palette):
+        raise DataError(f"{printable(path)}: damaged image: index {highest} has no colour")
+    return np.array(palette, np.uint8)[indices[..., 0]]
+
+
+def is_png_or_jpeg(path: str | Path) -> bool:
+    """Whether the file is read by `segtrain.data.read.decode`."""
+    return reader_of(path) is _PNG_OR_JPEG
+
+
+def reader_of(path: str | Path) -> Reader:
+    """The reader for the suffix of `path`; DataError: there is none."""
+    reader = READERS.get(Path(path).suffix.lower())
+    if reader is None:
+        raise DataError(f"{printable(path)}: expected a file {' '.join(SUFFIXES)}")
+    return reader
+
+
+# Formats that Pillow reads. What OpenCV reads better is taken from it: JPEG with the bits that
+# training has always had, and 16-bit colours, which Pillow cuts to 8 bits.
+
+_ALPHA_MODES = ("LA", "PA", "RGBA")
+_STORED_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B", "I")
+
+
+def _png_or_jpeg_info(file: IO[bytes], path: str | Path) -> Info:
+    with opened(file, path, max_pixels=MAX_PHOTO_PIXELS) as image:
+        if image.mode in ("CMYK", "YCCK"):
+            raise DataError(f"{printable(path)}: the image is CMYK; convert it to RGB")
+        mode, is_png, channels = image.mode, image.format == "PNG", len(image.getbands())
+        size, orientation = (image.height, image.width), decode.exif_orientation(image)
+    depth = 8
+    if is_png:
+        file.seek(decode.PNG_DEPTH_AT)
+        depth = file.read(1)[0]
+    dtype = np.dtype(np.uint16 if depth == 16 else np.uint8)
+    return Info(
+        size, channels, dtype, mode == "P", mode in _ALPHA_MODES, depth, orientation, is_png
+    )
+
+
+def _png_or_jpeg(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
+    data = file.read()
+    if info.channels == 3:
+        depth = cv2.IMREAD_ANYDEPTH if info.depth == 16 else 0
+        return decode.decode_by_opencv(data, path, depth | cv2.IMREAD_COLOR_RGB)
+    if not info.lossless:
+        return decode.decode_by_opencv(data, path, cv2.IMREAD_GRAYSCALE)
+    if info.channels == 1:
+        return decode.decode_png_ids(data, path)
+    bgra = decode.decode_by_opencv(data, path, cv2.IMREAD_UNCHANGED)
+    return bgra[..., [2, 1, 0, 3] if info.channels == 4 else [0, 3]]
+
+
+def _pillow_reader(format: str) -> Reader:
+    """The reader of a format that Pillow decodes to what is stored."""
+
+    @contextmanager
+    def one_picture(file: IO[bytes], path: str | Path) -> Iterator[Any]:
+        with opened(file, path, [format], MAX_PHOTO_PIXELS) as image:
+            problem = ""
+            if (frames := getattr(image, "n_frames", 1)) > 1:
+                problem = f"an animation of {frames} pictures; store each in a file of its own"
+            elif format == "PPM" and image.tile[0][0] != "raw":
+                # Pillow would stretch other ranges over the whole type, and with them class ids.
+                problem = "expected binary PGM or PPM whose largest value is 255 or 65535"
+            elif image.mode not in (*_STORED_MODES, "RGBX"):
+                problem = f"the image is {image.mode}; convert it to 8-bit RGB"
+            if problem:
+                raise DataError(f"{printable(path)}: {problem}")
+            yield image
+
+    def info(file: IO[bytes], path: str | Path) -> Info:
+        with one_picture(file, path) as image:
+            is_wide = image.mode.startswith("I")
+            mode = "RGB" if image.mode == "RGBX" else image.mode
+            return Info(
+                (image.height, image.width),
+                len(mode) if mode.startswith(("L", "RGB")) else 1,
+                np.dtype(np.uint16 if is_wide else np.uint8),
+                mode == "P",
+                mode in _ALPHA_MODES,
+                16 if is_wide else 1 if mode == "1" else 8,
+                decode.exif_orientation(image),
+                format != "WEBP" or _is_lossless_webp(file),
+            )
+
+    def stored(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
+        with one_picture(file, path) as image:
+            pixels = np.array(image.convert("RGB") if image.mode == "RGBX" else image)
+            return pixels.astype(np.uint16 if pixels.itemsize > 1 else np.uint8, copy=False)
+
+    def palette(file: IO[bytes], path: str | Path) -> Palette:
+        with one_picture(file, path) as image:
+            return decode.palette_of(image)
+
+    return Reader(info, stored, palette)
+
+
+def _is_lossless_webp(file: IO[bytes]) -> bool:
+    """Whether the pixels are a chunk VP8L; chunks before it are skipped."""
+    file.seek(12)
+    while len(head := file.read(8)) == 8:
+        if head[:3] == b"VP8" and head[:4] != b"VP8X":
+            return head[:4] == b"VP8L"
+        size = int.from_bytes(head[4:], "little")
+        file.seek(size + size % 2, io.SEEK_CUR)
+    return False
+
+
+_JPEG2000_START = b"\xff\x4f\xff\x51"  # the markers SOC and SIZ
+_JPEG2000_HEADER_BYTES = 1 << 16
+
+
+def _jpeg2000_info(file: IO[bytes], path: str | Path) -> Info:
+    """From the marker SIZ (ISO 15444-1, A.5.1): Pillow does not tell the depth of colours."""
+    with opened(file, path, ["JPEG2000"], MAX_PHOTO_PIXELS) as image:
+        size, alpha = (image.height, image.width), image.mode in _ALPHA_MODES
+    file.seek(0)
+    head = file.read(_JPEG2000_HEADER_BYTES)
+    siz = head[head.find(_JPEG2000_START) + len(_JPEG2000_START) :]
+    channels = int.from_bytes(siz[36:38])
+    components = siz[38 : 38 + 3 * channels : 3]
+    if not components or len(set(components)) != 1 or components[0] >= 16:
+        what = "expected channels of one type, unsigned and of at most 16 bits"
+        raise DataError(f"{printable(path)}: {what}")
+    depth = components[0] + 1
+    dtype = np.dtype(np.uint8 if depth <= 8 else np.uint16)
+    return Info(size, channels, dtype, alpha=alpha, depth=depth, lossless=False)
+
+
+def _jpeg2000(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
+    import imagecodecs
+
+    with damage_named(path):
+        return imagecodecs.jpeg2k_decode(file.read())
+
+
+# NPY and NPZ.
+
+
+class _Array(NamedTuple):
+    """The header of an NPY file: see numpy.lib.format."""
+
+    shape: tuple[int, ...]
+    is_fortran: bool
+    dtype: np.dtype
+
+    def info(self, path: str | Path) -> Info:
+        shape = (*self.shape, 1) if len(self.shape) == 2 else self.shape
+        if len(shape) != 3 or 0 in shape or self.dtype.kind not in "buif":
+            found = f"shape {self.shape}, {self.dtype}"
+            what = f"expected numbers of shape (H, W) or (H, W, C), found {found}"
+            raise DataError(f"{printable(path)}: {what}")
+        height, width, channels = (*shape[1:], shape[0]) if _is_channels_first(shape) else shape
+        dtype = number_dtype(self.dtype)
+        depth = 1 if self.dtype.kind == "b" else 8 * dtype.itemsize
+        return Info((height, width), channels, dtype, depth=depth)
+
+
+def _is_channels_first(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[0] <= MAX_CHANNELS < shape[2]
+
+
+def _array_header(file: IO[bytes], path: str | Path) -> _Array:
+    with damage_named(path):
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[np.lib.format.read_magic(file)]
+        return _Array(*read(file))
+
+
+def _array(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
+    header = _array_header(file, path)
+    data = file.read()
+    if len(data) != math.prod(header.shape) * header.dtype.itemsize:
+        raise DataError(f"{printable(path)}: damaged: its header promises other numbers")
+    pixels = np.frombuffer(data, header.dtype)
+    pixels = pixels.reshape(header.shape, order="F" if header.is_fortran else "C")
+    if _is_channels_first(pixels.shape):
+        pixels = np.moveaxis(pixels, 0, -1)
+    return pixels.astype(number_dtype(pixels.dtype))
+
+
+@contextmanager
+def _only_member(file: IO[bytes], path: str | Path) -> Iterator[IO[bytes]]:
+    with damage_named(path), zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+        if len(names) != 1:
+            shown = ", ".join(printable(name) for name in names[:5])
+            raise DataError(f"{printable(path)}: expected one array, found {len(names)}: {shown}")
+        with archive.open(names[0]) as member:
+            yield member
+
+
+def _npz_info(file: IO[bytes], path: str | Path) -> Info:
+    with _only_member(file, path) as member:
+        return _array_header(member, path).info(path)
+
+
+def _npz(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
+    with _only_member(file, path) as member:
+        return _array(member, path, info)
+
+
+def _png_palette(file: IO[bytes], path: str | Path) -> Palette:
+    with opened(file, path, max_pixels=MAX_PHOTO_PIXELS) as image:
+        return decode.palette_of(image)
+
+
+_PNG_OR_JPEG = Reader(_png_or_jpeg_info, _png_or_jpeg, _png_palette)
+_TIFF = Reader(tiff.read_header, tiff.read_pixels, tiff.read_colors)
+_PNM = _pillow_reader("PPM")
+
+READERS: dict[str, Reader] = {
+    ".png": _PNG_OR_JPEG,
+    ".jpg": _PNG_OR_JPEG,
+    ".jpeg": _PNG_OR_JPEG,
+    ".jfif": _PNG_OR_JPEG,
+    ".tif": _TIFF,
+    ".tiff": _TIFF,
+    ".webp": _pillow_reader("WEBP"),
+    ".bmp": _pillow_reader("BMP"),
+    ".gif": _pillow_reader("GIF"),
+    ".jp2": Reader(_jpeg2000_info, _jpeg2000),
+    ".npy": Reader(lambda file, path: _array_header(file, path).info(path), _array),
+    ".npz": Reader(_npz_info, _npz),
+    ".pgm": _PNM,
+    ".ppm": _PNM,
+}
+SUFFIXES = tuple(READERS)

@@ -1,0 +1,222 @@
+"""Images in the form of their data set: as many channels as the config says, in one dtype.
+
+- uint8 and uint16 stay what they are; all other numbers become float32, and need
+  `data.value_range`. All images of a set have one dtype, and their values one scale.
+- Three channels are RGB: grey and palette files become RGB, alpha is dropped. Four channels may be
+  RGB and alpha. Grey with alpha is read as grey. Nothing else is added or left out.
+- Grey levels of 1, 2 and 4 bits are spread over 0..255.
+- NaN and infinities of floats, and what a TIFF marks as no data, are pixels without a value: NaN.
+
+Every function raises DataError, with the name of the file.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from segtrain.config import DataConfig
+from segtrain.data.read import decode, formats
+from segtrain.data.read.decode import MAX_PIXELS, read_bytes
+from segtrain.data.read.find import Pair, Window
+from segtrain.data.read.formats import Info
+from segtrain.data.read.tiff import read_stored_window
+from segtrain.errors import DataError
+from segtrain.text import first_of, printable
+from segtrain.types import IGNORE_INDEX
+
+ValueRange = tuple[float, float]
+Mean = tuple[float, ...]
+
+_UINT8 = np.dtype(np.uint8)
+
+
+class ImageForm(NamedTuple):
+    """What the images of a set have in common.
+
+    dtype: uint8, uint16 or float32. value_range: what `data.value_range` says. mean: `data.mean`,
+    in units of 0..255.
+    """
+
+    channels: int = 3
+    dtype: np.dtype = _UINT8
+    value_range: ValueRange | None = None
+    mean: Mean = (0.0, 0.0, 0.0)
+
+    @property
+    def limits(self) -> ValueRange:
+        """The stored values that stand for 0 and 255."""
+        if self.value_range is not None:
+            return self.value_range
+        return (0.0, float(np.iinfo(self.dtype).max)) if self.dtype.kind == "u" else (0.0, 255.0)
+
+    @property
+    def fill(self) -> tuple[float, ...]:
+        """The stored values, in the dtype, of a pixel that is zero after normalization."""
+        low, high = self.limits
+        values = (low + value * ((high - low) / 255) for value in self.mean)
+        if self.dtype.kind == "f":
+            return tuple(values)
+        top = np.iinfo(self.dtype).max
+        return tuple(min(max(round(value), 0), top) for value in values)
+
+    def check(self) -> None:
+        """Raises DataError if nobody knows which values are dark and bright, or they do not fit."""
+        top = np.iinfo(self.dtype).max if self.dtype.kind == "u" else None
+        if top is None and self.value_range is None:
+            raise DataError(
+                "data.value_range: images of floats, or of integers other than uint8 and uint16, "
+                "need [low, high], the values that become 0 and 255 in all of them; segtrain data "
+                "stats prints what they hold"
+            )
+        if top is not None and self.limits[1] > top:
+            found = f"{list(self.limits)} does not fit images of {self.dtype}"
+            raise DataError(f"data.value_range: {found}, which end at {top}")
+
+
+RGB = ImageForm()
+
+
+def form_of(data: DataConfig, pairs: Sequence[Pair]) -> ImageForm:
+    """The form of the images of `pairs`; the first whose header can be read tells the dtype."""
+    form = ImageForm(data.channels, _UINT8, data.value_range, data.mean)
+    for pair in pairs:
+        # What cannot be read is named by the checks, or when it is to be used.
+        with suppress(DataError):
+            return form._replace(dtype=set_dtype(read_image_info(pair).dtype))
+    return form
+
+
+def set_dtype(stored: np.dtype) -> np.dtype:
+    """The dtype in which images with such numbers are kept."""
+    return stored if stored in (np.uint8, np.uint16) else np.dtype(np.float32)
+
+
+def read_image_info(pair: Pair) -> Info:
+    """The header of an image; of one in several files, that of the first with all channels."""
+    infos = [formats.read_info(path) for path in pair.images]
+    return infos[0]._replace(channels=sum(info.channels for info in infos))
+
+
+def read_image(paths: Sequence[Path], form: ImageForm, window: Window | None = None) -> np.ndarray:
+    """The image that is stored in these files, (H, W, C) in the form's dtype.
+
+    window: the part to read of a raster; None: the whole image.
+
+    Raises:
+        DataError: a file cannot be read, or it does not have the form.
+    """
+    if window is None:
+        return decode_image([read_bytes(path) for path in paths], paths, form)
+    wanted = _channels_of_a_file(paths, form)
+    return _joined([_window_values(p, form.dtype, wanted, window) for p in paths], paths, form)
+
+
+def decode_image(
+    files: Sequence[bytes],
+    paths: Sequence[Path],
+    form: ImageForm,
+    *,
+    max_pixels: int = MAX_PIXELS,
+) -> np.ndarray:
+    """`read_image` of bytes that are already read."""
+    wanted = _channels_of_a_file(paths, form)
+    bands = [
+        _values(data, path, form.dtype, wanted, max_pixels)
+        for data, path in zip(files, paths, strict=True)
+    ]
+    return _joined(bands, paths, form)
+
+
+def _channels_of_a_file(paths: Sequence[Path], form: ImageForm) -> int | None:
+    """What the only file of an image becomes; None: of several, none becomes RGB by itself."""
+    return form.channels if len(paths) == 1 else None
+
+
+def _joined(bands: Sequence[np.ndarray], paths: Sequence[Path], form: ImageForm) -> np.ndarray:
+    if len({band.shape[:2] for band in bands}) > 1:
+        sizes = first_of("x".join(map(str, band.shape[:2])) for band in bands)
+        raise DataError(f"{printable(paths[0])}: the files of this image have sizes {sizes}")
+    image = bands[0] if len(bands) == 1 else np.concatenate(bands, axis=2)
+    if image.shape[2] != form.channels:
+        raise DataError(_other_channels(paths, image.shape[2], form.channels))
+    return np.ascontiguousarray(image)
+
+
+def ignore_missing(
+    image: np.ndarray, label: np.ndarray, form: ImageForm
+) -> tuple[np.ndarray, np.ndarray]:
+    """Image and label where pixels without a value, NaN, are the mean and ignored.
+
+    image: (H, W, C) of this form. label: (H, W) uint8. Neither is changed.
+    """
+    if form.dtype.kind != "f" or not (missing := np.isnan(image)).any():
+        return image, label
+    filled = np.where(missing, np.array(form.fill, np.float32), image)
+    return filled, np.where(missing.any(axis=2), np.uint8(IGNORE_INDEX), label)
+
+
+def drops_alpha(info: Info, channels: int | None) -> bool:
+    """Whether an image with this header loses its last channel where `channels` are wanted."""
+    return info.alpha and info.channels in (2, 4) and info.channels != channels
+
+
+def _values(
+    data: bytes, path: Path, dtype: np.dtype, channels: int | None, max_pixels: int
+) -> np.ndarray:
+    """The pixels of one file, (H, W, n) in `dtype`; `channels`: how many are wanted."""
+    info = _checked(formats.decode_info(data, path), path, dtype)
+    formats.check_size(info, path, max_pixels)
+    if channels == 3 and info.depth <= 8 and formats.is_png_or_jpeg(path):
+        rgb = info._replace(channels=3)
+        return decode.checked_pixels(decode.decode_rgb(data, path), rgb, path)
+    pixels = formats.decode_stored(data, path, info, max_pixels=max_pixels)
+    palette = formats.decode_palette(data, path) if info.palette else []
+    return _converted(pixels, info, palette, path, dtype, channels)
+
+
+def _window_values(path: Path, dtype: np.dtype, channels: int | None, window: Window) -> np.ndarray:
+    """The same of a part of a raster."""
+    info = _checked(formats.read_info(path), path, dtype)
+    palette = formats.read_palette(path) if info.palette else []
+    return _converted(read_stored_window(path, window), info, palette, path, dtype, channels)
+
+
+def _checked(info: Info, path: Path, dtype: np.dtype) -> Info:
+    if set_dtype(info.dtype) != dtype:
+        raise DataError(
+            f"{printable(path)}: the image is {info.dtype}, and others of the data set, or of the "
+            f"training, are {dtype}; convert all to one type"
+        )
+    return info
+
+
+def _converted(
+    pixels: np.ndarray,
+    info: Info,
+    palette: formats.Palette,
+    path: Path,
+    dtype: np.dtype,
+    channels: int | None,
+) -> np.ndarray:
+    """Stored pixels (H, W, C) as `_values` gives them."""
+    if info.palette:
+        return formats.palette_colors(pixels, palette, path)
+    if info.depth in (1, 2, 4):
+        pixels = pixels * np.uint8(255 // (2**info.depth - 1))
+    if dtype.kind == "f":
+        pixels = pixels.astype(np.float32)
+        pixels[~np.isfinite(pixels)] = np.nan
+        if info.no_data is not None:
+            pixels[pixels == np.float32(info.no_data)] = np.nan
+    if drops_alpha(info, channels):
+        pixels = pixels[..., :-1]
+    return np.repeat(pixels, 3, axis=2) if channels == 3 and pixels.shape[2] == 1 else pixels
+
+
+def _other_channels(paths: Sequence[Path], found: int, wanted: int) -> str:
+    where = printable(paths[0]) + (f" and {len(paths) - 1} more" if paths[1:] else "")
+    repair = f"set data.channels: {found}" if found <= formats.MAX_CHANNELS else "leave some out"
+    return f"{where}: {found} channels, data.channels is {wanted}; {repair}, or convert the files"

@@ -1,0 +1,83 @@
+"""Rasters: TIFFs that are too large to be read at once, by windows.
+
+A pair of such files becomes many pairs, each a window of both. So a raster counts by its area, and
+no part of segtrain has more of it in memory than a window. Crops do not cross the edges of windows.
+"""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+from segtrain.config import DataConfig
+from segtrain.data.read.decode import MAX_PIXELS
+from segtrain.data.read.find import Pair, Window
+from segtrain.data.read.formats import read_info
+from segtrain.errors import DataError
+from segtrain.files import os_errors_as
+from segtrain.text import printable
+
+WINDOW_PX = 2048
+_SUFFIXES = (".tif", ".tiff")
+# Smaller files hold no raster, unless it is empty: that is refused when it is read.
+_MIN_BYTES = 1 << 16
+_THREADS = 16
+
+
+def windows(size: tuple[int, int], side: int = WINDOW_PX) -> list[Window]:
+    """Windows of about equal size, at most `side` high and wide, that cover (height, width)."""
+    edges = []
+    for length in size:
+        count = math.ceil(length / side)
+        edges.append([round(i * length / count) for i in range(count + 1)])
+    rows, columns = (list(pairwise(one)) for one in edges)
+    return [Window(y, x, end - y, right - x) for y, end in rows for x, right in columns]
+
+
+def split_rasters(pairs: Sequence[Pair], data: DataConfig, *, labelled: bool = True) -> list[Pair]:
+    """`pairs`, with many in the place of each raster: its windows, named by their first pixels.
+
+    Raises:
+        DataError: the label of a raster is no TIFF of its size, or `data.short_side_px` is set.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sizes = list(pool.map(raster_size, (pair.image for pair in pairs)))
+    found: list[Pair] = []
+    for pair, size in zip(pairs, sizes, strict=True):
+        if size is None:
+            found.append(pair)
+            continue
+        refuse_short_side(pair.image, data.short_side_px)
+        label = read_info(pair.label) if labelled else None
+        if label is not None and (label.size != size or not _is_tiff(pair.label)):
+            what = f"the label of a raster of {size[0]}x{size[1]} must be a TIFF of that size"
+            raise DataError(f"{printable(pair.label)}: {what}")
+        found += [
+            pair._replace(name=f"{pair.name}_y{one.top}_x{one.left}", window=one)
+            for one in windows(size)
+        ]
+    return found
+
+
+def raster_size(path: Path, most: int = MAX_PIXELS) -> tuple[int, int] | None:
+    """The size of an image of more than `most` pixels, if windows of it can be read; else None."""
+    with os_errors_as(DataError):
+        if not _is_tiff(path) or path.stat().st_size < _MIN_BYTES:
+            return None
+    try:
+        size = read_info(path).size
+    except DataError:  # it is named when it is read
+        return None
+    return size if math.prod(size) > most else None
+
+
+def refuse_short_side(path: Path, short_side_px: int | None) -> None:
+    """DataError: the raster at `path` would be scaled by the sizes of its windows."""
+    if short_side_px is not None:
+        what = "a raster is read by windows, which have no short side of their own"
+        raise DataError(f"{printable(path)}: {what}; set data.short_side_px: null")
+
+
+def _is_tiff(path: Path) -> bool:
+    return path.suffix.lower() in _SUFFIXES

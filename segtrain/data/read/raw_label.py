@@ -1,0 +1,108 @@
+"""What label files hold before a class file gives it a meaning: ids or colours.
+
+Labels are of any format that keeps every number. Ids are the stored numbers: palette indices, not
+palette colours, and grey levels at their own bit depth. Colours are used only if the config says
+so. A grey file that was saved as RGB, with three equal channels, is a file of ids.
+
+Every function raises DataError, with the name of the file.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from segtrain.data.read import decode, formats
+from segtrain.data.read.decode import MAX_PIXELS, read_bytes
+from segtrain.data.read.find import Window
+from segtrain.data.read.formats import Info
+from segtrain.data.read.tiff import read_stored_window
+from segtrain.errors import DataError
+from segtrain.text import printable
+
+_MAX_ID = 65535
+_COLOR_WORDS = (
+    "for labels in colours give each class its `color` in the class file and set "
+    "data.label_format: colors"
+)
+
+
+def read_raw_label(path: str | Path, window: Window | None = None) -> np.ndarray:
+    """The ids as stored, (H, W) uint8, or uint16 if the file has room for more.
+
+    window: the part to read of a raster; None: the whole label.
+    """
+    if window is None:
+        return decode_raw_label(read_bytes(path), path)
+    info = _checked(formats.read_info(path), path, "ids")
+    return _ids_of(read_stored_window(path, window), info, path)
+
+
+def read_colors(path: str | Path, window: Window | None = None) -> np.ndarray:
+    """The colours of a label, (H, W, 3) uint8 RGB; a pixel that is not opaque is an error."""
+    if window is None:
+        return decode_colors(read_bytes(path), path)
+    info = _checked(formats.read_info(path), path, "colors")
+    return _colors_of(read_stored_window(path, window), info, formats.read_palette(path), path)
+
+
+def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
+    """`read_raw_label` of bytes that are already read."""
+    info = _checked(formats.decode_info(data, path), path, "ids")
+    return _ids_of(formats.decode_stored(data, path, info, max_pixels=MAX_PIXELS), info, path)
+
+
+def _ids_of(pixels: np.ndarray, info: Info, path: str | Path) -> np.ndarray:
+    raw = np.ascontiguousarray(pixels[..., 0])
+    if (pixels[..., 1 : info.channels - info.alpha] != pixels[..., :1]).any():
+        what = f"the label is RGB, expected one channel of class ids; {_COLOR_WORDS}"
+        raise DataError(f"{printable(path)}: {what}")
+    if info.alpha:
+        decode.opaque(pixels, path)
+    if raw.dtype in (np.uint8, np.uint16):
+        return raw
+    low, high = raw.min(), raw.max()
+    if not (low >= 0 and high <= _MAX_ID and (raw == np.trunc(raw)).all()):  # also of NaN
+        what = f"{raw.dtype} from {low} to {high}, expected whole numbers of 0..{_MAX_ID}"
+        repair = "give pixels to ignore an id, and list it under ignore_ids in the class file"
+        raise DataError(f"{printable(path)}: the label holds {what}; {repair}")
+    return raw.astype(np.uint8 if high <= 255 else np.uint16)
+
+
+def decode_colors(data: bytes, path: str | Path) -> np.ndarray:
+    """`read_colors` of bytes that are already read."""
+    info = _checked(formats.decode_info(data, path), path, "colors")
+    if Path(path).suffix.lower() == ".png":
+        return decode.decode_png_colors(data, path)
+    pixels = formats.decode_stored(data, path, info, max_pixels=MAX_PIXELS)
+    return _colors_of(pixels, info, formats.decode_palette(data, path), path)
+
+
+def _colors_of(
+    pixels: np.ndarray, info: Info, palette: formats.Palette, path: str | Path
+) -> np.ndarray:
+    if info.palette:
+        return formats.palette_colors(pixels, palette, path)
+    if info.alpha:
+        pixels = decode.opaque(pixels, path)
+    return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
+
+
+def label_problem(info: Info, label_format: str) -> str:
+    """Why a label with this header cannot be read in this format; empty if it can."""
+    channels = info.channels - info.alpha
+    if not info.lossless:
+        return "the label is compressed with loss, as JPEG does it, which changes its ids"
+    if label_format == "colors":
+        if channels in (1, 3) and info.dtype == np.uint8:
+            return ""
+        found = f"{channels} channels of {info.dtype}"
+        return f"the label has {found}; expected 8-bit RGB colours"
+    if channels in (1, 3) and not (info.alpha and info.dtype.kind == "f"):
+        return ""
+    return f"the label has {channels} channels, expected one of class ids"
+
+
+def _checked(info: Info, path: str | Path, label_format: str) -> Info:
+    if problem := label_problem(info, label_format):
+        raise DataError(f"{printable(path)}: {problem}")
+    return info

@@ -1,0 +1,174 @@
+"""TIFF by tifffile, which decodes by imagecodecs: headers, pixels, and parts of large files."""
+
+import io
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from segtrain.data.read.decode import Info, Palette, checked_pixels, damage_named, number_dtype
+from segtrain.data.read.find import Window
+from segtrain.errors import DataError
+from segtrain.files import open_regular, os_errors_as
+from segtrain.text import printable
+
+_BAND_AXES = {"S", "C", "Q", "I"}  # samples, channels, and pages without a meaning of their own
+_REDUCED, _MASK = 1, 4  # bits of NewSubfileType
+_MINISWHITE, _MINISBLACK, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
+_ALPHA_SAMPLES = {1, 2}  # values of ExtraSamples
+# None, CCITT, LZW, deflate, PackBits, LZMA and zstd: what keeps every number.
+_LOSSLESS = {1, 2, 3, 4, 5, 8, 32773, 32946, 34925, 50000}
+
+
+@contextmanager
+def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
+    """The only picture of a TIFF as tifffile's TiffPageSeries, whose `keyframe` is its first page.
+
+    Pictures that are smaller copies of it, and masks, do not count.
+    """
+    import tifffile
+
+    # It logs what it also raises, and oddities that do not matter.
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)
+    file.seek(0)
+    with damage_named(path), tifffile.TiffFile(file, is_ome=False) as tiff:
+        pictures = [s for s in tiff.series if not s.keyframe.subfiletype & (_REDUCED | _MASK)]
+        page = pictures[0].keyframe
+        axes = "".join(a for a, n in zip(pictures[0].axes, pictures[0].shape, strict=True) if n > 1)
+        others = set(axes) - {"Y", "X"}
+        problem = ""
+        if len(pictures) > 1 or len(others) > 1 or others - _BAND_AXES:
+            shape = "x".join(map(str, pictures[0].shape))
+            found = f"{len(pictures)}" if len(pictures) > 1 else f"{shape} ({pictures[0].axes})"
+            problem = f"the TIFF has several pictures: {found}; store each in a file of its own"
+        elif page.photometric not in (_MINISWHITE, _MINISBLACK, _RGB, _PALETTE, _YCBCR):
+            problem = f"the TIFF has colours {page.photometric.name}; convert it to RGB"
+        elif page.dtype is None or page.dtype.kind not in "buif":
+            problem = "expected whole numbers or floats of one type in all channels"
+        if problem:
+            raise DataError(f"{printable(path)}: {problem}")
+        yield pictures[0]
+
+
+def read_header(file: IO[bytes], path: str | Path) -> Info:
+    """As `formats.read_info`."""
+    with opened_tiff(file, path) as picture:
+        page = picture.keyframe
+        sizes = dict(zip(picture.axes, picture.shape, strict=True))
+        orientation = page.tags.valueof("Orientation", 1)
+        return Info(
+            (sizes["Y"], sizes["X"]),
+            math.prod(sizes.values()) // (sizes["Y"] * sizes["X"]),
+            number_dtype(page.dtype),
+            page.photometric == _PALETTE,
+            bool(page.extrasamples) and page.extrasamples[-1] in _ALPHA_SAMPLES,
+            page.bitspersample,
+            orientation if orientation in range(1, 9) else 1,
+            page.compression in _LOSSLESS,
+            _no_data(page.tags.valueof("GDAL_NODATA")),
+        )
+
+
+def _no_data(text: Any) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None
+
+
+def read_pixels(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
+    """As `formats.read_stored`."""
+    with opened_tiff(file, path) as picture:
+        size = file.seek(0, io.SEEK_END)
+        for page in picture.pages:
+            ends = map(sum, zip(page.dataoffsets, page.databytecounts, strict=True))
+            if max(ends, default=0) > size:  # tifffile would fill the rest with zeros
+                raise DataError(f"{printable(path)}: the TIFF is cut off")
+        return channels_last(picture.asarray(maxworkers=1), picture)
+
+
+def channels_last(pixels: np.ndarray, picture: Any, axes: str = "") -> np.ndarray:
+    """Pixels of a TIFF with rows and columns first, white high, in native byte order.
+
+    axes: of `pixels`, in tifffile's letters; empty: those of the picture.
+    """
+    axes = axes or picture.axes
+    others = [i for i, axis in enumerate(axes) if axis not in "YX"]
+    pixels = pixels.transpose([axes.index("Y"), axes.index("X"), *others])
+    pixels = pixels.astype(number_dtype(pixels.dtype), copy=False)
+    if picture.keyframe.photometric == _MINISWHITE and pixels.dtype.kind == "u":
+        pixels = ((1 << picture.keyframe.bitspersample) - 1 - pixels).astype(pixels.dtype)
+    return pixels
+
+
+def read_colors(file: IO[bytes], path: str | Path) -> Palette:
+    """As `formats.read_palette`."""
+    with opened_tiff(file, path) as picture:
+        colors = picture.keyframe.colormap  # (3, 2^bits) uint16
+        return [] if colors is None else [tuple(c) for c in (colors >> 8).T.tolist()]
+
+
+def read_stored_window(path: Path, window: Window) -> np.ndarray:
+    """As `read_stored`, of this part of a TIFF: (height, width, C). Reads no more than it must."""
+    with os_errors_as(DataError, path), open_regular(path) as file:
+        info = read_header(file, path)
+        rows = slice(window.top, window.top + window.height)
+        columns = slice(window.left, window.left + window.width)
+        with opened_tiff(file, path) as picture:
+            if picture.dataoffset is not None:
+                order = picture.keyframe.parent.byteorder
+                dtype = np.dtype(picture.dtype).newbyteorder(order)
+                stored = np.memmap(file, dtype, "r", picture.dataoffset, picture.shape)
+                place = {"Y": rows, "X": columns}
+                part = stored[tuple(place.get(axis, slice(None)) for axis in picture.axes)]
+                pixels = channels_last(np.array(part), picture)
+            else:
+                parts = [_page_window(page, file, rows, columns) for page in picture.pages]
+                pixels = channels_last(np.concatenate(parts, axis=2), picture, axes="YXS")
+        part_info = info._replace(size=(window.height, window.width))
+        return checked_pixels(pixels, part_info, path)
+
+
+def _page_window(page: Any, file: Any, rows: slice, columns: slice) -> np.ndarray:
+    """The part (h, w, samples) of a page, from the tiles or strips that it touches."""
+    key = page.keyframe
+    size = (rows.stop - rows.start, columns.stop - columns.start)
+    found = np.full((*size, key.samplesperpixel), key.nodata, key.dtype)
+    tables = {}
+    if page.jpegtables is not None or key.jpegheader is not None:
+        tables = {"jpegtables": page.jpegtables, "jpegheader": key.jpegheader}
+    for index in _segments(key, rows, columns):
+        offset, count = page.dataoffsets[index], page.databytecounts[index]
+        if not count:  # a sparse file: nothing was written here
+            continue
+        file.seek(offset)
+        data = file.read(count)
+        if len(data) < count:
+            raise DataError(f"{printable(file.name)}: the TIFF is cut off")
+        segment, (plane, _, top, left, _), (_, height, width, samples) = key.decode(
+            data, index, **tables
+        )
+        y, end = max(top, rows.start), min(top + height, rows.stop)
+        x, right = max(left, columns.start), min(left + width, columns.stop)
+        found[
+            y - rows.start : end - rows.start,
+            x - columns.start : right - columns.start,
+            plane : plane + samples,
+        ] = segment[0, y - top : end - top, x - left : right - left]
+    return found
+
+
+def _segments(page: Any, rows: slice, columns: slice) -> Iterator[int]:
+    """The indices of the tiles or strips of a page that these rows and columns touch."""
+    height, width = page.imagelength, page.imagewidth
+    tile = (page.tilelength, page.tilewidth) if page.is_tiled else (page.rowsperstrip, width)
+    down, across = math.ceil(height / tile[0]), math.ceil(width / tile[1])
+    planes = page.samplesperpixel if page.planarconfig == 2 else 1
+    for plane in range(planes):
+        for y in range(rows.start // tile[0], (rows.stop - 1) // tile[0] + 1):
+            for x in range(columns.start // tile[1], (columns.stop - 1) // tile[1] + 1):
+                yield (plane * down + y) * across + x

@@ -1,0 +1,132 @@
+"""Predicts a raster of any size in the memory of a block, and writes it with its georeference."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tifffile
+import torch
+from torch import Tensor, nn
+
+from segtrain.data.read.find import Window
+from segtrain.data.read.image import ImageForm, ignore_missing, read_image
+from segtrain.evaluation.inference import predict_labels
+from segtrain.evaluation.settings import BatchLimits, SettingsBySize, Size
+from segtrain.files import temporary
+
+# The side of a block whose prediction is kept, and what is seen around it: less context would show
+# as seams. Both together are an image of Cityscapes and fit where training did.
+BLOCK_PX, MARGIN_PX = 1024, 256
+# A plain TIFF ends at 4 GiB; deflate may make a file a little larger.
+_BIG_BYTES = 3 << 30
+# ModelPixelScale, ModelTiepoint, ModelTransformation, and the three of GeoKeys (OGC 19-008r4).
+_GEO_TAGS = (33550, 33922, 34264, 34735, 34736, 34737)
+
+GeoTags = list[tuple[int, int, int, object, bool]]
+"""What tifffile calls extratags."""
+
+
+def geo_tags(path: Path) -> GeoTags:
+    """The tags by which a TIFF says where on Earth it lies; empty if it does not, or is none."""
+    if path.suffix.lower() not in (".tif", ".tiff"):
+        return []
+    with tifffile.TiffFile(path) as tiff:
+        tags = tiff.pages[0].tags
+        found = (tags[code] for code in _GEO_TAGS if code in tags)
+        return [(tag.code, int(tag.dtype), tag.count, tag.value, True) for tag in found]
+
+
+def write_label(path: Path, label: np.ndarray, tags: GeoTags) -> None:
+    """Writes ids (H, W) as a compressed TIFF with these tags, atomically."""
+    with temporary(path) as draft:
+        tifffile.imwrite(draft, label, compression="deflate", extratags=tags, metadata=None)
+        os.replace(draft, path)
+
+
+def predict_raster(
+    model: nn.Module,
+    path: Path,
+    size: Size,
+    output: Path,
+    *,
+    form: ImageForm,
+    settings: SettingsBySize,
+    limits: BatchLimits,
+    ids: np.ndarray,
+    device: torch.device,
+    on_block: Callable[[], object],
+) -> bool:
+    """Writes the ids of the TIFF at `path`, (height, width) `size`, as a tiled TIFF.
+
+    ids: (K,) what to write for each train id. form: of the file. on_block: called after each block.
+
+    Returns whether all scores were finite numbers; elsewhere the prediction means nothing.
+
+    Raises:
+        DataError: a part of the file cannot be read.
+    """
+    is_finite = True
+
+    def blocks() -> Iterator[np.ndarray]:
+        nonlocal is_finite
+        for top in range(0, size[0], BLOCK_PX):
+            for left in range(0, size[1], BLOCK_PX):
+                seen, core = _around((top, left), size)
+                image = read_image([path], form, seen)
+                image, _ = ignore_missing(image, np.empty(image.shape[:2], np.uint8), form)
+                label, finite = _predict(model, image, settings, limits, device)
+                is_finite = is_finite and finite
+                block = np.zeros((BLOCK_PX, BLOCK_PX), ids.dtype)
+                part = ids[label[core]]
+                block[: part.shape[0], : part.shape[1]] = part
+                on_block()
+                yield block
+
+    with temporary(output) as draft:
+        tifffile.imwrite(
+            draft,
+            blocks(),
+            shape=size,
+            dtype=ids.dtype,
+            tile=(BLOCK_PX, BLOCK_PX),
+            compression="deflate",
+            photometric="minisblack",
+            bigtiff=math.prod(size) * ids.itemsize > _BIG_BYTES,
+            extratags=geo_tags(path),
+            metadata=None,
+            maxworkers=1,
+        )
+        os.replace(draft, output)
+    return is_finite
+
+
+def num_blocks(size: Size) -> int:
+    """How many blocks a raster of this size has."""
+    return math.prod(math.ceil(side / BLOCK_PX) for side in size)
+
+
+def _around(start: tuple[int, int], size: Size) -> tuple[Window, tuple[slice, slice]]:
+    """What the network sees of the block at `start`, and where in it the block lies."""
+    spans, core = [], []
+    for first, length in zip(start, size, strict=True):
+        last = min(first + BLOCK_PX, length)
+        begin, end = max(0, first - MARGIN_PX), min(last + MARGIN_PX, length)
+        spans.append((begin, end - begin))
+        core.append(slice(first - begin, last - begin))
+    (top, height), (left, width) = spans
+    return Window(top, left, height, width), (core[0], core[1])
+
+
+def _predict(
+    model: nn.Module,
+    image: np.ndarray,
+    settings: SettingsBySize,
+    limits: BatchLimits,
+    device: torch.device,
+) -> tuple[np.ndarray, bool]:
+    pixels: Tensor = torch.from_numpy(image).to(device).permute(2, 0, 1).unsqueeze(0)
+    size = image.shape[0], image.shape[1]
+    (found,) = predict_labels(model, [pixels], settings.of(size), [size], limits)
+    return found.label.cpu().numpy(), bool(found.is_finite)

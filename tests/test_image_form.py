@@ -1,0 +1,347 @@
+"""Images of any number of channels and type, from the file to the network, against numpy."""
+
+import json
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from PIL import Image
+from timm.models._manipulate import adapt_input_conv
+
+from segtrain.cli import main as segtrain
+from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, load_config
+from segtrain.data import open_dataset
+from segtrain.data.check.checks import check_data
+from segtrain.data.read.image import ImageForm, read_image
+from segtrain.data.sample.geometry import Placement, Span, resample_image
+from segtrain.data.sample.stream import blend
+from segtrain.data.sample.transforms import TrainTransform
+from segtrain.errors import ConfigError, DataError
+from segtrain.models import build_model
+from segtrain.models.blocks import normalize
+from segtrain.models.stem import widened
+from segtrain.run.pictures import as_rgb
+
+SIZE = 24, 40
+
+
+def values(channels, dtype, high, size=SIZE, seed=0):
+    return np.random.default_rng(seed).uniform(0, high, (*size, channels)).astype(dtype)
+
+
+def write_set(root, image_of, num=3):
+    """Pairs of `image_of(i)` and a label with class 1 in its lower half."""
+    for split in ("train", "val"):
+        for i in range(num):
+            for kind in ("images", "labels"):
+                (root / kind / split).mkdir(parents=True, exist_ok=True)
+            path = root / "images" / split / f"{i}.tif"
+            image = image_of(i + 100 * (split == "val"))
+            options = {"planarconfig": "contig"} if image.shape[2] > 1 else {}
+            tifffile.imwrite(path, image, photometric="minisblack", **options)
+            label = np.repeat([0, 1], SIZE[0] // 2)[:, None].repeat(SIZE[1], 1)
+            Image.fromarray(label.astype(np.uint8)).save(root / f"labels/{split}/{i}.png")
+    (root / "c.yaml").write_text("classes: [sky, road]\n")
+    return root
+
+
+def data_of(root, **options):
+    return DataConfig(layout="folders", root=str(root), classes=str(root / "c.yaml"), **options)
+
+
+FILES = [
+    (1, np.uint16, 3, (0, 0, 0)),
+    (3, np.uint16, 3, (0, 1, 2)),
+    (4, np.uint8, 4, (0, 1, 2, 3)),
+    (5, np.uint16, 5, (0, 1, 2, 3, 4)),
+    (1, np.int16, 1, (0,)),
+]
+
+
+@pytest.mark.parametrize(("found", "dtype", "wanted", "bands"), FILES)
+def test_channels_are_those_of_the_file_and_grey_becomes_rgb(tmp_path, found, dtype, wanted, bands):
+    image = values(found, dtype, 200)
+    np.save(tmp_path / "x.npy", image)
+    kept = dtype if dtype != np.int16 else np.float32
+    read = read_image([tmp_path / "x.npy"], ImageForm(wanted, np.dtype(kept)))
+    assert read.dtype == kept
+    np.testing.assert_array_equal(read, image[..., bands])
+
+
+@pytest.mark.parametrize(("found", "wanted"), [(4, 3), (3, 4), (5, 3), (3, 1), (2, 1)])
+def test_other_numbers_of_channels_are_refused_with_the_option(tmp_path, found, wanted):
+    np.save(tmp_path / "x.npy", values(found, np.uint8, 255))
+    message = rf"x\.npy: {found} channels, data\.channels is {wanted}; set data\.channels: {found}"
+    with pytest.raises(DataError, match=message):
+        read_image([tmp_path / "x.npy"], ImageForm(wanted))
+
+
+def test_bands_in_files_of_their_own_are_joined_in_their_order(tmp_path):
+    image, paths = values(3, np.uint16, 4095), []
+    for i in (2, 0, 1):
+        paths.append(tmp_path / f"b{i}.tif")
+        tifffile.imwrite(paths[-1], image[..., i])
+    form = ImageForm(3, np.dtype(np.uint16))
+    np.testing.assert_array_equal(read_image(paths, form), image[..., [2, 0, 1]])
+    tifffile.imwrite(paths[0], image[:-1, :, 0])
+    with pytest.raises(DataError, match="files of this image have sizes 23x40, 24x40, 24x40"):
+        read_image(paths, form)
+
+
+def test_pixels_without_a_value_are_ignored_and_become_the_mean(tmp_path):
+    """NaN, infinity, and the number by which GDAL marks them."""
+    image = values(2, np.float32, 3)
+    image[0, 0, 1], image[1, 1, 0], image[2, 2] = np.nan, np.inf, -9999
+    write_set(tmp_path, lambda _: image)
+    for path in tmp_path.glob("images/*/*.tif"):
+        tag = (42113, "s", 0, "-9999", True)
+        planes = np.moveaxis(image, -1, 0)
+        options = {"photometric": "minisblack", "planarconfig": "separate", "extratags": [tag]}
+        tifffile.imwrite(path, planes, **options)
+    options = {"channels": 2, "value_range": (0.0, 3.0), "mean": (85.0, 170.0), "std": (60.0, 60.0)}
+    read, label = open_dataset(data_of(tmp_path, **options), "train")[0]
+    ignored = [[0, 0], [1, 1], [2, 2]]
+    assert np.argwhere(label == 255).tolist() == ignored
+    assert (read[0, 0, 1], read[1, 1, 0]) == (2.0, 1.0)
+    assert read[2, 2].tolist() == [1.0, 2.0]
+    keep = np.isfinite(image) & (image != -9999)
+    np.testing.assert_array_equal(read[keep], image[keep])
+
+
+@pytest.mark.parametrize("angle", [0.0, 20.0])
+@pytest.mark.parametrize(("dtype", "high"), [(np.uint8, 255), (np.uint16, 65535), (np.float32, 2)])
+def test_a_crop_of_many_channels_is_that_of_each_channel_alone(dtype, high, angle):
+    rows, columns = Span(24, 31, 36, pad=2), Span(40, 52, 33, start=3)
+    placement = Placement(rows, columns, angle_deg=angle, flip=True)
+    image, fill = values(7, dtype, high), tuple(range(7))
+    crop = resample_image(image, placement, fill=fill)
+    assert crop.dtype == dtype
+    for i in range(7):
+        alone = resample_image(image[..., i : i + 1].copy(), placement, fill=fill[i : i + 1])
+        np.testing.assert_array_equal(crop[..., i], alone[..., 0])
+
+
+@pytest.mark.parametrize("rotate_deg", [0.0, 30.0])
+def test_nan_spreads_into_no_pixel_that_counts(rotate_deg):
+    """What a NaN takes part in is ignored and the mean; without rotation all else is the image."""
+    image, label = np.full((*SIZE, 2), 0.5, np.float32), np.zeros(SIZE, np.uint8)
+    image[10:14, 10:14] = np.nan
+    form = ImageForm(2, np.dtype(np.float32), (0.0, 1.0), (0.0, 255.0))
+    augment = AugmentConfig(crop_size=(28, 40), scale_range=(1.3, 1.3), rotate_deg=rotate_deg)
+    for seed in range(4):
+        crop, classes = TrainTransform(augment, form=form)(
+            image, label, np.random.default_rng(seed)
+        )
+        assert np.isfinite(crop).all()
+        if not rotate_deg:
+            assert (crop[classes == 255] == [0, 1]).all()
+            assert (crop[classes == 0] == 0.5).all()
+
+
+@pytest.mark.parametrize(("dtype", "high"), [(np.uint8, 255), (np.uint16, 65535), (np.float32, 9)])
+def test_mixup_blends_in_the_dtype_of_the_images(dtype, high):
+    one, other = (values(5, dtype, high, seed=i) for i in (0, 1))
+    exact = (one.astype(float) * (256 - 77) + other.astype(float) * 77) / 256
+    mixed = blend(one, other, 77)
+    assert mixed.dtype == dtype
+    np.testing.assert_allclose(mixed, exact, atol=0.5 if dtype != np.float32 else 1e-6)
+
+
+SCALES = [
+    (np.uint8, None, 1.0, 0.0),
+    (np.uint16, None, 255 / 65535, 0.0),
+    (np.uint16, (100.0, 4195.0), 255 / 4095, -100.0),
+    (np.float32, (-1.0, 1.0), 127.5, 1.0),
+]
+
+
+@pytest.mark.parametrize(("dtype", "value_range", "factor", "shift"), SCALES)
+def test_one_scale_makes_units_of_255_before_mean_and_std(dtype, value_range, factor, shift):
+    image = values(2, dtype, 200)
+    mean, std = (10.0, 20.0), (3.0, 4.0)
+    tensor = torch.from_numpy(image).permute(2, 0, 1)[None]
+    found = normalize(tensor, mean, std, value_range=value_range)[0].permute(1, 2, 0)
+    exact = ((image.astype(float) + shift) * factor - mean) / std
+    np.testing.assert_allclose(found, exact, rtol=2e-6, atol=2e-5)
+    form = ImageForm(2, np.dtype(dtype), value_range, mean)
+    filled = (np.array(form.fill, float) + shift) * factor
+    np.testing.assert_allclose(filled, mean, atol=0 if dtype == np.float32 else factor / 2 + 1e-9)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 13])
+def test_kernels_for_rgb_are_widened_as_timm_does(channels):
+    kernels = torch.randn(8, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    expected = adapt_input_conv(channels, kernels)
+    torch.testing.assert_close(widened(kernels, channels), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backbone", ["resnet18", "mobilenet_v2", "timm/convnext_atto"])
+def test_pretrained_weights_of_rgb_serve_other_channels(tmp_path, backbone):
+    from segtrain.models.pretrained import load_backbone
+
+    model = ModelConfig(backbone=backbone, arch="deeplabv3", output_stride=16)
+    rgb = build_model(model, num_classes=2).backbone
+    state = getattr(rgb, "weights", rgb).state_dict()
+    torch.save(dict(state), tmp_path / "w.pth")
+    grey = build_model(model, num_classes=2, in_channels=1).backbone
+    lines = load_backbone(grey, str(tmp_path / "w.pth")).lines()
+    assert any("kernels for 1 channel from RGB: their sum" in line for line in lines)
+    image = torch.randn(1, 1, 64, 64)
+    with torch.no_grad():
+        one, three = grey.eval()(image).out, rgb.eval()(image.expand(-1, 3, -1, -1)).out
+    torch.testing.assert_close(one, three, rtol=1e-3, atol=1e-3)
+
+
+def test_other_images_are_shown_by_their_first_channels_on_one_scale():
+    image = np.array([[[0, 2000, 4095, 9], [4095, 9000, 0, 9]]], np.uint16)
+    shown = as_rgb(image, (0.0, 4095.0))
+    assert shown.tolist() == [[[0, 125, 255], [255, 255, 0]]]
+    assert as_rgb(np.array([[[1.0]]], np.float32), (0.0, 2.0)).tolist() == [[[128, 128, 128]]]
+
+
+# What the values of a set say about how its files were made.
+
+
+def kinds(root, **options):
+    found = check_data(data_of(root, **options), jobs=1).findings
+    return {(one.severity, one.kind) for one in found if one.split == "train"}
+
+
+def burnt_in(image):
+    """A pixel that is brighter than the sensor can be hides nothing."""
+    image[0, 0, 0] = 65535
+    return image
+
+
+WAYS = [
+    ("12 bits in 16", lambda i: burnt_in(values(3, np.uint16, 4096, seed=i)), ("error", "faint")),
+    (
+        "cut off at white",
+        lambda i: np.minimum(values(3, np.uint16, 4096, seed=i), 255).astype(np.uint8),
+        ("warning", "white"),
+    ),
+    ("floats", lambda i: values(3, np.float32, 1, seed=i), ("error", "range")),
+    ("good", lambda i: values(3, np.uint8, 255, seed=i), None),
+]
+
+
+@pytest.mark.parametrize(("way", "image_of", "expected"), WAYS, ids=[w[0] for w in WAYS])
+def test_conversions_that_lose_values_are_found(tmp_path, way, image_of, expected):
+    write_set(tmp_path, image_of)
+    assert kinds(tmp_path) == ({expected} if expected else set())
+
+
+@pytest.mark.parametrize("axes", [(0, 1), None], ids=["channels", "images"])
+def test_images_that_were_stretched_one_by_one_are_found(tmp_path, axes):
+    def stretched(i):
+        image = np.random.default_rng(i).normal(size=(*SIZE, 3))
+        low, high = image.min(axes), image.max(axes)
+        return ((image - low) / (high - low) * 255).round().astype(np.uint8)
+
+    write_set(tmp_path, stretched, num=8)
+    assert ("warning", "stretched") in kinds(tmp_path)
+
+
+def test_a_fourth_band_that_varies_is_not_dropped_without_a_word(tmp_path):
+    write_set(tmp_path, lambda i: values(3, np.uint8, 255, seed=i))
+    for path in list(tmp_path.glob("images/*/*.tif")):
+        path.unlink()
+        Image.fromarray(values(4, np.uint8, 255)).save(path.with_suffix(".png"))
+    assert ("warning", "dropped band") in kinds(tmp_path)
+    numbers = {"mean": (1.0,) * 4, "std": (1.0,) * 4}
+    assert ("warning", "dropped band") not in kinds(tmp_path, channels=4, **numbers)
+    for path in tmp_path.glob("images/*/*.png"):
+        opaque = values(4, np.uint8, 255)
+        opaque[..., 3] = 255
+        Image.fromarray(opaque).save(path)
+    assert ("warning", "dropped band") not in kinds(tmp_path)
+
+
+# From the command line.
+
+
+@pytest.fixture
+def five_bands(tmp_path):
+    """12 bits in uint16, five channels, as TIFF; and a config without mean, std and range."""
+    write_set(tmp_path, lambda i: values(5, np.uint16, 4096, seed=i))
+    config = tmp_path / "x.yaml"
+    config.write_text(
+        f"data: {{layout: folders, root: {tmp_path}, classes: {tmp_path}/c.yaml, channels: 5}}\n"
+        "augment: {crop_size: [32, 32], class_mix_prob: 0.5, mixup_alpha: 0.2, blur_prob: 0.5}\n"
+        "model: {backbone: resnet18, num_stages: 2, output_stride: 8, head_channels: 8}\n"
+        "train: {batch_size: 2, steps: 2}\noptim: {lr: 0.01}\nlog: {every_steps: 1}\n"
+    )
+    return config
+
+
+def test_stats_print_what_a_set_of_other_values_needs(five_bands, capsys):
+    assert segtrain(["train", str(five_bands), "--output", str(five_bands.parent / "no")]) == 2
+    assert "'segtrain data stats' prints them" in capsys.readouterr().err
+    assert segtrain(["data", "stats", str(five_bands)]) == 0
+    text = capsys.readouterr().out
+    lines = [
+        line for line in text.splitlines() if line.startswith(("  value_r", "  mean", "  std"))
+    ]
+    assert lines[0] == "  value_range: [0, 4095]"
+    assert "values: uint16 from 0 to 4095; by a sample 0.1 % up to" in text
+    root = five_bands.parent
+    images = np.stack([tifffile.imread(p) for p in sorted(root.glob("images/train/*"))])
+    means = json.loads(lines[1].partition(":")[2])
+    np.testing.assert_allclose(means, images.mean((0, 1, 2)) * 255 / 4095, atol=6e-4)
+    five_bands.write_text(
+        five_bands.read_text().replace("data: {", "data: {\n" + ",".join(lines) + ",")
+    )
+    config = load_config(five_bands)
+    assert (config.data.value_range, len(config.data.std)) == ((0.0, 4095.0), 5)
+
+
+def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, capsys, monkeypatch):
+    root, run = five_bands.parent, five_bands.parent / "run"
+    numbers = [
+        "data.value_range=[0, 4095]",
+        f"data.mean={[120.0] * 5}",
+        f"data.std={[70.0] * 5}",
+        "data.num_workers=0",
+    ]
+    sets = [part for number in numbers for part in ("--set", number)]
+    assert segtrain(["train", str(five_bands), "--output", str(run), "--device", "cpu", *sets]) == 0
+    assert segtrain(["eval", str(run), "--device", "cpu", "--overlays", str(root / "o")]) == 0
+    predict = ["predict", str(run), str(root / "images/val"), "--output", str(root / "p")]
+    assert segtrain(predict) == 0
+    assert len(list((root / "p").rglob("*.png"))) == 3 * 3 + 1
+    monkeypatch.setattr("segtrain.commands.predict.MAX_PHOTO_PIXELS", 100)
+    monkeypatch.setattr("segtrain.data.read.raster._MIN_BYTES", 0)
+    assert segtrain([*predict, "--overwrite"]) == 0
+    for path in (root / "p/labels").glob("*.tif"):
+        label = np.array(Image.open(path.with_suffix(".png")))
+        np.testing.assert_array_equal(tifffile.imread(path), label)
+    Image.new("RGB", (40, 24)).save(root / "rgb.png")
+    assert segtrain(["predict", str(run), str(root / "rgb.png"), "--output", str(root / "q")]) == 3
+    assert "[0.0, 4095.0] does not fit images of uint8" in capsys.readouterr().err
+    export = ["export", str(run), "--format", "pt2", "--output", str(root / "m.pt2")]
+    assert segtrain([*export, "--normalize", "uint8"]) == 2
+    assert segtrain([*export, "--normalize", "float32"]) == 0
+
+
+def test_a_pack_gives_the_same_pixels(five_bands):
+    from test_pack import assert_same_items
+
+    root = five_bands.parent
+    numbers = {"mean": (1.0,) * 5, "std": (1.0,) * 5, "channels": 5, "value_range": (0.0, 4095.0)}
+    sets = [f"data.{key}={json.dumps(value)}" for key, value in numbers.items()]
+    args = [part for one in sets for part in ("--set", one)]
+    assert segtrain(["data", "pack", str(five_bands), "--output", str(root / "pack"), *args]) == 0
+    files = open_dataset(data_of(root, **numbers), "val")
+    packed = open_dataset(data_of(root, pack=str(root / "pack"), **numbers), "val")
+    assert_same_items(packed, files)
+    assert packed[0][0].dtype == np.uint16
+
+
+def test_colours_change_in_8_bit_rgb_alone():
+    augment = AugmentConfig(color_prob=0.5)
+    with pytest.raises(ConfigError, match=r"augment\.color_prob: takes 8-bit images"):
+        TrainTransform(augment, form=ImageForm(3, np.dtype(np.uint16)))
+    data = DataConfig(layout="camvid", root="x", classes="x", channels=4)
+    with pytest.raises(ValueError, match="are those of RGB"):
+        Config(data=data, augment=augment)

@@ -1,0 +1,146 @@
+"""TIFFs that are too large to be read at once: windows against the whole file, and rasterio."""
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from torch import nn
+
+from segtrain.config import DataConfig
+from segtrain.data import open_dataset
+from segtrain.data.check.checks import check_data
+from segtrain.data.read import raster
+from segtrain.data.read.find import Window
+from segtrain.data.read.image import ImageForm
+from segtrain.data.read.raster import windows
+from segtrain.data.read.tiff import read_stored_window
+from segtrain.errors import DataError
+from segtrain.evaluation import raster as raster_prediction
+from segtrain.evaluation.raster import geo_tags, predict_raster
+from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
+from segtrain.types import SegLogits
+
+SIZE = 200, 330
+# A pixel of 10 m at a corner in UTM zone 33 N (EPSG 32633).
+GEO = [
+    (33550, "d", 3, (10.0, 10.0, 0.0), True),
+    (33922, "d", 6, (0.0, 0.0, 0.0, 500000.0, 5000000.0, 0.0), True),
+    (34735, "H", 12, (1, 1, 0, 2, 1024, 0, 1, 1, 3072, 0, 1, 32633), True),
+]
+
+
+def values(channels, dtype, seed=0):
+    return np.random.default_rng(seed).integers(0, 250, (*SIZE, channels)).astype(dtype)
+
+
+WAYS = {
+    "tiles": {"tile": (64, 48), "compression": "deflate", "predictor": True},
+    "strips": {"rowsperstrip": 37, "compression": "lzw"},
+    "plain": {},
+    "big-endian": {"byteorder": ">", "bigtiff": True},
+    "planes": {"planarconfig": "separate", "tile": (64, 64), "compression": "zstd"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
+def test_a_window_is_that_part_of_the_whole(tmp_path, way, dtype):
+    whole, options = values(5, dtype), {"photometric": "minisblack", **WAYS[way]}
+    stored = np.moveaxis(whole, -1, 0) if way == "planes" else whole
+    contig = {} if way == "planes" else {"planarconfig": "contig"}
+    tifffile.imwrite(tmp_path / "x.tif", stored, **options, **contig)
+    for window in (Window(0, 0, 200, 330), Window(60, 47, 70, 51), Window(199, 329, 1, 1)):
+        found = read_stored_window(tmp_path / "x.tif", window)
+        top, left, height, width = window
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, whole[top : top + height, left : left + width])
+
+
+def test_windows_cover_every_pixel_once():
+    count = np.zeros(SIZE, int)
+    for top, left, height, width in windows(SIZE, 64):
+        assert max(height, width) <= 64
+        count[top : top + height, left : left + width] += 1
+    assert (count == 1).all()
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    """Files of more than 40,000 pixels are rasters, with windows of 64 pixels and blocks of 80."""
+    monkeypatch.setattr(raster, "_MIN_BYTES", 0)
+    monkeypatch.setattr(raster.raster_size, "__defaults__", (40_000,))
+    monkeypatch.setattr(raster.windows, "__defaults__", (64,))
+    monkeypatch.setattr(raster_prediction, "BLOCK_PX", 80)
+    monkeypatch.setattr(raster_prediction, "MARGIN_PX", 16)
+
+
+def write_scene(root, split, image, label, **options):
+    for kind, pixels in (("images", image), ("labels", label)):
+        (root / kind / split).mkdir(parents=True, exist_ok=True)
+        tifffile.imwrite(root / kind / split / "scene.tif", pixels, **options)
+
+
+def test_a_raster_is_many_images_of_a_data_set(tmp_path, small_limits):
+    image, label = values(3, np.uint8), (values(1, np.uint8, 1) % 2)[..., 0]
+    write_scene(tmp_path, "train", image, label, tile=(48, 48), compression="deflate")
+    write_scene(tmp_path, "val", image[:50, :50], label[:50, :50])
+    (tmp_path / "c.yaml").write_text("classes: [sky, road]\n")
+    data = DataConfig(layout="folders", root=str(tmp_path), classes=str(tmp_path / "c.yaml"))
+    dataset = open_dataset(data, "train")
+    assert [len(dataset), len(open_dataset(data, "val"))] == [24, 1]
+    assert dataset.name(1) == "scene_y0_x55"
+    for i, window in enumerate(windows(SIZE, 64)):
+        rows = slice(window.top, window.top + window.height)
+        columns = slice(window.left, window.left + window.width)
+        np.testing.assert_array_equal(dataset[i][0], image[rows, columns])
+        np.testing.assert_array_equal(dataset[i][1], label[rows, columns])
+    with pytest.raises(DataError, match="which have no short side of their own"):
+        open_dataset(data.model_copy(update={"short_side_px": 100}), "train")
+    (scan, _) = check_data(data, jobs=1).scans
+    assert scan.pixels.sum() == label.size
+    tifffile.imwrite(tmp_path / "labels/train/scene.tif", label[:-1])
+    with pytest.raises(DataError, match=r"scene\.tif: the label of a raster of 200x330 must be"):
+        open_dataset(data, "train")
+
+
+class Local(nn.Module):
+    """Class 1 where the mean of 9x9 pixels is high: 4 pixels of context."""
+
+    def forward(self, images):
+        mean = nn.functional.avg_pool2d(images, 9, 1, 4, count_include_pad=False)
+        return SegLogits(torch.cat([-mean, mean], dim=1))
+
+
+def predicted(tmp_path, image, **options):
+    path, output = tmp_path / "x.tif", tmp_path / "labels.tif"
+    tifffile.imwrite(path, image, **options)
+    form = ImageForm(1, image.dtype, (0.0, 250.0), (125.0,))
+    usual = InferenceSettings(mean=(125.003 * 255 / 250,), std=(1.0,), value_range=(0.0, 250.0))
+    assert predict_raster(
+        Local().eval(),
+        path,
+        SIZE,
+        output,
+        form=form,
+        settings=SettingsBySize(usual, usual),
+        limits=BatchLimits(1, 1),
+        ids=np.array([7, 300], np.uint16),
+        device=torch.device("cpu"),
+        on_block=lambda: None,
+    )
+    return output
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_blocks_are_predicted_as_the_whole_and_keep_the_georeference(tmp_path, small_limits, dtype):
+    rasterio = pytest.importorskip("rasterio")
+    image = values(1, dtype)[..., 0]
+    output = predicted(tmp_path, image, extratags=GEO)
+    whole = torch.from_numpy(image.astype(np.float32))[None, None] - 125.003
+    expected = np.array([7, 300])[Local()(whole).out.argmax(1)[0]]
+    with rasterio.open(tmp_path / "x.tif") as given, rasterio.open(output) as found:
+        assert found.crs == given.crs == rasterio.CRS.from_epsg(32633)
+        assert found.transform == given.transform
+        assert found.transform.c == 500000
+        np.testing.assert_array_equal(found.read(1), expected)
+    assert len(geo_tags(tmp_path / "x.tif")) == 3
