@@ -37,7 +37,9 @@ class DataConfig(Section):
     )
     eval_split: str = option("val", "split to evaluate on; a file for layout 'list'")
     train_exclude: tuple[str, ...] = option(
-        (), "images left out of train_split, by name: the path below the split, without ending"
+        (),
+        "images left out of train_split, by name: the path below the split, without ending; * "
+        "stands for any characters, also /, and ? for one",
     )
     images_dir: str = option("images", "layout 'folders': images/<split>/**")
     labels_dir: str | None = option(
