@@ -121,7 +121,7 @@ def test_a_mistake_names_line_key_expectation_and_repair(text, message):
         ('augment: {crop_size: "64,48"}', "must be a list, such as [64, 48], got '64,48'"),
         ("norm: {kind: group_norm}", "did you mean group?"),
         ("augment: {crop: [3, 5]}", "unknown key; did you mean 'crop_size'?"),
-        ("eval: {new_eval_key: 5}", "crop_size, overlap, scales, flip, precision, batch_size"),
+        ("eval: {new_eval_key: 5}", "overlap, scales, flip, turns, precision, batch_size"),
         ("train: {loss: {kind: ohem}}", "unknown key; did you mean loss?"),
     ],
 )

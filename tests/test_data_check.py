@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import cv2
@@ -13,7 +14,7 @@ from PIL import Image
 from segtrain.cli import main as segtrain
 from segtrain.config import DataConfig
 from segtrain.data import open_dataset
-from segtrain.data.check import scan
+from segtrain.data.check import findings, scan
 from segtrain.data.check.checks import check_data, quick_check
 from segtrain.data.read import concurrent
 from segtrain.errors import DataError
@@ -137,7 +138,11 @@ def test_every_kind_of_damage_is_found_in_one_run(root):
         ("train", "unreadable"),
         ("val", "split"),
     }
-    assert "unlabelled" in finding(result, "files").places[0]
+    assert "unlabelled" in next(iter(finding(result, "files").places))
+    sizes = {"height x width 6x8 instead of 6x9": [f"{root}/labels/train/small.png"]}
+    assert finding(result, "sizes").places == sizes
+    (unreadable,) = finding(result, "unreadable").places.values()
+    assert unreadable == [f"{root}/images/train/text.png"]
 
 
 def rgb_labels(root, names="abc"):
@@ -158,10 +163,10 @@ def no_picture(root):
 @pytest.mark.parametrize(
     ("damage", "kind", "said"),
     [
-        (narrow_labels, "sizes", ["2 labels differ", "a.png: label 6x8", "c.png: label 6x8"]),
-        (partial(rgb_labels, names="b"), "unreadable", ["read: 1\n", "b.png: the label is RGB"]),
+        (narrow_labels, "sizes", ["2 labels have", "6x8 instead of 6x9: ", "a.png, ", "c.png"]),
+        (partial(rgb_labels, names="b"), "unreadable", ["1 file cannot be read: the label is RGB"]),
         (rgb_labels, "unreadable", ["3 files cannot be read: the label is RGB", "train/c.png"]),
-        (no_picture, "unreadable", ["b.png: not a PNG or JPEG image"]),
+        (no_picture, "unreadable", ["read: not a PNG or JPEG image", "b.png"]),
         (
             partial(write_labels, label=rows(0, 255)),
             "one class",
@@ -185,10 +190,24 @@ def test_what_training_would_stop_at_is_refused_before_it(root, damage, kind, sa
 def test_unknown_values_come_with_their_labels_and_pixels(root):
     write_pair(root, "train", "v1", rows(0, 7, 7, 9), seed=9)
     write_pair(root, "train", "v2", rows(9, 0), seed=10)
-    assert finding(checked(root), "values").places == [
-        f"9: {4 * SIZE[1]} pixels in 2 labels: v1, v2",
-        f"7: {2 * SIZE[1]} pixels in 1 label: v1",
-    ]
+    assert finding(checked(root), "values").places == {
+        f"9: {4 * SIZE[1]} pixels in 2 labels": ["v1", "v2"],
+        f"7: {2 * SIZE[1]} pixels in 1 label": ["v1"],
+    }
+
+
+def test_what_differs_in_the_file_only_is_one_line_with_a_count_and_three_names():
+    """And in JSON all of it; what is found in most files stands first."""
+    found = {"gone": ["a"], "late": [*"bcdefg"], "": ["h", "i"]}
+    words = "file", "files", "cannot be read"
+    (one,) = findings._counted("error", "s", "unreadable", found, *words)
+    text = "split 's': 9 files cannot be read"
+    assert one.lines() == [text, "  late: b, c, d and 3 more", "  h, i", "  gone: a"]
+    assert json.loads(json.dumps(vars(one)))["places"] == found
+    few = replace(one, places={"late": [*"bcdefg"]})
+    assert few.lines() == [f"{text}: late: b, c, d and 3 more"]
+    many = replace(one, places={f"odd{i}": () for i in range(15)})
+    assert many.lines()[10:] == ["  odd9", "  and 5 more"]
 
 
 def test_one_split_is_searched_to_the_end_for_a_rare_second_class(root, monkeypatch):
@@ -229,7 +248,7 @@ def test_oddities_are_warnings(root):
     Image.fromarray(rows(1).astype(np.uint8)).save(root / "labels/train/y.png", exif=exif)
     result = checked(root)
     assert result.ok
-    assert {(f.split, f.kind): list(f.places) for f in result.findings} == {
+    assert {(f.split, f.kind): f.places.get("", []) for f in result.findings} == {
         ("train", "files"): [],
         ("train", "all ignored"): ["g"],
         ("train", "orientation"): ["y", "z"],
@@ -278,7 +297,7 @@ def test_colour_labels_are_counted_and_an_unlisted_colour_is_never_ignored_by_de
     write_colors(root, COLORS[0], COLORS[0], COLORS[0], COLORS[1], COLORS[1], [0, 0, 0])
     (root / "toy.yaml").write_text(WITH_COLORS)
     found, _ = [x for x in checked(root, label_format="colors").findings if x.kind == "values"]
-    assert found.places == [f"(0, 0, 0): {3 * 9} pixels in 3 labels: a, b, c"]
+    assert found.places == {f"(0, 0, 0): {3 * 9} pixels in 3 labels": ["a", "b", "c"]}
     assert "write `ignore_color: [0, 0, 0]` there" in found.text
     assert found.text in refusal(root, label_format="colors")
     (root / "toy.yaml").write_text(WITH_COLORS + "ignore_color: [0, 0, 0]\n")
@@ -340,10 +359,10 @@ def write_images(root, split, top, **options):
 def test_few_bits_of_16_are_an_error_with_the_repair(root, top, bits):
     write_images(root, "train", top, lowest=top)
     found = finding(checked(root), "faint")
-    assert (found.severity, found.split, found.places) == ("error", "train", ["a", "b", "c"])
+    assert (found.severity, found.split, found.places[""]) == ("error", "train", ["a", "b", "c"])
     assert found.text.startswith(f"3 images of 16 bits use at most {bits} of them")
     assert f"no larger than {top}; set data.value_range: [0, {top}]" in found.text
-    assert refusal(root).splitlines()[0] == f"split 'train': {found.text}"
+    assert refusal(root) == f"split 'train': {found.text}: a, b, c"
 
 
 def test_a_camera_of_12_bits_among_images_of_8_is_an_error(root):
@@ -353,7 +372,7 @@ def test_a_camera_of_12_bits_among_images_of_8_is_an_error(root):
     write_pair(root, "train", "m07", np.arange(2000).reshape(40, 50) % 3)
     write_image(root / "images/train/m07.png", size=(40, 50), marked=True)
     assert not checked(root).ok
-    assert re.search(r"m07\.png: the image is uint16, .* are uint8", refusal(root))
+    assert re.search(r"the image is uint16, .* are uint8.*: \S*m07\.png$", refusal(root))
 
 
 def test_dark_images_of_16_bits_among_bright_ones_are_a_warning(root):
@@ -363,7 +382,7 @@ def test_dark_images_of_16_bits_among_bright_ones_are_a_warning(root):
     assert result.ok
     found = finding(result, "faint")
     assert found.text.startswith("1 image of 16 bits uses at most 12 of them")
-    assert found.places == ["b"]
+    assert found.places == {"": ["b"]}
     (line,) = quickly_checked(root)
     assert line.startswith("split 'train', by a sample: 1 image of 16 bits uses at most 12 of them")
     assert line.endswith("if these are not just dark; such as b")

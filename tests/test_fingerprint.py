@@ -467,31 +467,55 @@ def test_eval_warns_of_other_data_than_those_of_the_training(run, score, data, t
 # Weights of another run.
 
 
-def test_classifiers_follow_the_order_of_the_classes(run):
-    """Other names are told; classes that cannot be compared are left as they were."""
-    record = last(run)
+@pytest.mark.parametrize(
+    ("here", "sources", "said"),
+    [
+        ((), [0, 1, 2, 3], None),
+        (("ground", "plant", "water", "sand"), [0, 1, 2, 3], None),
+        (("Ground", "plant", "-water", "sand_"), [0, 1, 2, 3], None),
+        (("sand", "water", "plant", "ground"), [3, 2, 1, 0], "sand, water, plant, ground"),
+        (("water", "GROUND"), [2, 0], "water, GROUND; only there: plant, sand"),
+        (
+            ("ground", "tree", "sand", "water"),
+            [0, None, 3, 2],
+            "ground, sand, water; new, from random numbers: tree; only there: plant",
+        ),
+        (
+            ("ground", "dry-sand", "sand", "a", "b"),
+            [0, None, 3, None, None],
+            "ground, sand; new, from random numbers: dry-sand, a, b; only there: plant, water",
+        ),
+        (
+            ("a", "b", "c", "d"),
+            [None] * 4,
+            "none; new, from random numbers: a, b, c, d; only there: ground, plant, water, sand",
+        ),
+    ],
+)
+def test_classifiers_keep_the_rows_of_classes_with_the_same_names(run, here, sources, said):
+    """In both heads; a layer with a new row counts as random, so that it decays as a new one."""
+    saved = last(run)
     config = load_config(run / "config.yaml")
-    names = class_file_from_json(record.classes).names
-    path = run / "checkpoints" / "last.pt"
-    model = build_model(config.model, num_classes=4)
+    assert class_file_from_json(saved.classes).names == ("ground", "plant", "water", "sand")
+    model = build_model(config.model, num_classes=len(sources))
+    keys = [key for key in model.state_dict() if ".classifier." in key]
+    assert len(keys) == 4
+    before = {key: model.state_dict()[key].clone() for key in keys}
+    started = load_initial(model, run / "checkpoints" / "last.pt", here)
+    intro = "init       classes that keep their rows of the classifiers: "
+    assert started.lines[1:] == ([] if said is None else [intro + said])
+    assert started.random == (sorted(keys) if None in sources else [])
+    for key in keys:
+        after = model.state_dict()[key]
+        for row, source in enumerate(sources):
+            expected = before[key][row] if source is None else saved.average[key][source]
+            assert torch.equal(after[row], expected), (key, row)
 
-    def rows(names):
-        lines = load_initial(model, path, names).lines
-        state = model.state_dict()
-        found = [key for key in state if ".classifier." in key]
-        assert len(found) == 4
-        return lines[1:], {key: state[key].clone() for key in found}
 
-    lines, straight = rows(names)
-    assert lines == []
-    lines, turned = rows(names[::-1])
-    assert "another order there" in lines[0]
-    for key in straight:
-        assert torch.equal(turned[key], straight[key].flip(0))
-        assert not torch.equal(turned[key], straight[key])
-    lines, other = rows(("ground", "tree", "water", "sand"))
-    assert lines == [
-        "warning: init: 1 of 4 classes have other names there: class 1 is plant there, tree here, "
-        "and starts from its weights"
-    ]
-    assert all(torch.equal(other[key], straight[key]) for key in straight)
+def test_class_names_that_cannot_be_told_apart_are_refused(run):
+    model = build_model(load_config(run / "config.yaml").model, num_classes=3)
+    said = r"last\.pt: classes sand there, Sand, sand here: names are .* one; rename"
+    with pytest.raises(CheckpointError, match=said):
+        load_initial(model, run / "checkpoints" / "last.pt", ("Sand", "tree", "sand"))
+    # Two that meet no class there are only new.
+    load_initial(model, run / "checkpoints" / "last.pt", ("a_b", "sand", "a b"))

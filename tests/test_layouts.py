@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from segtrain.config import DataConfig
-from segtrain.data.read.layouts import LAYOUTS, list_split
+from segtrain.data.read.layouts import LAYOUTS, list_split, scan_layout
 from segtrain.data.read.recognize import recognize
 from segtrain.errors import DataError
 
@@ -314,10 +314,32 @@ def test_excluded_images_are_left_out_of_training_alone(tmp_path):
     assert [pair.name for pair in list_pairs(data, "val")] == ["a", "b"]
     for names, text in (
         (("x",), "no image x in split 'train'; its images: a, b"),
-        (("a", "b"), "split 'train': no images in it"),
+        (("a", "x*"), r"no image x\* in split 'train'; its images: a, b"),
+        (("a", "b"), "data.train_exclude: leaves no image in split 'train'"),
+        (("?",), "data.train_exclude: leaves no image in split 'train'"),
     ):
         with pytest.raises(DataError, match=text):
             list_pairs(config(tmp_path, "folders", train_exclude=names), "train")
+
+
+@pytest.mark.parametrize(
+    ("entries", "left", "notes"),
+    [
+        (("s/[1]",), "s/1 s/12 s/[1]2 t/1 t/a*", []),
+        (("s/[1]*",), "s/1 s/12 t/1 t/a*", ["s/[1]* leaves out 2 of 6 images: s/[1], s/[1]2"]),
+        (("*1",), "s/12 s/[1] s/[1]2 t/a*", ["*1 leaves out 2 of 6 images: s/1, t/1"]),
+        (("s/*",), "t/1 t/a*", ["s/* leaves out 4 of 6 images: s/1, s/12, s/[1] and 1 more"]),
+        (("t/a*",), "s/1 s/12 s/[1] s/[1]2 t/1", []),  # the name itself
+        (("s/1?", "t/1"), "s/1 s/[1] s/[1]2 t/a*", ["s/1? leaves out 1 of 6 images: s/12"]),
+    ],
+)
+def test_images_are_left_out_by_pattern_and_what_it_fits_is_said(tmp_path, entries, left, notes):
+    names = ["s/1", "s/12", "s/[1]", "s/[1]2", "t/1", "t/a*"]
+    touch(tmp_path, *(f"{kind}/train/{n}.png" for kind in ("images", "labels") for n in names))
+    listing = scan_layout(config(tmp_path, "folders", train_exclude=entries), "train")
+    assert [pair.name for pair in listing.pairs] == left.split()
+    said = [note.replace(" in split 'train'", "") for note in listing.notes]
+    assert said == [f"data.train_exclude: {note}" for note in notes]
 
 
 @pytest.mark.parametrize(

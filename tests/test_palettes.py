@@ -52,9 +52,10 @@ def test_quantized_labels_contradict_each_other_and_the_colours_of_the_class_fil
     (root / "toy.yaml").write_text(WITH_COLORS)
     result = checked(root)
     assert not result.ok
-    found = [one for one in result.findings if one.kind == "palette"]
-    assert "set data.label_format: colors" in found[0].text
-    with pytest.raises(DataError, match=r"palette contradicts class file toy.*label_format: colo"):
+    found = {one.split: one for one in result.findings if one.kind == "palette"}
+    assert "set data.label_format: colors" in found["train"].text
+    assert len(found["train"].places) > 1
+    with pytest.raises(DataError, match=r"that contradicts class file toy.*label_format: colors"):
         quickly_checked(root)
     assert checked(root, label_format="colors").ok
 
@@ -73,7 +74,8 @@ def test_an_ignored_index_with_the_colour_of_a_class_is_refused(root):
     (root / "toy.yaml").write_text(classes)
     write_labels(root, lambda i: COLORS)
     result = checked(root)
-    assert "index 2 is ignored, but has the color [0, 0, 142] of 'car'" in result.findings[0].text
+    said = "index 2 is ignored, but has the color [0, 0, 142] of 'car'"
+    assert result.findings[0].places == {said: ["a", "b", "c"]}
 
 
 @pytest.mark.parametrize(

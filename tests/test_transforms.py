@@ -7,6 +7,7 @@ import pytest
 from segtrain.config import AugmentConfig
 from segtrain.data.read.image import ImageForm
 from segtrain.data.sample.geometry import Placement, Span, resample_image, resample_label
+from segtrain.data.sample.photometric import change_pixels
 from segtrain.data.sample.transforms import TrainTransform, draw_placement
 from segtrain.errors import ConfigError
 from segtrain.types import IGNORE_INDEX
@@ -114,6 +115,54 @@ def test_quarter_turns_equal_rot90(height, width, quarters, flip):
     np.testing.assert_array_equal(resample_label(label, place), turned_label)
 
 
+ORIENTATIONS = {
+    (turns, flip): (lambda crop, turns=turns, flip=flip: np.rot90(crop, -turns)[:, :: 1 - 2 * flip])
+    for turns in range(4)
+    for flip in (False, True)
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "reached"),
+    [
+        ({}, {(0, False)}),
+        ({"vertical_flip_prob": 1.0}, {(2, True)}),
+        ({"vertical_flip_prob": 1.0, "flip_prob": 1.0}, {(2, False)}),
+        ({"quarter_turn_prob": 1.0}, {(1, False), (2, False), (3, False)}),
+        ({"quarter_turn_prob": 0.7, "vertical_flip_prob": 0.5}, set(ORIENTATIONS)),
+    ],
+)
+def test_flips_and_turns_are_exact_pieces_of_the_image(options, reached):
+    """Also of crops that are not square, with the label, and at every angle."""
+    image = ramps(40, 60)
+    label = image[..., 0] ^ image[..., 1]
+    found = set()
+    for seed in range(60):
+        crop, crop_label = make(crop_size=(16, 24), **options)(image, label, rng(seed))
+        assert crop.shape == (16, 24, 3)
+        assert crop.flags.c_contiguous
+        left, top = crop[..., :2].min((0, 1)) // 3
+        for orientation, undo in ORIENTATIONS.items():
+            upright, upright_label = undo(crop), undo(crop_label)
+            window = np.s_[top : top + upright.shape[0], left : left + upright.shape[1]]
+            if np.array_equal(upright, image[window]):
+                found.add(orientation)
+                np.testing.assert_array_equal(upright_label, label[window])
+    assert found == reached
+
+
+def test_turns_come_after_scale_rotation_padding_and_flip():
+    image, label = picture(60, 90)
+    options = {"crop_size": (32, 44), "scale_range": (0.4, 2.0), "rotate_deg": 30.0}
+    plain = draw_placement(augment(**options, flip_prob=0.5), label, rng(7))
+    for turns in range(4):
+        turned = plain._replace(turns=turns)
+        for resample, source in ((resample_image, image), (resample_label, label)):
+            fill = {"fill": (1, 2, 3)} if source is image else {}
+            expected = np.rot90(resample(source, plain, **fill), turns)
+            np.testing.assert_array_equal(resample(source, turned, **fill), expected)
+
+
 def test_rotated_crop_equals_rotating_the_whole_image_then_cropping():
     image, label = picture(90, 140)
     place = placement(label.shape, (40, 50), start=(30, 60), angle_deg=7.3)
@@ -169,13 +218,19 @@ def test_same_generator_gives_the_same_bytes_whatever_was_drawn_before():
 
 
 def test_padding_is_the_mean_colour_and_ignored_even_when_colours_change():
-    image, label = np.full((20, 30, 3), 250, np.uint8), np.ones((20, 30), np.uint8)
-    transform = make(crop_size=(50, 64), color_prob=1.0, blur_prob=1.0, flip_prob=0.5)
-    for seed in range(6):
+    image, label = picture(20, 30)
+    options = {"flip_prob": 0.5, "vertical_flip_prob": 0.5, "quarter_turn_prob": 0.8}
+    options |= {"crop_size": (50, 64), "color_prob": 1.0, "blur_prob": 1.0}
+    transform = make(**options)
+    for seed in range(12):
         crop, crop_label = transform(image, label, rng(seed))
         ignored = crop_label == IGNORE_INDEX
         assert (~ignored).sum() == 20 * 30
         assert (crop[ignored] == MEAN).all()
+        generator = rng(seed)
+        unchanged = transform.crop(image, label, generator).image
+        changed = change_pixels(unchanged, augment(**options), [], generator)
+        assert (crop[~ignored] == changed[~ignored]).all()
 
 
 def test_small_image_lies_anywhere_in_the_crop():

@@ -4,23 +4,24 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, parse_data, parse_experiment
 from segtrain.checkpoint.restore import check_fit, check_plain, load_weights
 from segtrain.config import Config, recipes
 from segtrain.config.loading import yaml_value
-from segtrain.data.read.classes import ClassFile, class_file_from_json
+from segtrain.data.read.classes import ClassFile, class_file_from_json, plain_names
 from segtrain.data.read.fingerprint import DataFingerprint
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import kind_of
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
 from segtrain.run.directory import flat
+from segtrain.text import first_of
 
 
 class LoadedModel(NamedTuple):
@@ -49,7 +50,7 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> Loade
     return LoadedModel(model.eval().to(device), config, classes, checkpoint.step, data)
 
 
-def inference_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def inference_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The averaged weights if there are any, otherwise those of the last step."""
     return checkpoint.model if checkpoint.average is None else checkpoint.average
 
@@ -127,10 +128,12 @@ def load_initial(
 ) -> Initial:
     """Fills `model` with the weights of another run, the averaged ones if it has them.
 
-    Classifier layers stay random if the number of classes differs; if the same classes come in
-    another order, their channels are reordered. CheckpointError if any other layer does not fit.
-    `class_names` are the classes of `model` in order; (): not known. `config` is that of `model`: a
-    warning names options that the weights were trained with otherwise.
+    Classifier layers keep the rows of the classes that have the same plain name there, and are
+    random in the others. A layer with random rows counts as random. CheckpointError if any other
+    layer does not fit, or a name is that of several classes. `class_names` are the classes of
+    `model` in order; (): not known, and a classifier of another number of classes stays random.
+    `config` is that of `model`: a warning names options that the weights were trained with
+    otherwise.
     """
     file = resolve(spec)
     checkpoint = load(file)
@@ -142,14 +145,20 @@ def load_initial(
         there = class_file_from_json(checkpoint.classes).names
     except (ConfigError, ValidationError) as error:
         raise CheckpointError(f"{file}: damaged: its classes cannot be read") from error
-    lines += _reorder_classes(weights, there, class_names)
+    in_place = list(range(len(there)))
+    rows = _rows_by_name(there, class_names, file) if class_names else in_place
+    if rows != in_place:
+        lines.append(_class_line(there, class_names, rows))
     random = []
-    for key in sorted(weights.keys() & own.keys()):
+    for key in sorted(key for key in weights.keys() & own.keys() if ".classifier." in key):
         old, new = tuple(weights[key].shape), tuple(own[key].shape)
-        if ".classifier." in key and old != new:
+        if old[:1] != (len(there),) or new != (len(rows), *old[1:]):
             lines.append(f"init       {key} stays random: {old} there, {new} here")
             weights[key] = own[key]
             random.append(key)
+        elif rows != in_place:
+            weights[key] = _with_rows(own[key], weights[key], rows)
+            random += [key] if None in rows else []
     options = {} if config is None else _other_options(checkpoint.config, config)
     # In the order of the config: head and backbone first, then what changes a part of them.
     larger = [f"{key}: {shown}" for key, shown in options.items() if _MODEL.match(key)]
@@ -177,21 +186,40 @@ def _other_options(there: str, here: Config) -> dict[str, str]:
     }
 
 
-def _reorder_classes(
-    weights: dict[str, Any], there: Sequence[str], here: Sequence[str]
-) -> list[str]:
-    """Reorders the classifiers in `weights` from the classes `there` to `here`; log lines."""
-    differing = [i for i, (old, new) in enumerate(zip(there, here, strict=False)) if old != new]
-    if len(there) != len(here) or not differing:
-        return []
-    if set(there) != set(here):
-        i = differing[0]
-        return [
-            f"warning: init: {len(differing)} of {len(here)} classes have other names there: class "
-            f"{i} is {there[i]} there, {here[i]} here, and starts from its weights"
-        ]
-    order = [there.index(name) for name in here]
-    for key, value in weights.items():
-        if ".classifier." in key and value.shape[:1] == (len(order),):
-            weights[key] = value[order]
-    return ["init       the classes come in another order there; classifiers follow the one here"]
+def _rows_by_name(there: Sequence[str], here: Sequence[str], path: Path) -> list[int | None]:
+    """For each class `here` the index `there` of the one with its plain name; None: there is none.
+
+    Raises:
+        CheckpointError: such a name is that of several classes.
+    """
+    theirs, ours = plain_names(there), plain_names(here)
+    for name in set(theirs) & set(ours):
+        if theirs.count(name) + ours.count(name) > 2:
+            equal = [
+                [full for full, plain in zip(names, plains, strict=True) if plain == name]
+                for names, plains in ((there, theirs), (here, ours))
+            ]
+            raise CheckpointError(
+                f"{path}: classes {first_of(equal[0])} there, {first_of(equal[1])} here: names "
+                "are compared without case, _ and -, and these are one; rename classes in "
+                "data.classes"
+            )
+    return [theirs.index(name) if name in theirs else None for name in ours]
+
+
+def _class_line(there: Sequence[str], here: Sequence[str], rows: Sequence[int | None]) -> str:
+    """For the log: which classes keep their rows of the classifiers."""
+    kept = [name for name, row in zip(here, rows, strict=True) if row is not None]
+    new = [name for name, row in zip(here, rows, strict=True) if row is None]
+    left = [name for i, name in enumerate(there) if i not in rows]
+    line = f"init       classes that keep their rows of the classifiers: {first_of(kept) or 'none'}"
+    line += f"; new, from random numbers: {first_of(new)}" if new else ""
+    return line + (f"; only there: {first_of(left)}" if left else "")
+
+
+def _with_rows(own: Tensor, old: Tensor, rows: Sequence[int | None]) -> Tensor:
+    """`own` (K, ...) with the rows of `old` that `rows` names; the others stay."""
+    kept = [i for i, row in enumerate(rows) if row is not None]
+    merged = own.clone()
+    merged[kept] = old[[rows[i] for i in kept]].to(merged)
+    return merged

@@ -37,7 +37,9 @@ class DataConfig(Section):
     )
     eval_split: str = option("val", "split to evaluate on; a file for layout 'list'")
     train_exclude: tuple[str, ...] = option(
-        (), "images left out of train_split, by name: the path below the split, without ending"
+        (),
+        "images left out of train_split, by name: the path below the split, without ending; * "
+        "stands for any characters, also /, and ? for one",
     )
     images_dir: str = option("images", "layout 'folders': images/<split>/**")
     labels_dir: str | None = option(
@@ -121,6 +123,14 @@ class AugmentConfig(Section):
     )
     rotate_prob: Fraction = option(0.5, "probability of a rotation")
     flip_prob: Fraction = option(0.5, "probability of a horizontal flip")
+    vertical_flip_prob: Fraction = option(
+        0.0, "probability of a vertical flip, for images without an up, as of satellites or cells"
+    )
+    quarter_turn_prob: Fraction = option(
+        0.0,
+        "probability of a turn by 90, 180 or 270 degrees, each as often, without resampling; the "
+        "crop is turned, so it keeps its crop_size",
+    )
     max_class_share: Annotated[float, Field(gt=0, le=1)] = option(
         1.0, "draw the crop again while one class covers more; mmsegmentation uses 0.75"
     )

@@ -123,6 +123,11 @@ class EvalConfig(Section):
     overlap: FractionBelow1 = option(1 / 3, "share of a window that its neighbour repeats")
     scales: tuple[Scale, ...] = option((1.0,), "image scales to average", min_length=1)
     flip: bool = option(False, "average with the mirrored image")
+    turns: bool = option(
+        False,
+        "average with the image turned by 90, 180 and 270 degrees, with flip also with their "
+        "mirrored images: four or eight times the work",
+    )
     precision: Literal["float32", "tf32", "bfloat16", "float16"] | None = option(
         None,
         "of the evaluation, as train.precision; null: that of the training; half precision is "

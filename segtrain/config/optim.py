@@ -78,7 +78,9 @@ class OptimConfig(Section):
         "toward 0 (arXiv:1802.01483)",
     )
     new_weight_decay: NonNegativeFloat | None = option(
-        None, "weight decay of layers that start from random numbers; null: weight_decay"
+        None,
+        "weight decay of layers that start from random numbers, also where only the rows of new "
+        "classes in a classifier do; null: weight_decay",
     )
     layers: tuple[LayerRule, ...] = option(
         (), "rules for chosen weights: freeze, lr_mult, weight_decay, decay_toward"

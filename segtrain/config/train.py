@@ -47,7 +47,8 @@ class TrainConfig(Section):
     init_from: str | None = option(
         None,
         "run or checkpoint whose weights training starts from, instead of model.pretrained; "
-        "classifiers of another number of classes stay random",
+        "classes with the same name, but for case, _ and -, keep their rows of the classifiers; "
+        "others start from random numbers, and the classifiers then count as new in optim",
     )
     max_hours: PositiveFloat | None = option(
         None,

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 from segtrain.config.loading import yaml_value
 from segtrain.convert.layout import Plan
-from segtrain.data.read.classes import ClassFile, known_names, load_class_file, parse_class_file
+from segtrain.data.read.classes import (
+    ClassFile,
+    known_names,
+    load_class_file,
+    parse_class_file,
+    plain_names,
+)
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.text import MAX_NAME, first_of, printable
 
@@ -95,7 +101,7 @@ def _stored(plan: Plan, path: Path) -> Choice:
 
 def _equal_known(names: Sequence[str]) -> str | None:
     for known in known_names() if names else ():
-        if _plain(load_class_file(known).names) == _plain(names):
+        if plain_names(load_class_file(known).names) == plain_names(names):
             return known
     return None
 
@@ -106,7 +112,7 @@ def _compare(there: Sequence[str], here: Sequence[str], option: str) -> list[str
     Raises:
         ConfigError: they are the same names in another order.
     """
-    theirs, ours = _plain(there), _plain(here)
+    theirs, ours = plain_names(there), plain_names(here)
     if not there or theirs == ours:
         return []
     if sorted(theirs) == sorted(ours):
@@ -125,7 +131,7 @@ def _compare(there: Sequence[str], here: Sequence[str], option: str) -> list[str
 
 def _matched(there: Sequence[str], here: Sequence[str], source: str) -> list[int]:
     """The position in `there` of each name in `here`; each name must stand once in both."""
-    theirs, ours = _plain(there), _plain(here)
+    theirs, ours = plain_names(there), plain_names(here)
     if sorted(theirs) != sorted(ours) or len(set(ours)) < len(ours):
         missing = [name for name, plain in zip(here, ours, strict=True) if plain not in theirs]
         raise ConfigError(
@@ -133,8 +139,3 @@ def _matched(there: Sequence[str], here: Sequence[str], source: str) -> list[int
             f"another order, each once; found {len(there)}, without {first_of(missing) or 'none'}"
         )
     return [theirs.index(name) for name in ours]
-
-
-def _plain(names: Sequence[str]) -> list[str]:
-    """The names without what data sets write differently."""
-    return [" ".join(n.lower().replace("_", " ").replace("-", " ").split()) for n in names]

@@ -1,16 +1,18 @@
-"""From images to class scores: whole or by windows, at several scales, with its mirror image.
+"""From images to class scores: whole or by windows, at several scales, mirrored and turned.
 
 What is averaged, for comparison with published numbers:
 
 - `whole`, one scale, no flip: nothing. The logits are resized to the label's size, and the largest
   logit wins. mmsegmentation evaluates its 512x1024 Cityscapes models like this.
-- `whole` with several scales or flip: each view's logits are resized to the label's size, softmax
-  turns them into probabilities, and these are averaged with equal weight (mmsegmentation's
+- `whole` with several scales, flip or turns: each view's logits are resized to the label's size,
+  softmax makes them probabilities, and these are averaged with equal weight (mmsegmentation's
   test-time augmentation).
 - `slide`: the softmax of each window (with flip: its mean with the mirrored window's) is added into
   a map of the view's size and divided by the number of windows over the pixel. The map is then
-  resized to the label's size; maps of several scales are averaged (semseg). mmsegmentation averages
-  the logits of windows instead, so its 769x769 models score slightly differently here.
+  resized to the label's size; maps of several scales or turns are averaged (semseg).
+  mmsegmentation averages the logits of windows instead, so its 769x769 models score slightly
+  differently here.
+- Turns are of a whole view; the sliding window keeps its shape, and lies over the turned view.
 - semseg's published single-scale numbers include the mirror image: `slide` with `flip: true`.
 
 Every view is resized from the stored image in one step: bilinear, half-pixel centres, no
@@ -30,7 +32,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings, Size, view_sizes
+from segtrain.evaluation.settings import (
+    BatchLimits,
+    InferenceSettings,
+    Size,
+    turned_size,
+    view_sizes,
+)
 from segtrain.evaluation.windows import Tile, resized_tiles, slide
 from segtrain.models.blocks import normalize
 from segtrain.models.precision import autocast
@@ -72,7 +80,7 @@ def predict_labels(
 
     The scores at `out_sizes` are made and dropped some rows at a time. So single whole views need
     memory for their own logits only, and sliding windows over an image of its out_size for one
-    window's height of rows; several scales, or another size, need a map of the view.
+    window's height of rows; several scales, turns or another size need a map of the view.
     """
     found: dict[int, LabelMap] = {}
     for index, tiles in score_tiles(model, images, settings, out_sizes, limits, on_windows):
@@ -127,12 +135,19 @@ def score_tiles(
 def _whole_views(
     model: nn.Module, images: Tensor, settings: InferenceSettings, sizes: Sequence[Size]
 ) -> Iterator[Tensor]:
-    """The logits (N, K, height, width) of each view, and of its mirror image mirrored back."""
+    """The logits (N, K, height, width) of each view, turned and mirrored back where it was so."""
     for size in sizes:
-        view = _normalized_view(model, images, size, settings)
-        yield _logits(model, settings, view)
-        if settings.flip:
-            yield _logits(model, settings, view.flip(-1)).flip(-1)
+        upright = _normalized_view(model, images, size, settings)
+        for turn in settings.quarter_turns:
+            view = _turned(upright, turn)
+            yield _turned(_logits(model, settings, view), -turn)
+            if settings.flip:
+                yield _turned(_logits(model, settings, view.flip(-1)).flip(-1), -turn)
+
+
+def _turned(maps: Tensor, turn: int) -> Tensor:
+    """`maps`, (N, C, H, W), after `turn` quarter turns counter-clockwise."""
+    return maps.rot90(turn, (-2, -1)) if turn else maps
 
 
 def _slide(
@@ -143,18 +158,23 @@ def _slide(
     limits: BatchLimits,
     on_windows: Callable[[int], object],
 ) -> Iterator[Tile]:
-    """The mean probabilities of the windows of all scales."""
+    """The mean probabilities of the windows of all scales and turns."""
     logits, most = partial(_logits, model, settings), limits.of(settings.crop_size)
     sizes = view_sizes(image.shape[-2:], settings)
 
-    def tiles(size: Size) -> Iterator[Tile]:
-        view = _normalized_view(model, image, size, settings)
+    def tiles(size: Size, turn: int = 0) -> Iterator[Tile]:
+        # The image is turned under the same window, which need not be square.
+        view = _turned(_normalized_view(model, image, size, settings), turn)
         return slide(logits, view, settings, most, on_windows)
 
-    if sizes == [out_size]:
+    if settings.num_views == 1 and sizes == [out_size]:
         yield from tiles(out_size)
         return
-    views = (_whole_map(tiles(size), size) for size in sizes)
+    views = (
+        _turned(_whole_map(tiles(size, turn), turned_size(size, turn)), -turn)
+        for size in sizes
+        for turn in settings.quarter_turns
+    )
     for mean in _mean_of_views(views, settings, [out_size]):
         yield from mean
 

@@ -24,7 +24,7 @@ from segtrain.data.check.stats import class_column, counts_of, table_lines
 from segtrain.data.pack.opening import open_dataset
 from segtrain.data.read.classes import ClassFile, load_class_file, read_by
 from segtrain.data.read.concurrent import num_processes
-from segtrain.data.read.dataset import SegDataset, size_problem
+from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
 from segtrain.data.read.formats import read_info
 from segtrain.data.read.image import form_of, read_image_info
@@ -176,8 +176,8 @@ def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Findin
     )
     found = [Finding("warning", split, "files", note) for note in listing.notes]
     if problems := listing.problems:
-        text = f"files that are missing or named wrongly: {len(problems)}"
-        found.append(Finding("error", split, "files", text, problems))
+        text = f"{counted(len(problems), 'file is', 'files are')} missing or named wrongly"
+        found.append(Finding("error", split, "files", text, dict.fromkeys(problems, ())))
     return found, dataset
 
 
@@ -192,10 +192,10 @@ def _split_line(scan: SplitScan) -> str:
 
 
 def _lines(findings: Iterable[Finding]) -> list[str]:
-    """Each on a line, with its first place."""
+    """Each on a line, with its first file."""
     return [
         f"split {one.split!r}, by a sample: {one.text}"
-        + (f"; such as {printable(one.places[0])}" if one.places else "")
+        + "".join(f"; such as {printable(names[0])}" for names in list(one.places.values())[:1])
         for one in findings
     ]
 
@@ -222,8 +222,7 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
         label = read_info(path)
         if problem := label_problem(label, label_format):
             raise DataError(problem)
-        if problem := size_problem(pair, image.size, label.size):
-            scan.places["sizes"][""].append(problem)
+        scan.compare_sizes(pair, image.size, label.size)
     except DataError as error:
         scan.add_unreadable(path, error)
     return scan, depth

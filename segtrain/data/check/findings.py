@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from segtrain.data.check.scan import Palette, SplitScan
@@ -17,6 +17,7 @@ from segtrain.types import IGNORE_INDEX
 ONE_SPLIT = "data.train_split and data.eval_split are the same: scores are of training images"
 _REPAIR = "if the colours are right and the indices are not, set data.label_format: colors"
 _MAX_INDICES = 3
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -24,20 +25,31 @@ class Finding:
     """One thing that is wrong ("error") or odd ("warning"), and the places where it occurs.
 
     split: empty if it is about both splits. kind: a short name, for programs.
+    places: the files, or names of images, by what is found there; "" if the text says it. No names
+        where what is found names its file itself.
     """
 
     severity: Literal["error", "warning"]
     split: str
     kind: str
     text: str
-    places: Sequence[str] = ()
+    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Its text, and its first places below."""
-        split = f"split {self.split!r}: " if self.split else ""
-        left = len(self.places) - MAX_SHOWN
+        """Its text; below, what is found, a line each, with its first files.
+
+        If only one thing is found, it stands on the line of the text.
+        """
+        text = f"split {self.split!r}: {self.text}" if self.split else self.text
+        facts = [
+            ": ".join(filter(None, (what, first_of(names, _MAX_NAMES))))
+            for what, names in self.places.items()
+        ]
+        if len(facts) == 1:
+            return [f"{text}: {facts[0]}"]
+        left = len(facts) - MAX_SHOWN
         more = [f"  and {left} more"] if left > 0 else []
-        return [split + self.text, *(f"  {place}" for place in self.places[:MAX_SHOWN]), *more]
+        return [text, *(f"  {fact}" for fact in facts[:MAX_SHOWN]), *more]
 
 
 def refuse_errors(findings: Iterable[Finding]) -> None:
@@ -53,9 +65,9 @@ def split_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     if scan.unknown:
         yield _unknown_values(scan, classes)
     words = "label holds", "labels hold", "nothing but ignored pixels"
-    yield from _warning(scan.split, "all ignored", scan.places["all ignored"][""], *words)
+    yield from _counted("warning", scan.split, "all ignored", scan.places["all ignored"], *words)
     words = "image carries", "images carry", "an EXIF orientation, which is ignored"
-    yield from _warning(scan.split, "orientation", scan.places["orientation"][""], *words)
+    yield from _counted("warning", scan.split, "orientation", scan.places["orientation"], *words)
     yield from _value_findings(scan)
     yield from _palette_findings(scan, classes)
     yield from _class_findings(scan, classes)
@@ -73,25 +85,16 @@ def _value_findings(scan: SplitScan) -> Iterator[Finding]:
             return
     for found in value_findings(images):
         severity = "error" if found.is_all else "warning"
-        yield Finding(severity, scan.split, found.kind, found.text, found.names)
+        places = {"": found.names} if found.names else {}
+        yield Finding(severity, scan.split, found.kind, found.text, places)
 
 
 def file_findings(scan: SplitScan) -> Iterator[Finding]:
     """About files that cannot be read, and labels whose size is not that of the image."""
-    single = []
-    for reason, files in scan.places["unreadable"].items():
-        if files[1:]:
-            # Such as a wrong setting: it is wrong for all files.
-            text = f"{len(files)} files cannot be read: {reason}"
-            yield Finding("error", scan.split, "unreadable", text, files)
-        else:
-            single.append(f"{files[0]}: {reason}")
-    if single:
-        text = f"files that cannot be read: {len(single)}"
-        yield Finding("error", scan.split, "unreadable", text, single)
-    if problems := scan.places["sizes"][""]:
-        what = counted(len(problems), "label differs from its", "labels differ from their")
-        yield Finding("error", scan.split, "sizes", f"{what} image in size", problems)
+    words = "file", "files", "cannot be read"
+    yield from _counted("error", scan.split, "unreadable", scan.places["unreadable"], *words)
+    words = "label has", "labels have", "another size than the image; EXIF orientation is ignored"
+    yield from _counted("error", scan.split, "sizes", scan.places["sizes"], *words)
 
 
 def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> Iterator[Finding]:
@@ -105,16 +108,24 @@ def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> 
             for digest, names in first.items()
             if digest in second
         ]
-        words = "image is", "images are", "in both splits: the scores will be too good"
-        yield from _warning("", "both splits", shared, *words)
+        words = "image is", "images are", "in both splits, so the scores will be too good"
+        yield from _counted("warning", "", "both splits", {"": shared}, *words)
 
 
-def _warning(
-    split: str, kind: str, places: Sequence[str], one: str, many: str, end: str
+def _counted(
+    severity: Literal["error", "warning"],
+    split: str,
+    kind: str,
+    places: Mapping[str, Sequence[str]],
+    one: str,
+    many: str,
+    end: str,
 ) -> Iterator[Finding]:
-    """`2 names clash on some file systems`, if there are any."""
-    if places:
-        yield Finding("warning", split, kind, f"{counted(len(places), one, many)} {end}", places)
+    """`2 files cannot be read`, if there are any; what is found in most files stands first."""
+    by_number = sorted(places.items(), key=lambda item: -len(item[1]))
+    if number := sum(map(len, places.values())):
+        text = f"{counted(number, one, many)} {end}"
+        yield Finding(severity, split, kind, text, dict(by_number))
 
 
 def _unknown_values(scan: SplitScan, classes: ClassFile) -> Finding:
@@ -122,11 +133,11 @@ def _unknown_values(scan: SplitScan, classes: ClassFile) -> Finding:
         text = unknown_ids(scan.values, classes)
     else:
         text = unknown_colors(scan.unknown, classes)
-    places = []
+    places = {}
     for value, num_pixels in scan.unknown.most_common():
         labels = scan.places["values"][value]
         where = counted(len(labels), "label", "labels")
-        places.append(f"{value}: {num_pixels} pixels in {where}: {first_of(labels, 3)}")
+        places[f"{value}: {num_pixels} pixels in {where}"] = labels
     return Finding("error", scan.split, "values", text, places)
 
 
@@ -145,7 +156,7 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
         yield Finding("error", scan.split, "one class", text)
     elif absent:
         text = f"{len(absent)} of {classes.num_classes} classes never occur"
-        yield Finding("warning", scan.split, "absent", text, absent)
+        yield Finding("warning", scan.split, "absent", text, {"": absent})
     if looks_like_train_ids(scan.values, classes):
         text = (
             f"no label holds an id above {max(i for i in scan.values if i != IGNORE_INDEX)}, "
@@ -165,9 +176,12 @@ def _palette_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     for name, palette in scan.palettes.items():
         if problem := _contradiction(palette, classes):
             contradictions[problem].append(printable(name))
-    for problem, places in contradictions.items():
-        labels = counted(len(places), "label", "labels")
-        yield Finding("error", scan.split, "palette", f"in {labels} {problem}", places)
+    end = (
+        f"a palette that contradicts class file {classes.name}; {_REPAIR}; if the indices are "
+        "right, correct `color` in the class file"
+    )
+    words = "label has", "labels have", end
+    yield from _counted("error", scan.split, "palette", contradictions, *words)
     if moved := _moved_color(scan.palettes):
         yield Finding("warning", scan.split, "palettes", moved)
 
@@ -183,13 +197,7 @@ def _contradiction(palette: Palette, classes: ClassFile) -> str:
             name = f"'{printable(classes.names[read], MAX_NAME)}'" if is_class else "ignored"
             other = printable(classes.names[meant], MAX_NAME)
             wrong.append(f"index {index} is {name}, but has the color {list(color)} of '{other}'")
-    if not wrong:
-        return ""
-    return (
-        f"the palette contradicts class file {classes.name}: "
-        f"{first_of(wrong, _MAX_INDICES, separator='; ')}; {_REPAIR}; if the indices are right, "
-        "correct `color` in the class file"
-    )
+    return first_of(wrong, _MAX_INDICES, separator="; ")
 
 
 def _moved_color(labels: Mapping[str, Palette]) -> str:

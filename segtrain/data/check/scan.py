@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from segtrain.data.pack.reader import PackedDataset, Shards, split_rows
 from segtrain.data.read import labels, raw_label
 from segtrain.data.read.classes import ClassFile, Color, read_by
 from segtrain.data.read.concurrent import for_each_pair
-from segtrain.data.read.dataset import SegDataset, size_problem
+from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
 from segtrain.data.read.formats import Info, decode_info, decode_stored, read_info, read_palette
@@ -96,6 +96,12 @@ class SplitScan:
         """Notes that the file at `path` cannot be used; the text of `error` may start with it."""
         place = printable(path)
         self.places["unreadable"][str(error).removeprefix(f"{place}: ")].append(place)
+
+    def compare_sizes(self, pair: Pair, image: Sequence[int], label: Sequence[int]) -> None:
+        """Notes that image and label have these sizes, (height, width), if they differ."""
+        if tuple(image) != tuple(label):
+            what = f"height x width {label[0]}x{label[1]} instead of {image[0]}x{image[1]}"
+            self.places["sizes"][what].append(printable(pair.label))
 
     def add_image(
         self, image: np.ndarray, values: ImageValues, digest: bytes, info: Info, sample_size: int
@@ -220,8 +226,8 @@ def scan_label(
     scan.add_label(pair.name, pixels, shape[0] * shape[1])
     for value in scan.unknown:
         scan.places["values"][value].append(pair.name)
-    problems = [size_problem(pair, size, shape) for size in image_sizes]
-    scan.places["sizes"][""] += filter(None, problems)
+    for size in image_sizes:
+        scan.compare_sizes(pair, size, shape)
     return scan
 
 

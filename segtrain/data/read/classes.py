@@ -106,6 +106,11 @@ class ClassFile:
         return [c.ids[0] for c in self.classes]
 
 
+def plain_names(names: Sequence[str]) -> list[str]:
+    """The names without what data sets write differently: in lower case, `_` and `-` as blanks."""
+    return [" ".join(n.lower().replace("_", " ").replace("-", " ").split()) for n in names]
+
+
 def default_palette(num_colors: int) -> list[Color]:
     """The first colours of the Pascal VOC palette, all different, black first; at most 256.
 

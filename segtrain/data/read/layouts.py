@@ -7,6 +7,7 @@ A layout looks at names only and opens no image. It raises DataError if the spli
 is wrong with single files goes into `Listing.problems`, so that all of it is reported at once.
 """
 
+import fnmatch
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from segtrain.data.read.lists import list_file_words, list_pairs
 from segtrain.data.read.recognize import with_recognized
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
-from segtrain.text import first_of, printable
+from segtrain.text import counted, first_of, printable
 
 Scan = Callable[[Path, DataConfig, str, bool], Listing]
 """(root, data, split, labelled) -> the listing of the split.
@@ -124,15 +125,32 @@ def _join_listings(parts: Sequence[str], listings: Sequence[Listing]) -> Listing
 
 
 def _without_excluded(listing: Listing, data: DataConfig) -> Listing:
-    """`listing`, of the training split, without the images of `data.train_exclude`."""
-    names, excluded = [pair.name for pair in listing.pairs], set(data.train_exclude)
-    if unknown := excluded - set(names):
-        raise DataError(
-            f"data.train_exclude: no image {printable(min(unknown))} in split "
-            f"{data.train_split!r}; its images: {first_of(names, 3)}"
-        )
+    """`listing`, of the training split, without the images of `data.train_exclude`.
+
+    A pattern leaves out more than its text tells, so a note says what.
+    """
+    names, excluded = [pair.name for pair in listing.pairs], set()
+    known = set(names)
+    where = f"in split {data.train_split!r}"
+    notes = []
+    for entry in data.train_exclude:
+        # A name is itself, whatever it holds. Of patterns only * and ? count: names hold "[1]".
+        fitting = [entry] if entry in known else fnmatch.filter(names, entry.replace("[", "[[]"))
+        if not fitting:
+            raise DataError(
+                f"data.train_exclude: no image {printable(entry)} {where}; "
+                f"its images: {first_of(names, 3)}"
+            )
+        if entry not in known:
+            what = f"{len(fitting)} of {counted(len(names), 'image', 'images')} {where}"
+            notes.append(
+                f"data.train_exclude: {printable(entry)} leaves out {what}: {first_of(fitting, 3)}"
+            )
+        excluded.update(fitting)
     pairs = [pair for pair in listing.pairs if pair.name not in excluded]
-    return listing._replace(pairs=pairs)
+    if names and not pairs:
+        raise DataError(f"data.train_exclude: leaves no image {where}")
+    return listing._replace(pairs=pairs, notes=[*listing.notes, *notes])
 
 
 def instance_files(data: DataConfig, pairs: Sequence[Pair]) -> list[Path]:

@@ -1,8 +1,9 @@
 """Where a training crop lies in its image, and the one resampling that reads it.
 
 Published pipelines resize (and rotate) the whole image and drop most of it in the crop. Here scale,
-rotation, crop and flip are numbers in a Placement, and only the source pixels under the crop are
-read, once. Down-scaling is bilinear without antialiasing, as in semseg and mmsegmentation.
+rotation, crop, flip and quarter turns are numbers in a Placement, and only the source pixels under
+the crop are read, once. Down-scaling is bilinear without antialiasing, as in semseg and
+mmsegmentation.
 """
 
 import math
@@ -82,25 +83,30 @@ class Span(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """A crop of an image that is scaled, then rotated, then cropped, then mirrored.
+    """A window of an image that is scaled, then rotated; cut out, mirrored and turned: the crop.
 
+    rows, columns: of the window. After an odd number of quarter turns they are the crop's columns
+        and rows.
     angle_deg: counter-clockwise rotation of the scaled image about its centre.
     flip: mirrored left to right.
+    turns: counter-clockwise quarter turns of the mirrored window, 0 to 3, without resampling. A
+        crop mirrored top to bottom is one mirrored left to right with two turns.
     """
 
     rows: Span
     columns: Span
     angle_deg: float = 0.0
     flip: bool = False
+    turns: int = 0
 
     @property
-    def crop_size(self) -> tuple[int, int]:
-        """(height, width) of the crop."""
+    def window_size(self) -> tuple[int, int]:
+        """(height, width) of the crop before its quarter turns."""
         return self.rows.crop, self.columns.crop
 
     @property
     def padded(self) -> bool:
-        """Whether the crop is larger than the scaled image, in either direction."""
+        """Whether the window is larger than the scaled image, in either direction."""
         return self.rows.content < self.rows.crop or self.columns.content < self.columns.crop
 
     def moved(
@@ -137,7 +143,7 @@ def resample_image(image: np.ndarray, placement: Placement, *, fill: Sequence[fl
     Image and crop are uint8, uint16 or float32. A pixel that is made of a NaN is NaN.
     """
     if placement.angle_deg:
-        return _warp(image, placement, cv2.INTER_LINEAR, fill)
+        return _turned(_warp(image, placement, cv2.INTER_LINEAR, fill), placement)
     rows, columns = placement.rows, placement.columns
     # The scale is given as a factor: a ratio of rounded sizes would drift across the crop.
     scale = {"fx": columns.factor, "fy": rows.factor, "interpolation": cv2.INTER_LINEAR}
@@ -168,11 +174,12 @@ def by_bands(
 def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) -> np.ndarray:
     """The crop of the label by nearest pixel centre, (h, w) uint8; no value is invented.
 
-    stride: n > 1 gives every n-th row and column of the content only, without padding or flip, in
-        ceil(content / n) rows and columns (with rotation: of the crop).
+    stride: n > 1 gives every n-th row and column of the content only, without padding, flip or
+        quarter turns, in ceil(content / n) rows and columns (with rotation: of the window).
     """
     if placement.angle_deg:
-        return _warp(label, placement, cv2.INTER_NEAREST, (IGNORE_INDEX,), stride=stride)
+        crop = _warp(label, placement, cv2.INTER_NEAREST, (IGNORE_INDEX,), stride=stride)
+        return crop if stride > 1 else _turned(crop, placement)
     rows, columns = placement.rows.nearest()[::stride], placement.columns.nearest()[::stride]
     # The slice first: `take` would copy all of a label whose rows lie apart, as in a pack.
     content = label[rows, columns[0] : columns[-1] + 1].take(columns - columns[0], axis=1)
@@ -184,7 +191,7 @@ def largest_class_share(label: np.ndarray, placement: Placement) -> float:
 
     Measured on a grid with at least 64 points a side, so exact for crops below 128 pixels.
     """
-    stride = max(1, min(placement.crop_size) // _MEASURED_POINTS)
+    stride = max(1, min(placement.window_size) // _MEASURED_POINTS)
     counts = np.bincount(resample_label(label, placement, stride=stride).ravel(), minlength=256)
     valid = np.delete(counts, IGNORE_INDEX)
     return float(valid.max() / valid.sum()) if valid.any() else 1.0
@@ -197,13 +204,14 @@ def paint_padding(crop: np.ndarray, placement: Placement, fill: Sequence[float])
     """
     if placement.angle_deg or not placement.padded:
         return crop
+    crop = np.rot90(crop, -placement.turns)
     if placement.flip:
-        crop = _mirrored(crop)
+        crop = crop[:, ::-1]
     return _laid_out(crop[placement.rows.inside, placement.columns.inside], placement, fill)
 
 
 def _laid_out(content: np.ndarray, placement: Placement, fill: Sequence[float]) -> np.ndarray:
-    """`content` with its padding, mirrored if the placement is, contiguous."""
+    """`content` with its padding, mirrored and turned as the placement is, contiguous."""
     if placement.padded:
         rows, columns = placement.rows, placement.columns
         below = rows.crop - rows.content - rows.pad
@@ -212,11 +220,14 @@ def _laid_out(content: np.ndarray, placement: Placement, fill: Sequence[float]) 
         content = by_bands(
             lambda band, value: cv2.copyMakeBorder(band, *border, value=value), content, fill
         )
-    return _mirrored(content) if placement.flip else np.ascontiguousarray(content)
+    if placement.flip:
+        content = by_bands(lambda band: cv2.flip(band, 1), content)
+    return _turned(content, placement)
 
 
-def _mirrored(crop: np.ndarray) -> np.ndarray:
-    return by_bands(lambda band: cv2.flip(band, 1), crop)
+def _turned(window: np.ndarray, placement: Placement) -> np.ndarray:
+    """The mirrored `window` after the placement's quarter turns, contiguous."""
+    return np.ascontiguousarray(np.rot90(window, placement.turns))
 
 
 def _warp(
@@ -228,7 +239,7 @@ def _warp(
     stride: int = 1,
 ) -> np.ndarray:
     matrix = _source_of_crop(placement)
-    height, width = placement.crop_size
+    height, width = placement.window_size
     x, y = width - 1, height - 1
     corners = matrix @ np.array([[0, x, 0, x], [0, 0, y, y], [1, 1, 1, 1]])  # (2, 4)
     limit = np.array(source.shape[1::-1])  # (width, height), as cv2 orders them

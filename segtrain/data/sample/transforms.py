@@ -1,7 +1,7 @@
 """The augmentation of a training sample: draw everything, then make one crop.
 
-Scale, rotation, crop and flip are drawn first and done as one resampling (`sample.geometry`); blur
-and colours change only the crop (`sample.photometric`).
+Scale, rotation, crop, flips and turns are drawn first and done as one resampling
+(`sample.geometry`); blur and colours change only the crop (`sample.photometric`).
 """
 
 from typing import NamedTuple
@@ -112,11 +112,19 @@ def draw_placement(
     unit = short_side_px / min(height, width) if short_side_px else 1.0
     scale = unit * rng.uniform(*augment.scale_range)
     rotated = augment.rotate_deg > 0 and rng.random() < augment.rotate_prob
+    angle_deg = rng.uniform(-augment.rotate_deg, augment.rotate_deg) if rotated else 0.0
+    flip = bool(rng.random() < augment.flip_prob)
+    # Without these options they draw nothing: runs of before they existed keep their numbers.
+    upside_down = augment.vertical_flip_prob > 0 and rng.random() < augment.vertical_flip_prob
+    turned = augment.quarter_turn_prob > 0 and rng.random() < augment.quarter_turn_prob
+    turns = int(rng.integers(1, 4)) if turned else 0
+    crop_h, crop_w = augment.crop_size if turns % 2 == 0 else augment.crop_size[::-1]
     placement = Placement(
-        rows=Span(height, max(1, round(height * scale)), augment.crop_size[0]),
-        columns=Span(width, max(1, round(width * scale)), augment.crop_size[1]),
-        angle_deg=rng.uniform(-augment.rotate_deg, augment.rotate_deg) if rotated else 0.0,
-        flip=bool(rng.random() < augment.flip_prob),
+        rows=Span(height, max(1, round(height * scale)), crop_h),
+        columns=Span(width, max(1, round(width * scale)), crop_w),
+        angle_deg=angle_deg,
+        flip=flip != upside_down,
+        turns=(turns + 2 * upside_down) % 4,
     )
     target = None
     if point is not None:
