@@ -104,17 +104,17 @@ class SegModel(nn.Module):
         """As `forward`, at the sizes and in the dtype of the heads."""
         masks = dropout or DropoutMasks()
         features = self.backbone(images)
-        if not self.training or self.aux_head is None:
+        if not self.training:
             return SegLogits(self.head(features, masks.out))
         # The steps of `Head.forward`, so that both heads share a collective for their statistics.
-        heads = (self.head, self.aux_head)
+        heads = [head for head in (self.head, self.aux_head) if head is not None]
 
         def convolved(*features: Tensor) -> list[Tensor]:
             joined = [head.join(Features(*features)) for head in heads]
             return run_together([head.conv for head in heads], joined)
 
         xs = recomputed(convolved, *features) if self.recompute else convolved(*features)
-        steps = zip(heads, xs, masks, strict=True)
+        steps = zip(heads, xs, masks[: len(heads)], strict=True)
         return SegLogits(*(head.classifier(x, mask) for head, x, mask in steps))
 
     def full_size(self, logits: Tensor, size: Sequence[int]) -> Tensor:

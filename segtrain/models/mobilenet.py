@@ -56,7 +56,7 @@ class MobileNet(nn.Module):
         """Features of normalized images (N, 3, H, W)."""
         x = low = aux = images
         for i, layer in enumerate(self.features):
-            x = recomputed(layer, x) if self._blocks_again else layer(x)
+            x = recomputed(layer, x) if self.training and self._blocks_again else layer(x)
             if i == _LOW:
                 low = x
             if i == self._aux:

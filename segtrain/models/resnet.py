@@ -3,7 +3,7 @@
 torchvision's own cannot dilate a BasicBlock, has no deep stem and always contracts dilations.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -62,6 +62,12 @@ class _ConvChain(nn.Module):
             self.add_module(f"bn{i}", norm(width))
             in_channels = width
 
+    def again(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`function(x)`, in training `recomputed` if the config says so."""
+        if self.training and self.recompute == "blocks":
+            return recomputed(function, x)
+        return function(x)
+
     def run_chain(self, x: Tensor) -> tuple[Tensor, nn.Module]:
         """The input of the last norm, and this norm."""
         x, norm = self.conv1(x), self.bn1
@@ -98,7 +104,7 @@ class _Block(_ConvChain):
             self.downsample = nn.Sequential(*before, conv, norm(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return recomputed(self._block, x) if self.recompute == "blocks" else self._block(x)
+        return self.again(self._block, x)
 
     def _block(self, x: Tensor) -> Tensor:
         y, norm = self.run_chain(x)
@@ -162,9 +168,7 @@ class ResNet(_ConvChain):
 
     def forward(self, images: Tensor) -> Features:
         """Features of normalized images (N, 3, H, W)."""
-        blocks = self.recompute == "blocks"
-        x = recomputed(self._stem, images) if blocks else self._stem(images)
-        low = self.layer1(x)
+        low = self.layer1(self.again(self._stem, images))
         aux, out = low, self.layer2(low)
         if self._num_stages > 2:
             aux, out = out, self.layer3(out)
