@@ -11,6 +11,7 @@ EXIT_DATA = 3
 EXIT_CHECKPOINT = 4
 EXIT_NON_FINITE = 5
 EXIT_SYSTEM = 6
+EXIT_MEMORY = 7
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
 EXIT_TERMINATED = 143
@@ -30,6 +31,12 @@ class ConfigError(UserError):
     """The command line, the experiment file or the class file is wrong."""
 
     exit_code = EXIT_CONFIG
+
+
+class MemoryLimitError(ConfigError):
+    """The experiment does not fit into the memory of this machine."""
+
+    exit_code = EXIT_MEMORY
 
 
 class DataError(UserError):

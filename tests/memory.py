@@ -4,6 +4,7 @@ It needs no GPU; what kernels use inside is not seen.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -124,7 +125,9 @@ def measure_step(config: ModelConfig, *, size: int, batch_size: int, num_classes
     triple = resnet._norm_relu_conv
     others = [p for parameter in model.parameters() for p in (parameter, parameter.grad)]
     with LiveBytes([*others, *model.buffers(), images, labels]) as mode:
-        with patch.object(resnet, "_norm_relu_conv", counted):
+        # Hooks within a recomputed block would take its tensors from the checkpoint.
+        counting = patch.object(resnet, "_norm_relu_conv", counted)
+        with nullcontext() if config.recompute == "blocks" else counting:
             logits = model(images, DropoutMasks())
         sums = criterion(logits, labels)
         del logits

@@ -201,6 +201,7 @@ def test_bench_on_ranks(run_ranks, config, tmp_path):
             set=[f"train.shares={shares}"],
             steps=1,
             device="cpu",
+            memory=False,
         )
         for shares in ("null", 2)
     ]
@@ -211,6 +212,19 @@ def test_bench_on_ranks(run_ranks, config, tmp_path):
         assert found["parts_s"]["communication"] > 0
     traces = {path.name for path in tmp_path.glob("*.gz")}
     assert traces == {f"{shares}_{rank}.gz" for shares in ("null", 2) for rank in (0, 1)}
+
+
+def test_the_memory_of_ranks_and_workers_counts_together(run_ranks, config, tmp_path):
+    file, options = tmp_path / "memory.json", {"steps": 1, "device": "cpu", "memory": True}
+    args = argparse.Namespace(config=str(config), json=file, profile=None, set=[], **options)
+    hosts = []
+    for ranks in (1, 2):
+        assert run_ranks(ranks, bench.run_bench, args) == [0] * ranks
+        found = json.loads(file.read_text())
+        assert found["device_bytes"] is None
+        assert found["step_s"] > 0
+        hosts.append(found["host_bytes"])
+    assert 1.5 * hosts[0] < hosts[1] < 2.5 * hosts[0]
 
 
 def test_peak_memory_is_that_of_the_process_itself():

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from segtrain.distributed import collectives as dist
-from segtrain.errors import DataError
+from segtrain.errors import DataError, MemoryLimitError
+from segtrain.evaluation import dataset as dataset_module
 from segtrain.evaluation.dataset import evaluate_dataset, shard
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import ConfusionMatrix
@@ -58,6 +59,33 @@ def evaluate(dataset, model=None, settings=SETTINGS, **options):
     return evaluate_dataset(
         model or RedModel(), dataset, settings, device=CPU, num_classes=CLASSES, **options
     )
+
+
+@pytest.mark.parametrize("mode_is_given", [False, True])
+def test_images_that_do_not_fit_as_a_whole_go_by_windows(monkeypatch, capsys, mode_is_given):
+    """Those of 9 rows. The windows are those of mode slide, and a warning counts the images."""
+    settings = replace(SETTINGS, crop_size=(5, 6))
+    monkeypatch.setattr(dataset_module, "fitting_pixels", lambda *_: 8 * 12)
+    how = {"settings": settings, "mode_is_given": mode_is_given}
+    seen = []
+    model = RedModel()
+    model.register_forward_hook(lambda _, inputs, __: seen.append(tuple(inputs[0].shape[2:])))
+    evaluate(RedImages(9), model, **how)
+    whole = {(7, 11), (7, 12), (8, 11), (8, 12)}
+    large = {(9, 11), (9, 12)} if mode_is_given else {(5, 6)}
+    assert set(seen) == whole | large
+    said = "".join(capsys.readouterr())
+    assert ("3 images did not fit into memory as a whole" in said) is not mode_is_given
+    assert ("sliding window 5x6" in said) is not mode_is_given
+
+
+def test_an_image_that_runs_out_of_memory_is_named_by_its_size():
+    class Greedy(RedModel):
+        def forward(self, images):
+            return SegLogits(torch.empty(2**60, dtype=torch.uint8))
+
+    with pytest.raises(MemoryLimitError, match=r"out of memory: an image of 7x11 px, .* whole"):
+        evaluate(RedImages(1), Greedy())
 
 
 @pytest.mark.fault(71)

@@ -80,6 +80,6 @@ def test_no_norm_makes_the_backward_pass_wait(meta, norm):
 
 
 def test_recomputed_activations_take_no_more_collectives(meta):
-    options = {"arch": "pspnet", "backbone": "resnet50", "recompute_norm": True}
+    options = {"arch": "pspnet", "backbone": "resnet50", "recompute": "norm"}
     backward_pass(config(model=options), meta)
     assert len(meta.collectives) == COUNTED[2][4]

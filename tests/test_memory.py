@@ -1,19 +1,24 @@
+import resource
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 from experiments import experiment, train, write_config
+from memory import measure_step
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from segtrain.config import Config
+from segtrain.distributed import machine as this_machine
 from segtrain.errors import ConfigError
-from segtrain.models import DropoutChannels, memory
+from segtrain.models import DropoutChannels, build_model, memory
 from segtrain.models.memory import (
     check_windows,
     is_out_of_memory,
     memory_bytes,
+    network_bytes,
+    rank_bytes,
     training_bytes,
     training_finding,
 )
@@ -27,8 +32,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Memory of a million bytes."""
+    """Memory of a million bytes, of which network and process take nothing."""
     monkeypatch.setattr(memory, "memory_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(memory, "network_bytes", lambda *_: 0)
 
 
 def config(**sections):
@@ -41,8 +47,8 @@ def config(**sections):
     [
         # 5 images of 10^10 pixels: 3 + 12 bytes for the image, 1 + 8 for the label; for two heads
         # and 4 classes, 4 bytes for the scores and 4 that cross entropy keeps.
-        ("augment", {}, "5 crops of 100000x100000 take at least 4,400.0 GB of memory"),
-        ("eval", {"mode": "slide"}, "windows of 100000x100000 take at least 280"),
+        ("augment", {}, "5 crops of 100000x100000 take at least 4,097.8 GiB of memory"),
+        ("eval", {"mode": "slide"}, "windows of 100000x100000 take at least 260"),
     ],
 )
 def test_sizes_that_no_memory_holds_are_refused(data, tmp_path, section, options, said):
@@ -131,6 +137,33 @@ def test_a_step_takes_the_bound_and_not_much_more(name, aux_head, mixup_alpha):
     assert bound <= peak_of_a_step(made) <= most * bound
 
 
+@pytest.mark.parametrize(
+    ("backbone", "recompute", "most"),
+    [
+        ("resnet50", "none", 1.01),
+        ("resnet50", "norm", 2.0),
+        ("resnet50", "blocks", 1.1),
+        ("mobilenet_v2", "none", 1.01),
+        ("mobilenet_v2", "blocks", 1.1),
+    ],
+)
+def test_the_features_of_a_network_are_those_that_live_after_its_forward_pass(
+    monkeypatch, backbone, recompute, most
+):
+    monkeypatch.setattr(memory, "resident_bytes", lambda pid: 0)
+    model = {"backbone": backbone, "recompute": recompute, "head_channels": 8, "aux_channels": 8}
+    made = config(augment={"crop_size": (65, 65)}, model=model, optim={"momentum": 0.9})
+    built = build_model(made.model, num_classes=NUM_CLASSES)
+    weights = sum(p.nbytes for p in built.parameters())
+    state = torch.get_rng_state()
+    features = network_bytes(made, NUM_CLASSES, NUM_IMAGES, CPU) - 2 * weights  # with momentum
+    assert torch.equal(torch.get_rng_state(), state)
+    sizes = {"size": 65, "batch_size": NUM_IMAGES, "num_classes": NUM_CLASSES}
+    kept_by_losses = 2 * 4 * NUM_CLASSES * NUM_IMAGES * 65**2
+    alive = measure_step(made.model, **sizes).forward - kept_by_losses
+    assert features <= alive <= most * features
+
+
 def test_windows_count_only_where_there_are_any(machine):
     large = {"crop_size": (300, 300)}
     check_windows(config(eval=large), 19, CPU)
@@ -144,15 +177,52 @@ def test_windows_count_only_where_there_are_any(machine):
         check_windows(config(augment=large, eval={"mode": "slide"}), 19, CPU)
 
 
-def test_memory_is_that_of_the_container_where_it_has_less(tmp_path, monkeypatch):
-    whole = memory_bytes(CPU)
-    lines = Path("/proc/meminfo").read_text()
-    total = int(lines.split("MemTotal:")[1].split()[0]) * 1024
-    assert whole <= total
-    for text, expected in (("12345\n", 12345), ("max\n", total), (f"{2 * total}\n", total)):
-        (tmp_path / "limit").write_text(text)
-        monkeypatch.setattr(memory, "_CGROUP_LIMIT", tmp_path / "limit")
-        assert memory_bytes(CPU) == pytest.approx(expected, rel=1e-9)
+TOTAL = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "expected"),
+    [
+        ("0::/", {}, TOTAL),
+        ("0::/a/b", {"a/b/memory.max": "12345\n", "a/memory.max": "99999\n"}, 12345),
+        ("0::/a/b", {"a/b/memory.max": "max\n", "a/memory.max": "99999\n"}, 99999),
+        ("0::/of/the/host", {"memory.max": "777"}, 777),
+        ("0::/", {"memory.max": str(2 * TOTAL)}, TOTAL),
+        (
+            "7:cpu,cpuacct:/x\n4:memory:/x\n0::/",
+            {"memory/x/memory.limit_in_bytes": "5555", "cpu,cpuacct/x/memory.max": "1"},
+            5555,
+        ),
+    ],
+)
+def test_memory_is_that_of_the_container_where_it_has_less(
+    tmp_path, monkeypatch, own, limits, expected
+):
+    (tmp_path / "own").write_text(own + "\n")
+    for name, text in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(this_machine, "_GROUPS", tmp_path)
+    monkeypatch.setattr(this_machine, "_OWN_GROUPS", tmp_path / "own")
+    assert memory_bytes(CPU) == expected
+
+
+def test_a_rank_has_its_part_of_the_machine_and_no_more_than_its_own_limits(monkeypatch):
+    unlimited = resource.RLIM_INFINITY
+    limits = {resource.RLIMIT_AS: unlimited, resource.RLIMIT_DATA: unlimited}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], unlimited))
+    status = "VmSize:\t 3000 kB\nVmRSS:\t 1000 kB\nVmData:\t 1500 kB\n"
+    monkeypatch.setattr(this_machine, "_PROCESS", _Text(status))
+    assert rank_bytes(CPU, 4) == memory_bytes(CPU) // 4
+    limits[resource.RLIMIT_AS] = 5000 * 1024
+    assert rank_bytes(CPU, 4) == 3000 * 1024  # 2000 kB of addresses have no memory
+    limits[resource.RLIMIT_DATA] = 2500 * 1024
+    assert rank_bytes(CPU, 4) == 2000 * 1024
+
+
+class _Text:
+    def __init__(self, text):
+        self.read_text = lambda: text
 
 
 def test_torchs_failed_allocation_on_a_cpu_is_recognized():
@@ -160,4 +230,6 @@ def test_torchs_failed_allocation_on_a_cpu_is_recognized():
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))

@@ -12,7 +12,7 @@ from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
-from segtrain.errors import ConfigError, DataError, ExecutionError
+from segtrain.errors import ConfigError, DataError, ExecutionError, MemoryLimitError
 from segtrain.evaluation import settings
 from segtrain.types import SegLogits
 
@@ -302,7 +302,7 @@ def test_an_image_too_large_for_the_device_is_named_with_a_way_out(run, tmp_path
 
     monkeypatch.setattr(predict, "predict_labels", full)
     path = save(tmp_path / "a.png", photo(8, 9))
-    with pytest.raises(ExecutionError, match=r"a\.png: 8x9 px do not fit .*eval\.mode=slide"):
+    with pytest.raises(MemoryLimitError, match=r"a\.png: 8x9 px do not fit .*eval\.mode=slide"):
         run(path)
 
 

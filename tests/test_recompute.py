@@ -1,4 +1,4 @@
-"""Batch norm, ReLU and convolution that keep one tensor: the same numbers, half the memory."""
+"""Recomputation: the same numbers with less memory, of a layer and of whole blocks."""
 
 from itertools import product
 
@@ -52,12 +52,14 @@ def test_it_computes_what_the_three_modules_compute(run_ranks, ranks):
 def test_a_whole_model_needs_less():
     """Beside the triples stand the layers before each shortcut, twice as large together."""
     heads = {"head_channels": 16, "aux_channels": 16}
-    plain, fused = (
+    plain, fused, blocks = (
         measure_step(
-            ModelConfig(recompute_norm=recompute, **heads), size=97, batch_size=2, num_classes=3
+            ModelConfig(recompute=recompute, **heads), size=97, batch_size=2, num_classes=3
         )
-        for recompute in (False, True)
+        for recompute in ("none", "norm", "blocks")
     )
+    assert blocks.forward <= 0.35 * plain.forward
+    assert blocks.peak <= 0.6 * plain.peak
     assert fused.layers <= 0.55 * plain.layers
     saved = plain.layers - fused.layers
     assert fused.forward <= plain.forward - 0.99 * saved
@@ -92,39 +94,53 @@ def test_layers_of_other_kinds_and_evaluation_run_as_they_are():
 
 def model_step(recompute, options):
     torch.manual_seed(0)
-    config = ModelConfig(**options, recompute_norm=recompute, dropout=0.0)
+    config = ModelConfig(**options, recompute=recompute, dropout=0.0)
     model = build_model(config, num_classes=3, norm=SyncBatchNorm2d).double().train()
     images = torch.randn(3, 3, 33, 25, generator=torch.Generator().manual_seed(2)).double()
     images = images[: 1 + dist.rank()] if dist.world_size() > 1 else images
     out, aux = model(images)
-    (out.pow(3).mean() + aux.square().mean()).backward()
-    return (
-        out.detach(),
-        {name: p.grad for name, p in model.named_parameters()},
-        dict(model.named_buffers()),
-    )
+    (out.pow(3).mean() + (0.0 if aux is None else aux.square().mean())).backward()
+    return {
+        "out": out.detach(),
+        **{name: p.grad for name, p in model.named_parameters()},
+        **dict(model.named_buffers()),
+    }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"backbone": "resnet18", "head_channels": 8, "aux_channels": 8},
-        {"backbone": "resnet50", "stem": "64-64-128", "head_channels": 8, "aux_channels": 8},
-    ],
-    ids=["basic", "bottleneck"],
-)
-def test_a_whole_model_has_the_same_outputs_gradients_and_buffers(run_ranks, options):
-    ranks = run_ranks(2, both, model_step, options)
-    for (out, grads, buffers), (out2, grads2, buffers2) in ranks:
-        torch.testing.assert_close(out2, out, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(buffers2, buffers, rtol=1e-12, atol=1e-12)
-        for name, grad in grads.items():
-            assert (grads2[name] - grad).abs().max() <= 1e-12 * max(1.0, grad.abs().max())
+MODELS = [
+    {"backbone": "resnet18", "arch": "deeplabv3plus"},
+    {"backbone": "resnet50", "stem": "64-64-128"},
+    {"backbone": "mobilenet_v3_large", "aux_head": False},
+]
+
+
+def model_steps():
+    for options in MODELS:
+        widths = {"head_channels": 8} | ({} if "aux_head" in options else {"aux_channels": 8})
+        levels = ["none", "blocks"] + ["norm"] * options["backbone"].startswith("resnet")
+        yield [model_step(level, options | widths) for level in levels]
+
+
+def all_model_steps():
+    return list(model_steps())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_whole_model_has_the_same_outputs_gradients_and_buffers(run_ranks, ranks):
+    """Blocks bit for bit: they repeat the same operations, collectives included."""
+    for models in run_ranks(ranks, all_model_steps):
+        for plain, blocks, *norm in models:
+            torch.testing.assert_close(blocks, plain, rtol=0, atol=0)
+            for name, value in norm[0].items() if norm else ():
+                most = max(1.0, plain[name].abs().max())
+                assert (value - plain[name]).abs().max() <= 1e-12 * most
 
 
 def test_it_is_refused_where_it_has_no_effect():
     data = {"layout": "folders", "root": "x", "classes": "x"}
-    with pytest.raises(ValueError, match="recompute_norm: has no effect with backbone mobilenet"):
-        ModelConfig(backbone="mobilenet_v2", recompute_norm=True)
-    with pytest.raises(ValueError, match=r"recompute_norm: has no effect with norm\.kind group"):
-        Config(data=data, model={"recompute_norm": True}, norm={"kind": "group"})
+    with pytest.raises(ValueError, match="recompute: has no effect with backbone mobilenet"):
+        ModelConfig(backbone="mobilenet_v2", recompute="norm")
+    with pytest.raises(ValueError, match=r"recompute: has no effect with norm\.kind group"):
+        Config(data=data, model={"recompute": "norm"}, norm={"kind": "group"})
+    with pytest.raises(ValueError, match=r"recompute: blocks cannot go with train\.compile true"):
+        Config(data=data, model={"recompute": "blocks"}, train={"compile": True})

@@ -91,7 +91,7 @@ CASES = {
             "arch": "deeplabv3",
             "num_stages": 2,
             "output_stride": 8,
-            "recompute_norm": True,
+            "recompute": "blocks",
         },
         "loss": {"kind": "dice"},
         "norm": {"precise_batches": 2},

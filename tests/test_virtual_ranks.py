@@ -125,7 +125,7 @@ def test_virtual_ranks_on_any_number_of_ranks_equal_the_whole_batch(run_ranks, t
     """Uneven shares, microbatches, mining, recomputation, augmentation, dropout, both heads."""
     sections = {
         "augment": {"crop_size": [25, 33]},
-        "model": {"num_stages": 2, "output_stride": 8, "recompute_norm": True},
+        "model": {"num_stages": 2, "output_stride": 8, "recompute": "blocks"},
         "train": {"batch_size": 11, "steps": 2, "accumulate_steps": 2},
         "optim": {"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 0.5, "ema_decay": 0.9},
         "loss": {"kind": "ohem", "ohem_min_kept": 2000, "class_weights": [1, 2, 0.5, 0]},

@@ -28,7 +28,7 @@ Semantic segmentation training whose result does not depend on the number of dev
 """
 _EPILOG = """\
 exit codes: 0 done, 1 internal error, 2 command line or config, 3 data, 4 checkpoint,
-5 non-finite loss, 6 a process or the system failed, 130 interrupted,
+5 non-finite loss, 6 a process or the system failed, 7 out of memory, 130 interrupted,
 141 nobody reads the output, 143 terminated
 """
 

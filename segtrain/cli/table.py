@@ -133,6 +133,14 @@ COMMANDS = (
             "--resume",
             "go on at the last checkpoint, on any number of ranks; start the run if there is none",
         ),
+        _switch(
+            "--fit",
+            "try on a few steps how this machine has memory for the batch, with the same result: "
+            "model.recompute, on a GPU also train.virtual_ranks",
+        ),
+        _switch(
+            "--fit-precision", "as --fit; train in bfloat16, another result, where all else fails"
+        ),
         _argument(
             "--until",
             "save after this step and stop; the learning rate is that of train.steps",
@@ -164,6 +172,7 @@ COMMANDS = (
         "  segtrain train own.yaml --nproc 4 --set optim.lr=0.02\n"
         "  segtrain train own.yaml --resume                        or: train runs/own --resume\n"
         "  segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
+        "  segtrain train cityscapes_pspnet_r50_semseg --fit       fits this machine, same result\n"
         "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
         "  torchrun --nproc-per-node 4 -m segtrain train CONFIG",
     ),
@@ -228,6 +237,7 @@ COMMANDS = (
         _DEVICE,
         _argument("--steps", "steps to measure (default: 20)", "N", positive, default=20),
         _argument("--json", "write the figures to this file", "FILE", Path),
+        _switch("--memory", "only the time and the memory of a step, in three steps"),
         _argument(
             "--profile",
             "write a trace of three steps, for https://ui.perfetto.dev; .json or .json.gz",

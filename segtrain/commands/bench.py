@@ -24,10 +24,16 @@ from segtrain.commands.train.setup import (
 from segtrain.config import Config, load_config, recipes
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import keep_freed_memory
+from segtrain.distributed.machine import (
+    MEMORY_MARGIN,
+    descendants,
+    keep_freed_memory,
+    resident_bytes,
+)
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import check_output, check_utf8, os_errors_as, write_output
+from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products
 from segtrain.text import printable, say
 from segtrain.training.engine import StepResult, train_steps
@@ -74,6 +80,14 @@ class Report(NamedTuple):
     def flops(self) -> float:
         """Operations a second of all ranks."""
         return self.images_per_s * self.flops_of_image
+
+
+class Footprint(NamedTuple):
+    """Time and memory of a training step, over all ranks of this machine; JSON can hold them."""
+
+    step_s: float
+    device_bytes: int | None  # of the rank with the most; None on a CPU
+    host_bytes: int  # resident in all ranks and loader workers together
 
 
 def lines_of(report: Report) -> Iterator[str]:
@@ -137,17 +151,21 @@ _PROFILED = 3  # steps in a trace
 def run_bench(args: argparse.Namespace) -> int:
     """Measures as the command line says and returns the exit code (collective).
 
-    args: config, set, steps, device, json, profile.
+    args: config, set, steps, device, json, profile, memory.
 
     Raises:
         ConfigError, DataError: the experiment cannot be trained.
+        MemoryLimitError: it needs more memory; with --memory the JSON file says so too.
     """
     device = device_for(args.device)
+    if args.memory and args.profile is not None:
+        raise ConfigError("--profile: has no effect with --memory; remove one of them")
     config = _config(args)
     if device.type == "cpu":
         keep_freed_memory()
     group = process_group(device, timeout_s=config.train.timeout_s)
-    with group, float32_products(config.train):
+    enough = memory_failures(lambda: training_failure(config, device))
+    with group, enough, float32_products(config.train):
         if args.profile is not None:
             check_utf8(args.profile)
         for option, file in (("--json", args.json), ("--profile", args.profile)):
@@ -156,12 +174,16 @@ def run_bench(args: argparse.Namespace) -> int:
                     check_output(file)
         make_repeatable(config, device)
         with worker_failures():
-            report = _measure(config, device, args.steps, args.profile)
+            if args.memory:
+                footprint = _footprint(config, device)
+                lines, fields = footprint_lines(footprint), footprint._asdict()
+            else:
+                report = _measure(config, device, args.steps, args.profile)
+                lines, fields = lines_of(report), report._asdict() | {"limit": limit_of(report)}
         if dist.is_main():
-            print("\n".join(map(printable, lines_of(report))))
+            print("\n".join(map(printable, lines)))
             if args.json is not None:
                 with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
-                    fields = report._asdict() | {"limit": limit_of(report)}
                     write_output(args.json, json.dumps(fields, indent=2) + "\n")
     return EXIT_OK
 
@@ -181,8 +203,31 @@ def _warmup(config: Config) -> int:
     return _WARMUP + (MEASURED_STEPS if config.data.num_workers == "auto" else 0)
 
 
-def _measure(config: Config, device: torch.device, num_steps: int, profile: Path | None) -> Report:
-    """Trains a few steps with the data, model and loader of a run (collective)."""
+def footprint_lines(footprint: Footprint) -> Iterator[str]:
+    """The footprint for people."""
+    yield f"step       {_ms(footprint.step_s)}"
+    if footprint.device_bytes is not None:
+        yield f"device     {footprint.device_bytes / 2**30:.2f} GiB at most in a rank"
+    yield f"host       {footprint.host_bytes / 2**30:.2f} GiB in all ranks and loader workers"
+
+
+def _footprint(config: Config, device: torch.device) -> Footprint:
+    """Trains three steps as a run does, of which the first does not count (collective)."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction((1 - MEMORY_MARGIN) * free / total, device)
+    _, steps = _training(config, device)
+    _take(steps, 1, device)
+    step_s, _ = _take(steps, 2, device)
+    workers = sum(map(resident_bytes, descendants(os.getpid())[1:]))
+    on_device = peak_bytes(device) if device.type == "cuda" else None
+    mine = step_s, on_device, peak_bytes(torch.device("cpu")) + workers
+    times, devices, hosts = zip(*dist.all_gather_object(mine), strict=True)
+    return Footprint(max(times), None if on_device is None else max(devices), sum(hosts))
+
+
+def _training(config: Config, device: torch.device) -> tuple[TrainContext, Iterator[StepResult]]:
+    """What a run trains with, and its steps (collective)."""
     notes: list[str] = []
     train_set, _ = open_data(config, device, notes)
     state = build_state(config, device, None, train_set, notes)
@@ -200,7 +245,7 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
         say("\n".join(notes))
 
     tell = say if dist.is_main() else lambda _: None
-    steps = train_steps(
+    return this, train_steps(
         state,
         with_chosen_workers(this, config.train.steps, tell),
         config,
@@ -208,6 +253,11 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
         indices=this.indices(),
         step_sync=this.step_sync,
     )
+
+
+def _measure(config: Config, device: torch.device, num_steps: int, profile: Path | None) -> Report:
+    """Trains a few steps with the data, model and loader of a run (collective)."""
+    this, steps = _training(config, device)
     _take(steps, _warmup(config), device)
     # 1. The time that counts: nobody listens.
     step_s, data_s = _take(steps, num_steps, device)
@@ -225,7 +275,7 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
 
     peak = matmul_peak(device, config.train)
     sam = 1 / config.optim.sam_every if config.optim.sam_rho is not None else 0.0
-    flops = training_flops(config, train_set.classes.num_classes) * (1 + sam)
+    flops = training_flops(config, this.train_set.classes.num_classes) * (1 + sam)
     everywhere = dist.all_gather_object([step_s, data_s, parted_s, parts, peak, peak_bytes(device)])
     slowest = max(everywhere, key=lambda values: values[0])
     return Report(

@@ -122,6 +122,7 @@ def run_eval(args: argparse.Namespace) -> int:
             num_classes=num_classes,
             progress=True,
             num_threads=max(1, num_loader_workers(config.data)),
+            mode_is_given=any(text.partition("=")[0].strip() == "eval.mode" for text in args.set),
             callbacks=[*writers, *([] if instances is None else [instances.add])],
         )
         if instances is not None:

@@ -40,10 +40,11 @@ from segtrain.evaluation.settings import (
     SettingsBySize,
     Size,
     batch_limits,
+    fitting_pixels,
 )
 from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
-from segtrain.models.memory import check_windows, is_out_of_memory
+from segtrain.models.memory import check_windows, memory_failures
 from segtrain.models.precision import (
     eval_precision_warnings,
     float32_products,
@@ -106,7 +107,8 @@ def main(args: argparse.Namespace) -> int:
     check_windows(config, loaded.classes.num_classes, device)
     model = to_eval_precision(loaded.model, config, device)
     mode_is_given = any(text.partition("=")[0].strip() == "eval.mode" for text in args.set)
-    settings = SettingsBySize.from_config(config, mode_is_given=mode_is_given)
+    most = fitting_pixels(device, loaded.classes.num_classes, ranks=1)
+    settings = SettingsBySize.from_config(config, mode_is_given=mode_is_given, fitting_pixels=most)
     print(f"step {loaded.step}; {settings.describe()}; {device}")
     for line in eval_precision_warnings(config, device):
         print(f"warning: {line}")
@@ -155,7 +157,8 @@ def predict_images(
     form: of the images in training; see `read_photo`.
 
     Raises:
-        ExecutionError: the disk is full or not writable, or the device's memory does not suffice.
+        ExecutionError: the disk is full or not writable.
+        MemoryLimitError: the device's memory does not suffice for an image.
     """
     pictures.write_legend(output, classes)
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
@@ -283,20 +286,16 @@ def _predict(
     total = sum(num_windows(size, settings) for size in sizes) if slides else 0
     bar = ProgressBar(total, 0, "windows", enabled=total > 1, unit="window", last_line=False)
     bar.describe(printable(group[0].source.name))
-    try:
-        with bar:
-            moved = [transfer.to_device(photo.pixels) for photo in group]
-            images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
-            return predict_labels(model, images, settings, sizes, limits, on_windows=bar.update)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        height, width = max(sizes, key=math.prod)
-        raise ExecutionError(
-            f"{printable(group[0].source.path)}: {height}x{width} px do not fit into the memory of "
-            f"{transfer.device}; use --set eval.batch_size=1, eval.mode=slide, or a smaller "
-            "eval.crop_size"
-        ) from error
+    height, width = max(sizes, key=math.prod)
+    message = (
+        f"{printable(group[0].source.path)}: {height}x{width} px do not fit into the memory of "
+        f"{transfer.device}; use --set eval.batch_size=1, eval.mode=slide, or a smaller "
+        "eval.crop_size"
+    )
+    with memory_failures(lambda: message), bar:
+        moved = [transfer.to_device(photo.pixels) for photo in group]
+        images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
+        return predict_labels(model, images, settings, sizes, limits, on_windows=bar.update)
 
 
 def _summarize(notes: Sequence[Notes], output: Path) -> None:

@@ -178,6 +178,8 @@ class Config(Section):
         train, norm = self.train, self.norm
         yield from self._start_mistakes()
         yield from self._schedule_mistakes()
+        by_batch = self.model.recompute != "norm" or norm.is_batch_norm
+        yield from self._no_effect("model.recompute", by_batch, f"norm.kind {norm.kind}")
         if norm.is_batch_norm and train.batch_size // train.accumulate_steps == 1:
             yield (
                 "train.batch_size: a microbatch of one image has one value a channel after global "

@@ -96,15 +96,18 @@ class ModelConfig(Section):
     )
     aux_head: bool = option(True, "auxiliary classifier, used in training only")
     aux_channels: Positive = option(256, "width of the auxiliary head")
-    recompute_norm: bool = option(
-        False,
-        "memory for time: batch norm, ReLU and the convolution after them keep one "
-        "tensor for the backward pass instead of two, and compute the other again",
+    recompute: Literal["none", "norm", "blocks"] = option(
+        "none",
+        "memory for time, the result stays: norm: batch norm, ReLU and the convolution after them "
+        "keep one tensor for the backward pass instead of two; blocks: residual blocks, heads and "
+        "the loss keep their inputs alone, and the backward pass computes the rest again",
     )
     dropout: FractionBelow1 = option(0.1, "channel dropout before each classifier")
 
     def _mistakes(self) -> Iterator[str]:
         if not self.backbone.startswith("resnet"):
+            served = self.recompute == "blocks" and not self.backbone.startswith("timm/")
+            yield from self._no_effect("recompute", served, f"backbone {self.backbone}")
             return
         reach = 2 ** (self.num_stages + 1)
         if self.output_stride > reach:

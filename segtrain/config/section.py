@@ -35,7 +35,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "labels_dir": "layout=folders layout=list",
     },
     "ModelConfig": {
-        "stem num_stages multi_grid recompute_norm zero_init_residual": "backbone=resnet18 "
+        "stem num_stages multi_grid zero_init_residual": "backbone=resnet18 "
         "backbone=resnet34 backbone=resnet50 backbone=resnet101",
         "zero_init_residual": "pretrained=null",
         "multi_grid": "num_stages=4",
@@ -83,7 +83,6 @@ NEEDS: dict[str, dict[str, str]] = {
     "CheckpointConfig": {"keep_limit": "keep_every_steps"},
     "Config": {
         "loss.aux_weight": "model.aux_head",
-        "model.recompute_norm": "norm.kind=sync norm.kind=local",
         "model.zero_init_residual": "train.init_from=null",
         "train.patience": "eval.every_steps",
         "schedule.warmup_start": "schedule.warmup_steps",
@@ -124,6 +123,11 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "brightness, contrast, saturation and hue are those of RGB",
         ),
         ("eval.precision", "train.precision=float64", "weights in float64 have no mixed precision"),
+        (
+            "model.recompute=blocks",
+            "train.compile",
+            "a compiled graph plans by itself what it computes again",
+        ),
         (
             "norm.kind norm.extent",
             "train.virtual_ranks",

@@ -1,17 +1,19 @@
-"""This machine: its cores, shared memory, processes and network interfaces. Imports no torch."""
+"""This machine: its cores, memory, processes and network interfaces. Imports no torch."""
 
 import ctypes
 import fcntl
 import ipaddress
 import multiprocessing
 import os
+import re
+import resource
 import shutil
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from segtrain.text import say
@@ -30,6 +32,72 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# The part of the memory that `--fit` leaves free: evaluations, checkpoints and crops vary.
+MEMORY_MARGIN = 0.1
+
+
+def host_memory() -> int:
+    """Bytes that all processes here may have together: the machine's, or those of a container."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *_group_limits()])
+
+
+def available_memory() -> int:
+    """The part of `host_memory` that other programs of the machine leave free now."""
+    kilobytes = _numbers(_MACHINE).get("MemAvailable")
+    return host_memory() if kilobytes is None else min(host_memory(), 1024 * kilobytes)
+
+
+def process_memory() -> int | None:
+    """Bytes that this process may have resident by its own limits (ulimit); None: no limit.
+
+    Libraries take address space without memory: a limit of 4 GiB leaves torch some 1.5.
+    """
+    own, limits = _numbers(_PROCESS), []
+    for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY and name in own:
+            limits.append(limit - 1024 * (own[name] - own["VmRSS"]))
+    return min(limits, default=None)
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory of process `pid`, what it shares with others in parts; 0 if that is not known."""
+    return 1024 * _numbers(Path(f"/proc/{pid}/smaps_rollup")).get("Pss", 0)
+
+
+# Linux: files of lines "name: number kB".
+_MACHINE, _PROCESS = Path("/proc/meminfo"), Path("/proc/self/status")
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The numbers in a file of /proc, in its units; none if there is no such file."""
+    with suppress(OSError):
+        found = re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE)
+        return {name: int(number) for name, number in found}
+    return {}
+
+
+def _group_limits() -> Iterator[int]:
+    """The limits of the control groups (version 1 and 2) around this process."""
+    with suppress(OSError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            root, name = _GROUPS, "memory.max"
+            if controllers:
+                root, name = _GROUPS / "memory", "memory.limit_in_bytes"
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            # Inside a container its own group is the root, whatever it is called outside.
+            group = root / path.lstrip("/")
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # no such group here, or "max"
+                    yield int((folder / name).read_text())
+                if folder == root:
+                    break
 
 
 def free_shared_memory() -> int | None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,8 +19,15 @@ from segtrain.data.read.concurrent import delayed_by_one, prefetch
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.collectives import wait_for_event
 from segtrain.evaluation.inference import LabelMap, predict_labels
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings, batch_limits
+from segtrain.evaluation.settings import (
+    BatchLimits,
+    InferenceSettings,
+    SettingsBySize,
+    batch_limits,
+    fitting_pixels,
+)
 from segtrain.metrics import ConfusionMatrix
+from segtrain.models.memory import memory_failures
 from segtrain.run.console import ProgressBar, say
 from segtrain.text import counted
 
@@ -133,6 +141,7 @@ def evaluate_dataset(
     progress: bool = False,
     num_threads: int = 2,
     at_once: int = 1,
+    mode_is_given: bool = False,
     callbacks: Sequence[Callable[[Prediction], None]] = (),
     stop: Callable[[], bool] = lambda: False,
 ) -> ConfusionMatrix:
@@ -150,6 +159,8 @@ def evaluate_dataset(
         num_threads: threads that decode images ahead of the model.
         at_once: images that the model works on at the same time, each in a thread of its own with
             one thread of torch (`Shares.of_this_rank`).
+        mode_is_given: the mode of `settings` holds for all images. Otherwise images for which there
+            is no memory as a whole go by windows, and a warning says so.
         callbacks: each is called with every prediction of this rank, in the order of the data set,
             all in one thread beside the caller's.
         stop: asked before each group and each batch of windows; true: this rank leaves its images.
@@ -157,12 +168,16 @@ def evaluate_dataset(
 
     Raises:
         StoppedError: a rank has left its images.
+        MemoryLimitError: the memory does not suffice for an image.
     """
+    ranks = dist.local_world_size() * at_once
+    most = math.inf if mode_is_given else fitting_pixels(device, num_classes, ranks)
+    by_size = SettingsBySize.that_fit(settings, most)
     limits = batch_limits(settings, device, num_classes)
     matrix = ConfusionMatrix(num_classes, device)
     num_infinite = torch.zeros((), dtype=torch.int64, device=device)
     transfer = Transfer(device)
-    images = _Images(model, dataset, settings, limits, transfer, matrix, num_infinite, stop)
+    images = _Images(model, dataset, by_size, limits, transfer, matrix, num_infinite, stop)
     size = group_size(len(dataset), settings, limits)
     groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
     total = sum(map(len, groups))
@@ -189,6 +204,7 @@ def evaluate_dataset(
         raise StoppedError
     matrix.sum_over_ranks()
     _warn_of_infinite(num_infinite, settings)
+    _warn_of_windows(images.num_by_windows, by_size)
     return matrix
 
 
@@ -209,12 +225,13 @@ class _Images:
 
     model: nn.Module
     dataset: Sequence[Sample]
-    settings: InferenceSettings
+    settings: SettingsBySize
     limits: BatchLimits
     transfer: Transfer
     matrix: ConfusionMatrix
     num_infinite: Tensor  # () int64, the images whose scores are not finite
     stop: Callable[[], bool]
+    num_by_windows: int = 0  # images that do not fit into memory as a whole
 
     def predicted(self, groups: Sequence[range], num_threads: int) -> Iterator[_Predicted]:
         """Decodes in threads and predicts in this one; on CUDA it only asks for the work."""
@@ -250,11 +267,25 @@ class _Images:
 
     def _predict(self, group: list[_Decoded]) -> _Predicted:
         self._leave_if_asked()
-        moved = [self.transfer.to_device(one.image) for one in group]
-        images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
+        chosen = [self.settings.of(tuple(one.image.shape[:2])) for one in group]
+        self.num_by_windows += sum(one.mode != self.settings.usual.mode for one in chosen)
+        maps: list[LabelMap] = []
+        for settings, alike in groupby(zip(chosen, group, strict=True), lambda pair: pair[0]):
+            maps += self._predict_alike([one for _, one in alike], settings)
+        return group, maps
+
+    def _predict_alike(self, group: list[_Decoded], settings: InferenceSettings) -> list[LabelMap]:
         sizes = [tuple(one.label.shape) for one in group]
-        how = self.settings, sizes, self.limits
-        return group, predict_labels(self.model, images, *how, on_windows=self._leave_if_asked)
+        height, width = max((one.image.shape[:2] for one in group), key=math.prod)
+        message = (
+            f"out of memory: an image of {height}x{width} px, evaluated by {settings.describe()}; "
+            "use eval.batch_size 1, eval.mode slide, or a smaller eval.crop_size"
+        )
+        with memory_failures(lambda: message):
+            moved = [self.transfer.to_device(one.image) for one in group]
+            images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
+            how = settings, sizes, self.limits
+            return predict_labels(self.model, images, *how, on_windows=self._leave_if_asked)
 
     def _count(self, predicted: _Predicted) -> _Predicted:
         for one, found in zip(*predicted, strict=True):
@@ -273,6 +304,17 @@ def _warn_of_infinite(of_this_rank: Tensor, settings: InferenceSettings) -> None
         reason = "float16 ends at 65504; use --set eval.precision=bfloat16, or float32"
     what = counted(num_images, "image", "images")
     say(f"warning: the scores of {what} are not finite numbers: {reason}")
+
+
+def _warn_of_windows(of_this_rank: int, settings: SettingsBySize) -> None:
+    """Says how many images were too large for the memory as a whole (collective)."""
+    num_images = sum(dist.all_gather_object(of_this_rank))
+    if num_images and dist.is_main():
+        say(
+            f"warning: {counted(num_images, 'image', 'images')} did not fit into memory as a whole "
+            f"and went by {settings.large.describe().partition(';')[0]}, whose scores differ "
+            "slightly; eval.mode=slide does so for all"
+        )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from segtrain.config import Config
 from segtrain.models.blocks import Values
-from segtrain.models.memory import memory_bytes
+from segtrain.models.memory import memory_bytes, rank_bytes
 from segtrain.models.precision import autocast_dtype, for_evaluation
 
 Size = tuple[int, int]
@@ -135,26 +135,41 @@ LARGE_WINDOW_PX = 1024
 
 
 class SettingsBySize(NamedTuple):
-    """The settings for images of up to MAX_WHOLE_PIXELS, and those for larger images."""
+    """The usual settings, and those for images that are too large for them.
+
+    most_pixels: of an image with the usual settings, at scale 1.
+    fitting_pixels: of its largest view, for which the device has memory.
+    """
 
     usual: InferenceSettings
     large: InferenceSettings
+    most_pixels: float = MAX_WHOLE_PIXELS
+    fitting_pixels: float = math.inf
 
     @classmethod
-    def from_config(cls, config: Config, *, mode_is_given: bool) -> "SettingsBySize":
+    def from_config(
+        cls, config: Config, *, mode_is_given: bool, fitting_pixels: float = math.inf
+    ) -> "SettingsBySize":
         """mode_is_given: the user has set `eval.mode`, which then holds for all images."""
         usual = InferenceSettings.from_config(config)
         if mode_is_given:
             return cls(usual, usual)
-        height, width = usual.crop_size
-        if usual.mode == "whole" and config.eval.crop_size is None:
-            height, width = max(height, LARGE_WINDOW_PX), max(width, LARGE_WINDOW_PX)
-        return cls(usual, replace(usual, mode="slide", crop_size=(height, width)))
+        widened = usual.mode == "whole" and config.eval.crop_size is None
+        large = _in_windows(usual, fitting_pixels) if widened else replace(usual, mode="slide")
+        return cls(usual, large, MAX_WHOLE_PIXELS, fitting_pixels)
+
+    @classmethod
+    def that_fit(cls, usual: InferenceSettings, fitting_pixels: float) -> "SettingsBySize":
+        """`usual` wherever the memory suffices."""
+        large = usual if usual.mode == "slide" else _in_windows(usual, fitting_pixels)
+        return cls(usual, large, math.inf, fitting_pixels)
 
     def of(self, size: Size) -> InferenceSettings:
         """The settings for an image of `size`, (height, width)."""
         sides = view_size(size, self.usual.short_side_px, 1.0)
-        if sides[0] * sides[1] <= MAX_WHOLE_PIXELS:
+        largest = view_size(size, self.usual.short_side_px, max(self.usual.scales))
+        fits = self.usual.mode == "slide" or math.prod(largest) <= self.fitting_pixels
+        if math.prod(sides) <= self.most_pixels and fits:
             return self.usual
         # A narrow image is not padded up to LARGE_WINDOW_PX: the border would change the result.
         height, width = (
@@ -170,7 +185,15 @@ class SettingsBySize(NamedTuple):
         if self.usual == self.large:
             return self.usual.describe()
         windows = self.large.describe().partition(";")[0]
-        return f"{self.usual.describe()}; above {MAX_WHOLE_PIXELS / 1e6:.1f} megapixels {windows}"
+        most = min(self.most_pixels, self.fitting_pixels / max(self.usual.scales) ** 2)
+        return f"{self.usual.describe()}; above {most / 1e6:.1f} megapixels {windows}"
+
+
+def _in_windows(whole: InferenceSettings, fitting_pixels: float) -> InferenceSettings:
+    height, width = (max(side, LARGE_WINDOW_PX) for side in whole.crop_size)
+    if height * width > fitting_pixels:
+        height, width = whole.crop_size
+    return replace(whole, mode="slide", crop_size=(height, width))
 
 
 # More hardly help, and each image of a batch is decoded and kept.
@@ -202,6 +225,12 @@ class BatchLimits(NamedTuple):
     def of(self, size: Size) -> int:
         """The most views of `size`, (height, width), in a batch; one always goes."""
         return int(max(1, min(self.num_views, self.num_pixels // math.prod(size))))
+
+
+def fitting_pixels(device: torch.device, num_classes: int, ranks: int) -> float:
+    """The largest view for which `device` has memory, shared by `ranks` if it is a CPU."""
+    there = rank_bytes(device, ranks) if device.type == "cpu" else memory_bytes(device)
+    return there / (_FEATURES + _CLASS * num_classes)
 
 
 def batch_limits(

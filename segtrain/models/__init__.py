@@ -10,13 +10,20 @@ A head derives from `blocks.Head`. To add either: one file, one line in the tabl
 name in config/model.py. No model loads weights by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
-from segtrain.models.blocks import AuxHead, Head, at_least_float32, run_together
+from segtrain.models.blocks import (
+    AuxHead,
+    Features,
+    Head,
+    at_least_float32,
+    recomputed,
+    run_together,
+)
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
 from segtrain.models.mobilenet import MobileNet
 from segtrain.models.pspnet import PSPHead
@@ -54,6 +61,9 @@ class SegModel(nn.Module):
     """A segmentation network; `aux_head` runs in training only.
 
     `dropout_p` and `dropout_channels` are what a caller needs to draw the masks of `forward`.
+
+    recompute: in training, what the heads compute is `recomputed`, classifiers apart: without masks
+        they draw random numbers.
     """
 
     def __init__(
@@ -64,6 +74,7 @@ class SegModel(nn.Module):
         *,
         dropout: float,
         align_corners: bool,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -71,6 +82,7 @@ class SegModel(nn.Module):
         self.aux_head = aux_head
         self.dropout_p = dropout
         self.align_corners = align_corners
+        self.recompute = recompute
 
     @property
     def dropout_channels(self) -> DropoutChannels:
@@ -86,19 +98,29 @@ class SegModel(nn.Module):
         dropout: masks for the classifiers in training, drawn by the caller so that they do not
             depend on the rank; a mask that is None is drawn from torch's generator.
         """
-        masks = dropout or DropoutMasks()
         size = images.shape[-2:]
-        features = self.backbone(images)
-        if not self.training or self.aux_head is None:
-            return SegLogits(self._full_size(self.head(features, masks.out), size))
-        # The steps of `Head.forward`, so that both heads share a collective for their statistics.
-        heads = (self.head, self.aux_head)
-        joined = [head.join(features) for head in heads]
-        convolved = run_together([head.conv for head in heads], joined)
-        steps = zip(heads, convolved, masks, strict=True)
-        return SegLogits(*(self._full_size(h.classifier(x, mask), size) for h, x, mask in steps))
+        small = self.small_logits(images, dropout)
+        return SegLogits(*(None if x is None else self.full_size(x, size) for x in small))
 
-    def _full_size(self, logits: Tensor, size: tuple[int, int]) -> Tensor:
+    def small_logits(self, images: Tensor, dropout: DropoutMasks | None = None) -> SegLogits:
+        """As `forward`, at the sizes and in the dtype of the heads."""
+        masks = dropout or DropoutMasks()
+        features = self.backbone(images)
+        if not self.training:
+            return SegLogits(self.head(features, masks.out))
+        # The steps of `Head.forward`, so that both heads share a collective for their statistics.
+        heads = [head for head in (self.head, self.aux_head) if head is not None]
+
+        def convolved(*features: Tensor) -> list[Tensor]:
+            joined = [head.join(Features(*features)) for head in heads]
+            return run_together([head.conv for head in heads], joined)
+
+        xs = recomputed(convolved, *features) if self.recompute else convolved(*features)
+        steps = zip(heads, xs, masks[: len(heads)], strict=True)
+        return SegLogits(*(head.classifier(x, mask) for head, x, mask in steps))
+
+    def full_size(self, logits: Tensor, size: Sequence[int]) -> Tensor:
+        """`small_logits` (N, K, h, w) at `size` (H, W), in float32 or wider."""
         # Interpolating in half precision would make ties of neighbouring classes.
         return resize(at_least_float32(logits), size, align_corners=self.align_corners)
 
@@ -128,5 +150,11 @@ def build_model(
     options = {"num_classes": num_classes, "norm": norm}
     head = MODELS[model.arch](model, backbone.channels, **options)
     aux_head = AuxHead(model, backbone.channels, **options) if model.aux_head else None
-    align = model.align_corners
-    return SegModel(backbone, head, aux_head, dropout=model.dropout, align_corners=align)
+    return SegModel(
+        backbone,
+        head,
+        aux_head,
+        dropout=model.dropout,
+        align_corners=model.align_corners,
+        recompute=model.recompute == "blocks",
+    )

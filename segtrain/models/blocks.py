@@ -1,11 +1,12 @@
 """The pieces that backbones and heads share."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from segtrain.config import ModelConfig
 from segtrain.norm import NormFactory, normalize_together
@@ -26,6 +27,9 @@ def in_255(images: Tensor, value_range: tuple[float, float] | None, dtype: torch
     # Half precision ends below the values of 16 bits.
     wide = torch.promote_types(dtype, torch.float32)
     return ((images.to(wide) - low) * (255 / (high - low))).to(dtype)
+
+
+T = TypeVar("T")
 
 
 def normalize(
@@ -158,6 +162,17 @@ def concatenated(tensors: Sequence[Tensor]) -> Tensor:
     if is_channels_last(tensors[0]):
         tensors = [t.contiguous(memory_format=torch.channels_last) for t in tensors]
     return torch.cat(list(tensors), dim=1)
+
+
+def recomputed(function: Callable[..., T], *inputs: Tensor) -> T:
+    """`function(*inputs)`, keeping the inputs alone: the backward pass computes the rest again.
+
+    Bit for bit the same values and gradients (arXiv:1604.06174). Collective if `function` is, and
+    then once more in the backward pass. It must draw no random numbers and change no input.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 class ConvNormReLU(nn.Module):

@@ -1,18 +1,25 @@
-"""Refuses an experiment that cannot fit into memory, before anything is allocated.
+"""The memory of training and of windows: refused where it cannot suffice, and named where it ends.
 
-Only a lower bound is checked: the images, the scores of every class at their size, and what the
-losses keep of these for the backward pass. Features, weights and what a loss needs for a moment
-come on top.
+Before anything is allocated a lower bound is checked: images, the scores of every class at their
+size, what the losses keep of these, weights, and the features that wait for the backward pass. What
+kernels and losses need for a moment comes on top: `segtrain train --fit` measures it.
 """
 
 import os
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.config import Config
-from segtrain.errors import ConfigError
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.machine import host_memory, process_memory, resident_bytes
+from segtrain.errors import MemoryLimitError
+from segtrain.models import build_model, timm_backbone
+from segtrain.models.precision import autocast, autocast_dtype, dtype_of
+from segtrain.norm import make_norm
 
 # Bytes a sample of an image as stored, at least, and normalized, in float32.
 _STORED, _NORMALIZED = 1, 4
@@ -23,24 +30,30 @@ _SCORES = 4
 # What every loss keeps of the scores of a head and one set of labels, at least: the probabilities
 # or their logarithms, in float32.
 _KEPT = 4
-# The limit of a container, which may be less than the memory of the machine.
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+# More than a network keeps of a pixel (ResNet-101 in float64: 18 KB), and weights, their copies and
+# the process.
+_MOST_FEATURES, _MOST_WEIGHTS = 2**15, 2**32
+_GIB = 2**30
 
 
 def memory_bytes(device: torch.device) -> int:
     """The memory of `device`; for a CPU what the machine has or the container may use of it."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with suppress(OSError, ValueError):  # no container, or one without a limit
-        limits.append(int(_CGROUP_LIMIT.read_text()))
-    return min(limits)
+    return host_memory()
+
+
+def rank_bytes(device: torch.device, ranks: int) -> int:
+    """What each of `ranks` may take that share the memory of `device`."""
+    limit = process_memory() if device.type == "cpu" else None
+    shared = memory_bytes(device) // ranks
+    return shared if limit is None else max(0, min(shared, limit))
 
 
 def training_finding(
     config: Config, num_classes: int, images: int, device: torch.device, ranks: int
 ) -> str | None:
-    """Why training crops cannot fit into the memory of `device`; None: they may.
+    """Why a training step cannot fit into the memory of `device`; None: it may.
 
     images: the most that a rank holds at a time.
     ranks: how many share the device's memory.
@@ -48,12 +61,61 @@ def training_finding(
     size = config.augment.crop_size
     needed = training_bytes(config, num_classes, images, device)
     what = f"augment.crop_size: {images} crops"
-    repair = "use smaller crops or a smaller train.batch_size"
+    repair = "use segtrain train --fit, smaller crops or a smaller train.batch_size"
+    # Going through the network takes a second: not if it can change nothing.
+    most = needed + images * size[0] * size[1] * _MOST_FEATURES + _MOST_WEIGHTS
+    if needed <= rank_bytes(device, ranks) < most:
+        needed += network_bytes(config, num_classes, images, device)
     return _finding(what, size, needed, device, ranks, repair)
 
 
+def network_bytes(config: Config, num_classes: int, images: int, device: torch.device) -> int:
+    """The least memory of weights, optimizer, and features that wait for the backward pass.
+
+    The forward pass runs on tensors without content; what kernels need for themselves comes on top.
+    On a CPU this process as it is counts too. 0 where less is kept (compiled, on the host, frozen
+    layers), or where timm tries its networks on tensors with content.
+    """
+    train, optim = config.train, config.optim
+    on_host = device.type == "cuda" and train.virtual_ranks > 1
+    keeps_less = train.compile or on_host or any(rule.freeze for rule in optim.layers)
+    if keeps_less or config.model.backbone.startswith(timm_backbone.PREFIX):
+        return 0
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    norm, shape = make_norm(config.norm), (max(images, 2), 3, *config.augment.crop_size)
+    weights, own, described = 0, set(), config.model
+    is_fused = described.recompute == "norm"
+    if is_fused:  # its kernel looks at values; it keeps at least half
+        described = described.model_copy(update={"recompute": "none"})
+    # The weights of the run are drawn later, from the generator as it is now. A backbone of the
+    # user's own may do what tensors without content cannot.
+    with suppress(RuntimeError), torch.random.fork_rng(devices=[]), dist.alone(), FakeTensorMode():
+        model = build_model(described, num_classes=num_classes, norm=norm).train()
+        crops = torch.empty(shape)
+        weights = sum(p.nbytes for p in model.parameters())
+        own = {t.untyped_storage()._cdata for t in (crops, *model.parameters(), *model.buffers())}
+        counted = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with counted, autocast(autocast_dtype(train), crops.device):
+            # What is counted lives as long as the graph: no two have the same address.
+            graph = model.small_logits(crops)
+        del graph
+    moments = {"sgd": bool(optim.momentum), "adamw": 2}.get(optim.kind, 0)
+    copies = 1 + moments + bool(optim.ema_decay)
+    features = sum(size for storage, size in kept.items() if storage not in own)
+    features //= 2 if is_fused else 1
+    numbers = (copies * weights + features * images // max(images, 2)) * dtype_of(train).itemsize
+    process = resident_bytes(os.getpid()) if device.type == "cpu" else 0
+    return process + numbers // torch.float32.itemsize
+
+
 def training_bytes(config: Config, num_classes: int, images: int, device: torch.device) -> int:
-    """The least memory that a step takes beside features and weights.
+    """The least memory that a step takes beside the network.
 
     images: crops that a rank holds at a time.
     """
@@ -63,10 +125,13 @@ def training_bytes(config: Config, num_classes: int, images: int, device: torch.
     needed = images * (config.data.channels * (_STORED + _NORMALIZED) + label_sets * _LABEL)
     if train.compile:  # a compiled loss may never store the scores
         return height * width * needed
-    heads = 2 if config.model.aux_head else 1
+    # Recomputed, the scores of one head are there at a time.
+    heads = 2 if config.model.aux_head and config.model.recompute != "blocks" else 1
     # On CUDA, virtual ranks keep on the host what waits for the backward pass.
     waits_on_host = device.type == "cuda" and train.virtual_ranks > 1
-    kept = _KEPT if waits_on_host else _KEPT * heads * label_sets * len(config.loss.terms)
+    kept = _KEPT
+    if not waits_on_host and config.model.recompute != "blocks":
+        kept *= heads * label_sets * len(config.loss.terms)
     return height * width * (needed + images * num_classes * (heads * _SCORES + kept))
 
 
@@ -88,16 +153,42 @@ def window_finding(
 
 
 def check_windows(config: Config, num_classes: int, device: torch.device, ranks: int = 1) -> None:
-    """Raises ConfigError with what `window_finding` finds, for the ranks of this machine."""
+    """Raises MemoryLimitError with what `window_finding` finds, for the ranks of this machine."""
     sharing = ranks if device.type == "cpu" else 1
     if finding := window_finding(config, num_classes, device, sharing):
-        raise ConfigError(finding)
+        raise MemoryLimitError(finding)
+
+
+# torch has no class for these: of a CPU, C++, the CUDA driver, and cuBLAS or cuDNN.
+_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that an allocation failed; torch has no class for that on a CPU."""
+    """Whether `error` says that an allocation failed."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    )
+
+
+@contextmanager
+def memory_failures(message: Callable[[], str]) -> Iterator[None]:
+    """Turns an allocation that fails inside into a MemoryLimitError with `message()`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryLimitError(message()) from error
+
+
+def training_failure(config: Config, device: torch.device) -> str:
+    """What to say when training runs out of the memory of `device`."""
+    train, (height, width) = config.train, config.augment.crop_size
+    return (
+        f"out of memory: {device} has {rank_bytes(device, 1) / _GIB:.1f} GiB, which do not hold a "
+        f"step of train.batch_size {train.batch_size} with crops of {height}x{width} beside what "
+        "else is there; segtrain train --fit looks for a way that fits and gives the same result; "
+        "else use smaller crops, a smaller batch or more devices"
     )
 
 
@@ -109,11 +200,12 @@ def _finding(
     ranks: int,
     repair: str,
 ) -> str | None:
-    needed, there = ranks * bytes_a_rank, memory_bytes(device)
-    if needed <= there:
+    there = rank_bytes(device, ranks)
+    if bytes_a_rank <= there:
         return None
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    needed, there = ranks * bytes_a_rank / _GIB, ranks * there / _GIB
     return (
-        f"{what} of {size[0]}x{size[1]}{each} take at least {needed / 1e9:,.1f} GB of memory, and "
-        f"{device} has {there / 1e9:,.1f} GB; {repair}"
+        f"{what} of {size[0]}x{size[1]}{each} take at least {needed:,.1f} GiB of memory, and "
+        f"{device} has {there:,.1f} GiB; {repair}"
     )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
-from segtrain.models.blocks import FeatureChannels, Features, initialize, plan_stages
+from segtrain.models.blocks import FeatureChannels, Features, initialize, plan_stages, recomputed
 from segtrain.models.forms import form_of
 from segtrain.norm import NormFactory
 
@@ -27,6 +27,7 @@ class MobileNet(nn.Module):
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
         super().__init__()
         self.name = name = model.backbone
+        self._blocks_again = model.recompute == "blocks"
         form = form_of(model)
         # The positions of the last layer, and of that before the stage that brings stride 32.
         is_v3 = name == "mobilenet_v3_large"
@@ -55,7 +56,7 @@ class MobileNet(nn.Module):
         """Features of normalized images (N, 3, H, W)."""
         x = low = aux = images
         for i, layer in enumerate(self.features):
-            x = layer(x)
+            x = recomputed(layer, x) if self.training and self._blocks_again else layer(x)
             if i == _LOW:
                 low = x
             if i == self._aux:

@@ -3,14 +3,14 @@
 torchvision's own cannot dilate a BasicBlock, has no deep stem and always contracts dilations.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
-from segtrain.models.blocks import FeatureChannels, Features, conv2d, plan_stages
+from segtrain.models.blocks import FeatureChannels, Features, conv2d, plan_stages, recomputed
 from segtrain.models.forms import form_of
 from segtrain.norm import NormFactory, norm_relu_conv, normalize_together
 
@@ -51,10 +51,10 @@ class _ConvChain(nn.Module):
     """conv1, bn1, ReLU, conv2, bn2 and so on, up to the last norm."""
 
     def __init__(
-        self, in_channels: int, convs: Sequence[_Conv], *, norm: NormFactory, recompute_norm: bool
+        self, in_channels: int, convs: Sequence[_Conv], *, norm: NormFactory, recompute: str
     ) -> None:
         super().__init__()
-        self.recompute_norm = recompute_norm
+        self.recompute = recompute
         self._length = len(convs)
         for i, (width, kernel, stride, dilation) in enumerate(convs, start=1):
             conv = conv2d(in_channels, width, kernel, stride=stride, dilation=dilation)
@@ -62,12 +62,18 @@ class _ConvChain(nn.Module):
             self.add_module(f"bn{i}", norm(width))
             in_channels = width
 
+    def again(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`function(x)`, in training `recomputed` if the config says so."""
+        if self.training and self.recompute == "blocks":
+            return recomputed(function, x)
+        return function(x)
+
     def run_chain(self, x: Tensor) -> tuple[Tensor, nn.Module]:
         """The input of the last norm, and this norm."""
         x, norm = self.conv1(x), self.bn1
         for i in range(2, self._length + 1):
             conv = getattr(self, f"conv{i}")
-            x = _norm_relu_conv(x, norm, conv, recompute=self.recompute_norm)
+            x = _norm_relu_conv(x, norm, conv, recompute=self.recompute == "norm")
             norm = getattr(self, f"bn{i}")
         return x, norm
 
@@ -81,10 +87,10 @@ class _Block(_ConvChain):
         convs: Sequence[_Conv],
         *,
         norm: NormFactory,
-        recompute_norm: bool,
+        recompute: str,
         pooled_shortcut: bool,
     ) -> None:
-        super().__init__(in_channels, convs, norm=norm, recompute_norm=recompute_norm)
+        super().__init__(in_channels, convs, norm=norm, recompute=recompute)
         width, stride = convs[-1].width, max(conv.stride for conv in convs)
         self.downsample = None
         if stride > 1 or in_channels != width:
@@ -98,6 +104,9 @@ class _Block(_ConvChain):
             self.downsample = nn.Sequential(*before, conv, norm(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.again(self._block, x)
+
+    def _block(self, x: Tensor) -> Tensor:
         y, norm = self.run_chain(x)
         if self.downsample is None:
             y, shortcut = norm(y), x
@@ -114,13 +123,14 @@ class ResNet(_ConvChain):
     """The convolutional part of the ResNet that `model` describes: images to `Features`.
 
     `multi_grid` is that of DeepLabV3 (arXiv:1706.05587, section 4.2.1); such a stage is not
-    contracted. `recompute_norm`: see `segtrain.norm.norm_relu_conv`. `zero_init_residual` is
-    torchvision's: each block starts as its shortcut (arXiv:1706.02677, section 5.1).
+    contracted. `recompute` norm: see `segtrain.norm.norm_relu_conv`; blocks: the stem and each
+    residual block are `recomputed`. `zero_init_residual` is torchvision's: each block starts as its
+    shortcut (arXiv:1706.02677, section 5.1).
     """
 
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
         depths, bottleneck = DEPTHS[model.backbone]
-        options = {"norm": norm, "recompute_norm": model.recompute_norm}
+        options = {"norm": norm, "recompute": model.recompute}
         stem = _STEMS[model.stem.removesuffix(_AVGPOOL)]
         super().__init__(3, stem, **options)
         self.name = model.backbone
@@ -158,15 +168,17 @@ class ResNet(_ConvChain):
 
     def forward(self, images: Tensor) -> Features:
         """Features of normalized images (N, 3, H, W)."""
-        x, norm = self.run_chain(images)
-        x = F.max_pool2d(F.relu(norm(x), inplace=True), 3, stride=2, padding=1)
-        low = self.layer1(x)
+        low = self.layer1(self.again(self._stem, images))
         aux, out = low, self.layer2(low)
         if self._num_stages > 2:
             aux, out = out, self.layer3(out)
         if self._num_stages > 3:
             aux, out = out, self.layer4(out)
         return Features(low, aux, out)
+
+    def _stem(self, images: Tensor) -> Tensor:
+        x, norm = self.run_chain(images)
+        return F.max_pool2d(F.relu(norm(x), inplace=True), 3, stride=2, padding=1)
 
 
 def _norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: bool) -> Tensor:

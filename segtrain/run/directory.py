@@ -77,6 +77,8 @@ CENTROIDS = "centroids.json"
 
 # A resumed run may change these: the model at the end stays the same, but for rounding in a
 # compiled step. Data and class file may move, because `dataset_guard` compares their contents.
+# With train.shares, whose bits they would change, those of _ROUNDING are not among them.
+_ROUNDING = ("model.recompute", "train.virtual_ranks")
 _HARMLESS = (
     *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
     # Where a run ends does not change the steps before.
@@ -175,6 +177,7 @@ def _check_new(directory: Path, config: Config) -> None:
 def config_differences(old: Config, new: Config) -> list[str]:
     """A line for each option that differs."""
     before, after = flat(old), flat(new)
+    harmless = _HARMLESS if new.train.shares else _HARMLESS + _ROUNDING
 
     def shown(value: object) -> str:
         return printable(yaml_value(value), 2 * MAX_NAME)
@@ -182,5 +185,5 @@ def config_differences(old: Config, new: Config) -> list[str]:
     return [
         f"{key}: {shown(before[key])} there, {shown(after[key])} now"
         for key in sorted(after)
-        if before[key] != after[key] and not key.startswith(_HARMLESS)
+        if before[key] != after[key] and not key.startswith(harmless)
     ]

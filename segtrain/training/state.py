@@ -10,7 +10,7 @@ from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.shares import Shares
 from segtrain.errors import ConfigError
-from segtrain.models.blocks import Normalize
+from segtrain.models.blocks import Normalize, recomputed
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import make_groups
 from segtrain.training.exact_sum import ExactGradientSum, replica
@@ -27,22 +27,48 @@ class ModelWithLoss(nn.Module):
 
     Compiling both together lets torch fuse them and skip the logits at full size. The parameters
     stay those of `model`: checkpoints, averages and evaluation use it alone.
+
+    recompute: `model` is a SegModel; the logits at full size, and what the loss keeps of them, are
+        computed again in the backward pass.
     """
 
-    def __init__(self, model: nn.Module, criterion: SegLoss, train: TrainConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: SegLoss,
+        train: TrainConfig,
+        *,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
         self.model = model
         self.criterion = criterion
         self.autocast_dtype = autocast_dtype(train)
+        self.recompute = recompute
 
     def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
         """The sums for normalized images (N, 3, H, W), (S, heads, ...) (collective).
 
         labels: (S, N, H, W) int64; two sets of labels with MixUp, otherwise one.
         """
+        if self.recompute:
+            return self._recomputed(images, labels, dropout)
         with autocast(self.autocast_dtype, images.device):
             logits = self.model(images, dropout)
         return torch.stack([self.criterion(logits, one_set) for one_set in labels])
+
+    def _recomputed(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
+        """As `forward`, with each head's logits at full size and its loss `recomputed`."""
+        size = images.shape[-2:]
+        with autocast(self.autocast_dtype, images.device):
+            small = self.model.small_logits(images, dropout)
+
+        def sums(logits: Tensor, one_set: Tensor) -> Tensor:
+            return self.criterion.sums(self.model.full_size(logits, size), one_set)
+
+        heads = [logits for logits in small if logits is not None]
+        rows = [torch.stack([recomputed(sums, x, one_set) for x in heads]) for one_set in labels]
+        return torch.stack(rows)
 
 
 def share_weights(model: nn.Module) -> None:
@@ -122,7 +148,8 @@ def make_state(
     criterion = SegLoss(
         config.loss, device, microbatches=train.accumulate_steps, batch_size=train.batch_size
     )
-    wrapped = ModelWithLoss(model, criterion, train)
+    again = config.model.recompute == "blocks"
+    wrapped = ModelWithLoss(model, criterion, train, recompute=again)
     if train.compile:
         # Only the microbatches of a step differ in size, and a graph with open sizes is slower.
         wrapped = torch.compile(wrapped, fullgraph=True, dynamic=False)

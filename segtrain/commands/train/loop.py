@@ -19,6 +19,7 @@ from segtrain.distributed.machine import keep_freed_memory
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import exit_code
 from segtrain.errors import EXIT_OK
+from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, progress_words, score_text
@@ -37,7 +38,8 @@ def run(request: TrainRequest) -> int:
         keep_freed_memory()
     liveness.beat("setup", 0)
     group = process_group(device, timeout_s=config.train.timeout_s)
-    with group, float32_products(config.train), ExitStack() as stack:
+    enough = memory_failures(lambda: training_failure(config, device))
+    with group, enough, float32_products(config.train), ExitStack() as stack:
         this = set_up(request, stack)
         with this.log:
             train(this)

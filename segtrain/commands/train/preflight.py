@@ -23,7 +23,7 @@ from segtrain.distributed.machine import (
     semaphore_problem,
 )
 from segtrain.distributed.partition import batch_findings, smallest_batch
-from segtrain.errors import ConfigError
+from segtrain.errors import ConfigError, MemoryLimitError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
 from segtrain.text import printable
@@ -56,12 +56,15 @@ def check_experiment(
     if findings:
         raise ConfigError("\n".join(findings))
     # 2. Each machine has its own memory.
-    here = _device_memory_finding(config, num_classes, device) or _shared_memory_finding(
-        config, train_set.form
+    here = (
+        _device_memory_finding(config, num_classes, device),
+        _shared_memory_finding(config, train_set.form),
     )
-    for finding in dist.all_gather_object(here):
-        if finding is not None:
-            raise ConfigError(finding)
+    found = dist.all_gather_object(here)
+    if finding := next((device for device, _ in found if device is not None), None):
+        raise MemoryLimitError(finding)
+    if finding := next((shared for _, shared in found if shared is not None), None):
+        raise ConfigError(finding)
     # 3. Files and augmentations; rank 0 reads the files for all.
     extra_transforms(config.augment, train_set.form)
     return dist.run_on_rank0(lambda: quick_check(train_set, eval_set))

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from segtrain.commands import launch
 from segtrain.commands.config import find_config, show_warnings
-from segtrain.config import load_config
+from segtrain.commands.train import fit
+from segtrain.config import Config, load_config
 from segtrain.config.experiment import wrong_units
 from segtrain.distributed.partition import batch_findings
 from segtrain.errors import ConfigError
@@ -48,20 +49,34 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
     resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     wrong = wrong_units(config)
-    if wrong and not (resume and run_directory.has_saved(target.directory)):
+    saved = resume and run_directory.has_saved(target.directory)
+    if wrong and not saved:
         raise ConfigError("\n".join(wrong))
     if is_first:
         show_warnings(config)
     # 3. A rank trains, and so does a process without others; otherwise it starts them.
-    if not launch.adopt_environment():
+    is_rank, fits = launch.adopt_environment(), args.fit or args.fit_precision
+    if fits and (is_rank or args.nnodes > 1):
+        raise ConfigError(
+            "--fit: tries one machine before it starts the ranks there, which torchrun, srun and "
+            "--nnodes do not allow; set model.recompute or train.virtual_ranks yourself"
+        )
+    if fits and saved:
+        config = _refined(args, target, fit.kept(target.directory))
+    if not is_rank:
         # Before anything slow; the ranks check the directory again.
         run_directory.check_directory(
             target.directory, config, resume=resume, accept_changes=args.accept_changes
         )
         num_ranks = launch.num_ranks_here(args.nproc)
-        if num_ranks > 1 or args.nnodes > 1:
-            if findings := batch_findings(config, args.nnodes * num_ranks, num_ranks):
+        starts_ranks = num_ranks > 1 or args.nnodes > 1
+        if starts_ranks:
+            findings = batch_findings(config, args.nnodes * num_ranks, num_ranks)
+            if findings:
                 raise ConfigError("\n".join(findings))
+        if fits and not saved:
+            config = _refined(args, target, fit.fitted(args, target.config, config, num_ranks))
+        if starts_ranks:
             return launch.start_ranks(args, num_ranks)
     from segtrain.commands.train.loop import run
     from segtrain.commands.train.setup import TrainRequest
@@ -70,6 +85,14 @@ def main(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in ("accept_changes", "requeue", "until")}
     device = device_for(args.device)
     return run(TrainRequest(config, target.directory, device, resume=resume, **options))
+
+
+def _refined(args: argparse.Namespace, target: Target, found: list[str]) -> Config:
+    """The config with the options that --fit has found; ranks get them by --set."""
+    args.set = [*args.set, *found]
+    words = [word for word in args.argv if word not in ("--fit", "--fit-precision")]
+    args.argv = [*words, *(f"--set={option}" for option in found)]
+    return load_config(target.config, args.set)
 
 
 def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:

@@ -75,8 +75,11 @@ class SegLoss:
 
         heads: 2, or 1 without an auxiliary head.
         """
-        aux = [] if logits.aux is None else [self._loss.sums(logits.aux, labels)]
-        return torch.stack([self._loss.sums(logits.out, labels), *aux])
+        return torch.stack([self.sums(x, labels) for x in logits if x is not None])
+
+    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The sums of one head."""
+        return self._loss.sums(logits, labels)
 
     def means(self, totals: Tensor) -> Tensor:
         """(2,) float64: the loss of the head and of the auxiliary head, NaN without one."""
