@@ -44,6 +44,13 @@ segtrain train my.yaml --set optim.lr=0.02 --output runs/my_lr2
 segtrain train my.yaml --set data.pack=packs/my --output runs/my_pack
 segtrain train my.yaml --resume
 segtrain train runs/my --resume
+segtrain init my_data --output mine
+segtrain data pack mine --output packs/mine
+segtrain train mine
+segtrain train runs/mine --resume
+segtrain eval runs/mine
+segtrain predict runs/mine photos/ --output predictions
+segtrain export runs/mine --format onnx --output mine.onnx --normalize --argmax
 segtrain eval runs/my
 segtrain eval runs/my --overlays pictures
 segtrain predict camvid_deeplabv3plus_r18 photos/ --output street
@@ -77,6 +84,9 @@ NOT_RUN = {
     "train my.yaml --until 500": "test_until.py pauses runs",
     "population my.yaml --members 4 --every 500": "test_population.py trains populations",
     "bench my.yaml": "test_bench.py measures steps",
+    "bench mine": "test_bench.py measures steps",
+    "init FOLDER": "stands for any folder",
+    "init photos --ignore 255": "test_init.py answers questions",
     "verify RUN": "needs train.shares; test_verify.py verifies runs",
     "verify RUN --steps 1: --nproc 2": "test_verify.py verifies on other ranks",
     "train config.yaml --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400": NODES,
@@ -224,7 +234,7 @@ def run_all(directory, lines, codes):
         words = shlex.split(line)[1:]
         if words[0] == "data":
             words += ["--jobs", "1"]  # starting processes would take longer than the work
-        if words[0] == "train" and "runs/my" not in words:
+        if words[0] == "train" and not words[1].startswith("runs/"):
             words += [word for setting in SMALL for word in ("--set", setting)]
         if words[0] == "predict":
             shutil.rmtree("predictions", ignore_errors=True)  # of the command before

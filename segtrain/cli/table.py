@@ -1,6 +1,7 @@
 """The command line as a table: every command, its function, its texts and its arguments."""
 
 import argparse
+import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,32 @@ def _fraction_below_1(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected a number of at least 0 and below 1: '{text}'")
 
 
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if len(set(names)) < len(names) or not all(names):
+        raise argparse.ArgumentTypeError(f"expected different names, none empty, got '{text}'")
+    return names
+
+
+def _values(text: str) -> frozenset[int | tuple[int, int, int]]:
+    found: set[int | tuple[int, int, int]] = set()
+    for part in [] if text == "none" else text.split(","):
+        if part.isascii() and part.isdigit():
+            found.add(int(part))
+        elif re.fullmatch("#[0-9a-fA-F]{6}", part):
+            found.add(tuple(bytes.fromhex(part[1:])))
+        else:
+            raise argparse.ArgumentTypeError(f"expected ids or #rrggbb, or none, got '{text}'")
+    return frozenset(found)
+
+
+def _part(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < 1:
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number above 0 and below 1, got '{text}'")
+
+
 def _steps(text: str) -> tuple[int | None, int | None]:
     """First and last step of `A:B`, each None where it is left out; `A` is one step."""
     first, colon, last = text.partition(":")
@@ -120,6 +147,31 @@ def _of_machines(name: str, help: str, *rest: Any, **options: Any) -> Argument:
 
 
 COMMANDS = (
+    Command(
+        "init",
+        "commands.init:main",
+        "look at a folder of images and labels, and write an experiment that trains on it",
+        _argument("folder", "where images and labels are, to any depth; only read", "FOLDER", Path),
+        _argument("--output", "folder to write (default: <name of FOLDER>_segtrain)", "DIR", Path),
+        _argument("--labels", "which labels, where there are several: a folder or pattern", "PATH"),
+        _argument("--names", "classes, in the order of their values in labels", "A,B,C", _names),
+        _argument(
+            "--ignore",
+            "values of labels that mean no data: ids, or colours as #rrggbb; none: each is a class",
+            "VALUES|none",
+            _values,
+        ),
+        _argument("--val", "part of the images to evaluate on (default: 0.2)", "FRACTION", _part),
+        _argument("--channels", "of the images, where that is in question", "C", positive),
+        _JOBS,
+        description="Find which label belongs to which image, the classes, the splits and fitting\n"
+        "options; write config.yaml, classes.yaml, train.txt, val.txt and a contact sheet,\n"
+        "samples.png, into DIR. Where two readings fit, show both and the option that decides.",
+        epilog="examples:\n"
+        "  segtrain init photos\n"
+        "  segtrain init photos --names background,crack --val 0.1 --output cracks\n"
+        "  segtrain train photos_segtrain/config.yaml",
+    ),
     Command(
         "train",
         "commands.train.start:main",

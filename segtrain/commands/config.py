@@ -9,6 +9,7 @@ from segtrain.config import Config, config_schema, config_to_yaml, load_config, 
 from segtrain.config.experiment import config_warnings, wrong_units
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import check_output, os_errors_as, write_output
+from segtrain.run.directory import CONFIG
 from segtrain.text import say
 
 
@@ -23,8 +24,9 @@ def load_named(args: argparse.Namespace) -> Config:
 
 def find_config(text: str) -> recipes.Found:
     """As `recipes.find`; of a folder the error also says what it holds, and what to do with it."""
+    made = Path(text) / CONFIG  # of `segtrain init`
     try:
-        return recipes.find(text)
+        return recipes.find(str(made) if made.is_file() else text)
     except ConfigError as error:
         if not os.path.isdir(text):
             raise

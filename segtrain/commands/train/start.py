@@ -35,6 +35,8 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
     # 1. Which config, which run?
     is_first = "RANK" not in os.environ  # what is said here is said once, not by every rank
+    if os.path.isdir(args.config) and _run_of(args.config) is None:
+        args.config = str(_config_of_folder(Path(args.config), may_write=is_first))
     target = resolve_run(args.config, resume=args.resume, output=args.output)
     if target.note and is_first:
         say(target.note)
@@ -95,6 +97,22 @@ def _refined(args: argparse.Namespace, target: Target, found: list[str]) -> Conf
     return load_config(target.config, args.set)
 
 
+def _config_of_folder(folder: Path, *, may_write: bool) -> Path:
+    """The config that `segtrain init` has written into `folder`, or for it; else it is written now.
+
+    Raises:
+        ConfigError, DataError: what `segtrain init` cannot decide or read.
+    """
+    from segtrain.commands import init
+
+    for made in (folder / run_directory.CONFIG, init.default_output(folder) / run_directory.CONFIG):
+        if made.exists():
+            return made
+    if not may_write:
+        raise ConfigError(f"{folder}: a folder without a config; segtrain init makes one first")
+    return init.write_experiment(folder)
+
+
 def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
     """What `segtrain train TEXT` works on.
 
@@ -107,7 +125,10 @@ def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
     run = _run_of(text)
     if run is None:
         found = find_config(text)
-        return Target(found.path, output or Path("runs") / found.path.stem, found.note)
+        name = found.path.stem
+        if found.path.name == run_directory.CONFIG:  # of `segtrain init`: the folder has the name
+            name = found.path.resolve().parent.name
+        return Target(found.path, output or Path("runs") / name, found.note)
     config = run / run_directory.CONFIG
     elsewhere = output is not None and os.path.realpath(output) != os.path.realpath(run)
     if elsewhere and Path(text).name == run_directory.CONFIG:  # another run with the same config

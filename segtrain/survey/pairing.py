@@ -1,0 +1,250 @@
+"""Which label belongs to which image, by names alone; no file is opened.
+
+A name has a core, which image and label share, and what surrounds it: folders, and a beginning or
+an end that says the role, as in `masks/0001_mask.png`. A label belongs to the one image with the
+same core that has the most folders and words in common with it. If there are several such images,
+none is chosen: an order of names is never taken for a pairing.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+_IMAGE_WORDS = (
+    "image images img imgs im rgb photo photos picture pictures pic pics jpegimages "
+    "leftimg8bit input inputs raw frame frames orig original originals sat scan scans src "
+    "source x"
+)
+IMAGE_WORDS = frozenset(_IMAGE_WORDS.split())
+_LABEL_WORDS = (
+    "label labels lbl lbls mask masks msk annotation annotations annot annots ann anns anno "
+    "annos gt gts gtfine gtcoarse groundtruth ground truth seg segs segm segmentation "
+    "segmentations segmentationclass segmentationobject semantic semantics target targets "
+    "labelled labelids labeltrainids trimap trimaps matte mattes class classes index gray "
+    "grey y l"
+)
+LABEL_WORDS = frozenset(_LABEL_WORDS.split())
+_ROLE_WORDS = IMAGE_WORDS | LABEL_WORDS | {"dir", "folder", "png", "jpg", "tif", "data", "file"}
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training", "trn", "tr", "trainval"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "va"), "val"),
+    **dict.fromkeys(("test", "testing", "tst", "ts", "te"), "test"),
+}
+# A beginning or end counts as one if so many names of a folder have it; role words always do.
+_COMMON_START, _COMMON_END = 0.9, 0.1
+_MOST_AFFIXES = 4
+
+
+class FileName(NamedTuple):
+    """A relative path in its parts, all in lower case but `path`.
+
+    core: the stem without the beginnings and ends that many names share.
+    pattern: of its group, such as `masks/*_mask.png`: the same folder, beginning, end and suffix.
+    folders: words of the folders, without those that say a role.
+    words: of the stem.
+    """
+
+    path: str
+    core: str
+    pattern: str
+    folders: frozenset[str]
+    words: frozenset[str]
+
+    @property
+    def split(self) -> str | None:
+        """train, val or test, if a folder says so."""
+        found = {SPLIT_WORDS[word] for word in self.folders if word in SPLIT_WORDS}
+        if found == {"train", "val"}:  # train_val
+            return "train"
+        return found.pop() if len(found) == 1 else None
+
+
+def words_of(text: str) -> list[str]:
+    """Words in lower case: `imagesTr` and `img_dir` have two each."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)
+    return [word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word]
+
+
+def role_words(path: str) -> set[str]:
+    """The words in `path` that say a role."""
+    found = {word for part in PurePosixPath(path).with_suffix("").parts for word in words_of(part)}
+    return found & (IMAGE_WORDS | LABEL_WORDS)
+
+
+def parse_names(paths: Sequence[str]) -> list[FileName]:
+    """The parts of each name; beginnings and ends are those that several names share."""
+    parts = [(PurePosixPath(path).parent.as_posix(), PurePosixPath(path)) for path in paths]
+    kinds = [(folder, path.suffix.lower()) for folder, path in parts]
+    stems = [path.stem for _, path in parts]
+    starts, ends = [""] * len(paths), [""] * len(paths)
+    for _ in range(_MOST_AFFIXES):
+        found = _shared_affixes(kinds, stems)
+        if not any(start or end for start, end in found):
+            break
+        for i, (start, end) in enumerate(found):
+            stems[i] = stems[i][len(start) : len(stems[i]) - len(end)]
+            starts[i], ends[i] = starts[i] + start, end + ends[i]
+    names = []
+    for path, (folder, suffix), stem, start, end in zip(
+        paths, kinds, stems, starts, ends, strict=True
+    ):
+        pattern = f"{start}*{end}{suffix}" if folder == "." else f"{folder}/{start}*{end}{suffix}"
+        words = {word for part in PurePosixPath(folder).parts for word in words_of(part)}
+        whole = PurePosixPath(path).stem
+        names.append(
+            FileName(
+                path,
+                stem.lower(),
+                pattern,
+                frozenset(words - _ROLE_WORDS | (words & SPLIT_WORDS.keys())),
+                frozenset(words_of(whole)),
+            )
+        )
+    return _unique_cores(names)
+
+
+def _shared_affixes(
+    kinds: Sequence[tuple[str, str]], stems: Sequence[str]
+) -> list[tuple[str, str]]:
+    """The next beginning and end to take off each stem; "" where there is none."""
+    sizes, starts, ends = Counter(kinds), Counter(), Counter()
+    cut = [(_start_of(stem), _end_of(stem)) for stem in stems]
+    for kind, (start, end) in zip(kinds, cut, strict=True):
+        starts[kind, start] += 1
+        ends[kind, end] += 1
+    found = []
+    for kind, stem, (start, end) in zip(kinds, stems, cut, strict=True):
+        size = sizes[kind]
+        is_start = _is_role(start) or (size > 2 and starts[kind, start] >= _COMMON_START * size)
+        is_end = _is_role(end) or (
+            ends[kind, end] > 1 and size > 2 and ends[kind, end] >= _COMMON_END * size
+        )
+        start, end = start if is_start else "", end if is_end else ""
+        found.append((start, "" if start and len(start) + len(end) > len(stem) else end))
+    return found
+
+
+def _start_of(stem: str) -> str:
+    """`img_` of `img_001`, `img` of `img001`; "" if it begins with a number."""
+    found = re.match(r"[A-Za-z][A-Za-z0-9]*[_\-. ]+(?=.)|[A-Za-z]+(?=\d)|[A-Za-z]+$", stem)
+    return found[0] if found else ""
+
+
+def _end_of(stem: str) -> str:
+    """`_mask` of `001_mask`, `mask` of `001mask`; "" if it ends with a number alone."""
+    found = re.search(
+        r"(?<=.)[_\-. ]+(?=[^_\-. ]*[A-Za-z])[A-Za-z0-9]+$|(?<=\d)[A-Za-z]{2,}$|^[A-Za-z]+$", stem
+    )
+    return found[0] if found else ""
+
+
+def _is_role(affix: str) -> bool:
+    words = words_of(affix)
+    return bool(words) and all(word in _ROLE_WORDS for word in words)
+
+
+def _unique_cores(names: Sequence[FileName]) -> list[FileName]:
+    """With the whole stem as core in each group where two names would have one core."""
+    count = Counter((name.pattern, name.core) for name in names)
+    clashing = {pattern for (pattern, _), number in count.items() if number > 1}
+    return [
+        name._replace(core=PurePosixPath(name.path).stem.lower())
+        if name.pattern in clashing
+        else name
+        for name in names
+    ]
+
+
+class Matches(NamedTuple):
+    """labels: the labels of each image that has any, by path; in the order of the names.
+
+    bands: further files of an image, each of another group: perhaps its bands.
+    unclear: labels that fit several images equally well. alone: labels without an image.
+    """
+
+    labels: dict[str, list[str]]
+    bands: dict[str, list[str]]
+    unclear: list[str]
+    alone: list[str]
+
+
+def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
+    """The labels of each image; see the top of the file."""
+    by_core: dict[str, list[FileName]] = defaultdict(list)
+    for image in images:
+        by_core[image.core].append(image)
+    found = Matches(defaultdict(list), {}, [], [])
+    left = []
+    for label in labels:
+        candidates = _nearest(label, by_core.get(label.core, ()))
+        if candidates and len({image.pattern for image in candidates}) == len(candidates):
+            first, *bands = sorted(image.path for image in candidates)
+            found.labels[first].append(label.path)
+            if bands:
+                found.bands[first] = bands
+        elif candidates:
+            found.unclear.append(label.path)
+        else:
+            left.append(label)
+    for rule in (_by_number, _by_folder):
+        matched = rule(images, left) if left else {}
+        for label, image in matched.items():
+            found.labels[image].append(label)
+        left = [label for label in left if label.path not in matched]
+    found.alone.extend(label.path for label in left)
+    order = [image.path for image in images if image.path in found.labels]
+    return found._replace(labels={path: sorted(found.labels[path]) for path in order})
+
+
+def _nearest(label: FileName, images: Collection[FileName]) -> list[FileName]:
+    """Those of `images` with the most folders and words in common with `label`, if any fits."""
+    images = [
+        image
+        for image in images
+        if None in (image.split, label.split) or image.split == label.split
+    ]
+    if len(images) < 2:
+        return images
+    scores = [
+        (len(image.folders & label.folders), len(image.words & label.words)) for image in images
+    ]
+    best = max(scores)
+    return [image for image, score in zip(images, scores, strict=True) if score == best]
+
+
+def _by_number(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[str, str]:
+    """Pairs with the same number, `img_7` and `label007`, if all labels have one image each."""
+    by_number: dict[tuple[str | None, int], list[str]] = defaultdict(list)
+    for image in images:
+        if (number := _number(image)) is not None:
+            by_number[image.split, number].append(image.path)
+    found: dict[str, str] = {}
+    for label in labels:
+        number = _number(label)
+        candidates = [] if number is None else by_number.get((label.split, number), [])
+        if len(candidates) != 1:
+            return {}
+        found[label.path] = candidates[0]
+    return found if len(set(found.values())) == len(found) else {}
+
+
+def _number(name: FileName) -> int | None:
+    numbers = re.findall(r"\d+", name.core)
+    return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 19 else None
+
+
+def _by_folder(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[str, str]:
+    """Labels in a folder of the image's name, as in `masks/0001/car.png`."""
+    by_core: dict[str, list[str]] = defaultdict(list)
+    for image in images:
+        by_core[image.core].append(image.path)
+    found: dict[str, str] = {}
+    for label in labels:
+        for folder in reversed(PurePosixPath(label.path).parts[:-1]):
+            candidates = by_core.get(folder.lower(), [])
+            if len(candidates) == 1:
+                found[label.path] = candidates[0]
+                break
+    return found

@@ -1,0 +1,214 @@
+"""Folders of images and labels in conventions that people bring, each with its hidden truth."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import tifffile
+from PIL import Image
+from pycocotools.mask import encode
+
+NAMES = ("background", "car", "road", "tree")
+COLORS = np.array([(0, 0, 0), (200, 30, 30), (90, 90, 100), (20, 160, 60)], np.uint8)
+_PAINT = np.array([(120, 150, 180), (190, 60, 60), (90, 90, 95), (40, 140, 60)], float)
+
+Truth = dict[str, np.ndarray]
+"""The classes (H, W) uint8 of each image, by its path."""
+CASES: dict[str, Callable[[Path], Truth]] = {}
+
+
+def scene(seed: int, num_classes: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """A noisy image (64, 80, 3) uint8 and its classes (64, 80) uint8; each class is on it."""
+    rng = np.random.default_rng(seed)
+    label = np.zeros((64, 80), np.uint8)
+    for k in range(1, num_classes):
+        center = (int(rng.integers(80)), int(rng.integers(12, 64)))
+        cv2.circle(label, center, int(rng.integers(8, 20)), k, -1)
+        label[:6, 6 * k : 6 * k + 6] = k
+    image = _PAINT[label] + rng.normal(0, 12, (64, 80, 3)) + rng.normal(0, 10, 3)
+    return image.clip(0, 255).astype(np.uint8), label
+
+
+def save(path: Path, array: np.ndarray, **options: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".npy":
+        np.save(path, array)
+    elif path.suffix == ".tif":
+        tifffile.imwrite(path, array)
+    elif array.dtype == np.uint16:
+        cv2.imwrite(str(path), array)
+    else:
+        Image.fromarray(array).save(path, **options)
+
+
+def case(image: str, label: str, *, num_classes: int = 4, number: int = 8, **files: str):
+    """Registers a folder: `image` and `label` are names for number {i}; `files` by name, `_` a dot.
+
+    The decorated function makes the content of the label file.
+    """
+
+    def register(make: Callable[[np.ndarray], np.ndarray]):
+        def build(folder: Path) -> Truth:
+            truth = {}
+            for i in range(number):
+                pixels, classes = scene(i, num_classes)
+                save(folder / image.format(i=i, s=i // 2), pixels)
+                save(folder / label.format(i=i, s=i // 2), make(classes))
+                truth[image.format(i=i, s=i // 2)] = classes
+            for name, text in files.items():
+                (folder / name.replace("__", ".")).write_text(text)
+            return truth
+
+        CASES[make.__name__] = build
+        return build
+
+    return register
+
+
+_TABLE = "name,r,g,b\n" + "".join(
+    f"{name},{','.join(map(str, color))}\n"
+    for name, color in zip(NAMES, COLORS.tolist(), strict=True)
+)
+_MAP = "# label:color_rgb:parts:actions\n" + "".join(
+    f"{name}:{','.join(map(str, color))}::\n"
+    for name, color in zip(NAMES, COLORS.tolist(), strict=True)
+)
+
+
+@case("images/{i}.jpg", "labels/{i}.png", classes__txt="\n".join(NAMES))
+def ids_with_names(classes):
+    return classes
+
+
+@case("x{i}.jpg", "x{i}_mask.png", num_classes=2)
+def mask_beside_the_image(classes):
+    return classes * 255
+
+
+@case("train/c{i}.JPG", "train_masks/c{i}_mask.gif", num_classes=2)
+def masks_as_gif(classes):
+    return classes * 255
+
+
+@case("imgs/{i}.png", "masks/{i}_L.png", class_dict__csv=_TABLE)
+def colors_by_a_table(classes):
+    return COLORS[classes]
+
+
+@case("JPEGImages/{i}.jpg", "SegmentationClass/{i}.png", labelmap__txt=_MAP)
+def colors_by_a_labelmap(classes):
+    return COLORS[classes]
+
+
+@case(
+    "imagesTr/c_{i:03}_0000.png",
+    "labelsTr/c_{i:03}.png",
+    dataset__json=json.dumps({"labels": {name: i for i, name in enumerate(NAMES)}}),
+)
+def channel_numbers(classes):
+    return classes
+
+
+@case("images/{i}.jpg", "masks/{i}.jpg", num_classes=2)
+def masks_as_jpeg(classes):
+    return classes * 255
+
+
+@case("scene_{s}/rgb/{i:04}.png", "scene_{s}/semantic/{i:04}.png")
+def scenes_in_sixteen_bits(classes):
+    return classes.astype(np.uint16) * 300 + 7
+
+
+@case("pics/{i}.webp", "gt/{i}.npy")
+def one_hot(classes):
+    return np.eye(4, dtype=np.uint8)[classes]
+
+
+@case("a/{i}.tif", "annotations/{i}.bmp")
+def grey_in_three_channels(classes):
+    return np.repeat(classes[..., None], 3, axis=2)
+
+
+@case(
+    "images/{i}.jpg",
+    "labels/{i}.png",
+    labels__json=json.dumps(
+        [
+            {"name": n, "color": "#{:02x}{:02x}{:02x}".format(*c)}
+            for n, c in zip(NAMES, COLORS.tolist(), strict=True)
+        ]
+    ),
+)
+def a_shade_in_a_few_pixels(classes):
+    colors = COLORS[classes]
+    colors[0, 6:8, 0] += 2  # of the car
+    return colors
+
+
+def _files_for_classes(form: str) -> Callable[[Path], Truth]:
+    def build(folder: Path) -> Truth:
+        truth = {}
+        for i in range(8):
+            pixels, classes = scene(i)
+            save(folder / f"photos/p{i}.jpg", pixels)
+            for k, name in enumerate(NAMES[1:], start=1):
+                save(folder / form.format(i=i, name=name), (classes == k).astype(np.uint8) * 255)
+            truth[f"photos/p{i}.jpg"] = classes
+        return truth
+
+    return build
+
+
+CASES["a_folder_for_each_class"] = _files_for_classes("masks/{name}/p{i}.png")
+CASES["an_end_for_each_class"] = _files_for_classes("masks/p{i}_{name}.png")
+
+
+def _objects(folder: Path) -> Truth:
+    truth = {}
+    for i in range(8):
+        pixels, classes = scene(i, 2)
+        name = f"{i * 7919 + 1:08x}"
+        save(folder / f"{name}/images/{name}.png", pixels)
+        count, objects = cv2.connectedComponents(classes)
+        for k in range(1, count):
+            mask = (objects == k).astype(np.uint8) * 255
+            save(folder / f"{name}/masks/{k * 31:04x}aa.png", mask)
+        truth[f"{name}/images/{name}.png"] = classes
+    return truth
+
+
+def _bands(folder: Path) -> Truth:
+    truth = {}
+    for i in range(8):
+        pixels, classes = scene(i)
+        for k, band in enumerate(("B02", "B03", "B04", "B08")):
+            save(folder / f"s2/t{i}_{band}.tif", pixels[..., k % 3].astype(np.uint16) * 12)
+        save(folder / f"mask/t{i}.png", classes)
+        truth[f"s2/t{i}_B02.tif"] = classes
+    return truth
+
+
+def _coco(folder: Path) -> Truth:
+    truth, images, annotations = {}, [], []
+    for i in range(8):
+        pixels, classes = scene(i)
+        save(folder / f"images/{i}.jpg", pixels)
+        images.append({"id": i, "file_name": f"{i}.jpg", "height": 64, "width": 80})
+        for k in (1, 2, 3):
+            mask = np.asfortranarray(classes == k, np.uint8)
+            runs = encode(mask)
+            runs["counts"] = runs["counts"].decode()
+            one = {"id": 10 * i + k, "image_id": i, "category_id": k, "segmentation": runs}
+            annotations.append(one | {"iscrowd": 0, "area": int(mask.sum()), "bbox": [0, 0, 1, 1]})
+        truth[f"images/{i}.jpg"] = classes
+    categories = [{"id": k, "name": NAMES[k]} for k in (1, 2, 3)]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    (folder / "annotations.json").write_text(json.dumps(content))
+    return truth
+
+
+CASES["annotations_of_coco"] = _coco
+CASES["a_file_for_each_object"] = _objects
+CASES["bands_in_files"] = _bands

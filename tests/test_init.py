@@ -1,0 +1,204 @@
+"""`segtrain init`: folders in many conventions, and those in which a guess would be wrong."""
+
+import numpy as np
+import pytest
+from folders import CASES, COLORS, NAMES, save, scene
+from PIL import Image
+
+from segtrain.cli import main
+from segtrain.config import load_config
+from segtrain.data import open_dataset
+
+
+def init(folder, *words, code=0):
+    output = folder.with_name("made")
+    assert main(["init", str(folder), "--output", str(output), *words]) == code
+    return output
+
+
+def labels_of(output):
+    """The label of each image, by its path below the data's root, and the config."""
+    config = load_config(output / "config.yaml")
+    found = {}
+    for split in (config.data.train_split, config.data.eval_split):
+        dataset = open_dataset(config.data, split)
+        for i, pair in enumerate(dataset.pairs):
+            name = str(pair.image.relative_to(config.data.root))
+            assert name not in found  # in one split only
+            found[name] = dataset[i][1]
+    return found, config
+
+
+def assert_same_division(found, truth):
+    """Equal labels but for the order of the classes."""
+    assert found.keys() == truth.keys()
+    pairs = {
+        pair
+        for name, classes in truth.items()
+        for pair in zip(classes.reshape(-1).tolist(), found[name].reshape(-1).tolist(), strict=True)
+    }
+    num_classes = len({a for a, _ in pairs})
+    assert len(pairs) == len({b for _, b in pairs}) == num_classes > 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_in_any_convention_is_read_as_it_is_meant(tmp_path, case):
+    folder = tmp_path / "data"
+    truth = CASES[case](folder)
+    before = sorted(folder.rglob("*"))
+    found, config = labels_of(init(folder))
+    assert_same_division(found, truth)
+    assert sorted(folder.rglob("*")) == before  # the data are only read
+    assert (tmp_path / "made" / "samples.png").stat().st_size > 1000
+    assert config.data.channels == (4 if case == "bands_in_files" else 3)
+
+
+def write(folder, make, number=8, num_classes=4, label="labels/{}.png"):
+    for i in range(number):
+        pixels, classes = scene(i, num_classes)
+        save(folder / f"images/{i}.png", pixels)
+        save(folder / label.format(i), make(classes))
+
+
+def two_sets(folder):
+    write(folder, lambda classes: classes, label="fine/labels/{}.png")
+    write(folder, lambda classes: np.minimum(classes, 2), label="coarse/labels/{}.png")
+
+
+def shade(folder):
+    colors = COLORS.copy()
+    colors[2] = colors[1] + 2
+    write(folder, lambda classes: colors[classes])
+
+
+def no_data_or_class(folder):
+    write(folder, lambda classes: np.array([0, 1, 255], np.uint8)[classes], num_classes=3)
+
+
+def trimap(folder):
+    write(folder, lambda classes: classes + 1, num_classes=3, label="trimaps/{}.png")
+
+
+def fewer_names(folder):
+    write(folder, lambda classes: classes)
+    (folder / "classes.txt").write_text("\n".join(NAMES[1:]))
+
+
+def unnamed_color(folder):
+    write(folder, lambda classes: COLORS[classes])
+    rows = "".join(f"{NAMES[i]},{','.join(map(str, COLORS[i].tolist()))}\n" for i in range(3))
+    (folder / "class_dict.csv").write_text(f"name,r,g,b\n{rows}")
+
+
+def fourth_channel(folder):
+    write(folder, lambda classes: classes)
+    for path in (folder / "images").iterdir():
+        pixels = np.array(Image.open(path))
+        save(path, np.dstack([pixels, pixels[..., 0]]))
+
+
+QUESTIONS = [
+    (two_sets, "2 sets of labels fit the images", ["--labels", "fine/labels"], 4),
+    (shade, "differ by a shade", ["--names", "a,b,c,d"], 4),
+    (no_data_or_class, "255 may be a class, or mean no data", ["--ignore", "none"], 3),
+    (no_data_or_class, "255 may be a class, or mean no data", ["--ignore", "255"], 2),
+    (trimap, "3 is usually the uncertain border", ["--ignore", "3"], 2),
+    (fewer_names, "which classes.txt does not name", ["--ignore", "0"], 3),
+    (unnamed_color, "that class_dict.csv does not name", ["--ignore", "#14a03c"], 3),
+    (fourth_channel, "the fourth varies: a band, or transparency?", ["--channels", "4"], 4),
+]
+
+
+@pytest.mark.parametrize(("make", "message", "option", "num_classes"), QUESTIONS)
+def test_where_two_readings_fit_it_stops_and_the_option_goes_on(
+    tmp_path, capsys, make, message, option, num_classes
+):
+    folder = tmp_path / "data"
+    make(folder)
+    output = init(folder, code=2)
+    said = capsys.readouterr().err
+    assert message in said
+    assert option[0] in said
+    assert not (output / "config.yaml").exists()
+    found, _ = labels_of(init(folder, *option))
+    values = set().union(*(set(np.unique(label).tolist()) for label in found.values()))
+    assert len(values - {255}) == num_classes
+    assert not list(output.glob("reading_*"))
+
+
+def shifted(folder):
+    for i in range(12):
+        save(folder / f"images/{i:02}.png", scene(i)[0])
+        save(folder / f"labels/{i:02}.png", scene(i + 1)[1])
+
+
+def other_size(folder):
+    write(folder, lambda classes: classes)
+    save(folder / "labels/3.png", np.zeros((60, 80), np.uint8))
+
+
+def cut_off(folder):
+    write(folder, lambda classes: classes)
+    path = folder / "labels/3.png"
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def no_labels(folder):
+    write(folder, lambda classes: classes, label="labels/other{}x.png")
+
+
+def objects(folder):
+    write(folder, lambda classes: (np.arange(80)[None] * 64 + np.arange(64)[:, None]).astype("u2"))
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "message"),
+    [
+        (shifted, 3, "fit the previous image better than their own"),
+        (other_size, 2, "labels/3.png: 60x80, image 64x80"),
+        (cut_off, 2, "labels/3.png: damaged"),
+    ],
+)
+def test_bad_data_are_refused(tmp_path, capsys, make, code, message):
+    folder = tmp_path / "data"
+    make(folder)
+    output = init(folder, code=code)
+    assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_nothing_is_overwritten_or_written_into_the_data(tmp_path, capsys):
+    folder = tmp_path / "data"
+    write(folder, lambda classes: classes)
+    output = init(folder)
+    before = (output / "config.yaml").read_bytes()
+    init(folder, code=2)
+    assert "exists already" in capsys.readouterr().err
+    assert (output / "config.yaml").read_bytes() == before
+    assert main(["init", str(folder), "--output", str(folder / "x")]) == 2
+    assert not (folder / "x").exists()
+
+
+def test_sequences_stay_together_and_a_split_that_leaks_is_named(tmp_path, capsys):
+    folder = tmp_path / "data"
+    for sequence in range(6):
+        pixels, classes = scene(sequence)
+        for frame in range(4):
+            noise = np.random.default_rng(frame).integers(0, 6, pixels.shape, dtype=np.uint8)
+            save(folder / f"images/drive{sequence}_{frame:03}.png", pixels // 2 + noise)
+            save(folder / f"labels/drive{sequence}_{frame:03}.png", classes)
+    found, config = labels_of(init(folder))
+    assert len(found) == 24
+    train, val = (
+        {pair.name.split("_")[0] for pair in open_dataset(config.data, split).pairs}
+        for split in (config.data.train_split, config.data.eval_split)
+    )
+    assert not train & val
+    assert "near-duplicate" not in capsys.readouterr().out
+    for path in sorted(folder.rglob("*.png")):
+        split = "val" if path.stem.endswith("3") else "train"
+        target = path.parent / split / path.name
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
+    main(["init", str(folder), "--output", str(tmp_path / "other")])
+    assert "6 of 6 images to evaluate on have a near-duplicate among" in capsys.readouterr().out

@@ -1,0 +1,128 @@
+"""Pairs by names alone, and names of classes from the files that tools leave behind."""
+
+import pytest
+
+from segtrain.survey.names import read_legend
+from segtrain.survey.pairing import match, parse_names
+
+FIVE = [f"{i:03}" for i in range(5)]
+PAIRS = {
+    "mirrored folders": [
+        (f"images/{s}/{i}.jpg", f"labels/{s}/{i}.png") for s in ("train", "val") for i in FIVE
+    ],
+    "an end": [(f"a/{i}.jpg", f"a/{i}_mask.png") for i in FIVE],
+    "two ends": [(f"{i}_sat.jpg", f"{i}_mask.png") for i in FIVE],
+    "the same number": [(f"foo/img{i}.png", f"bar/lab{int(i)}.png") for i in FIVE],
+    "scenes": [(f"s{i}/rgb.png", f"s{i}/seg.png") for i in FIVE],
+    "numbers that repeat": [
+        (f"s{s}/rgb/{i}.png", f"s{s}/semantic/{i}.png") for s in FIVE for i in FIVE
+    ],
+    "long ends": [
+        (f"leftImg8bit/{c}/{c}_{i}_leftImg8bit.png", f"gtFine/{c}/{c}_{i}_gtFine_labelIds.png")
+        for c in ("aachen", "ulm")
+        for i in FIVE
+    ],
+    "upper case": [(f"train/DSC{i}.JPG", f"train_masks/dsc{i}_mask.gif") for i in FIVE],
+    "several roots": [
+        (f"{r}/deep/photos/{i}.jpg", f"{r}/masks/{i}.png") for r in ("north", "south") for i in FIVE
+    ],
+}
+
+
+def found(images, labels):
+    names = parse_names([*images, *labels])
+    return match(names[: len(images)], names[len(images) :])
+
+
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+def test_labels_are_found_by_names(pairs):
+    images, labels = zip(*pairs, strict=True)
+    matches = found(sorted(images), sorted(labels))
+    assert matches.labels == {image: [label] for image, label in pairs}
+    assert (matches.unclear, matches.alone, matches.bands) == ([], [], {})
+
+
+def test_several_files_of_one_image_are_found_by_end_folder_or_the_folder_of_the_image():
+    images = [f"im/{i}.png" for i in FIVE]
+    for form in ("masks/{}_{}.png", "masks/{1}/{0}.png", "masks/{}/{}.png"):
+        labels = {
+            image: [form.format(i, c) for c in ("car", "road")]
+            for image, i in zip(images, FIVE, strict=True)
+        }
+        every = [label for found in labels.values() for label in found]
+        assert found(images, every).labels == labels
+
+
+def test_an_order_of_names_is_no_pairing():
+    images, labels = [f"a/{i}.jpg" for i in "pqrst"], [f"b/{i}.png" for i in "uvwxy"]
+    matches = found(images, labels)
+    assert (matches.labels, matches.alone) == ({}, labels)
+    # The same name in the other split belongs to another image.
+    matches = found(["images/train/1.jpg"], ["labels/val/1.png"])
+    assert (matches.labels, matches.alone) == ({}, ["labels/val/1.png"])
+
+
+def test_an_image_in_several_files_is_one_with_bands():
+    bands = [f"s2/t{i}_B0{b}.tif" for i in FIVE for b in (2, 3, 4)]
+    matches = found(bands, [f"mask/t{i}.png" for i in FIVE])
+    assert matches.labels == {f"s2/t{i}_B02.tif": [f"mask/t{i}.png"] for i in FIVE}
+    assert matches.bands == {
+        f"s2/t{i}_B02.tif": [f"s2/t{i}_B03.tif", f"s2/t{i}_B04.tif"] for i in FIVE
+    }
+
+
+ROAD_CAR = [("road", None, None), ("car", None, None)]
+VALUES = [("road", 3, None), ("car", 7, None)]
+COLORS = [("road", None, (128, 64, 128)), ("car", None, (0, 0, 142))]
+LEGENDS = [
+    ("classes.txt", "road\ncar\n", ROAD_CAR),
+    ("labels.txt", "3: road\n7: car\n", VALUES),
+    ("labelmap.txt", "# label:color_rgb:parts:actions\nroad:128,64,128::\ncar:0,0,142::\n", COLORS),
+    ("_classes.csv", "Pixel Value, Class\n 3, road\n 7, car\n", VALUES),
+    ("class_dict.csv", "name,r,g,b\nroad,128,64,128\ncar,0,0,142\n", COLORS),
+    ("data.yaml", "train: ../train\nnc: 2\nnames: [road, car]\n", ROAD_CAR),
+    ("data.yaml", "names: {3: road, 7: car}\n", VALUES),
+    ("dataset.json", '{"labels": {"road": 3, "car": 7}, "numTraining": 9}', VALUES),
+    ("dataset.json", '{"labels": {"3": "road", "7": "car"}}', VALUES),
+    ("notes.json", '{"categories": [{"id": 3, "name": "road"}, {"id": 7, "name": "car"}]}', VALUES),
+    (
+        "meta.json",
+        '{"classes": [{"title": "road", "color": "#804080"},'
+        ' {"title": "car", "color": "#00008E"}]}',
+        COLORS,
+    ),
+    ("palette.json", '{"road": [128, 64, 128], "car": [0, 0, 142]}', COLORS),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "wanted"), LEGENDS)
+def test_names_values_and_colours_come_from_what_tools_leave(tmp_path, name, text, wanted):
+    (tmp_path / name).write_text(text)
+    legend = read_legend(tmp_path / name, name)
+    assert [one[:3] for one in legend.classes] == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("readme.txt", "road\ncar\n"),
+        ("config.json", '{"width": 512, "height": 256}'),
+        ("classes.json", "{broken"),
+        ("settings.yaml", "lr: 0.1\n"),
+        ("classes.csv", "a,b\n1,2\n"),
+        ("classes.txt", "road\nroad\n"),
+    ],
+)
+def test_other_files_are_no_lists_of_classes(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert read_legend(tmp_path / name, name) is None
+
+
+def test_what_means_no_class_is_seen_by_mark_or_name(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"labels": [{"readable": "Bird", "evaluate": true},'
+        ' {"readable": "Car", "evaluate": false},'
+        ' {"readable": "Un-labelled"}, {"readable": "VOID"}]}'
+    )
+    classes = read_legend(tmp_path / "config.json", "config.json").classes
+    assert [one.means_no_class for one in classes] == [False, True, True, True]
