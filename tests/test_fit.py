@@ -1,8 +1,10 @@
 """`segtrain train --fit`: which ways it tries, what it takes, and what it says."""
 
 import argparse
+import json
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from experiments import experiment, losses, train, write_config
 from segtrain.commands.train import fit
 from segtrain.commands.train.fit import Trial, fitted, ways
 from segtrain.config import load_config, parse_config
-from segtrain.errors import EXIT_MEMORY, ConfigError, MemoryLimitError
+from segtrain.errors import EXIT_MEMORY, ConfigError, ExecutionError, MemoryLimitError
 
 DATA = "data: {layout: folders, root: none, classes: none}\n"
 NORM, BLOCKS = ({"model.recompute": level} for level in ("norm", "blocks"))
@@ -84,6 +86,47 @@ def test_a_batch_that_fits_in_no_way_is_refused(monkeypatch, tmp_path):
         choose(monkeypatch, tmp_path, "", "nothing")
     with pytest.raises(ConfigError, match=r"--fit: .* train\.parallel: hogwild"):
         choose(monkeypatch, tmp_path, "train: {parallel: hogwild}", "")
+
+
+TEN_GIB = 10 << 30
+
+
+@pytest.mark.parametrize(
+    ("code", "found", "expected"),
+    [
+        (0, (9, None), Trial(0.5, "9.00 of 10.00 GiB of host memory", "")),
+        (
+            0,
+            (9.1, None),
+            Trial(
+                0.5,
+                "9.10 of 10.00 GiB of host memory",
+                "9.10 of 10.00 GiB of host memory, and 10% must stay free",
+            ),
+        ),
+        (0, (2, 7), Trial(0.5, "7.00 GiB of the GPU and 2.00 of 10.00 GiB of host memory", "")),
+        (EXIT_MEMORY, None, Trial(None, "", "out of memory: cpu has 1 GiB")),
+        (-signal.SIGKILL, None, Trial(None, "", "killed by the system")),
+    ],
+)
+def test_a_trial_tells_what_was_measured_or_why_it_does_not_fit(monkeypatch, code, found, expected):
+    said = b"segtrain: out of memory: cpu has 1 GiB; use\nsegtrain: rank 0 failed\n"
+
+    def run(command, stderr, _):
+        assert command[-4:] == ["--set", "a=1", "--set", "b=2"]
+        stderr.write(said if code > 0 else b"")
+        if found:
+            host, device = (number and int(number * 2**30) for number in found)
+            fields = {"step_s": 0.5, "host_bytes": host, "device_bytes": device}
+            Path(command[command.index("--json") + 1]).write_text(json.dumps(fields))
+        return code
+
+    monkeypatch.setattr(fit, "_run", run)
+    arguments = argparse.Namespace(set=["a=1"]), Path("c.yaml"), ["b=2"], 2, "cpu", TEN_GIB
+    assert fit._try(*arguments) == expected
+    code = 3
+    with pytest.raises(ExecutionError, match=r"bench c\.yaml .* failed:\n.*\n.*rank 0 failed"):
+        fit._try(*arguments)
 
 
 def limited_options(data, size=193, **train):

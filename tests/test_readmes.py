@@ -86,6 +86,8 @@ NOT_RUN = {
     "bench my.yaml": "test_bench.py measures steps",
     "bench mine": "test_bench.py measures steps",
     "init FOLDER": "stands for any folder",
+    "train my.yaml --fit": "test_fit.py fits trainings to limits",
+    "train CONFIG --fit": "stands for any config",
     "init photos --ignore 255": "test_init.py answers questions",
     "verify RUN": "needs train.shares; test_verify.py verifies runs",
     "verify RUN --steps 1: --nproc 2": "test_verify.py verifies on other ranks",

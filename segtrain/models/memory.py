@@ -88,7 +88,8 @@ def network_bytes(config: Config, num_classes: int, images: int, device: torch.d
         kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    norm, shape = make_norm(config.norm), (max(images, 2), 3, *config.augment.crop_size)
+    channels = config.data.channels
+    norm, shape = make_norm(config.norm), (max(images, 2), channels, *config.augment.crop_size)
     weights, own, described = 0, set(), config.model
     is_fused = described.recompute == "norm"
     if is_fused:  # its kernel looks at values; it keeps at least half
@@ -96,7 +97,9 @@ def network_bytes(config: Config, num_classes: int, images: int, device: torch.d
     # The weights of the run are drawn later, from the generator as it is now. A backbone of the
     # user's own may do what tensors without content cannot.
     with suppress(RuntimeError), torch.random.fork_rng(devices=[]), dist.alone(), FakeTensorMode():
-        model = build_model(described, num_classes=num_classes, norm=norm).train()
+        model = build_model(
+            described, num_classes=num_classes, in_channels=channels, norm=norm
+        ).train()
         crops = torch.empty(shape)
         weights = sum(p.nbytes for p in model.parameters())
         own = {t.untyped_storage()._cdata for t in (crops, *model.parameters(), *model.buffers())}
