@@ -121,6 +121,11 @@ def scenes_in_sixteen_bits(classes):
     return classes.astype(np.uint16) * 300 + 7
 
 
+@case("images/img_{i:03}.png", "masks/img_{i:03}.png")
+def a_word_for_images_in_both_names(classes):
+    return classes
+
+
 @case("pics/{i}.webp", "gt/{i}.npy")
 def one_hot(classes):
     return np.eye(4, dtype=np.uint8)[classes]
@@ -209,6 +214,33 @@ def _coco(folder: Path) -> Truth:
     return truth
 
 
+def _splits_in_names(folder: Path) -> Truth:
+    truth = {}
+    for i in range(12):
+        pixels, classes = scene(i)
+        split, short = ("training", "train") if i < 9 else ("validation", "val")
+        save(folder / f"images/{split}/ADE_{short}_{i:05}.jpg", pixels)
+        save(folder / f"annotations/{split}/ADE_{short}_{i:05}.png", classes)
+        truth[f"images/{split}/ADE_{short}_{i:05}.jpg"] = classes
+    return truth
+
+
+def _drives(folder: Path) -> Truth:
+    """Two beginnings of names; fastai's valid.txt and codes.txt."""
+    truth = {}
+    for i in range(12):
+        pixels, classes = scene(i)
+        name = f"{'0016E5' if i < 5 else '0001TP'}_{i:05}"
+        save(folder / f"images/{name}.png", pixels)
+        save(folder / f"labels/{name}_P.png", classes)
+        truth[f"images/{name}.png"] = classes
+    (folder / "codes.txt").write_text("\n".join(NAMES))
+    (folder / "valid.txt").write_text("0016E5_00001.png\n0001TP_00007.png\n")
+    return truth
+
+
+CASES["splits_in_the_names"] = _splits_in_names
+CASES["beginnings_of_drives"] = _drives
 CASES["annotations_of_coco"] = _coco
 CASES["a_file_for_each_object"] = _objects
 CASES["bands_in_files"] = _bands

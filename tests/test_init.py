@@ -97,7 +97,18 @@ def fourth_channel(folder):
         save(path, np.dstack([pixels, pixels[..., 0]]))
 
 
+def more_values_than_names(folder):
+    write(folder, lambda classes: classes)
+    (folder / "classes.txt").write_text("a\nb\n")
+
+
+def three_greys(folder):
+    write(folder, lambda classes: np.array([0, 128, 255], np.uint8)[classes], num_classes=3)
+
+
 QUESTIONS = [
+    (more_values_than_names, "names 2 classes: they do not fit", ["--names", "a,b,c,d"], 4),
+    (three_greys, "128 is usually the uncertain border", ["--ignore", "128"], 2),
     (two_sets, "2 sets of labels fit the images", ["--labels", "fine/labels"], 4),
     (shade, "differ by a shade", ["--names", "a,b,c,d"], 4),
     (no_data_or_class, "255 may be a class, or mean no data", ["--ignore", "none"], 3),
@@ -144,11 +155,31 @@ def cut_off(folder):
 
 
 def no_labels(folder):
-    write(folder, lambda classes: classes, label="labels/other{}x.png")
+    write(folder, lambda classes: classes)
+    for i, name in enumerate("stuvwxyz"):  # in the order of the images
+        (folder / f"labels/{i}.png").rename(folder / f"labels/{name}.png")
 
 
 def objects(folder):
-    write(folder, lambda classes: (np.arange(80)[None] * 64 + np.arange(64)[:, None]).astype("u2"))
+    write(
+        folder,
+        lambda classes: np.kron(np.arange(320).reshape(16, 20), np.ones((4, 4))).astype("u2"),
+    )
+
+
+def turned(folder):
+    write(folder, lambda classes: classes[::-1, ::-1].copy(), number=12)
+
+
+def two_forms(folder):
+    for i in range(8):
+        pixels, classes = scene(i, 2)
+        save(folder / f"images/{i}.png", pixels)
+        save(folder / f"labels/{i}.png", classes * (255 if i % 2 else 1))
+
+
+def blurred_colors(folder):
+    write(folder, lambda classes: COLORS[classes], label="labels/{}.jpg")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +188,11 @@ def objects(folder):
         (shifted, 3, "fit the previous image better than their own"),
         (other_size, 2, "labels/3.png: 60x80, image 64x80"),
         (cut_off, 2, "labels/3.png: damaged"),
+        (no_labels, 3, "8 pictures look like labels, but have no image of their name"),
+        (objects, 3, "numbers of objects, or no labels of classes"),
+        (turned, 3, "labels fit their image turned by 180 degrees better"),
+        (two_forms, 3, "4 labels hold 0 and 255, 4 others 0 and 1"),
+        (blurred_colors, 3, "JPEG has blurred their values"),
     ],
 )
 def test_bad_data_are_refused(tmp_path, capsys, make, code, message):

@@ -782,6 +782,7 @@ def _grouping(survey: Survey, images: Sequence[Image]) -> tuple[dict[str, str], 
             return key, f"whole {what} ({len(groups)})"
     if survey.similar:
         key, block = {}, 0
+        images = sorted(images, key=lambda image: image.place)
         for before, image in zip([None, *images[:-1]], images, strict=True):
             if before is not None and (before.files[0], image.files[0]) not in survey.similar:
                 block += 1
@@ -789,6 +790,7 @@ def _grouping(survey: Survey, images: Sequence[Image]) -> tuple[dict[str, str], 
         if len(set(key.values())) >= 4:
             return key, "like neighbours kept together"
     if survey.similar or survey.moving:
+        images = sorted(images, key=lambda image: image.place)
         size = max(1, len(images) // 5)
         key = {image.files[0]: str(i // size) for i, image in enumerate(images)}
         return key, "a block of one sequence"
@@ -802,7 +804,7 @@ def _leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
     if survey.moving:
         frames = [
             (one.files[0], other.files[0])
-            for one, other in pairwise(survey.images)
+            for one, other in pairwise(sorted(survey.images, key=lambda image: image.place))
             if (one.scene, one.sequence) == (other.scene, other.sequence)
         ]
         near |= {b for pair in frames for a, b in (pair, pair[::-1]) if a in names}

@@ -64,6 +64,11 @@ class Image:
         """The path of the first file without its suffix."""
         return str(PurePosixPath(self.files[0]).with_suffix(""))
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What images are sorted by as frames, whichever split they are in."""
+        return self.scene, self.sequence, PurePosixPath(self.files[0]).name
+
 
 @dataclass(frozen=True)
 class ValueFacts:
@@ -242,7 +247,7 @@ def _role(pattern: str, facts: Sequence[LabelFacts]) -> str:
             said |= kinds
             has_folder = i > 0
     like_label = sum(one.kind != "picture" for one in facts) > len(facts) / 2
-    if "label" in said:
+    if "label" in said and (like_label or "image" not in said):
         return "label" if like_label else "made"
     return "image" if "image" in said or not like_label else "label"
 
@@ -321,6 +326,7 @@ def _facts(folder: Path, images: Sequence[Image]) -> dict[str, ImageFacts]:
 
 def _similar(folder: Path, images: Sequence[Image]) -> tuple[frozenset[tuple[str, str]], bool]:
     """Pairs of nearly equal images of a sample; whether neighbours by name are alike."""
+    images = sorted(images, key=lambda image: image.place)
     chosen = [images[i] for i in _spread(len(images), _MOST_THUMBS)]
     thumbs = []
     for image in chosen:
