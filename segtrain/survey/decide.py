@@ -462,6 +462,7 @@ def _legend_for_ids(survey: Survey, labels: LabelSet, answers: Answers) -> Legen
                 ],
             )
         fitting = best
+    fitting = fitting or _known_for_ids(labels, values)
     if lists and not fitting:
         raise UndecidedError(
             f"{labels.pattern}: the labels hold {len(values)} values, "
@@ -476,6 +477,22 @@ def _legend_for_ids(survey: Survey, labels: LabelSet, answers: Answers) -> Legen
             ],
         )
     return fitting[0] if fitting else None
+
+
+# Data sets that are known by the names of their labels.
+_KNOWN_NAMES = {"_labelids": "cityscapes", "ade_": "ade20k"}
+
+
+def _known_for_ids(labels: LabelSet, values: set[int]) -> list[Legend]:
+    """The classes of a known data set, if names and values of the labels are its own."""
+    for part, name in _KNOWN_NAMES.items():
+        if part in labels.pattern.lower():
+            file = load_class_file(name)
+            named = [NamedClass(c.name, value) for c in file.classes for value in c.ids]
+            ignored = [NamedClass(f"id {value}", value, None, True) for value in file.ignore_ids]
+            if values <= {one.value for one in (*named, *ignored)}:
+                return [Legend(f"the known classes of {name}", (*named, *ignored))]
+    return []
 
 
 def _placed(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:

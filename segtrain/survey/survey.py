@@ -152,14 +152,18 @@ def survey(folder: Path, *, jobs: int | None = None) -> Survey:
     legends = [read_legend(folder / path, path) for path in others]
     names = pairing.parse_names(pictures)
     groups = _sampled(folder, names)
-    roles = {pattern: _role(pattern, facts) for pattern, facts in groups.items()}
-    by_role = {role: [n for n in names if roles[n.pattern] == role] for role in ("image", "label")}
-    image_names, label_names = by_role["image"], by_role["label"]
+    for trusted in (True, False):  # a word that all names have says nothing about the role
+        roles = {pattern: _role(pattern, facts, trusted) for pattern, facts in groups.items()}
+        image_names, label_names = (
+            [name for name in names if roles[name.pattern] == role] for role in ("image", "label")
+        )
+        matches = pairing.match(image_names, label_names)
+        if len(matches.labels) < len(image_names) / 2 and matches.alone:
+            image_names, matches = _with_channel_ends(image_names, label_names, matches)
+        if matches.labels:
+            break
     if not image_names:  # drawn images may look like labels
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
-    matches = pairing.match(image_names, label_names)
-    if len(matches.labels) < len(image_names) / 2 and matches.alone:
-        image_names, matches = _with_channel_ends(image_names, label_names, matches)
     images, unreadable = _images(folder, image_names, matches)
     lists = [path for path in others if path.endswith((".txt", ".csv"))]
     notes: list[str] = []
@@ -228,10 +232,11 @@ def _form(pattern: str) -> str:
     return "/".join([*kept, name])
 
 
-def _role(pattern: str, facts: Sequence[LabelFacts]) -> str:
+def _role(pattern: str, facts: Sequence[LabelFacts], trusted: bool) -> str:
     """image, label or made; by words in the name and the nearest folder, and by what files hold.
 
     A label must look like one: what is called so and does not was made for people, or blurred.
+    trusted: whether a word in the name makes an image of what looks like a label.
     """
     said, has_folder = set(), False
     for i, part in enumerate(reversed(pattern.split("/"))):
@@ -243,9 +248,11 @@ def _role(pattern: str, facts: Sequence[LabelFacts]) -> str:
             for name, known in (("image", pairing.IMAGE_WORDS), ("label", pairing.LABEL_WORDS))
             if words & known
         }
-        if i == 0 or (kinds and not has_folder):
+        if i == 0:
+            said |= kinds if trusted else kinds - {"image"}
+        elif kinds and not has_folder:
             said |= kinds
-            has_folder = i > 0
+            has_folder = True
     like_label = sum(one.kind != "picture" for one in facts) > len(facts) / 2
     if "label" in said and (like_label or "image" not in said):
         return "label" if like_label else "made"
