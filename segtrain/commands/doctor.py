@@ -15,7 +15,7 @@ from segtrain.text import printable
 
 _REQUIRED = (*LIBRARIES, "pydantic", "pyyaml", "safetensors", "tensorboard", "tqdm")
 _OPTIONAL = dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "segtrain export --format onnx")
-_OPTIONAL["timm"] = "model.backbone: timm/NAME"
+_OPTIONAL |= {"timm": "model.backbone: timm/NAME", "pycocotools": "segtrain data import"}
 _COMPILER = os.environ.get("CXX", "g++")  # as torch.compile finds it
 
 

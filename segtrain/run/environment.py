@@ -12,7 +12,10 @@ from segtrain.text import MAX_NAME, printable
 
 ENVIRONMENT = "environment.json"
 
-LIBRARIES = ("torch", "torchvision", "albumentations", "opencv-python-headless", "numpy", "pillow")
+LIBRARIES = (
+    *("torch", "torchvision", "albumentations", "opencv-python-headless", "numpy", "pillow"),
+    *("tifffile", "imagecodecs"),
+)
 """The libraries on which the numbers of a run depend."""
 
 _MAX_BYTES = 1 << 20  # far more than the file ever holds
