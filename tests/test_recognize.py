@@ -39,7 +39,7 @@ def test_a_folder_is_recognized_by_its_names(tmp_path, files, expected):
     assert said.endswith(f"; segtrain init {tmp_path} makes a config of it")
 
 
-@pytest.mark.parametrize("command", [["train"], ["data", "check"]])
+@pytest.mark.parametrize("command", [["bench"], ["data", "check"]])
 def test_a_folder_instead_of_a_config_is_told_the_next_command(
     tmp_path, monkeypatch, capsys, command
 ):
@@ -54,6 +54,15 @@ def test_a_folder_instead_of_a_config_is_told_the_next_command(
     )
     assert cli.main([*command, "empty"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_training_on_a_folder_without_images_is_refused(tmp_path, monkeypatch, capsys):
+    """With images, it is surveyed first."""
+    monkeypatch.chdir(tmp_path)
+    touch(tmp_path, "notes/notes.txt")
+    assert cli.main(["train", "notes"]) == 3
+    assert "notes: no images" in capsys.readouterr().err
+    assert not (tmp_path / "notes_segtrain").exists()
 
 
 def test_a_config_that_does_not_fit_its_folder_is_told_what_is_there(tmp_path):
