@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from segtrain.commands.config import find_config
 from segtrain.commands.train.auto_workers import MEASURED_STEPS, with_chosen_workers
 from segtrain.commands.train.setup import (
     TrainContext,
@@ -21,7 +22,7 @@ from segtrain.commands.train.setup import (
     make_repeatable,
     open_data,
 )
-from segtrain.config import Config, load_config, recipes
+from segtrain.config import Config, load_config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import (
@@ -190,7 +191,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> Config:
     """The experiment, long enough to be measured."""
-    config = load_config(recipes.find(args.config).path, args.set)
+    config = load_config(find_config(args.config).path, args.set)
     if config.train.parallel != "sync":
         raise ConfigError("train.parallel: hogwild: its processes do not share steps: use sync")
     steps = max(config.train.steps, _warmup(config) + 2 * args.steps + _PROFILED)
