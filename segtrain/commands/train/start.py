@@ -127,7 +127,7 @@ def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
         found = find_config(text)
         name = found.path.stem
         if found.path.name == run_directory.CONFIG:  # of `segtrain init`: the folder has the name
-            name = found.path.resolve().parent.name
+            name = found.path.parent.name or name
         return Target(found.path, output or Path("runs") / name, found.note)
     config = run / run_directory.CONFIG
     elsewhere = output is not None and os.path.realpath(output) != os.path.realpath(run)
