@@ -203,6 +203,19 @@ def test_bad_data_are_refused(tmp_path, capsys, make, code, message):
     assert not output.exists()
 
 
+def test_the_images_to_evaluate_on_may_be_named_in_a_file(tmp_path, capsys):
+    folder, names = tmp_path / "data", tmp_path / "mine.txt"
+    write(folder, lambda classes: classes)
+    names.write_text("3.png\nimages/5\n")
+    found, config = labels_of(init(folder, "--val", str(names)))
+    dataset = open_dataset(config.data, config.data.eval_split)
+    assert [pair.name for pair in dataset.pairs] == ["images/3", "images/5"]
+    assert len(found) == 8
+    names.write_text("3.png\nmissing\n")
+    assert main(["init", str(folder), "--output", str(tmp_path / "b"), "--val", str(names)]) == 2
+    assert "line 2 names no image" in capsys.readouterr().err
+
+
 def test_nothing_is_overwritten_or_written_into_the_data(tmp_path, capsys):
     folder = tmp_path / "data"
     write(folder, lambda classes: classes)

@@ -89,11 +89,16 @@ def _values(text: str) -> frozenset[int | tuple[int, int, int]]:
     return frozenset(found)
 
 
-def _part(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (value := float(text)) < 1:
-            return value
-    raise argparse.ArgumentTypeError(f"expected a number above 0 and below 1, got '{text}'")
+def _part(text: str) -> float | str:
+    try:
+        value = float(text)
+    except ValueError:
+        if Path(text).is_file():
+            return text
+        value = 0.0
+    if 0 < value < 1:
+        return value
+    raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, or a list file, got '{text}'")
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:
@@ -161,7 +166,12 @@ COMMANDS = (
             "VALUES|none",
             _values,
         ),
-        _argument("--val", "part of the images to evaluate on (default: 0.2)", "FRACTION", _part),
+        _argument(
+            "--val",
+            "images to evaluate on: a part (default: 0.2), or a file of names",
+            "PART",
+            _part,
+        ),
         _argument("--channels", "of the images, where that is in question", "C", positive),
         _JOBS,
         description="Find which label belongs to which image, the classes, the splits and fitting\n"

@@ -43,21 +43,23 @@ def write_experiment(
     """The path of the config that was written; see `main`. answers: as `Answers` has them."""
     output = default_output(folder) if output is None else output
     _check_output(output, folder)
+    from segtrain.survey.classes import choose_classes
     from segtrain.survey.decide import (
         Answers,
         UndecidedError,
         check_pairs,
-        choose_classes,
         choose_labels,
         choose_splits,
     )
+    from segtrain.survey.label_sets import compared
+    from segtrain.survey.label_sets import counted as count_labels
     from segtrain.survey.recipe import choose_options, choose_pixels
-    from segtrain.survey.survey import compared, survey
-    from segtrain.survey.survey import counted as count_labels
+    from segtrain.survey.survey import survey
     from segtrain.survey.write import CONFIG, SHEET, Plan, draw_annotations, write, write_readings
 
     given = Answers(**answers)
-    found = survey(folder, jobs=jobs)
+    val_list = Path(given.val) if isinstance(given.val, str) else None
+    found = survey(folder, val_list=val_list, jobs=jobs)
     labels = None
     try:
         if found.annotations and (not found.sets or given.labels in found.annotations):

@@ -235,3 +235,8 @@ def alignment(
     if not border.any() or border.all() or slope.mean() == 0:
         return float("nan")
     return float(slope[border].mean() / slope.mean())
+
+
+def spread(total: int, number: int) -> list[int]:
+    """Up to `number` of `total` indices, evenly spread."""
+    return sorted({int(i) for i in np.linspace(0, total - 1, min(total, number)).round()})

@@ -10,9 +10,11 @@ import numpy as np
 
 from segtrain.config.data import DataConfig
 from segtrain.errors import ConfigError
+from segtrain.survey.classes import Class
 from segtrain.survey.contents import ImageFacts
-from segtrain.survey.decide import Answers, Class, Reading, Splits, UndecidedError
-from segtrain.survey.survey import Image, Survey
+from segtrain.survey.decide import Answers, Reading, Splits, UndecidedError
+from segtrain.survey.images import Image
+from segtrain.survey.survey import Survey
 from segtrain.text import first_of
 
 _IMAGENET = {key: DataConfig.model_fields[key].default for key in ("mean", "std")}

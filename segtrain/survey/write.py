@@ -23,10 +23,13 @@ from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic
 from segtrain.run.pictures import class_labels, legend, overlay, write_indexed_png, write_png
 from segtrain.survey import contents
+from segtrain.survey.classes import Class, Classes
 from segtrain.survey.contents import Value
-from segtrain.survey.decide import Answers, Class, Classes, Reading, Splits
+from segtrain.survey.decide import Answers, Reading, Splits
+from segtrain.survey.images import Image
+from segtrain.survey.label_sets import LabelSet, ValueFacts
 from segtrain.survey.recipe import Option
-from segtrain.survey.survey import Image, LabelSet, Survey, ValueFacts
+from segtrain.survey.survey import Survey
 from segtrain.text import first_of, printable
 from segtrain.types import IGNORE_INDEX
 

@@ -1,0 +1,212 @@
+"""The images of a folder: headers, splits, facts about a sample, and which are nearly alike."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from segtrain.data.read import formats
+from segtrain.errors import ConfigError, DataError
+from segtrain.files import read_bytes
+from segtrain.survey import contents, pairing
+from segtrain.survey.contents import ImageFacts, spread
+from segtrain.survey.pairing import FileName
+from segtrain.text import first_of
+
+_SAMPLE = 200
+# How much more alike neighbours are in a video than any two of its images.
+_ALIKE_BESIDE = 0.15
+_NEAREST, _MOST_THUMBS = 3, 4000
+_MAX_LIST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image of the folder; paths are relative to it.
+
+    files: its file, or its bands in order. size: (height, width). name: without suffix.
+    alpha: whether the last channel is marked as transparency.
+    split: train, val or test, if a folder or a list says so. scene: its folder without words of
+        role and split. sequence: its name without the last number.
+    """
+
+    files: tuple[str, ...]
+    size: tuple[int, int]
+    channels: int
+    alpha: bool
+    dtype: str
+    split: str | None
+    scene: str
+    sequence: str
+
+    @property
+    def name(self) -> str:
+        """The path of the first file without its suffix."""
+        return str(PurePosixPath(self.files[0]).with_suffix(""))
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What images are sorted by as frames, whichever split they are in."""
+        return self.scene, self.sequence, PurePosixPath(self.files[0]).name
+
+
+def with_channel_ends(
+    images: list[FileName], labels: list[FileName], before: pairing.Matches
+) -> tuple[list[FileName], pairing.Matches]:
+    """nnU-Net: `case_001_0000.png` is the first channel of the image of `case_001.png`."""
+    stripped = [
+        image._replace(core=image.core[:-5], pattern=f"{image.pattern[:-4]}{image.core[-5:]}")
+        if re.search(r"._\d{4}$", image.core)
+        else image
+        for image in images
+    ]
+    after = pairing.match(stripped, labels)
+    return (stripped, after) if len(after.labels) > len(before.labels) else (images, before)
+
+
+def with_headers(
+    folder: Path, names: Sequence[FileName], matches: pairing.Matches
+) -> tuple[list[Image], list[str]]:
+    """The images with their headers, and those that cannot be read."""
+    further = {band for bands in matches.bands.values() for band in bands}
+    found, unreadable = [], []
+    for name in names:
+        if name.path in further:
+            continue
+        files = (name.path, *matches.bands.get(name.path, ()))
+        try:
+            infos = [formats.read_info(folder / path) for path in files]
+            if len({info.size for info in infos}) > 1 or any(i.channels > 1 for i in infos[1:]):
+                files, infos = files[:1], infos[:1]  # other pictures of the same name
+        except DataError as error:
+            unreadable.append(str(error))
+            continue
+        folders = PurePosixPath(name.path).parent.parts
+        scene = "/".join(
+            part
+            for part in folders
+            if not set(pairing.words_of(part)) <= pairing._ROLE_WORDS | pairing.SPLIT_WORDS.keys()
+        )
+        found.append(
+            Image(
+                files=files,
+                size=infos[0].size,
+                channels=sum(info.channels for info in infos),
+                alpha=infos[-1].alpha,
+                dtype=str(infos[0].dtype),
+                split=name.split,
+                scene=scene,
+                sequence=re.sub(r"\d+\D*$", "", name.core),
+            )
+        )
+    return found, unreadable
+
+
+def facts_of(folder: Path, images: Sequence[Image]) -> dict[str, ImageFacts]:
+    """Facts about a sample of the images, spread over all."""
+    found = {}
+    for i in spread(len(images), _SAMPLE):
+        try:
+            found[images[i].files[0]] = contents.image_facts(
+                tuple(folder / path for path in images[i].files)
+            )
+        except DataError:
+            continue
+    return found
+
+
+def similar_images(
+    folder: Path, images: Sequence[Image]
+) -> tuple[frozenset[tuple[str, str]], bool]:
+    """Pairs of nearly equal images of a sample; whether neighbours by name are alike."""
+    images = sorted(images, key=lambda image: image.place)
+    chosen = [images[i] for i in spread(len(images), _MOST_THUMBS)]
+    thumbs = []
+    for image in chosen:
+        try:
+            thumbs.append(contents.small_thumbnail(folder / image.files[0]).reshape(-1))
+        except DataError:
+            thumbs.append(np.zeros(contents.THUMB**2, np.float32))
+    rows = np.stack(thumbs)
+    pairs = set()
+    for start in range(0, len(rows), 512):
+        alike = rows[start : start + 512] @ rows.T
+        # The nearest ones only: of images of one colour all are alike.
+        nearest = np.argsort(-alike, axis=1)[:, : _NEAREST + 1]
+        for i, j in ((i, j) for i, found in enumerate(nearest) for j in found):
+            if start + i != j and alike[i, j] > contents.ALIKE:
+                first, second = sorted((start + i, int(j)))
+                pairs.add((chosen[first].files[0], chosen[second].files[0]))
+    order = np.random.default_rng(0).permutation(len(rows))
+    beside, apart = (
+        float(np.median((one[1:] * one[:-1]).sum(axis=1))) if len(rows) > 2 else 0.0
+        for one in (rows, rows[order])
+    )
+    return frozenset(pairs), len(images) == len(chosen) and beside > apart + _ALIKE_BESIDE
+
+
+def with_splits(
+    folder: Path, images: list[Image], lists: Sequence[str], notes: list[str]
+) -> tuple[str, list[Image]]:
+    """What says the splits, and the images with them: list files, else folders."""
+    by_name = _by_name(images)
+    found: dict[int, str] = {}
+    sources = []
+    for path in lists:
+        words = pairing.words_of(PurePosixPath(path).stem)
+        split = next((pairing.SPLIT_WORDS[w] for w in words if w in pairing.SPLIT_WORDS), None)
+        indices = list(_listed(folder / path, by_name)) if split else []
+        if indices and None not in indices:
+            sources.append(path)
+            if twice := [images[i].name for i in indices if found.get(i, split) != split]:
+                notes.append(f"{path} and another list name the same images: {first_of(twice, 3)}")
+            found |= dict.fromkeys(indices, split)
+    if set(found.values()) == {"val"} and 2 * len(found) < len(images):
+        found = dict.fromkeys(range(len(images)), "train") | found  # fastai's valid.txt
+    if len(set(found.values())) > 1:
+        split = [found.get(i) for i in range(len(images))]
+        marked = [
+            _replaced(image, one or "unlisted") for image, one in zip(images, split, strict=True)
+        ]
+        return ", ".join(sources), marked
+    has_folders = len({image.split for image in images} - {None}) > 1
+    return ("folders" if has_folders else ""), images
+
+
+def split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:
+    """The images that the file names to evaluate on, the others to train on."""
+    indices = list(_listed(val_list, _by_name(images)))
+    if not indices or None in indices:
+        line = indices.index(None) + 1 if indices else 1
+        raise ConfigError(f"--val {val_list}: line {line} names no image, or several")
+    chosen = set(indices)
+    return [_replaced(x, "val" if i in chosen else "train") for i, x in enumerate(images)]
+
+
+def _by_name(images: Sequence[Image]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for i, image in enumerate(images):
+        for key in {image.name.lower(), PurePosixPath(image.name).name.lower()}:
+            found[key].append(i)
+    return found
+
+
+def _replaced(image: Image, split: str) -> Image:
+    return replace(image, split=split)
+
+
+def _listed(path: Path, by_name: Mapping[str, list[int]]) -> Iterator[int | None]:
+    """The image that each line names; None for a line that names none, or several."""
+    try:
+        lines = read_bytes(path, _MAX_LIST_BYTES).decode("utf-8-sig").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in filter(None, map(str.strip, lines)):
+        first = re.split(r"[\t,; ]", line)[0].lower()
+        plain = str(PurePosixPath(first).with_suffix("")) if "." in first else first
+        keys = (plain, PurePosixPath(plain).name)
+        candidates = next((by_name[key] for key in keys if key in by_name), [])
+        yield candidates[0] if len(candidates) == 1 else None
