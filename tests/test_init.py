@@ -178,6 +178,18 @@ def two_forms(folder):
         save(folder / f"labels/{i}.png", classes * (255 if i % 2 else 1))
 
 
+def other_palettes(folder):
+    """The same values, whose colours are others in one file."""
+    for i in range(8):
+        pixels, classes = scene(i)
+        save(folder / f"images/{i}.png", pixels)
+        picture = Image.fromarray(classes)
+        colors = COLORS if i else COLORS[::-1]
+        picture.putpalette(colors.reshape(-1).tolist())
+        (folder / "labels").mkdir(exist_ok=True)
+        picture.save(folder / f"labels/{i}.png")
+
+
 def blurred_colors(folder):
     write(folder, lambda classes: COLORS[classes], label="labels/{}.jpg")
 
@@ -186,12 +198,13 @@ def blurred_colors(folder):
     ("make", "code", "message"),
     [
         (shifted, 3, "fit the previous image better than their own"),
-        (other_size, 2, "labels/3.png: 60x80, image 64x80"),
-        (cut_off, 2, "labels/3.png: damaged"),
+        (other_size, 3, "labels/3.png: 60x80, image 64x80"),
+        (cut_off, 3, "labels/3.png: damaged"),
         (no_labels, 3, "8 pictures look like labels, but have no image of their name"),
         (objects, 3, "numbers of objects, or no labels of classes"),
         (turned, 3, "labels fit their image turned by 180 degrees better"),
         (two_forms, 3, "4 labels hold 0 and 255, 4 others 0 and 1"),
+        (other_palettes, 3, "its palette gives the same values other colours"),
         (blurred_colors, 3, "JPEG has blurred their values"),
     ],
 )
@@ -201,6 +214,15 @@ def test_bad_data_are_refused(tmp_path, capsys, make, code, message):
     output = init(folder, code=code)
     assert message in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_a_label_in_one_grey_is_one_of_colours_beside_others_in_colours(tmp_path):
+    folder = tmp_path / "data"
+    write(folder, lambda classes: COLORS[classes])
+    save(folder / "labels/2.png", np.zeros((64, 80, 3), np.uint8))
+    found, _ = labels_of(init(folder))
+    assert len(np.unique(found["images/2.png"])) == 1
+    assert len(np.unique(found["images/3.png"])) == 4
 
 
 def test_the_images_to_evaluate_on_may_be_named_in_a_file(tmp_path, capsys):

@@ -7,10 +7,15 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from segtrain.errors import EXIT_OK, ConfigError
+from segtrain.errors import EXIT_OK, ConfigError, DataError
 from segtrain.text import counted, first_of, printable
+
+if TYPE_CHECKING:  # the rest is imported when the command runs
+    from segtrain.survey.label_sets import LabelSet
+    from segtrain.survey.recipe import Machine
+    from segtrain.survey.write import Plan
 
 _WEIGHTS = "IMAGENET1K_V1"
 _HOST = ("download.pytorch.org", 443)
@@ -108,20 +113,20 @@ def _check_output(output: Path, folder: Path) -> None:
         raise ConfigError(f"--output {printable(output)}: exists already; choose another folder")
 
 
-def _refuse_damaged(folder: Path, labels) -> None:
+def _refuse_damaged(folder: Path, labels: "LabelSet") -> None:
     if labels.unreadable:
-        raise ConfigError(
+        raise DataError(
             f"{folder}: {counted(len(labels.unreadable), 'label', 'labels')} cannot be read: "
             f"{first_of(labels.unreadable, 5)}; replace them or move them away"
         )
     if labels.wrong_size:
-        raise ConfigError(
+        raise DataError(
             f"{folder}: {counted(len(labels.wrong_size), 'label has', 'labels have')} another size "
             f"than the image: {first_of(labels.wrong_size, 5)}"
         )
 
 
-def _machine():
+def _machine() -> "Machine":
     """What there is to train with, and where pretrained weights come from."""
     import torch
 
@@ -137,7 +142,7 @@ def _machine():
     return Machine(has_gpu, None)
 
 
-def _lines(plan, warnings: Sequence[str], machine) -> list[str]:
+def _lines(plan: "Plan", warnings: Sequence[str], machine: "Machine") -> list[str]:
     """What was found, as a table, and the warnings."""
     survey, labels = plan.survey, plan.labels
     patterns = sorted({_pattern(image.files) for image in (*plan.splits.train, *plan.splits.val)})

@@ -42,12 +42,14 @@ class LabelFacts(NamedTuple):
     """A file as a label: values are counted unless it is a picture.
 
     palette: the colours of the ids, if the file has a palette.
+    is_rgb: whether ids are greys of an RGB file: beside files in colours, they are colours.
     """
 
     kind: Kind
     size: tuple[int, int]
     values: Mapping[Value, Count]
     palette: tuple[tuple[int, int, int], ...] = ()
+    is_rgb: bool = False
 
 
 def label_facts(path: Path) -> LabelFacts:
@@ -55,19 +57,20 @@ def label_facts(path: Path) -> LabelFacts:
     stored = formats.read_stored(path)
     size = stored.shape[:2]
     is_lossy = path.suffix.lower() in LOSSY
-    single = _single(stored)
+    channel = single(stored)
     if is_lossy:
-        return _two_values(single, size)
-    if single is not None:
-        if single.dtype.kind == "f":
-            if not np.isfinite(single).all() or (single != np.round(single)).any():
+        return _two_values(channel, size)
+    if channel is not None:
+        if channel.dtype.kind == "f":
+            if not np.isfinite(channel).all() or (channel != np.round(channel)).any():
                 return LabelFacts("picture", size, {})
-            single = single.astype(np.int64)
-        if single.min(initial=0) < 0 or single.max(initial=0) > 65535:
+            channel = channel.astype(np.int64)
+        if channel.min(initial=0) < 0 or channel.max(initial=0) > 65535:
             return LabelFacts("picture", size, {})
         info = formats.read_info(path)
         palette = tuple(formats.read_palette(path)) if info.palette else ()
-        return _counted("ids", single.astype(np.int32), size, palette)
+        counted = _counted("ids", channel.astype(np.int32), size, palette)
+        return counted._replace(is_rgb=stored.shape[2] >= 3)
     if _is_one_hot(stored):
         return _counted("onehot", stored.argmax(axis=2).astype(np.int32), size)
     if stored.shape[2] in (3, 4) and stored.dtype == np.uint8 and _is_opaque(stored):
@@ -76,8 +79,11 @@ def label_facts(path: Path) -> LabelFacts:
     return LabelFacts("picture", size, {})
 
 
-def _single(stored: np.ndarray) -> np.ndarray | None:
-    """The one channel of (H, W, C), also if all three of RGB are equal; None: there are more."""
+def single(stored: np.ndarray) -> np.ndarray | None:
+    """The one channel of (H, W, C), also if all three of RGB are equal; None: there are more.
+
+    An alpha channel that is opaque everywhere does not count.
+    """
     if stored.shape[2] in (2, 4) and _is_opaque(stored):
         stored = stored[..., :-1]
     if stored.shape[2] == 1:

@@ -233,34 +233,49 @@ def counted(
     """
     files = [(image, file) for image, found in labels.labels.items() for file in found]
     work = partial(_facts_or_problem, folder)
+    with process_pool(num_processes(len(files), jobs)) as pool:
+        read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
+    is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     values: dict[Value, list] = {}
     wrong, unreadable, palette = [], [], labels.palette
-    with process_pool(num_processes(len(files), jobs)) as pool:
-        results = for_each_pair(work, [file for _, file in files], pool, "reading labels")
-        for (image, file), facts in zip(files, results, strict=True):
-            if isinstance(facts, str):
-                unreadable.append(facts)
-                continue
-            if facts.kind == "picture":
-                unreadable.append(f"{file}: no label: too many values")
-                continue
-            if facts.size != sizes[image]:
-                wrong.append(f"{file}: {_by(facts.size)}, image {_by(sizes[image])}")
-            palette = palette or facts.palette
-            for value, count in facts.values.items():
-                one = values.setdefault(value, [0, 0, 0, file])
-                one[0] += count.pixels
-                one[1] += 1
-                one[2] += count.edge
+    for (image, file), facts in zip(files, read, strict=True):
+        problem = facts if isinstance(facts, str) else _problem(facts, file, palette, is_colored)
+        if problem:
+            unreadable.append(problem)
+            continue
+        if facts.size != sizes[image]:
+            wrong.append(f"{file}: {_by(facts.size)}, image {_by(sizes[image])}")
+        palette = palette or facts.palette
+        for value, count in facts.values.items():
+            key = (value,) * 3 if is_colored and isinstance(value, int) else value
+            one = values.setdefault(key, [0, 0, 0, file])
+            one[0] += count.pixels
+            one[1] += 1
+            one[2] += count.edge
     found = {v: ValueFacts(p, n, e / p, file) for v, (p, n, e, file) in sorted(values.items())}
     return replace(
         labels,
+        kind="colors" if is_colored else labels.kind,
         values=found,
         palette=palette,
         counted=True,
         wrong_size=tuple(wrong),
         unreadable=tuple(unreadable),
     )
+
+
+def _problem(facts: LabelFacts, file: str, palette: Sequence[object], is_colored: bool) -> str:
+    """Why a file does not belong to the labels beside it, or empty."""
+    if facts.kind == "picture":
+        return f"{file}: no label: too many values"
+    if is_colored and facts.kind == "ids" and not facts.is_rgb:
+        return f"{file}: one channel of values, where other labels have colours"
+    used = [
+        v for v in facts.values if isinstance(v, int) and v < min(len(palette), len(facts.palette))
+    ]
+    if any(palette[v] != facts.palette[v] for v in used):
+        return f"{file}: its palette gives the same values other colours than those before it"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,6 @@ class Survey:
     split_source: str  # what says the splits; "" if nothing does
     alone: tuple[str, ...]  # labels without an image
     unclear: tuple[str, ...]  # labels that fit several images
-    unread: Mapping[str, int]  # suffixes of files that nothing reads
     unreadable: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()  # patterns of pictures that are made of images and labels
     annotations: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)  # files by format
@@ -130,7 +129,6 @@ def survey(folder: Path, *, val_list: Path | None = None, jobs: int | None = Non
         split_source=split_source,
         alone=tuple(matches.alone),
         unclear=tuple(matches.unclear),
-        unread=Counter(PurePosixPath(path).suffix.lower() for path in others),
         unreadable=tuple(unreadable),
         annotations={kind: tuple(files) for kind, files in detect(folder)},
         notes=tuple(notes),

@@ -2,7 +2,8 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -162,7 +163,7 @@ def _class_file(classes: Classes, drawn: bool, in_colors: bool) -> str:
     return "\n".join([*lines, ""])
 
 
-def _pair_list(plan: Plan, images: Iterable[Image], drawn: bool) -> str:
+def _pair_list(plan: Plan, images: Sequence[Image], drawn: bool) -> str:
     """Image, further bands and label in columns separated by tabs."""
     text = io.StringIO()
     root = printable(plan.survey.root.resolve())
@@ -170,7 +171,9 @@ def _pair_list(plan: Plan, images: Iterable[Image], drawn: bool) -> str:
         f"# Image and label, below {root}" + ("; labels below labels/ here" if drawn else "")
     )
     text.write(f"\n# {plan.labels.pattern}: {printable(plan.splits.reason)}\n")
-    rows = csv.writer(text, delimiter="\t", lineterminator="\n")
+    is_comment = any(image.files[0].startswith("#") for image in images)  # unless it is quoted
+    quoting = csv.QUOTE_ALL if is_comment else csv.QUOTE_MINIMAL
+    rows = csv.writer(text, delimiter="\t", lineterminator="\n", quoting=quoting)
     for image in images:
         rows.writerow([*image.files, _label_of(plan, image, drawn)])
     return text.getvalue()
@@ -272,10 +275,10 @@ def label_of(
                 raise DataError(
                     f"{file}: {stored.shape[0]}x{stored.shape[1]}, image {size[0]}x{size[1]}"
                 )
-            is_lossy = Path(file).suffix.lower() in contents.LOSSY
-            shown = (
-                stored[..., 0] >= contents.THRESHOLD if is_lossy else stored[..., :3].any(axis=2)
-            )
+            channel = contents.single(stored)
+            shown = stored[..., :3].any(axis=2) if channel is None else channel > 0
+            if Path(file).suffix.lower() in contents.LOSSY:
+                shown = stored[..., 0] >= contents.THRESHOLD
             drawn[shown] = number
         return drawn
     stored = formats.read_stored(root / files[0])
@@ -304,17 +307,11 @@ def label_of(
 
 def class_of_file(labels: LabelSet, file: str) -> int:
     """The position in `labels.classes` of the class that `file` shows, by its name."""
-    words = [word.lower() for word in _words_of_path(file)]
+    words = [word.lower() for word in re.split(r"[/_\-. ]+", file)]
     found = [i for i, name in enumerate(labels.classes) if name.lower() in words]
     if len(found) != 1:
         raise DataError(f"{file}: its name has {len(found)} of {', '.join(labels.classes)}")
     return found[0]
-
-
-def _words_of_path(file: str) -> list[str]:
-    import re
-
-    return re.split(r"[/_\-. ]+", file)
 
 
 def _packed(value: Value) -> int:
