@@ -216,6 +216,28 @@ def test_bad_data_are_refused(tmp_path, capsys, make, code, message):
     assert not output.exists()
 
 
+def test_sixteen_bits_train_as_they_are_and_a_list_may_say_what_0_means(tmp_path):
+    """Colours change in 8-bit images alone, so the config does not ask for it."""
+    folder = tmp_path / "data"
+    for i in range(8):
+        pixels, classes = scene(i)
+        wide = pixels.astype(np.uint16) * 16
+        wide[classes == 0] = 0
+        save(folder / f"images/{i}.tif", wide)
+        save(folder / f"labels/{i}.png", classes)
+    (folder / "legend.csv").write_text("value,name\n0,no data\n1,car\n2,road\n3,tree\n")
+    found, config = labels_of(init(folder))
+    assert config.augment.color_prob == 0
+    assert config.data.value_range == (0, 4095)
+    classes = open_dataset(config.data, config.data.train_split).classes
+    assert classes.names == ("car", "road", "tree")
+    assert (found["images/3.tif"] == 255).any()
+    config_path = tmp_path / "made" / "config.yaml"
+    small = [f"--set={key}" for key in ("train.steps=1", "schedule.warmup_steps=0")]
+    small += ["--set=model.num_stages=2", "--set=data.num_workers=0", "--device=cpu"]
+    assert main(["train", str(config_path), "--output", str(tmp_path / "run"), *small]) == 0
+
+
 def test_a_label_in_one_grey_is_one_of_colours_beside_others_in_colours(tmp_path):
     folder = tmp_path / "data"
     write(folder, lambda classes: COLORS[classes])

@@ -74,7 +74,7 @@ def write_experiment(
             sizes = {image.files[0]: image.size for image in found.images}
             labels = count_labels(folder, labels, sizes, jobs)
             _refuse_damaged(folder, labels)
-            check_pairs(labels, compared(folder, found.images, labels), given)
+            check_pairs(found, labels, compared(folder, found.images, labels), given)
             classes = choose_classes(found, labels, given)
         splits = choose_splits(found, labels, given)
         machine = _machine()
@@ -82,9 +82,8 @@ def write_experiment(
     except UndecidedError as undecided:
         pictures = write_readings(found, labels, undecided.readings, output)
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
-        raise ConfigError(
-            f"{undecided}{shown}\n  the same command with one of them goes on"
-        ) from None
+        again = f"\n  segtrain init {shlex.quote(str(folder))} with one of them goes on"
+        raise ConfigError(f"{undecided}{shown}{again}") from None
     options = choose_options(splits, classes.classes, pixels, machine)
     plan = Plan(found, labels, classes, splits, options)
     for line in _lines(plan, pixels.warnings, machine):

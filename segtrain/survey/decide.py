@@ -178,7 +178,7 @@ def _no_labels(survey: Survey) -> str:
     return "\n".join(lines)
 
 
-def check_pairs(labels: LabelSet, found: Comparison, answers: Answers) -> None:
+def check_pairs(survey: Survey, labels: LabelSet, found: Comparison, answers: Answers) -> None:
     """Stops where the images say something else than names and values.
 
     Raises:
@@ -194,7 +194,8 @@ def check_pairs(labels: LabelSet, found: Comparison, answers: Answers) -> None:
             f"times as strong along their borders there, {own:.2f} times here; names, order or "
             "orientation were mixed up"
         )
-    if found.black > _BLACK and 0 in labels.values and answers.ignore is None:
+    is_named = any(one.value == 0 for legend in survey.legends for one in legend.classes)
+    if found.black > _BLACK and 0 in labels.values and answers.ignore is None and not is_named:
         raise UndecidedError(
             f"{labels.pattern}: 0 lies where images are black ({shares_of(labels, [0])}): no data, "
             "or a class?",

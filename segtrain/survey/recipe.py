@@ -32,9 +32,10 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True)
 class Pixels:
-    """How images are read: data.channels, value_range (None: that of the type), mean and std."""
+    """How images are read: data.channels, type, value_range (None: its own), mean and std."""
 
     channels: int
+    dtype: str
     value_range: tuple[float, float] | None
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -71,12 +72,12 @@ def choose_pixels(
     warnings = _odd_values(usable, dtype, scale)
     if channels == 3 and machine.weights and dtype == "uint8":
         reasons["mean"] = "those of the pretrained weights (ImageNet)"
-        return Pixels(3, value_range, *_IMAGENET.values(), reasons, warnings)
+        return Pixels(3, dtype, value_range, *_IMAGENET.values(), reasons, warnings)
     mean, std = _statistics(usable, channels, scale)
     reasons["mean"] = f"of {len(usable)} images, each channel, on the scale of 0..255"
     if channels != 3:
         reasons["channels"] = "as the files hold"
-    return Pixels(channels, value_range, mean, std, reasons, warnings)
+    return Pixels(channels, dtype, value_range, mean, std, reasons, warnings)
 
 
 def _channels(
@@ -210,7 +211,7 @@ def choose_options(
         ),
         Option("model.arch", "deeplabv3plus", "sharp borders for its cost (arXiv:1802.02611)"),
     ]
-    if pixels.channels == 3:
+    if pixels.channels == 3 and pixels.dtype == "uint8":  # colours change in 8-bit RGB alone
         found.append(
             Option(
                 "augment.color_prob", 0.5, "light and camera vary; 0.0 if colour tells the classes"
