@@ -10,6 +10,12 @@ from segtrain.config import load_config
 from segtrain.data import open_dataset
 
 
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Nobody listens there, so pretrained weights are missing, whatever the machine reaches."""
+    monkeypatch.setattr("segtrain.commands.init._HOST", ("127.0.0.1", 9))
+
+
 def init(folder, *words, code=0):
     output = folder.with_name("made")
     assert main(["init", str(folder), "--output", str(output), *words]) == code
@@ -120,6 +126,26 @@ QUESTIONS = [
 ]
 
 
+def test_a_question_about_annotated_images_is_answered_too(tmp_path, capsys):
+    """Their labels are drawn before it, and again after it."""
+    folder = tmp_path / "data"
+    truth = CASES["annotations_of_coco"](folder)
+    content = (folder / "annotations.json").read_text().replace(".jpg", ".png")
+    (folder / "annotations.json").write_text(content)
+    for name in truth:
+        pixels = np.array(Image.open(folder / name))
+        (folder / name).unlink()
+        save((folder / name).with_suffix(".png"), np.dstack([pixels, pixels[..., 0]]))
+    output = init(folder, code=2)
+    assert "a band, or transparency?" in capsys.readouterr().err
+    assert {path.name for path in output.iterdir()} <= {"reading_1.png", "reading_2.png"}
+    assert main(["train", str(output)]) == 2
+    assert "stopped here with a question" in capsys.readouterr().err
+    found, config = labels_of(init(folder, "--channels", "4"))
+    assert config.data.channels == 4
+    assert_same_division(found, {name.replace(".jpg", ".png"): x for name, x in truth.items()})
+
+
 @pytest.mark.parametrize(("make", "message", "option", "num_classes"), QUESTIONS)
 def test_where_two_readings_fit_it_stops_and_the_option_goes_on(
     tmp_path, capsys, make, message, option, num_classes
@@ -131,6 +157,8 @@ def test_where_two_readings_fit_it_stops_and_the_option_goes_on(
     assert message in said
     assert option[0] in said
     assert not (output / "config.yaml").exists()
+    pictures = [path.read_bytes() for path in sorted(output.glob("reading_*"))]
+    assert len(set(pictures)) == len(pictures) or "--channels" in option
     found, _ = labels_of(init(folder, *option))
     values = set().union(*(set(np.unique(label).tolist()) for label in found.values()))
     assert len(values - {255}) == num_classes
@@ -178,6 +206,18 @@ def two_forms(folder):
         save(folder / f"labels/{i}.png", classes * (255 if i % 2 else 1))
 
 
+def broken_images(folder):
+    write(folder, lambda classes: classes)
+    for path in (folder / "images").iterdir():
+        path.write_bytes(path.read_bytes()[:20])
+
+
+def damaged_pixels(folder):
+    write(folder, lambda classes: classes)
+    for path in (folder / "images").iterdir():
+        path.write_bytes(path.read_bytes()[:-200])
+
+
 def other_palettes(folder):
     """The same values, whose colours are others in one file."""
     for i in range(8):
@@ -204,6 +244,8 @@ def blurred_colors(folder):
         (objects, 3, "numbers of objects, or no labels of classes"),
         (turned, 3, "labels fit their image turned by 180 degrees better"),
         (two_forms, 3, "4 labels hold 0 and 255, 4 others 0 and 1"),
+        (broken_images, 3, "no image can be read: "),
+        (damaged_pixels, 3, "no image can be read: "),
         (other_palettes, 3, "its palette gives the same values other colours"),
         (blurred_colors, 3, "JPEG has blurred their values"),
     ],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the rest is imported when the command runs
 _WEIGHTS = "IMAGENET1K_V1"
 _HOST = ("download.pytorch.org", 443)
 # What a stop with a question leaves; the same command with an answer replaces it.
-_READINGS = "reading_*.png"
+READINGS = "reading_*.png"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -65,6 +65,8 @@ def write_experiment(
     given = Answers(**answers)
     val_list = Path(given.val) if isinstance(given.val, str) else None
     found = survey(folder, val_list=val_list, jobs=jobs)
+    _check_output(output, folder)  # again, after minutes: the folder is removed
+    shutil.rmtree(output, ignore_errors=True)
     labels = None
     try:
         if found.annotations and (not found.sets or given.labels in found.annotations):
@@ -79,21 +81,19 @@ def write_experiment(
         splits = choose_splits(found, labels, given)
         machine = _machine()
         pixels = choose_pixels(found, (*splits.train, *splits.val), given, machine)
+        options = choose_options(splits, classes.classes, pixels, machine)
+        plan = Plan(found, labels, classes, splits, options)
+        for line in _lines(plan, pixels.warnings, machine):
+            print(printable(line))
+        write(plan, output, _command(folder, answers), jobs=jobs)
     except UndecidedError as undecided:
+        shutil.rmtree(output, ignore_errors=True)
         pictures = write_readings(found, labels, undecided.readings, output)
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
         again = f"\n  segtrain init {shlex.quote(str(folder))} with one of them goes on"
         raise ConfigError(f"{undecided}{shown}{again}") from None
-    options = choose_options(splits, classes.classes, pixels, machine)
-    plan = Plan(found, labels, classes, splits, options)
-    for line in _lines(plan, pixels.warnings, machine):
-        print(printable(line))
-    for old in output.glob(_READINGS):
-        old.unlink()
-    try:
-        write(plan, output, _command(folder, answers), jobs=jobs)
-    except BaseException:
-        shutil.rmtree(output, ignore_errors=True)  # which holds nothing else
+    except BaseException:  # Ctrl-C too: half an experiment would be taken for a whole one
+        shutil.rmtree(output, ignore_errors=True)
         raise
     names = ", ".join(sorted(path.name for path in output.iterdir()))
     print(f"wrote {output}: {names}; look at {output / SHEET}")
@@ -108,7 +108,7 @@ def _check_output(output: Path, folder: Path) -> None:
         )
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output {printable(output)}: is a file; choose another name")
-    if output.exists() and any(not path.match(_READINGS) for path in output.iterdir()):
+    if output.exists() and any(not path.match(READINGS) for path in output.iterdir()):
         raise ConfigError(f"--output {printable(output)}: exists already; choose another folder")
 
 
@@ -128,13 +128,14 @@ def _refuse_damaged(folder: Path, labels: "LabelSet") -> None:
 def _machine() -> "Machine":
     """What there is to train with, and where pretrained weights come from."""
     import torch
+    from torchvision.models import get_model_weights
 
     from segtrain.survey.recipe import Machine
 
     has_gpu = torch.cuda.is_available()
-    name = "resnet50" if has_gpu else "resnet18"
-    cached = Path(torch.hub.get_dir(), "checkpoints").glob(f"{name}-*.pth")
-    if any(cached):
+    url = get_model_weights("resnet50" if has_gpu else "resnet18")[_WEIGHTS].url
+    cached = Path(torch.hub.get_dir(), "checkpoints", Path(url).name)
+    if cached.is_file():
         return Machine(has_gpu, _WEIGHTS)
     with suppress(OSError), socket.create_connection(_HOST, timeout=2):
         return Machine(has_gpu, _WEIGHTS)

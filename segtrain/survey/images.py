@@ -27,7 +27,7 @@ _MAX_LIST_BYTES = 64 << 20
 class Image:
     """An image of the folder; paths are relative to it.
 
-    files: its file, or its bands in order. size: (height, width). name: without suffix.
+    files: its file, or its bands in order. size: (height, width). channels: of all bands.
     alpha: whether the last channel is marked as transparency.
     split: train, val or test, if a folder or a list says so. scene: its folder without words of
         role and split. sequence: its name without the last number.
@@ -68,9 +68,10 @@ def with_channel_ends(
 
 
 def with_headers(
-    folder: Path, names: Sequence[FileName], matches: pairing.Matches
+    folder: Path, names: Sequence[FileName], matches: pairing.Matches, notes: list[str]
 ) -> tuple[list[Image], list[str]]:
-    """The images with their headers, and those that cannot be read."""
+    """The images with their headers, and those that cannot be read; oddities go into `notes`."""
+    twins = []
     further = {band for bands in matches.bands.values() for band in bands}
     found, unreadable = [], []
     for name in names:
@@ -80,7 +81,8 @@ def with_headers(
         try:
             infos = [formats.read_info(folder / path) for path in files]
             if len({info.size for info in infos}) > 1 or any(i.channels > 1 for i in infos[1:]):
-                files, infos = files[:1], infos[:1]  # other pictures of the same name
+                twins.append(" and ".join(files))  # no bands, but other pictures of the same name
+                files, infos = files[:1], infos[:1]
         except DataError as error:
             unreadable.append(str(error))
             continue
@@ -88,7 +90,7 @@ def with_headers(
         scene = "/".join(
             part
             for part in folders
-            if not set(pairing.words_of(part)) <= pairing._ROLE_WORDS | pairing.SPLIT_WORDS.keys()
+            if not set(pairing.words_of(part)) <= pairing.ROLE_WORDS | pairing.SPLIT_WORDS.keys()
         )
         found.append(
             Image(
@@ -102,20 +104,24 @@ def with_headers(
                 sequence=re.sub(r"\d+\D*$", "", name.core),
             )
         )
+    if twins:
+        notes.append(
+            f"labels fit several pictures, of which the first is used: {first_of(twins, 3)}"
+        )
     return found, unreadable
 
 
-def facts_of(folder: Path, images: Sequence[Image]) -> dict[str, ImageFacts]:
-    """Facts about a sample of the images, spread over all."""
-    found = {}
+def facts_of(folder: Path, images: Sequence[Image]) -> tuple[dict[str, ImageFacts], list[str]]:
+    """Facts about a sample of the images, spread over all, and what is wrong with others."""
+    found, problems = {}, []
     for i in spread(len(images), _SAMPLE):
         try:
             found[images[i].files[0]] = contents.image_facts(
                 tuple(folder / path for path in images[i].files)
             )
-        except DataError:
-            continue
-    return found
+        except DataError as error:
+            problems.append(str(error))
+    return found, problems
 
 
 def similar_images(
@@ -168,10 +174,8 @@ def with_splits(
         found = dict.fromkeys(range(len(images)), "train") | found  # fastai's valid.txt
     if len(set(found.values())) > 1:
         split = [found.get(i) for i in range(len(images))]
-        marked = [
-            _replaced(image, one or "unlisted") for image, one in zip(images, split, strict=True)
-        ]
-        return ", ".join(sources), marked
+        marked = zip(images, split, strict=True)
+        return ", ".join(sources), [replace(x, split=one or "unlisted") for x, one in marked]
     has_folders = len({image.split for image in images} - {None}) > 1
     return ("folders" if has_folders else ""), images
 
@@ -183,7 +187,7 @@ def split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:
         line = indices.index(None) + 1 if indices else 1
         raise ConfigError(f"--val {val_list}: line {line} names no image, or several")
     chosen = set(indices)
-    return [_replaced(x, "val" if i in chosen else "train") for i, x in enumerate(images)]
+    return [replace(x, split="val" if i in chosen else "train") for i, x in enumerate(images)]
 
 
 def _by_name(images: Sequence[Image]) -> dict[str, list[int]]:
@@ -192,10 +196,6 @@ def _by_name(images: Sequence[Image]) -> dict[str, list[int]]:
         for key in {image.name.lower(), PurePosixPath(image.name).name.lower()}:
             found[key].append(i)
     return found
-
-
-def _replaced(image: Image, split: str) -> Image:
-    return replace(image, split=split)
 
 
 def _listed(path: Path, by_name: Mapping[str, list[int]]) -> Iterator[int | None]:

@@ -40,7 +40,7 @@ class LabelSet:
     """Labels of the same kind: one file for each image, or several.
 
     pattern: of their names, such as `masks/*_mask.png`. labels: by the first file of the image.
-    values: of the sample, or of all files once they are `counted`. sizes: of each label file.
+    values: of the sample; after `counted`, of all files, and then also wrong_size and unreadable.
     classes: with several files an image, the word that each stands for.
     """
 
@@ -50,7 +50,6 @@ class LabelSet:
     values: Mapping[Value, ValueFacts]
     palette: tuple[tuple[int, int, int], ...] = ()
     classes: tuple[str, ...] = ()
-    counted: bool = False
     wrong_size: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
 
@@ -192,7 +191,7 @@ def _classes_of(forms: Sequence[str]) -> list[str]:
 
 
 def _share_images(sets: Sequence[Mapping[str, object]]) -> bool:
-    """Whether most sets have labels of images that others have too, or none overlap at all."""
+    """Whether many images have labels in several of the sets."""
     everywhere = set.union(*(set(one) for one in sets))
     return sum(map(len, sets)) > 1.2 * len(everywhere)
 
@@ -258,7 +257,6 @@ def counted(
         kind="colors" if is_colored else labels.kind,
         values=found,
         palette=palette,
-        counted=True,
         wrong_size=tuple(wrong),
         unreadable=tuple(unreadable),
     )

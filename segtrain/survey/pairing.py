@@ -26,7 +26,7 @@ _LABEL_WORDS = (
     "grey y l"
 )
 LABEL_WORDS = frozenset(_LABEL_WORDS.split())
-_ROLE_WORDS = IMAGE_WORDS | LABEL_WORDS | {"dir", "folder", "png", "jpg", "tif", "data", "file"}
+ROLE_WORDS = IMAGE_WORDS | LABEL_WORDS | {"dir", "folder", "png", "jpg", "tif", "data", "file"}
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training", "trn", "tr", "trainval"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev", "va"), "val"),
@@ -67,12 +67,6 @@ def words_of(text: str) -> list[str]:
     return [word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word]
 
 
-def role_words(path: str) -> set[str]:
-    """The words in `path` that say a role."""
-    found = {word for part in PurePosixPath(path).with_suffix("").parts for word in words_of(part)}
-    return found & (IMAGE_WORDS | LABEL_WORDS)
-
-
 def parse_names(paths: Sequence[str]) -> list[FileName]:
     """The parts of each name; beginnings and ends are those that several names share."""
     parts = [(PurePosixPath(path).parent.as_posix(), PurePosixPath(path)) for path in paths]
@@ -98,7 +92,7 @@ def parse_names(paths: Sequence[str]) -> list[FileName]:
                 path,
                 stem.lower(),
                 pattern,
-                frozenset(words - _ROLE_WORDS | (words & SPLIT_WORDS.keys())),
+                frozenset(words - ROLE_WORDS | (words & SPLIT_WORDS.keys())),
                 frozenset(words_of(whole)),
             )
         )
@@ -142,7 +136,7 @@ def _end_of(stem: str) -> str:
 
 def _is_role(affix: str) -> bool:
     words = words_of(affix)
-    return bool(words) and all(word in _ROLE_WORDS for word in words)
+    return bool(words) and all(word in ROLE_WORDS for word in words)
 
 
 def _unique_cores(names: Sequence[FileName]) -> list[FileName]:

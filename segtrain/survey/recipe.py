@@ -120,7 +120,7 @@ def _value_range(
         if low < 0:
             reasons["value_range"] = seen
             return (low, high)
-        if bits >= 16:
+        if bits >= 16 and dtype == "uint16":
             return None
         reasons["value_range"] = f"{bits} bits in {dtype}; {seen}"
         return (0.0, float(2**bits - 1))

@@ -100,9 +100,15 @@ def survey(folder: Path, *, val_list: Path | None = None, jobs: int | None = Non
             break
     if not image_names:  # drawn images may look like labels
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
-    images, unreadable = with_headers(folder, image_names, matches)
-    lists = [path for path in others if path.endswith((".txt", ".csv"))]
     notes: list[str] = []
+    images, unreadable = with_headers(folder, image_names, matches, notes)
+    if not images:
+        raise DataError(f"{folder}: no image can be read: {first_of(unreadable, 3)}")
+    facts, damaged = facts_of(folder, images)
+    if not facts:
+        raise DataError(f"{folder}: no image can be read: {first_of(damaged, 3)}")
+    notes += [f"damaged: {problem}" for problem in damaged]
+    lists = [path for path in others if path.endswith((".txt", ".csv"))]
     if val_list is None:
         split_source, images = with_splits(folder, images, lists, notes)
     else:
@@ -123,7 +129,7 @@ def survey(folder: Path, *, val_list: Path | None = None, jobs: int | None = Non
         sets=sets,
         equal_sets=frozenset(equal_sets(folder, sets)),
         legends=tuple(one for one in legends if one is not None),
-        facts=facts_of(folder, images),
+        facts=facts,
         similar=similar,
         moving=moving,
         split_source=split_source,

@@ -42,7 +42,7 @@ CONFIG, CLASSES, TRAIN, VAL, SHEET = (
     "samples.png",
 )
 LABELS = "labels"
-_SIDE_PX, _COLUMNS, _SHOWN = 256, 6, 6
+_SIDE_PX, _SHOWN = 256, 6
 _DRAWN_KINDS = ("two", "onehot")
 
 
@@ -118,7 +118,7 @@ def draw_annotations(
         i: ValueFacts(int(pixels[i]), int(images[i]), 0.0, "") for i in (*shown, IGNORE_INDEX)
     }
     source = first_of((path.relative_to(survey.root) for path in survey.annotations[kinds[0]]), 2)
-    made = LabelSet(f"{source} ({found.format})", "annotations", labels, values, counted=True)
+    made = LabelSet(f"{source} ({found.format})", "annotations", labels, values)
     classes = tuple(Class(name, (i,), None, int(pixels[i])) for i, name in shown.items())
     reason = f"drawn from {made.pattern}, overlaps by {found.overlap}"
     return made, Classes(classes, (IGNORE_INDEX,), (reason,), tuple(found.notes))
@@ -388,7 +388,10 @@ def picture_of(root: Path, image: Image) -> np.ndarray:
 def write_readings(
     survey: Survey, labels: LabelSet | None, readings: Sequence[Reading], output: Path
 ) -> list[Path]:
-    """A picture for each reading: an image, and its label with the values in question marked."""
+    """A picture for each reading: an image, and its label with the values in question marked.
+
+    They are red as a class, and white where the reading leaves them out.
+    """
     written = []
     for number, reading in enumerate(readings, start=1):
         shown = reading.labels or labels
@@ -402,7 +405,8 @@ def write_readings(
         image = next(one for one in survey.images if one.files[0] == chosen)
         pixels = picture_of(survey.root, image)
         stored = formats.read_stored(survey.root / shown.labels[chosen][0])
-        marked = _marked(stored, reading.marked)
+        is_left_out = reading.option.startswith("--ignore ") and "none" not in reading.option
+        marked = _marked(stored, reading.marked, (255, 255, 255) if is_left_out else (228, 26, 28))
         if marked.shape[:2] != pixels.shape[:2]:
             marked = cv2.resize(marked, pixels.shape[1::-1], interpolation=cv2.INTER_NEAREST)
         path = output / f"reading_{number}.png"
@@ -411,8 +415,8 @@ def write_readings(
     return written
 
 
-def _marked(stored: np.ndarray, values: Sequence[Value]) -> np.ndarray:
-    """The label in colours of its values; those of `values` red, if there are any."""
+def _marked(stored: np.ndarray, values: Sequence[Value], mark: tuple[int, int, int]) -> np.ndarray:
+    """The label in colours of its values, or grey with those of `values` in the colour `mark`."""
     flat = stored.reshape(-1, stored.shape[2])
     found, inverse = np.unique(flat, axis=0, return_inverse=True)
     colors = np.array(default_palette(256), np.uint8)[np.arange(len(found)) % 256]
@@ -420,5 +424,5 @@ def _marked(stored: np.ndarray, values: Sequence[Value]) -> np.ndarray:
         colors = np.repeat(colors.mean(axis=1, keepdims=True).astype(np.uint8) // 2 + 64, 3, axis=1)
         for value in values:
             wanted = [value] if isinstance(value, int) else list(value)
-            colors[(found[:, : len(wanted)] == wanted).all(axis=1)] = (228, 26, 28)
+            colors[(found[:, : len(wanted)] == wanted).all(axis=1)] = mark
     return colors[inverse.reshape(-1)].reshape(*stored.shape[:2], 3)

@@ -108,6 +108,8 @@ def _config_of_folder(folder: Path, *, may_write: bool) -> Path:
     for made in (folder / run_directory.CONFIG, init.default_output(folder) / run_directory.CONFIG):
         if made.exists():
             return made
+    if any(folder.glob(init.READINGS)):
+        raise ConfigError(f"{folder}: segtrain init stopped here with a question; answer it there")
     if not may_write:
         raise ConfigError(f"{folder}: a folder without a config; segtrain init makes one first")
     return init.write_experiment(folder)
