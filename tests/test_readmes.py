@@ -86,6 +86,7 @@ NOT_RUN = {
     "bench my.yaml": "test_bench.py measures steps",
     "bench mine": "test_bench.py measures steps",
     "init FOLDER": "stands for any folder",
+    "train FOLDER": "stands for any folder",
     "train my.yaml --fit": "test_fit.py fits trainings to limits",
     "train CONFIG --fit": "stands for any config",
     "init photos --ignore 255": "test_init.py answers questions",

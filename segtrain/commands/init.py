@@ -90,7 +90,8 @@ def write_experiment(
         shutil.rmtree(output, ignore_errors=True)
         pictures = write_readings(found, labels, undecided.readings, output)
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
-        again = f"\n  segtrain init {shlex.quote(str(folder))} with one of them goes on"
+        place = f"--output {shlex.quote(str(output))}, and"
+        again = f"\n  segtrain init {shlex.quote(str(folder))} {place} one of them goes on"
         raise ConfigError(f"{undecided}{shown}{again}") from None
     except BaseException:  # Ctrl-C too: half an experiment would be taken for a whole one
         shutil.rmtree(output, ignore_errors=True)
