@@ -106,7 +106,8 @@ TEN_GIB = 10 << 30
         ),
         (0, (2, 7), Trial(0.5, "7.00 GiB of the GPU and 2.00 of 10.00 GiB of host memory", "")),
         (EXIT_MEMORY, None, Trial(None, "", "out of memory: cpu has 1 GiB")),
-        (-signal.SIGKILL, None, Trial(None, "", "killed by the system")),
+        (-signal.SIGKILL, None, Trial(None, "", "ended by SIGKILL")),
+        (139, None, Trial(None, "", "out of memory: cpu has 1 GiB")),  # a crash at the end
     ],
 )
 def test_a_trial_tells_what_was_measured_or_why_it_does_not_fit(monkeypatch, code, found, expected):
@@ -124,7 +125,7 @@ def test_a_trial_tells_what_was_measured_or_why_it_does_not_fit(monkeypatch, cod
     monkeypatch.setattr(fit, "_run", run)
     arguments = argparse.Namespace(set=["a=1"]), Path("c.yaml"), ["b=2"], 2, "cpu", TEN_GIB
     assert fit._try(*arguments) == expected
-    code = 3
+    code, said = 3, said.replace(b"out of memory", b"broken")
     with pytest.raises(ExecutionError, match=r"bench c\.yaml .* failed:\n.*\n.*rank 0 failed"):
         fit._try(*arguments)
 

@@ -162,8 +162,12 @@ def check_windows(config: Config, num_classes: int, device: torch.device, ranks:
         raise MemoryLimitError(finding)
 
 
-# torch has no class for these: of a CPU, C++, the CUDA driver, and cuBLAS or cuDNN.
-_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED")
+# torch has no class for these: of a CPU, C++, the CUDA driver, cuBLAS or cuDNN, and oneDNN, which
+# says no more than this.
+_OUT_OF_MEMORY = (
+    *("can't allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED"),
+    "could not execute a primitive",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -34,8 +34,7 @@ _LEVELS = ("none", "norm", "blocks")  # of model.recompute
 _LOWER = "bfloat16"
 _KEYS = ("model.recompute", "train.virtual_ranks", "train.precision")
 _GIB = 2**30
-# What the system's own killer leaves behind.
-_KILLED = -signal.SIGKILL
+_SPENT = "out of memory"
 
 Way = dict[str, Any]  # options by their names; none: the config as it is
 
@@ -151,10 +150,12 @@ def _try(
         with errors.open("wb") as stderr:
             code = _run(command, stderr, partial(_lower_limits, limit))
         said = printable_lines(errors.read_text(errors="replace"))
-        if code in (EXIT_MEMORY, _KILLED):
+        # Libraries that get no memory may crash, before this is said or after it.
+        if code < 0 or code == EXIT_MEMORY or (code and any(_SPENT in line for line in said)):
+            end = signal.Signals(-code).name if code < 0 else "an error"
             about = [line.removeprefix("segtrain: ") for line in said if "memory" in line]
-            return Trial(None, "", (about or ["killed by the system"])[-1].partition(";")[0])
-        if code != 0:
+            return Trial(None, "", (about or [f"ended by {end}"])[-1].partition(";")[0])
+        if code:
             raise ExecutionError("\n".join([f"--fit: {' '.join(command)} failed:", *said[-20:]]))
         found = json.loads(result.read_text())
     on_host, on_device = found["host_bytes"], found["device_bytes"]
