@@ -232,4 +232,6 @@ def test_torchs_failed_allocation_on_a_cpu_is_recognized():
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
-    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))  # oneDNN
+    for other in ("shape mismatch", "could not create a primitive descriptor for a convolution"):
+        assert not is_out_of_memory(RuntimeError(other))

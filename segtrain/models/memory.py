@@ -162,18 +162,17 @@ def check_windows(config: Config, num_classes: int, device: torch.device, ranks:
         raise MemoryLimitError(finding)
 
 
-# torch has no class for these: of a CPU, C++, the CUDA driver, cuBLAS or cuDNN, and oneDNN, which
-# says no more than this.
-_OUT_OF_MEMORY = (
-    *("can't allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED"),
-    "could not execute a primitive",
-)
+# torch has no class for these: of a CPU, C++, the CUDA driver, and cuBLAS or cuDNN; and all that
+# oneDNN says, which says more where it cannot compute something.
+_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED")
+_OF_ONEDNN = ("could not create a primitive", "could not execute a primitive")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that an allocation failed."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+        isinstance(error, RuntimeError)
+        and (str(error) in _OF_ONEDNN or any(words in str(error) for words in _OUT_OF_MEMORY))
     )
 
 
