@@ -13,6 +13,7 @@ from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.check.checks import check_data
+from segtrain.data.read.find import Window
 from segtrain.data.read.image import ImageForm, read_image
 from segtrain.data.sample.geometry import Placement, Span, resample_image
 from segtrain.data.sample.stream import blend
@@ -122,21 +123,55 @@ def test_a_crop_of_many_channels_is_that_of_each_channel_alone(dtype, high, angl
         np.testing.assert_array_equal(crop[..., i], alone[..., 0])
 
 
+NO_DATA = [(np.uint8, 0), (np.uint16, 65535), (np.uint8, 256)]
+
+
+@pytest.mark.filterwarnings("ignore:Dataset has no geotransform")
+@pytest.mark.parametrize(("dtype", "number"), NO_DATA)
+def test_whole_numbers_have_no_value_where_gdals_mask_says_so(tmp_path, capsys, dtype, number):
+    """Where all bands are the number, whether read whole or by windows."""
+    rasterio = pytest.importorskip("rasterio")
+    image = values(2, dtype, 200) + dtype(1)
+    image[:, :9] = image[3, 20, 0] = number % 256 if dtype == np.uint8 else number
+    write_set(tmp_path, lambda _: image)
+    options = {"photometric": "minisblack", "planarconfig": "contig", "tile": (16, 16)}
+    for path in tmp_path.glob("images/*/*.tif"):
+        tifffile.imwrite(path, image, extratags=[(42113, "s", 0, str(number), True)], **options)
+    data = {"channels": 2, "value_range": (0.0, 255.0), "mean": (60.0, 90.0), "std": (9.0, 9.0)}
+    read, label = open_dataset(data_of(tmp_path, **data), "train")[0]
+    with rasterio.open(path) as file:
+        missing = file.dataset_mask() == 0
+    np.testing.assert_array_equal(label == 255, missing)
+    assert read.dtype == dtype
+    np.testing.assert_array_equal(read, np.where(missing[..., None], dtype([60, 90]), image))
+    form, window = ImageForm(2, np.dtype(dtype)), Window(2, 5, 20, 30)
+    whole = read_image([path], form)
+    np.testing.assert_array_equal(read_image([path], form, window), whole[2:22, 5:35])
+    assert ("warning", "white") not in kinds(tmp_path, **data)
+    config = tmp_path / "x.yaml"
+    config.write_text(json.dumps({"data": data_of(tmp_path, **data).model_dump(mode="json")}))
+    code = segtrain(["data", "pack", str(config), "--output", str(tmp_path / "pack")])
+    assert code == (3 if missing.any() else 0)
+    assert ("pixels marked as no data" in capsys.readouterr().err) == missing.any()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8])
 @pytest.mark.parametrize("rotate_deg", [0.0, 30.0])
-def test_nan_spreads_into_no_pixel_that_counts(rotate_deg):
+def test_nan_spreads_into_no_pixel_that_counts(rotate_deg, dtype):
     """What a NaN takes part in is ignored and the mean; without rotation all else is the image."""
-    image, label = np.full((*SIZE, 2), 0.5, np.float32), np.zeros(SIZE, np.uint8)
+    image, label = np.full((*SIZE, 2), 100, np.float32), np.zeros(SIZE, np.uint8)
     image[10:14, 10:14] = np.nan
-    form = ImageForm(2, np.dtype(np.float32), (0.0, 1.0), (0.0, 255.0))
+    form = ImageForm(2, np.dtype(dtype), (0.0, 200.0), (0.0, 255.0))
     augment = AugmentConfig(crop_size=(28, 40), scale_range=(1.3, 1.3), rotate_deg=rotate_deg)
     for seed in range(4):
         crop, classes = TrainTransform(augment, form=form)(
             image, label, np.random.default_rng(seed)
         )
         assert np.isfinite(crop).all()
+        assert crop.dtype == dtype
         if not rotate_deg:
-            assert (crop[classes == 255] == [0, 1]).all()
-            assert (crop[classes == 0] == 0.5).all()
+            assert (crop[classes == 255] == [0, 200]).all()
+            assert (crop[classes == 0] == 100).all()
 
 
 @pytest.mark.parametrize(("dtype", "high"), [(np.uint8, 255), (np.uint16, 65535), (np.float32, 9)])

@@ -111,10 +111,9 @@ class Local(nn.Module):
         return SegLogits(torch.cat([-mean, mean], dim=1))
 
 
-def predicted(tmp_path, image, **options):
+def predicted(tmp_path, image, form, **options):
     path, output = tmp_path / "x.tif", tmp_path / "labels.tif"
     tifffile.imwrite(path, image, **options)
-    form = ImageForm(1, image.dtype, (0.0, 250.0), (125.0,))
     usual = InferenceSettings(mean=(125.003 * 255 / 250,), std=(1.0,), value_range=(0.0, 250.0))
     assert predict_raster(
         Local().eval(),
@@ -124,7 +123,7 @@ def predicted(tmp_path, image, **options):
         form=form,
         settings=SettingsBySize(usual, usual),
         limits=BatchLimits(1, 1),
-        ids=np.array([7, 300], np.uint16),
+        ids=np.array([7, 300, *[9] * 254], np.uint16),
         device=torch.device("cpu"),
         on_block=lambda: None,
     )
@@ -134,13 +133,19 @@ def predicted(tmp_path, image, **options):
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
 def test_blocks_are_predicted_as_the_whole_and_keep_the_georeference(tmp_path, small_limits, dtype):
     rasterio = pytest.importorskip("rasterio")
-    image = values(1, dtype)[..., 0]
-    output = predicted(tmp_path, image, extratags=GEO)
-    whole = torch.from_numpy(image.astype(np.float32))[None, None] - 125.003
+    image = values(1, dtype)[..., 0] + dtype(1)
+    image[:, 70:90] = 0
+    form = ImageForm(1, image.dtype, (0.0, 250.0), (125.0,))
+    tags = [*GEO, (42113, "s", 0, "0", True)]
+    output = predicted(tmp_path, image, form, extratags=tags)
+    whole = np.where(image == 0, form.fill[0], image).astype(np.float32)
+    whole = torch.from_numpy(whole)[None, None] - 125.003
     expected = np.array([7, 300])[Local()(whole).out.argmax(1)[0]]
+    expected[:, 70:90] = 9
     with rasterio.open(tmp_path / "x.tif") as given, rasterio.open(output) as found:
         assert found.crs == given.crs == rasterio.CRS.from_epsg(32633)
         assert found.transform == given.transform
         assert found.transform.c == 500000
+        assert found.nodata == 9
         np.testing.assert_array_equal(found.read(1), expected)
     assert len(geo_tags(tmp_path / "x.tif")) == 3

@@ -149,7 +149,9 @@ def test_no_network_no_terminal_and_no_language_are_needed(tmp_path, no_network)
     (root / "classes.yaml").write_text(names, encoding="utf-8")
     options = small(root, data={"num_workers": 1}, train={"steps": 1})
     config = write_config(tmp_path / "c.yaml", options)
-    for arguments in (["train", config, "--nproc", 2, "--output", run], ["eval", run]):
+    train = ["train", config, "--nproc", 2, "--output", run]
+    predict = ["predict", run, root / "images", "--output", tmp_path / "p"]
+    for arguments in (train, ["eval", run], predict):
         poor = {"LC_ALL": "C", "PYTHONUTF8": "0", "TERM": "dumb"}
         command = Command(tmp_path, *arguments, wrapper=no_network, **poor)
         assert command.wait() == 0, command.errors

@@ -76,11 +76,15 @@ class Notes(NamedTuple):
 
 
 class Photo(NamedTuple):
-    """An image to predict. index: among all sources. pixels: (H, W, C) as stored, on the host."""
+    """An image to predict. index: among all sources. pixels: (H, W, C) as stored, on the host.
+
+    missing: (H, W) uint8, IGNORE_INDEX where the image has no value, else 0.
+    """
 
     index: int
     source: Source
     pixels: Tensor
+    missing: np.ndarray
     settings: InferenceSettings
 
 
@@ -169,12 +173,12 @@ def predict_images(
     notes: list[Notes] = []
 
     def photos() -> Iterator[Photo]:
-        for i, (source, (pixels, note)) in enumerate(zip(sources, decoded, strict=True)):
+        for i, (source, (found, note)) in enumerate(zip(sources, decoded, strict=True)):
             notes.append(note)
-            if pixels is None:
+            if found is None:
                 bar.update()
             else:
-                yield Photo(i, source, pixels, settings.of(pixels.shape[:2]))
+                yield Photo(i, source, *found, settings.of(found[0].shape[:2]))
 
     def finished() -> Iterator[tuple[Source, np.ndarray, np.ndarray]]:
         groups = groups_of(photos(), limits.num_images)
@@ -183,7 +187,7 @@ def predict_images(
             for photo, (label, is_finite) in zip(group, found, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(is_finite=bool(is_finite.numpy()))
                 image = pictures.as_rgb(photo.pixels.numpy(), form.value_range)
-                yield photo.source, image, label.numpy()
+                yield photo.source, image, np.maximum(label.numpy(), photo.missing)
                 bar.update()
 
     def write(prediction: tuple[Source, np.ndarray, np.ndarray]) -> None:
@@ -192,7 +196,7 @@ def predict_images(
         if tags := geo_tags(source.path):
             path = output / pictures.LABELS / f"{source.name}.tif"
             with os_errors_as(ExecutionError, path, "cannot be written"):
-                write_label(path, pictures.raw_ids(classes)[label], tags)
+                write_label(path, label, pictures.raw_ids(classes), tags)
 
     with bar, closing(decoded), closing(prefetch(write, finished(), _THREADS)) as written:
         for _ in written:
@@ -266,15 +270,18 @@ def _batch_key(photo: Photo) -> tuple[InferenceSettings, torch.dtype]:
     return photo.settings, photo.pixels.dtype
 
 
-def _decode(transfer: Transfer, form: ImageForm, path: Path) -> tuple[Tensor | None, Notes]:
+def _decode(
+    transfer: Transfer, form: ImageForm, path: Path
+) -> tuple[tuple[Tensor, np.ndarray] | None, Notes]:
+    """`pixels` and `missing` of a Photo; None: the image cannot be read."""
     try:
         image, form, info = read_photo(path, form)
     except DataError as error:
         return None, Notes(str(error))
     values = image_values(image, form, info, printable(path))
-    image, _ = ignore_missing(image, np.empty(image.shape[:2], np.uint8), form)
+    image, missing = ignore_missing(image, np.zeros(image.shape[:2], np.uint8), form)
     pixels = transfer.pinned(torch.from_numpy(image))
-    return pixels, Notes(turned=info.orientation != 1, values=values)
+    return (pixels, missing), Notes(turned=info.orientation != 1, values=values)
 
 
 def _predict(

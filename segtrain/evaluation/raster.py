@@ -4,23 +4,28 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import tifffile
 import torch
 from torch import Tensor, nn
 
 from segtrain.data.read.find import Window
 from segtrain.data.read.image import ImageForm, ignore_missing, read_image
+from segtrain.data.read.raster import is_tiff
+from segtrain.data.read.tiff import opened_tiff
+from segtrain.errors import DataError
 from segtrain.evaluation.inference import predict_labels
 from segtrain.evaluation.settings import BatchLimits, SettingsBySize, Size
-from segtrain.files import temporary
+from segtrain.files import open_regular, os_errors_as, temporary
+from segtrain.types import IGNORE_INDEX
 
 # The side of a block whose prediction is kept, and what is seen around it: less context would show
 # as seams. Both together are an image of Cityscapes and fit where training did.
 BLOCK_PX, MARGIN_PX = 1024, 256
 # A plain TIFF ends at 4 GiB; deflate may make a file a little larger.
 _BIG_BYTES = 3 << 30
+_NO_DATA = 42113  # GDAL_NODATA
 # ModelPixelScale, ModelTiepoint, ModelTransformation, and the three of GeoKeys (OGC 19-008r4).
 _GEO_TAGS = (33550, 33922, 34264, 34735, 34736, 34737)
 
@@ -30,19 +35,20 @@ GeoTags = list[tuple[int, int, int, object, bool]]
 
 def geo_tags(path: Path) -> GeoTags:
     """The tags by which a TIFF says where on Earth it lies; empty if it does not, or is none."""
-    if path.suffix.lower() not in (".tif", ".tiff"):
+    if not is_tiff(path):
         return []
-    with tifffile.TiffFile(path) as tiff:
-        tags = tiff.pages[0].tags
+    with os_errors_as(DataError, path), open_regular(path) as file, opened_tiff(file, path) as tiff:
+        tags = tiff.keyframe.tags
         found = (tags[code] for code in _GEO_TAGS if code in tags)
         return [(tag.code, int(tag.dtype), tag.count, tag.value, True) for tag in found]
 
 
-def write_label(path: Path, label: np.ndarray, tags: GeoTags) -> None:
-    """Writes ids (H, W) as a compressed TIFF with these tags, atomically."""
-    with temporary(path) as draft:
-        tifffile.imwrite(draft, label, compression="deflate", extratags=tags, metadata=None)
-        os.replace(draft, path)
+def write_label(path: Path, label: np.ndarray, ids: np.ndarray, tags: GeoTags) -> None:
+    """Writes train ids or IGNORE_INDEX (H, W) as a compressed TIFF with these tags, atomically.
+
+    ids: (256,) what to write for each; that of IGNORE_INDEX is marked as no data.
+    """
+    _write(path, ids[label], ids, tags)
 
 
 def predict_raster(
@@ -60,7 +66,7 @@ def predict_raster(
 ) -> bool:
     """Writes the ids of the TIFF at `path`, (height, width) `size`, as a tiled TIFF.
 
-    ids: (K,) what to write for each train id. form: of the file. on_block: called after each block.
+    ids: as of `write_label`. form: of the file. on_block: called after each block.
 
     Returns whether all scores were finite numbers; elsewhere the prediction means nothing.
 
@@ -75,31 +81,42 @@ def predict_raster(
             for left in range(0, size[1], BLOCK_PX):
                 seen, core = _around((top, left), size)
                 image = read_image([path], form, seen)
-                image, _ = ignore_missing(image, np.empty(image.shape[:2], np.uint8), form)
+                image, missing = ignore_missing(image, np.zeros(image.shape[:2], np.uint8), form)
                 label, finite = _predict(model, image, settings, limits, device)
                 is_finite = is_finite and finite
                 block = np.zeros((BLOCK_PX, BLOCK_PX), ids.dtype)
-                part = ids[label[core]]
+                part = ids[np.maximum(label, missing)[core]]
                 block[: part.shape[0], : part.shape[1]] = part
                 on_block()
                 yield block
 
-    with temporary(output) as draft:
+    options = {"shape": size, "dtype": ids.dtype, "tile": (BLOCK_PX, BLOCK_PX), "maxworkers": 1}
+    is_big = math.prod(size) * ids.itemsize > _BIG_BYTES
+    _write(output, blocks(), ids, geo_tags(path), bigtiff=is_big, **options)
+    return is_finite
+
+
+def _write(
+    path: Path,
+    pixels: np.ndarray | Iterator[np.ndarray],
+    ids: np.ndarray,
+    tags: GeoTags,
+    **options: Any,
+) -> None:
+    import tifffile
+
+    no_data = (_NO_DATA, "s", 0, str(ids[IGNORE_INDEX]), True)
+    with temporary(path) as draft:
         tifffile.imwrite(
             draft,
-            blocks(),
-            shape=size,
-            dtype=ids.dtype,
-            tile=(BLOCK_PX, BLOCK_PX),
+            pixels,
             compression="deflate",
             photometric="minisblack",
-            bigtiff=math.prod(size) * ids.itemsize > _BIG_BYTES,
-            extratags=geo_tags(path),
+            extratags=[*tags, no_data],
             metadata=None,
-            maxworkers=1,
+            **options,
         )
-        os.replace(draft, output)
-    return is_finite
+        os.replace(draft, path)
 
 
 def num_blocks(size: Size) -> int:

@@ -309,9 +309,11 @@ def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None
 
 
 def raw_ids(classes: ClassFile) -> np.ndarray:
-    """The id to write for each train id, (K,) uint8; uint16 if an id exceeds 255."""
+    """The id to write for each train id and IGNORE_INDEX, (256,) uint8; uint16 if one is larger."""
     # A class file allows no ids above 16 bits.
-    return np.array(classes.write_ids, np.min_scalar_type(max(classes.write_ids)))
+    ids = np.full(256, classes.write_ignored, np.min_scalar_type(max(classes.write_ids)))
+    ids[: classes.num_classes] = classes.write_ids
+    return ids
 
 
 def write_legend(output: Path, classes: ClassFile) -> None:
@@ -322,7 +324,9 @@ def write_legend(output: Path, classes: ClassFile) -> None:
 def write_prediction(
     output: Path, name: str, image: np.ndarray, pred: np.ndarray, classes: ClassFile
 ) -> None:
-    """Writes the three pictures of `pred`, (H, W) uint8 train ids; ExecutionError if it cannot.
+    """Writes the three pictures of `pred`, (H, W) uint8 train ids or IGNORE_INDEX.
+
+    ExecutionError if it cannot.
 
     Label maps hold the raw ids of the class file: grey, with 16 bits if an id exceeds 255.
     """

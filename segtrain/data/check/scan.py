@@ -20,9 +20,8 @@ from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
-from segtrain.data.read.formats import Info, decode_info, decode_stored, read_info, read_palette
-from segtrain.data.read.image import ImageForm, decode_image, drops_alpha, read_image
-from segtrain.data.read.tiff import read_stored_window
+from segtrain.data.read.formats import Info, open_stored, read_palette
+from segtrain.data.read.image import ImageForm, drops_alpha, read_image
 from segtrain.errors import DataError
 from segtrain.text import printable
 
@@ -173,21 +172,17 @@ def scan_pair(
     """What one pair holds; sample_size: see `SplitScan.add_image`."""
     scan = SplitScan("", 1, classes.num_classes)
     try:
-        if pair.window is None:
-            files = [read_bytes(path) for path in pair.images]
-            info = decode_info(files[0], pair.image)
-            image = decode_image(files, pair.images, form)
-        else:
+        contents = None if pair.window else [read_bytes(path) for path in pair.images]
+        image = read_image(pair.images, form, pair.window, contents=contents)
+        first = open_stored(pair.image, pair.window, content=contents and contents[0])
+        info = first.info
+        if contents is None:
             # Windows of one raster may well have the same least and largest value.
-            info = read_info(pair.image)._replace(lossless=False)
-            image = read_image(pair.images, form, pair.window)
-            files = [repr(pair.window).encode(), image.tobytes()]  # many may be blank
-        digest = hashlib.blake2b(b"".join(files), digest_size=16).digest()
+            info = info._replace(lossless=False)
+            contents = [repr(pair.window).encode(), image.tobytes()]  # many may be blank
+        digest = hashlib.blake2b(b"".join(contents), digest_size=16).digest()
         loses_band = not pair.bands and drops_alpha(info, form.channels)
-        if loses_band:
-            stored = read_stored_window(pair.image, pair.window) if pair.window else None
-            stored = decode_stored(files[0], pair.image, info) if stored is None else stored
-            loses_band = bool(np.ptp(stored[..., -1]))
+        loses_band = loses_band and bool(np.ptp(first.pixels()[..., -1]))
         values = image_values(image, form, info, pair.name, loses_band=loses_band)
     except DataError as error:
         scan.add_unreadable(pair.image, error)

@@ -18,8 +18,8 @@ from segtrain.text import counted
 # In units of 0..255. A sensor's 14 bits in 16 reach 63, its 12 bits reach 15.
 _DARK_16_BIT = 64
 _DARK = 16
-# Of a deep image the brightest sample in 1000 is left out: burnt-in marks, hot pixels.
-_LEFT_OUT = 1000
+# The part of the brightest samples of a deep image: burnt-in marks, hot pixels.
+_LEFT_OUT = 0.001
 # Of the samples of a split. A bright sky in photographs has less on average.
 _MANY_WHITE = 0.05
 _MANY_OUTSIDE = 0.01
@@ -73,17 +73,18 @@ class ValueFinding(NamedTuple):
 def image_values(
     image: np.ndarray, form: ImageForm, info: Info, name: str, *, loses_band: bool = False
 ) -> ImageValues:
-    """Of an image (H, W, C) of this form, NaN where it has no value.
+    """Of an image (H, W, C) as `read_image` gives it in this form, NaN where it has no value.
 
     info: the header of its file. loses_band: see `ImageValues`.
     """
     low, high = form.limits
-    if form.dtype.kind == "f":
+    left_out = 0 if form.dtype == np.uint8 else _LEFT_OUT
+    if image.dtype.kind == "f":
         samples = [band[~np.isnan(band)] for band in np.moveaxis(image, 2, 0)]
         samples = [band if band.size else np.zeros(1, np.float32) for band in samples]
         spans = tuple((float(band.min()), float(band.max())) for band in samples)
         every = np.concatenate(samples)
-        peak = float(np.quantile(every, 1 - 1 / _LEFT_OUT))
+        peak = float(np.quantile(every, 1 - left_out))
         white, outside = (every >= high).mean(), ((every < low) | (every > high)).mean()
     else:
         counts = _histogram(image)  # (C, values)
@@ -91,8 +92,7 @@ def image_values(
         spans = tuple((float(values[0]), float(values[-1])) for values in used)
         every = counts.sum(axis=0)
         above = np.cumsum(every[::-1])[::-1]  # samples of at least 0, 1, 2, ...
-        left_out = image.size // _LEFT_OUT if form.dtype == np.uint16 else 0
-        peak = float(np.flatnonzero(above > left_out)[-1])
+        peak = float(np.flatnonzero(above > int(image.size * left_out))[-1])
         values = np.arange(every.size)
         white = every[values >= high].sum() / image.size
         outside = every[(values < low) | (values > high)].sum() / image.size

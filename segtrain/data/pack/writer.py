@@ -39,9 +39,9 @@ from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset, size_problem
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair, first_lines
-from segtrain.data.read.formats import decode_info
-from segtrain.data.read.image import ImageForm, decode_image, read_image_info
-from segtrain.data.read.labels import decode_label
+from segtrain.data.read.formats import read_info
+from segtrain.data.read.image import ImageForm, read_image, read_image_info
+from segtrain.data.read.labels import read_label
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable
@@ -216,11 +216,14 @@ def _fill_one(
         paths = (*pair.images, pair.label)
         times = [os.stat(path).st_mtime_ns for path in paths]
         *image_files, label_file = contents = [read_bytes(path) for path in paths]
-        info = decode_info(image_files[0], pair.image)
-        image = decode_image(image_files, pair.images, form)
-        label = decode_label(label_file, pair.label, classes, data.label_format)
+        info = read_info(pair.image)
+        image = read_image(pair.images, form, contents=image_files)
+        label = read_label(pair.label, classes, data.label_format, content=label_file)
         if problem := size_problem(pair, image.shape[:2], label.shape):
             return problem
+        if image.dtype.kind != form.dtype.kind:
+            what = f"pixels marked as no data, for which a pack of {form.dtype} has no number"
+            return f"{printable(pair.image)}: {what}; train without data.pack"
     except (DataError, OSError) as error:
         return str(error)
     rows = packed_rows(image, label, form)

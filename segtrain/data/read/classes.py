@@ -105,6 +105,13 @@ class ClassFile:
         """The raw label value to write for each train id, the first of its ids."""
         return [c.ids[0] for c in self.classes]
 
+    @cached_property
+    def write_ignored(self) -> int:
+        """The raw label value to write where there is no prediction; no class is written so."""
+        most = max(IGNORE_INDEX, *self.write_ids)
+        free = (i for i in (*self.ignore_ids, *range(IGNORE_INDEX, -1, -1)) if i <= most)
+        return next(i for i in free if i not in self.write_ids)
+
 
 def plain_names(names: Sequence[str]) -> list[str]:
     """The names without what data sets write differently: in lower case, `_` and `-` as blanks."""

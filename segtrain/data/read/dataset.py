@@ -13,7 +13,7 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
 from segtrain.data.read.image import RGB, ImageForm, ignore_missing, read_image
-from segtrain.data.read.labels import decode_label, read_label
+from segtrain.data.read.labels import read_label
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
 from segtrain.text import printable
@@ -90,12 +90,12 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         Of the window of a raster, with the hash of its train ids.
         """
         path, window = self.pairs[index].label, self.pairs[index].window
+        read = partial(read_label, path, self.classes, self.label_format)
         if window is not None:
-            label = read_label(path, self.classes, self.label_format, window)
+            label = read(window)
             return HashedLabel(hashlib.sha256(label).digest(), lambda: label)
-        data = read_bytes(path)
-        read = partial(decode_label, data, path, self.classes, self.label_format)
-        return HashedLabel(hashlib.sha256(data).digest(), read)
+        content = read_bytes(path)
+        return HashedLabel(hashlib.sha256(content).digest(), partial(read, content=content))
 
     def content_hash(self) -> str:
         """The hash of all pixels where it is known, as of a pack; else empty."""

@@ -37,6 +37,7 @@ from segtrain.data.read.decode import (
     opened,
     read_bytes,
 )
+from segtrain.data.read.find import Window
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
@@ -58,9 +59,60 @@ def read_info(path: str | Path) -> Info:
         return reader_of(path).info(file, path)
 
 
+class StoredFile(NamedTuple):
+    """A file, or a window of a raster, of which the header is read.
+
+    content: the bytes; None: of a window, which reads no more than it must.
+    """
+
+    path: str | Path
+    info: Info
+    content: bytes | None
+    window: Window | None
+
+    def pixels(self) -> np.ndarray:
+        """The pixels as stored, (H, W, C) with C >= 1; indices of a palette file."""
+        if self.content is None:
+            return tiff.read_stored_window(self.path, self.window)
+        pixels = reader_of(self.path).stored(io.BytesIO(self.content), self.path, self.info)
+        return checked_pixels(pixels, self.info, self.path)
+
+    def palette(self) -> Palette:
+        """As `read_palette`."""
+        if self.content is None:
+            return read_palette(self.path)
+        palette = reader_of(self.path).palette
+        return palette(io.BytesIO(self.content), self.path) if palette else []
+
+
+def open_stored(
+    path: str | Path,
+    window: Window | None = None,
+    *,
+    content: bytes | None = None,
+    max_pixels: int = MAX_PHOTO_PIXELS,
+) -> StoredFile:
+    """The file at `path`, of which more than `max_pixels` are refused; or this window of a TIFF.
+
+    content: the bytes of the file; None: they are to be read.
+    """
+    if window is not None:
+        return StoredFile(path, read_info(path), None, window)
+    content = read_bytes(path) if content is None else content
+    info = reader_of(path).info(io.BytesIO(content), path)
+    problem = ""
+    if math.prod(info.size) > max_pixels:
+        problem = f"more than {max_pixels:,} pixels; cut it into tiles"
+    elif info.channels > MAX_CHANNELS:
+        problem = f"{info.channels} channels; at most {MAX_CHANNELS} are read"
+    if problem:
+        raise DataError(f"{printable(path)}: {problem}")
+    return StoredFile(path, info, content, None)
+
+
 def read_stored(path: str | Path) -> np.ndarray:
-    """The pixels as stored, (H, W, C) with C >= 1; indices of a palette file."""
-    return decode_stored(read_bytes(path), path)
+    """All pixels as stored, (H, W, C) with C >= 1; indices of a palette file."""
+    return open_stored(path).pixels()
 
 
 def read_palette(path: str | Path) -> Palette:
@@ -70,44 +122,6 @@ def read_palette(path: str | Path) -> Palette:
         return []
     with os_errors_as(DataError, path), open_regular(path) as file:
         return palette(file, path)
-
-
-def decode_info(data: bytes, path: str | Path) -> Info:
-    """`read_info` of bytes that are already read."""
-    return reader_of(path).info(io.BytesIO(data), path)
-
-
-def decode_stored(
-    data: bytes,
-    path: str | Path,
-    info: Info | None = None,
-    *,
-    max_pixels: int = MAX_PHOTO_PIXELS,
-) -> np.ndarray:
-    """`read_stored` of bytes that are already read; more than `max_pixels` are refused.
-
-    info: the header, if it is known.
-    """
-    info = info or decode_info(data, path)
-    check_size(info, path, max_pixels)
-    return checked_pixels(reader_of(path).stored(io.BytesIO(data), path, info), info, path)
-
-
-def check_size(info: Info, path: str | Path, max_pixels: int) -> None:
-    """DataError: an image with this header would take too much memory."""
-    problem = ""
-    if math.prod(info.size) > max_pixels:
-        problem = f"more than {max_pixels:,} pixels; cut it into tiles"
-    elif info.channels > MAX_CHANNELS:
-        problem = f"{info.channels} channels; at most {MAX_CHANNELS} are read"
-    if problem:
-        raise DataError(f"{printable(path)}: {problem}")
-
-
-def decode_palette(data: bytes, path: str | Path) -> Palette:
-    """`read_palette` of bytes that are already read."""
-    palette = reader_of(path).palette
-    return palette(io.BytesIO(data), path) if palette else []
 
 
 def palette_colors(indices: np.ndarray, palette: Palette, path: str | Path) -> np.ndarray:

@@ -5,7 +5,10 @@
 - Three channels are RGB: grey and palette files become RGB, alpha is dropped. Four channels may be
   RGB and alpha. Grey with alpha is read as grey. Nothing else is added or left out.
 - Grey levels of 1, 2 and 4 bits are spread over 0..255.
-- NaN and infinities of floats, and what a TIFF marks as no data, are pixels without a value: NaN.
+- Pixels without a value are NaN: what is NaN, infinite or a TIFF's number for no data in a set of
+  floats; in a set of whole numbers, pixels where all bands are that number, as GDAL's dataset mask
+  has it (0 may be a value of one band). An image of whole numbers that has such pixels is read as
+  float32, and `ignore_missing` makes it whole again.
 
 Every function raises DataError, with the name of the file.
 """
@@ -19,10 +22,9 @@ import numpy as np
 
 from segtrain.config import DataConfig
 from segtrain.data.read import decode, formats
-from segtrain.data.read.decode import MAX_PIXELS, read_bytes
+from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.find import Pair, Window
 from segtrain.data.read.formats import Info
-from segtrain.data.read.tiff import read_stored_window
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
 from segtrain.types import IGNORE_INDEX
@@ -100,48 +102,41 @@ def read_image_info(pair: Pair) -> Info:
     return infos[0]._replace(channels=sum(info.channels for info in infos))
 
 
-def read_image(paths: Sequence[Path], form: ImageForm, window: Window | None = None) -> np.ndarray:
+def read_image(
+    paths: Sequence[Path],
+    form: ImageForm,
+    window: Window | None = None,
+    *,
+    contents: Sequence[bytes] | None = None,
+    max_pixels: int = MAX_PIXELS,
+) -> np.ndarray:
     """The image that is stored in these files, (H, W, C) in the form's dtype.
 
+    With pixels without a value it is float32, in any form.
+
     window: the part to read of a raster; None: the whole image.
+    contents: of the files; None: they are to be read.
 
     Raises:
         DataError: a file cannot be read, or it does not have the form.
     """
-    if window is None:
-        return decode_image([read_bytes(path) for path in paths], paths, form)
-    wanted = _channels_of_a_file(paths, form)
-    return _joined([_window_values(p, form.dtype, wanted, window) for p in paths], paths, form)
-
-
-def decode_image(
-    files: Sequence[bytes],
-    paths: Sequence[Path],
-    form: ImageForm,
-    *,
-    max_pixels: int = MAX_PIXELS,
-) -> np.ndarray:
-    """`read_image` of bytes that are already read."""
-    wanted = _channels_of_a_file(paths, form)
-    bands = [
-        _values(data, path, form.dtype, wanted, max_pixels)
-        for data, path in zip(files, paths, strict=True)
-    ]
-    return _joined(bands, paths, form)
-
-
-def _channels_of_a_file(paths: Sequence[Path], form: ImageForm) -> int | None:
-    """What the only file of an image becomes; None: of several, none becomes RGB by itself."""
-    return form.channels if len(paths) == 1 else None
-
-
-def _joined(bands: Sequence[np.ndarray], paths: Sequence[Path], form: ImageForm) -> np.ndarray:
+    bands, missing = [], []
+    # Of several files none becomes RGB by itself.
+    wanted = form.channels if len(paths) == 1 else None
+    for path, content in zip(paths, contents or [None] * len(paths), strict=True):
+        file = formats.open_stored(path, window, content=content, max_pixels=max_pixels)
+        pixels, without_value = _values(file, form.dtype, wanted)
+        bands.append(pixels)
+        missing.append(without_value)
     if len({band.shape[:2] for band in bands}) > 1:
         sizes = first_of("x".join(map(str, band.shape[:2])) for band in bands)
         raise DataError(f"{printable(paths[0])}: the files of this image have sizes {sizes}")
     image = bands[0] if len(bands) == 1 else np.concatenate(bands, axis=2)
     if image.shape[2] != form.channels:
         raise DataError(_other_channels(paths, image.shape[2], form.channels))
+    if all(part is not None for part in missing):
+        nowhere = np.logical_and.reduce(missing)[..., np.newaxis]
+        image = np.where(nowhere, np.float32(np.nan), image) if nowhere.any() else image
     return np.ascontiguousarray(image)
 
 
@@ -150,12 +145,15 @@ def ignore_missing(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Image and label where pixels without a value, NaN, are the mean and ignored.
 
-    image: (H, W, C) of this form. label: (H, W) uint8. Neither is changed.
+    image: (H, W, C) as `read_image` gives it; in the form's dtype afterwards. label: (H, W) uint8.
+    Neither is changed.
     """
-    if form.dtype.kind != "f" or not (missing := np.isnan(image)).any():
+    if image.dtype.kind == "f" and (missing := np.isnan(image)).any():
+        image = np.where(missing, np.array(form.fill, np.float32), image)
+        label = np.where(missing.any(axis=2), np.uint8(IGNORE_INDEX), label)
+    if image.dtype.kind == form.dtype.kind:
         return image, label
-    filled = np.where(missing, np.array(form.fill, np.float32), image)
-    return filled, np.where(missing.any(axis=2), np.uint8(IGNORE_INDEX), label)
+    return np.rint(image).astype(form.dtype), label
 
 
 def drops_alpha(info: Info, channels: int | None) -> bool:
@@ -164,56 +162,40 @@ def drops_alpha(info: Info, channels: int | None) -> bool:
 
 
 def _values(
-    data: bytes, path: Path, dtype: np.dtype, channels: int | None, max_pixels: int
-) -> np.ndarray:
-    """The pixels of one file, (H, W, n) in `dtype`; `channels`: how many are wanted."""
-    info = _checked(formats.decode_info(data, path), path, dtype)
-    formats.check_size(info, path, max_pixels)
-    if channels == 3 and info.depth <= 8 and formats.is_png_or_jpeg(path):
-        rgb = info._replace(channels=3)
-        return decode.checked_pixels(decode.decode_rgb(data, path), rgb, path)
-    pixels = formats.decode_stored(data, path, info, max_pixels=max_pixels)
-    palette = formats.decode_palette(data, path) if info.palette else []
-    return _converted(pixels, info, palette, path, dtype, channels)
+    file: formats.StoredFile, dtype: np.dtype, channels: int | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The pixels of one file, (H, W, n) in `dtype`; `channels`: how many are wanted.
 
-
-def _window_values(path: Path, dtype: np.dtype, channels: int | None, window: Window) -> np.ndarray:
-    """The same of a part of a raster."""
-    info = _checked(formats.read_info(path), path, dtype)
-    palette = formats.read_palette(path) if info.palette else []
-    return _converted(read_stored_window(path, window), info, palette, path, dtype, channels)
-
-
-def _checked(info: Info, path: Path, dtype: np.dtype) -> Info:
+    Also where whole numbers say that there is no data, (H, W) bool; None: nowhere. Floats are NaN.
+    """
+    info, path = file.info, file.path
     if set_dtype(info.dtype) != dtype:
         raise DataError(
             f"{printable(path)}: the image is {info.dtype}, and others of the data set, or of the "
             f"training, are {dtype}; convert all to one type"
         )
-    return info
-
-
-def _converted(
-    pixels: np.ndarray,
-    info: Info,
-    palette: formats.Palette,
-    path: Path,
-    dtype: np.dtype,
-    channels: int | None,
-) -> np.ndarray:
-    """Stored pixels (H, W, C) as `_values` gives them."""
+    if channels == 3 and info.depth <= 8 and formats.is_png_or_jpeg(path):
+        rgb = info._replace(channels=3)
+        return decode.checked_pixels(decode.decode_rgb(file.content, path), rgb, path), None
+    pixels, missing = file.pixels(), None
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):  # float64 beyond float32 is infinite
+            pixels = pixels.astype(np.float32)
+            pixels[~np.isfinite(pixels)] = np.nan
+            if info.no_data is not None:
+                pixels[pixels == np.float32(info.no_data)] = np.nan
+    elif info.no_data is not None:
+        bands = pixels[..., : info.channels - info.alpha]
+        missing = (bands == dtype.type(info.no_data)).all(axis=2)
     if info.palette:
-        return formats.palette_colors(pixels, palette, path)
+        return formats.palette_colors(pixels, file.palette(), path), missing
     if info.depth in (1, 2, 4):
         pixels = pixels * np.uint8(255 // (2**info.depth - 1))
-    if dtype.kind == "f":
-        pixels = pixels.astype(np.float32)
-        pixels[~np.isfinite(pixels)] = np.nan
-        if info.no_data is not None:
-            pixels[pixels == np.float32(info.no_data)] = np.nan
     if drops_alpha(info, channels):
         pixels = pixels[..., :-1]
-    return np.repeat(pixels, 3, axis=2) if channels == 3 and pixels.shape[2] == 1 else pixels
+    if channels == 3 and pixels.shape[2] == 1:
+        pixels = np.repeat(pixels, 3, axis=2)
+    return pixels, missing
 
 
 def _other_channels(paths: Sequence[Path], found: int, wanted: int) -> str:

@@ -9,12 +9,7 @@ import numpy as np
 
 from segtrain.data.read.classes import ClassFile, Color, read_by
 from segtrain.data.read.find import Window
-from segtrain.data.read.raw_label import (
-    decode_colors,
-    decode_raw_label,
-    read_colors,
-    read_raw_label,
-)
+from segtrain.data.read.raw_label import read_colors, read_raw_label
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
 from segtrain.types import IGNORE_INDEX
@@ -29,30 +24,25 @@ def read_label(
     class_file: ClassFile,
     label_format: str = "ids",
     window: Window | None = None,
+    *,
+    content: bytes | None = None,
 ) -> np.ndarray:
     """The label, (H, W) uint8: train ids, and 255 for the pixels that the class file ignores.
 
     label_format: "ids" (one channel of raw ids), "colors" (the exact colours of the classes) or
         "train_ids" (one channel of positions in the class file, and 255).
     window: the part to read of a raster; None: the whole label.
+    content: the bytes of the file; None: they are to be read.
 
     Raises:
         DataError: also for ids or colours that are not in the class file; it lists each with its
             number of pixels.
     """
     if label_format == "colors":
-        return colors_to_train_ids(read_colors(path, window), path, class_file)
-    raw = read_raw_label(path, window)
+        colors = read_colors(path, window, content=content)
+        return colors_to_train_ids(colors, path, class_file)
+    raw = read_raw_label(path, window, content=content)
     return ids_to_train_ids(raw, path, read_by(class_file, label_format))
-
-
-def decode_label(
-    data: bytes, path: str | Path, class_file: ClassFile, label_format: str
-) -> np.ndarray:
-    """`read_label` of bytes that are already read."""
-    if label_format == "colors":
-        return colors_to_train_ids(decode_colors(data, path), path, class_file)
-    return ids_to_train_ids(decode_raw_label(data, path), path, read_by(class_file, label_format))
 
 
 def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:

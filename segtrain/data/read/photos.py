@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from segtrain.data.read.decode import MAX_PHOTO_PIXELS, read_bytes
+from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import IMAGE_SUFFIXES, first_lines
-from segtrain.data.read.formats import Info, decode_info, read_info
-from segtrain.data.read.image import ImageForm, decode_image, set_dtype
+from segtrain.data.read.formats import Info, open_stored, read_info
+from segtrain.data.read.image import ImageForm, read_image, set_dtype
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import counted, first_of, printable
@@ -33,10 +33,10 @@ def read_photo(path: Path, form: ImageForm) -> Photo:
     Raises:
         DataError: missing, unreadable, damaged, too large, or of a refused kind.
     """
-    data = read_bytes(path)
-    info = decode_info(data, path)
+    _, info, content, _ = open_stored(path)
     form = _with_dtype_of(info, form, path)
-    return Photo(decode_image([data], [path], form, max_pixels=MAX_PHOTO_PIXELS), form, info)
+    image = read_image([path], form, contents=[content], max_pixels=MAX_PHOTO_PIXELS)
+    return Photo(image, form, info)
 
 
 def form_of_file(path: Path, form: ImageForm) -> ImageForm:

@@ -50,7 +50,7 @@ def split_rasters(pairs: Sequence[Pair], data: DataConfig, *, labelled: bool = T
             continue
         refuse_short_side(pair.image, data.short_side_px)
         label = read_info(pair.label) if labelled else None
-        if label is not None and (label.size != size or not _is_tiff(pair.label)):
+        if label is not None and (label.size != size or not is_tiff(pair.label)):
             what = f"the label of a raster of {size[0]}x{size[1]} must be a TIFF of that size"
             raise DataError(f"{printable(pair.label)}: {what}")
         found += [
@@ -63,7 +63,7 @@ def split_rasters(pairs: Sequence[Pair], data: DataConfig, *, labelled: bool = T
 def raster_size(path: Path, most: int = MAX_PIXELS) -> tuple[int, int] | None:
     """The size of an image of more than `most` pixels, if windows of it can be read; else None."""
     with os_errors_as(DataError):
-        if not _is_tiff(path) or path.stat().st_size < _MIN_BYTES:
+        if not is_tiff(path) or path.stat().st_size < _MIN_BYTES:
             return None
     try:
         size = read_info(path).size
@@ -79,5 +79,6 @@ def refuse_short_side(path: Path, short_side_px: int | None) -> None:
         raise DataError(f"{printable(path)}: {what}; set data.short_side_px: null")
 
 
-def _is_tiff(path: Path) -> bool:
+def is_tiff(path: Path) -> bool:
+    """Whether the name of the file says so."""
     return path.suffix.lower() in _SUFFIXES

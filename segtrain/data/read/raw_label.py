@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.data.read import decode, formats
-from segtrain.data.read.decode import MAX_PIXELS, read_bytes
+from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.find import Window
 from segtrain.data.read.formats import Info
-from segtrain.data.read.tiff import read_stored_window
 from segtrain.errors import DataError
 from segtrain.text import printable
 
@@ -26,32 +25,16 @@ _COLOR_WORDS = (
 )
 
 
-def read_raw_label(path: str | Path, window: Window | None = None) -> np.ndarray:
+def read_raw_label(
+    path: str | Path, window: Window | None = None, *, content: bytes | None = None
+) -> np.ndarray:
     """The ids as stored, (H, W) uint8, or uint16 if the file has room for more.
 
     window: the part to read of a raster; None: the whole label.
+    content: the bytes of the file; None: they are to be read.
     """
-    if window is None:
-        return decode_raw_label(read_bytes(path), path)
-    info = _checked(formats.read_info(path), path, "ids")
-    return _ids_of(read_stored_window(path, window), info, path)
-
-
-def read_colors(path: str | Path, window: Window | None = None) -> np.ndarray:
-    """The colours of a label, (H, W, 3) uint8 RGB; a pixel that is not opaque is an error."""
-    if window is None:
-        return decode_colors(read_bytes(path), path)
-    info = _checked(formats.read_info(path), path, "colors")
-    return _colors_of(read_stored_window(path, window), info, formats.read_palette(path), path)
-
-
-def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
-    """`read_raw_label` of bytes that are already read."""
-    info = _checked(formats.decode_info(data, path), path, "ids")
-    return _ids_of(formats.decode_stored(data, path, info, max_pixels=MAX_PIXELS), info, path)
-
-
-def _ids_of(pixels: np.ndarray, info: Info, path: str | Path) -> np.ndarray:
+    file = _opened(path, "ids", window, content)
+    pixels, info = file.pixels(), file.info
     raw = np.ascontiguousarray(pixels[..., 0])
     if (pixels[..., 1 : info.channels - info.alpha] != pixels[..., :1]).any():
         what = f"the label is RGB, expected one channel of class ids; {_COLOR_WORDS}"
@@ -68,21 +51,17 @@ def _ids_of(pixels: np.ndarray, info: Info, path: str | Path) -> np.ndarray:
     return raw.astype(np.uint8 if high <= 255 else np.uint16)
 
 
-def decode_colors(data: bytes, path: str | Path) -> np.ndarray:
-    """`read_colors` of bytes that are already read."""
-    info = _checked(formats.decode_info(data, path), path, "colors")
-    if Path(path).suffix.lower() == ".png":
-        return decode.decode_png_colors(data, path)
-    pixels = formats.decode_stored(data, path, info, max_pixels=MAX_PIXELS)
-    return _colors_of(pixels, info, formats.decode_palette(data, path), path)
-
-
-def _colors_of(
-    pixels: np.ndarray, info: Info, palette: formats.Palette, path: str | Path
+def read_colors(
+    path: str | Path, window: Window | None = None, *, content: bytes | None = None
 ) -> np.ndarray:
-    if info.palette:
-        return formats.palette_colors(pixels, palette, path)
-    if info.alpha:
+    """The colours of a label, (H, W, 3) uint8 RGB; a pixel that is not opaque is an error."""
+    file = _opened(path, "colors", window, content)
+    if Path(path).suffix.lower() == ".png":
+        return decode.decode_png_colors(file.content, path)
+    pixels = file.pixels()
+    if file.info.palette:
+        return formats.palette_colors(pixels, file.palette(), path)
+    if file.info.alpha:
         pixels = decode.opaque(pixels, path)
     return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
 
@@ -102,7 +81,10 @@ def label_problem(info: Info, label_format: str) -> str:
     return f"the label has {channels} channels, expected one of class ids"
 
 
-def _checked(info: Info, path: str | Path, label_format: str) -> Info:
-    if problem := label_problem(info, label_format):
+def _opened(
+    path: str | Path, label_format: str, window: Window | None, content: bytes | None
+) -> formats.StoredFile:
+    file = formats.open_stored(path, window, content=content, max_pixels=MAX_PIXELS)
+    if problem := label_problem(file.info, label_format):
         raise DataError(f"{printable(path)}: {problem}")
-    return info
+    return file

@@ -69,15 +69,30 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
             page.bitspersample,
             orientation if orientation in range(1, 9) else 1,
             page.compression in _LOSSLESS,
-            _no_data(page.tags.valueof("GDAL_NODATA")),
+            _no_data(page),
         )
 
 
-def _no_data(text: Any) -> float | None:
+def _no_data(page: Any) -> float | None:
+    """The number that marks pixels without a value, as `channels_last` gives it; None: no number.
+
+    Also None of one that the type of the pixels does not have.
+    """
     try:
-        return float(text)
+        number = float(page.tags.valueof("GDAL_NODATA"))
     except (TypeError, ValueError):
         return None
+    if page.dtype.kind == "f":
+        return number
+    limits = np.iinfo(number_dtype(page.dtype))
+    if not (limits.min <= number <= limits.max and number.is_integer()):
+        return None
+    return _white_high(page, number)
+
+
+def _white_high(page: Any, values: Any) -> Any:
+    is_inverted = page.photometric == _MINISWHITE and page.dtype.kind in "bu"
+    return (1 << page.bitspersample) - 1 - values if is_inverted else values
 
 
 def read_pixels(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
@@ -100,9 +115,7 @@ def channels_last(pixels: np.ndarray, picture: Any, axes: str = "") -> np.ndarra
     others = [i for i, axis in enumerate(axes) if axis not in "YX"]
     pixels = pixels.transpose([axes.index("Y"), axes.index("X"), *others])
     pixels = pixels.astype(number_dtype(pixels.dtype), copy=False)
-    if picture.keyframe.photometric == _MINISWHITE and pixels.dtype.kind == "u":
-        pixels = ((1 << picture.keyframe.bitspersample) - 1 - pixels).astype(pixels.dtype)
-    return pixels
+    return _white_high(picture.keyframe, pixels)
 
 
 def read_colors(file: IO[bytes], path: str | Path) -> Palette:
