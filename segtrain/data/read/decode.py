@@ -153,15 +153,23 @@ def number_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("=")
 
 
+# What decoders raise with a text for people; other texts are those of Python, such as "list index
+# out of range".
+_SAYING = OSError, RuntimeError, ValueError, SyntaxError, MemoryError
+
+
 @contextmanager
-def damage_named(path: str | Path) -> Iterator[None]:
-    """Raises what a decoder raises inside as a DataError that names the file."""
+def damage_named(path: str | Path, what: str = "image") -> Iterator[None]:
+    """Raises what a decoder raises inside as a DataError of one line that names the file."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:  # decoders raise a dozen kinds on damaged bytes
-        raise DataError(f"{printable(path)}: damaged image: {error}") from error
+        says = isinstance(error, _SAYING) or type(error).__module__ != "builtins"
+        reason = printable(str(error).partition("\n")[0]) if says else ""
+        reason = reason or "it ends early, or its header contradicts itself"
+        raise DataError(f"{printable(path)}: damaged {what}: {reason}") from error
 
 
 @contextmanager
@@ -172,20 +180,17 @@ def opened(
     max_pixels: int = MAX_PIXELS,
 ) -> Iterator[Image.Image]:
     """The image in `file`, not yet decoded; what Pillow raises in the body becomes a DataError."""
-    try:
-        with Image.open(file, formats=formats) as image:
-            # Pillow only warns up to twice its limit.
-            if image.width * image.height > max_pixels:
-                raise _too_large(path, max_pixels)
-            yield image
-    except DataError:
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_large(path, max_pixels) from error
-    except UnidentifiedImageError as error:  # its text names a Python object
-        raise DataError(f"{printable(path)}: not a {' or '.join(formats)} image") from error
-    except Exception as error:  # Pillow's parsers raise a dozen kinds on damaged bytes
-        raise DataError(f"{printable(path)}: damaged image: {error}") from error
+    with damage_named(path):
+        try:
+            with Image.open(file, formats=formats) as image:
+                # Pillow only warns up to twice its limit.
+                if image.width * image.height > max_pixels:
+                    raise too_large(path, max_pixels)
+                yield image
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise too_large(path, max_pixels) from error
+        except UnidentifiedImageError as error:  # its text names a Python object
+            raise DataError(f"{printable(path)}: not a {' or '.join(formats)} image") from error
 
 
 def exif_orientation(image: Image.Image) -> int:
@@ -202,7 +207,8 @@ def exif_orientation(image: Image.Image) -> int:
     return orientation if 1 <= orientation <= 8 else 1
 
 
-def _too_large(path: str | Path, max_pixels: int) -> DataError:
+def too_large(path: str | Path, max_pixels: int) -> DataError:
+    """The error of an image of more pixels."""
     return DataError(f"{printable(path)}: more than {max_pixels:,} pixels; cut it into tiles")
 
 

@@ -36,6 +36,7 @@ from segtrain.data.read.decode import (
     number_dtype,
     opened,
     read_bytes,
+    too_large,
 )
 from segtrain.data.read.find import Window
 from segtrain.errors import DataError
@@ -100,13 +101,11 @@ def open_stored(
         return StoredFile(path, read_info(path), None, window)
     content = read_bytes(path) if content is None else content
     info = reader_of(path).info(io.BytesIO(content), path)
-    problem = ""
     if math.prod(info.size) > max_pixels:
-        problem = f"more than {max_pixels:,} pixels; cut it into tiles"
-    elif info.channels > MAX_CHANNELS:
-        problem = f"{info.channels} channels; at most {MAX_CHANNELS} are read"
-    if problem:
-        raise DataError(f"{printable(path)}: {problem}")
+        raise too_large(path, max_pixels)
+    if info.channels > MAX_CHANNELS:
+        found = f"{info.channels} channels; at most {MAX_CHANNELS} are read"
+        raise DataError(f"{printable(path)}: {found}")
     return StoredFile(path, info, content, None)
 
 

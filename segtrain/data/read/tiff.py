@@ -35,7 +35,7 @@ def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
     # It logs what it also raises, and oddities that do not matter.
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)
     file.seek(0)
-    with damage_named(path), tifffile.TiffFile(file, is_ome=False) as tiff:
+    with damage_named(path, "TIFF"), tifffile.TiffFile(file, is_ome=False) as tiff:
         pictures = [s for s in tiff.series if not s.keyframe.subfiletype & (_REDUCED | _MASK)]
         page = pictures[0].keyframe
         axes = "".join(a for a, n in zip(pictures[0].axes, pictures[0].shape, strict=True) if n > 1)
@@ -100,8 +100,10 @@ def read_pixels(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
     with opened_tiff(file, path) as picture:
         size = file.seek(0, io.SEEK_END)
         for page in picture.pages:
-            ends = map(sum, zip(page.dataoffsets, page.databytecounts, strict=True))
-            if max(ends, default=0) > size:  # tifffile would fill the rest with zeros
+            starts, counts = page.dataoffsets, page.databytecounts
+            ends = map(sum, zip(starts, counts, strict=False))
+            # tifffile would fill the rest with zeros.
+            if len(starts) != len(counts) or max(ends, default=0) > size:
                 raise DataError(f"{printable(path)}: the TIFF is cut off")
         return channels_last(picture.asarray(maxworkers=1), picture)
 
