@@ -90,6 +90,12 @@ def test_one_resampling_equals_resizing_the_whole_image_then_cropping(scale, sta
     assert (resample_label(label, place) == whole_label).all()
 
 
+def test_a_pixel_larger_than_the_crop_takes_the_memory_of_the_crop():
+    place = Placement(Span(1, 200_000, 9), Span(3, 600_000, 7, start=1))
+    image = np.arange(9, dtype=np.uint8).reshape(1, 3, 3)
+    assert (resample_image(image, place, fill=(0, 0, 0)) == image[0, 1]).all()
+
+
 @pytest.mark.fault(68)
 def test_small_image_equals_resize_then_pad():
     image, label = picture(21, 34)

@@ -145,10 +145,12 @@ def resample_image(image: np.ndarray, placement: Placement, *, fill: Sequence[fl
     if placement.angle_deg:
         return _turned(_warp(image, placement, cv2.INTER_LINEAR, fill), placement)
     rows, columns = placement.rows, placement.columns
-    # The scale is given as a factor: a ratio of rounded sizes would drift across the crop.
-    scale = {"fx": columns.factor, "fy": rows.factor, "interpolation": cv2.INTER_LINEAR}
+    # The scale is given as a factor: a ratio of rounded sizes would drift across the crop. Where a
+    # single source pixel covers the content, it is not enlarged beyond: it could fill the memory.
+    fx, fy = (min(span.factor, span.content) for span in (columns, rows))
     content = by_bands(
-        lambda source: cv2.resize(source, None, **scale), image[rows.source, columns.source]
+        lambda source: cv2.resize(source, None, fx=fx, fy=fy, interpolation=cv2.INTER_LINEAR),
+        image[rows.source, columns.source],
     )[: rows.content, : columns.content]
     return _laid_out(content, placement, fill)
 
