@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
 from segtrain.commands.evaluate import set_after_training
-from segtrain.data.check.values import ImageValues, find_darkness, image_values
+from segtrain.data.check.findings import find_darkness
+from segtrain.data.check.values import ImageValues, image_values
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
@@ -315,7 +316,7 @@ def _summarize(notes: Sequence[Notes], output: Path) -> None:
         asks = counted(turned, "of them asks", "of them ask")
         print(f"{asks} for a rotation by EXIF; it was ignored, as in training")
     if dark := find_darkness(values):
-        print(f"warning: {dark.text}: {dark.names[0]}")
+        print(f"warning: {dark.lines()[0]}")
     if infinite := sum(not note.is_finite for note in notes):
         print(
             f"warning: the scores of {counted(infinite, 'image', 'images')} are not finite, and "

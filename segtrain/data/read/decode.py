@@ -111,12 +111,6 @@ def decode_png_ids(data: bytes, path: str | Path) -> np.ndarray:
     return raw.astype(np.uint8 if depth <= 8 else np.uint16, copy=False)
 
 
-def palette_of(image: Image.Image) -> Palette:
-    """The colours of the indices of an opened image, RGB 0..255; empty without a palette."""
-    values = (image.getpalette() or []) if image.mode == "P" else []
-    return list(zip(values[::3], values[1::3], values[2::3], strict=True))
-
-
 def decode_png_colors(data: bytes, path: str | Path) -> np.ndarray:
     """The colours of an 8-bit PNG, (H, W, 3) uint8 RGB; a pixel that is not opaque is an error."""
     with _opened_png(data, path) as (image, _):

@@ -147,6 +147,7 @@ def reader_of(path: str | Path) -> Reader:
 # training has always had, and 16-bit colours, which Pillow cuts to 8 bits.
 
 _ALPHA_MODES = ("LA", "PA", "RGBA")
+_PILLOW_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM")
 _STORED_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B", "I")
 
 
@@ -177,6 +178,12 @@ def _png_or_jpeg(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
         return decode.decode_png_ids(data, path)
     bgra = decode.decode_by_opencv(data, path, cv2.IMREAD_UNCHANGED)
     return bgra[..., [2, 1, 0, 3] if info.channels == 4 else [0, 3]]
+
+
+def _palette(file: IO[bytes], path: str | Path) -> Palette:
+    with opened(file, path, _PILLOW_FORMATS, MAX_PHOTO_PIXELS) as image:
+        values = (image.getpalette() or []) if image.mode == "P" else []
+    return list(zip(values[::3], values[1::3], values[2::3], strict=True))
 
 
 def _pillow_reader(format: str) -> Reader:
@@ -217,11 +224,7 @@ def _pillow_reader(format: str) -> Reader:
             pixels = np.array(image.convert("RGB") if image.mode == "RGBX" else image)
             return pixels.astype(np.uint16 if pixels.itemsize > 1 else np.uint8, copy=False)
 
-    def palette(file: IO[bytes], path: str | Path) -> Palette:
-        with one_picture(file, path) as image:
-            return decode.palette_of(image)
-
-    return Reader(info, stored, palette)
+    return Reader(info, stored, _palette)
 
 
 def _is_lossless_webp(file: IO[bytes]) -> bool:
@@ -266,45 +269,29 @@ def _jpeg2000(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
 # NPY and NPZ.
 
 
-class _Array(NamedTuple):
-    """The header of an NPY file: see numpy.lib.format."""
-
-    shape: tuple[int, ...]
-    is_fortran: bool
-    dtype: np.dtype
-
-    def info(self, path: str | Path) -> Info:
-        shape = (*self.shape, 1) if len(self.shape) == 2 else self.shape
-        if len(shape) != 3 or 0 in shape or self.dtype.kind not in "buif":
-            found = f"shape {self.shape}, {self.dtype}"
-            what = f"expected numbers of shape (H, W) or (H, W, C), found {found}"
-            raise DataError(f"{printable(path)}: {what}")
-        height, width, channels = (*shape[1:], shape[0]) if _is_channels_first(shape) else shape
-        dtype = number_dtype(self.dtype)
-        depth = 1 if self.dtype.kind == "b" else 8 * dtype.itemsize
-        return Info((height, width), channels, dtype, depth=depth)
+def _npy_info(file: IO[bytes], path: str | Path) -> Info:
+    with damage_named(path):
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[np.lib.format.read_magic(file)]
+        stored, _, dtype = read(file)
+    shape = (*stored, 1) if len(stored) == 2 else stored
+    if len(shape) != 3 or 0 in shape or dtype.kind not in "buif":
+        what = f"expected numbers of shape (H, W) or (H, W, C), found shape {stored}, {dtype}"
+        raise DataError(f"{printable(path)}: {what}")
+    height, width, channels = (*shape[1:], shape[0]) if _is_channels_first(shape) else shape
+    depth = 1 if dtype.kind == "b" else 8 * dtype.itemsize
+    return Info((height, width), channels, number_dtype(dtype), depth=depth)
 
 
 def _is_channels_first(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and shape[0] <= MAX_CHANNELS < shape[2]
 
 
-def _array_header(file: IO[bytes], path: str | Path) -> _Array:
+def _npy(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
     with damage_named(path):
-        read = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }[np.lib.format.read_magic(file)]
-        return _Array(*read(file))
-
-
-def _array(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
-    header = _array_header(file, path)
-    data = file.read()
-    if len(data) != math.prod(header.shape) * header.dtype.itemsize:
-        raise DataError(f"{printable(path)}: damaged: its header promises other numbers")
-    pixels = np.frombuffer(data, header.dtype)
-    pixels = pixels.reshape(header.shape, order="F" if header.is_fortran else "C")
+        pixels = np.lib.format.read_array(file)
     if _is_channels_first(pixels.shape):
         pixels = np.moveaxis(pixels, 0, -1)
     return pixels.astype(number_dtype(pixels.dtype))
@@ -323,20 +310,15 @@ def _only_member(file: IO[bytes], path: str | Path) -> Iterator[IO[bytes]]:
 
 def _npz_info(file: IO[bytes], path: str | Path) -> Info:
     with _only_member(file, path) as member:
-        return _array_header(member, path).info(path)
+        return _npy_info(member, path)
 
 
 def _npz(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
     with _only_member(file, path) as member:
-        return _array(member, path, info)
+        return _npy(member, path, info)
 
 
-def _png_palette(file: IO[bytes], path: str | Path) -> Palette:
-    with opened(file, path, max_pixels=MAX_PHOTO_PIXELS) as image:
-        return decode.palette_of(image)
-
-
-_PNG_OR_JPEG = Reader(_png_or_jpeg_info, _png_or_jpeg, _png_palette)
+_PNG_OR_JPEG = Reader(_png_or_jpeg_info, _png_or_jpeg, _palette)
 _TIFF = Reader(tiff.read_header, tiff.read_pixels, tiff.read_colors)
 _PNM = _pillow_reader("PPM")
 
@@ -351,7 +333,7 @@ READERS: dict[str, Reader] = {
     ".bmp": _pillow_reader("BMP"),
     ".gif": _pillow_reader("GIF"),
     ".jp2": Reader(_jpeg2000_info, _jpeg2000),
-    ".npy": Reader(lambda file, path: _array_header(file, path).info(path), _array),
+    ".npy": Reader(_npy_info, _npy),
     ".npz": Reader(_npz_info, _npz),
     ".pgm": _PNM,
     ".ppm": _PNM,
