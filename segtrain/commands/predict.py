@@ -26,7 +26,7 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import first_lines
-from segtrain.data.read.image import RGB, ImageForm, ignore_missing
+from segtrain.data.read.image import ImageForm, form_of, ignore_missing
 from segtrain.data.read.photos import Source, find_images, form_of_file, read_photo
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.raster import raster_size, refuse_short_side
@@ -120,8 +120,7 @@ def main(args: argparse.Namespace) -> int:
     if skipped:
         print(skipped)
 
-    data = config.data
-    form = RGB._replace(channels=data.channels, value_range=data.value_range, mean=data.mean)
+    form = form_of(config.data)
     with float32_products(for_evaluation(config)):
         sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in sources}
         rasters = {source: size for source, size in sizes.items() if size is not None}

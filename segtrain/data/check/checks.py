@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -21,15 +20,14 @@ from segtrain.data.check.findings import (
 )
 from segtrain.data.check.scan import SplitScan, scan_label, scan_pair, scan_split
 from segtrain.data.check.stats import class_column, counts_of, table_lines
-from segtrain.data.pack.opening import open_dataset
+from segtrain.data.pack.opening import dataset_of, open_dataset
 from segtrain.data.read.classes import ClassFile, load_class_file, read_by
-from segtrain.data.read.concurrent import num_processes
+from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
 from segtrain.data.read.formats import read_info
-from segtrain.data.read.image import form_of, read_image_info
+from segtrain.data.read.image import read_image_info
 from segtrain.data.read.layouts import scan_layout
-from segtrain.data.read.raster import split_rasters
 from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
@@ -37,8 +35,6 @@ from segtrain.text import counted, printable
 
 T = TypeVar("T")
 
-# Reading headers waits for the disk, not for the processor.
-_HEADER_THREADS = 16
 # Few enough for large images.
 _DECODING_THREADS = 4
 # Pairs to look at before training: fewer could all be dark, or without the high ids, by chance.
@@ -166,14 +162,7 @@ def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Findin
         dataset = open_dataset(data, split)
         return [Finding("warning", split, "pack", line) for line in dataset.warnings], dataset
     listing = scan_layout(data, split)
-    pairs = split_rasters(listing.pairs, data)
-    dataset = SegDataset(
-        pairs,
-        classes,
-        split=split,
-        form=form_of(data, pairs),
-        label_format=data.label_format,
-    )
+    dataset = dataset_of(listing, data, split, classes)
     found = [Finding("warning", split, "files", note) for note in listing.notes]
     if problems := listing.problems:
         text = f"{counted(len(problems), 'file is', 'files are')} missing or named wrongly"
@@ -205,10 +194,9 @@ def _check_headers(dataset: SegDataset) -> list[int]:
     scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
     read = partial(_read_headers, num_classes=scan.pixels.size, label_format=dataset.label_format)
     depths = []
-    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        for found, depth in pool.map(read, dataset.pairs):
-            scan.add(found)
-            depths.append(depth)
+    for found, depth in prefetch(read, dataset.pairs, IO_THREADS):
+        scan.add(found)
+        depths.append(depth)
     refuse_errors(file_findings(scan))
     return depths
 
@@ -235,9 +223,8 @@ def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
     indices = dict.fromkeys([*_spread(range(len(dataset))), *_spread(deep)])
     work = partial(scan_pair, classes=classes, form=dataset.form, label_format=label_format)
     scan = SplitScan(dataset.split, len(dataset), classes.num_classes)
-    with ThreadPoolExecutor(_DECODING_THREADS) as pool:
-        for found in pool.map(work, (dataset.pairs[i] for i in indices)):
-            scan.add(found)
+    for found in prefetch(work, (dataset.pairs[i] for i in indices), _DECODING_THREADS):
+        scan.add(found)
     # With a single class any model scores 100 %. Only all labels together can tell.
     for i in range(len(dataset)):
         is_single = classes.num_classes > 1 and np.count_nonzero(scan.pixels) < 2

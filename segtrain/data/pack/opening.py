@@ -7,7 +7,6 @@ copy, the contents of a few files are compared; of many, a warning says how to c
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +21,10 @@ from segtrain.data.read.classes import (
     class_file_from_json,
     load_class_file,
 )
-from segtrain.data.read.dataset import SegDataset, UnlabelledDataset
-from segtrain.data.read.find import Pair, first_lines
-from segtrain.data.read.image import ImageForm, form_of
+from segtrain.data.read.concurrent import IO_THREADS, prefetch
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.find import Listing, Pair, first_lines
+from segtrain.data.read.image import form_of
 from segtrain.data.read.layouts import list_split, scan_layout
 from segtrain.data.read.raster import split_rasters
 from segtrain.errors import ConfigError, DataError
@@ -32,8 +32,6 @@ from segtrain.files import os_errors_as
 from segtrain.files.manifest import sha256_of
 from segtrain.text import first_of, printable
 
-# Asking for sizes waits for the disk, not for the processor.
-_THREADS = 16
 _MAX_HASHED = 64
 _GONE, _CHANGED, _TOUCHED = "gone since it was packed", "changed since it was packed", "touched"
 _WAY_OUT = "delete the pack and make it again, or read the files themselves (data.pack: null)"
@@ -60,8 +58,15 @@ def open_dataset(data: DataConfig, split: str, *, labelled: bool = True) -> SegD
     if data.pack is not None:
         return _open_packed(data, split, classes, labelled=labelled)
     listing = list_split(data, split, labelled=labelled)
+    return dataset_of(listing, data, split, classes, labelled=labelled)
+
+
+def dataset_of(
+    listing: Listing, data: DataConfig, split: str, classes: ClassFile, *, labelled: bool = True
+) -> SegDataset:
+    """The files of `listing` as a data set; rasters are cut into windows."""
     pairs = split_rasters(listing.pairs, data, labelled=labelled)
-    return (SegDataset if labelled else UnlabelledDataset)(
+    return SegDataset(
         pairs,
         classes,
         split=split,
@@ -69,6 +74,7 @@ def open_dataset(data: DataConfig, split: str, *, labelled: bool = True) -> SegD
         label_format=data.label_format,
         warnings=listing.notes,
         may_exclude=split == data.train_split,
+        labelled=labelled,
     )
 
 
@@ -92,7 +98,7 @@ def _open_packed(
         )
     is_there, warnings = _check_source(data, split, packed.images, labelled=labelled)
     root = Path(os.path.expanduser(data.root))
-    form = ImageForm(data.channels, np.dtype(pack.dtype), data.value_range, data.mean)
+    form = form_of(data)._replace(dtype=np.dtype(pack.dtype))
     return PackedDataset(
         [_pair(root, image) for image in packed.images],
         classes,
@@ -145,8 +151,7 @@ def _check_source(
     pack = f"data.pack {printable(data.pack)}"
     sources = [file for image in images for file in (image.files if labelled else image.images)]
     paths = [root / file.name for file in sources]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        states = list(pool.map(_state, paths, sources))
+    states = list(prefetch(_state, zip(paths, sources, strict=True), IO_THREADS))
     if set(states) == {_GONE}:
         what = f"{pack}: its files are not in data.root {printable(data.root)}"
         if _has_images(data, split):
@@ -170,8 +175,9 @@ def _check_source(
     return True, [f"{what}, as after a copy; segtrain data check compares them"]
 
 
-def _state(path: Path, file: SourceFile) -> str:
-    """How the file at `path` differs, without reading it, from the one that was packed."""
+def _state(file_now_and_then: tuple[Path, SourceFile]) -> str:
+    """How the file at a path differs, without reading it, from the one that was packed."""
+    path, file = file_now_and_then
     try:
         now = os.stat(path)
     except OSError:

@@ -61,7 +61,6 @@ class Shards:
 class PackedDataset(SegDataset):
     """A split of a pack; `pairs` are the files that it was made from.
 
-    labelled: False: every pixel of a label is ignored.
     source_is_there: whether the files are there, too.
 
     Raises:
@@ -72,7 +71,6 @@ class PackedDataset(SegDataset):
     _: KW_ONLY
     shards: Shards
     images: Sequence[PackedImage]
-    labelled: bool = True
     source_is_there: bool = False
 
     is_packed = True
@@ -90,8 +88,6 @@ class PackedDataset(SegDataset):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         image, label = self.view(index)
-        if not self.labelled:
-            label = np.full(label.shape, IGNORE_INDEX, np.uint8)
         return ignore_missing(image.copy(), label.copy(), self.form)
 
     def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -102,7 +98,8 @@ class PackedDataset(SegDataset):
         if not self._seen[index]:
             self.shards.check(packed)
             self._seen[index] = 1
-        return split_rows(rows, packed.width, self.form)
+        image, label = split_rows(rows, packed.width, self.form)
+        return image, label if self.labelled else np.full(label.shape, IGNORE_INDEX, np.uint8)
 
     def source_bytes(self, index: int) -> list[int]:
         """Sizes of the files of image and label when they were packed."""

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,7 +35,7 @@ from segtrain.data.pack.manifest import (
 )
 from segtrain.data.pack.reader import packed_rows, row_bytes
 from segtrain.data.read.classes import ClassFile
-from segtrain.data.read.concurrent import for_each_pair
+from segtrain.data.read.concurrent import IO_THREADS, for_each_pair, prefetch
 from segtrain.data.read.dataset import SegDataset, size_problem
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair, first_lines
@@ -53,8 +53,6 @@ OPTIONS = ("layout", "images_dir", "labels_dir", "label_format", "channels")
 _UNFINISHED = "unfinished"
 # No shard is larger, unless one image is.
 SHARD_BYTES = 1 << 30
-# Reading headers waits for the disk, not for the processor.
-_HEADER_THREADS = 16
 _CLASS_FILE = TypeAdapter(ClassFile)
 _METADATA = {
     "format": f"segtrain pack {FORMAT}",
@@ -159,8 +157,7 @@ def _lay_out(
     Raises:
         DataError: the header of an image cannot be read.
     """
-    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        sizes = [info.size for info in pool.map(read_image_info, pairs)]
+    sizes = (info.size for info in prefetch(read_image_info, pairs, IO_THREADS))
     shapes = [(height, row_bytes(width, form)) for height, width in sizes]
     places: list[Place] = []
     shards: list[Shard] = []

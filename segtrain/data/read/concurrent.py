@@ -21,6 +21,8 @@ from segtrain.text import printable
 T = TypeVar("T")
 R = TypeVar("R")
 
+# Of what asks for headers and sizes: it waits for the disk, not for the processor.
+IO_THREADS = 16
 _CHUNK = 8
 # Each process needs enough pairs to pay for its start.
 _PAIRS_PER_PROCESS = 128

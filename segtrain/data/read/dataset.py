@@ -35,7 +35,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     train ids with 255 for ignored pixels, which are also those without a value (NaN). The object
     holds paths only, so it is cheap to send to loader processes.
     `warnings`: lines that training and evaluation show when they start. `may_exclude`: whether
-    `data.train_exclude` concerns this split.
+    `data.train_exclude` concerns this split. labelled: False: there are no labels, and every pixel
+    is ignored.
 
     Raises:
         DataError: on access; the file is missing, damaged or does not fit, named with its path.
@@ -49,6 +50,7 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     label_format: str = "ids"
     warnings: Sequence[str] = ()
     may_exclude: bool = False
+    labelled: bool = True
 
     # Whether it is a pack: then its files were checked when it was made.
     is_packed = False
@@ -73,6 +75,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
                 raise
             way = f"replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
             raise DataError(f"{error}; {way}") from error
+        if not self.labelled:
+            return image, np.full(image.shape[:2], IGNORE_INDEX, np.uint8)
         label = read_label(pair.label, self.classes, self.label_format, pair.window)
         if problem := size_problem(pair, image.shape[:2], label.shape):
             raise DataError(problem)
@@ -104,18 +108,6 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     def name(self, index: int) -> str:
         """The name of image `index`: unique in the split, a relative path without suffix."""
         return self.pairs[index].name
-
-
-@dataclass(eq=False)
-class UnlabelledDataset(SegDataset):
-    """Images without labels: every pixel of item i's label is ignored."""
-
-    def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """As that of a split with labels."""
-        self.form.check()
-        pair = self.pairs[index]
-        image = read_image(pair.images, self.form, pair.window)
-        return image, np.full(image.shape[:2], IGNORE_INDEX, np.uint8)
 
 
 def size_problem(pair: Pair, image: tuple[int, ...], label: tuple[int, ...]) -> str:

@@ -18,13 +18,13 @@ from threading import Event
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 
+from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.text import printable
 
 # A few kilobytes in a checkpoint, and still precise enough to find the file that differs.
 _MAX_HASHES = 64
-# Both kinds of hashing mostly wait for the disk: on a network drive about 1 ms per file.
-_STAT_THREADS = 16
+# They mostly wait for the disk: on a network drive about 1 ms per file.
 _LABEL_THREADS = 8
 
 
@@ -92,9 +92,8 @@ def hash_files(dataset: SegDataset, root: str) -> SplitFingerprint:
         named = ((num_bytes, os.fsencode(path).removeprefix(prefix)) for num_bytes, path in files)
         return b"".join(b"%d %s\0" % one for one in named)
 
-    with ThreadPoolExecutor(_STAT_THREADS) as pool:
-        hash_block = partial(_hash_block, names_and_sizes)
-        files = tuple(pool.map(hash_block, _blocks(len(dataset), size)))
+    hash_block = partial(_hash_block, names_and_sizes)
+    files = tuple(prefetch(hash_block, _blocks(len(dataset), size), IO_THREADS))
     return SplitFingerprint(len(dataset), size, files, None)
 
 

@@ -81,8 +81,11 @@ class ImageForm(NamedTuple):
 RGB = ImageForm()
 
 
-def form_of(data: DataConfig, pairs: Sequence[Pair]) -> ImageForm:
-    """The form of the images of `pairs`; the first whose header can be read tells the dtype."""
+def form_of(data: DataConfig, pairs: Sequence[Pair] = ()) -> ImageForm:
+    """The form of the images of `pairs`; the first whose header can be read tells the dtype.
+
+    Without any it is uint8.
+    """
     form = ImageForm(data.channels, _UINT8, data.value_range, data.mean)
     for pair in pairs:
         # What cannot be read is named by the checks, or when it is to be used.

@@ -6,11 +6,11 @@ no part of segtrain has more of it in memory than a window. Crops do not cross t
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
 from segtrain.config import DataConfig
+from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.find import Pair, Window
 from segtrain.data.read.formats import read_info
@@ -22,7 +22,6 @@ WINDOW_PX = 2048
 _SUFFIXES = (".tif", ".tiff")
 # Smaller files hold no raster, unless it is empty: that is refused when it is read.
 _MIN_BYTES = 1 << 16
-_THREADS = 16
 
 
 def windows(size: tuple[int, int], side: int = WINDOW_PX) -> list[Window]:
@@ -41,8 +40,7 @@ def split_rasters(pairs: Sequence[Pair], data: DataConfig, *, labelled: bool = T
     Raises:
         DataError: the label of a raster is no TIFF of its size, or `data.short_side_px` is set.
     """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        sizes = list(pool.map(raster_size, (pair.image for pair in pairs)))
+    sizes = prefetch(raster_size, (pair.image for pair in pairs), IO_THREADS)
     found: list[Pair] = []
     for pair, size in zip(pairs, sizes, strict=True):
         if size is None:
