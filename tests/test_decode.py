@@ -249,7 +249,7 @@ def test_exif_orientation_does_not_turn_the_image(saved):
 def test_cmyk_is_refused(saved):
     out = io.BytesIO()
     Image.fromarray(smooth_image()).convert("CMYK").save(out, "JPEG")
-    with pytest.raises(DataError, match=r"x\.jpg: the image is CMYK; convert it to RGB"):
+    with pytest.raises(DataError, match=r"x\.jpg: the image is CMYK; convert it to 8-bit RGB"):
         read_image(saved(out.getvalue(), "x.jpg"))
 
 

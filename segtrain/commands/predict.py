@@ -278,7 +278,7 @@ def _decode(
         image, form, info = read_photo(path, form)
     except DataError as error:
         return None, Notes(str(error))
-    values = image_values(image, form, info, printable(path))
+    values = image_values(image, form, printable(path))
     image, missing = ignore_missing(image, np.zeros(image.shape[:2], np.uint8), form)
     pixels = transfer.pinned(torch.from_numpy(image))
     return (pixels, missing), Notes(turned=info.orientation != 1, values=values)

@@ -20,7 +20,7 @@ from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
-from segtrain.data.read.formats import Info, open_stored, read_palette
+from segtrain.data.read.formats import open_stored, read_palette
 from segtrain.data.read.image import ImageForm, drops_alpha, read_image
 from segtrain.errors import DataError
 from segtrain.text import printable
@@ -103,16 +103,21 @@ class SplitScan:
             self.places["sizes"][what].append(printable(pair.label))
 
     def add_image(
-        self, image: np.ndarray, values: ImageValues, digest: bytes, info: Info, sample_size: int
+        self,
+        image: np.ndarray,
+        values: ImageValues,
+        digest: bytes,
+        orientation: int,
+        sample_size: int,
     ) -> None:
-        """Adds an image (H, W, C) whose files have this hash; the first has this header.
+        """Adds an image (H, W, C) whose files have this hash; the first has this orientation.
 
         sample_size: pixels to take for `sample`; 0: neither these nor the moments.
         """
         self.places["images"][digest].append(values.name)
         self.sizes[image.shape[:2]] += 1
         self.values_of_images.append(values)
-        if info.orientation != 1:
+        if orientation != 1:
             self.places["orientation"][""].append(values.name)
         if sample_size:
             self.moments = _moments(image)
@@ -176,18 +181,18 @@ def scan_pair(
         image = read_image(pair.images, form, pair.window, contents=contents)
         first = open_stored(pair.image, pair.window, content=contents and contents[0])
         info = first.info
-        if contents is None:
-            # Windows of one raster may well have the same least and largest value.
-            info = info._replace(lossless=False)
-            contents = [repr(pair.window).encode(), image.tobytes()]  # many may be blank
+        if contents is None:  # many windows may be blank
+            contents = [repr(pair.window).encode(), image.tobytes()]
         digest = hashlib.blake2b(b"".join(contents), digest_size=16).digest()
         loses_band = not pair.bands and drops_alpha(info, form.channels)
         loses_band = loses_band and bool(np.ptp(first.pixels()[..., -1]))
-        values = image_values(image, form, info, pair.name, loses_band=loses_band)
+        # Windows of one raster may well have the same least and largest value.
+        keeps_all = info.lossless and pair.window is None
+        values = image_values(image, form, pair.name, keeps_all=keeps_all, loses_band=loses_band)
     except DataError as error:
         scan.add_unreadable(pair.image, error)
     else:
-        scan.add_image(image, values, digest, info, sample_size)
+        scan.add_image(image, values, digest, info.orientation, sample_size)
     scan.add(scan_label(pair, classes, label_format, scan.sizes))
     return scan
 
@@ -281,16 +286,8 @@ def _scan_packed(
     image, label = split_rows(shards.rows(packed), packed.width, form)
     digest = hashlib.sha256("".join(file.sha256 for file in packed.images).encode()).digest()
     # What the files are was checked when they were packed.
-    info = Info(
-        label.shape,
-        form.channels,
-        form.dtype,
-        depth=packed.depth,
-        orientation=packed.orientation,
-        lossless=False,
-    )
-    values = image_values(image, form, info, pair.name)
-    scan.add_image(image, values, digest, info, sample_size)
+    values = image_values(image, form, pair.name)
+    scan.add_image(image, values, digest, packed.orientation, sample_size)
     pixels = np.bincount(label.ravel(), minlength=256)[: classes.num_classes]
     scan.add_label(pair.name, pixels, label.size)
     return scan

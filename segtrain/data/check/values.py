@@ -6,7 +6,6 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from segtrain.data.read.formats import Info
 from segtrain.data.read.image import ImageForm, ValueRange
 
 # The part of the brightest samples of a deep image: burnt-in marks, hot pixels.
@@ -43,12 +42,14 @@ class ImageValues(NamedTuple):
 
 
 def image_values(
-    image: np.ndarray, form: ImageForm, info: Info, name: str, *, loses_band: bool = False
+    image: np.ndarray,
+    form: ImageForm,
+    name: str,
+    *,
+    keeps_all: bool = False,
+    loses_band: bool = False,
 ) -> ImageValues:
-    """Of an image (H, W, C) as `read_image` gives it in this form, NaN where it has no value.
-
-    info: the header of its file. loses_band: see `ImageValues`.
-    """
+    """Of an image (H, W, C) as `read_image` gives it in this form; the rest as in ImageValues."""
     low, high = form.limits
     left_out = 0 if form.dtype == np.uint8 else _LEFT_OUT
     if image.dtype.kind == "f":
@@ -68,8 +69,8 @@ def image_values(
         values = np.arange(every.size)
         white = every[values >= high].sum() / image.size
         outside = every[(values < low) | (values > high)].sum() / image.size
-    facts = float(white), float(outside), info.lossless, loses_band
-    return ImageValues(name, form, peak, spans, *facts)
+    shares = float(white), float(outside)
+    return ImageValues(name, form, peak, spans, *shares, keeps_all, loses_band)
 
 
 def _histogram(image: np.ndarray) -> np.ndarray:

@@ -47,7 +47,7 @@ class PackedImage:
     """One image with its label.
 
     name: unique in the split. images: its files, one or one for each band.
-    depth, orientation: of the header of the first. row_bytes: of a row of the tensor.
+    orientation: of the header of the first. row_bytes: of a row of the tensor.
     shard: its index. offset: of its first row in the shard, in bytes.
     crc: the `checksum` of its rows.
     """
@@ -58,7 +58,6 @@ class PackedImage:
     height: PositiveInt
     width: PositiveInt
     row_bytes: PositiveInt
-    depth: NonNegativeInt
     orientation: NonNegativeInt
     shard: NonNegativeInt
     offset: NonNegativeInt

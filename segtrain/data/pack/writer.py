@@ -239,7 +239,6 @@ def _fill_one(
         label_source,
         *label.shape,
         row_bytes=rows.shape[1],
-        depth=info.depth,
         orientation=info.orientation,
         shard=place.shard,
         offset=place.offset,

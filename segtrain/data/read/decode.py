@@ -167,22 +167,20 @@ def damage_named(path: str | Path, what: str = "image") -> Iterator[None]:
 
 
 @contextmanager
-def opened(
-    file: IO[bytes],
-    path: str | Path,
-    formats: Sequence[str] = ("PNG", "JPEG"),
-    max_pixels: int = MAX_PIXELS,
-) -> Iterator[Image.Image]:
-    """The image in `file`, not yet decoded; what Pillow raises in the body becomes a DataError."""
+def opened(file: IO[bytes], path: str | Path, formats: Sequence[str]) -> Iterator[Image.Image]:
+    """The image in `file`, not yet decoded, of at most MAX_PHOTO_PIXELS.
+
+    What Pillow raises in the body becomes a DataError.
+    """
     with damage_named(path):
         try:
             with Image.open(file, formats=formats) as image:
                 # Pillow only warns up to twice its limit.
-                if image.width * image.height > max_pixels:
-                    raise too_large(path, max_pixels)
+                if image.width * image.height > MAX_PHOTO_PIXELS:
+                    raise too_large(path, MAX_PHOTO_PIXELS)
                 yield image
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise too_large(path, max_pixels) from error
+            raise too_large(path, MAX_PHOTO_PIXELS) from error
         except UnidentifiedImageError as error:  # its text names a Python object
             raise DataError(f"{printable(path)}: not a {' or '.join(formats)} image") from error
 
@@ -210,7 +208,7 @@ def too_large(path: str | Path, max_pixels: int) -> DataError:
 def _opened_png(data: bytes, path: str | Path) -> Iterator[tuple[Image.Image, int]]:
     """A PNG whose bytes are intact, not yet decoded, and its bit depth."""
     _check_png(data, path)
-    with opened(io.BytesIO(data), path, ["PNG"], MAX_PHOTO_PIXELS) as image:
+    with opened(io.BytesIO(data), path, ["PNG"]) as image:
         yield image, data[PNG_DEPTH_AT]
 
 

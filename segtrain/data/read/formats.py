@@ -146,25 +146,8 @@ def reader_of(path: str | Path) -> Reader:
 # Formats that Pillow reads. What OpenCV reads better is taken from it: JPEG with the bits that
 # training has always had, and 16-bit colours, which Pillow cuts to 8 bits.
 
-_ALPHA_MODES = ("LA", "PA", "RGBA")
-_PILLOW_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM")
-_STORED_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B", "I")
-
-
-def _png_or_jpeg_info(file: IO[bytes], path: str | Path) -> Info:
-    with opened(file, path, max_pixels=MAX_PHOTO_PIXELS) as image:
-        if image.mode in ("CMYK", "YCCK"):
-            raise DataError(f"{printable(path)}: the image is CMYK; convert it to RGB")
-        mode, is_png, channels = image.mode, image.format == "PNG", len(image.getbands())
-        size, orientation = (image.height, image.width), decode.exif_orientation(image)
-    depth = 8
-    if is_png:
-        file.seek(decode.PNG_DEPTH_AT)
-        depth = file.read(1)[0]
-    dtype = np.dtype(np.uint16 if depth == 16 else np.uint8)
-    return Info(
-        size, channels, dtype, mode == "P", mode in _ALPHA_MODES, depth, orientation, is_png
-    )
+_PNG_JPEG = ("PNG", "JPEG")
+_STORED_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "I;16", "I;16B", "I")
 
 
 def _png_or_jpeg(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
@@ -180,51 +163,59 @@ def _png_or_jpeg(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
     return bgra[..., [2, 1, 0, 3] if info.channels == 4 else [0, 3]]
 
 
-def _palette(file: IO[bytes], path: str | Path) -> Palette:
-    with opened(file, path, _PILLOW_FORMATS, MAX_PHOTO_PIXELS) as image:
-        values = (image.getpalette() or []) if image.mode == "P" else []
-    return list(zip(values[::3], values[1::3], values[2::3], strict=True))
+@contextmanager
+def _picture(file: IO[bytes], path: str | Path, formats: tuple[str, ...]) -> Iterator[Any]:
+    """The only picture of a file that Pillow opens as one of `formats`, not yet decoded.
+
+    Of an animated PNG, and of a JPEG with further pictures, it is the first.
+    """
+    with opened(file, path, formats) as image:
+        frames = 1 if formats == _PNG_JPEG else getattr(image, "n_frames", 1)
+        problem = ""
+        if frames > 1:
+            problem = f"an animation of {frames} pictures; store each in a file of its own"
+        elif image.format == "PPM" and image.tile[0][0] != "raw":
+            # Pillow would stretch other ranges over the whole type, and with them class ids.
+            problem = "expected binary PGM or PPM whose largest value is 255 or 65535"
+        elif image.mode not in _STORED_MODES:
+            problem = f"the image is {image.mode}; convert it to 8-bit RGB"
+        if problem:
+            raise DataError(f"{printable(path)}: {problem}")
+        yield image
 
 
-def _pillow_reader(format: str) -> Reader:
-    """The reader of a format that Pillow decodes to what is stored."""
-
-    @contextmanager
-    def one_picture(file: IO[bytes], path: str | Path) -> Iterator[Any]:
-        with opened(file, path, [format], MAX_PHOTO_PIXELS) as image:
-            problem = ""
-            if (frames := getattr(image, "n_frames", 1)) > 1:
-                problem = f"an animation of {frames} pictures; store each in a file of its own"
-            elif format == "PPM" and image.tile[0][0] != "raw":
-                # Pillow would stretch other ranges over the whole type, and with them class ids.
-                problem = "expected binary PGM or PPM whose largest value is 255 or 65535"
-            elif image.mode not in (*_STORED_MODES, "RGBX"):
-                problem = f"the image is {image.mode}; convert it to 8-bit RGB"
-            if problem:
-                raise DataError(f"{printable(path)}: {problem}")
-            yield image
+def _pillow_reader(
+    *formats: str, stored: Callable[[IO[bytes], str | Path, Info], np.ndarray] | None = None
+) -> Reader:
+    """The reader of formats that Pillow opens. stored: gives the pixels; None: Pillow does."""
 
     def info(file: IO[bytes], path: str | Path) -> Info:
-        with one_picture(file, path) as image:
-            is_wide = image.mode.startswith("I")
+        with _picture(file, path, formats) as image:
             mode = "RGB" if image.mode == "RGBX" else image.mode
-            return Info(
-                (image.height, image.width),
-                len(mode) if mode.startswith(("L", "RGB")) else 1,
-                np.dtype(np.uint16 if is_wide else np.uint8),
-                mode == "P",
-                mode in _ALPHA_MODES,
-                16 if is_wide else 1 if mode == "1" else 8,
-                decode.exif_orientation(image),
-                format != "WEBP" or _is_lossless_webp(file),
-            )
+            size, orientation = (image.height, image.width), decode.exif_orientation(image)
+            lossless = image.format in ("PNG", "BMP", "GIF", "PPM")
+            depth = 16 if mode[0] == "I" else 1 if mode == "1" else 8
+            if image.format == "PNG":
+                file.seek(decode.PNG_DEPTH_AT)
+                depth = file.read(1)[0]
+            elif image.format == "WEBP":
+                lossless = _is_lossless_webp(file)
+        channels = len(mode) if mode[0] in "LR" else 1
+        dtype = np.dtype(np.uint16 if depth == 16 else np.uint8)
+        alpha = mode in ("LA", "RGBA")
+        return Info(size, channels, dtype, mode == "P", alpha, depth, orientation, lossless)
 
-    def stored(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
-        with one_picture(file, path) as image:
-            pixels = np.array(image.convert("RGB") if image.mode == "RGBX" else image)
-            return pixels.astype(np.uint16 if pixels.itemsize > 1 else np.uint8, copy=False)
+    def pixels(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
+        with _picture(file, path, formats) as image:
+            found = np.array(image.convert("RGB") if image.mode == "RGBX" else image)
+            return found.astype(info.dtype, copy=False)
 
-    return Reader(info, stored, _palette)
+    def palette(file: IO[bytes], path: str | Path) -> Palette:
+        with _picture(file, path, formats) as image:
+            values = (image.getpalette() or []) if image.mode == "P" else []
+        return list(zip(values[::3], values[1::3], values[2::3], strict=True))
+
+    return Reader(info, stored or pixels, palette)
 
 
 def _is_lossless_webp(file: IO[bytes]) -> bool:
@@ -244,8 +235,8 @@ _JPEG2000_HEADER_BYTES = 1 << 16
 
 def _jpeg2000_info(file: IO[bytes], path: str | Path) -> Info:
     """From the marker SIZ (ISO 15444-1, A.5.1): Pillow does not tell the depth of colours."""
-    with opened(file, path, ["JPEG2000"], MAX_PHOTO_PIXELS) as image:
-        size, alpha = (image.height, image.width), image.mode in _ALPHA_MODES
+    with opened(file, path, ["JPEG2000"]) as image:
+        size, alpha = (image.height, image.width), image.mode in ("LA", "PA", "RGBA")
     file.seek(0)
     head = file.read(_JPEG2000_HEADER_BYTES)
     siz = head[head.find(_JPEG2000_START) + len(_JPEG2000_START) :]
@@ -318,7 +309,7 @@ def _npz(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
         return _npy(member, path, info)
 
 
-_PNG_OR_JPEG = Reader(_png_or_jpeg_info, _png_or_jpeg, _palette)
+_PNG_OR_JPEG = _pillow_reader(*_PNG_JPEG, stored=_png_or_jpeg)
 _TIFF = Reader(tiff.read_header, tiff.read_pixels, tiff.read_colors)
 _PNM = _pillow_reader("PPM")
 
