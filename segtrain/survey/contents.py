@@ -8,6 +8,7 @@ import cv2
 import numpy as np
 
 from segtrain.data.read import formats
+from segtrain.data.read.image import read_values
 from segtrain.errors import DataError
 
 Value = int | tuple[int, int, int]
@@ -180,7 +181,7 @@ def image_facts(paths: tuple[Path, ...]) -> ImageFacts:
 
 def read_bands(paths: tuple[Path, ...]) -> np.ndarray:
     """(H, W, C) as stored; the channels of several files one after another."""
-    parts = [formats.read_stored(path) for path in paths]
+    parts = [read_values(path) for path in paths]
     if len({part.shape[:2] for part in parts}) > 1:
         raise DataError(f"{paths[0]}: its bands have different sizes")
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)

@@ -26,7 +26,6 @@ from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
 from segtrain.data.read.formats import read_info
-from segtrain.data.read.image import read_image_info
 from segtrain.data.read.layouts import scan_layout
 from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
@@ -205,7 +204,7 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
     """What is wrong with a pair, as far as its headers tell, and the bit depth of its image."""
     scan, path, depth = SplitScan("", 1, num_classes), pair.image, 0
     try:
-        image = read_image_info(pair)
+        image, *_ = map(read_info, pair.images)
         depth, path = image.depth, pair.label
         label = read_info(path)
         if problem := label_problem(label, label_format):

@@ -10,7 +10,7 @@ import numpy as np
 from segtrain.data.check.scan import Palette, SplitScan
 from segtrain.data.check.values import ImageValues
 from segtrain.data.read.classes import ClassFile, Color
-from segtrain.data.read.find import MAX_SHOWN
+from segtrain.data.read.find import indented
 from segtrain.data.read.image import ValueRange
 from segtrain.data.read.labels import looks_like_train_ids, unknown_colors, unknown_ids
 from segtrain.errors import DataError
@@ -60,9 +60,7 @@ class Finding:
         ]
         if len(facts) == 1:
             return [f"{text}: {facts[0]}"]
-        left = len(facts) - MAX_SHOWN
-        more = [f"  and {left} more"] if left > 0 else []
-        return [text, *(f"  {fact}" for fact in facts[:MAX_SHOWN]), *more]
+        return [text, *indented(facts)]
 
 
 def refuse_errors(findings: Iterable[Finding]) -> None:

@@ -40,7 +40,7 @@ from segtrain.data.read.dataset import SegDataset, size_problem
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair, first_lines
 from segtrain.data.read.formats import read_info
-from segtrain.data.read.image import ImageForm, read_image, read_image_info
+from segtrain.data.read.image import ImageForm, read_image
 from segtrain.data.read.labels import read_label
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import DataError, ExecutionError
@@ -157,8 +157,8 @@ def _lay_out(
     Raises:
         DataError: the header of an image cannot be read.
     """
-    sizes = (info.size for info in prefetch(read_image_info, pairs, IO_THREADS))
-    shapes = [(height, row_bytes(width, form)) for height, width in sizes]
+    infos = prefetch(read_info, (pair.image for pair in pairs), IO_THREADS)
+    shapes = [(info.size[0], row_bytes(info.size[1], form)) for info in infos]
     places: list[Place] = []
     shards: list[Shard] = []
     while len(places) < len(pairs):

@@ -70,10 +70,14 @@ def first_lines(title: str, findings: Sequence[str]) -> str:
     """`title` and up to MAX_SHOWN findings below it; a single finding stands on the same line."""
     if len(findings) == 1:
         return f"{title}: {findings[0]}"
-    shown = [f"  {finding}" for finding in findings[:MAX_SHOWN]]
-    if len(findings) > MAX_SHOWN:
-        shown.append(f"  and {len(findings) - MAX_SHOWN} more")
-    return "\n".join([f"{title}: {len(findings)} problems", *shown])
+    return "\n".join([f"{title}: {len(findings)} problems", *indented(findings)])
+
+
+def indented(findings: Sequence[str]) -> list[str]:
+    """A line for each of up to MAX_SHOWN findings, and how many more there are."""
+    left = len(findings) - MAX_SHOWN
+    shown = [*findings[:MAX_SHOWN], *([f"and {left} more"] if left > 0 else [])]
+    return [f"  {finding}" for finding in shown]
 
 
 def data_root(data: DataConfig) -> Path:

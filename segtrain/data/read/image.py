@@ -90,19 +90,13 @@ def form_of(data: DataConfig, pairs: Sequence[Pair] = ()) -> ImageForm:
     for pair in pairs:
         # What cannot be read is named by the checks, or when it is to be used.
         with suppress(DataError):
-            return form._replace(dtype=set_dtype(read_image_info(pair).dtype))
+            return form._replace(dtype=set_dtype(formats.read_info(pair.image).dtype))
     return form
 
 
 def set_dtype(stored: np.dtype) -> np.dtype:
     """The dtype in which images with such numbers are kept."""
     return stored if stored in (np.uint8, np.uint16) else np.dtype(np.float32)
-
-
-def read_image_info(pair: Pair) -> Info:
-    """The header of an image; of one in several files, that of the first with all channels."""
-    infos = [formats.read_info(path) for path in pair.images]
-    return infos[0]._replace(channels=sum(info.channels for info in infos))
 
 
 def read_image(
@@ -137,8 +131,8 @@ def read_image(
     image = bands[0] if len(bands) == 1 else np.concatenate(bands, axis=2)
     if image.shape[2] != form.channels:
         raise DataError(_other_channels(paths, image.shape[2], form.channels))
-    if all(part is not None for part in missing):
-        nowhere = np.logical_and.reduce(missing)[..., np.newaxis]
+    if form.dtype.kind == "u" and all(part is not None for part in missing):
+        nowhere = np.logical_and.reduce(missing)
         image = np.where(nowhere, np.float32(np.nan), image) if nowhere.any() else image
     return np.ascontiguousarray(image)
 
@@ -169,7 +163,8 @@ def _values(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The pixels of one file, (H, W, n) in `dtype`; `channels`: how many are wanted.
 
-    Also where whole numbers say that there is no data, (H, W) bool; None: nowhere. Floats are NaN.
+    Also where whole numbers say that there is no data, (H, W, 1) bool; None: nowhere. Floats are
+    NaN there.
     """
     info, path = file.info, file.path
     if set_dtype(info.dtype) != dtype:
@@ -180,16 +175,11 @@ def _values(
     if channels == 3 and info.depth <= 8 and formats.is_png_or_jpeg(path):
         rgb = info._replace(channels=3)
         return decode.checked_pixels(decode.decode_rgb(file.content, path), rgb, path), None
-    pixels, missing = file.pixels(), None
-    if dtype.kind == "f":
-        with np.errstate(over="ignore"):  # float64 beyond float32 is infinite
-            pixels = pixels.astype(np.float32)
-            pixels[~np.isfinite(pixels)] = np.nan
-            if info.no_data is not None:
-                pixels[pixels == np.float32(info.no_data)] = np.nan
-    elif info.no_data is not None:
-        bands = pixels[..., : info.channels - info.alpha]
-        missing = (bands == dtype.type(info.no_data)).all(axis=2)
+    with np.errstate(over="ignore"):  # float64 beyond float32 is infinite
+        pixels = file.pixels().astype(dtype, copy=False)
+    missing = _missing(pixels, info)
+    if dtype.kind == "f" and missing is not None:
+        pixels[missing] = np.nan
     if info.palette:
         return formats.palette_colors(pixels, file.palette(), path), missing
     if info.depth in (1, 2, 4):
@@ -199,6 +189,32 @@ def _values(
     if channels == 3 and pixels.shape[2] == 1:
         pixels = np.repeat(pixels, 3, axis=2)
     return pixels, missing
+
+
+def _missing(pixels: np.ndarray, info: Info) -> np.ndarray | None:
+    """Where stored pixels have no value: of each sample of floats, or of all bands, (H, W, 1) bool.
+
+    None: nowhere.
+    """
+    if set_dtype(info.dtype).kind == "f":
+        missing = ~np.isfinite(pixels)
+        if info.no_data is not None:
+            with np.errstate(over="ignore"):
+                missing |= pixels == pixels.dtype.type(info.no_data)
+    elif info.no_data is not None:
+        bands = pixels[..., : info.channels - info.alpha]
+        missing = (bands == bands.dtype.type(info.no_data)).all(axis=2, keepdims=True)
+    else:
+        return None
+    return missing if missing.any() else None
+
+
+def read_values(path: Path) -> np.ndarray:
+    """The pixels of a file as stored, (H, W, C); as floats with NaN where some have no value."""
+    file = formats.open_stored(path)
+    pixels = file.pixels()
+    missing = _missing(pixels, file.info)
+    return pixels if missing is None else np.where(missing, np.float32(np.nan), pixels)
 
 
 def _other_channels(paths: Sequence[Path], found: int, wanted: int) -> str:
