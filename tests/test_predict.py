@@ -4,6 +4,7 @@ import os
 import cv2
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 from torch import nn
@@ -104,6 +105,21 @@ def test_images_of_any_size_get_label_map_colours_and_overlay(run, tmp_path):
     overlay = read(out / "overlays" / "my street" / "first photo.png").astype(float)
     assert np.abs(overlay - (image / 2 + colors / 2)).max() <= 1
     assert (out / "legend.png").is_file()
+
+
+def test_pixels_that_a_tiff_marks_as_no_data_are_written_as_ignored(run, tmp_path):
+    image = photo(20, 30)
+    image[:, :7] = 255
+    scale = (33550, "d", 3, (10.0, 10.0, 0.0), True)
+    tags = [scale, (42113, "s", 0, "255", True)]
+    tifffile.imwrite(tmp_path / "x.tif", image, photometric="rgb", extratags=tags)
+    assert run(tmp_path / "x.tif") == 0
+    label, expected = read(tmp_path / "out/labels/x.png"), RAW_IDS[image.argmax(2)]
+    expected[:, :7] = CLASSES.ignore_ids[0]
+    np.testing.assert_array_equal(label, expected)
+    with tifffile.TiffFile(tmp_path / "out/labels/x.tif") as written:
+        np.testing.assert_array_equal(written.asarray(), label)
+        assert written.pages[0].tags["GDAL_NODATA"].value == str(CLASSES.ignore_ids[0])
 
 
 def save_as(path, image, **options):

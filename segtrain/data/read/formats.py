@@ -78,13 +78,6 @@ class StoredFile(NamedTuple):
         pixels = reader_of(self.path).stored(io.BytesIO(self.content), self.path, self.info)
         return checked_pixels(pixels, self.info, self.path)
 
-    def palette(self) -> Palette:
-        """As `read_palette`."""
-        if self.content is None:
-            return read_palette(self.path)
-        palette = reader_of(self.path).palette
-        return palette(io.BytesIO(self.content), self.path) if palette else []
-
 
 def open_stored(
     path: str | Path,
@@ -123,8 +116,9 @@ def read_palette(path: str | Path) -> Palette:
         return palette(file, path)
 
 
-def palette_colors(indices: np.ndarray, palette: Palette, path: str | Path) -> np.ndarray:
-    """The colours (H, W, 3) uint8 of a palette file with these indices (H, W, 1)."""
+def palette_colors(indices: np.ndarray, path: str | Path) -> np.ndarray:
+    """The colours (H, W, 3) uint8 of the palette file at `path` with these indices (H, W, 1)."""
+    palette = read_palette(path)
     if (highest := int(indices.max())) >= len(palette):
         raise DataError(f"{printable(path)}: damaged image: index {highest} has no colour")
     return np.array(palette, np.uint8)[indices[..., 0]]

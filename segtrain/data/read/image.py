@@ -181,7 +181,7 @@ def _values(
     if dtype.kind == "f" and missing is not None:
         pixels[missing] = np.nan
     if info.palette:
-        return formats.palette_colors(pixels, file.palette(), path), missing
+        return formats.palette_colors(pixels, path), missing
     if info.depth in (1, 2, 4):
         pixels = pixels * np.uint8(255 // (2**info.depth - 1))
     if drops_alpha(info, channels):

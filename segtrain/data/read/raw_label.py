@@ -60,7 +60,7 @@ def read_colors(
         return decode.decode_png_colors(file.content, path)
     pixels = file.pixels()
     if file.info.palette:
-        return formats.palette_colors(pixels, file.palette(), path)
+        return formats.palette_colors(pixels, path)
     if file.info.alpha:
         pixels = decode.opaque(pixels, path)
     return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
