@@ -13,6 +13,8 @@ from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.check.checks import check_data
+from segtrain.data.check.findings import find_darkness
+from segtrain.data.check.values import image_values
 from segtrain.data.read.find import Window
 from segtrain.data.read.image import ImageForm, read_image
 from segtrain.data.sample.geometry import Placement, Span, resample_image
@@ -122,6 +124,14 @@ def test_a_crop_of_many_channels_is_that_of_each_channel_alone(dtype, high, angl
     for i in range(7):
         alone = resample_image(image[..., i : i + 1].copy(), placement, fill=fill[i : i + 1])
         np.testing.assert_array_equal(crop[..., i], alone[..., 0])
+
+
+def test_an_image_without_any_value_is_not_a_dark_one():
+    form = ImageForm(2)
+    bright, dark = (image_values(values(2, np.uint8, top), form, "a") for top in (255, 9))
+    empty = image_values(np.full((*SIZE, 2), np.nan, np.float32), form, "b")
+    assert find_darkness([empty, bright]) is None
+    assert find_darkness([empty, dark]) is not None
 
 
 NO_DATA = [(np.uint8, 0), (np.uint16, 65535), (np.uint8, 256)]

@@ -1,5 +1,6 @@
 """What is wrong or odd in a data set, from the names of its files and the scans of its splits."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ def find_darkness(images: Sequence[ImageValues], split: str = "") -> Finding | N
 
     An error where it is with all: nothing can be learned from them.
     """
+    images = [one for one in images if not math.isnan(one.peak)]
     deep = [one for one in images if one.form.dtype == np.uint16 and one.form.value_range is None]
     lost = [one for one in deep if one.peak_255 < _DARK_16_BIT]
     if lost:

@@ -1,5 +1,6 @@
 """The values of images: what they use of their range."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ class ImageValues(NamedTuple):
     """The values of one image that has this form; pixels without a value do not count.
 
     name: its path or name, for messages.
-    peak: the largest value; of more than 8 bits without the brightest 0.1 %.
+    peak: the largest value; of more than 8 bits without the brightest 0.1 %. NaN without any value.
     spans: the least and the largest value of each channel.
     white, outside: shares of the samples at the top of the range or above, and outside of it.
     keeps_all: whether the file keeps every number. loses_band: whether an alpha channel that is
@@ -57,7 +58,7 @@ def image_values(
         samples = [band if band.size else np.zeros(1, np.float32) for band in samples]
         spans = tuple((float(band.min()), float(band.max())) for band in samples)
         every = np.concatenate(samples)
-        peak = float(np.quantile(every, 1 - left_out))
+        peak = math.nan if np.isnan(image).all() else float(np.quantile(every, 1 - left_out))
         white, outside = (every >= high).mean(), ((every < low) | (every > high)).mean()
     else:
         counts = _histogram(image)  # (C, values)
