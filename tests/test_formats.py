@@ -11,8 +11,7 @@ import tifffile
 from PIL import Image
 
 from segtrain.data.read.find import IMAGE_SUFFIXES, Window
-from segtrain.data.read.formats import SUFFIXES, read_info, read_palette, read_stored
-from segtrain.data.read.tiff import read_stored_window
+from segtrain.data.read.formats import SUFFIXES, open_stored, read_info, read_palette, read_stored
 from segtrain.errors import DataError
 
 _H, _W = 24, 37
@@ -225,7 +224,7 @@ def test_tiffs_of_gdal_are_read_whole_and_by_windows(tmp_path, dtype, options, l
     assert (info.channels, info.no_data) == (3, options.get("nodata"))
     whole = read_stored(tmp_path / "x.tif")
     np.testing.assert_allclose(whole, written, atol=loss, rtol=0)
-    part = read_stored_window(tmp_path / "x.tif", Window(37, 50, 101, 203))
+    part = open_stored(tmp_path / "x.tif", Window(37, 50, 101, 203)).pixels()
     np.testing.assert_array_equal(part, whole[37:138, 50:253])
 
 

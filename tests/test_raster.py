@@ -11,9 +11,9 @@ from segtrain.data import open_dataset
 from segtrain.data.check.checks import check_data
 from segtrain.data.read import raster
 from segtrain.data.read.find import Window
+from segtrain.data.read.formats import open_stored
 from segtrain.data.read.image import ImageForm
 from segtrain.data.read.raster import windows
-from segtrain.data.read.tiff import read_stored_window
 from segtrain.errors import DataError
 from segtrain.evaluation import raster as raster_prediction
 from segtrain.evaluation.raster import geo_tags, predict_raster
@@ -50,7 +50,7 @@ def test_a_window_is_that_part_of_the_whole(tmp_path, way, dtype):
     contig = {} if way == "planes" else {"planarconfig": "contig"}
     tifffile.imwrite(tmp_path / "x.tif", stored, **options, **contig)
     for window in (Window(0, 0, 200, 330), Window(60, 47, 70, 51), Window(199, 329, 1, 1)):
-        found = read_stored_window(tmp_path / "x.tif", window)
+        found = open_stored(tmp_path / "x.tif", window).pixels()
         top, left, height, width = window
         assert found.dtype == dtype
         np.testing.assert_array_equal(found, whole[top : top + height, left : left + width])

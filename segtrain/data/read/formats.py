@@ -51,7 +51,7 @@ class Reader(NamedTuple):
 
     info: Callable[[IO[bytes], str | Path], Info]
     stored: Callable[[IO[bytes], str | Path, Info], np.ndarray]
-    palette: Callable[[IO[bytes], str | Path], Palette] | None = None
+    palette: Callable[[IO[bytes], str | Path], Palette] = lambda *_: []
 
 
 def read_info(path: str | Path) -> Info:
@@ -74,7 +74,7 @@ class StoredFile(NamedTuple):
     def pixels(self) -> np.ndarray:
         """The pixels as stored, (H, W, C) with C >= 1; indices of a palette file."""
         if self.content is None:
-            return tiff.read_stored_window(self.path, self.window)
+            return tiff.read_stored_window(self.path, self.window, self.info)
         pixels = reader_of(self.path).stored(io.BytesIO(self.content), self.path, self.info)
         return checked_pixels(pixels, self.info, self.path)
 
@@ -109,11 +109,8 @@ def read_stored(path: str | Path) -> np.ndarray:
 
 def read_palette(path: str | Path) -> Palette:
     """The colours of the indices, RGB 0..255; empty if the file has no palette."""
-    palette = reader_of(path).palette
-    if palette is None:
-        return []
     with os_errors_as(DataError, path), open_regular(path) as file:
-        return palette(file, path)
+        return reader_of(path).palette(file, path)
 
 
 def palette_colors(indices: np.ndarray, path: str | Path) -> np.ndarray:

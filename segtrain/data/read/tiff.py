@@ -127,10 +127,12 @@ def read_colors(file: IO[bytes], path: str | Path) -> Palette:
         return [] if colors is None else [tuple(c) for c in (colors >> 8).T.tolist()]
 
 
-def read_stored_window(path: Path, window: Window) -> np.ndarray:
-    """As `read_stored`, of this part of a TIFF: (height, width, C). Reads no more than it must."""
+def read_stored_window(path: str | Path, window: Window, info: Info) -> np.ndarray:
+    """As `read_stored`, of this part of a TIFF with this header: (height, width, C).
+
+    Reads no more than it must.
+    """
     with os_errors_as(DataError, path), open_regular(path) as file:
-        info = read_header(file, path)
         rows = slice(window.top, window.top + window.height)
         columns = slice(window.left, window.left + window.width)
         with opened_tiff(file, path) as picture:
