@@ -134,9 +134,9 @@ def _odd_values(
     facts: Sequence[ImageFacts], dtype: str, scale: tuple[float, float]
 ) -> tuple[str, ...]:
     warnings = []
-    if saturated := [one.at_top for one in facts if one.at_top > 0.05]:
+    if saturated := [one.at_top for one in facts if one.at_top > 0.25]:
         warnings.append(
-            f"{len(saturated)} of {len(facts)} images have more than 5 % of their pixels at the "
+            f"{len(saturated)} of {len(facts)} images have more than 25 % of their pixels at the "
             f"largest value of {dtype}: perhaps clipped when they were converted"
         )
     full = [one for one in facts if min(one.low) <= scale[0] and max(one.high) >= scale[1]]
