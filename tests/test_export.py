@@ -3,6 +3,7 @@ import ast
 import copy
 import dataclasses
 import json
+import math
 
 import cv2
 import numpy as np
@@ -262,8 +263,16 @@ def test_an_exporter_that_fails_is_named_with_its_reason(tmp_path):
             logits = self.norm(self.conv(images))
             return SegLogits(logits if logits.sum() > 0 else -logits)
 
-    with pytest.raises(ExecutionError, match=r"pt2 exporter of torch .* failed: .*data-dependent"):
-        export_graph(loaded_model(Branching()), tmp_path / "model.pt2", format="pt2")
+    class Rounding(Tiny):
+        def forward(self, images):
+            half = math.ceil(images.shape[2] / 2)  # as timm's padding; torch cannot store it
+            return SegLogits(self.norm(self.conv(images)) * (2 * half / images.shape[2]))
+
+    for model, reason in ((Branching(), "data-dependent"), (Rounding(), "node ceil")):
+        with pytest.raises(ExecutionError, match=f"exporter of torch .*{reason}") as caught:
+            export_graph(loaded_model(model), tmp_path / "model.pt2", format="pt2")
+        (line,) = str(caught.value).splitlines()
+        assert line.endswith("; try --format onnx or --format torchscript, or --size")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -138,9 +138,11 @@ def export_graph(
                 FORMATS[format].write(graph, example, size is not None, metadata, draft)
                 run = FORMATS[format].read(draft)
             except (RuntimeError, ValueError) as error:
+                reason = str(error).strip().partition("\n")[0]
+                others = " or ".join(f"--format {name}" for name in FORMATS if name != format)
                 raise ExecutionError(
                     f"{output}: the {format} exporter of torch {torch.__version__} failed: "
-                    f"{str(error).strip()[:1000]}"
+                    f"{reason}; try {others}" + (", or --size" if size is None else "")
                 ) from error
             compared = [compare(run, graph, case) for case in batches]
         if not all(comparison.passed for comparison in compared):
