@@ -131,7 +131,8 @@ def test_sigint_more_than_once_to_the_launcher_ends_everything_at_once(
         time.sleep(pause_s)
     assert command.wait() == 130, command.errors
     said = "segtrain: stopped at once by a second signal, without saving\n"
-    assert command.errors == said or (not hangs and command.errors == "")
+    asked_once = not hangs and command.errors.count("segtrain: ") <= 1
+    assert command.errors.endswith(said) or asked_once
     assert left_after(everyone, GONE_WITHIN_S) == []
     assert time.monotonic() - asked < 20
     assert last(run).step >= 1

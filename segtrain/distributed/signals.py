@@ -20,6 +20,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
 
 AT_ONCE = "stopped at once by a second signal, without saving"
+STOPPING = "stopping after this step, which is saved; a second Ctrl-C ends at once, without saving"
 
 # How long a rank may take to save and stop after its launcher has died.
 _ORPHAN_S = 8
@@ -45,12 +46,14 @@ class SignalFlags:
         handle_stop_signals(self._stop)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
+        is_first = os.environ.get("RANK", "0") == "0"
         # The launcher passes a second Ctrl-C on as SIGTERM.
         if self.signal == signal.SIGINT:
             # Ranks of a launcher leave the word to it.
-            is_first = _launcher is None and os.environ.get("RANK", "0") == "0"
-            _exit(EXIT_INTERRUPTED, AT_ONCE if is_first else "")
+            _exit(EXIT_INTERRUPTED, AT_ONCE if is_first and _launcher is None else "")
         self.signal = number
+        if number == signal.SIGINT and is_first:
+            _tell(STOPPING)
         if _launcher is not None and os.getppid() != _launcher:
             signal.alarm(_ORPHAN_S)  # SIGALRM has no handler, so it ends the process
 
@@ -117,11 +120,16 @@ def exit_at_once(number: int, _: FrameType | None) -> None:
 
 
 def _exit(code: int, message: str) -> None:
-    """Ends the process from a handler, where print may be in the midst of another message."""
     if message:
-        with suppress(OSError):
-            os.write(2, f"segtrain: {message}\n".encode())
+        _tell(message)
     os._exit(code)
+
+
+def _tell(message: str) -> None:
+    """For handlers, where print may be in the midst of another message."""
+    new_line = "\n" if os.isatty(2) else ""  # below a progress bar
+    with suppress(OSError):
+        os.write(2, f"{new_line}segtrain: {message}\n".encode())
 
 
 def follow_launcher() -> None:
