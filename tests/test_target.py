@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from experiments import experiment, write_config
 
+from segtrain.cli import main as segtrain
 from segtrain.commands.train.start import resolve_run
 from segtrain.config import load_config
 from segtrain.errors import ConfigError
@@ -74,6 +75,17 @@ def test_a_config_of_that_name_outside_of_a_run_is_a_config():
     Path("checkpoints").mkdir()
     assert target("config.yaml") == ("config.yaml", "runs/config")
     assert target("config.yaml", resume=True) == ("config.yaml", "runs/config")
+
+
+def test_in_the_folder_of_an_experiment_the_run_has_its_name(run, capsys):
+    Path("my.yaml").rename("config.yaml")
+    here = Path.cwd().name
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "last.pt").touch()
+    run.rename(Path("runs", here))
+    for folder in (".", "runs/.."):
+        assert segtrain(["train", folder, "--nproc", "1"]) == 2
+        assert f"runs/{here}: holds a run already" in capsys.readouterr().err
 
 
 def test_a_run_goes_before_a_shipped_config_of_its_name_and_in_it_its_directory_is_a_point(

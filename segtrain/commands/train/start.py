@@ -36,7 +36,10 @@ def main(args: argparse.Namespace) -> int:
     # 1. Which config, which run?
     is_first = "RANK" not in os.environ  # what is said here is said once, not by every rank
     if os.path.isdir(args.config) and _run_of(args.config) is None:
-        args.config = str(_config_of_folder(Path(args.config), may_write=is_first))
+        folder = Path(args.config)
+        if folder.name in ("", ".."):  # `.` and `..` do not end with the name for the run
+            folder = folder.resolve()
+        args.config = str(_config_of_folder(folder, may_write=is_first))
     target = resolve_run(args.config, resume=args.resume, output=args.output)
     if target.note and is_first:
         say(target.note)
