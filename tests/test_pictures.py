@@ -88,6 +88,7 @@ def test_names_that_are_cut_or_in_letters_that_a_font_lacks_stay_different(openc
         rows = [picture[4 + 20 * i : 24 + 20 * i].tobytes() for i in range(2)]
         assert rows[0] != rows[1]
     assert class_labels(["road", "砂"]) == ["0 road", "1 砂"]
+    assert class_labels(["road", "砂"], (7, 300)) == ["7 road", "300 砂"]
 
 
 def test_all_letters_of_a_line_are_on_it(opencv):

@@ -9,7 +9,7 @@ Every picture is an (H, W, 3) uint8 RGB array. Labels are (H, W) uint8 train ids
 import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import cv2
@@ -46,12 +46,13 @@ def text_mask(text: str, size_px: int) -> np.ndarray:
     return np.array(picture)
 
 
-def class_labels(names: Sequence[str]) -> list[str]:
-    """A label for each class: its position in the class file, from 0, and its name.
+def class_labels(names: Sequence[str], ids: Iterable[int] | None = None) -> list[str]:
+    """A label for each class: its id, by default its position in the class file, and its name.
 
     Numbers tell names apart that are cut, or in letters that the font lacks.
     """
-    return [f"{i} {printable(name, MAX_NAME)}" for i, name in enumerate(names)]
+    ids = range(len(names)) if ids is None else ids
+    return [f"{i} {printable(name, MAX_NAME)}" for i, name in zip(ids, names, strict=True)]
 
 
 Rgb = tuple[int, int, int]
@@ -317,8 +318,9 @@ def raw_ids(classes: ClassFile) -> np.ndarray:
 
 
 def write_legend(output: Path, classes: ClassFile) -> None:
-    """Writes the colour and name of each class."""
-    write_png(output / "legend.png", legend(class_labels(classes.names), classes.palette))
+    """Writes the colour, the id in label maps and the name of each class."""
+    labels = class_labels(classes.names, classes.write_ids)
+    write_png(output / "legend.png", legend(labels, classes.palette))
 
 
 def write_prediction(
