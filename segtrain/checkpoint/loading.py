@@ -2,7 +2,9 @@
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import kind_of
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
-from segtrain.run.directory import flat
+from segtrain.run.directory import CONFIG, flat, is_run
 from segtrain.text import first_of
 
 
@@ -75,7 +77,20 @@ def resolve(run_or_file: str | Path) -> Path:
         if os.path.lexists(file):
             found = kind_of(file)
             raise CheckpointError(f"{file}: expected a checkpoint, found {found}; move it away")
+    if (path / CONFIG).is_file() and not is_run(path):
+        raise CheckpointError(_runs_of_experiment(path))
     raise CheckpointError(f"{path}: no checkpoints/{BEST} or checkpoints/{LAST} in this directory")
+
+
+def _runs_of_experiment(folder: Path) -> str:
+    """What to say of the folder of a config, where a run is expected."""
+    name = folder.resolve().name
+    places = (folder / "runs", Path("runs"))
+    runs = [run for runs in places for run in sorted(runs.glob(f"{escape(name)}*")) if is_run(run)]
+    what = f"{folder}: an experiment, which holds a config; expected a run, which holds weights"
+    if runs:
+        return f"{what}; in its place give {first_of(map(str, runs))}"
+    return f"{what}; segtrain train {shlex.quote(str(folder))} writes runs/{name}"
 
 
 def check_sizes(checkpoint: Checkpoint, config: Config, classes: ClassFile, path: Path) -> None:
