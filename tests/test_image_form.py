@@ -364,8 +364,14 @@ def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, cap
         label = np.array(Image.open(path.with_suffix(".png")))
         np.testing.assert_array_equal(tifffile.imread(path), label)
     Image.new("RGB", (40, 24)).save(root / "rgb.png")
-    assert segtrain(["predict", str(run), str(root / "rgb.png"), "--output", str(root / "q")]) == 3
-    assert "[0.0, 4095.0] does not fit images of uint8" in capsys.readouterr().err
+    tifffile.imwrite(root / "rgb.tif", np.zeros((40, 24, 3), np.uint16))  # read by windows
+    as_bands = {"photometric": "minisblack", "planarconfig": "contig"}
+    tifffile.imwrite(root / "bytes.tif", np.zeros((40, 24, 5), np.uint8), **as_bands)
+    wrong = [str(root / name) for name in ("rgb.png", "rgb.tif", "bytes.tif")]
+    assert segtrain(["predict", str(run), *wrong, "--output", str(root / "q")]) == 3
+    said = capsys.readouterr().err
+    assert said.count("3 channels, and the model was trained on 5: it needs the same bands") == 2
+    assert "bytes.tif: values of uint8, and the model was trained on values of [0.0, 4095" in said
     export = ["export", str(run), "--format", "pt2", "--output", str(root / "m.pt2")]
     assert segtrain([*export, "--normalize", "uint8"]) == 2
     assert segtrain([*export, "--normalize", "float32"]) == 0
@@ -385,10 +391,16 @@ def test_a_pack_gives_the_same_pixels(five_bands):
     assert packed[0][0].dtype == np.uint16
 
 
-def test_colours_change_in_8_bit_rgb_alone():
+def test_colours_change_in_8_bit_rgb_alone(five_bands, capsys):
     augment = AugmentConfig(color_prob=0.5)
     with pytest.raises(ConfigError, match=r"augment\.color_prob: takes 8-bit images"):
         TrainTransform(augment, form=ImageForm(3, np.dtype(np.uint16)))
+    sets = ["data.value_range=[0, 4095]", f"data.mean={[120] * 5}", f"data.std={[70] * 5}"]
+    sets += ["augment.extra=[{name: InvertImg}]"]
+    check = ["data", "check", str(five_bands), *(part for one in sets for part in ("--set", one))]
+    for options, code in ((check, 3), (check[:-2], 0)):  # as training says
+        assert segtrain(options) == code
+        assert ("augment.extra: takes 8-bit images" in capsys.readouterr().out) is (code == 3)
     data = DataConfig(layout="camvid", root="x", classes="x", channels=4)
     with pytest.raises(ValueError, match="are those of RGB"):
         Config(data=data, augment=augment)

@@ -57,9 +57,15 @@ def check(args: argparse.Namespace) -> int:
     if wrong := wrong_units(config):
         raise ConfigError("\n".join(wrong))
     from segtrain.data.check.checks import CheckResult, check_data
+    from segtrain.data.check.findings import Finding
+    from segtrain.data.sample.photometric import extra_transforms
 
     def find() -> CheckResult:
         result = check_data(config.data, jobs=args.jobs)
+        try:
+            extra_transforms(config.augment, result.form)
+        except ConfigError as error:
+            result.findings.append(Finding("error", "", "augment", str(error)))
         placed = [
             replace(finding, text=with_places(finding.text, args.config, args.set))
             for finding in result.findings

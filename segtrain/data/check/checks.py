@@ -26,6 +26,7 @@ from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
 from segtrain.data.read.formats import read_info
+from segtrain.data.read.image import RGB, ImageForm
 from segtrain.data.read.layouts import scan_layout
 from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
@@ -55,6 +56,7 @@ class CheckResult:
     class_names: Sequence[str]
     scans: list[SplitScan]
     findings: list[Finding]
+    form: ImageForm  # of the training images
 
     @property
     def ok(self) -> bool:
@@ -121,7 +123,8 @@ def check_data(data: DataConfig, jobs: int | None = None) -> CheckResult:
     for scan in scans:
         findings += split_findings(scan, read_by(classes, data.label_format))
     findings += shared_image_findings(scans, is_one_split=data.train_split == data.eval_split)
-    return CheckResult(classes.name, classes.names, scans, findings)
+    form = next((one.form for one in datasets if one.split == data.train_split), RGB)
+    return CheckResult(classes.name, classes.names, scans, findings, form)
 
 
 def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:

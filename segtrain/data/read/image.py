@@ -158,6 +158,12 @@ def drops_alpha(info: Info, channels: int | None) -> bool:
     return info.alpha and info.channels in (2, 4) and info.channels != channels
 
 
+def num_channels(info: Info, wanted: int) -> int:
+    """How many channels an image in one file with this header has where `wanted` are wanted."""
+    found = 3 if info.palette else info.channels - drops_alpha(info, wanted)
+    return 3 if (found, wanted) == (1, 3) else found
+
+
 def _values(
     file: formats.StoredFile, dtype: np.dtype, channels: int | None
 ) -> tuple[np.ndarray, np.ndarray | None]:

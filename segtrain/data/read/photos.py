@@ -10,7 +10,7 @@ import numpy as np
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import IMAGE_SUFFIXES, first_lines
 from segtrain.data.read.formats import Info, open_stored, read_info
-from segtrain.data.read.image import ImageForm, read_image, set_dtype
+from segtrain.data.read.image import ImageForm, num_channels, read_image, set_dtype
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import counted, first_of, printable
@@ -46,10 +46,19 @@ def form_of_file(path: Path, form: ImageForm) -> ImageForm:
 
 def _with_dtype_of(info: Info, form: ImageForm, path: Path) -> ImageForm:
     form = form._replace(dtype=set_dtype(info.dtype))
+    if (found := num_channels(info, form.channels)) != form.channels:
+        raise DataError(
+            f"{printable(path)}: {found} channels, and the model was trained on {form.channels}: "
+            "it needs the same bands in the same order"
+        )
     try:
         form.check()
-    except DataError as error:
-        raise DataError(f"{printable(path)}: {error}") from error
+    except DataError:
+        values = "all of 8 or 16 bits" if form.value_range is None else [*form.value_range]
+        raise DataError(
+            f"{printable(path)}: values of {form.dtype}, and the model was trained on values of "
+            f"{values}: convert them as those of the training were"
+        ) from None
     return form
 
 
