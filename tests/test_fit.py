@@ -9,13 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from experiments import experiment, losses, train, write_config
+from experiments import experiment, losses, train, write_config, write_data
+from PIL import Image
 
-from segtrain.commands.train import fit
+from segtrain.commands.train import evaluate, fit
 from segtrain.commands.train.fit import Trial, fitted, ways
 from segtrain.config import load_config, parse_config
 from segtrain.errors import EXIT_MEMORY, ConfigError, ExecutionError, MemoryLimitError
+from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
 
 DATA = "data: {layout: folders, root: none, classes: none}\n"
 NORM, BLOCKS = ({"model.recompute": level} for level in ("norm", "blocks"))
@@ -199,3 +202,37 @@ def test_a_run_that_did_not_fit_trains_with_the_same_losses(tmp_path, data):
     again = segtrain("train", config, "--output", small, "--fit", "--resume", limit=limit)
     assert "the run goes on as it was started: model.recompute blocks" in again.stderr
     assert losses(small) == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+
+
+def test_a_trial_evaluates_the_images_that_take_most_memory(monkeypatch):
+    """Of those that go as a whole, and of all; on every rank, as many as share a batch."""
+    config = parse_config(DATA + "eval: {batch_size: 2, mode: whole}", source="c")
+    most = SettingsBySize.that_fit(InferenceSettings.from_config(config), 40 * 60)
+    monkeypatch.setattr(evaluate, "settings_by_size", lambda *_: most)
+    seen = []
+    monkeypatch.setattr(evaluate, "_evaluated", lambda _, samples: seen.extend(samples))
+    sizes = [(30, 40), (40, 60), (90, 90), (41, 60)]
+
+    class Images(list):
+        classes = argparse.Namespace(num_classes=3)
+
+        def size(self, index):
+            return sizes[index]
+
+    state = argparse.Namespace(eval_model=None, shares=None)
+    run = argparse.Namespace(config=config, device="cpu", state=state)
+    evaluate.evaluate_largest(run, Images("abcd"))
+    assert seen == ["b", "b", "c", "c"]
+
+
+@pytest.mark.slow
+def test_a_run_that_fits_is_not_ended_by_its_first_evaluation(tmp_path):
+    """An image that would need more than the steps did goes by windows."""
+    write_data(tmp_path)
+    for kind, channels in (("images", (3,)), ("labels", ())):
+        path = min((tmp_path / kind / "val").rglob("*.png"))
+        Image.fromarray(np.zeros((850, 850, *channels), np.uint8)).save(path)
+    config = write_config(tmp_path / "c.yaml", limited_options(tmp_path, size=129, batch_size=2))
+    done = segtrain("train", config, "--output", tmp_path / "run", "--fit", limit=1900 << 20)
+    assert done.returncode == 0, done.stderr
+    assert "1 image did not fit into memory as a whole" in done.stdout

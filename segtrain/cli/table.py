@@ -299,7 +299,7 @@ COMMANDS = (
         _DEVICE,
         _argument("--steps", "steps to measure (default: 20)", "N", positive, default=20),
         _argument("--json", "write the figures to this file", "FILE", Path),
-        _switch("--memory", "only the time and the memory of a step, in three steps"),
+        _switch("--memory", "only the time of a step, and the memory of steps and evaluation"),
         _argument(
             "--profile",
             "write a trace of three steps, for https://ui.perfetto.dev; .json or .json.gz",

@@ -14,6 +14,7 @@ import torch
 
 from segtrain.commands.config import find_config
 from segtrain.commands.train.auto_workers import MEASURED_STEPS, with_chosen_workers
+from segtrain.commands.train.evaluate import evaluate_largest
 from segtrain.commands.train.setup import (
     TrainContext,
     build_state,
@@ -23,6 +24,7 @@ from segtrain.commands.train.setup import (
     open_data,
 )
 from segtrain.config import Config, load_config
+from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import (
@@ -213,13 +215,17 @@ def footprint_lines(footprint: Footprint) -> Iterator[str]:
 
 
 def _footprint(config: Config, device: torch.device) -> Footprint:
-    """Trains three steps as a run does, of which the first does not count (collective)."""
+    """Trains three steps as a run does, of which the first does not count, and evaluates.
+
+    Only the images that take most memory (collective).
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction((1 - MEMORY_MARGIN) * free / total, device)
-    _, steps = _training(config, device)
+    this, steps, eval_set = _training(config, device)
     _take(steps, 1, device)
     step_s, _ = _take(steps, 2, device)
+    evaluate_largest(this, eval_set)
     workers = sum(map(resident_bytes, descendants(os.getpid())[1:]))
     on_device = peak_bytes(device) if device.type == "cuda" else None
     mine = step_s, on_device, peak_bytes(torch.device("cpu")) + workers
@@ -227,10 +233,12 @@ def _footprint(config: Config, device: torch.device) -> Footprint:
     return Footprint(max(times), None if on_device is None else max(devices), sum(hosts))
 
 
-def _training(config: Config, device: torch.device) -> tuple[TrainContext, Iterator[StepResult]]:
-    """What a run trains with, and its steps (collective)."""
+def _training(
+    config: Config, device: torch.device
+) -> tuple[TrainContext, Iterator[StepResult], SegDataset]:
+    """What a run trains with, its steps, and the split that it evaluates on (collective)."""
     notes: list[str] = []
-    train_set, _ = open_data(config, device, notes)
+    train_set, eval_set = open_data(config, device, notes)
     state = build_state(config, device, None, train_set, notes)
     nowhere = Path(os.devnull)  # bench has no run directory that keeps the centroids
     class_uniform, _ = class_uniform_sampling(config, train_set, nowhere, None, device)
@@ -246,7 +254,7 @@ def _training(config: Config, device: torch.device) -> tuple[TrainContext, Itera
         say("\n".join(notes))
 
     tell = say if dist.is_main() else lambda _: None
-    return this, train_steps(
+    steps = train_steps(
         state,
         with_chosen_workers(this, config.train.steps, tell),
         config,
@@ -254,11 +262,12 @@ def _training(config: Config, device: torch.device) -> tuple[TrainContext, Itera
         indices=this.indices(),
         step_sync=this.step_sync,
     )
+    return this, steps, eval_set
 
 
 def _measure(config: Config, device: torch.device, num_steps: int, profile: Path | None) -> Report:
     """Trains a few steps with the data, model and loader of a run (collective)."""
-    this, steps = _training(config, device)
+    this, steps, _ = _training(config, device)
     _take(steps, _warmup(config), device)
     # 1. The time that counts: nobody listens.
     step_s, data_s = _take(steps, num_steps, device)

@@ -112,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
     check_windows(config, loaded.classes.num_classes, device)
     model = to_eval_precision(loaded.model, config, device)
     mode_is_given = any(text.partition("=")[0].strip() == "eval.mode" for text in args.set)
-    most = fitting_pixels(device, loaded.classes.num_classes, ranks=1)
+    most = fitting_pixels(model, device, loaded.classes.num_classes, ranks=1)
     settings = SettingsBySize.from_config(config, mode_is_given=mode_is_given, fitting_pixels=most)
     print(f"step {loaded.step}; {settings.describe()}; {device}")
     for line in eval_precision_warnings(config, device):

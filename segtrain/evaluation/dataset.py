@@ -170,9 +170,9 @@ def evaluate_dataset(
         StoppedError: a rank has left its images.
         MemoryLimitError: the memory does not suffice for an image.
     """
-    ranks = dist.local_world_size() * at_once
-    most = math.inf if mode_is_given else fitting_pixels(device, num_classes, ranks)
-    by_size = SettingsBySize.that_fit(settings, most)
+    by_size = SettingsBySize.that_fit(settings, math.inf)
+    if not mode_is_given:
+        by_size = settings_by_size(model, settings, device, num_classes, at_once)
     limits = batch_limits(settings, device, num_classes)
     matrix = ConfusionMatrix(num_classes, device)
     num_infinite = torch.zeros((), dtype=torch.int64, device=device)
@@ -206,6 +206,18 @@ def evaluate_dataset(
     _warn_of_infinite(num_infinite, settings)
     _warn_of_windows(images.num_by_windows, by_size)
     return matrix
+
+
+def settings_by_size(
+    model: nn.Module,
+    settings: InferenceSettings,
+    device: torch.device,
+    num_classes: int,
+    at_once: int,
+) -> SettingsBySize:
+    """How `evaluate_dataset` chooses windows by memory."""
+    ranks = dist.local_world_size() * at_once
+    return SettingsBySize.that_fit(settings, fitting_pixels(model, device, num_classes, ranks))
 
 
 class _Decoded(NamedTuple):

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from segtrain.config import Config
 from segtrain.models.blocks import Values
@@ -227,9 +228,16 @@ class BatchLimits(NamedTuple):
         return int(max(1, min(self.num_views, self.num_pixels // math.prod(size))))
 
 
-def fitting_pixels(device: torch.device, num_classes: int, ranks: int) -> float:
+# A process of torch that has read a model, without the model.
+_PROCESS = 3 << 28
+# Weights, their averages, gradients and the two moments of AdamW: prediction chooses as training.
+_COPIES = 5
+
+
+def fitting_pixels(model: nn.Module, device: torch.device, num_classes: int, ranks: int) -> float:
     """The largest view for which `device` has memory, shared by `ranks` if it is a CPU."""
     there = rank_bytes(device, ranks) if device.type == "cpu" else memory_bytes(device)
+    there -= _PROCESS + _COPIES * sum(p.nbytes for p in model.parameters())
     return there / (_FEATURES + _CLASS * num_classes)
 
 

@@ -1,9 +1,10 @@
 """The evaluation of a run: scores, pictures, and whether the model is the best so far."""
 
+import math
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from io import BytesIO
-from math import isnan
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,20 @@ from torch import Tensor
 
 from segtrain.commands.train import save
 from segtrain.commands.train.setup import TrainContext, TrainRun
+from segtrain.data.read.concurrent import IO_THREADS, prefetch
+from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
 from segtrain.distributed.partition import partition
-from segtrain.evaluation.dataset import Prediction, StoppedError, evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.dataset import (
+    Prediction,
+    Sample,
+    StoppedError,
+    evaluate_dataset,
+    settings_by_size,
+)
+from segtrain.evaluation.settings import InferenceSettings, view_sizes
 from segtrain.metrics import ConfusionMatrix
 from segtrain.models.blocks import Normalize
 from segtrain.models.precision import (
@@ -80,18 +89,58 @@ def _confusion_matrix(run: TrainRun, pictures: dict[int, str]) -> ConfusionMatri
     config, asked = run.config, run.signal_flags.stop_requested
     if config.norm.precise_batches is not None:
         take_precise_statistics(run, config.norm.precise_batches, stop=asked)
+    return _evaluated(
+        run,
+        run.eval_set,
+        progress=True,
+        callbacks=[lambda prediction: _keep(run, prediction, pictures)],
+        stop=dist.StopNews(asked),
+    )
+
+
+def evaluate_largest(run: TrainContext, eval_set: SegDataset) -> None:
+    """Evaluates the images that take most memory, at the same time on every rank (collective).
+
+    These are the largest of all and the largest of those that do not go by windows.
+    """
+    settings, state = InferenceSettings.from_config(run.config), run.state
+    num_classes, at_once = eval_set.classes.num_classes, _at_once(run)
+    by_size = settings_by_size(state.eval_model, settings, run.device, num_classes, at_once)
+
+    def largest() -> list[int]:
+        indices = range(len(eval_set))
+        with closing(prefetch(eval_set.size, indices, IO_THREADS)) as read:
+            sizes = list(read)
+
+        def work(index: int) -> tuple[int, int]:
+            size = sizes[index]
+            return max(map(math.prod, view_sizes(size, settings))), math.prod(size)
+
+        whole = [i for i in indices if by_size.of(sizes[i]) == settings]
+        return sorted({max(group, key=work) for group in (indices, whole) if group})
+
+    copies = dist.world_size() * at_once * (settings.batch_size or 1)
+    samples = [eval_set[i] for i in dist.run_on_rank0(largest)]
+    _evaluated(run, [sample for sample in samples for _ in range(copies)])
+
+
+def _at_once(run: TrainContext) -> int:
+    return 1 if run.state.shares is None else run.state.shares.at_once
+
+
+def _evaluated(run: TrainContext, samples: Sequence[Sample], **options: Any) -> ConfusionMatrix:
+    """`evaluate_dataset` as a run calls it."""
+    config = run.config
     with float32_products(for_evaluation(config)):
         return evaluate_dataset(
             run.state.eval_model,
-            run.eval_set,
+            samples,
             InferenceSettings.from_config(config),
             device=run.device,
-            num_classes=run.eval_set.classes.num_classes,
-            progress=True,
+            num_classes=run.train_set.classes.num_classes,
             num_threads=max(1, num_loader_workers(config.data)),
-            at_once=1 if run.state.shares is None else run.state.shares.at_once,
-            callbacks=[lambda prediction: _keep(run, prediction, pictures)],
-            stop=dist.StopNews(asked),
+            at_once=_at_once(run),
+            **options,
         )
 
 
@@ -99,7 +148,8 @@ def is_better(mean_iou: float, best: dict[str, Any] | None) -> bool:
     """Whether a score is above the best one; any number is better than NaN."""
     if best is None:
         return True
-    return mean_iou > best["mean_iou"] or (isnan(best["mean_iou"]) and not isnan(mean_iou))
+    was_nan = math.isnan(best["mean_iou"])
+    return mean_iou > best["mean_iou"] or (was_nan and not math.isnan(mean_iou))
 
 
 def _show(run: TrainRun, pictures: dict[int, str]) -> None:

@@ -89,7 +89,8 @@ def fitted(args: argparse.Namespace, source: Path, config: Config, num_ranks: in
     raise MemoryLimitError(
         f"--fit: no way was found to train with train.batch_size {config.train.batch_size} and "
         f"crops of {height}x{width} here, and the last one said: {tried[-1].problem}; use smaller "
-        f"crops, a smaller batch, a smaller model{more}, or a machine with more memory"
+        f"crops, a smaller batch, a smaller model{more}, or a machine with more memory; for images "
+        "that are evaluated, a smaller eval.crop_size"
     )
 
 

@@ -101,6 +101,10 @@ class PackedDataset(SegDataset):
         image, label = split_rows(rows, packed.width, self.form)
         return image, label if self.labelled else np.full(label.shape, IGNORE_INDEX, np.uint8)
 
+    def size(self, index: int) -> tuple[int, int]:
+        """The (height, width) of image `index`."""
+        return self.images[index].height, self.images[index].width
+
     def source_bytes(self, index: int) -> list[int]:
         """Sizes of the files of image and label when they were packed."""
         return [file.num_bytes for file in self.images[index].files]

@@ -12,6 +12,7 @@ import numpy as np
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
+from segtrain.data.read.formats import read_info
 from segtrain.data.read.image import RGB, ImageForm, ignore_missing, read_image
 from segtrain.data.read.labels import read_label
 from segtrain.errors import DataError
@@ -81,6 +82,11 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         if problem := size_problem(pair, image.shape[:2], label.shape):
             raise DataError(problem)
         return image, label
+
+    def size(self, index: int) -> tuple[int, int]:
+        """The (height, width) of image `index`; DataError: its header cannot be read."""
+        pair = self.pairs[index]
+        return read_info(pair.image).size if pair.window is None else pair.window[2:]
 
     def source_bytes(self, index: int) -> list[int]:
         """Sizes of the files of image and label; DataError: a file is gone."""
