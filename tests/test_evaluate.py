@@ -1,5 +1,6 @@
 import argparse
 import json
+import math
 import shutil
 
 import numpy as np
@@ -86,8 +87,8 @@ def data_of(root, layout="cityscapes", classes="cityscapes", **options):
     return DataConfig(layout=layout, root=str(root), classes=str(classes), **units, **options)
 
 
-def config_of(root):
-    options = {"augment": AugmentConfig(crop_size=(16, 24)), "eval": EvalConfig(mode="slide")}
+def config_of(root, mode="slide"):
+    options = {"augment": AugmentConfig(crop_size=(16, 24)), "eval": EvalConfig(mode=mode)}
     return Config(data=data_of(root), **options)
 
 
@@ -173,6 +174,16 @@ def test_scores_with_half_precision_say_so(command, capsys):
     exact = command()
     assert exact["inference"]["precision"] == "float32"
     assert exact["mIoU"] == pytest.approx(scores["mIoU"], abs=0.02)
+
+
+@pytest.mark.parametrize(("most_pixels", "number"), [(math.inf, 0), (0, len(NAMES))])
+def test_images_that_went_by_windows_are_counted_beside_the_mode(
+    command, cityscapes, know_the_colors, monkeypatch, most_pixels, number
+):
+    know_the_colors(config_of(cityscapes, mode="whole"), load_class_file("cityscapes"))
+    monkeypatch.setattr("segtrain.evaluation.dataset.fitting_pixels", lambda *_: most_pixels)
+    found = command()["inference"]
+    assert (found["mode"], found["images_by_windows"]) == ("whole", number)
 
 
 def test_table_lists_the_classes_in_their_order_and_the_means(command, capsys):

@@ -272,6 +272,8 @@ def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsy
     assert whole[2] == {(31, 40), (30, 40)}
     how = "above 0.0 megapixels sliding window 16x24, overlap 0.33"
     assert auto[3].startswith(f"step 3; whole image; scale 1; no flip; {how}; cpu\n")
+    said = "1 of them too large to be predicted as a whole: in parts\n"
+    assert [said in one[3] for one in (auto, slide, whole)] == [True, False, False]
     assert "megapixels" not in slide[3] + whole[3]
 
 

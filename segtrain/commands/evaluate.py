@@ -114,6 +114,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
         # 4. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
+        by_windows: list[int] = []
         matrix = evaluate_dataset(
             to_eval_precision(loaded.model, config, device),
             dataset,
@@ -124,6 +125,7 @@ def run_eval(args: argparse.Namespace) -> int:
             num_threads=max(1, num_loader_workers(config.data)),
             mode_is_given=any(text.partition("=")[0].strip() == "eval.mode" for text in args.set),
             callbacks=[*writers, *([] if instances is None else [instances.add])],
+            on_windows=by_windows.append,
         )
         if instances is not None:
             instances.sum_over_ranks()
@@ -140,7 +142,11 @@ def run_eval(args: argparse.Namespace) -> int:
                 "num_images": len(dataset),
                 **report.to_dict(),
                 "confusion_matrix": matrix.counts.tolist(),
-                "inference": settings.to_dict() | {"precision": for_evaluation(config).precision},
+                "inference": {
+                    **settings.to_dict(),
+                    "precision": for_evaluation(config).precision,
+                    "images_by_windows": sum(by_windows),  # although the mode is another
+                },
                 "norm": norm,
             }
             for line in (

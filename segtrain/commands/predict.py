@@ -72,6 +72,7 @@ class Notes(NamedTuple):
 
     problem: str = ""  # why it cannot be read
     turned: bool = False  # EXIF asks for a rotation
+    in_parts: bool = False  # too large for the mode `whole` of the settings
     values: ImageValues | None = None
     is_finite: bool = True  # whether its scores are; else its prediction means nothing
 
@@ -185,7 +186,10 @@ def predict_images(
         predicted = ((group, _predict(model, group, transfer, limits)) for group in groups)
         for group, found in transfer.late_to_host(predicted):
             for photo, (label, is_finite) in zip(group, found, strict=True):
-                notes[photo.index] = notes[photo.index]._replace(is_finite=bool(is_finite.numpy()))
+                notes[photo.index] = notes[photo.index]._replace(
+                    is_finite=bool(is_finite.numpy()),
+                    in_parts=photo.settings.mode != settings.usual.mode,
+                )
                 image = pictures.as_rgb(photo.pixels.numpy(), form.value_range)
                 yield photo.source, image, np.maximum(label.numpy(), photo.missing)
                 bar.update()
@@ -247,7 +251,8 @@ def predict_rasters(
         except OSError as error:
             raise ExecutionError(f"{printable(path)}: cannot be written: {error}") from error
         else:
-            notes.append(Notes(is_finite=is_finite))
+            in_parts = settings.usual.mode == "whole"
+            notes.append(Notes(is_finite=is_finite, in_parts=in_parts))
     return notes
 
 
@@ -311,6 +316,8 @@ def _summarize(notes: Sequence[Notes], output: Path) -> None:
     kinds = f"{{{','.join(pictures.KINDS)}}}"
     num_done = sum(not note.problem for note in notes)
     print(f"{num_done} of {len(notes)} images: {printable(output)}/{kinds}")
+    if num_in_parts := sum(note.in_parts for note in notes):
+        print(f"{num_in_parts} of them too large to be predicted as a whole: in parts")
     if turned := sum(note.turned for note in notes):
         asks = counted(turned, "of them asks", "of them ask")
         print(f"{asks} for a rotation by EXIF; it was ignored, as in training")

@@ -144,6 +144,7 @@ def evaluate_dataset(
     mode_is_given: bool = False,
     callbacks: Sequence[Callable[[Prediction], None]] = (),
     stop: Callable[[], bool] = lambda: False,
+    on_windows: Callable[[int], object] = lambda _: None,
 ) -> ConfusionMatrix:
     """The confusion matrix over all of `dataset`, the same on every rank (collective).
 
@@ -165,6 +166,8 @@ def evaluate_dataset(
             all in one thread beside the caller's.
         stop: asked before each group and each batch of windows; true: this rank leaves its images.
             It may be true on some ranks only.
+        on_windows: called at the end with the number of images, of all ranks, that went by windows
+            for lack of memory.
 
     Raises:
         StoppedError: a rank has left its images.
@@ -204,7 +207,7 @@ def evaluate_dataset(
         raise StoppedError
     matrix.sum_over_ranks()
     _warn_of_infinite(num_infinite, settings)
-    _warn_of_windows(images.num_by_windows, by_size)
+    on_windows(_warn_of_windows(images.num_by_windows, by_size))
     return matrix
 
 
@@ -318,8 +321,8 @@ def _warn_of_infinite(of_this_rank: Tensor, settings: InferenceSettings) -> None
     say(f"warning: the scores of {what} are not finite numbers: {reason}")
 
 
-def _warn_of_windows(of_this_rank: int, settings: SettingsBySize) -> None:
-    """Says how many images were too large for the memory as a whole (collective)."""
+def _warn_of_windows(of_this_rank: int, settings: SettingsBySize) -> int:
+    """Says and returns how many images were too large for the memory as a whole (collective)."""
     num_images = sum(dist.all_gather_object(of_this_rank))
     if num_images and dist.is_main():
         say(
@@ -327,6 +330,7 @@ def _warn_of_windows(of_this_rank: int, settings: SettingsBySize) -> None:
             f"and went by {settings.large.describe().partition(';')[0]}, whose scores differ "
             "slightly; eval.mode=slide does so for all"
         )
+    return num_images
 
 
 @contextmanager
