@@ -122,11 +122,11 @@ def test_a_run_directory_means_its_best_checkpoint_otherwise_its_last(tmp_path):
     mine, run = tmp_path / "mine", tmp_path / "mine/runs/mine"
     run.mkdir(parents=True)
     (mine / "config.yaml").touch()
-    said = rf"mine: an experiment, .*; segtrain train {mine} writes runs/mine"
+    said = rf"mine: .* experiment, .*; segtrain train {mine} writes the run runs/mine"
     with pytest.raises(CheckpointError, match=said):
         resolve(mine)
     (run / "environment.json").touch()
-    with pytest.raises(CheckpointError, match=rf"in its place give {run}"):
+    with pytest.raises(CheckpointError, match=rf"instead of it give {run}"):
         resolve(mine)
     store = CheckpointManager(tmp_path / "checkpoints", keep_limit=1)
     store.save_last(checkpoint())

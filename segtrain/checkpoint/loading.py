@@ -85,12 +85,12 @@ def resolve(run_or_file: str | Path) -> Path:
 def _runs_of_experiment(folder: Path) -> str:
     """What to say of the folder of a config, where a run is expected."""
     name = folder.resolve().name
-    places = (folder / "runs", Path("runs"))
+    places = dict.fromkeys((folder / "runs", Path("runs")))
     runs = [run for runs in places for run in sorted(runs.glob(f"{escape(name)}*")) if is_run(run)]
-    what = f"{folder}: an experiment, which holds a config; expected a run, which holds weights"
+    what = f"{folder}: expected a run, found an experiment, which has no weights"
     if runs:
-        return f"{what}; in its place give {first_of(map(str, runs))}"
-    return f"{what}; segtrain train {shlex.quote(str(folder))} writes runs/{name}"
+        return f"{what}; instead of it give {first_of(map(str, runs))}"
+    return f"{what}; segtrain train {shlex.quote(str(folder))} writes the run runs/{name}"
 
 
 def check_sizes(checkpoint: Checkpoint, config: Config, classes: ClassFile, path: Path) -> None:
