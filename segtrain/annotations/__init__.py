@@ -4,15 +4,6 @@
 """
 
 from segtrain.annotations.draw import draw
-from segtrain.annotations.reading import AnnotationSet, Source, detect, read_annotations
-from segtrain.annotations.regions import Annotated, Region
+from segtrain.annotations.reading import AnnotationSet, detect, read_annotations
 
-__all__ = [
-    "Annotated",
-    "AnnotationSet",
-    "Region",
-    "Source",
-    "detect",
-    "draw",
-    "read_annotations",
-]
+__all__ = ["AnnotationSet", "detect", "draw", "read_annotations"]

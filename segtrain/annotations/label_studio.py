@@ -2,54 +2,43 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated as Checked
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
-from pydantic import Field, TypeAdapter
+from pydantic import FiniteFloat, PositiveInt, TypeAdapter
 
-from segtrain.annotations.regions import (
-    Annotated,
-    Findings,
-    Finite,
-    Region,
-    Side,
-    check_pixels,
-    pack_mask,
-    polygon,
-    read_json,
-)
+from segtrain.annotations.regions import Annotated, Findings, Region, check_pixels, read_json
 from segtrain.data.read.find import IMAGE_SUFFIXES
 
 _CHANNELS = 4  # a brush stroke is an RGBA image; its alpha is the mask
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Value:
-    points: list[tuple[Finite, Finite]] = ()
-    rle: list[Checked[int, Field(ge=0, le=255)]] = ()
+    points: list[tuple[FiniteFloat, FiniteFloat]] = ()
+    rle: list[int] = ()
     polygonlabels: list[str] = ()
     brushlabels: list[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Result:
     type: str = ""
     value: _Value | None = None
-    original_width: Side | None = None
-    original_height: Side | None = None
+    original_width: PositiveInt | None = None
+    original_height: PositiveInt | None = None
     image_rotation: float = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Annotation:
     result: list[_Result]
     was_cancelled: bool = False
     ground_truth: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Task:
     data: dict[str, Any]
     annotations: list[_Annotation]
@@ -60,11 +49,7 @@ _FORM = TypeAdapter(list[_Task])
 
 
 def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
-    """No classes, which the export does not declare, and the images of one file.
-
-    Raises:
-        DataError: it is no such file. What is wrong with single tasks goes to `findings`.
-    """
+    """No classes, which the export does not declare, and the images of one file."""
     images = []
     for task in read_json(path, _FORM, "Label Studio's export as JSON"):
         place, name = f"{path}: task {task.id}", _file_name(task.data)
@@ -116,8 +101,8 @@ def _regions(
     if size is None or len(labels) != 1:
         raise ValueError("expected one class, original_width and original_height")
     if result.type == "polygonlabels":
-        return [Region(labels[0], (polygon(value.points) * size[::-1] / 100,))]
-    return [Region(labels[0], mask=pack_mask(_unpacked(bytes(value.rle), size), size))]
+        return [Region.of_outlines(labels[0], np.array(value.points) * size[::-1] / 100)]
+    return [Region.of_mask(labels[0], _unpacked(bytes(value.rle), size), size)]
 
 
 def _unpacked(packed: bytes, size: tuple[int, int]) -> np.ndarray:

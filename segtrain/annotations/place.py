@@ -9,7 +9,7 @@ import numpy as np
 from segtrain.annotations.regions import Annotated, Findings, Region
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
-from segtrain.data.read.formats import Info, read_info
+from segtrain.data.read.formats import read_info
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
 
@@ -45,15 +45,13 @@ def place_images(
             findings.refuse(file, f"is annotated twice, in {both}; keep one annotation")
         else:
             found[file] = image._replace(name=file, path=folder / file)
-    headers = prefetch(_header, [image.path for image in found.values()], _THREADS)
     placed = []
-    for image, header in zip(found.values(), headers, strict=True):
-        fitted, problem = _fitted(image, header)
+    for image, problem in prefetch(_fitted, found.values(), _THREADS):
         if problem:
             findings.refuse(image.name, problem)
-            continue
-        checked = (_checked(region, fitted, findings) for region in fitted.regions)
-        placed.append(fitted._replace(regions=[region for region in checked if region]))
+        else:
+            checked = (_checked(region, image, findings) for region in image.regions)
+            placed.append(image._replace(regions=[region for region in checked if region]))
     return placed, sum(map(len, by_name.values())) - len(found)
 
 
@@ -90,17 +88,12 @@ def _nearness(file: Path, source: Path) -> tuple[bool, bool, int]:
     return file.parent == source.parent, file.is_relative_to(source.parent), len(here & there)
 
 
-def _header(path: Path) -> Info | DataError:
-    try:
-        return read_info(path)
-    except DataError as error:
-        return error
-
-
-def _fitted(image: Annotated, header: Info | DataError) -> tuple[Annotated, str]:
+def _fitted(image: Annotated) -> tuple[Annotated, str]:
     """`image` with the size in which its regions were drawn, and why they do not fit the file."""
-    if isinstance(header, DataError):
-        return image, str(header)
+    try:
+        header = read_info(image.path)
+    except DataError as error:
+        return image, str(error)
     stored, orientation = header.size, header.orientation
     if orientation != 1:
         # Most tools show such an image turned, some do not; only the size tells.

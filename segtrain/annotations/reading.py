@@ -13,7 +13,7 @@ import numpy as np
 from segtrain.annotations import coco, cvat, label_studio, labelme, yolo
 from segtrain.annotations.draw import Overlap
 from segtrain.annotations.place import place_images
-from segtrain.annotations.regions import IGNORED, Annotated, Findings, mask_library
+from segtrain.annotations.regions import IGNORED, Annotated, Findings, lines, mask_library
 from segtrain.data.read.find import first_lines
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as, walk
@@ -27,19 +27,13 @@ _SNIFFED_BYTES = 1 << 16
 _OTHER_COCO = ("captions_", "image_info_", "panoptic_", "person_keypoints_")
 
 
-class Source(NamedTuple):
-    """The annotation files of one format in a folder; format: a key of FORMATS."""
-
-    format: str
-    files: Sequence[Path]
-
-
 class Format(NamedTuple):
     """How files of one format are recognized and read.
 
     suffixes: of the file names.
     pattern: matches the first and last bytes of each file, joined.
-    read: (file, findings) -> its classes in its order, as far as it declares them, and its images.
+    read: (file, findings) -> its classes in its order, as far as it declares them, and its images;
+        DataError: it is no such file. What is wrong with single regions goes to the findings.
     overlap: which of two regions its own tool shows.
     """
 
@@ -82,15 +76,24 @@ class AnnotationSet(NamedTuple):
     notes: Sequence[str]
 
 
-def detect(folder: Path) -> list[Source]:
-    """The annotation files in `folder` and below, by format; reads the ends of each file only."""
-    found: dict[str, list[Path]] = {}
+def detect(source: Path) -> dict[str, list[Path]]:
+    """The annotation files in a folder and below, or the one file, by format in FORMATS.
+
+    Reads the ends of each file only.
+
+    Raises:
+        DataError: one of them cannot be read.
+    """
+    found: dict[str, list[Path]] = {kind: [] for kind in FORMATS}
     with os_errors_as(DataError):
-        for here, names in walk(folder, hidden=False):
-            for name in names:
-                if not name.startswith(_OTHER_COCO) and (kind := _format_of(here / name)):
-                    found.setdefault(kind, []).append(here / name)
-    return [Source(kind, found[kind]) for kind in FORMATS if kind in found]
+        files = [source]
+        if source.resolve(strict=True).is_dir():
+            files = [here / name for here, names in walk(source, hidden=False) for name in names]
+            files = [file for file in files if not file.name.startswith(_OTHER_COCO)]
+        for file in files:
+            if kind := _format_of(file):
+                found[kind].append(file)
+    return {kind: files for kind, files in found.items() if files}
 
 
 def _format_of(path: Path) -> str | None:
@@ -133,29 +136,27 @@ def read_annotations(sources: Sequence[Path], images: Path | None = None) -> Ann
     if not read:
         findings.refuse(first_of(sources, 3), "no annotated images in it")
     if findings.problems:
-        raise DataError(first_lines(f"{kind} annotations", findings.problems))
+        raise DataError(first_lines(f"{kind} annotations", lines(findings.problems)))
     _note_doubts(placed, unnamed, folder, findings)
     named = [
         image._replace(regions=[r._replace(name=classes[r.name]) for r in image.regions])
         for image in placed
     ]
     names = tuple(name for name in dict.fromkeys(classes.values()) if name != IGNORED)
-    return AnnotationSet(kind, names, named, folder, FORMATS[kind].overlap, findings.notes)
+    notes = lines(findings.notes)
+    return AnnotationSet(kind, names, named, folder, FORMATS[kind].overlap, notes)
 
 
 def _one_format(sources: Sequence[Path]) -> tuple[str, list[Path]]:
     """The format of all `sources`, and their files."""
     found: dict[str, list[Path]] = {}
-    for path in sources:
-        if not path.exists():
-            raise DataError(f"{printable(path)}: no such file or folder")
-        kind = None if path.is_dir() else _format_of(path)
-        parts = detect(path) if path.is_dir() else [Source(kind, [path])] if kind else []
+    for source in sources:
+        parts = detect(source)
         if not parts:
             kinds = ", ".join(FORMATS)
-            raise DataError(f"{printable(path)}: no annotations of a known format ({kinds})")
-        for part in parts:
-            found.setdefault(part.format, []).extend(part.files)
+            raise DataError(f"{printable(source)}: no annotations of a known format ({kinds})")
+        for kind, files in parts.items():
+            found.setdefault(kind, []).extend(files)
     if len(found) > 1:
         both = "; ".join(f"{kind}: {first_of(files, 2)}" for kind, files in found.items())
         raise DataError(f"annotations of several formats; name the files of one: {both}")

@@ -4,14 +4,14 @@ Files come from strangers: numbers are checked before they are used, and nothing
 its size is known to be that of an image.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated as Checked
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.errors import ConfigError, DataError
@@ -19,8 +19,6 @@ from segtrain.files import os_errors_as, read_bytes
 from segtrain.text import first_of, printable
 
 T = TypeVar("T")
-Finite = Checked[float, Field(allow_inf_nan=False)]
-Side = Checked[int, Field(gt=0)]
 
 # LabelMe's name for pixels that count for nothing.
 IGNORED = "__ignore__"
@@ -31,7 +29,6 @@ _WITHOUT_AREA = (
     *("keypointlabels", "vectorlabels"),
 )
 _MAX_BYTES = 4 << 30  # COCO's own training set has 470 MB
-_SHOWN = 3
 
 
 class Region(NamedTuple):
@@ -39,12 +36,30 @@ class Region(NamedTuple):
 
     name: of the class.
     polygons: each (P, 2) float64, x and y in pixels; (0, 0) is the corner of the first pixel.
-    mask: COCO's compressed run lengths of the whole image, checked; empty: there are polygons.
+    mask: of the whole image, as COCO's compressed run lengths; empty: there are polygons.
     """
 
     name: str
     polygons: tuple[np.ndarray, ...] = ()
     mask: bytes = b""
+
+    @classmethod
+    def of_outlines(cls, name: str, *outlines: Iterable) -> Self:
+        """Outlines are pairs of x and y, or these numbers in turn; ValueError: an x without y."""
+        return cls(name, tuple(np.array(points, np.float64).reshape(-1, 2) for points in outlines))
+
+    @classmethod
+    def of_mask(
+        cls, name: str, mask: np.ndarray, size: tuple[int, int], top: int = 0, left: int = 0
+    ) -> Self:
+        """`mask` (h, w), not 0 inside, lies at (top, left) of `size`; ValueError: not inside."""
+        check_pixels(size)
+        height, width = mask.shape
+        if min(top, left) < 0 or top + height > size[0] or left + width > size[1]:
+            raise ValueError(f"{height}x{width} px at {left}, {top} do not lie in the image")
+        whole = np.zeros(size, np.uint8, order="F")
+        whole[top : top + height, left : left + width] = mask != 0
+        return cls(name, mask=mask_library().encode(whole)["counts"])
 
 
 class Annotated(NamedTuple):
@@ -68,19 +83,19 @@ class Annotated(NamedTuple):
 
 
 class Findings:
-    """What is wrong with annotations, and what the user has to know; equal ones on one line."""
+    """What is wrong with annotations, and what the user has to know: places by what is said."""
 
     def __init__(self) -> None:
-        self._problems: dict[str, list[str]] = {}
-        self._notes: dict[str, list[str]] = {}
+        self.problems: dict[str, list[object]] = defaultdict(list)
+        self.notes: dict[str, list[object]] = defaultdict(list)
 
-    def refuse(self, place: object, problem: str) -> None:
+    def refuse(self, place: object, problem: object) -> None:
         """The annotations cannot be used."""
-        self._problems.setdefault(problem, []).append(str(place))
+        self.problems[str(problem)].append(place)
 
     def note(self, place: object, what: str) -> None:
         """They can, but the user has to know."""
-        self._notes.setdefault(what, []).append(str(place))
+        self.notes[what].append(place)
 
     def no_region(self, kind: str, place: object) -> None:
         """Refuses or notes a shape that is no polygon and no mask."""
@@ -91,19 +106,10 @@ class Findings:
         else:
             self.refuse(place, f"{kind or 'a shape'}: only polygons and masks are read")
 
-    @property
-    def problems(self) -> list[str]:
-        """A line for each kind of problem: its first places, how many more, and what is wrong."""
-        return _lines(self._problems)
 
-    @property
-    def notes(self) -> list[str]:
-        """A line for each kind of note."""
-        return _lines(self._notes)
-
-
-def _lines(found: dict[str, list[str]]) -> list[str]:
-    return [f"{first_of(places, _SHOWN)}: {printable(what)}" for what, places in found.items()]
+def lines(found: dict[str, list[object]]) -> list[str]:
+    """A line for each finding: its first places, how many more, and what is said."""
+    return [f"{first_of(places, 3)}: {printable(what)}" for what, places in found.items()]
 
 
 def read_text(path: Path) -> bytes:
@@ -113,23 +119,13 @@ def read_text(path: Path) -> bytes:
 
 
 def read_json(path: Path, form: TypeAdapter[T], title: str) -> T:
-    """The content of a JSON file.
-
-    Raises:
-        DataError: it cannot be read, or has not the `form` of a file of `title`; names the first
-            place.
-    """
+    """The content of a JSON file of `title`; DataError: it has not this `form`."""
     try:
         return form.validate_json(read_text(path))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
         raise DataError(f"{printable(path)}: no file of {title}: {printable(reason)}") from None
-
-
-def polygon(points: Iterable) -> np.ndarray:
-    """(P, 2) float64 of pairs of x and y, or of numbers in turn; ValueError: an x without y."""
-    return np.array(points, np.float64).reshape(-1, 2)
 
 
 def mask_library() -> ModuleType:
@@ -144,63 +140,12 @@ def mask_library() -> ModuleType:
     return mask
 
 
-def pack_mask(mask: np.ndarray, size: tuple[int, int], top: int = 0, left: int = 0) -> bytes:
-    """`Region.mask` of a mask (h, w), not 0 inside, with its corner at (top, left) of `size`.
-
-    Raises:
-        ValueError: it does not lie inside.
-    """
-    check_pixels(size)
-    height, width = mask.shape
-    if min(top, left) < 0 or top + height > size[0] or left + width > size[1]:
-        raise ValueError(f"{height}x{width} px at {left}, {top} do not lie in the image")
-    whole = np.zeros(size, np.uint8, order="F")
-    whole[top : top + height, left : left + width] = mask != 0
-    return mask_library().encode(whole)["counts"]
-
-
-def pack_runs(runs: Sequence[int], size: tuple[int, int]) -> bytes:
-    """`Region.mask` of run lengths, column by column, the first outside.
-
-    Raises:
-        ValueError: they do not fill `size` exactly.
-    """
-    check_runs(runs, size)
-    unpacked = {"counts": list(runs), "size": list(size)}
-    return mask_library().frPyObjects(unpacked, *size)["counts"]
-
-
-def check_packed(text: str, size: tuple[int, int]) -> bytes:
-    """`Region.mask` of COCO's compressed run lengths.
-
-    pycocotools reads past the end of a text that is cut off, so it is decoded here first, as by
-    `rleFrString` in its maskApi.c.
-
-    Raises:
-        ValueError: the text is damaged, or its runs do not fill `size` exactly.
-    """
-    packed = text.encode()
-    units = np.frombuffer(packed, np.uint8).astype(np.int64) - 48
-    if not units.size or units.min() < 0 or units.max() > 63 or units[-1] & 32:
-        raise ValueError("damaged run lengths")
-    ends = np.flatnonzero(units & 32 == 0)
-    starts = np.append(0, ends[:-1] + 1)
-    digit = np.arange(units.size) - np.repeat(starts, ends - starts + 1)
-    if digit.max() > 6:  # a run of more than 2 ** 34 pixels
-        raise ValueError("damaged run lengths")
-    runs = np.add.reduceat((units & 31) << (5 * digit), starts)
-    runs -= np.where(units[ends] & 16, 1 << 5 * (digit[ends] + 1), 0)
-    # From the fourth on, a run is stored as its difference from the last but one.
-    runs[1::2], runs[2::2] = runs[1::2].cumsum(), runs[2::2].cumsum()
-    check_runs(runs.tolist(), size)
-    return packed
-
-
-def check_runs(runs: Sequence[int], size: tuple[int, int]) -> None:
-    """ValueError: the run lengths do not fill `size` exactly, or it is too large."""
+def mask_of_runs(runs: Sequence[int], size: tuple[int, int]) -> np.ndarray:
+    """The mask (H, W) of run lengths, row by row, the first outside; ValueError: no fit."""
     check_pixels(size)
     if min(runs, default=-1) < 0 or sum(runs) != size[0] * size[1]:
-        raise ValueError(f"run lengths that do not fill {size[0]}x{size[1]} px")
+        raise ValueError(f"run lengths that do not fill {size[0] * size[1]} px")
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(size)
 
 
 def check_pixels(size: tuple[int, int]) -> None:

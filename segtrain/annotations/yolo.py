@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from segtrain.annotations.regions import Annotated, Findings, Region, polygon, read_text
+from segtrain.annotations.regions import Annotated, Findings, Region, read_text
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
 from segtrain.errors import DataError
 from segtrain.text import printable
@@ -21,11 +21,7 @@ def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
     """The classes of a data.yaml, and the images below its folder that have labels.
 
     As in Ultralytics, the label of a/images/b/c.jpg is a/labels/b/c.txt. A label may also lie
-    beside its image.
-
-    Raises:
-        DataError: it is no such file. What is wrong with single lines goes to `findings`.
-    """
+    beside its image."""
     names, root = _class_names(path), path.parent
     files = set(visible_files(root))
     folders = {file.rpartition("/")[0] for file in files if file.endswith(".txt")}
@@ -69,7 +65,7 @@ def _regions(path: Path, names: dict[int, str], findings: Findings) -> list[Regi
             if numbers.size == _BOX_COLUMNS:
                 findings.no_region("box", f"{path}:{i}")
             elif numbers.size:
-                regions.append(Region(names[numbers[0]], (polygon(numbers[1:]),)))
+                regions.append(Region.of_outlines(names[numbers[0]], numbers[1:]))
         except (KeyError, ValueError):
             findings.refuse(f"{path}:{i}", "expected a class of the data.yaml and pairs of x and y")
     return regions

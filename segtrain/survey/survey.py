@@ -136,7 +136,7 @@ def survey(folder: Path, *, val_list: Path | None = None, jobs: int | None = Non
         alone=tuple(matches.alone),
         unclear=tuple(matches.unclear),
         unreadable=tuple(unreadable),
-        annotations={kind: tuple(files) for kind, files in detect(folder)},
+        annotations={kind: tuple(files) for kind, files in detect(folder).items()},
         notes=tuple(notes),
         left_out=tuple(sorted(p for p, role in roles.items() if role == "made")),
     )
