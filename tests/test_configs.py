@@ -12,7 +12,7 @@ from experiments import on_meta
 from torch import nn
 
 from segtrain.checkpoint import load_model
-from segtrain.config import Config, load_config, parse_config, recipes
+from segtrain.config import Config, load_config, recipes
 from segtrain.config.experiment import config_warnings
 from segtrain.data.read.classes import load_class_file
 from segtrain.models import build_model
@@ -26,8 +26,6 @@ from segtrain.types import Batch
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 NAMES = [path.stem for path in CONFIGS]
-# The class file of a newcomer, whom own_data.yaml is for, does not exist yet.
-PLACEHOLDER = "my_data/classes.yaml"
 
 
 # A full model takes seconds. These differ from each other in kind; the others are slow tests.
@@ -45,8 +43,6 @@ def load(name: str) -> Config:
 
 
 def num_classes(config: Config) -> int:
-    if config.data.classes == PLACEHOLDER:
-        return 3
     return load_class_file(config.data.classes).num_classes
 
 
@@ -162,7 +158,7 @@ def loaded_names(config: Config, model: nn.Module) -> list[str]:
 
 
 def test_every_published_recipe_is_held_by_numbers():
-    own = {"demo", "own_data", *(name for name in NAMES if name.startswith("camvid"))}
+    own = {"demo", *(name for name in NAMES if name.startswith("camvid"))}
     assert set(PUBLISHED) == set(NAMES) - own
 
 
@@ -330,13 +326,6 @@ def filled(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_own_data_marks_what_a_newcomer_must_change():
-    text = next(path for path in CONFIGS if path.stem == "own_data").read_text()
-    body = text.partition("\ndata:")[2]
-    marked = [line.split(":")[0].strip(" #") for line in body.splitlines() if "<--" in line]
-    assert marked == ["root", "classes", "label_format", "crop_size"]
-
-
 def test_weights_that_come_with_a_config_are_of_it(tmp_path, monkeypatch):
     """And are found by its name, wherever one works."""
     monkeypatch.chdir(tmp_path)
@@ -352,13 +341,3 @@ def test_weights_that_come_with_a_config_are_of_it(tmp_path, monkeypatch):
             if isinstance(layer, nn.BatchNorm2d):
                 assert layer.running_var.min() > 0
                 assert layer.running_mean.abs().max() > 0
-
-
-def test_the_optional_lines_of_own_data_are_options():
-    """A newcomer takes away the # of a line that offers an option."""
-    lines = next(path for path in CONFIGS if path.stem == "own_data").read_text().splitlines()
-    offered = [i for i, line in enumerate(lines) if re.match(r"  # [a-z_]+: \S", line)]
-    assert offered
-    for i in offered:
-        taken = [*lines[:i], lines[i].replace("# ", "", 1), *lines[i + 1 :]]
-        parse_config("\n".join(taken), source=f"own_data.yaml with line {i + 1}")

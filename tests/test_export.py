@@ -454,7 +454,7 @@ def readme_script():
 
 
 def assert_script_predicts(code, loaded, where, monkeypatch, capsys, agreement):
-    """Runs it in `where`, beside my.onnx and photo.png, and `segtrain predict` on the same image.
+    """Runs it in `where`, beside mine.onnx and photo.png, and `segtrain predict` on the same image.
 
     agreement: the share of pixels that must be equal.
     """
@@ -512,7 +512,7 @@ def test_the_readmes_script_predicts_as_segtrain_does(
         loaded = loaded._replace(classes=classes)
         image = read(tmp_path / "photo.png")[..., 1].astype(np.uint16) * 257
         assert cv2.imwrite(str(tmp_path / "photo.png"), image)
-    export_graph(loaded, tmp_path / "my.onnx", format="onnx", **options)
+    export_graph(loaded, tmp_path / "mine.onnx", format="onnx", **options)
     # A label map goes back to the image's size without the scores: its borders move by a pixel.
     # Unscaled images agree on 0.90.
     agreement = 0.95 if options == {"argmax": True} else 0.999

@@ -34,31 +34,24 @@ segtrain config copy cityscapes_pspnet_r50 city.yaml
 segtrain config schema --output schema.json
 segtrain doctor
 segtrain data synth runs/street --num-train 20 --num-val 4
-segtrain config copy own_data my.yaml
-segtrain data check my.yaml
-segtrain data stats my.yaml
-segtrain data pack my.yaml --output packs/my
-segtrain data check my.yaml --set data.pack=packs/my
-segtrain train my.yaml
-segtrain train my.yaml --set optim.lr=0.02 --output runs/my_lr2
-segtrain train my.yaml --set data.pack=packs/my --output runs/my_pack
-segtrain train my.yaml --resume
-segtrain train runs/my --resume
 segtrain init my_data --output mine
+segtrain data check mine
+segtrain data stats mine
 segtrain data pack mine --output packs/mine
+segtrain data check mine --set data.pack=packs/mine
 segtrain train mine
+segtrain train mine --set optim.lr=0.02 --output runs/mine_lr2
+segtrain train mine --set data.pack=packs/mine --output runs/mine_pack
+segtrain train mine --resume
 segtrain train runs/mine --resume
 segtrain eval runs/mine
-segtrain predict runs/mine photos/ --output predictions
-segtrain export runs/mine --format onnx --output mine.onnx --normalize --argmax
-segtrain eval runs/my
-segtrain eval runs/my --overlays pictures
+segtrain eval runs/mine --overlays pictures
+segtrain eval runs/mine_pack --set data.pack=null
 segtrain predict camvid_deeplabv3plus_r18 photos/ --output street
-segtrain eval runs/my_pack --set data.pack=null
-segtrain predict runs/my photos/ --output predictions
-segtrain predict runs/my photos/ one_more.jpg --output predictions
-segtrain export runs/my --format safetensors --output my.safetensors
-segtrain export runs/my --format onnx --output my.onnx --normalize --argmax
+segtrain predict runs/mine photos/ --output predictions
+segtrain predict runs/mine photos/ one_more.jpg --output predictions
+segtrain export runs/mine --format safetensors --output mine.safetensors
+segtrain export runs/mine --format onnx --output mine.onnx --normalize --argmax
 """.strip().splitlines()
 NO_CITYSCAPES = "needs the images of Cityscapes; test_configs.py builds the model"
 NO_CAMVID = "needs the images of CamVid"
@@ -76,18 +69,17 @@ NOT_RUN = {
     "convert theirs.pth --classes voc --output ours.pt": NO_WEIGHTS,
     "data import my_export --output drawn": DRAWN,
     "data import instances_train.json --images train2017 --output drawn": DRAWN,
-    "train my.yaml --nproc 4": "four processes; test_launch.py starts two",
-    "train runs/my --nproc 4 --resume": "four processes; test_resume.py resumes on three",
+    "train mine --nproc 4": "four processes; test_launch.py starts two",
+    "train runs/mine --nproc 4 --resume": "four processes; test_resume.py resumes on three",
     "eval RUN --save-predictions DIR": "test_evaluate.py compares these files",
     "eval RUN --split test --no-labels --save-predictions DIR": "test_evaluate.py predicts it",
     "train RUN --resume": "stands for any run",
-    "train my.yaml --until 500": "test_until.py pauses runs",
-    "population my.yaml --members 4 --every 500": "test_population.py trains populations",
-    "bench my.yaml": "test_bench.py measures steps",
+    "train mine --until 500": "test_until.py pauses runs",
+    "population mine --members 4 --every 500": "test_population.py trains populations",
     "bench mine": "test_bench.py measures steps",
     "init FOLDER": "stands for any folder",
     "train FOLDER": "stands for any folder",
-    "train my.yaml --fit": "test_fit.py fits trainings to limits",
+    "train mine --fit": "test_fit.py fits trainings to limits",
     "train CONFIG --fit": "stands for any config",
     "init photos --ignore 255": "test_init.py answers questions",
     "verify RUN": "needs train.shares; test_verify.py verifies runs",

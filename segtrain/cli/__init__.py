@@ -18,9 +18,9 @@ from segtrain.text import printable
 _DESCRIPTION = """\
 Semantic segmentation training whose result does not depend on the number of devices.
 
-  segtrain config copy own_data own.yaml     a config to begin with; `config list` names more
-  segtrain data check own.yaml               is the data what the config says?
-  segtrain train own.yaml                    train, evaluate, save checkpoints to runs/own
+  segtrain init my_data --output own         a config for your images; `config list` names recipes
+  segtrain data check own                    is the data what the config says?
+  segtrain train own                         train, evaluate, save checkpoints to runs/own
   segtrain eval runs/own                     IoU of every class
   segtrain predict runs/own photos/ --output predictions
   segtrain export runs/own --format onnx --output model.onnx

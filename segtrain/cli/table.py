@@ -537,7 +537,7 @@ COMMANDS = (
         _argument("name", "a name from 'segtrain config list'", "NAME"),
         _argument("file", "a new file, such as my.yaml", "FILE", Path),
         description="Copy the config NAME to FILE, and say which lines to change.",
-        epilog="example:\n  segtrain config copy own_data my.yaml",
+        epilog="example:\n  segtrain config copy demo my.yaml",
     ),
     Command(
         "config show",

@@ -1,7 +1,6 @@
 """The configs and weights that come with segtrain, and the file that CONFIG means."""
 
 import os
-import re
 import shlex
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +15,6 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 # exists counts: beside an installed package, `configs` may belong to another project.
 _DIRECTORIES = (_PACKAGE / "_data" / "configs", _PACKAGE.parent / "configs")
 _SUFFIXES = (".yaml", ".yml")
-# The lines that everybody has to change: marked in own_data.yaml, else the data set's folder.
-_TO_CHANGE = (re.compile(r".*# <--"), re.compile(r"\s+root:"))
 
 
 class Found(NamedTuple):
@@ -91,8 +88,7 @@ def copy(name: str, target: Path) -> list[str]:
         file.write(text)
     written = shlex.quote(str(target))
     return [
-        f"wrote {target}; lines to change next:",
-        *_lines_to_change(text),
+        f"wrote {target}; change data.root to your folder of the data set",
         f"then:  segtrain data check {written}",
         f"       segtrain train {written}",
     ]
@@ -114,9 +110,3 @@ def _similar(path: Path) -> str:
     files = {Path(name).stem: path.parent / name for name in there if name.endswith(_SUFFIXES)}
     choices = {name: name for name in _shipped()} | files
     return did_you_mean(path.stem, choices) or "; see 'segtrain config list'"
-
-
-def _lines_to_change(text: str) -> list[str]:
-    lines = list(enumerate(text.splitlines(), start=1))
-    found = [[(i, line) for i, line in lines if pattern.match(line)] for pattern in _TO_CHANGE]
-    return [f"  line {i}: {line.strip()}" for i, line in found[0] or found[1]]
