@@ -40,14 +40,16 @@ def _switch(name: str, help: str) -> Argument:
     return Argument(name, {"help": help, "action": "store_true"})
 
 
+def _several(name: str, help: str, metavar: str) -> Argument:
+    return _argument(name, help, metavar, action="append", default=[])
+
+
 def _settings(
     examples: str = "optim.lr=1e-3, augment.crop_size='[512, 1024]', model.pretrained=null",
 ) -> Argument:
     """--set; `examples`: options that the command uses."""
-    text = "change one option, checked like the file; may be repeated, the last one counts"
-    return _argument(
-        "--set", f"{text} ({examples})", "SECTION.KEY=VALUE", action="append", default=[]
-    )
+    text = "change one option; may be repeated, the last one counts"
+    return _several("--set", f"{text} ({examples})", "SECTION.KEY=VALUE")
 
 
 def _size(default: list[int] | None, help: str) -> Argument:
@@ -123,23 +125,13 @@ def _endpoint(text: str) -> str:
 
 _CONFIG_HELP = "experiment file (YAML), or a name from 'segtrain config list'"
 _CONFIG = _argument("config", _CONFIG_HELP, "CONFIG")
-_SOURCE_HELP = (
-    "run directory (its best checkpoint), checkpoint, exported .safetensors file, or the name of a "
-    "config that comes with weights"
-)
+_SOURCE_HELP = "run (its best checkpoint), checkpoint, .safetensors file, or recipe with weights"
 _SOURCE = _argument("source", _SOURCE_HELP, "RUN|CHECKPOINT")
 _NPROC = _argument(
-    "--nproc",
-    "processes on this machine (default: auto, one for each GPU, or one)",
-    "N|auto",
-    _processes,
-    default="auto",
+    "--nproc", "processes here (default: one for each GPU)", "N|auto", _processes, default="auto"
 )
 _DEVICE = _argument(
-    "--device",
-    "auto: CUDA if there is any (default)",
-    choices=("auto", "cpu", "cuda"),
-    default="auto",
+    "--device", "default: CUDA if there is any", choices=("auto", "cpu", "cuda"), default="auto"
 )
 _JOBS = _argument("--jobs", "processes (default: one for each core)", "J", positive)
 _DATA_SETTINGS = _settings("data.root=/elsewhere/data, data.eval_split=test")
@@ -160,18 +152,8 @@ COMMANDS = (
         _argument("--output", "folder to write (default: <name of FOLDER>_segtrain)", "DIR", Path),
         _argument("--labels", "which labels, where there are several: a folder or pattern", "PATH"),
         _argument("--names", "classes, in the order of their values in labels", "A,B,C", _names),
-        _argument(
-            "--ignore",
-            "values of labels that mean no data: ids, or colours as #rrggbb; none: each is a class",
-            "VALUES|none",
-            _values,
-        ),
-        _argument(
-            "--val",
-            "images to evaluate on: a part (default: 0.2), or a file of names",
-            "PART",
-            _part,
-        ),
+        _argument("--ignore", "ids or #rrggbb that mean no data, or none", "VALUES|none", _values),
+        _argument("--val", "evaluate on a part (default: 0.2), or a file of names", "PART", _part),
         _argument("--channels", "of the images, where that is in question", "C", positive),
         _JOBS,
         description="Find which label belongs to which image, the classes, the splits and fitting\n"
@@ -191,50 +173,22 @@ COMMANDS = (
         _NPROC,
         _DEVICE,
         _argument("--output", "run directory (default: runs/<name of CONFIG>)", "DIR", Path),
-        _switch(
-            "--resume",
-            "go on at the last checkpoint, on any number of ranks; start the run if there is none",
-        ),
-        _switch(
-            "--fit",
-            "try on a few steps how this machine has memory for the batch, with the same result: "
-            "model.recompute, on a GPU also train.virtual_ranks",
-        ),
-        _switch(
-            "--fit-precision", "as --fit; train in bfloat16, another result, where all else fails"
-        ),
-        _argument(
-            "--until",
-            "save after this step and stop; the learning rate is that of train.steps",
-            "STEP",
-            positive,
-        ),
-        _switch(
-            "--accept-changes", "with --resume: go on although config or data have changed since"
-        ),
-        _switch(
-            "--requeue",
-            "in a SLURM job: at SIGUSR1 save, requeue the job and stop (without: save and go on)",
-        ),
+        _switch("--resume", "go on at the last checkpoint, on any number of ranks, or begin"),
+        _switch("--fit", "find out how the batch fits into the memory, with the same result"),
+        _switch("--fit-precision", "as --fit; in bfloat16, another result, where all else fails"),
+        _argument("--until", "save after this step and stop; --resume goes on", "STEP", positive),
+        _switch("--accept-changes", "with --resume: although config or data have changed since"),
+        _switch("--requeue", "in a SLURM job: at SIGUSR1 save, requeue the job and stop"),
         _of_machines("--nnodes", "machines", "N", positive, default=1),
-        _of_machines(
-            "--node-rank", "number of this machine; 0 serves the meeting point", "R", non_negative
-        ),
+        _of_machines("--node-rank", "number of this machine, from 0", "R", non_negative),
         _of_machines("--rdzv-endpoint", "meeting point on machine 0", "HOST:PORT", _endpoint),
         _of_machines("--rdzv-id", "name of the job, where several meet at the same point", "ID"),
-        _of_machines(
-            "--max-restarts",
-            "start all ranks again this often after one failed (default: 0)",
-            "N",
-            non_negative,
-            default=0,
-        ),
+        _of_machines("--max-restarts", "of all ranks, if one fails", "N", non_negative, default=0),
         description="Train the experiment in CONFIG; evaluate and save checkpoints on the way.",
         epilog="examples:\n"
         "  segtrain train own.yaml --nproc 4 --set optim.lr=0.02\n"
         "  segtrain train own.yaml --resume                        or: train runs/own --resume\n"
         "  segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
-        "  segtrain train cityscapes_pspnet_r50_semseg --fit       fits this machine, same result\n"
         "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
         "  torchrun --nproc-per-node 4 -m segtrain train CONFIG",
     ),
@@ -242,49 +196,24 @@ COMMANDS = (
         "population",
         "commands.population.command:main",
         "search options with runs that learn from each other",
-        _argument(
-            "config", f"{_CONFIG_HELP}; with --resume also the population's directory", "CONFIG"
-        ),
+        _argument("config", f"{_CONFIG_HELP}; with --resume also the directory", "CONFIG"),
         _argument("--members", "runs (default: 4)", "N", positive),
-        _argument(
-            "--every",
-            "steps of a round (default: eval.every_steps); members are evaluated and saved then",
-            "N",
-            positive,
+        _argument("--every", "steps of a round (default: eval.every_steps)", "N", positive),
+        _several(
+            "--perturb", "option to search (default: optim.lr and weight_decay)", "SECTION.KEY"
         ),
-        _argument(
-            "--perturb",
-            "an option to search, a number with a fraction; may be repeated (default: optim.lr "
-            "and optim.weight_decay)",
-            "SECTION.KEY",
-            action="append",
-            default=[],
-        ),
-        _argument(
-            "--at-once",
-            "members that train at the same time, each with its part of the GPUs (default: 1)",
-            "N",
-            positive,
-            default=1,
-        ),
+        _argument("--at-once", "members that train at the same time", "N", positive, default=1),
         _switch("--alone", "no exchange: the same members, for comparison"),
         _settings(),
         _NPROC,
         _DEVICE,
-        _argument(
-            "--output",
-            "directory (default: runs/<name of CONFIG>_population, or _alone)",
-            "DIR",
-            Path,
-        ),
+        _argument("--output", "default: runs/<name of CONFIG>_population, or _alone", "DIR", Path),
         _switch("--resume", "go on with the arguments of its start; start it if there is none"),
         description="Train several members of CONFIG with other seeds and options, a round at a\n"
         "time. After each round the worst quarter takes over weights and options of the best,\n"
-        "and changes the options by a factor of 0.8 or 1.2 (population based training,\n"
-        "arXiv:1711.09846). Member 0 starts with the options of CONFIG.",
-        epilog="Each member is a run in DIR/member_0 and so on; DIR/population.jsonl tells\n"
-        "the history.\n\n"
-        "examples:\n"
+        "and changes the options by a factor of 0.8 or 1.2 (arXiv:1711.09846). Each member is a\n"
+        "run in DIR/member_0 and so on.",
+        epilog="examples:\n"
         "  segtrain population own.yaml --members 4 --every 2000\n"
         "  segtrain population own.yaml --perturb optim.lr --perturb model.dropout --nproc 2\n"
         "  segtrain population runs/own_population --resume",
@@ -300,12 +229,7 @@ COMMANDS = (
         _argument("--steps", "steps to measure (default: 20)", "N", positive, default=20),
         _argument("--json", "write the figures to this file", "FILE", Path),
         _switch("--memory", "only the time of a step, and the memory of steps and evaluation"),
-        _argument(
-            "--profile",
-            "write a trace of three steps, for https://ui.perfetto.dev; .json or .json.gz",
-            "FILE",
-            Path,
-        ),
+        _argument("--profile", "trace of three steps for ui.perfetto.dev, .json", "FILE", Path),
         description="Train some steps of CONFIG, with its data and loader, and print the time of "
         "their parts,\noperations a second beside what this device reaches, memory, and what "
         "limits the speed.\nNothing is kept.",
@@ -340,24 +264,17 @@ COMMANDS = (
         "compute steps of a run again and compare every bit",
         _argument("run", "run directory", "RUN", Path),
         _argument(
-            "--steps",
-            "first and last step, counted from 1, or one step (default: from the newest "
-            "checkpoint before B; to the last receipt)",
-            "A:B",
-            _steps,
-            default=(None, None),
+            "--steps", "first and last; default: the newest", "A:B", _steps, default=(None, None)
         ),
         _settings("data.root=/elsewhere/data, data.pack=null"),
         _NPROC,
         _DEVICE,
         description="Compute steps of a run with train.shares again, on any number of ranks, and "
-        "compare\nsamples, losses, gradients and weights with its receipts and checkpoints. "
-        "Nothing is\nwritten into the run, which may still be training.",
-        epilog="The replay starts at the newest checkpoint before A, or at the beginning.\n\n"
-        "examples:\n"
+        "compare\nsamples, losses, gradients and weights with its receipts and checkpoints.\n"
+        "The run is only read, and may still be training.",
+        epilog="examples:\n"
         "  segtrain verify runs/own                   from the newest checkpoint before the end\n"
-        "  segtrain verify runs/own --steps 1: --nproc 4\n"
-        "  segtrain verify runs/own --steps 900:1000 --set data.root=/elsewhere/data",
+        "  segtrain verify runs/own --steps 900:1000 --nproc 4",
     ),
     Command(
         "predict",
@@ -394,10 +311,7 @@ COMMANDS = (
             choices=("uint8", "float32"),
         ),
         _switch("--argmax", "the file returns train ids instead of logits"),
-        _switch(
-            "--half",
-            "safetensors: kernels as float16, which halves the file and changes scores little",
-        ),
+        _switch("--half", "safetensors: kernels as float16, which halves the file"),
         _size(None, "write a file for images of this height and width only (default: any size)"),
         description="Write a trained model for other programs; the file is run and compared with "
         "the model before it gets its name.",
@@ -413,32 +327,20 @@ COMMANDS = (
         _argument("--classes", "class file (default: the names in the file)", "NAME|FILE"),
         _argument(
             "--class-order",
-            "class file in the order of the file's channels, or 'stored': the names in the "
-            "file; channels move to the order of --classes, by name",
+            "class file in the order of the file's channels, or 'stored': the names in the file",
             "NAME|FILE|stored",
         ),
         _argument("--entry", "which state dict to read, where the file holds several", "KEY"),
-        _argument(
-            "--ignore",
-            "leave out keys that begin so and are no part of the model; may be repeated",
-            "PREFIX",
-            action="append",
-            default=[],
-        ),
+        _several("--ignore", "leave out keys that begin so; may be repeated", "PREFIX"),
         _OVERWRITE,
         _settings("model.output_stride=16, data.root=/elsewhere/data"),
-        description="Read weights of torchvision (DeepLabV3), semseg (PSPNet), mmsegmentation,\n"
-        "segmentation_models.pytorch (both PSPNet, DeepLabV3, DeepLabV3+) or VainF (DeepLabV3,\n"
-        "DeepLabV3+), which are told apart by their keys, and write a checkpoint for eval,\n"
-        "predict, export and train.init_from. A key that finds no place is an error.",
-        epilog="What a file cannot say, such as model.output_stride, is assumed by the defaults of "
-        "its\nprogram and printed; --set changes it.\n\n"
-        "examples:\n"
+        description="Read weights of torchvision, semseg, mmsegmentation, VainF or\n"
+        "segmentation_models.pytorch, and write a checkpoint for eval, predict, export and\n"
+        "train.init_from. A key that finds no place is an error. What a file cannot say, such as\n"
+        "model.output_stride, is assumed by the defaults of its program and printed.",
+        epilog="examples:\n"
         "  segtrain convert deeplabv3_resnet50_coco.pth --classes voc --output v3.pt\n"
-        "  segtrain convert pspnet_r50.pth --classes cityscapes --output psp.pt "
-        "--set model.output_stride=16\n"
-        "  segtrain convert theirs.pth --classes own.yaml --class-order theirs.yaml "
-        "--output own.pt",
+        "  segtrain convert theirs.pth --classes own.yaml --class-order stored --output own.pt",
     ),
     Command(
         "data synth",
@@ -457,19 +359,12 @@ COMMANDS = (
         "data import",
         "commands.data:import_annotations",
         "draw labels from annotation files",
-        _argument(
-            "sources",
-            "annotation file, or folder that is searched for them",
-            "SOURCE",
-            Path,
-            nargs="+",
-        ),
+        _argument("sources", "annotation file, or folder to search", "SOURCE", Path, nargs="+"),
         _argument("--output", "a new folder for the labels", "DIR", Path, required=True),
         _argument("--images", "where the images lie (default: beside SOURCE)", "FOLDER", Path),
         _argument(
             "--overlap",
-            "what a pixel of several regions shows: the last in the file, the smallest, or the "
-            "last of the classes (default: as the tool; COCO and YOLO area, others order)",
+            "which region is on top: the later, the smaller, or of the later class",
             choices=("order", "area", "class"),
         ),
         _switch("--overwrite", "replace the labels of an earlier import"),
@@ -501,8 +396,7 @@ COMMANDS = (
         _DATA_SETTINGS,
         _JOBS,
         description="Decode both splits of a config into a folder of safetensors shards, which "
-        "training,\nevaluation and check read by data.pack: DIR. A pixel takes 4 bytes. If it is "
-        "interrupted,\nthe same command begins again.",
+        "training,\nevaluation and check read by data.pack: DIR. A pixel takes 4 bytes.",
         epilog="examples:\n  segtrain data pack own.yaml --output packs/own\n"
         "  segtrain train own.yaml --set data.pack=packs/own",
     ),
@@ -512,18 +406,12 @@ COMMANDS = (
         "count the classes of a split, and print class weights for the loss",
         _CONFIG,
         _argument("--split", "split (default: data.train_split)", "S"),
-        _argument(
-            "--beta",
-            "of the effective number of pixels (default: 1 - 1 / pixels of a mean class)",
-            "B",
-            _fraction_below_1,
-        ),
+        _argument("--beta", "of the effective number of pixels", "B", _fraction_below_1),
         _DATA_SETTINGS,
         _JOBS,
         _argument("--json", "write all numbers as JSON", "FILE", Path),
         description="Read a split once: pixels and images of each class, size, mean and standard "
-        "deviation\nof the images, and class weights by median frequency, inverse frequency, "
-        "effective\nnumber and ENet's rule, as lines to paste into a config.",
+        "deviation\nof the images, and class weights by four rules, as lines to paste.",
         epilog="examples:\n  segtrain data stats own.yaml\n"
         "  segtrain data stats own.yaml --split val --json stats.json",
     ),
@@ -553,9 +441,8 @@ COMMANDS = (
         "commands.config:write_schema",
         "print the JSON Schema of configs, for editors",
         _argument("--output", "default: the terminal", "FILE", Path),
-        epilog="an editor with a YAML language server completes and checks a config that begins\n"
-        "with '# yaml-language-server: $schema=schema.json' after\n"
-        "  segtrain config schema --output schema.json",
+        epilog="An editor with a YAML language server checks a config that begins with\n"
+        "  # yaml-language-server: $schema=schema.json",
     ),
     Command(
         "doctor",
