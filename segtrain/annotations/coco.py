@@ -4,101 +4,62 @@ The polygons of one annotation are joined: only run lengths have holes. A crowd 
 class, as in COCO-Stuff.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import FiniteFloat, PositiveInt, TypeAdapter
+import numpy as np
 
-from segtrain.annotations.regions import Annotated, Findings, Region, mask_of_runs, read_json
-from segtrain.errors import DataError
-from segtrain.text import printable
-
-_Id = int | str
-
-
-@dataclass(slots=True)
-class _Image:
-    id: _Id
-    file_name: str
-    width: PositiveInt | None = None
-    height: PositiveInt | None = None
-
-
-@dataclass(slots=True)
-class _Runs:
-    size: tuple[PositiveInt, PositiveInt]
-    counts: str | list[int]
-
-
-@dataclass(slots=True)
-class _Annotation:
-    image_id: _Id
-    category_id: _Id = ""
-    segmentation: list[list[FiniteFloat]] | _Runs | None = None
-    iscrowd: int = 0
-    segments_info: Any = None
-
-
-@dataclass(slots=True)
-class _Category:
-    id: _Id
-    name: str
-    supercategory: str | None = None
-
-
-@dataclass(slots=True)
-class _File:
-    images: list[_Image]
-    annotations: list[_Annotation]
-    categories: list[_Category]
-
-
-_FORM = TypeAdapter(_File)
+from segtrain.annotations.regions import (
+    Annotated,
+    Findings,
+    Region,
+    image_size,
+    mask_of_runs,
+    read_text,
+)
+from segtrain.files import parse_json
 
 
 def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
     """The classes and the images of one file."""
-    file = read_json(path, _FORM, "COCO instances")
-    if any(annotation.segments_info is not None for annotation in file.annotations):
-        raise DataError(f"{printable(path)}: panoptic: its labels are PNG files, not this file")
-    names = {category.id: category.name for category in file.categories}
-    images = {}
-    for image in file.images:
-        size = (image.height, image.width) if image.height and image.width else None
-        images[image.id] = Annotated(path, image.file_name, size, [])
-    if len(images) < len(file.images) or len(names) < len(file.categories):
-        raise DataError(f"{printable(path)}: two images or two categories have one id")
+    file = parse_json(read_text(path))
+    names = {category["id"]: category["name"] for category in file["categories"]}
+    images = {
+        image["id"]: Annotated(path, image["file_name"], image_size(image, "height", "width"), [])
+        for image in file["images"]
+    }
+    if len(images) < len(file["images"]) or len(names) < len(file["categories"]):
+        raise ValueError("two images or two categories have one id")
     used = set()
-    for i, annotation in enumerate(file.annotations):
-        place = f"{path}: annotations[{i}]"
-        if annotation.image_id not in images or annotation.category_id not in names:
-            findings.refuse(place, "its image_id or category_id is not in the file")
-            continue
-        image, name = images[annotation.image_id], names[annotation.category_id]
-        try:
-            image.regions.append(_region(name, annotation.segmentation, image.size))
+    for i, annotation in enumerate(file["annotations"]):
+        with findings.refusing(place := f"{path}: annotations[{i}]"):
+            if "segments_info" in annotation:
+                raise ValueError("panoptic: its labels are PNG files, not this file")
+            if annotation["image_id"] not in images or annotation["category_id"] not in names:
+                raise ValueError("its image_id or category_id is not in the file")
+            image, name = images[annotation["image_id"]], names[annotation["category_id"]]
+            drawn = annotation.get("segmentation")
+            if not drawn:
+                findings.no_region("box", place)
+            elif isinstance(drawn, dict):
+                image.regions.append(Region.of_mask(name, _mask(drawn, image.size), image.size))
+            else:
+                image.regions.append(Region.of_outlines(name, *drawn))
             used.add(name)
-        except ValueError as error:
-            findings.refuse(place, error)
-        if not annotation.segmentation:
-            findings.no_region("box", place)
-        if annotation.iscrowd:
-            findings.note(place, "a crowd, drawn as its class")
+            if annotation.get("iscrowd"):
+                findings.note(place, "a crowd, drawn as its class")
     # Roboflow adds the group of all classes as one more category, which nothing has.
-    groups = {c.supercategory for c in file.categories if c.supercategory != c.name} - used
+    parents = ((c.get("supercategory"), c["name"]) for c in file["categories"])
+    groups = {parent for parent, name in parents if parent != name} - used
     return [name for name in names.values() if name not in groups], list(images.values())
 
 
-def _region(
-    name: str, found: list[list[float]] | _Runs | None, size: tuple[int, int] | None
-) -> Region:
-    if not isinstance(found, _Runs):
-        return Region.of_outlines(name, *(found or ()))
-    if found.size != size:
+def _mask(found: dict[str, Any], size: tuple[int, int] | None) -> np.ndarray:
+    """The mask (H, W) of run lengths, which go column by column."""
+    if size is None or tuple(found["size"]) != size:
         raise ValueError("the size of its run lengths is not height and width of the image")
-    runs = unpacked(found.counts) if isinstance(found.counts, str) else found.counts
-    return Region.of_mask(name, mask_of_runs(runs, size[::-1]).T, size)  # runs go by columns
+    counts = found["counts"]
+    return mask_of_runs(unpacked(counts) if isinstance(counts, str) else counts, size[::-1]).T
 
 
 def unpacked(text: str) -> list[int]:

@@ -4,8 +4,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from segtrain.annotations.regions import Annotated, Findings, Region, mask_of_runs, read_text
-from segtrain.errors import DataError
-from segtrain.text import printable
 
 
 def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
@@ -13,32 +11,27 @@ def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
     try:
         root = ElementTree.fromstring(read_text(path))  # expat itself stops entities that grow
     except ElementTree.ParseError as error:
-        raise DataError(f"{printable(path)}: no XML file: {error}") from None
+        raise ValueError(f"no XML file: {error}") from None
     if root.find("track") is not None:
-        raise DataError(f"{printable(path)}: tracks of a video; export as 'CVAT for images'")
+        raise ValueError("tracks of a video; export as 'CVAT for images'")
     images = []
     for image in root.iterfind("image"):
-        name, regions = image.get("name", ""), []
-        try:
-            size = int(image.attrib["height"]), int(image.attrib["width"])
+        with findings.refusing(place := f"{path}: {image.get('name')}"):
+            size, regions = (int(image.attrib["height"]), int(image.attrib["width"])), []
             # Shapes of one z_order keep the order of the file.
             for shape in sorted(image, key=lambda shape: int(shape.get("z_order", 0))):
                 if shape.tag in ("polygon", "mask"):
                     regions.append(_region(shape, size))
                 else:
-                    findings.no_region(shape.tag, f"{path}: {name}")
-            images.append(Annotated(path, name, size, regions))
-        except (KeyError, ValueError) as error:
-            findings.refuse(f"{path}: {name}", f"damaged: {error}")
+                    findings.no_region(shape.tag, place)
+            images.append(Annotated(path, image.attrib["name"], size, regions))
     return [label.findtext("name") or "" for label in root.iterfind("meta//label")], images
 
 
 def _region(shape: ElementTree.Element, size: tuple[int, int]) -> Region:
-    """Raises KeyError or ValueError if the shape is damaged."""
     name = shape.attrib["label"]
     if shape.tag == "polygon":
-        pairs = (point.split(",") for point in shape.attrib["points"].split(";"))
-        return Region.of_outlines(name, [(float(x), float(y)) for x, y in pairs])
+        return Region.of_outlines(name, shape.attrib["points"].replace(";", ",").split(","))
     top, left, *within = (int(shape.attrib[key]) for key in ("top", "left", "height", "width"))
     mask = mask_of_runs([int(run) for run in shape.attrib["rle"].split(",")], tuple(within))
     return Region.of_mask(name, mask, size, top, left)

@@ -1,79 +1,58 @@
 """Label Studio's JSON export: polygons in percent of the image, and brush strokes."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
-from pydantic import FiniteFloat, PositiveInt, TypeAdapter
 
-from segtrain.annotations.regions import Annotated, Findings, Region, check_pixels, read_json
+from segtrain.annotations.regions import (
+    Annotated,
+    Findings,
+    Region,
+    check_pixels,
+    image_size,
+    read_text,
+)
 from segtrain.data.read.find import IMAGE_SUFFIXES
+from segtrain.files import parse_json
 
 _CHANNELS = 4  # a brush stroke is an RGBA image; its alpha is the mask
-
-
-@dataclass(slots=True)
-class _Value:
-    points: list[tuple[FiniteFloat, FiniteFloat]] = ()
-    rle: list[int] = ()
-    polygonlabels: list[str] = ()
-    brushlabels: list[str] = ()
-
-
-@dataclass(slots=True)
-class _Result:
-    type: str = ""
-    value: _Value | None = None
-    original_width: PositiveInt | None = None
-    original_height: PositiveInt | None = None
-    image_rotation: float = 0
-
-
-@dataclass(slots=True)
-class _Annotation:
-    result: list[_Result]
-    was_cancelled: bool = False
-    ground_truth: bool = False
-
-
-@dataclass(slots=True)
-class _Task:
-    data: dict[str, Any]
-    annotations: list[_Annotation]
-    id: int | str = ""
-
-
-_FORM = TypeAdapter(list[_Task])
 
 
 def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
     """No classes, which the export does not declare, and the images of one file."""
     images = []
-    for task in read_json(path, _FORM, "Label Studio's export as JSON"):
-        place, name = f"{path}: task {task.id}", _file_name(task.data)
-        done = [annotation for annotation in task.annotations if not annotation.was_cancelled]
-        done = [annotation for annotation in done if annotation.ground_truth] or done
-        results = done[0].result if len(done) == 1 else []
-        sizes = {(r.original_height, r.original_width) for r in results if r.original_width}
-        if not name:
-            findings.refuse(place, "its data names no image, or several")
-        elif not done:
-            findings.note(place, "left out, because it has no annotation")
-        elif len(done) > 1:
-            findings.refuse(place, "several annotations; mark one as ground truth, or keep one")
-        elif len(sizes) > 1 or any(result.image_rotation for result in results):
-            findings.refuse(place, "regions of several images, or of one that was rotated")
-        else:
-            size, regions = next(iter(sizes), None), []
-            for result in results:
-                try:
-                    regions += _regions(result, size, place, findings)
-                except ValueError as error:
-                    findings.refuse(place, f"damaged {result.type}: {error}")
-            images.append(Annotated(path, name, size, regions))
+    for task in parse_json(read_text(path)):
+        with findings.refusing(place := f"{path}: task {task['id']}"):
+            done = [one for one in task["annotations"] if not one.get("was_cancelled")]
+            done = [one for one in done if one.get("ground_truth")] or done
+            if len(done) > 1:
+                raise ValueError("several annotations; mark one as ground truth, or keep one")
+            if done:
+                images.append(_image(path, task["data"], done[0]["result"], place, findings))
+            else:
+                findings.note(place, "left out, because it has no annotation")
     return [], images
+
+
+def _image(
+    path: Path, data: dict[str, Any], results: list[dict], place: str, findings: Findings
+) -> Annotated:
+    """The image of a task; ValueError: it is not clear."""
+    name = _file_name(data)
+    sizes = {image_size(result, "original_height", "original_width") for result in results} - {None}
+    if len(sizes) > 1 or any(result.get("image_rotation") for result in results):
+        raise ValueError("regions of several images, or of one that was rotated")
+    size, regions = next(iter(sizes), None), []
+    for result in results:
+        kind = result.get("type", "")
+        with findings.refusing(place):
+            if kind in ("polygonlabels", "brushlabels"):
+                regions.append(_region(kind, result["value"], size))
+            elif kind.endswith("labels"):  # else a relation, or a choice for the whole image
+                findings.no_region(kind, place)
+    return Annotated(path, name, size, regions)
 
 
 def _file_name(data: dict[str, Any]) -> str:
@@ -84,25 +63,19 @@ def _file_name(data: dict[str, Any]) -> str:
             if name.lower().endswith(IMAGE_SUFFIXES):
                 # Uploaded files lie in folders of the server's own.
                 names.append(name.rpartition("/")[2] if "/upload/" in name else name)
-    return names[0] if len(names) == 1 else ""
+    if len(names) != 1:
+        raise ValueError("its data names no image, or several")
+    return names[0]
 
 
-def _regions(
-    result: _Result, size: tuple[int, int] | None, place: str, findings: Findings
-) -> list[Region]:
-    """The region of a result, if it has one; ValueError: it is damaged."""
-    if not result.type.endswith("labels"):
-        return []  # a relation, or a choice for the whole image
-    if result.type not in ("polygonlabels", "brushlabels"):
-        findings.no_region(result.type, place)
-        return []
-    value = result.value or _Value()
-    labels = [*value.polygonlabels, *value.brushlabels]
+def _region(kind: str, value: dict[str, Any], size: tuple[int, int] | None) -> Region:
+    labels = value[kind]
     if size is None or len(labels) != 1:
         raise ValueError("expected one class, original_width and original_height")
-    if result.type == "polygonlabels":
-        return [Region.of_outlines(labels[0], np.array(value.points) * size[::-1] / 100)]
-    return [Region.of_mask(labels[0], _unpacked(bytes(value.rle), size), size)]
+    if kind == "polygonlabels":
+        region = Region.of_outlines(labels[0], value["points"])
+        return region._replace(polygons=(region.polygons[0] * size[::-1] / 100,))
+    return Region.of_mask(labels[0], _unpacked(bytes(value["rle"]), size), size)
 
 
 def _unpacked(packed: bytes, size: tuple[int, int]) -> np.ndarray:

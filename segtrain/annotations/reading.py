@@ -33,7 +33,8 @@ class Format(NamedTuple):
     suffixes: of the file names.
     pattern: matches the first and last bytes of each file, joined.
     read: (file, findings) -> its classes in its order, as far as it declares them, and its images;
-        DataError: it is no such file. What is wrong with single regions goes to the findings.
+        ValueError, LookupError or TypeError: no such file. What is wrong with a single region goes
+        to the findings.
     overlap: which of two regions its own tool shows.
     """
 
@@ -126,14 +127,18 @@ def read_annotations(sources: Sequence[Path], images: Path | None = None) -> Ann
     declared: list[str] = []
     read: list[Annotated] = []
     for file in files:
-        names, of_file = FORMATS[kind].read(file, findings)
-        declared += names
-        read += of_file
+        with findings.refusing(file):
+            names, of_file = FORMATS[kind].read(file, findings)
+            texts = [*names, *(x.name for image in of_file for x in (image, *image.regions))]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("expected text as the names of images and classes")
+            declared += names
+            read += of_file
     folder = _image_folder(sources[0]) if images is None else images
     with os_errors_as(DataError):
         placed, unnamed = place_images(read, folder, findings)
     classes = _classes(declared, placed, findings)
-    if not read:
+    if not read and not findings.problems:
         findings.refuse(first_of(sources, 3), "no annotated images in it")
     if findings.problems:
         raise DataError(first_lines(f"{kind} annotations", lines(findings.problems)))

@@ -5,20 +5,18 @@ its size is known to be that of an image.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, read_bytes
 from segtrain.text import first_of, printable
-
-T = TypeVar("T")
 
 # LabelMe's name for pixels that count for nothing.
 IGNORED = "__ignore__"
@@ -46,7 +44,10 @@ class Region(NamedTuple):
     @classmethod
     def of_outlines(cls, name: str, *outlines: Iterable) -> Self:
         """Outlines are pairs of x and y, or these numbers in turn; ValueError: an x without y."""
-        return cls(name, tuple(np.array(points, np.float64).reshape(-1, 2) for points in outlines))
+        polygons = [np.array(points, np.float64) for points in outlines]
+        if any(points.size % 2 or points.shape[1:] not in ((), (2,)) for points in polygons):
+            raise ValueError("expected pairs of x and y")
+        return cls(name, tuple(points.reshape(-1, 2) for points in polygons))
 
     @classmethod
     def of_mask(
@@ -97,6 +98,18 @@ class Findings:
         """They can, but the user has to know."""
         self.notes[what].append(place)
 
+    @contextmanager
+    def refusing(self, place: object) -> Iterator[None]:
+        """Refuses what cannot be read inside, and goes on behind it."""
+        try:
+            yield
+        except (ValueError, DataError) as error:
+            self.refuse(place, error)
+        except KeyError as error:
+            self.refuse(place, f"has no {error}")
+        except (LookupError, ArithmeticError, TypeError, AttributeError) as error:
+            self.refuse(place, f"damaged: {error}")
+
     def no_region(self, kind: str, place: object) -> None:
         """Refuses or notes a shape that is no polygon and no mask."""
         if kind in _BOXES:
@@ -118,14 +131,10 @@ def read_text(path: Path) -> bytes:
         return read_bytes(path, _MAX_BYTES)
 
 
-def read_json(path: Path, form: TypeAdapter[T], title: str) -> T:
-    """The content of a JSON file of `title`; DataError: it has not this `form`."""
-    try:
-        return form.validate_json(read_text(path))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
-        raise DataError(f"{printable(path)}: no file of {title}: {printable(reason)}") from None
+def image_size(image: dict[str, Any], height: str, width: str) -> tuple[int, int] | None:
+    """(H, W) as stated under these keys; None: the file does not say."""
+    size = image.get(height), image.get(width)
+    return size if all(size) else None
 
 
 def mask_library() -> ModuleType:

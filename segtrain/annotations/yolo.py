@@ -11,8 +11,6 @@ import yaml
 
 from segtrain.annotations.regions import Annotated, Findings, Region, read_text
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
-from segtrain.errors import DataError
-from segtrain.text import printable
 
 _BOX_COLUMNS = 5
 
@@ -49,23 +47,22 @@ def _class_names(path: Path) -> dict[int, str]:
         # All values as text: a class may be called `no`.
         names = yaml.load(read_text(path), yaml.BaseLoader)["names"]
         pairs = names.items() if isinstance(names, dict) else enumerate(names)
-        found = {int(number): name for number, name in pairs}
-        if isinstance(names, str) or not all(isinstance(name, str) for name in found.values()):
-            raise TypeError
+        if isinstance(names, str):
+            raise ValueError
+        return {int(number): name for number, name in pairs}
     except (yaml.YAMLError, LookupError, TypeError, ValueError, RecursionError):
-        raise DataError(f"{printable(path)}: expected `names`, a list of class names") from None
-    return found
+        raise ValueError("expected `names`, a list of class names") from None
 
 
 def _regions(path: Path, names: dict[int, str], findings: Findings) -> list[Region]:
     regions = []
     for i, line in enumerate(read_text(path).split(b"\n"), start=1):
-        try:
+        with findings.refusing(place := f"{path}:{i}"):
             numbers = np.array(line.split(), np.float64)
             if numbers.size == _BOX_COLUMNS:
-                findings.no_region("box", f"{path}:{i}")
+                findings.no_region("box", place)
+            elif numbers.size and numbers[0] not in names:
+                raise ValueError("expected a class of the data.yaml, then x and y")
             elif numbers.size:
                 regions.append(Region.of_outlines(names[numbers[0]], numbers[1:]))
-        except (KeyError, ValueError):
-            findings.refuse(f"{path}:{i}", "expected a class of the data.yaml and pairs of x and y")
     return regions
