@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
     loaded = load_model(args.source)
     if args.format == "safetensors":
         count = export_weights(loaded, output, half=args.half)
-        print(f"{count} tensors read back, equal bit for bit")
+        print(f"{count} tensors")
     else:
         compared = export_graph(
             loaded,

@@ -79,8 +79,6 @@ class Replay(TrainContext):
 def run_verify(args: argparse.Namespace) -> int:
     """Verifies as the command line says and returns the exit code (collective).
 
-    args: run, steps (first and last, each may be None), set, device.
-
     Raises:
         CheckpointError: something differs from the run, or a checkpoint is damaged.
         ConfigError: these steps cannot be verified.
@@ -93,14 +91,8 @@ def run_verify(args: argparse.Namespace) -> int:
     with group, float32_products(config.train), ExitStack() as stack:
         make_repeatable(config, device)
         receipts: dict[int, Receipt] = {}
-
-        def plan_steps() -> Plan:
-            plan, found = _plan(args.run, args.steps, config.train.steps)
-            receipts.update(found)
-            return plan
-
-        plan = Plan(*dist.run_on_rank0(plan_steps))
-        _replay(_set_up(args.run, config, device, plan, receipts, stack))
+        plan = dist.run_on_rank0(lambda: _plan(args.run, args.steps, config.train.steps, receipts))
+        _replay(_set_up(args.run, config, device, Plan(*plan), receipts, stack))
     return EXIT_OK
 
 
@@ -120,24 +112,21 @@ def _config(run: Path, overrides: Sequence[str]) -> Config:
 
 
 def _plan(
-    run: Path, steps: tuple[int | None, int | None], num_steps: int
-) -> tuple[Plan, dict[int, Receipt]]:
-    """The plan for the first and last of `steps`, and the receipts by step.
+    run: Path,
+    steps: tuple[int | None, int | None],
+    num_steps: int,
+    receipts: dict[int, Receipt],
+) -> Plan:
+    """The plan for the first and last of `steps`; puts the receipts of the run into `receipts`.
 
     Without a last step, it is that of the newest receipt; without a first one, that after the
-    newest checkpoint before the last step. Writes nothing; loads the checkpoints on the way.
-
-    num_steps: of the whole run.
-
-    Raises:
-        ConfigError: some of the steps have no receipt.
-        CheckpointError: a checkpoint, or the manifest, is damaged.
+    newest checkpoint before the last step.
     """
     path = run / run_directory.RECEIPTS
     none_yet = "no receipts yet (the run writes them every log.every_steps)"
     with os_errors_as(ConfigError, path, none_yet):
         found = read_receipts(path)
-    receipts = {step: receipt for step, receipt in found.items() if 1 <= step <= num_steps}
+    receipts.update({step: found[step] for step in found if 1 <= step <= num_steps})
     if not receipts:
         raise ConfigError(f"{path}: {none_yet}")
     first, last = steps
@@ -163,7 +152,7 @@ def _plan(
     between = [(step, path) for step, path in kept if start_step < step <= last]
     # Now rather than hours later, when the replay comes to their step.
     readable = [(step, path.name) for step, path in between if _load(path) is not None]
-    return Plan(first, last, start, start_step, readable), receipts
+    return Plan(first, last, start, start_step, readable)
 
 
 def _start(kept: list[tuple[int, Path]], *, before: int) -> tuple[int, str | None]:
@@ -182,9 +171,9 @@ def _load(path: Path) -> Checkpoint | None:
     try:
         return load(path)
     except CheckpointError as error:
-        if not os.path.lexists(path):
-            return None
-        raise CheckpointError(f"{error}; move it away to verify the run without it") from None
+        if os.path.lexists(path):
+            raise CheckpointError(f"{error}; move it away to verify the run without it") from None
+        return None
 
 
 def _set_up(
@@ -202,8 +191,7 @@ def _set_up(
     start = plan.start and _load_alike(checkpoints / plan.start, plan.start_step)
     known = start
     if known is None and plan.kept:
-        step, name = plan.kept[0]
-        known = _load_alike(checkpoints / name, step)
+        known = _load_alike(checkpoints / plan.kept[0][1], plan.kept[0][0])
     # 2. The data and the state.
     train_set, eval_set = open_data(config, device, notes)
     state = build_state(config, device, start, train_set, notes)
@@ -361,17 +349,19 @@ def _receipt_differences(there: Receipt, here: Receipt, state: TrainState) -> li
     if there.samples != here.samples:
         lines.append("samples: other names or another order: the data or their order changed")
     for field in ("loss", "aux_loss", "grad_norm"):
-        before, now = getattr(there, field), getattr(here, field)
-        if before != now:
-            lines.append(f"{field}: {_number(before)} there, {_number(now)} now")
+        values = getattr(there, field), getattr(here, field)
+        if values[0] != values[1]:
+            texts = [x and f"{float.fromhex(x):.9g} ({x})" for x in values]
+            lines.append(f"{field}: {texts[0]} there, {texts[1]} now")
     # What is nearest to the loss comes first in the backward pass.
     names = list(state.gradients.exponents)[::-1]
-    gradients = [_named(names, unpack(r.gradients, GRADIENT)[::-1]) for r in (there, here)]
-    lines += _tensors("gradients", *gradients)
+    unpacked = (unpack(receipt.gradients, GRADIENT)[::-1] for receipt in (there, here))
+    # A number too many, without a name, differs as well.
+    lines += _tensors("gradients", *(dict(zip_longest(names, one)) for one in unpacked))
     names = list(state.model.state_dict())
     for field in ("weights", "average") if there.weights is not None else ():
-        packed = getattr(there, field), getattr(here, field)
-        lines += _tensors(field, *(_named(names, unpack(text, WEIGHT)) for text in packed))
+        unpacked = (unpack(getattr(receipt, field), WEIGHT) for receipt in (there, here))
+        lines += _tensors(field, *(dict(zip_longest(names, one)) for one in unpacked))
     return lines
 
 
@@ -399,11 +389,6 @@ def _moments(saved: dict[str, Any], state: TrainState) -> dict[str, Any]:
     }
 
 
-def _named(names: Sequence[str], values: Sequence[int]) -> dict[str, int | None]:
-    """The values of a receipt by the name of their tensor; a number too many differs as well."""
-    return dict(zip_longest(names, values, fillvalue=None))
-
-
 def _tensors(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A line if the values of any names differ."""
     names = list(dict.fromkeys([*now, *before]))
@@ -419,8 +404,3 @@ def _is_equal(before: object, now: object) -> bool:
         # Not torch.equal, for which -0.0 is 0.0.
         return hash_tensor("", before) == hash_tensor("", now)
     return type(before) is type(now) and before == now
-
-
-def _number(text: str | None) -> str:
-    """A field of a receipt: what it says, and its bits."""
-    return "none" if text is None else f"{float.fromhex(text):.9g} ({text})"

@@ -89,12 +89,14 @@ class ExportModel(nn.Module):
 
     def describe(self, *, fixed_size: tuple[int, int] | None, min_side_px: int) -> dict[str, str]:
         """Input and output in words, for the file's metadata."""
-        normalized = "float32, (pixel - mean) / std by channel"
-        value_range = self.normalization.value_range
-        scale = "0..255 (16-bit values: divide by 257)"
-        if value_range is not None:
-            scale = f"values as stored, {value_range[0]:g}..{value_range[1]:g}"
-        value = f"{self.normalize}, {scale}" if self.normalize else normalized
+        value, stored = "float32, (pixel - mean) / std by channel", self.normalization.value_range
+        if self.normalize:
+            scale = (
+                "values as stored, {:g}..{:g}"
+                if stored
+                else "0..255 (16-bit values: divide by 257)"
+            )
+            value = f"{self.normalize}, {scale.format(*stored or ())}"
         height, width = fixed_size or ("H", "W")
         channels = len(self.normalization.mean)
         kind = "RGB " if channels == 3 else ""
