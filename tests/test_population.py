@@ -20,7 +20,7 @@ from segtrain import cli
 from segtrain.checkpoint.format import Checkpoint
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.commands.population import history, training
-from segtrain.commands.population.history import Exchange, History, Row, Start
+from segtrain.commands.population.history import History, Row
 from segtrain.commands.population.training import score, take_over
 from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError, ExecutionError
@@ -51,14 +51,13 @@ def population(scores, *, alone=False, **train):
     """A population at the end of its first rounds, whose members have these scores there."""
     options = config(**{"steps": 10 * len(scores) + 10} | train)
     found = History(
-        Start(members=len(scores[0]), every=10, perturb=[LR, DECAY], alone=alone, config=options)
+        members=len(scores[0]), every=10, perturb=[LR, DECAY], alone=alone, config=options
     )
     for number, values in enumerate(scores):
-        step = 10 * (number + 1)
+        this = found.rounds[number]
         for i, value in reversed([*enumerate(values)]):  # the last member comes first
-            options = found.options_of(i, number)
-            found.add(Row(step=step, member=i, options=options, mean_iou=value))
-        found.add(Exchange(step=step, exchange=history.decide(found, number)))
+            this.rows[i] = Row(options=found.options_of(i, number), mean_iou=value)
+        this.exchange = history.decide(found, number)
     return found
 
 
@@ -299,22 +298,21 @@ def run(experiment, directory, *arguments):
     return cli.main([*words, "--members", "2", "--every", "2", *arguments])
 
 
-def recorded(directory):
-    return [json.loads(line) for line in (directory / "population.jsonl").read_text().splitlines()]
-
-
 def rows_of(directory):
     """(step, member, mIoU, options) of each member and round, in order."""
-    rows = [line for line in recorded(directory) if "mean_iou" in line]
-    return sorted((row["step"], row["member"], row["mean_iou"], row["options"]) for row in rows)
+    return [
+        (past.step, member, row.mean_iou, row.options)
+        for past in history.read(directory).rounds
+        for member, row in sorted(past.rows.items())
+    ]
 
 
 def exchanges_of(directory):
     """{step: (member, source) of each takeover}."""
     return {
-        line["step"]: [(one["member"], one["source"]) for one in line["exchange"]]
-        for line in recorded(directory)
-        if "exchange" in line
+        past.step: [(one.member, one.source) for one in past.exchange]
+        for past in history.read(directory).rounds
+        if past.exchange is not None
     }
 
 
@@ -346,7 +344,7 @@ def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
     members.clear()
     assert cli.main(["population", str(killed), "--resume", "--device", "cpu"]) == 0
 
-    assert recorded(killed) == recorded(alone)
+    assert history.read(killed) == history.read(alone)
     for name in ("member_0", "member_1"):
         assert bits(last(killed / name)) == bits(last(alone / name))
         assert losses(killed / name) == losses(alone / name)
@@ -463,15 +461,12 @@ def test_no_member_begins_after_another_failed_and_those_beside_it_count(
 def test_a_damaged_history_is_refused(tmp_path):
     found = population([[0.1, 0.4]])
     history.write(tmp_path, found)
-    path = tmp_path / "population.jsonl"
+    path = tmp_path / "population.json"
     whole = path.read_bytes()
-    assert history.read(tmp_path).rounds == found.rounds
-    for content, said in (
-        (whole + b'{"step": 20, "mem', "Invalid JSON"),
-        (whole + b'{"step": 17, "exchange": []}\n', "a round or member that"),
-    ):
+    assert history.read(tmp_path) == found
+    for content, said in ((whole[:-9], "Invalid JSON"), (whole.replace(b"10,", b"-,"), "Invalid")):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=f"jsonl: damaged: .*{said}"):
+        with pytest.raises(CheckpointError, match=f"json: damaged: .*{said}"):
             history.read(tmp_path)
 
 

@@ -51,8 +51,7 @@ class Found(NamedTuple):
 def detect(state: State, beside: Mapping[str, Any], ignored: Sequence[str] = ()) -> Found:
     """What the file is; keys may have a common prefix, such as "module." or "model.".
 
-    ignored: beginnings of keys that the user leaves out, with or without that prefix. The model is
-        that of the other keys.
+    ignored: beginnings of keys that the user leaves out, with or without that prefix.
 
     Raises:
         CheckpointError: no program that is read, or a model that segtrain does not have.
@@ -77,17 +76,14 @@ def _marker(keys: Sequence[str]) -> tuple[str, str]:
         prefixes = [key.removesuffix(marker) for key in keys if f".{key}".endswith(f".{marker}")]
         if len(prefixes) > 1:
             quoted = first_of(map(repr, prefixes))
-            raise CheckpointError(
-                f"the keys hold {len(prefixes)} models: {quoted}; --ignore PREFIX leaves one out, "
-                "or save one of them alone"
-            )
+            what = f"the keys hold {len(prefixes)} models: {quoted}"
+            raise CheckpointError(f"{what}; --ignore PREFIX leaves one out")
         if prefixes:
             return marker, prefixes[0]
     raise CheckpointError(
-        "the keys are those of no model that is read: DeepLabV3 of torchvision; PSPNet of semseg; "
-        "PSPNet, DeepLabV3 and DeepLabV3+ of mmsegmentation and segmentation_models.pytorch; "
-        "DeepLabV3 and DeepLabV3+ of VainF (a backbone alone is for model.pretrained); "
-        f"found {first_of(sorted(keys))}"
+        "the keys are those of no model that is read: PSPNet, DeepLabV3 or DeepLabV3+ of "
+        "torchvision, semseg, mmsegmentation, segmentation_models.pytorch or VainF (a backbone "
+        f"alone is for model.pretrained); found {first_of(sorted(keys))}"
     )
 
 
@@ -122,20 +118,13 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
         config = Config.model_validate(sections)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        what = printable(f"{where}: {first['msg']}", 3 * MAX_NAME)
-        raise CheckpointError(
-            f"the file describes a model that segtrain does not have: {what}"
-        ) from None
+        what = printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", 3 * MAX_NAME)
+        raise CheckpointError(f"the file describes a model that segtrain lacks: {what}") from None
     return override_config(config, overrides, source="the converted model")
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Refuses overrides of options that a converted file has no use for.
-
-    Raises:
-        ConfigError: one of another section than model, data, augment, eval and norm; data.classes.
-    """
+    """ConfigError for options that a converted file has no use for, and for data.classes."""
     for text in overrides:
         if _key(text) == "data.classes":
             raise ConfigError("--set data.classes: write --classes, which names the channels")
@@ -223,15 +212,9 @@ def convert_file(
 ) -> Converted:
     """Writes the model in `path` to the checkpoint `output`; its step is 0.
 
-    Where the file stores names of classes that no class file has, they are written beside `output`.
-
-    Args:
-        classes: a class file, by name or path; None: by the names that the file stores.
-        class_order: see `choose_classes`.
-        entry: see `read_file`.
-        ignored: beginnings of keys that are no part of the model.
-        overrides: `section.key=value`.
-        overwrite: whether those names may replace a file.
+    Where the file stores names of classes that no class file has, they are written beside `output`;
+    `overwrite` says whether they may replace a file. For the other arguments see `choose_classes`,
+    `read_file`, `detect` and `make_config`.
 
     Raises:
         ConfigError: a wrong override or class file.

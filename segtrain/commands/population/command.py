@@ -12,7 +12,6 @@ from segtrain.commands.population.history import (
     FACTORS,
     FILE,
     History,
-    Start,
     read,
     times,
     with_options,
@@ -61,7 +60,7 @@ def _population(args: argparse.Namespace) -> tuple[Path, History]:
     With --resume, CONFIG may be the directory.
 
     Raises:
-        CheckpointError: population.jsonl is damaged.
+        CheckpointError: population.json is damaged.
         ConfigError: it cannot be a population, or is not the one that was started.
     """
     directory = Path(args.config)
@@ -76,7 +75,7 @@ def _population(args: argparse.Namespace) -> tuple[Path, History]:
         return directory, _resumed(directory, read(directory), args, config)
     if args.resume:
         say(f"{directory}: nothing to resume; a new population starts")
-    start = _start(args, config)
+    history = _new(args, config)
     files.check_utf8(directory)
     check_run_directory(directory, config.data)
     # A killed process may leave its lock.
@@ -85,18 +84,18 @@ def _population(args: argparse.Namespace) -> tuple[Path, History]:
             f"{directory}: is not empty; go on with a population by --resume, or choose another "
             "directory by --output"
         )
-    return directory, History(start)
+    return directory, history
 
 
 def _resumed(
     directory: Path, history: History, args: argparse.Namespace, config: Config
 ) -> History:
     """`history` with `config`, whose changes must be such that alter no weights, as data.root."""
-    start, config = history.start, _with_cadences(config, history.start.every)
+    config = _with_cadences(config, history.every)
     differences = [
-        f"--{name}: {getattr(start, name)} there, {value} now"
+        f"--{name}: {getattr(history, name)} there, {value} now"
         for name in ("members", "every", "perturb", "alone")
-        if (value := getattr(args, name)) and value != getattr(start, name)
+        if (value := getattr(args, name)) and value != getattr(history, name)
     ]
     differences += config_differences(history.config, config)
     if differences:
@@ -115,8 +114,8 @@ def _with_cadences(config: Config, every: int) -> Config:
     return with_options(config, {"eval.every_steps": every, "checkpoint.every_steps": saved})
 
 
-def _start(args: argparse.Namespace, config: Config) -> Start:
-    """What a new population is started with; ConfigError if it cannot be one."""
+def _new(args: argparse.Namespace, config: Config) -> History:
+    """A new population; ConfigError if it cannot be one."""
     if wrong := wrong_units(config):
         raise ConfigError("\n".join(wrong))
     every, members = args.every or config.eval.every_steps, args.members or MEMBERS
@@ -134,7 +133,7 @@ def _start(args: argparse.Namespace, config: Config) -> Start:
     for key in perturb:
         if problem := _problem_of(key, config):
             raise ConfigError(f"--perturb {key}: {problem}")
-    return Start(
+    return History(
         members=members,
         every=every,
         perturb=perturb,

@@ -1,16 +1,15 @@
-"""What a population has done and decided: population.jsonl, and the rules of the exchange.
+"""What a population has done and decided: population.json, and the rules of the exchange.
 
 Population based training, arXiv:1711.09846. The choices of its section 4.1 are here: exploit by
 truncation selection, with quarters instead of fifths; explore by a factor of 0.8 or 1.2.
 """
 
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from segtrain import files
 from segtrain.config import Config, override_config
@@ -20,38 +19,25 @@ from segtrain.run.directory import flat
 from segtrain.seed import population_rng
 from segtrain.text import printable
 
-FILE = "population.jsonl"
+FILE = "population.json"
 FACTORS = (0.8, 1.2)
 
 Options = dict[str, float]
 """The values of the options that are searched, by their full names."""
 
 
-class _Line(BaseModel):
+class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Start(_Line):
-    """The first line: what the population was started with."""
-
-    format: Literal[2] = 2
-    members: int
-    every: int
-    perturb: list[str]
-    alone: bool
-    config: Config
-
-
-class Row(_Line):
+class Row(_Part):
     """A member at the end of a round; without a score it has diverged."""
 
-    step: int
-    member: int
     mean_iou: float | None
     options: Options  # with which it trained in this round
 
 
-class Takeover(_Line):
+class Takeover(_Part):
     """`member` goes on with the weights of `source`, and with these options."""
 
     member: int
@@ -59,44 +45,33 @@ class Takeover(_Line):
     options: Options
 
 
-class Exchange(_Line):
-    """Written when all of it is done; if it was interrupted, the same is decided and done again."""
+class Round(_Part):
+    """The training of all members to `step`, and the exchange that follows it.
+
+    rows: by member, as they come.
+    exchange: None until all of it is done; one that is interrupted is decided and done again.
+    """
 
     step: int
-    exchange: list[Takeover]
-
-
-Event = Row | Exchange
-_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
-
-
-@dataclass
-class Round:
-    """The training of all members to `step`, and the exchange that follows it."""
-
-    step: int
-    rows: dict[int, Row] = field(default_factory=dict)  # by member, as they come
+    rows: dict[int, Row] = {}
     exchange: list[Takeover] | None = None
 
 
-class History:
+class History(_Part):
     """What a population was started with, and its rounds: every one, also those to come."""
 
-    def __init__(self, start: Start) -> None:
-        self.start, self.config, self.members = start, start.config, start.members
-        steps = start.config.train.steps
-        self.rounds = [Round(step) for step in (*range(start.every, steps, start.every), steps)]
+    format: Literal[3] = 3
+    members: int
+    every: int
+    perturb: list[str]
+    alone: bool
+    rounds: list[Round] = []
+    config: Config
 
-    def add(self, event: Event) -> None:
-        """Takes a line; LookupError if it is of no round or no member."""
-        for past in self.rounds:
-            if past.step == event.step and isinstance(event, Exchange):
-                past.exchange = event.exchange
-                return
-            if past.step == event.step and 0 <= event.member < self.members:
-                past.rows[event.member] = event
-                return
-        raise LookupError(f"a round or member that the population does not have: {event}")
+    def model_post_init(self, _: object) -> None:
+        """Begins the rounds of a new population."""
+        steps = (*range(self.every, self.config.train.steps, self.every), self.config.train.steps)
+        self.rounds = self.rounds or [Round(step=step) for step in steps]
 
     def options_of(self, member: int, number: int) -> Options:
         """The options with which `member` trains in round `number`, counted from 0."""
@@ -105,7 +80,7 @@ class History:
                 if takeover.member == member:
                     return takeover.options
         values = flat(self.config)
-        options = {key: values[key] for key in self.start.perturb}
+        options = {key: values[key] for key in self.perturb}
         if member == 0:
             return options
         return perturbed(self.config, options, population_rng(self.config.seed, 0, member))
@@ -185,7 +160,7 @@ def decide(history: History, number: int) -> list[Takeover]:
 
 def table(history: History) -> list[str]:
     """A line of titles, and one for each member and round, for a terminal."""
-    keys = history.start.perturb
+    keys = history.perturb
     lines = [("round", "step", "member", "mIoU", *keys, "takes_from")]
     for number, past in enumerate(history.rounds, start=1):
         sources = {takeover.member: takeover.source for takeover in past.exchange or ()}
@@ -199,26 +174,16 @@ def table(history: History) -> list[str]:
 
 
 def write(directory: Path, history: History) -> None:
-    """Writes population.jsonl, whole; ExecutionError if it cannot."""
-    lines: list[_Line] = [history.start.model_copy(update={"config": history.config})]
-    for past in history.rounds:
-        lines += past.rows.values()
-        if past.exchange is not None:
-            lines.append(Exchange(step=past.step, exchange=past.exchange))
-    text = "".join(line.model_dump_json() + "\n" for line in lines)
+    """Writes population.json, whole; ExecutionError if it cannot."""
     with files.os_errors_as(ExecutionError, directory / FILE, "cannot be written"):
-        files.write_atomic(directory / FILE, text)
+        files.write_atomic(directory / FILE, history.model_dump_json(indent=1))
 
 
 def read(directory: Path) -> History:
     """The population in `directory`; CheckpointError if its file cannot be read or is damaged."""
     path = directory / FILE
-    with files.os_errors_as(CheckpointError, path):
-        first, *others = files.read_bytes(path, 64 << 20).removesuffix(b"\n").split(b"\n")
     try:
-        history = History(Start.model_validate_json(first))
-        for line in others:
-            history.add(_EVENT.validate_json(line))
-    except (ValidationError, LookupError) as error:
+        with files.os_errors_as(CheckpointError, path):
+            return History.model_validate_json(files.read_bytes(path, 64 << 20))
+    except ValidationError as error:
         raise CheckpointError(f"{path}: damaged: {printable(error, 300)}") from None
-    return history

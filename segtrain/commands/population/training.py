@@ -18,7 +18,7 @@ from segtrain import files
 from segtrain.checkpoint.format import LAST
 from segtrain.commands.launch import safe_path
 from segtrain.commands.population import history as record
-from segtrain.commands.population.history import Event, Exchange, History, Row, with_options
+from segtrain.commands.population.history import History, Row, with_options
 from segtrain.config import Config
 from segtrain.config.experiment import config_warnings
 from segtrain.config.loading import yaml_value
@@ -126,7 +126,8 @@ class Population:
             return
         options = self._history.options_of(member, number)
         value = score(run, step) if code == EXIT_OK else None
-        self._add(Row(step=step, member=member, mean_iou=value, options=options))
+        self._history.rounds[number].rows[member] = Row(mean_iou=value, options=options)
+        record.write(self._directory, self._history)
         words = "has diverged" if value is None else f"mIoU {value:.4f}"
         values = "  ".join(f"{key} {option:g}" for key, option in options.items())
         say(f"step {step}  {run.name}  {words}  {values}")
@@ -139,21 +140,18 @@ class Population:
             raise NonFiniteError(f"{self._directory}: {what}")
         if this.exchange is not None:
             return
-        last = history.start.alone or this is history.rounds[-1]
+        last = history.alone or this is history.rounds[-1]
         takeovers = [] if last else record.decide(history, number)
         for one in takeovers:
             config = with_options(history.config, history.seeded(one.member, one.options))
             loser, winner = self._run(one.member), self._run(one.source)
             take_over(loser, winner, config, step=this.step)
             say(f"step {this.step}  {loser.name} takes over from {winner.name}")
-        self._add(Exchange(step=this.step, exchange=takeovers))
+        this.exchange = takeovers
+        record.write(self._directory, history)
 
     def _run(self, member: int) -> Path:
         return self._directory / f"member_{member}"
-
-    def _add(self, event: Event) -> None:
-        self._history.add(event)
-        record.write(self._directory, self._history)
 
     def _show(self, member: int) -> Callable[[str], None]:
         def show(line: str) -> None:
