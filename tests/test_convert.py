@@ -777,7 +777,7 @@ def test_channels_move_to_the_order_of_the_class_file_by_name(smp_state, tmp_pat
     ("stored", "names", "order", "message"),
     [
         ((), NAMES[:1], None, "one channel, a sigmoid"),
-        ((), NAMES[:4], None, "4 classes, and the classifier of the file has 5"),
+        ((), NAMES[:4], None, "4 classes, and the file has 5"),
         (NAMES[::-1], NAMES, None, "same 5 classes in another order; --class-order stored"),
         (NAMES, NAMES, NAMES[::-1], "--class-order: the file stores the same"),
         ((), NAMES, ("car", *NAMES[1:]), "each once; found 5, without sky"),

@@ -48,26 +48,20 @@ def choose_classes(plan: Plan, spec: str | None, class_order: str | None, *, own
         CheckpointError: one channel, which is no softmax over classes; unusable stored names.
     """
     if plan.num_classes == 1:
-        raise CheckpointError(
-            "the classifier has one channel, a sigmoid; segtrain's softmax needs a channel for "
-            "each class, the background too"
-        )
+        what = "segtrain's softmax needs a channel for each class, the background too"
+        raise CheckpointError(f"the classifier has one channel, a sigmoid; {what}")
     if spec is None and class_order is not None:
         raise ConfigError("--class-order: needs --classes, which gives the new order")
     spec = spec or _equal_known(plan.class_names)
     if spec is None and len(plan.class_names) == plan.num_classes:
         return _stored(plan, own)
     if spec is None:
-        raise ConfigError(
-            f"--classes: the file has a classifier of {plan.num_classes} classes and no usable "
-            "names; name its class file, a YAML"
-        )
+        there = f"the file has {plan.num_classes} classes and no usable names"
+        raise ConfigError(f"--classes: {there}; name its class file, a YAML")
     classes = load_class_file(spec)
     if classes.num_classes != plan.num_classes:
-        raise ConfigError(
-            f"--classes {printable(spec)}: {classes.num_classes} classes, and the classifier of "
-            f"the file has {plan.num_classes}"
-        )
+        there = f"{classes.num_classes} classes, and the file has {plan.num_classes}"
+        raise ConfigError(f"--classes {printable(spec)}: {there}")
     there, order, option = classes.names, None, "--classes"
     if class_order is not None:
         stored = class_order == STORED
@@ -93,10 +87,8 @@ def _stored(plan: Plan, path: Path) -> Choice:
     try:
         return Choice(str(path), parse_class_file(text, path), text=text)
     except ConfigError as error:
-        raise CheckpointError(
-            "the names of classes in the file cannot be used; name a class file in --classes: "
-            f"{error}"
-        ) from None
+        what = "the names of classes in the file cannot be used; name a class file in --classes"
+        raise CheckpointError(f"{what}: {error}") from None
 
 
 def _equal_known(names: Sequence[str]) -> str | None:

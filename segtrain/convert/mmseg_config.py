@@ -104,11 +104,8 @@ def stated(meta: Mapping[str, Any], found: Options) -> dict[str, Any]:
         return {"notes": ("note        the file holds no config of mmsegmentation",)}
     config = _parsed(text)
     if isinstance(config, str):
-        warning = (
-            f"warning: the config in the file cannot be read ({config}): the options of its model, "
-            "its images and the ids of its labels (reduce_zero_label) are assumed; compare them"
-        )
-        return {"notes": (warning,)}
+        assumed = "the options of its model, images and labels (reduce_zero_label) are assumed"
+        return {"notes": (f"warning: the config in the file cannot be read ({config}): {assumed}",)}
     model = config["model"]
     sections = {
         name: model.get(name) or config.get(name) or {} for name in _KEYS if name != "model"
@@ -199,10 +196,8 @@ def _model_problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
             yield f"{where}: {short(there)}, and the keys are those of {by_keys}"
     geometry = _geometry(backbone)
     if geometry not in list(_STRIDES):  # not by hash: what stands there may have none
-        yield (
-            f"backbone.strides and dilations {geometry}: segtrain dilates only stages without a "
-            f"stride; expected one of {list(_STRIDES)}"
-        )
+        what = f"segtrain dilates only stages without a stride; expected one of {list(_STRIDES)}"
+        yield f"backbone.strides and dilations {geometry}: {what}"
     elif geometry != list(_STRIDES)[-1] and not backbone.get("contract_dilation"):
         yield "backbone.contract_dilation: expected True where a stage is dilated, found False"
     dilations = head.get("dilations", (1, 6, 12, 18))
@@ -300,10 +295,9 @@ def _images(
     if own.get("mean") is not None or own.get("bgr_to_rgb"):
         normalizations.append((own.get("mean"), own.get("std"), own.get("bgr_to_rgb")))
     if len(normalizations) != 1 or normalizations[0][2] is not True:
-        problems.append(
-            "test pipeline and data_preprocessor: expected one normalization, with RGB images "
-            f"(to_rgb or bgr_to_rgb), found {len(normalizations)}: {short(normalizations)}"
-        )
+        expected = "expected one normalization, with RGB images (to_rgb or bgr_to_rgb)"
+        found = f"found {len(normalizations)}: {short(normalizations)}"
+        problems.append(f"test pipeline and data_preprocessor: {expected}, {found}")
     else:
         options |= {"data.mean": normalizations[0][0], "data.std": normalizations[0][1]}
     return options, warnings, problems
@@ -328,10 +322,8 @@ def _window(test: dict[str, Any]) -> tuple[Options, list[str]]:
             abs(c * (1 - overlap) - s) < 1 for s, c in zip(stride, crop, strict=True)
         ):
             return {"eval.mode": "slide", "eval.crop_size": crop, "eval.overlap": overlap}, []
-    return {}, [
-        f"the sliding window of the config is not converted: crop_size {short(crop)}, stride "
-        f"{short(stride)}; --set eval.mode=slide, eval.crop_size and eval.overlap give one"
-    ]
+    window = f"crop_size {short(crop)}, stride {short(stride)}"
+    return {}, [f"the sliding window is not converted: {window}; --set eval.mode=slide gives one"]
 
 
 def _drops_zero(config: Config) -> bool:

@@ -70,10 +70,8 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
     if entry is None and _is_state(content):
         entry, entries = "", {"": content}
     if entry is None and len(entries) != 1:
-        raise CheckpointError(
-            f"{path}: holds {len(entries)} state dicts: {names}; --entry NAME says which to read "
-            "(mmengine's EMAHook stores the averaged weights as state_dict)"
-        )
+        what = f"holds {len(entries)} state dicts: {names}; --entry NAME says which to read"
+        raise CheckpointError(f"{path}: {what}")
     entry = entry if entry is not None else next(iter(entries))
     state = entries[entry]
     if entry:
@@ -92,10 +90,8 @@ def _config_json(path: Path) -> Any:
         return None
     except (OSError, ValueError) as error:
         # Without it, the stride and the rates would be guessed.
-        raise CheckpointError(
-            f"{there}: cannot be read ({printable(error, MAX_NAME)}); move it away if it is no "
-            "part of the model"
-        ) from None
+        why = f"cannot be read ({printable(error, MAX_NAME)})"
+        raise CheckpointError(f"{there}: {why}; move it away if it is no part of it") from None
 
 
 def _is_state(value: object) -> bool:

@@ -95,11 +95,9 @@ def _stated(config: dict[str, Any], found: Options) -> Options:
             norm = {"type": "batchnorm" if norm is True else str(norm).lower()}
         problems += misfits(f"{CONFIG_JSON}.{key}", norm, _NORM)
     if problems:
-        raise CheckpointError(
-            f"{CONFIG_JSON} beside the file describes another model than segtrain would build; "
-            "remove there what changes no prediction, or move it away if it is no part of the "
-            "model:\n  " + "\n  ".join(problems)
-        )
+        what = f"{CONFIG_JSON} beside the file describes another model than segtrain would build"
+        repair = "remove there what changes no prediction, or move it away:"
+        raise CheckpointError("\n  ".join([f"{what}; {repair}", *problems]))
     options: Options = {}
     if "encoder_output_stride" in config:
         smallest = 2 ** (found["model.num_stages"] + 1)
