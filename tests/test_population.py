@@ -536,7 +536,7 @@ def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monke
     programs(monkeypatch, lambda *a: 143 if calls else train(*a))
     assert run(experiment, directory) == 143
     for arguments, said in (
-        ([], "is not empty; go on with a population by --resume"),
+        ([], "is not empty; go on by --resume"),
         (["--resume", "--members", "3"], "--members: 2 there, 3 now"),
         (["--resume", "--perturb", LR], "--perturb: "),
         (["--resume", "--set", "optim.lr=1.0"], "optim.lr: 0.02 there, 1.0 now"),

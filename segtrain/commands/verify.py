@@ -104,10 +104,8 @@ def _config(run: Path, overrides: Sequence[str]) -> Config:
             raise ConfigError(f"--set {text}: {what}")
     config = load_config(run / run_directory.CONFIG, overrides)
     if config.train.shares is None:
-        raise ConfigError(
-            f"{run}: trained without train.shares, so it has no receipts; to verify a run later, "
-            "start it with --set train.shares=N"
-        )
+        what = "trained without train.shares, so it has no receipts"
+        raise ConfigError(f"{run}: {what}; to verify a run, start it with --set train.shares=N")
     return config
 
 
@@ -137,18 +135,14 @@ def _plan(
     kept = [(step, path) for step, path in kept if step >= oldest - 1]
     start_step, start = _start(kept, before=first or last)
     if start is None and oldest > 1:
-        raise ConfigError(
-            f"{run}: its config was changed at step {oldest}, where its receipts begin, and there "
-            "is no checkpoint between that step and the steps to verify"
-        )
+        what = f"its config was changed at step {oldest}, where its receipts begin"
+        raise ConfigError(f"{run}: {what}; no checkpoint lies between it and the steps to verify")
     first = first or start_step + 1
     # Not a list: there may be no end to the steps that are asked for.
     missing = next((step for step in range(first, last + 1) if step not in receipts), None)
     if missing is not None:
-        raise ConfigError(
-            f"--steps: {run} has receipts of {len(receipts)} steps, {oldest} to {newest}, but none "
-            f"of step {missing}; choose other steps by --steps A:B"
-        )
+        there = f"{len(receipts)} steps, {oldest} to {newest}"
+        raise ConfigError(f"--steps: {run} has receipts of {there}, but none of step {missing}")
     between = [(step, path) for step, path in kept if start_step < step <= last]
     # Now rather than hours later, when the replay comes to their step.
     readable = [(step, path.name) for step, path in between if _load(path) is not None]
@@ -232,9 +226,7 @@ def _load_alike(path: Path, step: int) -> Resumed:
         return loaded[0].step
 
     if set(dist.run_on_all_ranks(load_here)) != {step}:
-        raise CheckpointError(
-            f"{path}: the run, which still trains, has replaced it meanwhile; start again"
-        )
+        raise CheckpointError(f"{path}: the run, which still trains, has replaced it; start again")
     return Resumed(loaded[0], path)
 
 

@@ -32,10 +32,8 @@ MEMBERS, PERTURB = 4, ("optim.lr", "optim.weight_decay")
 def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ or slurm.is_task(os.environ):
-        raise ConfigError(
-            "environment: torchrun or srun has started this as one of several ranks, and each "
-            "would train the whole population; start it once, and --nproc gives each member ranks"
-        )
+        what = "torchrun or srun has started this as one of several ranks"
+        raise ConfigError(f"environment: {what}; start it once, --nproc gives each member ranks")
     directory, history = _population(args)
     show_warnings(history.config)
     with RunLock(directory):
@@ -55,14 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _population(args: argparse.Namespace) -> tuple[Path, History]:
-    """The directory and the history of the population to begin or to go on with.
-
-    With --resume, CONFIG may be the directory.
-
-    Raises:
-        CheckpointError: population.json is damaged.
-        ConfigError: it cannot be a population, or is not the one that was started.
-    """
+    """The directory and the history to begin or to go on with; CONFIG may be the directory."""
     directory = Path(args.config)
     if args.resume and (directory / FILE).exists():
         history = read(directory)
@@ -81,8 +72,7 @@ def _population(args: argparse.Namespace) -> tuple[Path, History]:
     # A killed process may leave its lock.
     if directory.is_dir() and any(path.name != LOCK for path in directory.iterdir()):
         raise ConfigError(
-            f"{directory}: is not empty; go on with a population by --resume, or choose another "
-            "directory by --output"
+            f"{directory}: is not empty; go on by --resume, or choose another --output"
         )
     return directory, history
 
@@ -99,11 +89,9 @@ def _resumed(
     ]
     differences += config_differences(history.config, config)
     if differences:
-        listed = "\n  ".join(differences)
-        raise ConfigError(
-            f"{directory}: the population was started otherwise\n  {listed}\nto go on as it was "
-            f"started: segtrain population {shlex.quote(str(directory))} --resume"
-        )
+        again = f"to go on as it was: segtrain population {shlex.quote(str(directory))} --resume"
+        lines = [f"{directory}: the population was started otherwise", *differences]
+        raise ConfigError("\n".join(["\n  ".join(lines), again]))
     history.config = config
     return history
 

@@ -168,8 +168,7 @@ class Population:
 class Programs:
     """Runs `segtrain` commands, several at once if threads ask for it.
 
-    From its construction on, stop signals are passed on to all of them: the runs save and end. They
-    also do if this process is killed.
+    From its construction on, stop signals are passed on to all of them: the runs save and end.
 
     gpus: for each that runs at the same time, CUDA_VISIBLE_DEVICES; None: as it is.
     """
@@ -245,18 +244,14 @@ def gpus_of_slots(at_once: int, device: str) -> list[str | None]:
 
 
 def score(run: Path, step: int) -> float | None:
-    """The mIoU of a run's evaluation at `step`; None if it is not a number.
-
-    ExecutionError if metrics.jsonl has none, as after a full disk.
-    """
+    """The mIoU of a run's evaluation at `step`; None: no number. ExecutionError: there is none."""
     path = run / run_directory.METRICS
     try:
         lines = map(files.parse_json, files.read_bytes(path).splitlines())
         scores = [one["eval/mIoU"] for one in lines if one["step"] == step and "eval/mIoU" in one]
         return scores[-1]
     except (OSError, ValueError, LookupError, TypeError):
-        what = f"has no eval/mIoU of step {step}: nothing to compare by"
-        raise ExecutionError(f"{path}: {what}") from None
+        raise ExecutionError(f"{path}: has no eval/mIoU of step {step}") from None
 
 
 def take_over(loser: Path, winner: Path, config: Config, *, step: int) -> None:
@@ -266,12 +261,7 @@ def take_over(loser: Path, winner: Path, config: Config, *, step: int) -> None:
     in `loser` that no run has written stay. config.yaml is replaced, rather than given by
     --accept-changes, because the run must still refuse data that have changed.
 
-    step: that of the winner's last.pt.
-
-    Raises:
-        CheckpointError: the newest checkpoint of the winner is of another step.
-        ConfigError: one of both is in use.
-        ExecutionError: the files cannot be written.
+    step: that of the winner's last.pt; CheckpointError if it is of another.
     """
     source, target = (run / run_directory.CHECKPOINTS for run in (winner, loser))
     with RunLock(loser), RunLock(winner):
