@@ -10,10 +10,9 @@ import pytest
 
 from segtrain.data.read.classes import load_class_file
 from segtrain.errors import DataError
-from segtrain.synthetic import main
 from segtrain.synthetic.canvas import Camera, Canvas
 from segtrain.synthetic.scene import draw_scene
-from segtrain.synthetic.write import write_dataset
+from segtrain.synthetic.write import main, write_dataset
 
 SIZE = (48, 96)
 JUDGED = {

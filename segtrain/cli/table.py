@@ -344,7 +344,7 @@ COMMANDS = (
     ),
     Command(
         "data synth",
-        "synthetic:main",
+        "synthetic.write:main",
         "draw a synthetic data set",
         _argument("root", "directory to write to", "ROOT", Path),
         _argument("--num-train", "default: 200", "N", positive, default=200),

@@ -284,13 +284,11 @@ def _report(
         f"{choice.classes.name}",
     ]
     overridden = set(map(_key, overrides))
+    assumed = [key for key in plan.assumed if key not in plan.stated]
+    defaults = f"the file does not say; the defaults of {plan.source}, --set changes them"
     for kind, keys, about in (
-        ("stated", plan.stated.keys(), "by the config of the file"),
-        (
-            "assumed",
-            [key for key in plan.assumed if key not in plan.stated],
-            f"the file does not say; the defaults of {plan.source}, --set changes them",
-        ),
+        ("stated", plan.stated, "by the config of the file"),
+        ("assumed", assumed, defaults),
     ):
         options = [key.split(".") for key in keys if key not in overridden]
         shown = [f"{s}.{key}={yaml_value(getattr(getattr(config, s), key))}" for s, key in options]

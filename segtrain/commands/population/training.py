@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -91,7 +92,8 @@ class Population:
             """Runs in a thread; the exit code, None if the member did not begin."""
             if self._code:
                 return None
-            code = programs.run(self._arguments(member, number), self._show(member))
+            show = partial(self._show, self._run(member).name)
+            code = programs.run(self._arguments(member, number), show)
             if code not in (EXIT_OK, EXIT_NON_FINITE):
                 self._code = code
             return code
@@ -153,16 +155,13 @@ class Population:
     def _run(self, member: int) -> Path:
         return self._directory / f"member_{member}"
 
-    def _show(self, member: int) -> Callable[[str], None]:
-        def show(line: str) -> None:
-            line = line.removeprefix("segtrain: ")
-            # Every piece of a training begins with the same warnings.
-            if line not in self._warned:
-                say(f"{self._run(member).name}: {line}")
-            if line.startswith("warning:"):
-                self._warned.add(line)
-
-        return show
+    def _show(self, member: str, line: str) -> None:
+        line = line.removeprefix("segtrain: ")
+        # Every piece of a training begins with the same warnings.
+        if line not in self._warned:
+            say(f"{member}: {line}")
+        if line.startswith("warning:"):
+            self._warned.add(line)
 
 
 class Programs:
