@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from segtrain.annotations.draw import Overlap, draw
 from segtrain.annotations.reading import AnnotationSet
@@ -20,8 +19,9 @@ from segtrain.data.read.classes import default_palette
 from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.data.read.find import first_lines
 from segtrain.distributed.machine import process_pool
-from segtrain.errors import ConfigError, DataError
+from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic
+from segtrain.run.pictures import write_indexed_png
 from segtrain.text import first_of, printable
 
 LABELS, CLASSES, PAIRS = "labels", "classes.yaml", "pairs.txt"
@@ -61,8 +61,8 @@ def write_labels(
     for each core. Returns how many pixels and how many images show each id, (256,) int64 both.
 
     Raises:
-        DataError: two images would have one label, or `output` cannot be written.
-        ExecutionError: a process was killed.
+        DataError: two images would have one label.
+        ExecutionError: a process was killed, or `output` cannot be written.
     """
     labels = [_label_of(image) for image in found.images]
     if twice := [label for label, count in Counter(labels).items() if count > 1]:
@@ -85,7 +85,7 @@ def write_labels(
         name = f"./{image.name}" if image.name.startswith("#") else image.name
         table.writerow([name, label])
     head = f"# drawn by segtrain data import from {found.format} annotations\nclasses:\n"
-    with os_errors_as(DataError, what="cannot be written"):
+    with os_errors_as(ExecutionError, what="cannot be written"):
         write_atomic(output / CLASSES, head + classes)
         write_atomic(output / PAIRS, pairs.getvalue())
     return pixels, shown
@@ -98,11 +98,5 @@ def _label_of(image: Annotated) -> str:
 def _write(image: Annotated, folder: Path, classes: Sequence[str], overlap: Overlap) -> np.ndarray:
     """Writes the label of one image; returns the pixels of each id, (256,)."""
     label = draw(image, classes, overlap)
-    picture, data = Image.fromarray(label), io.BytesIO()
-    picture.putpalette([value for color in _PALETTE for value in color])
-    picture.save(data, "PNG")
-    path = folder / _label_of(image)
-    with os_errors_as(DataError, path, "cannot be written"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, data.getvalue(), durable=False)
+    write_indexed_png(folder / _label_of(image), label, _PALETTE)
     return np.bincount(label.ravel(), minlength=256)
