@@ -200,7 +200,7 @@ def _parse(content: Any) -> Checkpoint:
             {key: content[key] for key in Checkpoint._fields if key in content}
         )
     except ValidationError as error:
-        raise _ForeignError(f"damaged: {_first_problem(error)}") from None
+        raise _ForeignError(f"damaged: {first_problem(error)}") from None
 
 
 _CLASS_FILE = TypeAdapter(ClassFile)
@@ -228,10 +228,11 @@ def parse_experiment(checkpoint: Checkpoint, path: Path) -> tuple[Config, ClassF
         raise CheckpointError(f"{path}: its classes contradict themselves: {error}") from None
     except ValidationError as error:
         what = "its config does not fit this version of segtrain"
-        raise CheckpointError(f"{path}: {what}: {_first_problem(error)}") from None
+        raise CheckpointError(f"{path}: {what}: {first_problem(error)}") from None
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """The first place that does not fit, and why, short enough for a message."""
     first = error.errors()[0]
     return printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", 2 * MAX_NAME)
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from segtrain.checkpoint.format import Checkpoint, experiment_fields, save
+from segtrain.checkpoint.format import Checkpoint, experiment_fields, first_problem, save
 from segtrain.checkpoint.restore import load_weights
 from segtrain.config import Config, DataConfig, override_config
 from segtrain.config.loading import yaml_value
@@ -117,9 +117,8 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
     try:
         config = Config.model_validate(sections)
     except ValidationError as error:
-        first = error.errors()[0]
-        what = printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", 3 * MAX_NAME)
-        raise CheckpointError(f"the file describes a model that segtrain lacks: {what}") from None
+        what = "the file describes a model that segtrain lacks"
+        raise CheckpointError(f"{what}: {first_problem(error)}") from None
     return override_config(config, overrides, source="the converted model")
 
 

@@ -12,12 +12,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from segtrain import files
+from segtrain.checkpoint.format import first_problem
 from segtrain.config import Config, override_config
 from segtrain.config.loading import yaml_value
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.run.directory import flat
 from segtrain.seed import population_rng
-from segtrain.text import printable
 
 FILE = "population.json"
 FACTORS = (0.8, 1.2)
@@ -186,4 +186,4 @@ def read(directory: Path) -> History:
         with files.os_errors_as(CheckpointError, path):
             return History.model_validate_json(files.read_bytes(path, 64 << 20))
     except ValidationError as error:
-        raise CheckpointError(f"{path}: damaged: {printable(error, 300)}") from None
+        raise CheckpointError(f"{path}: damaged: {first_problem(error)}") from None
