@@ -5,6 +5,7 @@ import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NamedTuple
 
 
@@ -17,13 +18,18 @@ class Argument(NamedTuple):
 
 
 class Command:
-    """`name` may be of two words, such as "data check"; `function` is "module:name" of segtrain."""
+    """`name` may be of two words, such as "data check"; `function` is "module:name" of segtrain.
+
+    texts: description, examples (a command a line) or epilog, for argparse.
+    """
 
     def __init__(
         self, name: str, function: str, help: str, *arguments: Argument, **texts: str
     ) -> None:
         self.name, self.function, self.arguments = name, function, arguments
-        self.texts = {"help": help} | texts  # and description, epilog
+        self.texts = {"help": help, "description": f"{help[0].upper()}{help[1:]}."} | texts
+        if examples := self.texts.pop("examples", None):
+            self.texts["epilog"] = f"examples:\n{indent(examples, '  ')}"
 
 
 GROUPS = {"data": "make, check or pack data sets", "config": "list, copy or show configs"}
@@ -159,10 +165,9 @@ COMMANDS = (
         description="Find which label belongs to which image, the classes, the splits and fitting\n"
         "options; write config.yaml, classes.yaml, train.txt, val.txt and a contact sheet,\n"
         "samples.png, into DIR. Where two readings fit, show both and the option that decides.",
-        epilog="examples:\n"
-        "  segtrain init photos\n"
-        "  segtrain init photos --names background,crack --val 0.1 --output cracks\n"
-        "  segtrain train photos_segtrain/config.yaml",
+        examples="segtrain init photos\n"
+        "segtrain init photos --names background,crack --val 0.1 --output cracks\n"
+        "segtrain train photos_segtrain/config.yaml",
     ),
     Command(
         "train",
@@ -184,13 +189,11 @@ COMMANDS = (
         _of_machines("--rdzv-endpoint", "meeting point on machine 0", "HOST:PORT", _endpoint),
         _of_machines("--rdzv-id", "name of the job, where several meet at the same point", "ID"),
         _of_machines("--max-restarts", "of all ranks, if one fails", "N", non_negative, default=0),
-        description="Train the experiment in CONFIG; evaluate and save checkpoints on the way.",
-        epilog="examples:\n"
-        "  segtrain train own.yaml --nproc 4 --set optim.lr=0.02\n"
-        "  segtrain train own.yaml --resume                        or: train runs/own --resume\n"
-        "  segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
-        "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
-        "  torchrun --nproc-per-node 4 -m segtrain train CONFIG",
+        examples="segtrain train own.yaml --nproc 4 --set optim.lr=0.02\n"
+        "segtrain train own.yaml --resume                        or: train runs/own --resume\n"
+        "segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
+        "segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
+        "torchrun --nproc-per-node 4 -m segtrain train CONFIG",
     ),
     Command(
         "population",
@@ -213,10 +216,9 @@ COMMANDS = (
         "time. After each round the worst quarter takes over weights and options of the best,\n"
         "and changes the options by a factor of 0.8 or 1.2 (arXiv:1711.09846). Each member is a\n"
         "run in DIR/member_0 and so on.",
-        epilog="examples:\n"
-        "  segtrain population own.yaml --members 4 --every 2000\n"
-        "  segtrain population own.yaml --perturb optim.lr --perturb model.dropout --nproc 2\n"
-        "  segtrain population runs/own_population --resume",
+        examples="segtrain population own.yaml --members 4 --every 2000\n"
+        "segtrain population own.yaml --perturb optim.lr --perturb model.dropout --nproc 2\n"
+        "segtrain population runs/own_population --resume",
     ),
     Command(
         "bench",
@@ -233,14 +235,13 @@ COMMANDS = (
         description="Train some steps of CONFIG, with its data and loader, and print the time of "
         "their parts,\noperations a second beside what this device reaches, memory, and what "
         "limits the speed.\nNothing is kept.",
-        epilog="examples:\n"
-        "  segtrain bench own.yaml --nproc 2\n"
-        "  segtrain bench own.yaml --set train.precision=bfloat16 --profile trace.json.gz",
+        examples="segtrain bench own.yaml --nproc 2\n"
+        "segtrain bench own.yaml --set train.precision=bfloat16 --profile trace.json.gz",
     ),
     Command(
         "eval",
         "commands.launch:evaluate",
-        "score a model on a split",
+        "score a model on a split: IoU of every class, mIoU, mAcc, aAcc",
         _argument("checkpoint", _SOURCE_HELP, "RUN|CHECKPOINT"),
         _argument("--split", "split (default: data.eval_split)", "S"),
         _settings("eval.flip=true, eval.scales='[0.75, 1]', data.root=/elsewhere/data"),
@@ -251,12 +252,10 @@ COMMANDS = (
         _argument("--json", "write all scores as JSON", "FILE", Path),
         _argument("--overlays", "write pictures of image, label and prediction", "DIR", Path),
         _argument("--num-overlays", "how many (default: 8)", "N", positive, default=8),
-        description="Score a trained model: IoU of every class, mIoU, mAcc, aAcc.",
-        epilog="examples:\n"
-        "  segtrain eval runs/own\n"
-        "  segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
-        "  segtrain eval runs/own/checkpoints/last.pt --split val --save-predictions out\n"
-        "  segtrain eval runs/own --split test --no-labels --save-predictions out",
+        examples="segtrain eval runs/own\n"
+        "segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
+        "segtrain eval runs/own/checkpoints/last.pt --split val --save-predictions out\n"
+        "segtrain eval runs/own --split test --no-labels --save-predictions out",
     ),
     Command(
         "verify",
@@ -272,22 +271,20 @@ COMMANDS = (
         description="Compute steps of a run with train.shares again, on any number of ranks, and "
         "compare\nsamples, losses, gradients and weights with its receipts and checkpoints.\n"
         "The run is only read, and may still be training.",
-        epilog="examples:\n"
-        "  segtrain verify runs/own                   from the newest checkpoint before the end\n"
-        "  segtrain verify runs/own --steps 900:1000 --nproc 4",
+        examples="segtrain verify runs/own              from the newest checkpoint before the end\n"
+        "segtrain verify runs/own --steps 900:1000 --nproc 4",
     ),
     Command(
         "predict",
         "commands.predict:main",
-        "segment images",
+        "segment images of any size: label maps, colour maps and overlays",
         _SOURCE,
         _argument("inputs", "image, or folder of images", "INPUT", Path, nargs="+"),
         _argument("--output", "where to write the results", "DIR", Path, required=True),
         _switch("--overwrite", "replace results that are already there"),
         _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
         _DEVICE,
-        description="Segment images of any size: writes label maps, colour maps and overlays.",
-        epilog="example:\n  segtrain predict runs/own photos/ extra.jpg --output predictions",
+        examples="segtrain predict runs/own photos/ extra.jpg --output predictions",
     ),
     Command(
         "export",
@@ -313,10 +310,8 @@ COMMANDS = (
         _switch("--argmax", "the file returns train ids instead of logits"),
         _switch("--half", "safetensors: kernels as float16, which halves the file"),
         _size(None, "write a file for images of this height and width only (default: any size)"),
-        description="Write a trained model for other programs; the file is run and compared with "
-        "the model before it gets its name.",
-        epilog="example:\n  segtrain export runs/own --format onnx --output own.onnx "
-        "--normalize --argmax",
+        description="Write a model for other programs, and compare the file with it.",
+        examples="segtrain export runs/own --format onnx --output own.onnx --normalize --argmax",
     ),
     Command(
         "convert",
@@ -338,22 +333,20 @@ COMMANDS = (
         "segmentation_models.pytorch, and write a checkpoint for eval, predict, export and\n"
         "train.init_from. A key that finds no place is an error. What a file cannot say, such as\n"
         "model.output_stride, is assumed by the defaults of its program and printed.",
-        epilog="examples:\n"
-        "  segtrain convert deeplabv3_resnet50_coco.pth --classes voc --output v3.pt\n"
-        "  segtrain convert theirs.pth --classes own.yaml --class-order stored --output own.pt",
+        examples="segtrain convert deeplabv3_resnet50_coco.pth --classes voc --output v3.pt\n"
+        "segtrain convert theirs.pth --classes own.yaml --class-order stored --output own.pt",
     ),
     Command(
         "data synth",
         "synthetic.write:main",
-        "draw a synthetic data set",
+        "draw synthetic street scenes in the layout of Cityscapes",
         _argument("root", "directory to write to", "ROOT", Path),
         _argument("--num-train", "default: 200", "N", positive, default=200),
         _argument("--num-val", "default: 40", "N", positive, default=40),
         _size([256, 512], "height and width in pixels (default: 256 512)"),
         _argument("--seed", "default: 0", "S", non_negative, default=0),
         _JOBS,
-        description="Draw synthetic street scenes in the layout of Cityscapes.",
-        epilog="example:\n  segtrain data synth data/street --num-train 200 --num-val 40",
+        examples="segtrain data synth data/street --num-train 200 --num-val 40",
     ),
     Command(
         "data import",
@@ -372,20 +365,18 @@ COMMANDS = (
         description="Draw PNG label maps from annotations of COCO (polygons, RLE), LabelMe, CVAT "
         "for images,\nLabel Studio (JSON) or YOLO (outlines), and write the class file and the "
         "list of pairs.\nNeeds pycocotools: pip install '.[annotations]'.",
-        epilog="examples:\n  segtrain data import annotations/instances_train.json --images "
-        "train2017 --output labels_train\n  segtrain data import roboflow_export --output labels",
+        examples="segtrain data import annotations/instances_train.json --images "
+        "train2017 --output labels_train\nsegtrain data import roboflow_export --output labels",
     ),
     Command(
         "data check",
         "commands.data:check",
-        "check every image and label of a config",
+        "read all images and labels of a config, and report what is wrong",
         _CONFIG,
         _DATA_SETTINGS,
         _JOBS,
         _argument("--json", "write the report as JSON", "FILE", Path),
-        description="Read both splits completely and report all that is wrong: missing or damaged "
-        "files, sizes that differ, label values outside the class file; and class frequencies.",
-        epilog="example:\n  segtrain data check own.yaml",
+        examples="segtrain data check own.yaml",
     ),
     Command(
         "data pack",
@@ -397,8 +388,8 @@ COMMANDS = (
         _JOBS,
         description="Decode both splits of a config into a folder of safetensors shards, which "
         "training,\nevaluation and check read by data.pack: DIR. A pixel takes 4 bytes.",
-        epilog="examples:\n  segtrain data pack own.yaml --output packs/own\n"
-        "  segtrain train own.yaml --set data.pack=packs/own",
+        examples="segtrain data pack own.yaml --output packs/own\n"
+        "segtrain train own.yaml --set data.pack=packs/own",
     ),
     Command(
         "data stats",
@@ -412,8 +403,8 @@ COMMANDS = (
         _argument("--json", "write all numbers as JSON", "FILE", Path),
         description="Read a split once: pixels and images of each class, size, mean and standard "
         "deviation\nof the images, and class weights by four rules, as lines to paste.",
-        epilog="examples:\n  segtrain data stats own.yaml\n"
-        "  segtrain data stats own.yaml --split val --json stats.json",
+        examples="segtrain data stats own.yaml\n"
+        "segtrain data stats own.yaml --split val --json stats.json",
     ),
     Command(
         "config list", "commands.config:print_names", "list the configs that come with segtrain"
@@ -424,8 +415,7 @@ COMMANDS = (
         "copy a config that comes with segtrain",
         _argument("name", "a name from 'segtrain config list'", "NAME"),
         _argument("file", "a new file, such as my.yaml", "FILE", Path),
-        description="Copy the config NAME to FILE, and say which lines to change.",
-        epilog="example:\n  segtrain config copy demo my.yaml",
+        examples="segtrain config copy demo my.yaml",
     ),
     Command(
         "config show",
@@ -433,8 +423,8 @@ COMMANDS = (
         "check a config and print it with all defaults",
         _CONFIG,
         _settings(),
-        epilog="examples:\n  segtrain config show own.yaml --set optim.lr=0.02\n"
-        "  segtrain config show camvid_small",
+        examples="segtrain config show own.yaml --set optim.lr=0.02\n"
+        "segtrain config show camvid_small",
     ),
     Command(
         "config schema",
@@ -447,8 +437,6 @@ COMMANDS = (
     Command(
         "doctor",
         "commands.doctor:main",
-        "look at this machine and installation",
-        description="Print versions, devices and memory, and what is wrong with them. Exit code 2 "
-        "if nothing can be trained, else 0.",
+        "versions, devices, memory and what is wrong here; exit code 2 if nothing can be trained",
     ),
 )
