@@ -315,12 +315,10 @@ def _window(test: dict[str, Any]) -> tuple[Options, list[str]]:
     if test.get("mode") != "slide":
         return {}, []
     if _is_pair(crop) and _is_pair(stride):
-        high, wide = (round(1 - s / c, 4) for s, c in zip(stride, crop, strict=True))
+        sides = list(zip(stride, crop, strict=True))
         # One overlap is for both sides, and strides are rounded to whole pixels.
-        overlap = max(high, wide)
-        if overlap >= 0 and all(
-            abs(c * (1 - overlap) - s) < 1 for s, c in zip(stride, crop, strict=True)
-        ):
+        overlap = max(round(1 - s / c, 4) for s, c in sides)
+        if overlap >= 0 and all(abs(c * (1 - overlap) - s) < 1 for s, c in sides):
             return {"eval.mode": "slide", "eval.crop_size": crop, "eval.overlap": overlap}, []
     window = f"crop_size {short(crop)}, stride {short(stride)}"
     return {}, [f"the sliding window is not converted: {window}; --set eval.mode=slide gives one"]
