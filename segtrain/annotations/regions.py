@@ -107,6 +107,7 @@ class Findings:
             self.refuse(place, error)
         except KeyError as error:
             self.refuse(place, f"has no {error}")
+        # Another form than expected.
         except (LookupError, ArithmeticError, TypeError, AttributeError) as error:
             self.refuse(place, f"damaged: {error}")
 

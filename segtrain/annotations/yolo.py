@@ -19,7 +19,8 @@ def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
     """The classes of a data.yaml, and the images below its folder that have labels.
 
     As in Ultralytics, the label of a/images/b/c.jpg is a/labels/b/c.txt. A label may also lie
-    beside its image."""
+    beside its image.
+    """
     names, root = _class_names(path), path.parent
     files = set(visible_files(root))
     folders = {file.rpartition("/")[0] for file in files if file.endswith(".txt")}
@@ -46,9 +47,9 @@ def _class_names(path: Path) -> dict[int, str]:
     try:
         # All values as text: a class may be called `no`.
         names = yaml.load(read_text(path), yaml.BaseLoader)["names"]
-        pairs = names.items() if isinstance(names, dict) else enumerate(names)
         if isinstance(names, str):
             raise ValueError
+        pairs = names.items() if isinstance(names, dict) else enumerate(names)
         return {int(number): name for number, name in pairs}
     except (yaml.YAMLError, LookupError, TypeError, ValueError, RecursionError):
         raise ValueError("expected `names`, a list of class names") from None
