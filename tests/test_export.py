@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from segtrain import cli
 from segtrain.checkpoint.loading import LoadedModel, load_initial, load_model
 from segtrain.commands import export as command
 from segtrain.commands import predict
@@ -395,17 +396,8 @@ def test_other_and_damaged_safetensors_are_refused(real_model, tmp_path):
 
 
 def request(**changes):
-    args = {
-        "source": "nowhere",
-        "format": "onnx",
-        "output": "model.onnx",
-        "normalize": None,
-        "argmax": False,
-        "size": None,
-        "half": False,
-        "overwrite": False,
-    }
-    return argparse.Namespace(**(args | changes))
+    words = ["export", "nowhere", "--format", "onnx", "--output", "model.onnx"]
+    return argparse.Namespace(**(vars(cli._parser().parse_args(words)) | changes))
 
 
 @pytest.mark.fault(89)
