@@ -79,7 +79,8 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ),
         (
             "train:\n  steps: 10\nschedule:\n  warmup_steps: 10",
-            "f.yaml:5: schedule.warmup_steps: 10 must be smaller than train.steps, 10",
+            "f.yaml:5: schedule.warmup_steps: 10 must be smaller than train.steps, 10; set both, "
+            "such as schedule.warmup_steps=0",
         ),
         (
             "train:\n  batch_size: 4\n  accumulate_steps: 3",

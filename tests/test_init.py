@@ -1,5 +1,8 @@
 """`segtrain init`: folders in many conventions, and those in which a guess would be wrong."""
 
+import re
+import shlex
+
 import numpy as np
 import pytest
 from folders import CASES, COLORS, NAMES, save, scene
@@ -8,6 +11,7 @@ from PIL import Image
 from segtrain.cli import main
 from segtrain.config import load_config
 from segtrain.data import open_dataset
+from segtrain.data.read.classes import load_class_file
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +125,7 @@ QUESTIONS = [
     (no_data_or_class, "255 may be a class, or mean no data", ["--ignore", "255"], 2),
     (trimap, "3 is usually the uncertain border", ["--ignore", "3"], 2),
     (fewer_names, "which classes.txt does not name", ["--ignore", "0"], 3),
-    (unnamed_color, "that class_dict.csv does not name", ["--ignore", "#14a03c"], 3),
+    (unnamed_color, "which class_dict.csv does not name", ["--ignore", "#14a03c"], 3),
     (fourth_channel, "the fourth varies: a band, or transparency?", ["--channels", "4"], 4),
 ]
 
@@ -289,6 +293,28 @@ def test_a_label_in_one_grey_is_one_of_colours_beside_others_in_colours(tmp_path
     assert len(np.unique(found["images/3.png"])) == 4
 
 
+def class_colors(output):
+    classes = load_class_file(str(output / "classes.yaml"), label_format="colors").classes
+    return {one.name: one.color for one in classes}
+
+
+def test_the_names_that_a_question_offers_are_in_the_order_of_the_values(tmp_path, capsys):
+    folder = tmp_path / "data"
+    unnamed_color(folder)
+    init(folder, code=2)
+    option = re.search("classes of their own: (.*)", capsys.readouterr().err)[1]
+    wanted = dict(zip((*NAMES[:3], "color_14a03c"), map(tuple, COLORS.tolist()), strict=True))
+    assert class_colors(init(folder, *shlex.split(option))) == wanted
+
+
+def test_red_green_and_blue_are_colours_although_one_channel_is_set_in_each(tmp_path):
+    folder = tmp_path / "data"
+    write(folder, lambda classes: (np.eye(3, dtype=np.uint8) * 255)[classes], num_classes=3)
+    (folder / "class_dict.csv").write_text("name,r,g,b\na,0,255,0\nb,0,0,255\nc,255,0,0\n")
+    wanted = {"a": (0, 255, 0), "b": (0, 0, 255), "c": (255, 0, 0)}
+    assert class_colors(init(folder)) == wanted
+
+
 def test_the_images_to_evaluate_on_may_be_named_in_a_file(tmp_path, capsys):
     folder, names = tmp_path / "data", tmp_path / "mine.txt"
     write(folder, lambda classes: classes)
@@ -311,7 +337,19 @@ def test_nothing_is_overwritten_or_written_into_the_data(tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
     assert (output / "config.yaml").read_bytes() == before
     assert main(["init", str(folder), "--output", str(folder / "x")]) == 2
+    assert f"such as --output {tmp_path / 'data_segtrain'}" in capsys.readouterr().err
     assert not (folder / "x").exists()
+    (tmp_path / "file").touch()
+    (folder / "labels" / "0.png").write_bytes(b"")  # which a survey would see
+    assert main(["init", str(folder), "--output", str(tmp_path / "file" / "x")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_from_inside_the_data_the_experiment_goes_beside_them(tmp_path, monkeypatch):
+    write(tmp_path / "data", lambda classes: classes)
+    monkeypatch.chdir(tmp_path / "data" / "images")
+    assert main(["init", ".."]) == 0
+    assert (tmp_path / "data_segtrain" / "config.yaml").exists()
 
 
 def test_sequences_stay_together_and_a_split_that_leaks_is_named(tmp_path, capsys):

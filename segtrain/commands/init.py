@@ -4,12 +4,13 @@ import argparse
 import shlex
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from segtrain.errors import EXIT_OK, ConfigError, DataError
+from segtrain.files import os_errors_as
 from segtrain.text import counted, first_of, printable
 
 if TYPE_CHECKING:  # the rest is imported when the command runs
@@ -38,8 +39,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def default_output(folder: Path) -> Path:
-    """Where the experiment for `folder` goes if nothing is said: beside no data, in this folder."""
-    return Path(f"{folder.resolve().name}_segtrain")
+    """Where the experiment for `folder` goes if nothing is said: below the working directory.
+
+    Beside the data, if that directory belongs to them: they are only read.
+    """
+    data = folder.resolve()
+    name = f"{data.name}_segtrain"
+    return data.parent / name if Path.cwd().is_relative_to(data) else Path(name)
 
 
 def write_experiment(
@@ -47,48 +53,36 @@ def write_experiment(
 ) -> Path:
     """The path of the config that was written; see `main`. answers: as `Answers` has them."""
     output = default_output(folder) if output is None else output
-    _check_output(output, folder)
-    from segtrain.survey.classes import choose_classes
-    from segtrain.survey.decide import (
-        Answers,
-        UndecidedError,
-        check_pairs,
-        choose_labels,
-        choose_splits,
-    )
-    from segtrain.survey.label_sets import compared
-    from segtrain.survey.label_sets import counted as count_labels
-    from segtrain.survey.recipe import choose_options, choose_pixels
+    _claim(output, folder)
+    from segtrain.survey import classes, decide, label_sets, recipe, splits, write
     from segtrain.survey.survey import survey
-    from segtrain.survey.write import CONFIG, SHEET, Plan, draw_annotations, write, write_readings
 
-    given = Answers(**answers)
-    val_list = Path(given.val) if isinstance(given.val, str) else None
-    found = survey(folder, val_list=val_list, jobs=jobs)
-    _check_output(output, folder)  # again, after minutes: the folder is removed
-    shutil.rmtree(output, ignore_errors=True)
+    given = decide.Answers(**answers)
     labels = None
     try:
+        found = survey(folder, val_list=Path(given.val) if isinstance(given.val, str) else None)
         if found.annotations and (not found.sets or given.labels in found.annotations):
-            labels, classes = draw_annotations(found, output, given, jobs)
+            labels, chosen = write.draw_annotations(found, output, given, jobs)
         else:
-            labels = choose_labels(found, given)
-            sizes = {image.files[0]: image.size for image in found.images}
-            labels = count_labels(folder, labels, sizes, jobs)
+            labels = decide.choose_labels(found, given)
+            sizes = {image.path: image.size for image in found.images}
+            labels = label_sets.counted(folder, labels, sizes, jobs)
             _refuse_damaged(folder, labels)
-            check_pairs(found, labels, compared(folder, found.images, labels), given)
-            classes = choose_classes(found, labels, given)
-        splits = choose_splits(found, labels, given)
+            comparison = label_sets.compared(folder, found.images, labels)
+            decide.check_pairs(found, labels, comparison, given)
+            chosen = classes.choose_classes(found, labels, given)
+        split = splits.choose_splits(found, labels, given)
         machine = _machine()
-        pixels = choose_pixels(found, (*splits.train, *splits.val), given, machine)
-        options = choose_options(splits, classes.classes, pixels, machine)
-        plan = Plan(found, labels, classes, splits, options)
-        for line in _lines(plan, pixels.warnings, machine):
+        pixels = recipe.choose_pixels(found, (*split.train, *split.val), given, machine)
+        options = recipe.choose_options(split, chosen.classes, pixels, machine)
+        plan = write.Plan(found, labels, chosen, split, options)
+        for line in _lines(plan, machine):
             print(printable(line))
-        write(plan, output, _command(folder, answers), jobs=jobs)
-    except UndecidedError as undecided:
+        for warning in write.write(plan, output, _command(folder, answers), jobs=jobs):
+            print(printable(f"warning: {warning}"))
+    except decide.UndecidedError as undecided:
         shutil.rmtree(output, ignore_errors=True)
-        pictures = write_readings(found, labels, undecided.readings, output)
+        pictures = write.write_readings(found, labels, undecided.readings, output)
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
         place = f"--output {shlex.quote(str(output))}, and"
         again = f"\n  segtrain init {shlex.quote(str(folder))} {place} one of them goes on"
@@ -97,20 +91,31 @@ def write_experiment(
         shutil.rmtree(output, ignore_errors=True)
         raise
     names = ", ".join(sorted(path.name for path in output.iterdir()))
-    print(f"wrote {output}: {names}; look at {output / SHEET}")
-    return output / CONFIG
+    print(f"wrote {output}: {names}; look at {output / write.SHEET}")
+    return output / write.CONFIG
 
 
-def _check_output(output: Path, folder: Path) -> None:
-    if output.resolve().is_relative_to(folder.resolve()):
+def _claim(output: Path, folder: Path) -> None:
+    """Makes the folder `output`, empty; before the survey, which takes minutes."""
+    place = f"--output {printable(output)}"
+    data = folder.resolve()
+    if not data.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    if output.resolve().is_relative_to(data):
+        beside = shlex.quote(str(data.parent / f"{data.name}_segtrain"))
         raise ConfigError(
-            f"--output {printable(output)}: lies in {printable(folder)}, where data are only read; "
-            "choose a folder outside of it"
+            f"{place}: lies in {printable(folder)}, where data are only read; choose a folder "
+            f"outside of it, such as --output {printable(beside)}"
         )
     if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output {printable(output)}: is a file; choose another name")
-    if output.exists() and any(not path.match(READINGS) for path in output.iterdir()):
-        raise ConfigError(f"--output {printable(output)}: exists already; choose another folder")
+        raise ConfigError(f"{place}: is a file; choose another name")
+    with os_errors_as(ConfigError, place, "cannot be written; name another folder by --output"):
+        output.mkdir(parents=True, exist_ok=True)
+        there = list(output.iterdir())
+        if not all(path.match(READINGS) for path in there):
+            raise ConfigError(f"{place}: exists already; choose another folder")
+        for path in there:
+            path.unlink()
 
 
 def _refuse_damaged(folder: Path, labels: "LabelSet") -> None:
@@ -143,10 +148,13 @@ def _machine() -> "Machine":
     return Machine(has_gpu, None)
 
 
-def _lines(plan: "Plan", warnings: Sequence[str], machine: "Machine") -> list[str]:
+def _lines(plan: "Plan", machine: "Machine") -> list[str]:
     """What was found, as a table, and the warnings."""
     survey, labels = plan.survey, plan.labels
-    patterns = sorted({_pattern(image.files) for image in (*plan.splits.train, *plan.splits.val)})
+    images = (*plan.splits.train, *plan.splits.val)
+    patterns = sorted(
+        {str(PurePath(i.path).with_name(f"*{PurePath(i.path).suffix}")) for i in images}
+    )
     lines = [
         f"images     {len(survey.images)}: {first_of(patterns, 3)}",
         f"labels     {len(labels.labels)}: {labels.pattern}",
@@ -162,8 +170,8 @@ def _lines(plan: "Plan", warnings: Sequence[str], machine: "Machine") -> list[st
         f"splits     {len(plan.splits.train)} to train, {len(plan.splits.val)} to evaluate: "
         f"{plan.splits.reason}"
     )
-    notes = [*plan.classes.warnings, *plan.splits.warnings, *warnings, *survey.notes]
-    without = [image.files[0] for image in survey.images if image.files[0] not in labels.labels]
+    notes = [*plan.classes.warnings, *plan.splits.warnings, *survey.notes]
+    without = [image.path for image in survey.images if image.path not in labels.labels]
     for found, one, many in (
         (without, "image has no label", "images have no label"),
         (survey.alone, "label has no image", "labels have no image"),
@@ -178,20 +186,13 @@ def _lines(plan: "Plan", warnings: Sequence[str], machine: "Machine") -> list[st
     return lines + [f"warning: {note}" for note in notes]
 
 
-def _pattern(files: Sequence[str]) -> str:
-    folder, _, name = files[0].rpartition("/")
-    end = name[name.rfind(".") :]
-    return f"{folder}/*{end}" if folder else f"*{end}"
-
-
 def _command(folder: Path, answers: Mapping[str, Any]) -> str:
+    from segtrain.survey.contents import word
+
     words = ["segtrain", "init", str(folder)]
     for key, value in answers.items():
-        if isinstance(value, tuple | frozenset):
-            value = ",".join(map(_word, value)) or "none"
+        if key == "ignore" and value is not None:
+            value = ",".join(map(word, value)) or "none"
+        value = ",".join(value) if key == "names" and value is not None else value
         words += [] if value is None else [f"--{key}", str(value)]
     return shlex.join(words)
-
-
-def _word(value: str | int | tuple[int, ...]) -> str:
-    return f"#{bytes(value).hex()}" if isinstance(value, tuple) else str(value)

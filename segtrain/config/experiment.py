@@ -212,7 +212,7 @@ class Config(Section):
         if schedule.warmup_steps >= steps:
             yield (
                 f"schedule.warmup_steps: {schedule.warmup_steps} must be smaller than train.steps, "
-                f"{steps}"
+                f"{steps}; set both, such as schedule.warmup_steps={steps // 20}"
             )
         scale = 1.0 if optim.lr_batch_size is None else self.train.batch_size / optim.lr_batch_size
         if schedule.min_lr > optim.lr * scale:

@@ -1,8 +1,8 @@
 """What single files hold: whether one looks like a label, its values, and facts about an image."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import cv2
 import numpy as np
@@ -11,22 +11,50 @@ from segtrain.data.read import formats
 from segtrain.data.read.image import read_values
 from segtrain.errors import DataError
 
-Value = int | tuple[int, int, int]
+T = TypeVar("T")
+Color = tuple[int, int, int]
+Value = int | Color
 """A value in labels: an id, or a colour."""
 Kind = Literal["ids", "colors", "two", "onehot", "annotations", "picture"]
 """ids: one channel of numbers. colors: RGB. two: a JPEG of two values. onehot: a channel a class.
 annotations: ids, drawn from an annotation file. picture: no label."""
 
 LOSSY = (".jpg", ".jpeg", ".jfif")
+# A colour this close to another one is a shade of it.
+_SHADE = 8
 # A drawn area is flat: most pixels are as their right neighbour.
 _FLAT = 0.7
 _MANY_VALUES = 4096
 # JPEG blurs the two values of a mask by this much, at most of so many pixels.
-TWO_VALUES_PX, _BLURRED = 32, 0.03
-THRESHOLD = 128
-THUMB = 16
+_TWO_VALUES_PX, _BLURRED = 32, 0.03
+_THRESHOLD = 128
+_THUMB = 16
 ALIKE = 0.985
 """Two images whose thumbnails correlate so much are nearly the same."""
+
+
+def word(value: Value) -> str:
+    """The value as messages and the command line have it: `7`, or `#a01e1e`."""
+    return str(value) if isinstance(value, int) else f"#{bytes(value).hex()}"
+
+
+def distance(one: Color, other: Color) -> int:
+    """The largest difference of a channel."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def is_shade(one: Color, other: Color) -> bool:
+    """Whether the colours are so close that they may mean the same."""
+    return distance(one, other) <= _SHADE
+
+
+def spread(items: Sequence[T], number: int) -> list[T]:
+    """Up to `number` of the items, evenly spread."""
+    at = np.linspace(0, len(items) - 1, min(len(items), number)).round().astype(int)
+    return [items[i] for i in at]
+
+
+# Labels
 
 
 class Count(NamedTuple):
@@ -49,7 +77,7 @@ class LabelFacts(NamedTuple):
     kind: Kind
     size: tuple[int, int]
     values: Mapping[Value, Count]
-    palette: tuple[tuple[int, int, int], ...] = ()
+    palette: tuple[Color, ...] = ()
     is_rgb: bool = False
 
 
@@ -57,145 +85,175 @@ def label_facts(path: Path) -> LabelFacts:
     """What the file is as a label; DataError: it cannot be read."""
     stored = formats.read_stored(path)
     size = stored.shape[:2]
-    is_lossy = path.suffix.lower() in LOSSY
-    channel = single(stored)
-    if is_lossy:
-        return _two_values(channel, size)
-    if channel is not None:
-        if channel.dtype.kind == "f":
-            if not np.isfinite(channel).all() or (channel != np.round(channel)).any():
-                return LabelFacts("picture", size, {})
-            channel = channel.astype(np.int64)
-        if channel.min(initial=0) < 0 or channel.max(initial=0) > 65535:
-            return LabelFacts("picture", size, {})
-        info = formats.read_info(path)
-        palette = tuple(formats.read_palette(path)) if info.palette else ()
-        counted = _counted("ids", channel.astype(np.int32), size, palette)
-        return counted._replace(is_rgb=stored.shape[2] >= 3)
-    if _is_one_hot(stored):
-        return _counted("onehot", stored.argmax(axis=2).astype(np.int32), size)
-    if stored.shape[2] in (3, 4) and stored.dtype == np.uint8 and _is_opaque(stored):
-        packed = stored[..., :3].astype(np.int32) @ np.array([1 << 16, 1 << 8, 1], np.int32)
-        return _counted("colors", packed, size)
-    return LabelFacts("picture", size, {})
-
-
-def single(stored: np.ndarray) -> np.ndarray | None:
-    """The one channel of (H, W, C), also if all three of RGB are equal; None: there are more.
-
-    An alpha channel that is opaque everywhere does not count.
-    """
-    if stored.shape[2] in (2, 4) and _is_opaque(stored):
-        stored = stored[..., :-1]
-    if stored.shape[2] == 1:
-        return stored[..., 0]
-    same = stored.shape[2] == 3 and (stored[..., :1] == stored[..., 1:]).all()
-    return stored[..., 0] if same else None
-
-
-def _is_opaque(stored: np.ndarray) -> bool:
-    """Whether the last channel is constant at its largest value, or there is no alpha channel."""
-    if stored.shape[2] == 3:
-        return True
-    return stored.dtype.kind in "ui" and bool((stored[..., -1] == np.iinfo(stored.dtype).max).all())
-
-
-def _is_one_hot(stored: np.ndarray) -> bool:
-    """Whether exactly one of the channels is set at each pixel, and the others are 0."""
-    if not 2 <= stored.shape[2] <= 255:
-        return False
-    top = stored.max()
-    return top > 0 and bool(
-        ((stored == 0) | (stored == top)).all() and (stored.astype(bool).sum(2) == 1).all()
-    )
-
-
-def _two_values(single: np.ndarray | None, size: tuple[int, int]) -> LabelFacts:
-    if single is None or single.dtype != np.uint8:
+    kind = _kind(stored, path)
+    if kind == "picture":
+        return LabelFacts(kind, size, {})
+    values = label_values(stored, kind)
+    counts = _counted(values)
+    if counts is None:
         return LabelFacts("picture", size, {})
-    blurred = ((single > TWO_VALUES_PX) & (single < 255 - TWO_VALUES_PX)).mean()
-    if blurred > _BLURRED or np.ptp(single) < 128:
-        constant = single.max() <= TWO_VALUES_PX or single.min() >= 255 - TWO_VALUES_PX
-        if not constant:
-            return LabelFacts("picture", size, {})
-    return _counted("two", (single >= THRESHOLD).astype(np.int32) * 255, size)
+    if kind == "colors":
+        counts = {(v >> 16, v >> 8 & 255, v & 255): count for v, count in counts.items()}
+    palette = formats.read_palette(path) if kind == "ids" else ()
+    return LabelFacts(kind, size, counts, tuple(palette), kind == "ids" and stored.shape[2] >= 3)
 
 
-def _counted(
-    kind: Kind, label: np.ndarray, size: tuple[int, int], palette: tuple = ()
-) -> LabelFacts:
-    """Counts the values of `label`, (H, W) int32; many, or areas that are not flat: a picture."""
+def label_values(stored: np.ndarray, kind: Kind) -> np.ndarray:
+    """The values (H, W) int32 of a label of this kind; a colour is 0xRRGGBB.
+
+    stored: (H, W, C), the pixels of the file.
+    """
+    if kind == "two":
+        return (stored[..., 0] >= _THRESHOLD) * np.int32(255)
+    if kind == "onehot":
+        return stored.argmax(axis=2).astype(np.int32)
+    if kind == "colors":
+        return stored[..., :3].astype(np.int32) @ np.array([1 << 16, 1 << 8, 1], np.int32)
+    return stored[..., 0].astype(np.int32)
+
+
+def packed(value: Value) -> int:
+    """The value as `label_values` has it."""
+    return value if isinstance(value, int) else int.from_bytes(value)
+
+
+def shows_object(path: Path) -> np.ndarray:
+    """(H, W) bool: where a file of two values shows what it stands for."""
+    stored = formats.read_stored(path)
+    if path.suffix.lower() in LOSSY:
+        return label_values(stored, "two") > 0
+    channel = _single(stored)
+    return stored[..., :3].any(axis=2) if channel is None else channel > 0
+
+
+def _kind(stored: np.ndarray, path: Path) -> Kind:
+    """What the pixels may be, if areas are flat."""
+    channel = _single(stored)
+    if path.suffix.lower() in LOSSY:
+        return "two" if channel is not None and _has_two_values(channel) else "picture"
+    if channel is not None:
+        low, high = channel.min(), channel.max()  # NaN if there is any
+        is_whole = channel.dtype.kind != "f" or bool((channel == np.round(channel)).all())
+        return "ids" if low >= 0 and high <= 65535 and is_whole else "picture"
+    top = stored.max()
+    if top > 0 and ((stored == 0) | (stored == top)).all():
+        is_primary = stored.shape[2] == 3 and top == 255  # red, green and blue are colours
+        if (np.count_nonzero(stored, axis=2) == 1).all() and not is_primary:
+            return "onehot"
+    is_color = stored.dtype == np.uint8 and _without_alpha(stored).shape[2] == 3
+    return "colors" if is_color else "picture"
+
+
+def _single(stored: np.ndarray) -> np.ndarray | None:
+    """The one channel of (H, W, C), also if all three of RGB are equal; None: there are more."""
+    colors = _without_alpha(stored)
+    is_one = colors.shape[2] in (1, 3) and (colors[..., :1] == colors).all()
+    return colors[..., 0] if is_one else None
+
+
+def _without_alpha(stored: np.ndarray) -> np.ndarray:
+    """(H, W, C) without an alpha channel that is opaque everywhere."""
+    is_opaque = stored.shape[2] in (2, 4) and stored.dtype.kind in "ui"
+    if is_opaque and (stored[..., -1] == np.iinfo(stored.dtype).max).all():
+        return stored[..., :-1]
+    return stored
+
+
+def _has_two_values(channel: np.ndarray) -> bool:
+    """Whether a JPEG holds black and white, or one of them, but for the rims that it blurs."""
+    dark, white = channel <= _TWO_VALUES_PX, channel >= 255 - _TWO_VALUES_PX
+    has_contrast = np.ptp(channel) >= 128 and (dark | white).mean() >= 1 - _BLURRED
+    return bool(has_contrast or dark.all() or white.all())
+
+
+def _counted(label: np.ndarray) -> dict[int, Count] | None:
+    """The values of `label`, (H, W) int32; None: too many, or areas that are not flat."""
     # By runs of equal values, of which a label has few: sorting all pixels takes 20 times as long.
     flat = label.reshape(-1)
     starts = np.flatnonzero(np.concatenate([[True], flat[1:] != flat[:-1]]))
     values, which = np.unique(flat[starts], return_inverse=True)
     if len(values) > _MANY_VALUES or (len(values) > 2 and len(starts) > (1 - _FLAT) * flat.size):
-        return LabelFacts("picture", size, {})
+        return None
     pixels = np.bincount(which, np.diff(starts, append=flat.size)).astype(int)
+    across, down = label[:, 1:] != label[:, :-1], label[1:] != label[:-1]
     edge = np.zeros(label.shape, bool)
-    for axis, at in ((0, (slice(1, None), ...)), (1, (..., slice(1, None)))):
-        differs = np.diff(label, axis=axis) != 0
-        before = (slice(None, -1), ...) if axis == 0 else (..., slice(None, -1))
-        edge[at] |= differs
-        edge[before] |= differs
+    for part, differs in (
+        (edge[:, 1:], across),
+        (edge[:, :-1], across),
+        (edge[1:], down),
+        (edge[:-1], down),
+    ):
+        part |= differs
     rim = np.bincount(np.searchsorted(values, label[edge]), minlength=len(values))
-    found = {}
-    for value, count, edges in zip(values.tolist(), pixels.tolist(), rim.tolist(), strict=True):
-        key = value if kind != "colors" else (value >> 16, value >> 8 & 255, value & 255)
-        found[key] = Count(count, edges)
-    return LabelFacts(kind, size, found, palette)
+    counts = zip(pixels.tolist(), rim.tolist(), strict=True)
+    return {value: Count(*count) for value, count in zip(values.tolist(), counts, strict=True)}
+
+
+# Images
 
 
 class ImageFacts(NamedTuple):
     """An image of a sample.
 
     low, high: smallest and largest value of each channel, NaN left out; mean, std: of each.
-    at_top: the part of the pixels at the top of the integer type. nan: the part that is NaN.
-    thumb: (16, 16) float32 grey, mean 0 and length 1, for the comparison with other images.
+    has_nan: whether there are pixels without a value.
     """
 
     low: tuple[float, ...]
     high: tuple[float, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    at_top: float
-    nan: float
-    thumb: np.ndarray
+    has_nan: bool
 
 
-def image_facts(paths: tuple[Path, ...]) -> ImageFacts:
+def image_facts(paths: Sequence[Path]) -> ImageFacts:
     """Facts about one image, whose bands may lie in several files; DataError: it is unreadable."""
     stored = read_bands(paths)
     pixels = stored.reshape(-1, stored.shape[2]).astype(np.float64)
-    nan = np.isnan(pixels).any(axis=1).mean()
-    if nan == 1:
+    nan = np.isnan(pixels).any(axis=1)
+    if nan.all():
         raise DataError(f"{paths[0]}: all pixels are NaN")
-    top = np.iinfo(stored.dtype).max if stored.dtype.kind in "ui" else np.inf
-    return ImageFacts(
-        *(tuple(f(pixels, axis=0).tolist()) for f in (np.nanmin, np.nanmax, np.nanmean, np.nanstd)),
-        at_top=float((pixels >= top).all(axis=1).mean()),
-        nan=float(nan),
-        thumb=thumbnail(stored),
-    )
+    facts = (f(pixels, axis=0) for f in (np.nanmin, np.nanmax, np.nanmean, np.nanstd))
+    return ImageFacts(*(tuple(one.tolist()) for one in facts), has_nan=bool(nan.any()))
 
 
-def read_bands(paths: tuple[Path, ...]) -> np.ndarray:
+def read_bands(paths: Sequence[Path]) -> np.ndarray:
     """(H, W, C) as stored; the channels of several files one after another."""
     parts = [read_values(path) for path in paths]
     if len({part.shape[:2] for part in parts}) > 1:
         raise DataError(f"{paths[0]}: its bands have different sizes")
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
+    return np.concatenate(parts, axis=2)
 
 
-def thumbnail(stored: np.ndarray) -> np.ndarray:
-    """(16, 16) float32: the image in grey, small, with mean 0 and length 1."""
-    grey = np.nan_to_num(stored[..., :3].astype(np.float32)).mean(axis=2)
-    small = cv2.resize(grey, (THUMB, THUMB), interpolation=cv2.INTER_AREA)
+def _grey(stored: np.ndarray) -> np.ndarray:
+    """(H, W) float32: the mean of the first three channels, 0 where there is no value."""
+    return np.nan_to_num(stored[..., :3].astype(np.float32)).mean(axis=2)
+
+
+def thumbnail(path: Path) -> np.ndarray:
+    """(256,) float32: the image small and in grey, with mean 0 and length 1; 0 if unreadable.
+
+    A JPEG is decoded at an eighth of its size, which is much faster.
+    """
+    stored = None
+    try:
+        if path.suffix.lower() in LOSSY:
+            data = np.frombuffer(formats.read_bytes(path), np.uint8)
+            stored = cv2.imdecode(data, cv2.IMREAD_REDUCED_GRAYSCALE_8)
+        if stored is None or min(stored.shape) < _THUMB:
+            stored = formats.read_stored(path)
+    except DataError:
+        return np.zeros(_THUMB**2, np.float32)
+    grey = _grey(stored.reshape(*stored.shape[:2], -1))
+    small = cv2.resize(grey, (_THUMB, _THUMB), interpolation=cv2.INTER_AREA).reshape(-1)
     small = small - small.mean()
     return small / max(float(np.linalg.norm(small)), 1e-6)
 
 
-def black_pixels(paths: tuple[Path, ...], label_path: Path) -> tuple[int, int]:
+# An image and its label
+
+
+def black_pixels(paths: Sequence[Path], label_path: Path) -> tuple[int, int]:
     """How many pixels labelled 0 are black or NaN in the image, and how many are labelled 0."""
     stored, label = read_bands(paths), formats.read_stored(label_path)
     if stored.shape[:2] != label.shape[:2]:
@@ -203,16 +261,6 @@ def black_pixels(paths: tuple[Path, ...], label_path: Path) -> tuple[int, int]:
     zero = (label == 0).all(axis=2)
     empty = ((stored == 0) | np.isnan(stored)).all(axis=2)
     return int((zero & empty).sum()), int(zero.sum())
-
-
-def small_thumbnail(path: Path) -> np.ndarray:
-    """`thumbnail` of a file; a JPEG is decoded at an eighth of its size, which is much faster."""
-    if path.suffix.lower() in LOSSY:
-        data = np.frombuffer(formats.read_bytes(path), np.uint8)
-        grey = cv2.imdecode(data, cv2.IMREAD_REDUCED_GRAYSCALE_8)
-        if grey is not None and min(grey.shape) >= THUMB:
-            return thumbnail(grey[..., None])
-    return thumbnail(formats.read_stored(path))
 
 
 TURNS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -223,7 +271,7 @@ TURNS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def alignment(
-    paths: tuple[Path, ...],
+    paths: Sequence[Path],
     label_path: Path,
     turn: Callable[[np.ndarray], np.ndarray] = lambda label: label,
 ) -> float:
@@ -231,19 +279,14 @@ def alignment(
 
     About 1 if the label belongs to another image; NaN if sizes differ or there is no border.
     """
-    image = np.nan_to_num(read_bands(paths)[..., :3].astype(np.float32)).mean(axis=2)
-    label = turn(formats.read_stored(label_path)).astype(np.float32)
+    image = _grey(read_bands(paths))
+    label = turn(formats.read_stored(label_path))
     if image.shape != label.shape[:2]:
         return float("nan")
     slope = np.abs(cv2.Sobel(image, cv2.CV_32F, 1, 0)) + np.abs(cv2.Sobel(image, cv2.CV_32F, 0, 1))
     border = np.zeros(image.shape, bool)
-    border[:-1] |= (np.diff(label, axis=0) != 0).any(axis=2)
-    border[:, :-1] |= (np.diff(label, axis=1) != 0).any(axis=2)
+    border[:-1] |= (label[1:] != label[:-1]).any(axis=2)
+    border[:, :-1] |= (label[:, 1:] != label[:, :-1]).any(axis=2)
     if not border.any() or border.all() or slope.mean() == 0:
         return float("nan")
     return float(slope[border].mean() / slope.mean())
-
-
-def spread(total: int, number: int) -> list[int]:
-    """Up to `number` of `total` indices, evenly spread."""
-    return sorted({int(i) for i in np.linspace(0, total - 1, min(total, number)).round()})

@@ -13,7 +13,7 @@ from segtrain.errors import ConfigError, DataError
 from segtrain.files import read_bytes
 from segtrain.survey import contents, pairing
 from segtrain.survey.contents import ImageFacts, spread
-from segtrain.survey.pairing import FileName
+from segtrain.survey.pairing import FileName, Matches
 from segtrain.text import first_of
 
 _SAMPLE = 200
@@ -43,55 +43,41 @@ class Image:
     sequence: str
 
     @property
+    def path(self) -> str:
+        """The path of the first file, by which the image is known."""
+        return self.files[0]
+
+    @property
     def name(self) -> str:
-        """The path of the first file without its suffix."""
-        return str(PurePosixPath(self.files[0]).with_suffix(""))
+        """The path without its suffix."""
+        return str(PurePosixPath(self.path).with_suffix(""))
 
     @property
     def place(self) -> tuple[str, str, str]:
         """What images are sorted by as frames, whichever split they are in."""
-        return self.scene, self.sequence, PurePosixPath(self.files[0]).name
-
-
-def with_channel_ends(
-    images: list[FileName], labels: list[FileName], before: pairing.Matches
-) -> tuple[list[FileName], pairing.Matches]:
-    """nnU-Net: `case_001_0000.png` is the first channel of the image of `case_001.png`."""
-    stripped = [
-        image._replace(core=image.core[:-5], pattern=f"{image.pattern[:-4]}{image.core[-5:]}")
-        if re.search(r"._\d{4}$", image.core)
-        else image
-        for image in images
-    ]
-    after = pairing.match(stripped, labels)
-    return (stripped, after) if len(after.labels) > len(before.labels) else (images, before)
+        return self.scene, self.sequence, PurePosixPath(self.path).name
 
 
 def with_headers(
-    folder: Path, names: Sequence[FileName], matches: pairing.Matches, notes: list[str]
+    folder: Path, names: Sequence[FileName], matches: Matches, notes: list[str]
 ) -> tuple[list[Image], list[str]]:
     """The images with their headers, and those that cannot be read; oddities go into `notes`."""
-    twins = []
     further = {band for bands in matches.bands.values() for band in bands}
-    found, unreadable = [], []
+    found, unreadable, twins = [], [], []
     for name in names:
         if name.path in further:
             continue
         files = (name.path, *matches.bands.get(name.path, ()))
         try:
             infos = [formats.read_info(folder / path) for path in files]
-            if len({info.size for info in infos}) > 1 or any(i.channels > 1 for i in infos[1:]):
-                twins.append(" and ".join(files))  # no bands, but other pictures of the same name
-                files, infos = files[:1], infos[:1]
         except DataError as error:
             unreadable.append(str(error))
             continue
+        if len({info.size for info in infos}) > 1 or any(i.channels > 1 for i in infos[1:]):
+            twins.append(" and ".join(files))  # no bands, but other pictures of the same name
+            files, infos = files[:1], infos[:1]
         folders = PurePosixPath(name.path).parent.parts
-        scene = "/".join(
-            part
-            for part in folders
-            if not set(pairing.words_of(part)) <= pairing.ROLE_WORDS | pairing.SPLIT_WORDS.keys()
-        )
+        said = pairing.ROLE_WORDS | pairing.SPLIT_WORDS.keys()
         found.append(
             Image(
                 files=files,
@@ -100,7 +86,7 @@ def with_headers(
                 alpha=infos[-1].alpha,
                 dtype=str(infos[0].dtype),
                 split=name.split,
-                scene=scene,
+                scene="/".join(x for x in folders if not set(pairing.words_of(x)) <= said),
                 sequence=re.sub(r"\d+\D*$", "", name.core),
             )
         )
@@ -114,11 +100,9 @@ def with_headers(
 def facts_of(folder: Path, images: Sequence[Image]) -> tuple[dict[str, ImageFacts], list[str]]:
     """Facts about a sample of the images, spread over all, and what is wrong with others."""
     found, problems = {}, []
-    for i in spread(len(images), _SAMPLE):
+    for image in spread(images, _SAMPLE):
         try:
-            found[images[i].files[0]] = contents.image_facts(
-                tuple(folder / path for path in images[i].files)
-            )
+            found[image.path] = contents.image_facts([folder / path for path in image.files])
         except DataError as error:
             problems.append(str(error))
     return found, problems
@@ -127,25 +111,22 @@ def facts_of(folder: Path, images: Sequence[Image]) -> tuple[dict[str, ImageFact
 def similar_images(
     folder: Path, images: Sequence[Image]
 ) -> tuple[frozenset[tuple[str, str]], bool]:
-    """Pairs of nearly equal images of a sample; whether neighbours by name are alike."""
-    images = sorted(images, key=lambda image: image.place)
-    chosen = [images[i] for i in spread(len(images), _MOST_THUMBS)]
-    thumbs = []
-    for image in chosen:
-        try:
-            thumbs.append(contents.small_thumbnail(folder / image.files[0]).reshape(-1))
-        except DataError:
-            thumbs.append(np.zeros(contents.THUMB**2, np.float32))
-    rows = np.stack(thumbs)
+    """Pairs of nearly equal images of a sample; whether neighbours by name are alike.
+
+    In each pair the first image is the one before the other in the order of `place`.
+    """
+    chosen = spread(sorted(images, key=lambda image: image.place), _MOST_THUMBS)
+    rows = np.stack([contents.thumbnail(folder / image.path) for image in chosen])  # (N, pixels)
     pairs = set()
     for start in range(0, len(rows), 512):
         alike = rows[start : start + 512] @ rows.T
         # The nearest ones only: of images of one colour all are alike.
         nearest = np.argsort(-alike, axis=1)[:, : _NEAREST + 1]
-        for i, j in ((i, j) for i, found in enumerate(nearest) for j in found):
-            if start + i != j and alike[i, j] > contents.ALIKE:
-                first, second = sorted((start + i, int(j)))
-                pairs.add((chosen[first].files[0], chosen[second].files[0]))
+        close = np.take_along_axis(alike, nearest, axis=1) > contents.ALIKE
+        for i, rank in zip(*np.nonzero(close), strict=True):
+            first, second = sorted((start + int(i), int(nearest[i, rank])))
+            if first != second:
+                pairs.add((chosen[first].path, chosen[second].path))
     order = np.random.default_rng(0).permutation(len(rows))
     beside, apart = (
         float(np.median((one[1:] * one[:-1]).sum(axis=1))) if len(rows) > 2 else 0.0
@@ -173,9 +154,8 @@ def with_splits(
     if set(found.values()) == {"val"} and 2 * len(found) < len(images):
         found = dict.fromkeys(range(len(images)), "train") | found  # fastai's valid.txt
     if len(set(found.values())) > 1:
-        split = [found.get(i) for i in range(len(images))]
-        marked = zip(images, split, strict=True)
-        return ", ".join(sources), [replace(x, split=one or "unlisted") for x, one in marked]
+        marked = [replace(x, split=found.get(i, "unlisted")) for i, x in enumerate(images)]
+        return ", ".join(sources), marked
     has_folders = len({image.split for image in images} - {None}) > 1
     return ("folders" if has_folders else ""), images
 

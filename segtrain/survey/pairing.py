@@ -192,6 +192,19 @@ def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
     return found._replace(labels={path: sorted(found.labels[path]) for path in order})
 
 
+def match_channels(
+    images: Sequence[FileName], labels: Sequence[FileName]
+) -> tuple[list[FileName], Matches]:
+    """nnU-Net: `case_001_0000.png` is the first channel of the image of `case_001.png`."""
+    stripped = [
+        image._replace(core=image.core[:-5], pattern=f"{image.pattern[:-4]}{image.core[-5:]}")
+        if re.search(r"._\d{4}$", image.core)
+        else image
+        for image in images
+    ]
+    return stripped, match(stripped, labels)
+
+
 def _nearest(label: FileName, images: Collection[FileName]) -> list[FileName]:
     """Those of `images` with the most folders and words in common with `label`, if any fits."""
     images = [

@@ -14,36 +14,37 @@ import numpy as np
 from segtrain import __version__
 from segtrain.annotations import read_annotations
 from segtrain.annotations.write import PAIRS, claim, write_labels
+from segtrain.config import Config, load_config
 from segtrain.config.loading import yaml_value
+from segtrain.data import open_dataset
+from segtrain.data.check.findings import split_findings
+from segtrain.data.check.scan import SplitScan, scan_pair
 from segtrain.data.read import formats
-from segtrain.data.read.classes import ClassFile, default_palette, load_class_file
+from segtrain.data.read.classes import default_palette, load_class_file, read_by
 from segtrain.data.read.concurrent import for_each_pair, num_processes
-from segtrain.data.read.labels import read_label
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic
-from segtrain.run.pictures import class_labels, legend, overlay, write_indexed_png, write_png
+from segtrain.run.pictures import as_rgb, legend, overlay, write_indexed_png, write_png
 from segtrain.survey import contents
 from segtrain.survey.classes import Class, Classes
-from segtrain.survey.contents import Value
-from segtrain.survey.decide import Answers, Reading, Splits
+from segtrain.survey.contents import Color, Value, packed, spread, word
+from segtrain.survey.decide import Answers, Reading
 from segtrain.survey.images import Image
 from segtrain.survey.label_sets import LabelSet, ValueFacts
 from segtrain.survey.recipe import Option
+from segtrain.survey.splits import Splits
 from segtrain.survey.survey import Survey
-from segtrain.text import first_of, printable
+from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.types import IGNORE_INDEX
 
-CONFIG, CLASSES, TRAIN, VAL, SHEET = (
-    "config.yaml",
-    "classes.yaml",
-    "train.txt",
-    "val.txt",
-    "samples.png",
-)
-LABELS = "labels"
-_SIDE_PX, _SHOWN = 256, 6
-_DRAWN_KINDS = ("two", "onehot")
+CONFIG, CLASSES, TRAIN, VAL = "config.yaml", "classes.yaml", "train.txt", "val.txt"
+LABELS, SHEET = "labels", "samples.png"
+_SIDE_PX, _SHOWN, _SAMPLE = 256, 6, 32
+_ABOUT_VALUES = ("faint", "dropped band", "white", "outside", "stretched")
+_MARK, _LEFT_OUT = (228, 26, 28), (255, 255, 255)
 
 
 @dataclass(frozen=True)
@@ -57,37 +58,108 @@ class Plan:
     options: Sequence[Option]
 
 
-def write(plan: Plan, output: Path, command: str, *, jobs: int | None) -> None:
-    """Writes the folder `output`, which is new; the config last.
+def write(plan: Plan, output: Path, command: str, *, jobs: int | None) -> list[str]:
+    """Writes the folder `output`, and returns warnings about the values of the images.
 
-    command: the line that made it, for the config.
+    output: new, or with the labels of `draw_annotations`. command: the line that made it, for the
+    config.
 
     Raises:
-        DataError: a label cannot be read.
+        DataError: an image or a label cannot be read.
         ExecutionError: the disk is full, or nothing can be written there.
     """
+    label_format = _label_format(plan)
     with os_errors_as(ExecutionError, output, "cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
-        there = plan.labels.kind == "annotations"  # labels lie in `output` already
-        drawn = (
-            plan.labels.kind in _DRAWN_KINDS or bool(plan.labels.classes) or _needs_drawing(plan)
-        )
-        text = _class_file(plan.classes, drawn, plan.labels.kind == "colors")
-        write_atomic(output / CLASSES, text)
-        label_format = "colors" if plan.labels.kind == "colors" and not drawn else "ids"
-        class_file = load_class_file(str(output / CLASSES), label_format=label_format)
-        if not (drawn or there or _reads(plan, class_file, label_format)):
-            drawn, label_format = True, "ids"
-            write_atomic(output / CLASSES, _class_file(plan.classes, True, False))
-            class_file = load_class_file(str(output / CLASSES))
-        if drawn:
-            _draw(plan, output / LABELS, class_file, jobs)
-        drawn = drawn or there
+        write_atomic(output / CLASSES, _class_file(plan, label_format))
+        if label_format is None and plan.labels.kind != "annotations":
+            _draw(plan, output, jobs)
         for name, images in ((TRAIN, plan.splits.train), (VAL, plan.splits.val)):
-            write_atomic(output / name, _pair_list(plan, images, drawn))
-        sheet = _contact_sheet(plan, output, class_file, label_format, drawn)
-        write_png(output / SHEET, sheet)
-        write_atomic(output / CONFIG, _config(plan, output, label_format, drawn, command))
+            write_atomic(output / name, _pair_list(plan, images, is_drawn=label_format is None))
+        write_atomic(output / CONFIG, _config(plan, output.resolve(), label_format, command))
+    data = load_config(output / CONFIG).data
+    training = open_dataset(data, data.train_split)
+    write_png(output / SHEET, _contact_sheet(plan, training, label_format))
+    return _value_warnings(training)
+
+
+def _label_format(plan: Plan) -> str | None:
+    """`data.label_format`; None: training cannot read the labels as they are, so they are drawn."""
+    labels = plan.labels
+    if labels.classes or labels.kind not in ("ids", "colors"):
+        return None
+    if labels.kind == "colors" and len(plan.classes.ignored) > 1:
+        return None  # a class file can ignore one colour
+    info = formats.read_info(plan.survey.root / next(iter(labels.labels.values()))[0])
+    return None if label_problem(info, labels.kind) else labels.kind
+
+
+def _class_file(plan: Plan, label_format: str | None) -> str:
+    classes = plan.classes
+    lines = [*(f"# {printable(line)}" for line in classes.reasons), "classes:"]
+    total = sum(one.pixels for one in classes.classes)
+    for one in classes.classes:
+        entry: dict[str, object] = {"name": one.name}
+        if one.color is not None:
+            entry["color"] = list(one.color)
+        if label_format == "ids" or plan.labels.kind == "annotations":
+            entry["ids"] = list(one.values)
+        elif label_format == "colors" and len(one.values) > 1:
+            entry["more_colors"] = [list(value) for value in one.values[1:]]
+        share = f"  # {one.pixels / total:.2%} of the pixels" if total else ""
+        lines.append(f"  - {yaml_value(entry)}{share}")
+    if label_format == "colors":
+        lines += [f"ignore_color: {list(color)}" for color in classes.ignored]
+    else:
+        ignored = [IGNORE_INDEX] if label_format is None else list(classes.ignored)
+        lines.append(f"ignore_ids: {ignored}")
+    return "\n".join([*lines, ""])
+
+
+def _pair_list(plan: Plan, images: Sequence[Image], *, is_drawn: bool) -> str:
+    """Image, further bands and label in columns separated by tabs."""
+    text = io.StringIO()
+    below = "; labels below labels/ here" if is_drawn else ""
+    text.write(f"# Image and label, below {printable(plan.survey.root.resolve())}{below}\n")
+    text.write(f"# {plan.labels.pattern}: {printable(plan.splits.reason)}\n")
+    is_comment = any(image.path.startswith("#") for image in images)  # unless it is quoted
+    quoting = csv.QUOTE_ALL if is_comment else csv.QUOTE_MINIMAL
+    rows = csv.writer(text, delimiter="\t", lineterminator="\n", quoting=quoting)
+    for image in images:
+        label = f"{image.name}.png" if is_drawn else plan.labels.labels[image.path][0]
+        rows.writerow([*image.files, label])
+    return text.getvalue()
+
+
+def _config(plan: Plan, here: Path, label_format: str | None, command: str) -> str:
+    lines = [f"# Written by segtrain {__version__}: {printable(command)}"]
+    warnings = (*plan.classes.warnings, *plan.splits.warnings)
+    lines += [f"# warning: {printable(line)}" for line in warnings]
+    options = [
+        Option("data.layout", "list", f"{plan.labels.pattern}, pairs by name"),
+        Option("data.root", str(plan.survey.root.resolve()), "only read"),
+        Option("data.classes", str(here / CLASSES), plan.classes.reasons[0]),
+        Option("data.train_split", str(here / TRAIN), f"{len(plan.splits.train)} images"),
+        Option("data.eval_split", str(here / VAL), plan.splits.reason),
+    ]
+    if label_format is None:
+        drawn = "drawn from the labels of the folder"
+        options.append(Option("data.labels_dir", str(here / LABELS), drawn))
+    elif label_format != "ids":
+        held = "labels hold the colours of the classes"
+        options.append(Option("data.label_format", label_format, held))
+    options += plan.options
+    for section in Config.model_fields:
+        of_section = [one for one in options if one.key.startswith(f"{section}.")]
+        lines += [f"{section}:"] if of_section else []
+        for option in of_section:
+            line = f"  {option.key.removeprefix(f'{section}.')}: {yaml_value(option.value)}"
+            reason = printable(option.reason)
+            lines.append(f"{line:<48}  # {reason}" if reason else line)
+    return "\n".join([*lines, ""])
+
+
+# Labels that are drawn
 
 
 def draw_annotations(
@@ -108,139 +180,32 @@ def draw_annotations(
         raise ConfigError(
             "--names, --ignore: the annotation file names the classes; change it there"
         )
-    found = read_annotations(survey.annotations[kinds[0]], survey.root)
+    files = survey.annotations[kinds[0]]
+    found = read_annotations(files, survey.root)
     claim(output, survey.root, overwrite=True)
     pixels, images = write_labels(found, output, overlap=found.overlap, jobs=jobs)
     (output / PAIRS).unlink()
-    shown = {i: name for i, name in enumerate(found.classes) if i or pixels[0]}
-    labels = {image.name: (str(Path(image.name).with_suffix(".png")),) for image in found.images}
-    values = {
-        i: ValueFacts(int(pixels[i]), int(images[i]), 0.0, "") for i in (*shown, IGNORE_INDEX)
-    }
-    source = first_of((path.relative_to(survey.root) for path in survey.annotations[kinds[0]]), 2)
-    made = LabelSet(f"{source} ({found.format})", "annotations", labels, values)
-    classes = tuple(Class(name, (i,), None, int(pixels[i])) for i, name in shown.items())
-    reason = f"drawn from {made.pattern}, overlaps by {found.overlap}"
-    return made, Classes(classes, (IGNORE_INDEX,), (reason,), tuple(found.notes))
-
-
-def _needs_drawing(plan: Plan) -> bool:
-    """Whether a class file cannot say it: only one colour can be ignored there."""
-    return plan.labels.kind == "colors" and len(plan.classes.ignored) > 1
-
-
-def _reads(plan: Plan, class_file: ClassFile, label_format: str) -> bool:
-    """Whether training can read the labels as they are."""
-    for files in list(plan.labels.labels.values())[:_SHOWN]:
-        try:
-            read_label(plan.survey.root / files[0], class_file, label_format)
-        except DataError:
-            return False
-    return True
-
-
-def _class_file(classes: Classes, drawn: bool, in_colors: bool) -> str:
-    lines = [f"# {printable(line)}" for line in classes.reasons]
-    total = sum(one.pixels for one in classes.classes)
-    lines.append("classes:")
-    for one in classes.classes:
-        entry: dict[str, object] = {"name": one.name}
-        if one.color is not None:
-            entry["color"] = list(one.color)
-        if in_colors and not drawn:
-            if len(one.values) > 1:
-                entry["more_colors"] = [list(value) for value in one.values[1:]]
-        elif not drawn:
-            entry["ids"] = list(one.values)
-        share = f"  # {one.pixels / total:.2%} of the pixels" if total else ""
-        lines.append(f"  - {yaml_value(entry)}{share}")
-    if drawn:
-        lines.append("ignore_ids: [255]")
-    elif in_colors and classes.ignored:
-        lines.append(f"ignore_color: {list(classes.ignored[0])}")
-    elif not in_colors:
-        lines.append(f"ignore_ids: {list(classes.ignored)}")
-    return "\n".join([*lines, ""])
-
-
-def _pair_list(plan: Plan, images: Sequence[Image], drawn: bool) -> str:
-    """Image, further bands and label in columns separated by tabs."""
-    text = io.StringIO()
-    root = printable(plan.survey.root.resolve())
-    text.write(
-        f"# Image and label, below {root}" + ("; labels below labels/ here" if drawn else "")
-    )
-    text.write(f"\n# {plan.labels.pattern}: {printable(plan.splits.reason)}\n")
-    is_comment = any(image.files[0].startswith("#") for image in images)  # unless it is quoted
-    quoting = csv.QUOTE_ALL if is_comment else csv.QUOTE_MINIMAL
-    rows = csv.writer(text, delimiter="\t", lineterminator="\n", quoting=quoting)
-    for image in images:
-        rows.writerow([*image.files, _label_of(plan, image, drawn)])
-    return text.getvalue()
-
-
-def _label_of(plan: Plan, image: Image, drawn: bool) -> str:
-    return f"{image.name}.png" if drawn else plan.labels.labels[image.files[0]][0]
-
-
-def _config(plan: Plan, output: Path, label_format: str, drawn: bool, command: str) -> str:
-    here = output.resolve()
-    lines = [f"# Written by segtrain {__version__}: {printable(command)}"]
-    lines += [
-        f"# warning: {printable(line)}" for line in (*plan.classes.warnings, *plan.splits.warnings)
+    classes = [
+        Class(name, (i,), None, int(pixels[i]))
+        for i, name in enumerate(found.classes)
+        if i or pixels[0]
     ]
-    data = [
-        Option("data.layout", "list", f"{plan.labels.pattern}, pairs by name"),
-        Option("data.root", str(plan.survey.root.resolve()), "only read"),
-        Option("data.classes", str(here / CLASSES), "; ".join(plan.classes.reasons[:1])),
-        Option("data.train_split", str(here / TRAIN), f"{len(plan.splits.train)} images"),
-        Option("data.eval_split", str(here / VAL), plan.splits.reason),
-    ]
-    if drawn:
-        data.append(
-            Option("data.labels_dir", str(here / LABELS), "drawn from the labels of the folder")
-        )
-    if label_format != "ids":
-        data.append(
-            Option("data.label_format", label_format, "labels hold the colours of the classes")
-        )
-    section = ""
-    for option in sorted([*data, *plan.options], key=lambda o: _ORDER.index(o.key.split(".")[0])):
-        part, _, key = option.key.partition(".")
-        if part != section:
-            lines.append(f"{part}:")
-            section = part
-        line = f"  {key}: {yaml_value(option.value)}"
-        lines.append(f"{line:<48}  # {printable(option.reason)}" if option.reason else line)
-    return "\n".join([*lines, ""])
+    ids = [*(one.values[0] for one in classes), IGNORE_INDEX]
+    values = {i: ValueFacts(int(pixels[i]), int(images[i]), 0.0, "") for i in ids}
+    pattern = f"{first_of((file.relative_to(survey.root) for file in files), 2)} ({found.format})"
+    labels = {image.name: (f"drawn from {kinds[0]}",) for image in found.images}
+    reason = f"drawn from {pattern}, overlaps by {found.overlap}"
+    made = LabelSet(pattern, "annotations", labels, values)
+    return made, Classes(tuple(classes), (IGNORE_INDEX,), (reason,), tuple(found.notes))
 
 
-_ORDER = (
-    "data",
-    "augment",
-    "model",
-    "loss",
-    "train",
-    "optim",
-    "schedule",
-    "eval",
-    "checkpoint",
-    "log",
-)
-
-
-# Labels that are drawn anew
-
-
-def _draw(plan: Plan, folder: Path, class_file: ClassFile, jobs: int | None) -> None:
+def _draw(plan: Plan, output: Path, jobs: int | None) -> None:
     """Writes a label of train ids for each image, 255 where there is no class."""
+    palette = load_class_file(str(output / CLASSES)).palette
+    work = partial(_draw_one, plan.survey.root, plan.labels, plan.classes, output / LABELS, palette)
     images = [*plan.splits.train, *plan.splits.val]
-    work = partial(
-        _draw_one, plan.survey.root, plan.labels, plan.classes, folder, class_file.palette
-    )
-    tasks = [(image, plan.labels.labels[image.files[0]]) for image in images]
-    with process_pool(num_processes(len(tasks), jobs)) as pool:
-        for _ in for_each_pair(work, tasks, pool, "drawing labels"):
+    with process_pool(num_processes(len(images), jobs)) as pool:
+        for _ in for_each_pair(work, images, pool, "drawing labels"):
             pass
 
 
@@ -249,140 +214,91 @@ def _draw_one(
     labels: LabelSet,
     classes: Classes,
     folder: Path,
-    palette: Sequence[tuple[int, int, int]],
-    task: tuple[Image, Sequence[str]],
+    palette: Sequence[Color],
+    image: Image,
 ) -> None:
-    image, files = task
-    drawn = label_of(root, labels, classes, files, image.size)
-    path = folder / f"{image.name}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    colors = [*palette, *[(0, 0, 0)] * (256 - len(palette))]
-    write_indexed_png(path, drawn, colors)
-
-
-def label_of(
-    root: Path, labels: LabelSet, classes: Classes, files: Sequence[str], size: tuple[int, int]
-) -> np.ndarray:
-    """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
+    files = [root / file for file in labels.labels[image.path]]
     if labels.classes:
-        drawn = np.zeros(size, np.uint8)
+        drawn = np.zeros(image.size, np.uint8)
         for file in files:
-            number = 1
-            if len(labels.classes) > 1:
-                number = 1 + class_of_file(labels, file)
-            stored = formats.read_stored(root / file)
-            if stored.shape[:2] != size:
-                raise DataError(
-                    f"{file}: {stored.shape[0]}x{stored.shape[1]}, image {size[0]}x{size[1]}"
-                )
-            channel = contents.single(stored)
-            shown = stored[..., :3].any(axis=2) if channel is None else channel > 0
-            if Path(file).suffix.lower() in contents.LOSSY:
-                shown = stored[..., 0] >= contents.THRESHOLD
-            drawn[shown] = number
-        return drawn
-    stored = formats.read_stored(root / files[0])
-    if labels.kind == "two":
-        value = (stored[..., 0] >= contents.THRESHOLD).astype(np.int32) * 255
-    elif labels.kind == "onehot":
-        value = stored.argmax(axis=2).astype(np.int32)
-    elif labels.kind == "colors":
-        value = stored[..., :3].astype(np.int32) @ np.array([1 << 16, 1 << 8, 1], np.int32)
+            drawn[contents.shows_object(file)] = _class_of_file(labels, file)
     else:
-        value = stored[..., 0].astype(np.int32)
-    drawn = np.full(value.shape, IGNORE_INDEX, np.uint8)
-    known = np.zeros(value.shape, bool)
-    for number, one in enumerate(classes.classes):
-        for wanted in one.values:
-            drawn[value == _packed(wanted)] = number
-            known |= value == _packed(wanted)
-    for wanted in classes.ignored:
-        known |= value == _packed(wanted)
-    if not known.all():
-        raise DataError(
-            f"{files[0]}: values that were not there before: {np.unique(value[~known])[:5]}"
-        )
-    return drawn
+        drawn = _train_ids(files[0], labels, classes)
+    colors = [*palette, *[(0, 0, 0)] * (256 - len(palette))]
+    write_indexed_png(folder / f"{image.name}.png", drawn, colors)
 
 
-def class_of_file(labels: LabelSet, file: str) -> int:
-    """The position in `labels.classes` of the class that `file` shows, by its name."""
-    words = [word.lower() for word in re.split(r"[/_\-. ]+", file)]
-    found = [i for i, name in enumerate(labels.classes) if name.lower() in words]
+def _class_of_file(labels: LabelSet, file: Path) -> int:
+    """The train id of the class that `file` shows, by its name; 0 is the background."""
+    if len(labels.classes) == 1:
+        return 1
+    words = [part.lower() for part in re.split(r"[/_\-. ]+", str(file))]
+    found = [i for i, name in enumerate(labels.classes, start=1) if name.lower() in words]
     if len(found) != 1:
         raise DataError(f"{file}: its name has {len(found)} of {', '.join(labels.classes)}")
     return found[0]
 
 
-def _packed(value: Value) -> int:
-    return value if isinstance(value, int) else value[0] << 16 | value[1] << 8 | value[2]
+def _train_ids(file: Path, labels: LabelSet, classes: Classes) -> np.ndarray:
+    """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
+    found = contents.label_values(formats.read_stored(file), labels.kind)
+    train_ids = {packed(v): i for i, one in enumerate(classes.classes) for v in one.values}
+    train_ids |= {packed(v): IGNORE_INDEX for v in classes.ignored}
+    known = np.array(sorted(train_ids))
+    at = np.searchsorted(known, found).clip(max=len(known) - 1)
+    if (known[at] != found).any():
+        raise DataError(f"{file}: its values have changed since they were counted")
+    return np.array([train_ids[value] for value in known.tolist()], np.uint8)[at]
 
 
-# Pictures
+# What training will see
 
 
-def _contact_sheet(
-    plan: Plan, output: Path, class_file: ClassFile, label_format: str, drawn: bool
-) -> np.ndarray:
+def _contact_sheet(plan: Plan, training: SegDataset, label_format: str | None) -> np.ndarray:
     """Images above the same under their labels, the rarest class among them, and the legend."""
-    images = _shown_images(plan)
+    palette = training.classes.palette
+    shown = spread(range(len(training)), _SHOWN)
+    rare = [
+        one for one in plan.classes.classes if one.pixels and one.values[0] in plan.labels.values
+    ]
+    if rare:
+        rarest = min(rare, key=lambda one: one.pixels)
+        example = plan.survey.root.resolve() / plan.labels.values[rarest.values[0]].example
+        owner = next((i for i, pair in enumerate(training.pairs) if pair.label == example), None)
+        shown = shown if owner in (None, *shown) else [owner, *shown[:-1]]
     columns = []
-    for image in images:
-        pixels = picture_of(plan.survey.root, image)
-        place = output / LABELS if drawn else plan.survey.root
-        label = read_label(place / _label_of(plan, image, drawn), class_file, label_format)
-        columns.append(_column(pixels, overlay(pixels, label, class_file.palette, 0.6)))
+    for i in shown:
+        image, label = training[i]
+        pixels = as_rgb(image, training.form.value_range)
+        columns.append(np.vstack([_cell(pixels), _cell(overlay(pixels, label, palette, 0.6))]))
     row = np.hstack(columns)
-    return np.vstack(
-        [row, legend(class_labels(class_file.names), class_file.palette, row.shape[1])]
-    )
+    names = [printable(one.name, MAX_NAME) for one in plan.classes.classes]
+    if not (plan.labels.classes or plan.labels.kind == "annotations"):
+        values = [first_of(map(word, one.values), 1) for one in plan.classes.classes]
+        names = [f"{name} ({value})" for name, value in zip(names, values, strict=True)]
+    return np.vstack([row, legend(names, palette, row.shape[1])])
 
 
-def _column(*parts: np.ndarray) -> np.ndarray:
-    """Pictures one below another, on squares of white."""
-    cells = []
-    for part in parts:
-        scale = _SIDE_PX / max(part.shape[:2])
-        size = [max(1, round(side * scale)) for side in part.shape[1::-1]]
-        small = cv2.resize(
-            part, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_NEAREST
-        )
-        cell = np.full((_SIDE_PX + 4, _SIDE_PX + 4, 3), 255, np.uint8)
-        cell[: small.shape[0], : small.shape[1]] = small
-        cells.append(cell)
-    return np.vstack(cells)
+def _cell(picture: np.ndarray) -> np.ndarray:
+    """The picture on a white square."""
+    scale = _SIDE_PX / max(picture.shape[:2])
+    size = [max(1, round(side * scale)) for side in picture.shape[1::-1]]
+    kind = cv2.INTER_AREA if scale < 1 else cv2.INTER_NEAREST
+    cell = np.full((_SIDE_PX + 4, _SIDE_PX + 4, 3), 255, np.uint8)
+    cell[: size[1], : size[0]] = cv2.resize(picture, size, interpolation=kind)
+    return cell
 
 
-def _shown_images(plan: Plan) -> list[Image]:
-    """Some images, spread over the training split, the first one with the rarest class."""
-    images = list(plan.splits.train)
-    step = max(1, len(images) // _SHOWN)
-    shown = images[::step][:_SHOWN]
-    present = [one for one in plan.classes.classes if one.pixels]
-    if present:
-        rarest = min(present, key=lambda one: one.pixels)
-        example = (
-            plan.labels.values[rarest.values[0]].example
-            if rarest.values[0] in plan.labels.values
-            else None
-        )
-        owner = next((i for i in images if example in plan.labels.labels[i.files[0]]), None)
-        if owner is not None and owner not in shown:
-            shown = [owner, *shown[:-1]]
-    return shown
+def _value_warnings(training: SegDataset) -> list[str]:
+    """What is odd about the values of some images, as `segtrain data check` says it."""
+    classes = read_by(training.classes, training.label_format)
+    scan = SplitScan("", len(training), classes.num_classes)
+    for pair in spread(training.pairs, _SAMPLE):
+        scan.add(scan_pair(pair, training.classes, training.form, training.label_format))
+    return [one.text for one in split_findings(scan, classes) if one.kind in _ABOUT_VALUES]
 
 
-def picture_of(root: Path, image: Image) -> np.ndarray:
-    """(H, W, 3) uint8 for people: RGB, or the first three bands, each stretched."""
-    stored = contents.read_bands(tuple(root / file for file in image.files))
-    if stored.shape[2] < 3:
-        stored = stored[..., :1].repeat(3, axis=2)
-    stored = stored[..., :3]
-    if stored.dtype == np.uint8:
-        return np.ascontiguousarray(stored)
-    values = np.nan_to_num(stored.astype(np.float32))
-    low, high = np.percentile(values, (1, 99))
-    return ((values - low) * (255 / max(high - low, 1e-6))).clip(0, 255).astype(np.uint8)
+# Pictures of a question
 
 
 def write_readings(
@@ -395,34 +311,37 @@ def write_readings(
     written = []
     for number, reading in enumerate(readings, start=1):
         shown = reading.labels or labels
-        if shown is None or not shown.labels:
+        if shown is None:
             continue
         example = next((shown.values[v].example for v in reading.marked if v in shown.values), None)
-        chosen = next(
-            (name for name, files in shown.labels.items() if example in files),
-            next(iter(shown.labels)),
-        )
-        image = next(one for one in survey.images if one.files[0] == chosen)
-        pixels = picture_of(survey.root, image)
-        stored = formats.read_stored(survey.root / shown.labels[chosen][0])
-        is_left_out = reading.option.startswith("--ignore ") and "none" not in reading.option
-        marked = _marked(stored, reading.marked, (255, 255, 255) if is_left_out else (228, 26, 28))
-        if marked.shape[:2] != pixels.shape[:2]:
-            marked = cv2.resize(marked, pixels.shape[1::-1], interpolation=cv2.INTER_NEAREST)
-        path = output / f"reading_{number}.png"
-        write_png(path, np.hstack([_column(pixels), _column(marked)]))
-        written.append(path)
+        owners = (path for path, files in shown.labels.items() if example in files)
+        path = next(owners, next(iter(shown.labels)))
+        image = next(one for one in survey.images if one.path == path)
+        cells = [_cell(_stretched(survey.root, image))]
+        if shown.kind != "annotations":  # whose labels are gone
+            stored = formats.read_stored(survey.root / shown.labels[path][0])
+            label = contents.label_values(stored, shown.kind)
+            mark = _LEFT_OUT if reading.leaves_out else _MARK
+            cells.append(_cell(_marked(label, reading.marked, mark)))
+        written.append(output / f"reading_{number}.png")
+        write_png(written[-1], np.hstack(cells))
     return written
 
 
-def _marked(stored: np.ndarray, values: Sequence[Value], mark: tuple[int, int, int]) -> np.ndarray:
+def _stretched(root: Path, image: Image) -> np.ndarray:
+    """(H, W, 3) uint8: the image as people see most of it; its scale is not decided yet."""
+    stored = contents.read_bands([root / file for file in image.files])
+    if stored.dtype == np.uint8:
+        return as_rgb(stored, None)
+    low, high = np.nanpercentile(stored[..., :3], (1, 99)).tolist()
+    return as_rgb(np.nan_to_num(stored), (low, max(high, low + 1e-6)))
+
+
+def _marked(label: np.ndarray, values: Sequence[Value], mark: Color) -> np.ndarray:
     """The label in colours of its values, or grey with those of `values` in the colour `mark`."""
-    flat = stored.reshape(-1, stored.shape[2])
-    found, inverse = np.unique(flat, axis=0, return_inverse=True)
+    found, which = np.unique(label, return_inverse=True)
     colors = np.array(default_palette(256), np.uint8)[np.arange(len(found)) % 256]
     if values:
-        colors = np.repeat(colors.mean(axis=1, keepdims=True).astype(np.uint8) // 2 + 64, 3, axis=1)
-        for value in values:
-            wanted = [value] if isinstance(value, int) else list(value)
-            colors[(found[:, : len(wanted)] == wanted).all(axis=1)] = mark
-    return colors[inverse.reshape(-1)].reshape(*stored.shape[:2], 3)
+        colors[:] = colors.mean(axis=1, keepdims=True) // 2 + 64
+        colors[np.isin(found, [packed(value) for value in values])] = mark
+    return colors[which.reshape(label.shape)]

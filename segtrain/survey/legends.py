@@ -1,0 +1,143 @@
+"""Which list of classes belongs to the labels: the one that fits the values they hold."""
+
+from collections.abc import Iterable, Sequence, Set
+
+from segtrain.data.read.classes import known_names, load_class_file
+from segtrain.survey.contents import is_shade
+from segtrain.survey.decide import Reading, UndecidedError, default_names, names_option
+from segtrain.survey.label_sets import LabelSet
+from segtrain.survey.names import Legend, NamedClass
+from segtrain.text import first_of
+
+# Data sets that are known by the names of their labels.
+_KNOWN_PATTERNS = {"_labelids": "cityscapes", "ade_": "ade20k"}
+# So much of the labels must be in the colours of a list: of one of the folder, of a known data set.
+_FITS, _FITS_KNOWN, _MIN_KNOWN_COLORS = 0.5, 0.99, 5
+
+
+def legend_for_colors(legends: Sequence[Legend], labels: LabelSet) -> Legend | None:
+    """The list whose colours are those of the labels: of the folder, else of a known data set."""
+    pixels = {color: facts.pixels for color, facts in labels.values.items()}
+    known = list(_known_colors()) if len(pixels) >= _MIN_KNOWN_COLORS else []
+    wanted = [(one, _FITS) for one in legends] + [(one, _FITS_KNOWN) for one in known]
+    for legend, share in wanted:
+        colors = [one.color for one in legend.classes]
+        if legend.has_colors:
+            near = sum(n for c, n in pixels.items() if any(is_shade(c, one) for one in colors))
+            if near >= share * sum(pixels.values()):
+                return legend
+    return None
+
+
+def _known_colors() -> Iterable[Legend]:
+    for name in known_names():
+        file = load_class_file(name)
+        has_own = all(not one.more_colors for one in file.classes)
+        if has_own and len(file.given_colors) == file.num_classes:
+            classes = [NamedClass(one.name, None, one.color) for one in file.classes]
+            yield Legend(f"the known classes of {name}", tuple(classes))
+
+
+def legend_for_ids(
+    legends: Sequence[Legend], labels: LabelSet, ignored: Set[object]
+) -> Legend | None:
+    """The list that fits the values, with a value for each class; None: no file names any.
+
+    ignored: values that the command line leaves out.
+
+    Raises:
+        UndecidedError: several lists fit and differ, none of those there are fits, or it does not
+            say whether it counts from 0 or from 1.
+    """
+    values = set(labels.values) - ignored
+    fitting = [fit for one in legends if (fit := _with_values(one, values, labels))]
+    fitting = _agreeing(fitting, values) or _known_ids(labels, values)
+    lists = [one for one in legends if not (one.has_values or one.has_colors)]
+    if lists and not fitting:
+        ordered = sorted(values)
+        raise UndecidedError(
+            f"{labels.pattern}: the labels hold {len(values)} values, {first_of(ordered, 20)}, and "
+            f"{lists[0].source} names {len(lists[0].classes)} classes: they do not fit",
+            [
+                Reading(
+                    "names for the values, in their order", names_option(default_names(ordered))
+                ),
+                Reading("values without a class", "--ignore VALUES", tuple(ordered[-1:]), True),
+            ],
+        )
+    return fitting[0] if fitting else None
+
+
+def _with_values(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:
+    """The list with a value for each class; None: it does not fit the values of the labels."""
+    if legend.has_values:
+        known = {one.value for one in legend.classes}
+        return legend if 2 * len(known & values) >= len(known) or values <= known else None
+    value_of = {labels.palette[v]: v for v in labels.values if v < len(labels.palette)}
+    if legend.has_colors and value_of and value_of.keys() <= {one.color for one in legend.classes}:
+        shown = [one for one in legend.classes if one.color in value_of]
+        return _valued(legend.source, shown, [value_of[one.color] for one in shown])
+    return _placed(legend, values, labels)
+
+
+def _placed(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:
+    """A list without values: its classes count from 0, or from 1 if the labels say so."""
+    number, two = len(legend.classes), sorted(values)
+    plain = {v for v in values if v != 255 or number > 255}
+    if len(two) == 2 and two[0] == 0 and number <= 2:  # a mask, whatever its foreground is
+        background = [NamedClass("background")] if number == 1 else []
+        return _valued(legend.source, [*background, *legend.classes], two)
+    from_0, from_1 = plain <= set(range(number)), plain <= set(range(1, number + 1))
+    if not plain or (len(values) == number > 2 and plain != values and from_0):
+        return None  # as many values as names: 255 may be the last of them
+    if from_0 and from_1:
+        raise UndecidedError(
+            f"{labels.pattern}: the labels hold {first_of(sorted(plain), 20)}, and {legend.source} "
+            f"names {number} classes: counted from 0 or from 1?",
+            [
+                Reading(
+                    f"{low} is {legend.classes[0].name}",
+                    names_option(legend.classes[v - low].name for v in sorted(plain)),
+                )
+                for low in (0, 1)
+            ],
+        )
+    if from_0:
+        return _valued(legend.source, legend.classes, range(number))
+    if plain <= set(range(number + 1)):  # if 0 is among them, it has no name, and is asked for
+        return _valued(legend.source, legend.classes, range(1, number + 1))
+    return None
+
+
+def _valued(source: str, classes: Sequence[NamedClass], values: Iterable[int]) -> Legend:
+    pairs = zip(classes, values, strict=True)
+    return Legend(source, tuple(one._replace(value=value) for one, value in pairs))
+
+
+def _agreeing(fitting: list[Legend], values: set[int]) -> list[Legend]:
+    """The lists, if they say the same; else those that name every value, if these do."""
+
+    def number_of_meanings(legends: Iterable[Legend]) -> int:
+        return len({tuple((c.name, c.value) for c in one.classes) for one in legends})
+
+    if number_of_meanings(fitting) <= 1:
+        return fitting
+    whole = [one for one in fitting if values <= {c.value for c in one.classes} | {0, 255}]
+    if number_of_meanings(whole) != 1:
+        raise UndecidedError(
+            f"several files name the classes differently: {first_of(o.source for o in fitting)}",
+            [Reading(o.source, names_option(c.name for c in o.classes)) for o in fitting],
+        )
+    return whole
+
+
+def _known_ids(labels: LabelSet, values: set[int]) -> list[Legend]:
+    """The classes of a known data set, if names and values of the labels are its own."""
+    for part, name in _KNOWN_PATTERNS.items():
+        if part in labels.pattern.lower():
+            file = load_class_file(name)
+            named = [NamedClass(c.name, value) for c in file.classes for value in c.ids]
+            ignored = [NamedClass(f"id {value}", value, None, True) for value in file.ignore_ids]
+            if values <= {one.value for one in (*named, *ignored)}:
+                return [Legend(f"the known classes of {name}", (*named, *ignored))]
+    return []
