@@ -5,6 +5,7 @@ What is heavy is imported when the config has been loaded: a wrong one is refuse
 
 import argparse
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,8 @@ def import_annotations(args: argparse.Namespace) -> int:
         f"{overlap}: {printable(args.output)}/{{{write.LABELS},{write.CLASSES},{write.PAIRS}}}; "
         f"images in {write.PAIRS} are relative to {printable(found.folder)}"
     )
+    both = os.path.commonpath([os.path.realpath(path) for path in (found.folder, *args.sources)])
+    print(printable(f"next: segtrain init {shlex.quote(both)} writes a config, with splits"))
     return EXIT_OK
 
 

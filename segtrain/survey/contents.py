@@ -20,8 +20,6 @@ Kind = Literal["ids", "colors", "two", "onehot", "annotations", "picture"]
 annotations: ids, drawn from an annotation file. picture: no label."""
 
 LOSSY = (".jpg", ".jpeg", ".jfif")
-# A colour this close to another one is a shade of it.
-_SHADE = 8
 # A drawn area is flat: most pixels are as their right neighbour.
 _FLAT = 0.7
 _MANY_VALUES = 4096
@@ -36,16 +34,6 @@ ALIKE = 0.985
 def word(value: Value) -> str:
     """The value as messages and the command line have it: `7`, or `#a01e1e`."""
     return str(value) if isinstance(value, int) else f"#{bytes(value).hex()}"
-
-
-def distance(one: Color, other: Color) -> int:
-    """The largest difference of a channel."""
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
-
-
-def is_shade(one: Color, other: Color) -> bool:
-    """Whether the colours are so close that they may mean the same."""
-    return distance(one, other) <= _SHADE
 
 
 def spread(items: Sequence[T], number: int) -> list[T]:

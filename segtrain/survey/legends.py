@@ -1,12 +1,13 @@
 """Which list of classes belongs to the labels: the one that fits the values they hold."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 
 from segtrain.data.read.classes import known_names, load_class_file
-from segtrain.survey.contents import is_shade
-from segtrain.survey.decide import Reading, UndecidedError, default_names, names_option
+from segtrain.survey.contents import Value
+from segtrain.survey.decide import Answers, Reading, UndecidedError, default_names, names_option
 from segtrain.survey.label_sets import LabelSet
 from segtrain.survey.names import Legend, NamedClass
+from segtrain.survey.shades import is_close
 from segtrain.text import first_of
 
 # Data sets that are known by the names of their labels.
@@ -15,21 +16,42 @@ _KNOWN_PATTERNS = {"_labelids": "cityscapes", "ade_": "ade20k"}
 _FITS, _FITS_KNOWN, _MIN_KNOWN_COLORS = 0.5, 0.99, 5
 
 
-def legend_for_colors(legends: Sequence[Legend], labels: LabelSet) -> Legend | None:
+def named_values(
+    legends: Sequence[Legend], labels: LabelSet, answers: Answers
+) -> tuple[str, dict[Value, NamedClass]]:
+    """The file that names the classes of the labels, and the class of each value.
+
+    Both are empty if none does, or the command line does.
+
+    Raises:
+        UndecidedError: several lists fit and differ, none of those there are fits, or it does not
+            say whether it counts from 0 or from 1.
+    """
+    if answers.names is not None:
+        return "", {}
+    if labels.kind == "colors":
+        legend = _for_colors(legends, labels)
+        return (legend.source, {one.color: one for one in legend.classes}) if legend else ("", {})
+    legend = _for_ids(legends, labels, set(labels.values) - (answers.ignore or set()))
+    if legend is None:
+        return "", {}
+    return legend.source, {c.value: c for c in sorted(legend.classes, key=lambda c: c.value)}
+
+
+def _for_colors(legends: Sequence[Legend], labels: LabelSet) -> Legend | None:
     """The list whose colours are those of the labels: of the folder, else of a known data set."""
     pixels = {color: facts.pixels for color, facts in labels.values.items()}
     known = list(_known_colors()) if len(pixels) >= _MIN_KNOWN_COLORS else []
-    wanted = [(one, _FITS) for one in legends] + [(one, _FITS_KNOWN) for one in known]
-    for legend, share in wanted:
-        colors = [one.color for one in legend.classes]
+    for legend in (*legends, *known):
         if legend.has_colors:
-            near = sum(n for c, n in pixels.items() if any(is_shade(c, one) for one in colors))
-            if near >= share * sum(pixels.values()):
+            colors = [one.color for one in legend.classes]
+            near = sum(n for c, n in pixels.items() if any(is_close(c, one) for one in colors))
+            if near >= (_FITS_KNOWN if legend in known else _FITS) * sum(pixels.values()):
                 return legend
     return None
 
 
-def _known_colors() -> Iterable[Legend]:
+def _known_colors() -> Iterator[Legend]:
     for name in known_names():
         file = load_class_file(name)
         has_own = all(not one.more_colors for one in file.classes)
@@ -38,30 +60,19 @@ def _known_colors() -> Iterable[Legend]:
             yield Legend(f"the known classes of {name}", tuple(classes))
 
 
-def legend_for_ids(
-    legends: Sequence[Legend], labels: LabelSet, ignored: Set[object]
-) -> Legend | None:
-    """The list that fits the values, with a value for each class; None: no file names any.
-
-    ignored: values that the command line leaves out.
-
-    Raises:
-        UndecidedError: several lists fit and differ, none of those there are fits, or it does not
-            say whether it counts from 0 or from 1.
-    """
-    values = set(labels.values) - ignored
+def _for_ids(legends: Sequence[Legend], labels: LabelSet, values: set[int]) -> Legend | None:
+    """The list that fits the values, with a value for each class."""
     fitting = [fit for one in legends if (fit := _with_values(one, values, labels))]
     fitting = _agreeing(fitting, values) or _known_ids(labels, values)
     lists = [one for one in legends if not (one.has_values or one.has_colors)]
     if lists and not fitting:
         ordered = sorted(values)
+        names = names_option(default_names(ordered))
         raise UndecidedError(
             f"{labels.pattern}: the labels hold {len(values)} values, {first_of(ordered, 20)}, and "
             f"{lists[0].source} names {len(lists[0].classes)} classes: they do not fit",
             [
-                Reading(
-                    "names for the values, in their order", names_option(default_names(ordered))
-                ),
+                Reading("names for the values, in their order", names),
                 Reading("values without a class", "--ignore VALUES", tuple(ordered[-1:]), True),
             ],
         )

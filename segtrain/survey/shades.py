@@ -1,0 +1,72 @@
+"""Colours in labels that mean the same: a rare one close to another is a shade of it."""
+
+from collections.abc import Sequence
+
+from segtrain.errors import DataError
+from segtrain.survey.contents import Color, Value, word
+from segtrain.survey.decide import Answers, Reading, UndecidedError, default_names, names_option
+from segtrain.survey.label_sets import LabelSet
+
+# A colour this close to another one, and this much rarer, is a shade of it.
+_CLOSE, _RARE = 8, 0.01
+# So many colours without names come from smoothed edges.
+_SMOOTHED = 32
+
+
+def distance(one: Color, other: Color) -> int:
+    """The largest difference of a channel."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def is_close(one: Color, other: Color) -> bool:
+    """Whether one colour may be a shade of the other."""
+    return distance(one, other) <= _CLOSE
+
+
+def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict[Value, Value]:
+    """What each value counts as: itself, or the colour of which it is a shade.
+
+    named: colours that a list of classes gives; of others the frequent ones count as themselves.
+
+    Raises:
+        DataError: so many colours, that labels were smoothed.
+        UndecidedError: colours differ by a shade, and both are frequent.
+    """
+    if labels.kind != "colors":
+        return {value: value for value in labels.values}
+    colors = sorted(labels.values, key=lambda color: -labels.values[color].pixels)
+    main = named or _frequent(labels, colors, answers)
+    found = {}
+    for color in colors:
+        near = min(main, key=lambda one: distance(one, color))
+        is_own = color in (*main, *(answers.ignore or ())) or not is_close(near, color)
+        found[color] = color if is_own else near
+    return found
+
+
+def _frequent(labels: LabelSet, colors: Sequence[Color], answers: Answers) -> list[Color]:
+    """The colours without those that are shades of others. colors: the most frequent first."""
+    pixels = {color: facts.pixels for color, facts in labels.values.items()}
+    main: list[Color] = []
+    clash: tuple[Color, ...] = ()
+    for color in colors:
+        near = next((one for one in main if is_close(one, color)), None)
+        if near is None or pixels[color] > _RARE * pixels[near]:
+            main.append(color)
+            clash = clash or (() if near is None else (near, color))
+    if len(main) > _SMOOTHED and answers.names is None:
+        raise DataError(
+            f"{labels.pattern}: {len(pixels)} colours, most on few pixels: edges were smoothed or "
+            "resized; save masks without that, or name the classes in class_dict.csv"
+        )
+    if clash and (answers.names is None or len(answers.names) != len(main)):
+        names = names_option(default_names(sorted(main)))
+        raise UndecidedError(
+            f"{labels.pattern}: the colours {word(clash[0])} and {word(clash[1])} differ by a "
+            f"shade, and both are frequent ({pixels[clash[0]]} and {pixels[clash[1]]} pixels)",
+            [
+                Reading(f"{len(main)} classes", names, clash),
+                Reading("one class: make the labels equal first", "no option does it", clash[1:]),
+            ],
+        )
+    return main
