@@ -70,34 +70,26 @@ def write(folder, make, number=8, num_classes=4, label="labels/{}.png"):
         save(folder / label.format(i), make(classes))
 
 
+def labelled(make, **options):
+    """What writes a folder whose labels `make` draws of the classes."""
+    return lambda folder: write(folder, make, **options)
+
+
+def values(*wanted):
+    return np.array(wanted, np.uint8)
+
+
 def two_sets(folder):
     write(folder, lambda classes: classes, label="fine/labels/{}.png")
     write(folder, lambda classes: np.minimum(classes, 2), label="coarse/labels/{}.png")
 
 
-def shade(folder):
-    colors = COLORS.copy()
-    colors[2] = colors[1] + 2
-    write(folder, lambda classes: colors[classes])
+def with_list(text, name="classes.txt", make=lambda classes: classes):
+    def build(folder):
+        write(folder, make)
+        (folder / name).write_text(text)
 
-
-def no_data_or_class(folder):
-    write(folder, lambda classes: np.array([0, 1, 255], np.uint8)[classes], num_classes=3)
-
-
-def trimap(folder):
-    write(folder, lambda classes: classes + 1, num_classes=3, label="trimaps/{}.png")
-
-
-def fewer_names(folder):
-    write(folder, lambda classes: classes)
-    (folder / "classes.txt").write_text("\n".join(NAMES[1:]))
-
-
-def unnamed_color(folder):
-    write(folder, lambda classes: COLORS[classes])
-    rows = "".join(f"{NAMES[i]},{','.join(map(str, COLORS[i].tolist()))}\n" for i in range(3))
-    (folder / "class_dict.csv").write_text(f"name,r,g,b\n{rows}")
+    return build
 
 
 def fourth_channel(folder):
@@ -107,24 +99,23 @@ def fourth_channel(folder):
         save(path, np.dstack([pixels, pixels[..., 0]]))
 
 
-def more_values_than_names(folder):
-    write(folder, lambda classes: classes)
-    (folder / "classes.txt").write_text("a\nb\n")
-
-
-def three_greys(folder):
-    write(folder, lambda classes: np.array([0, 128, 255], np.uint8)[classes], num_classes=3)
-
-
+SHADES = np.stack([COLORS[0], COLORS[1], COLORS[1] + 2, COLORS[3]])
+TABLE = "name,r,g,b\n" + "".join(
+    f"{NAMES[i]},{','.join(map(str, COLORS[i].tolist()))}\n" for i in range(3)
+)
+unnamed_color = with_list(TABLE, "class_dict.csv", lambda classes: COLORS[classes])
+three_greys = labelled(lambda classes: values(0, 128, 255)[classes], num_classes=3)
+no_data_or_class = labelled(lambda classes: values(0, 1, 255)[classes], num_classes=3)
+trimap = labelled(lambda classes: classes + 1, num_classes=3, label="trimaps/{}.png")
 QUESTIONS = [
-    (more_values_than_names, "names 2 classes: they do not fit", ["--names", "a,b,c,d"], 4),
+    (with_list("a\nb\n"), "names 2 classes: they do not fit", ["--names", "a,b,c,d"], 4),
     (three_greys, "128 is usually the uncertain border", ["--ignore", "128"], 2),
     (two_sets, "2 sets of labels fit the images", ["--labels", "fine/labels"], 4),
-    (shade, "differ by a shade", ["--names", "a,b,c,d"], 4),
+    (labelled(lambda x: SHADES[x]), "differ by a shade", ["--names", "a,b,c,d"], 4),
     (no_data_or_class, "255 may be a class, or mean no data", ["--ignore", "none"], 3),
     (no_data_or_class, "255 may be a class, or mean no data", ["--ignore", "255"], 2),
     (trimap, "3 is usually the uncertain border", ["--ignore", "3"], 2),
-    (fewer_names, "which classes.txt does not name", ["--ignore", "0"], 3),
+    (with_list("car\nroad\ntree"), "which classes.txt does not name", ["--ignore", "0"], 3),
     (unnamed_color, "which class_dict.csv does not name", ["--ignore", "#14a03c"], 3),
     (fourth_channel, "the fourth varies: a band, or transparency?", ["--channels", "4"], 4),
 ]
@@ -180,27 +171,21 @@ def other_size(folder):
     save(folder / "labels/3.png", np.zeros((60, 80), np.uint8))
 
 
-def cut_off(folder):
-    write(folder, lambda classes: classes)
-    path = folder / "labels/3.png"
-    path.write_bytes(path.read_bytes()[:-30])
+def cut_off(part, end):
+    """What cuts off the end of a label, or of each image."""
+
+    def build(folder):
+        write(folder, lambda classes: classes)
+        for path in folder.glob(part):
+            path.write_bytes(path.read_bytes()[:end])
+
+    return build
 
 
 def no_labels(folder):
     write(folder, lambda classes: classes)
     for i, name in enumerate("stuvwxyz"):  # in the order of the images
         (folder / f"labels/{i}.png").rename(folder / f"labels/{name}.png")
-
-
-def objects(folder):
-    write(
-        folder,
-        lambda classes: np.kron(np.arange(320).reshape(16, 20), np.ones((4, 4))).astype("u2"),
-    )
-
-
-def turned(folder):
-    write(folder, lambda classes: classes[::-1, ::-1].copy(), number=12)
 
 
 def two_forms(folder):
@@ -210,54 +195,38 @@ def two_forms(folder):
         save(folder / f"labels/{i}.png", classes * (255 if i % 2 else 1))
 
 
-def broken_images(folder):
-    write(folder, lambda classes: classes)
-    for path in (folder / "images").iterdir():
-        path.write_bytes(path.read_bytes()[:20])
-
-
-def damaged_pixels(folder):
-    write(folder, lambda classes: classes)
-    for path in (folder / "images").iterdir():
-        path.write_bytes(path.read_bytes()[:-200])
-
-
 def other_palettes(folder):
     """The same values, whose colours are others in one file."""
-    for i in range(8):
-        pixels, classes = scene(i)
-        save(folder / f"images/{i}.png", pixels)
-        picture = Image.fromarray(classes)
-        colors = COLORS if i else COLORS[::-1]
-        picture.putpalette(colors.reshape(-1).tolist())
-        (folder / "labels").mkdir(exist_ok=True)
-        picture.save(folder / f"labels/{i}.png")
+    write(folder, lambda classes: classes)
+    for path in (folder / "labels").iterdir():
+        picture = Image.open(path)
+        picture.putpalette((COLORS[::-1] if path.stem == "0" else COLORS).reshape(-1).tolist())
+        picture.save(path)
 
 
-def blurred_colors(folder):
-    write(folder, lambda classes: COLORS[classes], label="labels/{}.jpg")
+OBJECTS = np.kron(np.arange(320).reshape(16, 20), np.ones((4, 4))).astype("u2")
+turned = labelled(lambda classes: classes[::-1, ::-1].copy(), number=12)
+blurred = labelled(lambda classes: COLORS[classes], label="labels/{}.jpg")
+BAD = [
+    (shifted, "fit the previous image better than their own"),
+    (other_size, "labels/3.png: 60x80, image 64x80"),
+    (cut_off("labels/3.png", -30), "labels/3.png: damaged"),
+    (no_labels, "8 pictures look like labels, but have no image: labels/s.png"),
+    (labelled(lambda _: OBJECTS), "numbers of objects, or no labels of classes"),
+    (turned, "labels fit their image turned by 180 degrees better"),
+    (two_forms, "4 labels hold 0 and 255, 4 others 0 and 1"),
+    (cut_off("images/*", 20), "no image can be read; 8 images are left out"),
+    (cut_off("images/*", -200), "no image can be read; 8 images are damaged"),
+    (other_palettes, "its palette gives the same values other colours"),
+    (blurred, "JPEG has blurred their values"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "code", "message"),
-    [
-        (shifted, 3, "fit the previous image better than their own"),
-        (other_size, 3, "labels/3.png: 60x80, image 64x80"),
-        (cut_off, 3, "labels/3.png: damaged"),
-        (no_labels, 3, "8 pictures look like labels, but have no image of their name"),
-        (objects, 3, "numbers of objects, or no labels of classes"),
-        (turned, 3, "labels fit their image turned by 180 degrees better"),
-        (two_forms, 3, "4 labels hold 0 and 255, 4 others 0 and 1"),
-        (broken_images, 3, "no image can be read: "),
-        (damaged_pixels, 3, "no image can be read: "),
-        (other_palettes, 3, "its palette gives the same values other colours"),
-        (blurred_colors, 3, "JPEG has blurred their values"),
-    ],
-)
-def test_bad_data_are_refused(tmp_path, capsys, make, code, message):
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_bad_data_are_refused(tmp_path, capsys, make, message):
     folder = tmp_path / "data"
     make(folder)
-    output = init(folder, code=code)
+    output = init(folder, code=3)
     assert message in capsys.readouterr().err
     assert not output.exists()
 

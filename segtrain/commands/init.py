@@ -14,7 +14,6 @@ from segtrain.files import os_errors_as
 from segtrain.text import counted, first_of, printable
 
 if TYPE_CHECKING:  # the rest is imported when the command runs
-    from segtrain.survey.label_sets import LabelSet
     from segtrain.survey.recipe import Machine
     from segtrain.survey.write import Plan
 
@@ -66,8 +65,7 @@ def write_experiment(
         else:
             labels = decide.choose_labels(found, given)
             sizes = {image.path: image.size for image in found.images}
-            labels = label_sets.counted(folder, labels, sizes, jobs)
-            _refuse_damaged(folder, labels)
+            labels = label_sets.count_values(folder, labels, sizes, jobs)
             comparison = label_sets.compared(folder, found.images, labels)
             decide.check_pairs(found, labels, comparison, given)
             chosen = classes.choose_classes(found, labels, given)
@@ -118,19 +116,6 @@ def _claim(output: Path, folder: Path) -> None:
             path.unlink()
 
 
-def _refuse_damaged(folder: Path, labels: "LabelSet") -> None:
-    if labels.unreadable:
-        raise DataError(
-            f"{folder}: {counted(len(labels.unreadable), 'label', 'labels')} cannot be read: "
-            f"{first_of(labels.unreadable, 5)}; replace them or move them away"
-        )
-    if labels.wrong_size:
-        raise DataError(
-            f"{folder}: {counted(len(labels.wrong_size), 'label has', 'labels have')} another size "
-            f"than the image: {first_of(labels.wrong_size, 5)}"
-        )
-
-
 def _machine() -> "Machine":
     """What there is to train with, and where pretrained weights come from."""
     import torch
@@ -172,15 +157,9 @@ def _lines(plan: "Plan", machine: "Machine") -> list[str]:
     )
     notes = [*plan.classes.warnings, *plan.splits.warnings, *survey.notes]
     without = [image.path for image in survey.images if image.path not in labels.labels]
-    for found, one, many in (
-        (without, "image has no label", "images have no label"),
-        (survey.alone, "label has no image", "labels have no image"),
-        (survey.unclear, "label fits several images", "labels fit several images"),
-        (survey.unreadable, "image is left out", "images are left out"),
-        (survey.left_out, "kind of picture is not used", "kinds of pictures are not used"),
-    ):
-        if found:
-            notes.append(f"{counted(len(found), one, many)}: {first_of(found, 3)}")
+    if without:
+        found = counted(len(without), "image has no label", "images have no label")
+        notes.append(f"{found}: {first_of(without, 3)}")
     if machine.weights is None:
         notes.append("no pretrained weights here and no network: a schedule for random weights")
     return lines + [f"warning: {note}" for note in notes]

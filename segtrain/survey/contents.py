@@ -1,6 +1,6 @@
 """What single files hold: whether one looks like a label, its values, and facts about an image."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -238,41 +238,17 @@ def thumbnail(path: Path) -> np.ndarray:
     return small / max(float(np.linalg.norm(small)), 1e-6)
 
 
-# An image and its label
-
-
-def black_pixels(paths: Sequence[Path], label_path: Path) -> tuple[int, int]:
-    """How many pixels labelled 0 are black or NaN in the image, and how many are labelled 0."""
-    stored, label = read_bands(paths), formats.read_stored(label_path)
-    if stored.shape[:2] != label.shape[:2]:
-        return 0, 0
-    zero = (label == 0).all(axis=2)
-    empty = ((stored == 0) | np.isnan(stored)).all(axis=2)
-    return int((zero & empty).sum()), int(zero.sum())
-
-
-TURNS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "upside down": lambda label: label[::-1],
-    "mirrored": lambda label: label[:, ::-1],
-    "turned by 180 degrees": lambda label: label[::-1, ::-1],
-}
-
-
-def alignment(
-    paths: Sequence[Path],
-    label_path: Path,
-    turn: Callable[[np.ndarray], np.ndarray] = lambda label: label,
-) -> float:
+def alignment(stored: np.ndarray, label: np.ndarray) -> float:
     """How much stronger the edges of an image are along the borders of a label than elsewhere.
 
-    About 1 if the label belongs to another image; NaN if sizes differ or there is no border.
+    Both are (H, W, C). About 1 if the label belongs to another image; NaN if sizes differ or there
+    is no border.
     """
-    image = _grey(read_bands(paths))
-    label = turn(formats.read_stored(label_path))
-    if image.shape != label.shape[:2]:
+    if stored.shape[:2] != label.shape[:2]:
         return float("nan")
-    slope = np.abs(cv2.Sobel(image, cv2.CV_32F, 1, 0)) + np.abs(cv2.Sobel(image, cv2.CV_32F, 0, 1))
-    border = np.zeros(image.shape, bool)
+    grey = _grey(stored)
+    slope = np.abs(cv2.Sobel(grey, cv2.CV_32F, 1, 0)) + np.abs(cv2.Sobel(grey, cv2.CV_32F, 0, 1))
+    border = np.zeros(grey.shape, bool)
     border[:-1] |= (label[1:] != label[:-1]).any(axis=2)
     border[:, :-1] |= (label[:, 1:] != label[:, :-1]).any(axis=2)
     if not border.any() or border.all() or slope.mean() == 0:

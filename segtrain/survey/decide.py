@@ -187,15 +187,9 @@ def is_instances(labels: LabelSet) -> bool:
 
 
 def _no_labels(survey: Survey) -> str:
-    lines = [f"{survey.root}: {len(survey.images)} images, and no labels that belong to them"]
-    for found, what in (
-        (survey.alone, "pictures look like labels, but have no image of their name"),
-        (survey.unclear, "labels fit several images"),
-    ):
-        lines += [f"{len(found)} {what}: {first_of(found, 3)}"] if found else []
-    lines += survey.notes
-    lines.append("image and label share a part of their names: a.jpg with a.png or a_mask.png")
-    return "\n  ".join(lines)
+    found = f"{survey.root}: {len(survey.images)} images, and no labels that belong to them"
+    hint = "image and label share a part of their names: a.jpg with a.png or a_mask.png"
+    return "\n  ".join([found, *survey.notes, hint])
 
 
 def check_pairs(survey: Survey, labels: LabelSet, found: Comparison, answers: Answers) -> None:

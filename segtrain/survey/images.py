@@ -14,7 +14,7 @@ from segtrain.files import read_bytes
 from segtrain.survey import contents, pairing
 from segtrain.survey.contents import ImageFacts, spread
 from segtrain.survey.pairing import FileName, Matches
-from segtrain.text import first_of
+from segtrain.text import counted, first_of
 
 _SAMPLE = 200
 # How much more alike neighbours are in a video than any two of its images.
@@ -58,10 +58,16 @@ class Image:
         return self.scene, self.sequence, PurePosixPath(self.path).name
 
 
+def note_all(notes: list[str], found: Sequence[str], one: str, many: str) -> None:
+    """Adds a note that counts and names what was found, if there is any."""
+    if found:
+        notes.append(f"{counted(len(found), one, many)}: {first_of(found, 3)}")
+
+
 def with_headers(
     folder: Path, names: Sequence[FileName], matches: Matches, notes: list[str]
-) -> tuple[list[Image], list[str]]:
-    """The images with their headers, and those that cannot be read; oddities go into `notes`."""
+) -> list[Image]:
+    """The images with their headers; those that cannot be read and oddities go into `notes`."""
     further = {band for bands in matches.bands.values() for band in bands}
     found, unreadable, twins = [], [], []
     for name in names:
@@ -90,22 +96,22 @@ def with_headers(
                 sequence=re.sub(r"\d+\D*$", "", name.core),
             )
         )
-    if twins:
-        notes.append(
-            f"labels fit several pictures, of which the first is used: {first_of(twins, 3)}"
-        )
-    return found, unreadable
+    note_all(notes, unreadable, "image is left out", "images are left out")
+    what = "label fits", "labels fit"
+    note_all(notes, twins, *(f"{one} several pictures, the first is used" for one in what))
+    return found
 
 
-def facts_of(folder: Path, images: Sequence[Image]) -> tuple[dict[str, ImageFacts], list[str]]:
-    """Facts about a sample of the images, spread over all, and what is wrong with others."""
+def facts_of(folder: Path, images: Sequence[Image], notes: list[str]) -> dict[str, ImageFacts]:
+    """Facts about a sample of the images, spread over all; what is wrong with others: a note."""
     found, problems = {}, []
     for image in spread(images, _SAMPLE):
         try:
             found[image.path] = contents.image_facts([folder / path for path in image.files])
         except DataError as error:
             problems.append(str(error))
-    return found, problems
+    note_all(notes, problems, "image is damaged", "images are damaged")
+    return found
 
 
 def similar_images(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -17,6 +18,7 @@ from segtrain.errors import DataError
 from segtrain.survey import contents, pairing
 from segtrain.survey.contents import Color, Kind, LabelFacts, Value, spread
 from segtrain.survey.images import Image
+from segtrain.text import counted, first_of
 
 # Files of a set that are read where a sample is enough; images that are compared with labels.
 SAMPLE, _COMPARED = 6, 24
@@ -42,7 +44,7 @@ class LabelSet:
     """Labels of the same kind: one file for each image, or several.
 
     pattern: of their names, such as `masks/*_mask.png`. labels: by the path of the image.
-    values: of the sample; after `counted`, of all files, and then also wrong_size and unreadable.
+    values: of the sample; after `count_values`, of all files.
     classes: with several files an image, the word that each stands for.
     """
 
@@ -52,8 +54,6 @@ class LabelSet:
     values: Mapping[Value, ValueFacts]
     palette: tuple[Color, ...] = ()
     classes: tuple[str, ...] = ()
-    wrong_size: tuple[str, ...] = ()
-    unreadable: tuple[str, ...] = ()
 
 
 _ByImage = Mapping[str, tuple[str, ...]]
@@ -76,7 +76,7 @@ def label_sets(
         is_binary = all(_is_binary(facts[pattern]) for pattern in patterns)
         if several and not (is_binary and _have_folders_of_their_own(by_image)):
             del sets[form]
-            sets |= _grouped(by_image, lambda label: _without_splits(pattern_of[label]))
+            sets |= _grouped(by_image, lambda label: pairing.form_of(pattern_of[label]))
     samples = {form: facts[pattern_of[_first(by_image)]] for form, by_image in sets.items()}
     # Several sets of two values each, such as masks/car/ and masks/road/, are one label together.
     binary = {form: sets[form] for form, found in samples.items() if _is_binary(found)}
@@ -130,23 +130,12 @@ def _first(by_image: _ByImage) -> str:
 def _form(pattern: str) -> str:
     """The pattern without folders of splits and scenes: `labels/train/*.png` is `labels/*.png`."""
     *folders, name = pattern.split("/")
-    kept = [x for x in folders if not _is_split(x)]
+    kept = [x for x in folders if not pairing.is_split(x)]
     roles = [x for x in kept if set(pairing.words_of(x)) & pairing.LABEL_WORDS]
     # Below the folder that says "labels", scenes come, which have numbers, or classes.
     below = kept[kept.index(roles[-1]) + 1 :] if roles else []
     words = [x for x in below if not re.search(r"\d", x)]
     return "/".join([*(roles or kept[:1]), *words[:1], name])
-
-
-def _without_splits(pattern: str) -> str:
-    """The pattern without folders of splits, and with numbers of scenes as `*`."""
-    *folders, name = pattern.split("/")
-    kept = ["*" if re.search(r"\d", x) else x for x in folders if not _is_split(x)]
-    return "/".join([*kept, name])
-
-
-def _is_split(folder: str) -> bool:
-    return set(pairing.words_of(folder)) <= pairing.SPLIT_WORDS.keys()
 
 
 def _differing_words(forms: Iterable[str]) -> tuple[str, ...]:
@@ -195,26 +184,27 @@ def _show_the_same(folder: Path, one: _ByImage, other: _ByImage, *_: _ByImage) -
 
 def equal_sets(folder: Path, sets: Sequence[LabelSet]) -> Iterator[frozenset[str]]:
     """Patterns of two sets whose labels divide the images alike: ids and the same in colours."""
-    for i, one in enumerate(sets):
-        for other in sets[i + 1 :]:
-            shared = spread(sorted(one.labels.keys() & other.labels.keys()), SAMPLE)
-            files = [(folder / one.labels[x][0], folder / other.labels[x][0]) for x in shared]
-            if files and all(_divide_alike(*pair) for pair in files):
-                yield frozenset((one.pattern, other.pattern))
+    for one, other in combinations(sets, 2):
+        shared = spread(sorted(one.labels.keys() & other.labels.keys()), SAMPLE)
+        files = [(folder / one.labels[x][0], folder / other.labels[x][0]) for x in shared]
+        if files and all(_divide_alike(*pair) for pair in files):
+            yield frozenset((one.pattern, other.pattern))
 
 
-def _divide_alike(a: Path, b: Path) -> bool:
+def _divide_alike(*paths: Path) -> bool:
     try:
-        left, right = (
-            np.unique(x.reshape(-1, x.shape[2]), axis=0, return_inverse=True)[1].reshape(-1)
-            for x in (formats.read_stored(a), formats.read_stored(b))
-        )
+        stored = [formats.read_stored(path) for path in paths]
     except DataError:
         return False
-    if left.size != right.size:
+    if stored[0].shape[:2] != stored[1].shape[:2]:
         return False
-    pairs = np.unique(np.stack([left, right]), axis=1).shape[1]
-    return pairs == left.max() + 1 == right.max() + 1
+    kinds, both = [len(_pixel_values(x)) for x in stored], _pixel_values(np.dstack(stored))
+    return kinds == [len(both)] * 2
+
+
+def _pixel_values(stored: np.ndarray) -> np.ndarray:
+    """The different pixels of (H, W, C), (N, C)."""
+    return np.unique(stored.reshape(-1, stored.shape[2]), axis=0)
 
 
 @dataclass(frozen=True)
@@ -231,6 +221,7 @@ class Comparison:
 
 
 OWN = "their own"
+_TURNS = {"upside down": (-1, 1), "mirrored": (1, -1), "turned by 180 degrees": (-1, -1)}
 
 
 def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> Comparison:
@@ -244,13 +235,18 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> Compari
     black, zeros = 0, 0
     for i in spread(range(len(pairs)), _COMPARED) if len(pairs) > 2 else ():
         with suppress(DataError):
-            paths, own = pairs[i]
-            for words, k in ((OWN, i), ("the next", i - 1), ("the previous", (i + 1) % len(pairs))):
-                scores[words].append(contents.alignment(pairs[k][0], own))
-            for words, turn in contents.TURNS.items():
-                scores[words].append(contents.alignment(paths, own, turn))
-            empty, zero = contents.black_pixels(paths, own)
-            black, zeros = black + empty, zeros + zero
+            before, own, after = (
+                contents.read_bands(pairs[k % len(pairs)][0]) for k in (i - 1, i, i + 1)
+            )
+            label = formats.read_stored(pairs[i][1])
+            for words, image in ((OWN, own), ("the next", before), ("the previous", after)):
+                scores[words].append(contents.alignment(image, label))
+            for words, (down, right) in _TURNS.items():
+                scores[words].append(contents.alignment(own, label[::down, ::right]))
+            if own.shape[:2] == label.shape[:2]:
+                zero = (label == 0).all(axis=2)
+                black += int((zero & ((own == 0) | np.isnan(own)).all(axis=2)).sum())
+                zeros += int(zero.sum())
     known = {words: [x for x in found if not np.isnan(x)] for words, found in scores.items()}
     medians = {words: float(np.median(found)) for words, found in known.items() if found}
     return Comparison(medians, black / zeros if zeros else 0.0)
@@ -259,23 +255,25 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> Compari
 # All files of a set
 
 
-def counted(
+def count_values(
     folder: Path, labels: LabelSet, sizes: Mapping[str, tuple[int, int]], jobs: int | None
 ) -> LabelSet:
     """`labels` with the values of all of its files.
 
     sizes: of each image, by its path.
+
+    Raises:
+        DataError: files that are no labels, or of another size than the image.
     """
     files = [(image, file) for image, found in labels.labels.items() for file in found]
     work = partial(_facts_or_problem, folder)
     with process_pool(num_processes(len(files), jobs)) as pool:
         read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
-    wrong, unreadable, palette, counts = [], [], labels.palette, []
+    palette, counts, unfit, wrong = labels.palette, [], [], []
     for (image, file), facts in zip(files, read, strict=True):
-        problem = facts if isinstance(facts, str) else _problem(facts, file, palette, is_colored)
-        if problem:
-            unreadable.append(problem)
+        if problem := _problem(facts, file, palette, is_colored):
+            unfit.append(problem)
             continue
         if facts.size != sizes[image]:
             sides = ["x".join(map(str, size)) for size in (facts.size, sizes[image])]
@@ -283,18 +281,22 @@ def counted(
         palette = palette or facts.palette
         is_grey = is_colored and facts.kind == "ids"
         counts.append((file, {(v,) * 3 if is_grey else v: n for v, n in facts.values.items()}))
-    return replace(
-        labels,
-        kind="colors" if is_colored else labels.kind,
-        values=dict(sorted(_totals(counts).items())),
-        palette=palette,
-        wrong_size=tuple(wrong),
-        unreadable=tuple(unreadable),
-    )
+    for found, one, many, repair in (
+        (unfit, "label cannot", "labels cannot", "be read: {}; replace them or move them away"),
+        (wrong, "label has", "labels have", "another size than the image: {}"),
+    ):
+        if found:
+            what = counted(len(found), one, many)
+            raise DataError(f"{folder}: {what} {repair.format(first_of(found, 5))}")
+    kind = "colors" if is_colored else labels.kind
+    values = dict(sorted(_totals(counts).items()))
+    return replace(labels, kind=kind, values=values, palette=palette)
 
 
-def _problem(facts: LabelFacts, file: str, palette: Sequence[Color], is_colored: bool) -> str:
+def _problem(facts: LabelFacts | str, file: str, palette: Sequence[Color], is_colored: bool) -> str:
     """Why a file does not belong to the labels beside it, or empty."""
+    if isinstance(facts, str):
+        return facts
     if facts.kind == "picture":
         return f"{file}: no label: too many values"
     if is_colored and facts.kind == "ids" and not facts.is_rgb:

@@ -8,7 +8,7 @@ meta.
 
 import csv
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,30 +71,31 @@ def read_legend(path: Path, source: str) -> Legend | None:
 
     source: the name under which it is reported.
     """
-    stem, suffix = path.stem.lower(), path.suffix.lower()
+    parse = _parser(path.stem.lower(), path.suffix.lower())
     try:
-        text = read_bytes(path, _MAX_BYTES).decode("utf-8-sig")
-        if suffix in (".txt", ".names") and stem == "labelmap":
-            classes = list(_labelmap(text))
-        elif suffix in (".txt", ".names") and stem in _LISTS:
-            classes = list(_lines(text))
-        elif suffix in (".csv", ".txt") and any(stem.endswith(name) for name in _TABLES):
-            classes = list(_table(text))
-        elif suffix in (".yaml", ".yml"):
-            content = yaml.safe_load(text)
-            classes = _of_yaml(content) if isinstance(content, dict) else []
-        elif suffix == ".json" and (_ABOUT_CLASSES.search(stem) or stem in _OTHER_JSON):
-            content = parse_json(text)
-            classes = _of_json(content)
-            if not classes and isinstance(content, dict) and _ABOUT_CLASSES.search(stem):
-                classes = _of_mapping(content)
-        else:
-            return None
+        classes = list(parse(read_bytes(path, _MAX_BYTES).decode("utf-8-sig")) if parse else ())
     except (OSError, ValueError, yaml.YAMLError, RecursionError, csv.Error):
         return None
-    fits = 1 <= len(classes) <= _MAX_CLASSES and all(one.name for one in classes)
     names = [one.name for one in classes]
-    return Legend(source, tuple(classes)) if fits and len(set(names)) == len(names) else None
+    fits = 1 <= len(names) <= _MAX_CLASSES and all(names) and len(set(names)) == len(names)
+    return Legend(source, tuple(classes)) if fits else None
+
+
+def _parser(stem: str, suffix: str) -> Callable[[str], Iterable[NamedClass]] | None:
+    """What reads a file of this name; None: it is no list of classes."""
+    if suffix in (".txt", ".names") and stem == "labelmap":
+        return _labelmap
+    if suffix in (".txt", ".names") and stem in _LISTS:
+        return _lines
+    if suffix in (".csv", ".txt") and stem.endswith(_TABLES):
+        return _table
+    if suffix in (".yaml", ".yml"):
+        return _yaml
+    if suffix == ".json" and _ABOUT_CLASSES.search(stem):
+        return lambda text: _of_json(parse_json(text)) or _of_mapping(parse_json(text))
+    if suffix == ".json" and stem in _OTHER_JSON:
+        return lambda text: _of_json(parse_json(text))
+    return None
 
 
 def color_of(value: Any) -> Color | None:
@@ -132,51 +133,34 @@ def _labelmap(text: str) -> Iterator[NamedClass]:
             yield NamedClass(name.strip(), None, color_of(rest.partition(":")[0]))
 
 
-def _table(text: str) -> Iterator[NamedClass]:
+def _table(text: str) -> list[NamedClass]:
     """A table with a header: a name, and a value or three colours."""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
-    header = [cell.lower() for cell in rows[0]] if rows else []
-    column = {name: i for i, name in enumerate(header)}
-    name = next(
-        (column[key] for key in ("name", "class", "class_name", "label") if key in column), None
-    )
-    if name is None:
-        return
-    value = next((column[key] for key in _ID_KEYS if column.get(key, name) != name), None)
-    channels = [
-        next((column[key] for key in keys if key in column), None)
-        for keys in (("r", "red"), ("g", "green"), ("b", "blue"))
-    ]
-    for row in rows[1:]:
-        color = None
-        if None not in channels:
-            color = color_of([int(row[channel]) for channel in channels])
-        yield NamedClass(row[name], None if value is None else int(row[value]), color)
+    entries = []
+    for row in csv.DictReader(text.splitlines(), restval=""):
+        cells = {str(key).strip().lower(): str(cell).strip() for key, cell in row.items()}
+        entry: dict[str, Any] = {k: int(x) if x.isdigit() else x for k, x in cells.items()}
+        rgb = [entry.get(name[0], entry.get(name)) for name in ("red", "green", "blue")]
+        entries.append(entry | {"color": rgb})
+    return _of_entries(entries)
 
 
-def _of_yaml(content: Mapping[str, Any]) -> list[NamedClass]:
-    names = content.get("names", content.get("classes"))
-    if isinstance(names, list) and all(isinstance(one, dict) for one in names):
-        return _of_entries(names)
-    if isinstance(names, list):
-        return [NamedClass(str(name)) for name in names]
-    return _of_mapping(names) if isinstance(names, dict) else []
+def _yaml(text: str) -> list[NamedClass]:
+    content = yaml.safe_load(text)
+    known = {"names", "classes"} & content.keys() if isinstance(content, dict) else ()
+    return _of_json({key: content[key] for key in known})
 
 
 def _of_json(content: Any) -> list[NamedClass]:
     """The first list or mapping of classes in it."""
     if isinstance(content, list):
-        if content and all(isinstance(one, str) for one in content):
+        if all(isinstance(one, str) for one in content):
             return [NamedClass(one) for one in content]
-        is_list = content and all(isinstance(one, dict) for one in content)
-        return _of_entries(content) if is_list else []
-    if not isinstance(content, dict):
-        return []
-    for key in ("categories", "classes", "labels", "label", "names", "colors", "palette"):
-        inner = content.get(key)
-        found = _of_mapping(inner) if isinstance(inner, dict) else _of_json(inner) if inner else []
-        if found:
-            return found
+        return _of_entries(content) if all(isinstance(one, dict) for one in content) else []
+    if isinstance(content, dict):
+        for key in ("categories", "classes", "labels", "label", "names", "colors", "palette"):
+            inner = content.get(key)
+            if found := _of_mapping(inner) if isinstance(inner, dict) else _of_json(inner):
+                return found
     return []
 
 
@@ -196,10 +180,10 @@ def _of_entries(entries: Sequence[Mapping[str, Any]]) -> list[NamedClass]:
     return found
 
 
-def _of_mapping(mapping: Mapping[Any, Any]) -> list[NamedClass]:
+def _of_mapping(mapping: Any) -> list[NamedClass]:
     """`{name: value}`, `{value: name}`, `{name: colour}` or `{value: {name, ...}}`."""
     found = []
-    for key, value in mapping.items():
+    for key, value in mapping.items() if isinstance(mapping, dict) else ():
         number = int(key) if re.fullmatch(r"\d+", str(key)) else None
         if number is not None and isinstance(value, str):
             found.append(NamedClass(value, number))

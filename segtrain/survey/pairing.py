@@ -26,6 +26,12 @@ _LABEL_WORDS = (
     "grey y l"
 )
 LABEL_WORDS = frozenset(_LABEL_WORDS.split())
+# Pictures made for people, or predictions: neither images nor labels to train on.
+_MADE_WORDS = (
+    "overlay overlays vis viz visual visualization visualizations preview previews blend "
+    "blended debug pred preds prediction predictions contact thumbs thumbnails"
+)
+MADE_WORDS = frozenset(_MADE_WORDS.split())
 ROLE_WORDS = IMAGE_WORDS | LABEL_WORDS | {"dir", "folder", "png", "jpg", "tif", "data", "file"}
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training", "trn", "tr", "trainval"), "train"),
@@ -67,56 +73,69 @@ def words_of(text: str) -> list[str]:
     return [word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word]
 
 
+def is_split(folder: str) -> bool:
+    """Whether all words of a folder say a split."""
+    return set(words_of(folder)) <= SPLIT_WORDS.keys()
+
+
+def form_of(pattern: str) -> str:
+    """The pattern without folders of splits, and with `*` for numbers of scenes."""
+    *folders, name = pattern.split("/")
+    roles = IMAGE_WORDS | LABEL_WORDS | MADE_WORDS
+    kept = [
+        "*" if re.search(r"\d", x) and not roles & set(words_of(x)) else x
+        for x in folders
+        if not is_split(x)
+    ]
+    return "/".join([*kept, name])
+
+
 def parse_names(paths: Sequence[str]) -> list[FileName]:
     """The parts of each name; beginnings and ends are those that several names share."""
-    parts = [(PurePosixPath(path).parent.as_posix(), PurePosixPath(path)) for path in paths]
-    kinds = [(folder, path.suffix.lower()) for folder, path in parts]
-    stems = [path.stem for _, path in parts]
-    starts, ends = [""] * len(paths), [""] * len(paths)
+    places = [PurePosixPath(path) for path in paths]
+    kinds = [(place.parent, place.suffix.lower()) for place in places]
+    parts = [("", place.stem, "") for place in places]  # beginning, core, end
     for _ in range(_MOST_AFFIXES):
-        found = _shared_affixes(kinds, stems)
-        if not any(start or end for start, end in found):
-            break
-        for i, (start, end) in enumerate(found):
-            stems[i] = stems[i][len(start) : len(stems[i]) - len(end)]
-            starts[i], ends[i] = starts[i] + start, end + ends[i]
+        parts = _without_affixes(kinds, parts)
+    patterns = [
+        (folder / f"{start}*{end}{suffix}").as_posix()
+        for (folder, suffix), (start, _, end) in zip(kinds, parts, strict=True)
+    ]
+    cores = [core.lower() for _, core, _ in parts]
+    # Where two names of a group would have one core, all keep their whole stems.
+    count = Counter(zip(patterns, cores, strict=True))
+    clashing = {pattern for (pattern, _), number in count.items() if number > 1}
     names = []
-    for path, (folder, suffix), stem, start, end in zip(
-        paths, kinds, stems, starts, ends, strict=True
-    ):
-        pattern = f"{start}*{end}{suffix}" if folder == "." else f"{folder}/{start}*{end}{suffix}"
-        words = {word for part in PurePosixPath(folder).parts for word in words_of(part)}
-        whole = PurePosixPath(path).stem
+    for place, pattern, core in zip(places, patterns, cores, strict=True):
+        words = {word for part in place.parent.parts for word in words_of(part)}
         names.append(
             FileName(
-                path,
-                stem.lower(),
-                pattern,
-                frozenset(words - ROLE_WORDS | (words & SPLIT_WORDS.keys())),
-                frozenset(words_of(whole)),
+                path=str(place),
+                core=place.stem.lower() if pattern in clashing else core,
+                pattern=pattern,
+                folders=frozenset(words - (ROLE_WORDS - SPLIT_WORDS.keys())),
+                words=frozenset(words_of(place.stem)),
             )
         )
-    return _unique_cores(names)
+    return names
 
 
-def _shared_affixes(
-    kinds: Sequence[tuple[str, str]], stems: Sequence[str]
-) -> list[tuple[str, str]]:
-    """The next beginning and end to take off each stem; "" where there is none."""
-    sizes, starts, ends = Counter(kinds), Counter(), Counter()
-    cut = [(_start_of(stem), _end_of(stem)) for stem in stems]
-    for kind, (start, end) in zip(kinds, cut, strict=True):
-        starts[kind, start] += 1
-        ends[kind, end] += 1
+def _without_affixes(
+    kinds: Sequence[tuple[PurePosixPath, str]], parts: Sequence[tuple[str, str, str]]
+) -> list[tuple[str, str, str]]:
+    """The parts with one more beginning and end off each core, if it is shared or says a role."""
+    cut = [(_start_of(core), _end_of(core)) for _, core, _ in parts]
+    sizes = Counter(kinds)
+    starts = Counter((kind, start) for kind, (start, _) in zip(kinds, cut, strict=True))
+    ends = Counter((kind, end) for kind, (_, end) in zip(kinds, cut, strict=True))
     found = []
-    for kind, stem, (start, end) in zip(kinds, stems, cut, strict=True):
-        size = sizes[kind]
-        is_start = _is_role(start) or (size > 2 and starts[kind, start] >= _COMMON_START * size)
-        is_end = _is_role(end) or (
-            ends[kind, end] > 1 and size > 2 and ends[kind, end] >= _COMMON_END * size
-        )
-        start, end = start if is_start else "", end if is_end else ""
-        found.append((start, "" if start and len(start) + len(end) > len(stem) else end))
+    for kind, (before, core, after), (start, end) in zip(kinds, parts, cut, strict=True):
+        most = sizes[kind] if sizes[kind] > 2 else float("inf")
+        is_start = _is_role(start) or starts[kind, start] >= _COMMON_START * most
+        is_end = _is_role(end) or ends[kind, end] >= max(2, _COMMON_END * most)
+        start = start if is_start else ""
+        end = end if is_end and not (start and len(start) + len(end) > len(core)) else ""
+        found.append((before + start, core[len(start) : len(core) - len(end)], end + after))
     return found
 
 
@@ -137,18 +156,6 @@ def _end_of(stem: str) -> str:
 def _is_role(affix: str) -> bool:
     words = words_of(affix)
     return bool(words) and all(word in ROLE_WORDS for word in words)
-
-
-def _unique_cores(names: Sequence[FileName]) -> list[FileName]:
-    """With the whole stem as core in each group where two names would have one core."""
-    count = Counter((name.pattern, name.core) for name in names)
-    clashing = {pattern for (pattern, _), number in count.items() if number > 1}
-    return [
-        name._replace(core=PurePosixPath(name.path).stem.lower())
-        if name.pattern in clashing
-        else name
-        for name in names
-    ]
 
 
 class Matches(NamedTuple):

@@ -4,7 +4,6 @@ Names and headers of all files are read; contents of a sample, where a sample is
 that are going to be used are counted whole, since one rare value decides whether training works.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from segtrain.survey.contents import ImageFacts, LabelFacts, spread
 from segtrain.survey.images import (
     Image,
     facts_of,
+    note_all,
     similar_images,
     split_by,
     with_headers,
@@ -30,13 +30,8 @@ from segtrain.survey.names import Legend, read_legend
 from segtrain.survey.pairing import FileName, Matches
 from segtrain.text import first_of
 
-# Pictures made for people, or predictions: neither images nor labels to train on.
-_PICTURES = (
-    "overlay overlays vis viz visual visualization visualizations preview previews blend "
-    "blended debug pred preds prediction predictions contact thumbs thumbnails"
-)
 _ROLES = {
-    "made": frozenset(_PICTURES.split()),
+    "made": pairing.MADE_WORDS,
     "image": pairing.IMAGE_WORDS,
     "label": pairing.LABEL_WORDS,
 }
@@ -55,12 +50,8 @@ class Survey:
     similar: frozenset[tuple[str, str]]  # images that are nearly alike, by their paths
     moving: bool  # whether neighbours by name are more alike than others, as frames of a video
     split_source: str  # what says the splits; "" if nothing does
-    alone: tuple[str, ...]  # labels without an image
-    unclear: tuple[str, ...]  # labels that fit several images
-    unreadable: tuple[str, ...]
-    left_out: tuple[str, ...]  # patterns of pictures that are made of images and labels
     annotations: Mapping[str, tuple[Path, ...]]  # files by format
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what is odd about the folder, and what is not used
 
 
 def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
@@ -81,11 +72,10 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
 
     notes: list[str] = []
-    images, unreadable = with_headers(folder, image_names, matches, notes)
-    facts, damaged = facts_of(folder, images)
+    images = with_headers(folder, image_names, matches, notes)
+    facts = facts_of(folder, images, notes)
     if not facts:
-        raise DataError(f"{folder}: no image can be read: {first_of(damaged or unreadable, 3)}")
-    notes += [f"damaged: {problem}" for problem in damaged]
+        raise DataError(f"{folder}: no image can be read; {first_of(notes)}")
     if any(one.has_nan for one in facts.values()):
         notes.append("images hold NaN: such pixels count as no data")
     if val_list is None:
@@ -95,6 +85,9 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
         split_source, images = str(val_list), split_by(val_list, images)
     similar, moving = similar_images(folder, images)
 
+    one, many = "picture looks like a label", "pictures look like labels"
+    note_all(notes, matches.alone, f"{one}, but has no image", f"{many}, but have no image")
+    note_all(notes, matches.unclear, "label fits several images", "labels fit several images")
     made = sorted(pattern for pattern, role in roles.items() if role == "made")
     blurred = [pattern for pattern in made if pattern.endswith(contents.LOSSY)]
     if blurred and not label_names:
@@ -102,7 +95,9 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
             f"{first_of(blurred, 3)} are called labels, but JPEG has blurred their values: "
             "save them as PNG"
         )
-    sets = tuple(label_sets(folder, matches, {n.path: n.pattern for n in label_names}, samples))
+    note_all(notes, made, "kind of picture is not used", "kinds of pictures are not used")
+    pattern_of = {name.path: name.pattern for name in label_names}
+    sets = tuple(label_sets(folder, matches, pattern_of, samples))
     return Survey(
         root=folder,
         images=tuple(images),
@@ -113,10 +108,6 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
         similar=similar,
         moving=moving,
         split_source=split_source,
-        alone=tuple(matches.alone),
-        unclear=tuple(matches.unclear),
-        unreadable=tuple(unreadable),
-        left_out=tuple(made),
         annotations={kind: tuple(files) for kind, files in detect(folder).items()},
         notes=tuple(notes),
     )
@@ -168,7 +159,7 @@ def _samples(folder: Path, names: Sequence[FileName]) -> dict[str, list[LabelFac
     """Facts about some files of each pattern; patterns that differ in folders alone share them."""
     by_form: dict[str, list[FileName]] = defaultdict(list)
     for name in names:
-        by_form[_form(name.pattern)].append(name)
+        by_form[pairing.form_of(name.pattern)].append(name)
     found: dict[str, list[LabelFacts]] = {}
     for members in by_form.values():
         facts: list[LabelFacts] = []
@@ -177,13 +168,6 @@ def _samples(folder: Path, names: Sequence[FileName]) -> dict[str, list[LabelFac
                 facts.append(contents.label_facts(folder / name.path))
         found |= dict.fromkeys((name.pattern for name in members), facts)
     return found
-
-
-def _form(pattern: str) -> str:
-    """The pattern with `*` for folders that have a number and say no role."""
-    *folders, name = pattern.split("/")
-    kept = [x if _said(x) or not re.search(r"\d", x) else "*" for x in folders]
-    return "/".join([*kept, name])
 
 
 def _said(part: str) -> set[str]:
