@@ -160,13 +160,14 @@ def _joined(sets: Sequence[LabelSet]) -> list[LabelSet]:
     found: list[LabelSet] = []
     for one in sorted(sets, key=lambda one: -len(one.labels)):
         for i, other in enumerate(found):
-            alike = one.kind == other.kind and bool(one.classes) == bool(other.classes)
+            alike = (one.kind, one.classes) == (other.kind, other.classes)
             if alike and not one.labels.keys() & other.labels.keys():
                 found[i] = replace(
                     other,
                     pattern=f"{other.pattern}, {one.pattern}",
                     labels={**other.labels, **one.labels},
                     values={**one.values, **other.values},
+                    class_of={**one.class_of, **other.class_of},
                     palette=other.palette or one.palette,
                 )
                 break

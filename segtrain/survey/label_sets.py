@@ -4,7 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path, PurePosixPath
@@ -45,7 +45,8 @@ class LabelSet:
 
     pattern: of their names, such as `masks/*_mask.png`. labels: by the path of the image.
     values: of the sample; after `count_values`, of all files.
-    classes: with several files an image, the word that each stands for.
+    classes: with several files an image, the word that each stands for; their place among these,
+        from 1, by file, if there are several words.
     """
 
     pattern: str
@@ -54,6 +55,7 @@ class LabelSet:
     values: Mapping[Value, ValueFacts]
     palette: tuple[Color, ...] = ()
     classes: tuple[str, ...] = ()
+    class_of: Mapping[str, int] = field(default_factory=dict)
 
 
 _ByImage = Mapping[str, tuple[str, ...]]
@@ -83,10 +85,12 @@ def label_sets(
     classes = _differing_words(binary)
     if classes and _share_images(binary.values()) and not _show_the_same(folder, *binary.values()):
         together: dict[str, tuple[str, ...]] = defaultdict(tuple)
-        for form in binary:
+        class_of = {}
+        for number, form in enumerate(binary, start=1):
             for image, files in sets.pop(form).items():
                 together[image] += files
-        yield LabelSet(" + ".join(binary), "ids", dict(together), {}, classes=classes)
+                class_of |= dict.fromkeys(files, number)
+        yield LabelSet(" + ".join(binary), "ids", dict(together), {}, (), classes, class_of)
     for form, by_image in sets.items():
         found = [one for one in samples[form] if one.kind != "picture"]
         several = any(len(files) > 1 for files in by_image.values())

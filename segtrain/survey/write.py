@@ -2,7 +2,6 @@
 
 import csv
 import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,7 @@ from segtrain.survey.classes import Class, Classes
 from segtrain.survey.contents import Color, Value, packed, spread, word
 from segtrain.survey.decide import Answers, Reading
 from segtrain.survey.images import Image
-from segtrain.survey.label_sets import LabelSet, ValueFacts
+from segtrain.survey.label_sets import LabelSet
 from segtrain.survey.recipe import Option
 from segtrain.survey.splits import Splits
 from segtrain.survey.survey import Survey
@@ -122,12 +121,11 @@ def _pair_list(plan: Plan, images: Sequence[Image], *, is_drawn: bool) -> str:
     below = "; labels below labels/ here" if is_drawn else ""
     text.write(f"# Image and label, below {printable(plan.survey.root.resolve())}{below}\n")
     text.write(f"# {plan.labels.pattern}: {printable(plan.splits.reason)}\n")
-    is_comment = any(image.path.startswith("#") for image in images)  # unless it is quoted
-    quoting = csv.QUOTE_ALL if is_comment else csv.QUOTE_MINIMAL
-    rows = csv.writer(text, delimiter="\t", lineterminator="\n", quoting=quoting)
+    rows = csv.writer(text, delimiter="\t", lineterminator="\n")
     for image in images:
         label = f"{image.name}.png" if is_drawn else plan.labels.labels[image.path][0]
-        rows.writerow([*image.files, label])
+        start = "./" if image.path.startswith("#") else ""  # or the line would be a comment
+        rows.writerow([start + image.path, *image.files[1:], label])
     return text.getvalue()
 
 
@@ -183,19 +181,17 @@ def draw_annotations(
     files = survey.annotations[kinds[0]]
     found = read_annotations(files, survey.root)
     claim(output, survey.root, overwrite=True)
-    pixels, images = write_labels(found, output, overlap=found.overlap, jobs=jobs)
+    pixels, _ = write_labels(found, output, overlap=found.overlap, jobs=jobs)
     (output / PAIRS).unlink()
     classes = [
         Class(name, (i,), None, int(pixels[i]))
         for i, name in enumerate(found.classes)
         if i or pixels[0]
     ]
-    ids = [*(one.values[0] for one in classes), IGNORE_INDEX]
-    values = {i: ValueFacts(int(pixels[i]), int(images[i]), 0.0, "") for i in ids}
     pattern = f"{first_of((file.relative_to(survey.root) for file in files), 2)} ({found.format})"
     labels = {image.name: (f"drawn from {kinds[0]}",) for image in found.images}
     reason = f"drawn from {pattern}, overlaps by {found.overlap}"
-    made = LabelSet(pattern, "annotations", labels, values)
+    made = LabelSet(pattern, "annotations", labels, {})
     return made, Classes(tuple(classes), (IGNORE_INDEX,), (reason,), tuple(found.notes))
 
 
@@ -217,26 +213,16 @@ def _draw_one(
     palette: Sequence[Color],
     image: Image,
 ) -> None:
-    files = [root / file for file in labels.labels[image.path]]
+    files = labels.labels[image.path]
     if labels.classes:
         drawn = np.zeros(image.size, np.uint8)
         for file in files:
-            drawn[contents.shows_object(file)] = _class_of_file(labels, file)
+            number = labels.class_of[file] if labels.class_of else 1
+            drawn[contents.shows_object(root / file)] = number
     else:
-        drawn = _train_ids(files[0], labels, classes)
+        drawn = _train_ids(root / files[0], labels, classes)
     colors = [*palette, *[(0, 0, 0)] * (256 - len(palette))]
     write_indexed_png(folder / f"{image.name}.png", drawn, colors)
-
-
-def _class_of_file(labels: LabelSet, file: Path) -> int:
-    """The train id of the class that `file` shows, by its name; 0 is the background."""
-    if len(labels.classes) == 1:
-        return 1
-    words = [part.lower() for part in re.split(r"[/_\-. ]+", str(file))]
-    found = [i for i, name in enumerate(labels.classes, start=1) if name.lower() in words]
-    if len(found) != 1:
-        raise DataError(f"{file}: its name has {len(found)} of {', '.join(labels.classes)}")
-    return found[0]
 
 
 def _train_ids(file: Path, labels: LabelSet, classes: Classes) -> np.ndarray:
