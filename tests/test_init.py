@@ -204,6 +204,11 @@ def other_palettes(folder):
         picture.save(path)
 
 
+def two_kinds(folder):
+    write(folder, lambda classes: np.eye(4, dtype=np.uint8)[classes], label="labels/{}.npy")
+    save(folder / "labels/3.npy", scene(3)[1])
+
+
 OBJECTS = np.kron(np.arange(320).reshape(16, 20), np.ones((4, 4))).astype("u2")
 turned = labelled(lambda classes: classes[::-1, ::-1].copy(), number=12)
 blurred = labelled(lambda classes: COLORS[classes], label="labels/{}.jpg")
@@ -217,6 +222,7 @@ BAD = [
     (two_forms, "4 labels hold 0 and 255, 4 others 0 and 1"),
     (cut_off("images/*", 20), "no image can be read; 8 images are left out"),
     (cut_off("images/*", -200), "no image can be read; 8 images are damaged"),
+    (two_kinds, "3.npy: holds one channel of numbers, other labels hold a channel for each class"),
     (other_palettes, "its palette gives the same values other colours"),
     (blurred, "JPEG has blurred their values"),
 ]
@@ -278,9 +284,9 @@ def test_the_names_that_a_question_offers_are_in_the_order_of_the_values(tmp_pat
 
 def test_red_green_and_blue_are_colours_although_one_channel_is_set_in_each(tmp_path):
     folder = tmp_path / "data"
-    write(folder, lambda classes: (np.eye(3, dtype=np.uint8) * 255)[classes], num_classes=3)
-    (folder / "class_dict.csv").write_text("name,r,g,b\na,0,255,0\nb,0,0,255\nc,255,0,0\n")
-    wanted = {"a": (0, 255, 0), "b": (0, 0, 255), "c": (255, 0, 0)}
+    write(folder, lambda classes: (np.eye(3, dtype=np.uint8) * 128)[classes], num_classes=3)
+    (folder / "class_dict.csv").write_text("name,r,g,b\na,0,128,0\nb,0,0,128\nc,128,0,0\n")
+    wanted = {"a": (0, 128, 0), "b": (0, 0, 128), "c": (128, 0, 0)}
     assert class_colors(init(folder)) == wanted
 
 

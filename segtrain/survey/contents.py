@@ -16,8 +16,15 @@ Color = tuple[int, int, int]
 Value = int | Color
 """A value in labels: an id, or a colour."""
 Kind = Literal["ids", "colors", "two", "onehot", "annotations", "picture"]
-"""ids: one channel of numbers. colors: RGB. two: a JPEG of two values. onehot: a channel a class.
-annotations: ids, drawn from an annotation file. picture: no label."""
+KINDS: dict[Kind, str] = {
+    "ids": "one channel of numbers",
+    "colors": "colours",
+    "two": "two values in a JPEG",
+    "onehot": "a channel for each class",
+    "annotations": "ids that were drawn from an annotation file",
+    "picture": "too many values",
+}
+"""What label files hold; a picture is no label."""
 
 LOSSY = (".jpg", ".jpeg", ".jfif")
 # A drawn area is flat: most pixels are as their right neighbour.
@@ -123,12 +130,11 @@ def _kind(stored: np.ndarray, path: Path) -> Kind:
         low, high = channel.min(), channel.max()  # NaN if there is any
         is_whole = channel.dtype.kind != "f" or bool((channel == np.round(channel)).all())
         return "ids" if low >= 0 and high <= 65535 and is_whole else "picture"
-    top = stored.max()
+    top, is_color = stored.max(), stored.dtype == np.uint8 and _without_alpha(stored).shape[2] == 3
     if top > 0 and ((stored == 0) | (stored == top)).all():
-        is_primary = stored.shape[2] == 3 and top == 255  # red, green and blue are colours
-        if (np.count_nonzero(stored, axis=2) == 1).all() and not is_primary:
+        is_red = is_color and top > 1  # or green, or blue: an area of one class
+        if (np.count_nonzero(stored, axis=2) == 1).all() and not is_red:
             return "onehot"
-    is_color = stored.dtype == np.uint8 and _without_alpha(stored).shape[2] == 3
     return "colors" if is_color else "picture"
 
 
@@ -163,15 +169,9 @@ def _counted(label: np.ndarray) -> dict[int, Count] | None:
     if len(values) > _MANY_VALUES or (len(values) > 2 and len(starts) > (1 - _FLAT) * flat.size):
         return None
     pixels = np.bincount(which, np.diff(starts, append=flat.size)).astype(int)
-    across, down = label[:, 1:] != label[:, :-1], label[1:] != label[:-1]
-    edge = np.zeros(label.shape, bool)
-    for part, differs in (
-        (edge[:, 1:], across),
-        (edge[:, :-1], across),
-        (edge[1:], down),
-        (edge[:-1], down),
-    ):
-        part |= differs
+    across = np.pad(label[:, 1:] != label[:, :-1], ((0, 0), (1, 1)))
+    down = np.pad(label[1:] != label[:-1], ((1, 1), (0, 0)))
+    edge = across[:, 1:] | across[:, :-1] | down[1:] | down[:-1]
     rim = np.bincount(np.searchsorted(values, label[edge]), minlength=len(values))
     counts = zip(pixels.tolist(), rim.tolist(), strict=True)
     return {value: Count(*count) for value, count in zip(values.tolist(), counts, strict=True)}

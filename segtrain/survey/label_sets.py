@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -274,9 +274,11 @@ def count_values(
     with process_pool(num_processes(len(files), jobs)) as pool:
         read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
+    kind = "colors" if is_colored else labels.kind
+    kinds = {kind, "two"} if labels.classes else {kind}
     palette, counts, unfit, wrong = labels.palette, [], [], []
     for (image, file), facts in zip(files, read, strict=True):
-        if problem := _problem(facts, file, palette, is_colored):
+        if problem := _problem(facts, file, palette, kinds):
             unfit.append(problem)
             continue
         if facts.size != sizes[image]:
@@ -292,19 +294,17 @@ def count_values(
         if found:
             what = counted(len(found), one, many)
             raise DataError(f"{folder}: {what} {repair.format(first_of(found, 5))}")
-    kind = "colors" if is_colored else labels.kind
     values = dict(sorted(_totals(counts).items()))
     return replace(labels, kind=kind, values=values, palette=palette)
 
 
-def _problem(facts: LabelFacts | str, file: str, palette: Sequence[Color], is_colored: bool) -> str:
-    """Why a file does not belong to the labels beside it, or empty."""
+def _problem(facts: LabelFacts | str, file: str, palette: Sequence[Color], kinds: Set[Kind]) -> str:
+    """Why a file does not belong to the labels beside it, which are of these kinds, or empty."""
     if isinstance(facts, str):
         return facts
-    if facts.kind == "picture":
-        return f"{file}: no label: too many values"
-    if is_colored and facts.kind == "ids" and not facts.is_rgb:
-        return f"{file}: one channel of values, where other labels have colours"
+    if facts.kind not in kinds and not (facts.is_rgb and "colors" in kinds):
+        wanted = contents.KINDS[min(kinds)]
+        return f"{file}: holds {contents.KINDS[facts.kind]}, other labels hold {wanted}"
     colors = list(zip(palette, facts.palette, strict=False))
     if any(v < len(colors) and colors[v][0] != colors[v][1] for v in facts.values if colors):
         return f"{file}: its palette gives the same values other colours than those before it"

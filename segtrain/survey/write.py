@@ -78,7 +78,7 @@ def write(plan: Plan, output: Path, command: str, *, jobs: int | None) -> list[s
         write_atomic(output / CONFIG, _config(plan, output.resolve(), label_format, command))
     data = load_config(output / CONFIG).data
     training = open_dataset(data, data.train_split)
-    write_png(output / SHEET, _contact_sheet(plan, training, label_format))
+    write_png(output / SHEET, _contact_sheet(plan, training))
     return _value_warnings(training)
 
 
@@ -240,18 +240,17 @@ def _train_ids(file: Path, labels: LabelSet, classes: Classes) -> np.ndarray:
 # What training will see
 
 
-def _contact_sheet(plan: Plan, training: SegDataset, label_format: str | None) -> np.ndarray:
+def _contact_sheet(plan: Plan, training: SegDataset) -> np.ndarray:
     """Images above the same under their labels, the rarest class among them, and the legend."""
-    palette = training.classes.palette
+    labels, palette = plan.labels, training.classes.palette
     shown = spread(range(len(training)), _SHOWN)
-    rare = [
-        one for one in plan.classes.classes if one.pixels and one.values[0] in plan.labels.values
-    ]
+    rare = [one for one in plan.classes.classes if one.pixels and one.values[0] in labels.values]
     if rare:
-        rarest = min(rare, key=lambda one: one.pixels)
-        example = plan.survey.root.resolve() / plan.labels.values[rarest.values[0]].example
-        owner = next((i for i, pair in enumerate(training.pairs) if pair.label == example), None)
-        shown = shown if owner in (None, *shown) else [owner, *shown[:-1]]
+        example = labels.values[min(rare, key=lambda one: one.pixels).values[0]].example
+        owner = next(path for path, files in labels.labels.items() if example in files)
+        image = plan.survey.root.resolve() / owner
+        at = next((i for i, pair in enumerate(training.pairs) if pair.image == image), None)
+        shown = shown if at in (None, *shown) else [at, *shown[:-1]]
     columns = []
     for i in shown:
         image, label = training[i]
@@ -259,7 +258,7 @@ def _contact_sheet(plan: Plan, training: SegDataset, label_format: str | None) -
         columns.append(np.vstack([_cell(pixels), _cell(overlay(pixels, label, palette, 0.6))]))
     row = np.hstack(columns)
     names = [printable(one.name, MAX_NAME) for one in plan.classes.classes]
-    if not (plan.labels.classes or plan.labels.kind == "annotations"):
+    if not (labels.classes or labels.kind == "annotations"):
         values = [first_of(map(word, one.values), 1) for one in plan.classes.classes]
         names = [f"{name} ({value})" for name, value in zip(names, values, strict=True)]
     return np.vstack([row, legend(names, palette, row.shape[1])])
