@@ -75,10 +75,6 @@ def labelled(make, **options):
     return lambda folder: write(folder, make, **options)
 
 
-def values(*wanted):
-    return np.array(wanted, np.uint8)
-
-
 def two_sets(folder):
     write(folder, lambda classes: classes, label="fine/labels/{}.png")
     write(folder, lambda classes: np.minimum(classes, 2), label="coarse/labels/{}.png")
@@ -104,8 +100,8 @@ TABLE = "name,r,g,b\n" + "".join(
     f"{NAMES[i]},{','.join(map(str, COLORS[i].tolist()))}\n" for i in range(3)
 )
 unnamed_color = with_list(TABLE, "class_dict.csv", lambda classes: COLORS[classes])
-three_greys = labelled(lambda classes: values(0, 128, 255)[classes], num_classes=3)
-no_data_or_class = labelled(lambda classes: values(0, 1, 255)[classes], num_classes=3)
+three_greys = labelled(lambda x: np.array([0, 128, 255], np.uint8)[x], num_classes=3)
+no_data_or_class = labelled(lambda x: np.array([0, 1, 255], np.uint8)[x], num_classes=3)
 trimap = labelled(lambda classes: classes + 1, num_classes=3, label="trimaps/{}.png")
 QUESTIONS = [
     (with_list("a\nb\n"), "names 2 classes: they do not fit", ["--names", "a,b,c,d"], 4),

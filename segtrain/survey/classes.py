@@ -232,7 +232,7 @@ def _why_no_data(
                 f"{labels.pattern}: {files[1]} labels hold 0 and 255, {files[0]} others 0 and 1: "
                 "make them equal first, or say by --ignore what 255 means"
             )
-    if has_names or labels.values[255].edge >= _THIN:
+    if has_names or labels.values[255].rim >= _THIN * labels.values[255].pixels:
         return "beside other ids it means no data, as in VOC and Cityscapes"
     if len(others) >= 3 and others[0] <= 1 and others[-1] - others[0] == len(others) - 1:
         return f"beside {others[0]} to {others[-1]} it means no data, as in VOC and Cityscapes"

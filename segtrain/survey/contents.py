@@ -52,14 +52,16 @@ def spread(items: Sequence[T], number: int) -> list[T]:
 # Labels
 
 
-class Count(NamedTuple):
-    """How often a value occurs.
+class ValueFacts(NamedTuple):
+    """How many pixels and files hold a value, and one of these files.
 
-    edge: of its pixels, how many have a neighbour of another value.
+    rim: the pixels that have a neighbour of another value.
     """
 
     pixels: int
-    edge: int
+    rim: int
+    files: int
+    example: str
 
 
 class LabelFacts(NamedTuple):
@@ -71,20 +73,21 @@ class LabelFacts(NamedTuple):
 
     kind: Kind
     size: tuple[int, int]
-    values: Mapping[Value, Count]
+    values: Mapping[Value, ValueFacts]
     palette: tuple[Color, ...] = ()
     is_rgb: bool = False
 
 
-def label_facts(path: Path) -> LabelFacts:
-    """What the file is as a label; DataError: it cannot be read."""
+def label_facts(folder: Path, file: str) -> LabelFacts:
+    """What a file of the folder is as a label; DataError: it cannot be read."""
+    path = folder / file
     stored = formats.read_stored(path)
     size = stored.shape[:2]
     kind = _kind(stored, path)
     if kind == "picture":
         return LabelFacts(kind, size, {})
     values = label_values(stored, kind)
-    counts = _counted(values)
+    counts = _counted(values, file)
     if counts is None:
         return LabelFacts("picture", size, {})
     if kind == "colors":
@@ -160,8 +163,8 @@ def _has_two_values(channel: np.ndarray) -> bool:
     return bool(has_contrast or dark.all() or white.all())
 
 
-def _counted(label: np.ndarray) -> dict[int, Count] | None:
-    """The values of `label`, (H, W) int32; None: too many, or areas that are not flat."""
+def _counted(label: np.ndarray, file: str) -> dict[int, ValueFacts] | None:
+    """The values of a label (H, W) int32; None: too many, or areas that are not flat."""
     # By runs of equal values, of which a label has few: sorting all pixels takes 20 times as long.
     flat = label.reshape(-1)
     starts = np.flatnonzero(np.concatenate([[True], flat[1:] != flat[:-1]]))
@@ -173,8 +176,8 @@ def _counted(label: np.ndarray) -> dict[int, Count] | None:
     down = np.pad(label[1:] != label[:-1], ((1, 1), (0, 0)))
     edge = across[:, 1:] | across[:, :-1] | down[1:] | down[:-1]
     rim = np.bincount(np.searchsorted(values, label[edge]), minlength=len(values))
-    counts = zip(pixels.tolist(), rim.tolist(), strict=True)
-    return {value: Count(*count) for value, count in zip(values.tolist(), counts, strict=True)}
+    counts = zip(values.tolist(), pixels.tolist(), rim.tolist(), strict=True)
+    return {value: ValueFacts(*count, 1, file) for value, *count in counts}
 
 
 # Images

@@ -16,7 +16,7 @@ from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.survey import contents, pairing
-from segtrain.survey.contents import Color, Kind, LabelFacts, Value, spread
+from segtrain.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts, spread
 from segtrain.survey.images import Image
 from segtrain.text import counted, first_of
 
@@ -24,19 +24,6 @@ from segtrain.text import counted, first_of
 SAMPLE, _COMPARED = 6, 24
 # Two masks that share so much of their area are two labels of one thing.
 _SAME_AREA = 0.5
-
-
-@dataclass(frozen=True)
-class ValueFacts:
-    """One value of a label set: how many pixels and files hold it, and one of these files.
-
-    edge: the part of its pixels with a neighbour of another value.
-    """
-
-    pixels: int
-    files: int
-    edge: float
-    example: str
 
 
 @dataclass(frozen=True)
@@ -98,7 +85,7 @@ def label_sets(
             pattern=form,
             kind=Counter(one.kind for one in found).most_common(1)[0][0],
             labels=by_image,
-            values=_totals((_first(by_image), one.values) for one in found),
+            values=_totals(one.values for one in found),
             palette=next((one.palette for one in found if one.palette), ()),
             classes=("foreground",) if several else (),
         )
@@ -114,14 +101,15 @@ def _grouped(
     return {form: dict(by_image) for form, by_image in found.items()}
 
 
-def _totals(found: Iterable[tuple[str, Mapping[Value, contents.Count]]]) -> dict[Value, ValueFacts]:
-    """Counts of files, which come with their names, added up."""
-    sums: dict[Value, list] = {}
-    for file, values in found:
-        for value, count in values.items():
-            one = sums.setdefault(value, [0, 0, 0, file])
-            one[:3] = one[0] + count.pixels, one[1] + 1, one[2] + count.edge
-    return {v: ValueFacts(p, n, e / p, file) for v, (p, n, e, file) in sums.items()}
+def _totals(found: Iterable[Mapping[Value, ValueFacts]]) -> dict[Value, ValueFacts]:
+    """The facts of several files added up."""
+    sums: dict[Value, ValueFacts] = {}
+    for values in found:
+        for value, (pixels, rim, files, example) in values.items():
+            before = sums.get(value, ValueFacts(0, 0, 0, example))
+            together = before.pixels + pixels, before.rim + rim, before.files + files
+            sums[value] = ValueFacts(*together, before.example)
+    return sums
 
 
 def _first(by_image: _ByImage) -> str:
@@ -275,7 +263,7 @@ def count_values(
         read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     kind = "colors" if is_colored else labels.kind
-    kinds = {kind, "two"} if labels.classes else {kind}
+    kinds = {"ids", "two"} if labels.classes and not is_colored else {kind}
     palette, counts, unfit, wrong = labels.palette, [], [], []
     for (image, file), facts in zip(files, read, strict=True):
         if problem := _problem(facts, file, palette, kinds):
@@ -286,7 +274,7 @@ def count_values(
             wrong.append(f"{file}: {sides[0]}, image {sides[1]}")
         palette = palette or facts.palette
         is_grey = is_colored and facts.kind == "ids"
-        counts.append((file, {(v,) * 3 if is_grey else v: n for v, n in facts.values.items()}))
+        counts.append({(v,) * 3 if is_grey else v: n for v, n in facts.values.items()})
     for found, one, many, repair in (
         (unfit, "label cannot", "labels cannot", "be read: {}; replace them or move them away"),
         (wrong, "label has", "labels have", "another size than the image: {}"),
@@ -313,6 +301,6 @@ def _problem(facts: LabelFacts | str, file: str, palette: Sequence[Color], kinds
 
 def _facts_or_problem(folder: Path, file: str) -> LabelFacts | str:
     try:
-        return contents.label_facts(folder / file)
+        return contents.label_facts(folder, file)
     except DataError as error:
         return str(error)

@@ -9,6 +9,7 @@ none is chosen: an order of names is never taken for a pairing.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -67,10 +68,11 @@ class FileName(NamedTuple):
         return found.pop() if len(found) == 1 else None
 
 
-def words_of(text: str) -> list[str]:
+@lru_cache(maxsize=4096)
+def words_of(text: str) -> tuple[str, ...]:
     """Words in lower case: `imagesTr` and `img_dir` have two each."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)
-    return [word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word]
+    return tuple(re.findall(r"[a-z0-9]+", spaced.lower()))
 
 
 def is_split(folder: str) -> bool:
@@ -93,12 +95,12 @@ def form_of(pattern: str) -> str:
 def parse_names(paths: Sequence[str]) -> list[FileName]:
     """The parts of each name; beginnings and ends are those that several names share."""
     places = [PurePosixPath(path) for path in paths]
-    kinds = [(place.parent, place.suffix.lower()) for place in places]
+    kinds = [(str(place.parent), place.suffix.lower()) for place in places]
     parts = [("", place.stem, "") for place in places]  # beginning, core, end
     for _ in range(_MOST_AFFIXES):
         parts = _without_affixes(kinds, parts)
     patterns = [
-        (folder / f"{start}*{end}{suffix}").as_posix()
+        f"{folder}/{start}*{end}{suffix}".removeprefix("./")
         for (folder, suffix), (start, _, end) in zip(kinds, parts, strict=True)
     ]
     cores = [core.lower() for _, core, _ in parts]
@@ -107,7 +109,7 @@ def parse_names(paths: Sequence[str]) -> list[FileName]:
     clashing = {pattern for (pattern, _), number in count.items() if number > 1}
     names = []
     for place, pattern, core in zip(places, patterns, cores, strict=True):
-        words = {word for part in place.parent.parts for word in words_of(part)}
+        words = set(words_of(str(place.parent)))
         names.append(
             FileName(
                 path=str(place),
@@ -121,7 +123,7 @@ def parse_names(paths: Sequence[str]) -> list[FileName]:
 
 
 def _without_affixes(
-    kinds: Sequence[tuple[PurePosixPath, str]], parts: Sequence[tuple[str, str, str]]
+    kinds: Sequence[tuple[str, str]], parts: Sequence[tuple[str, str, str]]
 ) -> list[tuple[str, str, str]]:
     """The parts with one more beginning and end off each core, if it is shared or says a role."""
     cut = [(_start_of(core), _end_of(core)) for _, core, _ in parts]

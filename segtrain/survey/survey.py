@@ -165,7 +165,7 @@ def _samples(folder: Path, names: Sequence[FileName]) -> dict[str, list[LabelFac
         facts: list[LabelFacts] = []
         for name in spread(members, SAMPLE):
             with suppress(DataError):
-                facts.append(contents.label_facts(folder / name.path))
+                facts.append(contents.label_facts(folder, name.path))
         found |= dict.fromkeys((name.pattern for name in members), facts)
     return found
 
