@@ -44,7 +44,7 @@ def save(path: Path, array: np.ndarray, **options: object) -> None:
 
 
 def case(image: str, label: str, *, num_classes: int = 4, number: int = 8, **files: str):
-    """Registers a folder: `image` and `label` are names for number {i}; `files` by name, `_` a dot.
+    """Registers a folder: `image` and `label` are names for `_fields`; `files` by name, `__` a dot.
 
     The decorated function makes the content of the label file.
     """
@@ -54,9 +54,9 @@ def case(image: str, label: str, *, num_classes: int = 4, number: int = 8, **fil
             truth = {}
             for i in range(number):
                 pixels, classes = scene(i, num_classes)
-                save(folder / image.format(i=i, s=i // 2), pixels)
-                save(folder / label.format(i=i, s=i // 2), make(classes))
-                truth[image.format(i=i, s=i // 2)] = classes
+                save(folder / image.format(**_fields(i)), pixels)
+                save(folder / label.format(**_fields(i)), make(classes))
+                truth[image.format(**_fields(i))] = classes
             for name, text in files.items():
                 (folder / name.replace("__", ".")).write_text(text)
             return truth
@@ -65,6 +65,12 @@ def case(image: str, label: str, *, num_classes: int = 4, number: int = 8, **fil
         return build
 
     return register
+
+
+def _fields(i: int) -> dict[str, object]:
+    split, short = ("training", "train") if i < 9 else ("validation", "val")
+    drive = "0016E5" if i < 5 else "0001TP"
+    return {"i": i, "scene": i // 2, "split": split, "short": short, "drive": drive}
 
 
 _TABLE = "name,r,g,b\n" + "".join(
@@ -111,12 +117,32 @@ def channel_numbers(classes):
     return classes
 
 
+@case(
+    "images/{split}/ADE_{short}_{i:05}.jpg",
+    "annotations/{split}/ADE_{short}_{i:05}.png",
+    number=12,
+)
+def splits_in_the_names(classes):
+    return classes
+
+
+@case(
+    "images/{drive}_{i:05}.png",
+    "labels/{drive}_{i:05}_P.png",
+    number=12,
+    codes__txt="\n".join(NAMES),
+    valid__txt="0016E5_00001.png\n0001TP_00007.png\n",  # of fastai
+)
+def beginnings_of_drives(classes):
+    return classes
+
+
 @case("images/{i}.jpg", "masks/{i}.jpg", num_classes=2)
 def masks_as_jpeg(classes):
     return classes * 255
 
 
-@case("scene_{s}/rgb/{i:04}.png", "scene_{s}/semantic/{i:04}.png")
+@case("scene_{scene}/rgb/{i:04}.png", "scene_{scene}/semantic/{i:04}.png")
 def scenes_in_sixteen_bits(classes):
     return classes.astype(np.uint16) * 300 + 7
 
@@ -214,33 +240,6 @@ def _coco(folder: Path) -> Truth:
     return truth
 
 
-def _splits_in_names(folder: Path) -> Truth:
-    truth = {}
-    for i in range(12):
-        pixels, classes = scene(i)
-        split, short = ("training", "train") if i < 9 else ("validation", "val")
-        save(folder / f"images/{split}/ADE_{short}_{i:05}.jpg", pixels)
-        save(folder / f"annotations/{split}/ADE_{short}_{i:05}.png", classes)
-        truth[f"images/{split}/ADE_{short}_{i:05}.jpg"] = classes
-    return truth
-
-
-def _drives(folder: Path) -> Truth:
-    """Two beginnings of names; fastai's valid.txt and codes.txt."""
-    truth = {}
-    for i in range(12):
-        pixels, classes = scene(i)
-        name = f"{'0016E5' if i < 5 else '0001TP'}_{i:05}"
-        save(folder / f"images/{name}.png", pixels)
-        save(folder / f"labels/{name}_P.png", classes)
-        truth[f"images/{name}.png"] = classes
-    (folder / "codes.txt").write_text("\n".join(NAMES))
-    (folder / "valid.txt").write_text("0016E5_00001.png\n0001TP_00007.png\n")
-    return truth
-
-
-CASES["splits_in_the_names"] = _splits_in_names
-CASES["beginnings_of_drives"] = _drives
 CASES["annotations_of_coco"] = _coco
 CASES["a_file_for_each_object"] = _objects
 CASES["bands_in_files"] = _bands

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 import cv2
 import numpy as np
 
-from segtrain.data.read import formats
+from segtrain.data.read import decode, formats
 from segtrain.data.read.image import read_values
 from segtrain.errors import DataError
 
@@ -229,7 +229,7 @@ def thumbnail(path: Path) -> np.ndarray:
     stored = None
     try:
         if path.suffix.lower() in LOSSY:
-            data = np.frombuffer(formats.read_bytes(path), np.uint8)
+            data = np.frombuffer(decode.read_bytes(path), np.uint8)
             stored = cv2.imdecode(data, cv2.IMREAD_REDUCED_GRAYSCALE_8)
         if stored is None or min(stored.shape) < _THUMB:
             stored = formats.read_stored(path)
