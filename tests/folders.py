@@ -88,7 +88,7 @@ def ids_with_names(classes):
     return classes
 
 
-@case("x{i}.jpg", "x{i}_mask.png", num_classes=2)
+@case("x{i}.jpg", "x{i}_mask.png", num_classes=2, classes__txt="crack")
 def mask_beside_the_image(classes):
     return classes * 255
 

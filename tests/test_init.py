@@ -88,6 +88,11 @@ def with_list(text, name="classes.txt", make=lambda classes: classes):
     return build
 
 
+def two_lists(folder):
+    with_list("\n".join(NAMES))(folder)
+    (folder / "labels.txt").write_text("\n".join(reversed(NAMES)))
+
+
 def fourth_channel(folder):
     write(folder, lambda classes: classes)
     for path in (folder / "images").iterdir():
@@ -105,6 +110,7 @@ no_data_or_class = labelled(lambda x: np.array([0, 1, 255], np.uint8)[x], num_cl
 trimap = labelled(lambda classes: classes + 1, num_classes=3, label="trimaps/{}.png")
 QUESTIONS = [
     (with_list("a\nb\n"), "names 2 classes: they do not fit", ["--names", "a,b,c,d"], 4),
+    (two_lists, "several files name the classes differently", ["--names", "a,b,c,d"], 4),
     (three_greys, "128 is usually the uncertain border", ["--ignore", "128"], 2),
     (two_sets, "2 sets of labels fit the images", ["--labels", "fine/labels"], 4),
     (labelled(lambda x: SHADES[x]), "differ by a shade", ["--names", "a,b,c,d"], 4),

@@ -27,14 +27,15 @@ def named_values(
         UndecidedError: several lists fit and differ, none of those there are fits, or it does not
             say whether it counts from 0 or from 1.
     """
-    if answers.names is not None:
-        return "", {}
-    if labels.kind == "colors":
+    legend = None
+    if answers.names is None and labels.kind == "colors":
         legend = _for_colors(legends, labels)
-        return (legend.source, {one.color: one for one in legend.classes}) if legend else ("", {})
-    legend = _for_ids(legends, labels, set(labels.values) - (answers.ignore or set()))
+    elif answers.names is None:
+        legend = _for_ids(legends, labels, set(labels.values) - (answers.ignore or set()))
     if legend is None:
         return "", {}
+    if labels.kind == "colors":
+        return legend.source, {one.color: one for one in legend.classes}
     return legend.source, {c.value: c for c in sorted(legend.classes, key=lambda c: c.value)}
 
 
@@ -127,19 +128,14 @@ def _valued(source: str, classes: Sequence[NamedClass], values: Iterable[int]) -
 
 def _agreeing(fitting: list[Legend], values: set[int]) -> list[Legend]:
     """The lists, if they say the same; else those that name every value, if these do."""
-
-    def number_of_meanings(legends: Iterable[Legend]) -> int:
-        return len({tuple((c.name, c.value) for c in one.classes) for one in legends})
-
-    if number_of_meanings(fitting) <= 1:
-        return fitting
     whole = [one for one in fitting if values <= {c.value for c in one.classes} | {0, 255}]
-    if number_of_meanings(whole) != 1:
-        raise UndecidedError(
-            f"several files name the classes differently: {first_of(o.source for o in fitting)}",
-            [Reading(o.source, names_option(c.name for c in o.classes)) for o in fitting],
-        )
-    return whole
+    for found in (fitting, whole or fitting):
+        if len({tuple((c.name, c.value) for c in one.classes) for one in found}) <= 1:
+            return found
+    raise UndecidedError(
+        f"several files name the classes differently: {first_of(one.source for one in fitting)}",
+        [Reading(one.source, names_option(c.name for c in one.classes)) for one in fitting],
+    )
 
 
 def _known_ids(labels: LabelSet, values: set[int]) -> list[Legend]:
