@@ -155,7 +155,7 @@ def test_where_two_readings_fit_it_stops_and_the_option_goes_on(
     assert option[0] in said
     assert not (output / "config.yaml").exists()
     pictures = [path.read_bytes() for path in sorted(output.glob("reading_*"))]
-    assert len(set(pictures)) == len(pictures) or "--channels" in option
+    assert len(set(pictures)) == len(pictures) > 0
     found, _ = labels_of(init(folder, *option))
     values = set().union(*(set(np.unique(label).tolist()) for label in found.values()))
     assert len(values - {255}) == num_classes

@@ -291,26 +291,28 @@ def write_readings(
 ) -> list[Path]:
     """A picture for each reading: an image, and its label with the values in question marked.
 
-    They are red as a class, and white where the reading leaves them out.
+    They are red as a class, and white where the reading leaves them out. Readings that differ in
+    names or channels alone have one picture.
     """
-    written = []
+    written: dict[bytes, Path] = {}
     for number, reading in enumerate(readings, start=1):
         shown = reading.labels or labels
         if shown is None:
             continue
         example = next((shown.values[v].example for v in reading.marked if v in shown.values), None)
         owners = (path for path, files in shown.labels.items() if example in files)
-        path = next(owners, next(iter(shown.labels)))
-        image = next(one for one in survey.images if one.path == path)
+        owner = next(owners, next(iter(shown.labels)))
+        image = next(one for one in survey.images if one.path == owner)
         cells = [_cell(_stretched(survey.root, image))]
         if shown.kind != "annotations":  # whose labels are gone
-            stored = formats.read_stored(survey.root / shown.labels[path][0])
+            stored = formats.read_stored(survey.root / shown.labels[owner][0])
             label = contents.label_values(stored, shown.kind)
             mark = _LEFT_OUT if reading.leaves_out else _MARK
             cells.append(_cell(_marked(label, reading.marked, mark)))
-        written.append(output / f"reading_{number}.png")
-        write_png(written[-1], np.hstack(cells))
-    return written
+        picture = np.hstack(cells)
+        path = written.setdefault(picture.tobytes(), output / f"reading_{number}.png")
+        write_png(path, picture)
+    return list(written.values())
 
 
 def _stretched(root: Path, image: Image) -> np.ndarray:
