@@ -1,4 +1,4 @@
-"""The confusion matrix and the scores that are computed from it.
+"""The confusion matrix and its scores; how far probabilities can be trusted.
 
 Only integers are added up, so neither the order of the images nor the number of ranks changes the
 result. The scores follow the official Cityscapes evaluator (cityscapesscripts): ignored pixels do
@@ -9,7 +9,7 @@ that is predicted but never labelled has IoU 0.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,41 +21,66 @@ from segtrain.types import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores in [0, 1]; NaN where there are no pixels to judge. The first three are per class."""
+    """Scores in [0, 1]; NaN where there are no pixels to judge. The first five are per class."""
 
     iou: tuple[float, ...]  # intersection / union
-    acc: tuple[float, ...]  # correct / labelled pixels
+    dice: tuple[float, ...]  # 2 * correct / (labelled + predicted pixels), which is F1
+    precision: tuple[float, ...]  # correct / predicted pixels
+    recall: tuple[float, ...]  # correct / labelled pixels; others call it the class's accuracy
     class_frequency: tuple[float, ...]  # labelled pixels of the class / of all classes
     mean_iou: float  # over the classes that are not NaN ("mIoU")
-    mean_acc: float  # the same ("mAcc")
+    mean_dice: float  # the same ("mDice")
+    mean_precision: float  # the same ("mPrecision")
+    mean_recall: float  # the same ("mAcc")
     pixel_acc: float  # correct / labelled pixels of all classes ("aAcc")
     freq_weighted_iou: float  # mean of `iou` weighted by `class_frequency` ("fwIoU")
     num_pixels: int  # labelled ones, of all classes
 
     def scalars(self, names: Sequence[str]) -> dict[str, float]:
         """The scores by their tags in TensorBoard and metrics.jsonl, without NaN."""
-        classes = {f"IoU/{name}": iou for name, iou in zip(names, self.iou, strict=True)}
+        columns = {"IoU": self.iou, "Dice": self.dice}
+        classes = {
+            f"{column}/{name}": value
+            for column, found in columns.items()
+            for name, value in zip(names, found, strict=True)
+        }
         values = {**self.means(), **classes}
         return {f"eval/{tag}": value for tag, value in values.items() if not math.isnan(value)}
 
     def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The scores for a JSON file; NaN becomes None, because JSON has no NaN."""
         means = {name: or_none(value) for name, value in self.means().items()}
-        classes = []
-        for name, *values in zip(names, self.iou, self.acc, self.class_frequency, strict=True):
-            iou, acc, share = map(or_none, values)
-            classes.append({"name": name, "IoU": iou, "acc": acc, "share": share})
+        columns = self.by_class()
+        classes = [
+            {"name": name} | dict(zip(columns, map(or_none, values), strict=True))
+            for name, *values in zip(names, *columns.values(), strict=True)
+        ]
         return {**means, "num_pixels": self.num_pixels, "classes": classes}
+
+    def by_class(self) -> dict[str, tuple[float, ...]]:
+        """The scores of each class by their names in tables and files."""
+        return {
+            "IoU": self.iou,
+            "Dice": self.dice,
+            "precision": self.precision,
+            "recall": self.recall,
+            "share": self.class_frequency,
+        }
 
     def means(self) -> dict[str, float]:
         """The scores over all classes by their usual names."""
         return {
             "mIoU": self.mean_iou,
-            "mAcc": self.mean_acc,
+            "mDice": self.mean_dice,
+            "mPrecision": self.mean_precision,
+            "mAcc": self.mean_recall,
             "aAcc": self.pixel_acc,
             "fwIoU": self.freq_weighted_iou,
         }
 
+
+# Of probabilities; and those of the error and the curve, as in arXiv:1706.04599, which divide them.
+_FINE_BINS, _RELIABILITY_BINS = 960, 15
 
 # Numbers in all copies of a histogram on a device. Neighbouring pixels are counted in different
 # copies: atomic additions to one number go one after another, and half of an image may be road.
@@ -77,8 +102,8 @@ class ConfusionMatrix:
         self._checks_late = self.counts.device.type != "cpu"
         self._out_of_range = torch.zeros(2, dtype=torch.int64, device=device)
 
-    def update(self, pred: Tensor, label: Tensor) -> None:
-        """Adds the pixels of one or more images.
+    def update(self, pred: Tensor, label: Tensor) -> Tensor:
+        """Adds the pixels of one or more images and returns their counts, as `counts`.
 
         pred, label: uint8 of the same shape; pred in 0..K-1, label in 0..K-1 or IGNORE_INDEX.
 
@@ -97,7 +122,9 @@ class ConfusionMatrix:
             name, values = ("pred", pred) if table[:, -1].any() else ("label", labels)
             found = values[values > highest].unique().tolist()[:10]
             raise ValueError(f"{name}: expected 0 to {highest}, found {found}")
-        self.counts += table[1:-1, :-1]
+        counts = table[1:-1, :-1]
+        self.counts += counts
+        return counts
 
     def _table(self, pred: Tensor, label: Tensor) -> Tensor:
         """Counts (K + 2, K + 1): row 0 ignored labels, last row and column values out of range."""
@@ -134,18 +161,24 @@ class ConfusionMatrix:
         predicted = [sum(column) for column in zip(*rows, strict=True)]
         total = sum(labelled)
 
-        union = [a + b - both for a, b, both in zip(labelled, predicted, correct, strict=True)]
-        iou = tuple(map(ratio, correct, union))
-        acc = tuple(map(ratio, correct, labelled))
+        both = [a + b for a, b in zip(labelled, predicted, strict=True)]
+        iou = tuple(ratio(n, total - n) for n, total in zip(correct, both, strict=True))
+        dice = tuple(ratio(2 * n, total) for n, total in zip(correct, both, strict=True))
+        precision = tuple(map(ratio, correct, predicted))
+        recall = tuple(map(ratio, correct, labelled))
         frequency = tuple(ratio(n, total) for n in labelled)
         # A class without labelled pixels has weight 0, whether its IoU is 0 or NaN.
         weighted = math.fsum(f * i for f, i in zip(frequency, iou, strict=True) if f > 0)
         return Scores(
             iou=iou,
-            acc=acc,
+            dice=dice,
+            precision=precision,
+            recall=recall,
             class_frequency=frequency,
             mean_iou=mean_of_present(iou),
-            mean_acc=mean_of_present(acc),
+            mean_dice=mean_of_present(dice),
+            mean_precision=mean_of_present(precision),
+            mean_recall=mean_of_present(recall),
             pixel_acc=ratio(sum(correct), total),
             freq_weighted_iou=weighted if total else math.nan,
             num_pixels=total,
@@ -162,6 +195,68 @@ class ConfusionMatrix:
                 raise ValueError(f"{name}: expected 0 to {highest}, found {found} pixels above")
 
 
+class Calibration:
+    """How often predictions are right that the model gives a certain probability.
+
+    `counts`: wrong pixels (row 0) and right ones (row 1) by the probability of the predicted class,
+    in 960 bins of equal width from 0 to 1; (2, 960) int64 on `device`. Ignored pixels do not
+    count.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.counts = torch.zeros(2, _FINE_BINS, dtype=torch.int64, device=device)
+
+    def update(self, probability: Tensor, pred: Tensor, label: Tensor) -> None:
+        """Adds pixels; all of one shape: probability float in [0, 1], pred and label as above."""
+        bins = probability.nan_to_num(0).mul(_FINE_BINS).to(torch.int32)
+        bins.clamp_(0, _FINE_BINS - 1).add_((pred == label).to(torch.int32), alpha=_FINE_BINS)
+        bins.masked_fill_(label == IGNORE_INDEX, 2 * _FINE_BINS)
+        found = _histogram(bins.flatten(), 2 * _FINE_BINS + 1)[:-1]
+        self.counts += found.view(2, _FINE_BINS).to(self.counts.device)
+
+    def sum_over_ranks(self) -> None:
+        """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
+        dist.all_reduce_sum(self.counts)
+        dist.wait_for_device(self.counts.device)
+
+
+class ReliabilityBin(NamedTuple):
+    """Pixels whose predictions have about one probability.
+
+    share: of all pixels. confidence: their mean probability. accuracy: the part that is right.
+    """
+
+    share: float
+    confidence: float
+    accuracy: float
+
+
+def reliability(counts: Tensor, num_bins: int = _RELIABILITY_BINS) -> list[ReliabilityBin]:
+    """The reliability curve of `Calibration.counts`, (2, 960), without empty bins."""
+    wrong, right = counts.tolist()
+    total = sum(wrong) + sum(right)
+    of_bin: dict[int, list[int]] = {}
+    for i in range(_FINE_BINS):
+        of_bin.setdefault(i * num_bins // _FINE_BINS, []).append(i)
+    bins = []
+    for fine in of_bin.values():
+        pixels = [wrong[i] + right[i] for i in fine]
+        if size := sum(pixels):
+            middle = sum((i + 0.5) / _FINE_BINS * n for i, n in zip(fine, pixels, strict=True))
+            correct = sum(right[i] for i in fine)
+            bins.append(ReliabilityBin(size / total, middle / size, correct / size))
+    return bins
+
+
+def calibration_error(counts: Tensor, num_bins: int = _RELIABILITY_BINS) -> float:
+    """The expected calibration error (arXiv:1706.04599, equation 3); NaN without pixels.
+
+    counts: `Calibration.counts`. Right to 0.0005, half the width of the fine bins.
+    """
+    bins = reliability(counts, num_bins)
+    return math.fsum(b.share * abs(b.accuracy - b.confidence) for b in bins) if bins else math.nan
+
+
 def score_table(
     scores: Scores, names: Sequence[str], iiou: Sequence[float] | None = None
 ) -> list[str]:
@@ -169,8 +264,7 @@ def score_table(
 
     iiou: instance-weighted IoU of each class, for a further column.
     """
-    columns = {"IoU": scores.iou, "acc": scores.acc, "share": scores.class_frequency}
-    lines = table("class", names, columns | ({} if iiou is None else {"iIoU": iiou}))
+    lines = table("class", names, scores.by_class() | ({} if iiou is None else {"iIoU": iiou}))
     lines.append("  ".join(f"{n} {percent(value)}" for n, value in scores.means().items()))
     absent = [name for name, iou in zip(names, scores.iou, strict=True) if math.isnan(iou)]
     if absent:
@@ -185,7 +279,8 @@ def table(title: str, names: Sequence[str], columns: Mapping[str, Sequence[float
     width = max(map(len, (title, *names)))
     lines = ["  ".join([f"{title:<{width}}", *(f"{column:>6}" for column in columns)])]
     for name, *values in zip(names, *columns.values(), strict=True):
-        lines.append("  ".join([f"{name:<{width}}", *map(percent, values)]))
+        cells = (f"{percent(x):>{len(c)}}" for c, x in zip(columns, values, strict=True))
+        lines.append("  ".join([f"{name:<{width}}", *cells]))
     return lines
 
 

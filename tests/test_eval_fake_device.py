@@ -102,7 +102,8 @@ def model_of():
 
 def evaluate(model, watch, settings, **options):
     with watch:
-        return evaluate_dataset(model, Images(), settings, device=CUDA, num_classes=K, **options)
+        how = {"device": CUDA, "num_classes": K} | options
+        return evaluate_dataset(model, Images(), settings, **how).matrix
 
 
 WAYS = [

@@ -2,6 +2,7 @@ import argparse
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import official_scores
@@ -119,7 +120,10 @@ def command(cityscapes, know_the_colors, tmp_path):
 def arguments(checkpoint, **options):
     given = {"set": [], "split": None, "device": "cpu", "json": None}
     given |= {"no_labels": False, "save_predictions": None, "overlays": None, "num_overlays": 2}
-    return argparse.Namespace(checkpoint=checkpoint, **{**given, **options})
+    given |= {"worst": None, "per_image": None}
+    given |= options
+    files = {key: Path(given[key]) for key in ("json", "per_image") if given[key]}
+    return argparse.Namespace(checkpoint=checkpoint, **given | files)
 
 
 def test_scores_equal_the_official_evaluator_on_the_saved_predictions(
@@ -195,7 +199,7 @@ def test_table_lists_the_classes_in_their_order_and_the_means(command, capsys):
     for line, name, row in rows:
         shown = ["-" if row[key] is None else f"{100 * row[key]:.2f}" for key in ("IoU", "iIoU")]
         assert line.startswith(name)
-        assert [line.split()[-4], line.split()[-1]] == shown
+        assert [line.split()[-6], line.split()[-1]] == shown
     text = "\n".join(lines)
     assert f"mIoU  {100 * scores['mIoU']:.2f}" in text
     assert "step 1200, 3 images of split val" in text

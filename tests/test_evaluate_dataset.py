@@ -56,9 +56,36 @@ class RedImages:
 
 
 def evaluate(dataset, model=None, settings=SETTINGS, **options):
+    return outcome_of(dataset, model, settings, **options).matrix
+
+
+def outcome_of(dataset, model=None, settings=SETTINGS, **options):
     return evaluate_dataset(
         model or RedModel(), dataset, settings, device=CPU, num_classes=CLASSES, **options
     )
+
+
+@pytest.mark.parametrize("mode", ["whole", "slide"])
+def test_images_are_counted_alone_and_with_their_probabilities(mode):
+    """Pixel by pixel against softmax in float64."""
+    settings = replace(SETTINGS, mode=mode, crop_size=(6, 8))
+    outcome = outcome_of(RedImages(5), settings=settings)
+    expected = np.zeros((5, CLASSES, 3), np.int64)
+    known: list[np.ndarray] = []
+    right: list[np.ndarray] = []
+    for i in range(5):
+        image, label = RedImages(5)[i]
+        valid = label != IGNORE_INDEX
+        for k in range(CLASSES):
+            masks = (label == k) & valid, (image[..., 0] == k) & valid
+            expected[i, k] = [(masks[0] & masks[1]).sum(), masks[0].sum(), masks[1].sum()]
+        scores = np.exp(-np.abs(image[..., :1].astype(float) - np.arange(CLASSES)))
+        known.append((scores.max(2) / scores.sum(2))[valid])
+        right.append((image[..., 0] == label)[valid])
+    assert np.array_equal(outcome.images, expected)
+    bins = np.minimum(np.concatenate(known) * 960, 959).astype(int)
+    cells = np.bincount(bins + 960 * np.concatenate(right), minlength=1920).reshape(2, 960)
+    assert np.array_equal(outcome.calibration.counts.numpy(), cells)
 
 
 @pytest.mark.parametrize("mode_is_given", [False, True])
@@ -183,7 +210,7 @@ def test_predictions_come_in_order_with_their_image_and_are_summed_once(
         assert np.array_equal(p.pred, image[..., 0])
         expected.update(torch.from_numpy(p.pred), torch.from_numpy(label))
     assert torch.equal(matrix.counts, expected.counts)
-    assert len(sums) == 1
+    assert len(sums) == 3  # the matrix, the calibration and the counts of each image
     assert sums[0] is matrix.counts
 
 

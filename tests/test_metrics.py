@@ -38,10 +38,10 @@ def scores_of(counts):
 def test_scores_of_a_small_matrix_match_the_hand_computed_ones():
     scores = scores_of([[6, 2, 0], [1, 3, 0], [0, 0, 4]])
     assert scores.iou == (6 / 9, 3 / 6, 1.0)
-    assert scores.acc == (6 / 8, 3 / 4, 1.0)
+    assert scores.recall == (6 / 8, 3 / 4, 1.0)
     assert scores.class_frequency == (8 / 16, 4 / 16, 4 / 16)
     assert scores.mean_iou == pytest.approx((6 / 9 + 0.5 + 1) / 3, rel=1e-15)
-    assert scores.mean_acc == pytest.approx((0.75 + 0.75 + 1) / 3, rel=1e-15)
+    assert scores.mean_recall == pytest.approx((0.75 + 0.75 + 1) / 3, rel=1e-15)
     assert scores.pixel_acc == 13 / 16
     assert scores.freq_weighted_iou == pytest.approx(6 / 9 / 2 + 0.5 / 4 + 1 / 4, rel=1e-15)
     assert scores.num_pixels == 16
@@ -79,7 +79,7 @@ def test_counts_match_one_count_per_pair_of_classes(num_classes):
 def test_class_absent_from_labels_and_predictions_is_left_out_of_the_mean():
     scores = scores_of([[4, 0, 0], [0, 0, 0], [2, 0, 2]])
     assert math.isnan(scores.iou[1])
-    assert math.isnan(scores.acc[1])
+    assert math.isnan(scores.recall[1])
     assert scores.mean_iou == pytest.approx((4 / 6 + 2 / 4) / 2, rel=1e-15)
 
 
@@ -87,8 +87,8 @@ def test_class_predicted_but_absent_from_labels_scores_zero():
     scores = scores_of([[3, 1], [0, 0]])
     assert scores.iou == (3 / 4, 0.0)
     assert scores.mean_iou == 3 / 8
-    assert math.isnan(scores.acc[1])
-    assert scores.mean_acc == 3 / 4
+    assert math.isnan(scores.recall[1])
+    assert scores.mean_recall == 3 / 4
 
 
 def test_predictions_on_ignored_pixels_count_for_nothing():
@@ -135,7 +135,9 @@ def test_numbers_of_classes_that_bytes_cannot_hold_are_refused(num_classes):
 def test_scores_for_json_and_scalars_have_no_nan():
     scores = scores_of([[3, 1, 0], [0, 0, 0], [0, 0, 0]])
     text = json.dumps(scores.to_dict(NAMES), allow_nan=False)
-    assert json.loads(text)["classes"][2] == {"name": "car", "IoU": None, "acc": None, "share": 0}
+    assert json.loads(text)["classes"][2] == {"name": "car", "share": 0} | dict.fromkeys(
+        ("IoU", "Dice", "precision", "recall")
+    )
     scalars = scores.scalars(NAMES)
     assert (scalars["eval/IoU/road"], scalars["eval/IoU/sky"]) == (3 / 4, 0)
     assert "eval/IoU/car" not in scalars

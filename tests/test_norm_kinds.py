@@ -209,14 +209,14 @@ def test_groups_train_and_are_evaluated_alike_on_all_ranks(run_ranks, tmp_path, 
     (scored,) = losses(tmp_path / "run", "eval/mIoU")
     assert load(tmp_path / "run/checkpoints/last.pt").best["mean_iou"] == scored
     loaded = load_model(tmp_path / "run")
-    matrix = evaluate_dataset(
+    outcome = evaluate_dataset(
         loaded.model,
         open_dataset(loaded.config.data, "val"),
         InferenceSettings.from_config(loaded.config),
         device=torch.device("cpu"),
         num_classes=loaded.classes.num_classes,
     )
-    assert matrix.scores().mean_iou == pytest.approx(scored, abs=2e-3)
+    assert outcome.matrix.scores().mean_iou == pytest.approx(scored, abs=2e-3)
 
 
 def test_precise_statistics_do_not_see_the_ranks(run_ranks, tmp_path, data):

@@ -157,6 +157,6 @@ def test_camvid_scores_count_all_images_together_without_void(tmp_path, form):
         both = ((truth == k) & (result == k)).sum()
         union = ((truth == k) | (result == k)).sum()
         assert row["IoU"] == pytest.approx(both / union, abs=1e-12)
-        assert row["acc"] == pytest.approx(both / (truth == k).sum(), abs=1e-12)
+        assert row["recall"] == pytest.approx(both / (truth == k).sum(), abs=1e-12)
     assert ours["aAcc"] == pytest.approx((truth == result).mean(), abs=1e-12)
     assert ours["num_pixels"] == truth.size

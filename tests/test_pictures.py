@@ -6,7 +6,6 @@ from PIL import Image
 from segtrain.run.pictures import (
     class_labels,
     colorize,
-    confusion_picture,
     error_map,
     legend,
     overlay,
@@ -122,20 +121,6 @@ def test_panel_shows_title_image_errors_and_their_colours_in_their_places():
 )
 def test_pictures_are_spread_evenly(total, num, places):
     assert sorted(spread(total, num)) == places
-
-
-def test_confusion_is_darkest_where_a_row_has_its_pixels():
-    counts = np.array([[90, 10, 0], [0, 0, 0], [0, 500, 500]])
-    picture = confusion_picture(counts, NAMES).astype(int)
-    side = 3 * 30
-    corner = [picture.shape[0] - 6 - side, picture.shape[1] - 6 - side]
-    # The corner of a cell is free of digits.
-    tone = [
-        [picture[corner[0] + 30 * i + 3, corner[1] + 30 * j + 3].sum() for j in range(3)]
-        for i in range(3)
-    ]
-    assert tone[0][0] < tone[2][1] == tone[2][2] < tone[0][1] < tone[0][2] == 3 * 255
-    assert tone[1] == [3 * 255] * 3
 
 
 def test_written_pictures_are_read_back_as_they_were(tmp_path):

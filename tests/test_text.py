@@ -16,9 +16,10 @@ from segtrain.data.read.classes import ClassFile, SegClass, load_class_file
 from segtrain.data.read.layouts import LAYOUTS
 from segtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from segtrain.metrics import ConfusionMatrix, score_table
+from segtrain.results.charts import confusion_picture
 from segtrain.run.console import say
 from segtrain.run.log import RunLog
-from segtrain.run.pictures import class_labels, confusion_picture, legend, panel
+from segtrain.run.pictures import class_labels, legend, panel
 from segtrain.text import MAX_NAME, name_problem, printable, printable_lines
 
 # Clears the screen, turns the direction of the line, ends it, and is 300 kB long.

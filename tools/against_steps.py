@@ -160,8 +160,7 @@ def _evaluate_segtrain(case: Case, images: Tensor, labels: Tensor) -> Run:
 
     def run(count: int) -> int:
         dataset = _Images(image, labels[0].numpy(), count)
-        matrix = evaluate_dataset(model, dataset, settings, **options)
-        return int(matrix.counts.sum())
+        return int(evaluate_dataset(model, dataset, settings, **options).matrix.counts.sum())
 
     return run
 

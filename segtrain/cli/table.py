@@ -252,6 +252,10 @@ COMMANDS = (
         _argument("--json", "write all scores as JSON", "FILE", Path),
         _argument("--overlays", "write pictures of image, label and prediction", "DIR", Path),
         _argument("--num-overlays", "how many (default: 8)", "N", positive, default=8),
+        _argument("--worst", "overlays of the N images with the lowest scores", "N", positive),
+        _argument("--per-image", "write the scores of each image as CSV", "FILE", Path),
+        description="Score a trained model: IoU, Dice, precision and recall of every class, their "
+        "means,\npixel accuracy and calibration error.",
         examples="segtrain eval runs/own\n"
         "segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
         "segtrain eval runs/own/checkpoints/last.pt --split val --save-predictions out\n"
@@ -273,6 +277,19 @@ COMMANDS = (
         "The run is only read, and may still be training.",
         examples="segtrain verify runs/own              from the newest checkpoint before the end\n"
         "segtrain verify runs/own --steps 900:1000 --nproc 4",
+    ),
+    Command(
+        "report",
+        "commands.report:main",
+        "write a page about one or several runs",
+        _argument("runs", "run directory", "RUN", Path, nargs="+"),
+        _argument("--output", "file to write (default: report.html of the run)", "FILE", Path),
+        _DEVICE,
+        description="Write one HTML file that needs no network: curves, scores of the classes, "
+        "confusion,\ncalibration, the worst and best images, and what the config changes. Several "
+        "runs are\nput side by side. Training writes it at its end.",
+        examples="segtrain report runs/own\n"
+        "segtrain report runs/small runs/large --output both.html",
     ),
     Command(
         "predict",

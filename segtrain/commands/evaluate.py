@@ -37,6 +37,7 @@ from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.report import InstanceCounts, make_report
 from segtrain.files import os_errors_as
+from segtrain.metrics import calibration_error
 from segtrain.models.memory import check_windows
 from segtrain.models.precision import (
     check_eval_precision,
@@ -46,6 +47,8 @@ from segtrain.models.precision import (
     to_eval_precision,
 )
 from segtrain.norm import describe_norm
+from segtrain.results.images import Chosen
+from segtrain.results.records import Records
 from segtrain.run.log import say
 from segtrain.run.pictures import (
     as_rgb,
@@ -64,12 +67,15 @@ _SETTABLE = ("data.", "eval.", "train.precision")
 def run_eval(args: argparse.Namespace) -> int:
     """Evaluates as the command line says and returns the exit code (collective).
 
-    args: checkpoint (run directory or file), set, split, device, json, save_predictions, overlays,
-        num_overlays, no_labels.
+    args: checkpoint (run directory or file), set, split, device, json, per_image, save_predictions,
+        overlays, num_overlays, worst, no_labels.
     """
     # 1. The model, the experiment and the data.
+    if args.worst and not args.overlays:
+        raise ConfigError("--worst: serves only --overlays DIR")
     if args.no_labels:
-        for option, value in (("--json", args.json), ("--overlays", args.overlays)):
+        scored = {"--json": args.json, "--per-image": args.per_image, "--overlays": args.overlays}
+        for option, value in scored.items():
             if value:
                 raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")
         if not args.save_predictions:
@@ -92,11 +98,12 @@ def run_eval(args: argparse.Namespace) -> int:
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
 
     with ExitStack() as stack:
-        if args.json:
-            # Refused now, rather than after the evaluation.
-            with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
-                Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-                files.check_output(Path(args.json))
+        for option, file in (("--json", args.json), ("--per-image", args.per_image)):
+            if file:
+                # Refused now, rather than after the evaluation.
+                with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    files.check_output(file)
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         stack.enter_context(float32_products(for_evaluation(config)))
         _check_same_step(args.checkpoint, loaded.step)
@@ -114,26 +121,38 @@ def run_eval(args: argparse.Namespace) -> int:
 
         # 4. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
-        by_windows: list[int] = []
-        matrix = evaluate_dataset(
+        evaluate = partial(
+            evaluate_dataset,
             to_eval_precision(loaded.model, config, device),
-            dataset,
-            settings,
+            settings=settings,
             device=device,
             num_classes=num_classes,
             progress=True,
             num_threads=max(1, num_loader_workers(config.data)),
             mode_is_given=any(text.partition("=")[0].strip() == "eval.mode" for text in args.set),
-            callbacks=[*writers, *([] if instances is None else [instances.add])],
-            on_windows=by_windows.append,
         )
+        counting = [] if instances is None else [instances.add]
+        outcome = evaluate(dataset, callbacks=[*writers, *counting])
         if instances is not None:
             instances.sum_over_ranks()
+        image_names = [dataset.name(i) for i in range(len(dataset))]
+        records = Records.of(outcome, image_names, loaded.classes.names)
+        if args.worst:
+            chosen = Chosen(dataset, sorted(records.worst(args.worst)))
+            draw = partial(_write_overlay, args.overlays, dataset, chosen.indices)
+            evaluate(chosen, callbacks=[lambda one: draw(chosen.original(one))])
 
         # 5. Rank 0 reports.
         if dist.is_main():
             names, layout = loaded.classes.names, config.data.layout
-            report = make_report(matrix, names, dataset.classes, instances, layout=layout)
+            report = make_report(
+                outcome.matrix,
+                names,
+                dataset.classes,
+                instances,
+                layout=layout,
+                calibration_error=calibration_error(outcome.calibration.counts),
+            )
             norm = describe_norm(config.norm)
             scores = {  # the same bytes on any number of ranks
                 "checkpoint": str(args.checkpoint),
@@ -141,11 +160,11 @@ def run_eval(args: argparse.Namespace) -> int:
                 "split": split,
                 "num_images": len(dataset),
                 **report.to_dict(),
-                "confusion_matrix": matrix.counts.tolist(),
+                "confusion_matrix": outcome.matrix.counts.tolist(),
                 "inference": {
                     **settings.to_dict(),
                     "precision": for_evaluation(config).precision,
-                    "images_by_windows": sum(by_windows),  # although the mode is another
+                    "images_by_windows": outcome.num_by_windows,  # although the mode is another
                 },
                 "norm": norm,
             }
@@ -158,10 +177,11 @@ def run_eval(args: argparse.Namespace) -> int:
                 say(line)
             for line in next(differences, []):
                 text.say(line)
-            if args.json:
-                content = json.dumps(scores, indent=2, allow_nan=False) + "\n"
-                with os_errors_as(ExecutionError, args.json, "the scores cannot be written"):
-                    files.write_output(Path(args.json), content)
+            json_text = json.dumps(scores, indent=2, allow_nan=False) + "\n"
+            for file, content in ((args.json, json_text), (args.per_image, records.table())):
+                if file:
+                    with os_errors_as(ExecutionError, file, "the scores cannot be written"):
+                        files.write_output(file, content)
     return EXIT_OK
 
 
@@ -241,7 +261,7 @@ def picture_writers(
     writers = []
     if folder := folders.get("--save-predictions"):
         writers.append(_prediction_writer(folder, dataset, layout=config.data.layout))
-    if folder := folders.get("--overlays"):
+    if (folder := folders.get("--overlays")) and not args.worst:
         chosen = spread(len(dataset), args.num_overlays)  # whatever the number of ranks
         writers.append(partial(_write_overlay, folder, dataset, chosen))
     return writers

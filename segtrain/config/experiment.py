@@ -144,6 +144,9 @@ class LogConfig(Section):
     """What is written while training."""
 
     every_steps: Positive = option(20, "scalars this often")
+    charts: bool = option(
+        True, "draw the confusion matrix in TensorBoard, and write report.html at the end"
+    )
 
 
 class CheckpointConfig(Section):

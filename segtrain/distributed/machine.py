@@ -68,6 +68,15 @@ def resident_bytes(pid: int) -> int:
     return 1024 * _numbers(Path(f"/proc/{pid}/smaps_rollup")).get("Pss", 0)
 
 
+def most_resident_bytes() -> int:
+    """The most memory that this process has had."""
+    # Not ru_maxrss, which begins with the memory of the process that started this one.
+    if kilobytes := _numbers(_PROCESS).get("VmHWM"):
+        return 1024 * kilobytes
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
 # Linux: files of lines "name: number kB".
 _MACHINE, _PROCESS = Path("/proc/meminfo"), Path("/proc/self/status")
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

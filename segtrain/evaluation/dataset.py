@@ -26,7 +26,7 @@ from segtrain.evaluation.settings import (
     batch_limits,
     fitting_pixels,
 )
-from segtrain.metrics import ConfusionMatrix
+from segtrain.metrics import Calibration, ConfusionMatrix
 from segtrain.models.memory import memory_failures
 from segtrain.run.console import ProgressBar, say
 from segtrain.text import counted
@@ -76,7 +76,7 @@ class Transfer:
         self, predicted: tuple[T, Sequence[LabelMap]]
     ) -> tuple[T, list[LabelMap], "torch.cuda.Event"]:
         item, maps = predicted
-        copies = [LabelMap(*map(self._copy, found)) for found in maps]
+        copies = [LabelMap(*map(self._copy, found[:2])) for found in maps]
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
         return item, copies, copied
@@ -108,6 +108,21 @@ class Prediction(NamedTuple):
     image: np.ndarray
     label: np.ndarray
     pred: np.ndarray
+
+
+class Outcome(NamedTuple):
+    """What an evaluation counts, the same on every rank.
+
+    matrix, calibration: of all pixels that are not ignored.
+    images: (N, K, 3) int64 on the host: of each image and class the pixels that are right, labelled
+        and predicted as this class.
+    num_by_windows: images for which there was no memory as a whole.
+    """
+
+    matrix: ConfusionMatrix
+    calibration: Calibration
+    images: np.ndarray
+    num_by_windows: int
 
 
 def group_size(num_images: int, settings: InferenceSettings, limits: BatchLimits) -> int:
@@ -144,9 +159,8 @@ def evaluate_dataset(
     mode_is_given: bool = False,
     callbacks: Sequence[Callable[[Prediction], None]] = (),
     stop: Callable[[], bool] = lambda: False,
-    on_windows: Callable[[int], object] = lambda _: None,
-) -> ConfusionMatrix:
-    """The confusion matrix over all of `dataset`, the same on every rank (collective).
+) -> Outcome:
+    """What is right and wrong in all of `dataset`, the same on every rank (collective).
 
     Labels are compared at their own resolution. The model runs in evaluation mode and then gets its
     modes back, also after an error. Images are decoded, and `callbacks` called, while the device
@@ -166,8 +180,6 @@ def evaluate_dataset(
             all in one thread beside the caller's.
         stop: asked before each group and each batch of windows; true: this rank leaves its images.
             It may be true on some ranks only.
-        on_windows: called at the end with the number of images, of all ranks, that went by windows
-            for lack of memory.
 
     Raises:
         StoppedError: a rank has left its images.
@@ -177,10 +189,8 @@ def evaluate_dataset(
     if not mode_is_given:
         by_size = settings_by_size(model, settings, device, num_classes, at_once)
     limits = batch_limits(settings, device, num_classes)
-    matrix = ConfusionMatrix(num_classes, device)
-    num_infinite = torch.zeros((), dtype=torch.int64, device=device)
-    transfer = Transfer(device)
-    images = _Images(model, dataset, by_size, limits, transfer, matrix, num_infinite, stop)
+    counts = _Counts(len(dataset), num_classes, device)
+    images = _Images(model, dataset, by_size, limits, Transfer(device), counts, stop)
     size = group_size(len(dataset), settings, limits)
     groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
     total = sum(map(len, groups))
@@ -205,10 +215,36 @@ def evaluate_dataset(
         has_left = False
     if any(dist.all_gather_object(has_left)):
         raise StoppedError
-    matrix.sum_over_ranks()
-    _warn_of_infinite(num_infinite, settings)
-    on_windows(_warn_of_windows(images.num_by_windows, by_size))
-    return matrix
+    num_by_windows = _warn_of_windows(images.num_by_windows, by_size)
+    outcome = counts.sum_over_ranks(num_by_windows)
+    _warn_of_infinite(counts.num_infinite, settings)
+    return outcome
+
+
+class _Counts:
+    """What this rank has counted."""
+
+    def __init__(self, num_images: int, num_classes: int, device: torch.device) -> None:
+        self.num_infinite = torch.zeros((), dtype=torch.int64, device=device)
+        self._matrix = ConfusionMatrix(num_classes, device)
+        self._calibration = Calibration(device)
+        self._images = torch.zeros(num_images, num_classes, 3, dtype=torch.int64, device=device)
+
+    def add(self, index: int, found: LabelMap, label: Tensor) -> None:
+        """Counts image `index`; nothing waits for the device."""
+        table = self._matrix.update(found.label, label)
+        self._images[index] = torch.stack([table.diagonal(), table.sum(1), table.sum(0)], dim=1)
+        self._calibration.update(found.probability, found.label, label)
+        self.num_infinite += ~found.is_finite
+
+    def sum_over_ranks(self, num_by_windows: int) -> Outcome:
+        """Those of all ranks (collective)."""
+        self._matrix.sum_over_ranks()
+        self._calibration.sum_over_ranks()
+        dist.all_reduce_sum(self._images)
+        return Outcome(
+            self._matrix, self._calibration, self._images.cpu().numpy(), num_by_windows
+        )
 
 
 def settings_by_size(
@@ -243,8 +279,7 @@ class _Images:
     settings: SettingsBySize
     limits: BatchLimits
     transfer: Transfer
-    matrix: ConfusionMatrix
-    num_infinite: Tensor  # () int64, the images whose scores are not finite
+    counts: _Counts
     stop: Callable[[], bool]
     num_by_windows: int = 0  # images that do not fit into memory as a whole
 
@@ -300,12 +335,12 @@ class _Images:
             moved = [self.transfer.to_device(one.image) for one in group]
             images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
             how = settings, sizes, self.limits
-            return predict_labels(self.model, images, *how, on_windows=self._leave_if_asked)
+            asked = {"with_probability": True, "on_windows": self._leave_if_asked}
+            return predict_labels(self.model, images, *how, **asked)
 
     def _count(self, predicted: _Predicted) -> _Predicted:
         for one, found in zip(*predicted, strict=True):
-            self.matrix.update(found.label, self.transfer.to_device(one.label))
-            self.num_infinite += ~found.is_finite
+            self.counts.add(one.index, found, self.transfer.to_device(one.label))
         return predicted
 
 

@@ -49,10 +49,12 @@ class LabelMap(NamedTuple):
 
     label: (h, w) uint8, the most probable class of every pixel.
     is_finite: () bool, whether the highest scores are finite numbers; else `label` means nothing.
+    probability: (h, w) float, that of `label`; None if it was not asked for.
     """
 
     label: Tensor
     is_finite: Tensor
+    probability: Tensor | None = None
 
 
 def _ignore(count: int) -> None:
@@ -67,6 +69,7 @@ def predict_labels(
     out_sizes: Sequence[Size],
     limits: BatchLimits,
     *,
+    with_probability: bool = False,
     on_windows: Callable[[int], object] = _ignore,
 ) -> list[LabelMap]:
     """The predictions for a group of images, in their order.
@@ -84,10 +87,19 @@ def predict_labels(
     """
     found: dict[int, LabelMap] = {}
     for index, tiles in score_tiles(model, images, settings, out_sizes, limits, on_windows):
-        highest = [tile.max(0) for _, tile in tiles]
-        labels = [rows.indices.to(torch.uint8) for rows in highest]
-        finite = [rows.values.isfinite().all() for rows in highest]
-        found[index] = LabelMap(torch.cat(labels), torch.stack(finite).all())
+        labels, finite, probabilities = [], [], []
+        for _, tile in tiles:
+            highest = tile.max(0)
+            labels.append(highest.indices.to(torch.uint8))
+            finite.append(highest.values.isfinite().all())
+            if with_probability:
+                probabilities.append(
+                    (highest.values - tile.logsumexp(0)).exp_()
+                    if settings.gives_logits
+                    else highest.values
+                )
+        probability = torch.cat(probabilities) if with_probability else None
+        found[index] = LabelMap(torch.cat(labels), torch.stack(finite).all(), probability)
     return [found[i] for i in range(len(images))]
 
 

@@ -210,17 +210,21 @@ class Report:
 
     groups: None if the class file has no categories.
     benchmark: further scores by which the data set's own benchmark ranks, by name; may be empty.
+    calibration_error: see `segtrain.metrics.calibration_error`.
     """
 
     names: Sequence[str]
     scores: Scores
     groups: GroupScores | None
     benchmark: dict[str, float]
+    calibration_error: float
 
     def lines(self) -> list[str]:
         """The table of the classes and the means, in percent."""
         has_instances = self.groups is not None and not all(map(math.isnan, self.groups.iiou))
         lines = score_table(self.scores, self.names, self.groups.iiou if has_instances else None)
+        if not math.isnan(self.calibration_error):
+            lines.append(f"calibration error {self.calibration_error:.4f}")
         if not self.scores.num_pixels:
             lines.append("no pixel is labelled: there is nothing to score")
         if self.groups is not None:
@@ -232,6 +236,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The scores for a JSON file; NaN becomes None, because JSON has no NaN."""
         found = self.scores.to_dict(self.names)
+        found["calibration_error"] = or_none(self.calibration_error)
         if self.groups is not None:
             found |= {name: or_none(value) for name, value in self.groups.means.items()}
             for row, iiou in zip(found["classes"], self.groups.iiou, strict=True):
@@ -257,6 +262,7 @@ def make_report(
     instances: InstanceCounts | None,
     *,
     layout: str,
+    calibration_error: float = math.nan,
 ) -> Report:
     """The report of an evaluation.
 
@@ -264,7 +270,8 @@ def make_report(
     """
     scores = matrix.scores()
     benchmark = ade20k_scores(scores) if layout == "ade20k" else {}
-    return Report(names, scores, group_scores(matrix, classes, instances), benchmark)
+    groups = group_scores(matrix, classes, instances)
+    return Report(names, scores, groups, benchmark, calibration_error)
 
 
 def ade20k_scores(scores: Scores) -> dict[str, float]:

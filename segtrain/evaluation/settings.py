@@ -59,6 +59,11 @@ class InferenceSettings:
         return len(self.scales) * len(self.quarter_turns) * mirrored
 
     @property
+    def gives_logits(self) -> bool:
+        """Whether scores are the network's logits; otherwise they are mean probabilities."""
+        return self.mode == "whole" and self.num_views == 1
+
+    @property
     def quarter_turns(self) -> range:
         """The quarter turns, counter-clockwise, after which each view is shown to the network."""
         return range(4 if self.turns else 1)

@@ -74,6 +74,7 @@ CONFIG, METRICS, LOG = "config.yaml", "metrics.jsonl", "train.log"
 RECEIPTS = "receipts.jsonl"
 CHECKPOINTS = "checkpoints"
 CENTROIDS = "centroids.json"
+EVALUATION, REPORT, RESULTS = "evaluation.npz", "report.html", "results.csv"
 
 # A resumed run may change these: the model at the end stays the same, but for rounding in a
 # compiled step. Data and class file may move, because `dataset_guard` compares their contents.

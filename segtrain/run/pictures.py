@@ -58,10 +58,9 @@ def class_labels(names: Sequence[str], ids: Iterable[int] | None = None) -> list
 Rgb = tuple[int, int, int]
 
 BLACK, WHITE = (0, 0, 0), (255, 255, 255)
-_INK, _GRID = (32, 32, 32), (200, 200, 200)
+_INK = (32, 32, 32)
 _WRONG, _RIGHT, _IGNORED = (228, 26, 28), (235, 235, 235), (128, 128, 128)
 _ERRORS = {"errors: wrong": _WRONG, "errors: right": _RIGHT, "errors: ignored": _IGNORED}
-_FULL_CELL = (8, 48, 107)  # of the confusion matrix; ColorBrewer's darkest blue
 _FONT_PX = 14
 _LINE_PX = 20
 _GAP_PX = 6
@@ -183,43 +182,6 @@ def training_picture(
         columns.append(np.pad(np.vstack([pixels, *labels]), ((0, 4), (0, 4), (0, 0))))
     row = np.hstack(columns)
     return np.vstack([row, legend(class_labels(classes.names), classes.palette, row.shape[1])])
-
-
-def confusion_picture(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """The confusion matrix, each row divided by its sum: where the pixels of a class went.
-
-    counts: (K, K) integers, rows label, columns prediction. The row of a class without pixels is
-    blank. With at most 40 classes there is text, and cells of at least 0.5 % show their percentage.
-    """
-    names = class_labels(names)
-    counts = np.asarray(counts, dtype=np.float64)
-    totals = counts.sum(axis=1, keepdims=True)
-    parts = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)  # (K, K)
-    has_text = len(names) <= 40
-    cell = 30 if has_text else 8
-    margin = max(map(_text_width, names)) + 2 * _GAP_PX if has_text else _GAP_PX
-    corner = margin + _LINE_PX
-    side = cell * len(names)
-    picture = Image.new("RGB", (corner + side + _GAP_PX, corner + side + _GAP_PX), WHITE)
-    blend = parts[..., None] * np.array(_FULL_CELL) + (1 - parts[..., None]) * np.array(WHITE)
-    cells = blend.round().astype(np.uint8).repeat(cell, axis=0).repeat(cell, axis=1)
-    picture.paste(Image.fromarray(cells), (corner, corner))
-    draw = ImageDraw.Draw(picture)
-    for at in range(corner, corner + side + 1, cell):
-        draw.line((at, corner, at, corner + side), fill=_GRID)
-        draw.line((corner, at, corner + side, at), fill=_GRID)
-    _text(draw, (corner + side // 2, _GAP_PX), "prediction", anchor="mt")
-    _text(draw, (_GAP_PX // 2, corner + side // 2), "label", anchor="lm", upwards=True)
-    if has_text:
-        for i, name in enumerate(names):
-            middle = corner + i * cell + cell // 2
-            _text(draw, (corner - _GAP_PX, middle), name, anchor="rm")
-            _text(draw, (middle, corner - _GAP_PX), name, anchor="mb", upwards=True)
-        for i, j in zip(*np.nonzero(parts >= 0.005), strict=True):
-            place = (corner + j * cell + cell // 2, corner + i * cell + cell // 2)
-            ink = WHITE if parts[i, j] > 0.5 else _INK
-            _text(draw, place, f"{100 * parts[i, j]:.0f}", anchor="mm", fill=ink, size_px=12)
-    return np.array(picture)
 
 
 def write_png(path: Path, picture: np.ndarray) -> None:

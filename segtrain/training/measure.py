@@ -1,8 +1,5 @@
 """What a step costs: named spans, a clock for its parts, operations, memory and device time."""
 
-import re
-import resource
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -18,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.machine import most_resident_bytes
 from segtrain.models import build_model
 from segtrain.models.precision import autocast_dtype, dtype_of
 from segtrain.norm import make_norm
@@ -143,15 +141,8 @@ def matmul_peak(device: torch.device, train: TrainConfig) -> float:
 
 def peak_bytes(device: torch.device) -> int:
     """The most memory that this process has had: of the device, or resident on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Not ru_maxrss, which begins with the memory of the process that started this one.
-        (line,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-        return int(line) * 1024
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    is_cuda = device.type == "cuda"
+    return torch.cuda.max_memory_allocated(device) if is_cuda else most_resident_bytes()
 
 
 def busy_share(

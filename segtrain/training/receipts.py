@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import num_cores
+from segtrain.distributed.machine import most_resident_bytes, num_cores
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, pack
 from segtrain.training.engine import StepResult
 from segtrain.training.state import TrainState
@@ -63,6 +63,8 @@ class StepMeter:
         loss, aux_loss, grad_norm = means.tolist()
         now = time.perf_counter()
         step_s, self._since = (now - self._since) / len(results), now
+        is_cuda = self._device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self._device) if is_cuda else most_resident_bytes()
         values = {
             "train/loss": loss,
             "train/aux_loss": aux_loss,
@@ -71,9 +73,8 @@ class StepMeter:
             "time/step_s": step_s,
             "time/data_s": sum(r.data_s for r in results) / len(results),
             "images_per_s": self._batch_size / step_s,
+            "mem/peak_gib": peak / _GIB,
         }
-        if self._device.type == "cuda":
-            values["mem/peak_gib"] = torch.cuda.max_memory_allocated(self._device) / _GIB
         if aux_loss != aux_loss:  # no auxiliary head
             del values["train/aux_loss"]
         return values

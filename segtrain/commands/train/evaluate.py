@@ -20,6 +20,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
 from segtrain.distributed.partition import partition
 from segtrain.evaluation.dataset import (
+    Outcome,
     Prediction,
     Sample,
     StoppedError,
@@ -27,7 +28,7 @@ from segtrain.evaluation.dataset import (
     settings_by_size,
 )
 from segtrain.evaluation.settings import InferenceSettings, view_sizes
-from segtrain.metrics import ConfusionMatrix
+from segtrain.metrics import calibration_error
 from segtrain.models.blocks import Normalize
 from segtrain.models.precision import (
     autocast,
@@ -37,8 +38,11 @@ from segtrain.models.precision import (
     for_evaluation,
 )
 from segtrain.norm import precise_statistics
+from segtrain.results.charts import confusion_picture
+from segtrain.results.records import Records
 from segtrain.run.console import score_text
-from segtrain.run.pictures import NUM_IMAGES, as_rgb, confusion_picture, panel, spread, to_png
+from segtrain.run.directory import EVALUATION
+from segtrain.run.pictures import NUM_IMAGES, as_rgb, panel, spread, to_png
 from segtrain.training.step_sync import LateVote
 
 
@@ -54,16 +58,18 @@ def evaluate(run: TrainRun) -> bool:
     liveness.beat("evaluation", step)
     pictures: dict[int, str] = {}
     try:
-        matrix = _confusion_matrix(run, pictures)
+        outcome = _evaluated(run, pictures)
     except StoppedError:
         run.step_sync.ask(stop=True)
         log.lines([f"the evaluation after step {step} was stopped; --resume repeats it"])
         return False
-    scores = matrix.scores()
+    scores = outcome.matrix.scores()
     run.evaluated = step
-    log.scalars(step, scores.scalars(classes.names))
-    confusion = confusion_picture(matrix.counts.cpu().numpy(), classes.names)
-    log.picture(step, "eval/confusion", confusion)
+    error = calibration_error(outcome.calibration.counts)
+    log.scalars(step, scores.scalars(classes.names) | {"eval/calibration_error": error})
+    if log.enabled and config.log.charts:
+        confusion = confusion_picture(outcome.matrix.counts.cpu().numpy(), classes.names)
+        log.picture(step, "eval/confusion", confusion)
     _show(run, pictures)
     better = is_better(scores.mean_iou, run.best)
     # Do not count the extra evaluation of an early stop.
@@ -75,13 +81,26 @@ def evaluate(run: TrainRun) -> bool:
         run.best = {"step": step, "mean_iou": scores.mean_iou}
         if dist.is_main():
             run.checkpoints.save_best(save.checkpoint_of(run))
+            _keep_records(run, outcome)
     precision = "" if config.eval.precision is None else f" ({config.eval.precision})"
     log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}{precision}  {score_text(run.best)}"])
     return True
 
 
-def _confusion_matrix(run: TrainRun, pictures: dict[int, str]) -> ConfusionMatrix:
-    """That of the evaluation split; adds the pictures to show (collective).
+def _keep_records(run: TrainRun, outcome: Outcome) -> None:
+    """Writes the scores of each image, for `segtrain report` and `compare`."""
+    found = run.eval_set
+    how = InferenceSettings.from_config(run.config).describe()
+    about = {"split": found.split, "step": run.state.step, "inference": how}
+    names = [found.name(i) for i in range(len(found))]
+    try:
+        Records.of(outcome, names, found.classes.names, **about).save(run.directory)
+    except OSError as error:  # they can be computed again
+        run.log.lines([f"warning: {EVALUATION} cannot be written: {error}"])
+
+
+def _evaluated(run: TrainRun, pictures: dict[int, str]) -> Outcome:
+    """What the evaluation split says; adds the pictures to show (collective).
 
     Raises:
         StoppedError: a rank was asked to stop.

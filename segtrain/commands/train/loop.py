@@ -18,11 +18,12 @@ from segtrain.distributed.liveness import has_launcher, write_exit_status
 from segtrain.distributed.machine import keep_freed_memory
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import exit_code
-from segtrain.errors import EXIT_OK
+from segtrain.errors import EXIT_OK, UserError
 from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products
+from segtrain.results.report import write_report
 from segtrain.run import directory as run_directory
-from segtrain.run.console import ProgressBar, progress_words, score_text
+from segtrain.run.console import ProgressBar, progress_words, say, score_text
 from segtrain.run.pictures import training_picture
 from segtrain.run.receipts import Receipt, read_receipts
 from segtrain.training.engine import train_steps
@@ -43,7 +44,21 @@ def run(request: TrainRequest) -> int:
         this = set_up(request, stack)
         with this.log:
             train(this)
-            return _leave(this) if this.step_sync.stopped else EXIT_OK
+            code = _leave(this) if this.step_sync.stopped else EXIT_OK
+            is_complete = code == EXIT_OK and bool(_completion(this))
+            reports = dist.is_main() and is_complete and config.log.charts
+    # The other ranks have nothing left to do.
+    if reports:
+        _report(this)
+    return code
+
+
+def _report(run: TrainRun) -> None:
+    """Writes the page about the run; a run is complete without it."""
+    try:
+        say(f"report     {write_report(run.directory, run.device)}")
+    except (UserError, OSError) as error:
+        say(f"warning: no report: {error}; try segtrain report {shlex.quote(str(run.directory))}")
 
 
 def train(run: TrainRun) -> None:

@@ -1,0 +1,37 @@
+"""`segtrain report`: a page about one or several runs."""
+
+import argparse
+from pathlib import Path
+
+from segtrain.distributed.process_group import device_for
+from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
+from segtrain.files import check_output, os_errors_as, write_output
+from segtrain.results.report import evaluated, report_page, write_report
+from segtrain.run.directory import REPORT
+from segtrain.text import printable
+
+
+def main(args: argparse.Namespace) -> int:
+    """Writes the page and returns the exit code.
+
+    args: runs (directories), output (a file; default: report.html of the only run), device.
+
+    Raises:
+        UserError: no run, no checkpoint, or a file that cannot be read or written.
+    """
+    runs: list[Path] = list(dict.fromkeys(args.runs))
+    output = args.output
+    if output is None and len(runs) > 1:
+        raise ConfigError("--output FILE: needed for a report of several runs")
+    device = device_for(args.device)
+    output = output or runs[0] / REPORT
+    with os_errors_as(ConfigError, f"--output {output}", "cannot be written"):
+        check_output(output)
+    with os_errors_as(ExecutionError, output, "the report cannot be written"):
+        if len(runs) == 1 and args.output is None:
+            write_report(runs[0], device)
+        else:
+            page = report_page([evaluated(run, device) for run in runs], device)
+            write_output(output, page)
+    print(printable(output))
+    return EXIT_OK

@@ -1,0 +1,1 @@
+"""What people look at after training: scores of each image, pages, comparisons."""

@@ -1,0 +1,171 @@
+"""The report of one or several runs: one HTML page.
+
+It needs what training has kept. Where that is missing, as in a run of another version, the model is
+evaluated once more, on this machine.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from segtrain.checkpoint.loading import LoadedModel, load_model
+from segtrain.config.loading import yaml_value
+from segtrain.data import open_dataset
+from segtrain.data.read.dataset import SegDataset
+from segtrain.errors import UserError
+from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.settings import InferenceSettings
+from segtrain.files import write_atomic
+from segtrain.metrics import calibration_error
+from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
+from segtrain.results import charts
+from segtrain.results.images import draw_cards
+from segtrain.results.page import render
+from segtrain.results.records import LABELLED, Records, load_records, scores_csv
+from segtrain.results.runs import Run, departures, differing, read_run
+from segtrain.run.directory import REPORT, RESULTS
+from segtrain.text import say
+
+_WORST, _BEST, _OF_CLASS = 8, 4, 2
+
+
+class Evaluated(NamedTuple):
+    """A run with the scores of its best checkpoint.
+
+    model: None where nothing needs it, as are the data where they cannot be read.
+    """
+
+    run: Run
+    records: Records
+    model: LoadedModel | None
+    dataset: SegDataset | None
+
+
+def evaluated(directory: Path, device: torch.device) -> Evaluated:
+    """The run in `directory` with its scores, from its own file if this fits its best checkpoint.
+
+    Raises:
+        UserError: there is no run or checkpoint; or the data it needs cannot be read.
+    """
+    run = read_run(directory)
+    loaded = load_model(directory, device=device)
+    records, split = load_records(directory), loaded.config.data.eval_split
+    try:
+        dataset = open_dataset(loaded.config.data, split)
+    except UserError as error:
+        if records is None:
+            raise
+        say(f"warning: no pictures: {error}")
+        dataset = None
+    fits = records is not None and records.about.get("step") == loaded.step
+    if not fits:
+        say(f"evaluating {directory}, step {loaded.step}, on split {split}")
+        records = evaluate(loaded, dataset, device)
+    return Evaluated(run, records, loaded, dataset)
+
+
+def evaluate(loaded: LoadedModel, dataset: SegDataset, device: torch.device) -> Records:
+    """The scores of a model on a split, by this process alone."""
+    settings, config = InferenceSettings.from_config(loaded.config), loaded.config
+    with float32_products(for_evaluation(config)):
+        outcome = evaluate_dataset(
+            to_eval_precision(loaded.model, config, device),
+            dataset,
+            settings,
+            device=device,
+            num_classes=loaded.classes.num_classes,
+            progress=True,
+        )
+    names = [dataset.name(i) for i in range(len(dataset))]
+    about = {"split": dataset.split, "step": loaded.step, "inference": settings.describe()}
+    return Records.of(outcome, names, loaded.classes.names, **about)
+
+
+def report_page(found: Sequence[Evaluated], device: torch.device) -> str:
+    """The HTML of these runs; of one of them with pictures."""
+    runs = [one.run for one in found]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.directory) for run in runs]
+    scores = [one.records.scores for one in found]
+    classes = found[0].records.classes
+    calibration = {
+        name: torch.from_numpy(one.records.calibration)
+        for name, one in zip(names, found, strict=True)
+    }
+    same_classes = all(one.records.classes == classes for one in found)
+    pictures = _pictures(found[0], device) if len(found) == 1 else {}
+    return render(
+        "report.html",
+        title=", ".join(names),
+        runs=list(zip(names, runs, found, scores, strict=True)),
+        errors=[calibration_error(counts) for counts in calibration.values()],
+        classes=classes if same_classes else (),
+        labelled=found[0].records.images[..., LABELLED],
+        colors=found[0].model.classes.palette if found[0].model else (),
+        charts=_curves(dict(zip(names, runs, strict=True))),
+        confusion=charts.confusion_svg(found[0].records.matrix, classes) if len(found) == 1 else "",
+        reliability=charts.reliability_diagram(calibration),
+        options=_shown(departures(runs[0].config)) if len(runs) == 1 else {},
+        differing={key: list(map(yaml_value, v)) for key, v in _differing(runs).items()},
+        **{"cards": {}, "worst": [], "best": [], "of_class": {}} | pictures,
+    )
+
+
+def write_report(directory: Path, device: torch.device) -> Path:
+    """Writes report.html and results.csv into the directory of a run; the path of the first.
+
+    Raises:
+        UserError: as `evaluated`. OSError: it cannot be written.
+    """
+    found = evaluated(directory, device)
+    write_atomic(directory / REPORT, report_page([found], device), durable=False)
+    scores = scores_csv(found.records.scores, found.records.classes)
+    write_atomic(directory / RESULTS, scores, durable=False)
+    return directory / REPORT
+
+
+def _pictures(one: Evaluated, device: torch.device) -> dict[str, Any]:
+    """The cards to show, and which of them are the worst and best, of all and of each class."""
+    if one.dataset is None or one.model is None:
+        return {}
+    records = one.records
+    worst, best = records.worst(_WORST), records.worst(_BEST, best=True)
+    best = [i for i in best if i not in worst]
+    of_class = {
+        name: (
+            records.worst(_OF_CLASS, by_class=k),
+            records.worst(_OF_CLASS, by_class=k, best=True),
+        )
+        for k, name in enumerate(records.classes)
+    }
+    shown = {*worst, *best, *(i for lists in of_class.values() for some in lists for i in some)}
+    cards = draw_cards(one.model, one.dataset, shown, device)
+    iou = records.image_iou
+    named = {i: (records.names[i], float(iou[i]), card) for i, card in sorted(cards.items())}
+    return {"cards": named, "worst": worst, "best": best, "of_class": of_class}
+
+
+def _curves(runs: dict[str, Run]) -> list[str]:
+    """Charts of what was logged, each with a line for every run."""
+
+    def of(tag: str) -> dict[str, charts.Curve]:
+        return {name: run.curves[tag] for name, run in runs.items() if tag in run.curves}
+
+    wanted = {"train/loss": "loss", "eval/mIoU": "mIoU", "train/lr": "learning rate"}
+    found = {title: of(tag) for tag, title in wanted.items()}
+    return [charts.curves(title, lines) for title, lines in found.items() if lines]
+
+
+def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    found = differing([run.config for run in runs])
+    places = [str(run.environment.get("segtrain", "unknown")) for run in runs]
+    if len(set(places)) > 1:
+        found["segtrain"] = places
+    return found
+
+
+def _shown(options: dict[str, Any]) -> dict[str, str]:
+    return {key: yaml_value(value) for key, value in options.items()}
