@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -17,11 +18,14 @@ from sklearn.calibration import calibration_curve
 from sklearn.metrics import precision_recall_fscore_support
 
 from segtrain import cli
+from segtrain.config import Config, DataConfig
 from segtrain.errors import ConfigError, DataError
 from segtrain.metrics import Calibration, ConfusionMatrix, calibration_error, reliability
 from segtrain.results import charts
-from segtrain.results.records import Records, load_records, scores_csv, sequence_of
-from segtrain.results.runs import departures, differing, read_run
+from segtrain.results import compare as compare_module
+from segtrain.results.compare import compare, comparison_lines, verdict
+from segtrain.results.records import LABELLED, Records, load_records, scores_csv, sequences_of
+from segtrain.results.runs import Run, departures, differing, read_run
 from segtrain.run.directory import EVALUATION
 from segtrain.types import IGNORE_INDEX
 
@@ -100,7 +104,8 @@ def test_neighbours_of_a_sequence_count_once_among_the_worst():
     assert [found.names[i] for i in found.worst(4)] == ["other", "walk_000", "walk_003", "walk_006"]
     assert [found.names[i] for i in found.worst(2, best=True)] == ["walk_059", "walk_056"]
     assert found.worst(3, by_class=1) == []  # labelled nowhere
-    assert sequence_of("a/seq0001_frame12_left") == "a/seq0001_frame"
+    frames = [f"frankfurt_000{i // 30}_{i:04}0_leftImg8bit" for i in range(20, 60)]
+    assert set(sequences_of(frames)) == {"frankfurt_0000_", "frankfurt_0001_"}
     rows = list(csv.reader(io.StringIO(found.table())))
     assert rows[1] == ["other", "0.050000", "0.050000", "100", "0.050000", "0.000000"]
     assert len(rows) == 63
@@ -209,3 +214,109 @@ def test_the_confusion_matrix_is_darkest_where_a_row_has_its_pixels():
     for part in (0.9, 0.1, 0.5, 0.0):
         color = (255 * np.array(matplotlib.colormaps["Blues"](part)[:3])).round()
         assert np.abs(cells - color).max(1).min() <= 1
+
+
+def pair(rng, images=40, gain=0.0, sequences=None):
+    """Two sides whose images are drawn alike, but for a `gain` of B's accuracy."""
+    size = rng.integers(2000, 8000, (images, 4))
+    hard = rng.normal(1, 0.6, (images, 1))
+    names = [f"s{i * (sequences or 1) // images}_{i:03}" for i in range(images)]
+    if sequences is None:
+        names = [chr(97 + i % 26) + chr(97 + i // 26) for i in range(images)]
+    sides = []
+    for more in (0, gain):
+        noise = rng.normal(0, 0.5, (images, 4))
+        if sequences:
+            noise += rng.normal(0, 0.5, (sequences, 1))[np.arange(images) * sequences // images]
+        right = rng.binomial(size, 1 / (1 + np.exp(-hard - noise - more)))
+        found = right + np.roll(size - right, 1, axis=1)
+        counts = np.stack([right, size, found], axis=-1)
+        zeros = np.zeros((4, 4), int), np.zeros((2, 960), int)
+        sides.append(Records({"split": "val"}, tuple(names), tuple("abcd"), counts, *zeros))
+    return sides
+
+
+def alarms(times, **options):
+    found = [
+        compare([a], [b])
+        for a, b in (pair(np.random.default_rng(i), **options) for i in range(times))
+    ]
+    return sum(one.models.excludes_zero for one in found) / times
+
+
+@pytest.mark.parametrize("options", [{}, {"sequences": 8}])
+def test_equal_models_are_told_apart_as_often_as_the_interval_says(monkeypatch, options):
+    """One time in twenty; 120 trials of that are 1 to 12 with a probability of 0.99."""
+    monkeypatch.setattr(compare_module, "_RESAMPLES", 500)
+    assert 0.005 <= alarms(120, **options) <= 0.12
+    assert alarms(20, gain=1.0, **options) > 0.7
+
+
+def test_a_difference_its_images_and_its_classes():
+    rng = np.random.default_rng(0)
+    a, _ = pair(rng)
+    counts = a.images.copy()
+    counts[3, 2] = [0, counts[3, 2, LABELLED], 0]  # B misses a class in an image
+    b = replace(a, images=counts)
+    found = compare([a], [b])
+    assert found.unit == "40 images, paired"
+    assert found.models.value == pytest.approx(found.scores[1][0] - found.scores[0][0])
+    assert found.models.value < 0
+    assert max(found.images, key=lambda name: abs(found.images[name])) == a.names[3]
+    assert [name for name, one in found.classes.items() if one.value] == ["c"]
+    assert found.recipes is None
+    lines = "\n".join(comparison_lines(found, *[[read_like(name)] for name in "ab"]))
+    assert a.names[3] in lines
+    assert "class       c: -" in lines
+
+
+def read_like(name):
+    return Run(
+        Path(name), Config(data=DataConfig(layout="folders", root="x", classes="camvid")), {}, {}
+    )
+
+
+def test_verdicts():
+    """More than one seed a side speaks of the recipe; one does not."""
+    rng = np.random.default_rng(1)
+    first, better = pair(rng, gain=1.0)
+    worse = [replace(first, images=first.images), first]
+    assert "one seed a side cannot tell" in verdict(compare([first], [better]), only_seed=False)
+    assert "only in their seed" in verdict(compare([first], [better]), only_seed=True)
+    found = compare(worse, [better, better])
+    assert found.seed_std == 0
+    assert verdict(found, only_seed=False).startswith("B is better, beyond")
+    # Seeds that move the score by more than the recipe does.
+    found = compare([first, better], [better, first])
+    assert found.recipes.low < -0.01 < 0.01 < found.recipes.high
+    assert verdict(found, only_seed=False).startswith("no difference that images and seeds")
+    a, b = pair(rng)
+    assert verdict(compare([a], [b]), only_seed=False).startswith("no difference that the choice")
+
+
+def test_what_cannot_be_compared_is_refused(run):
+    a, b = pair(np.random.default_rng(0), sequences=1)
+    with pytest.raises(ConfigError, match="no interval over sequences"):
+        compare([a], [b], by="sequence")
+    assert "too narrow" in compare([a], [b]).notes[0]
+    for other, match in (
+        (replace(b, names=b.names[::-1]), "different images"),
+        (replace(b, classes=tuple("abcx")), "different classes"),
+        (replace(b, images=b.images + 1), "different labels"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            compare([a], [other])
+    assert segtrain("compare", run) == 2
+
+
+def test_compare_prints_and_writes(run, tmp_path, capsys):
+    """A seed that is said to be another one: the same model, which differs in nothing."""
+    second = tmp_path / "second"
+    shutil.copytree(run, second)
+    text = (second / "config.yaml").read_text()
+    (second / "config.yaml").write_text(text.replace("\nseed: 0\n", "\nseed: 7\n"))
+    assert segtrain("compare", run, second, "--json", tmp_path / "c.json") == 0
+    said = capsys.readouterr().out
+    assert "B - A       +0.00 (+0.00 to +0.00) points" in said
+    assert "config      seed: 0 in A, 7 in B" in said
+    assert json.loads((tmp_path / "c.json").read_text())["models"][0] == 0

@@ -292,6 +292,25 @@ COMMANDS = (
         "segtrain report runs/small runs/large --output both.html",
     ),
     Command(
+        "compare",
+        "commands.compare:main",
+        "say whether one model is better than another",
+        _argument("runs", "two runs; or all of side A", "RUN", Path, nargs="+"),
+        _argument("--with", "the runs of side B", "RUN", Path, nargs="+", dest="other", default=[]),
+        _argument(
+            "--by",
+            "what is drawn again (default: sequences where the names of the images show several)",
+            choices=("image", "sequence"),
+        ),
+        _argument("--json", "write all figures as JSON", "FILE", Path),
+        _DEVICE,
+        description="Compare two runs on the same images: the difference of their mIoU with an "
+        "interval\n(paired bootstrap), the classes and images that make it, what the configs "
+        "change, and a\nverdict. With several seeds a side it speaks of the recipes.",
+        epilog="examples:\n  segtrain compare runs/a runs/b\n"
+        "  segtrain compare runs/a runs/a_seed1 --with runs/b runs/b_seed1",
+    ),
+    Command(
         "predict",
         "commands.predict:main",
         "segment images of any size: label maps, colour maps and overlays",

@@ -4,11 +4,13 @@ import csv
 import io
 import json
 import math
+import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import digits
 from typing import Any
 
 import numpy as np
@@ -87,13 +89,12 @@ class Records:
         counts = self.images[..., LABELLED]
         counts = counts.sum(1) if by_class is None else counts[:, by_class]
         order = sorted(np.flatnonzero(counts).tolist(), key=lambda i: score[i], reverse=best)
-        length: dict[str, int] = defaultdict(int)
-        for name in self.names:
-            length[sequence_of(name)] += 1
+        sequences = sequences_of(self.names)
+        length = Counter(sequences)
         chosen: list[int] = []
         taken: dict[str, list[int]] = defaultdict(list)
         for i in order:
-            sequence = sequence_of(self.names[i])
+            sequence = sequences[i]
             gap = length[sequence] / _SEQUENCE_PART
             if all(abs(i - other) >= gap for other in taken[sequence]):
                 chosen.append(i)
@@ -157,9 +158,11 @@ def load_records(directory: Path) -> Records | None:
     return records
 
 
-def sequence_of(name: str) -> str:
-    """The sequence that an image belongs to: its name without the last number."""
-    return re.sub(r"\d+\D*$", "", name)
+def sequences_of(names: Sequence[str]) -> list[str]:
+    """The sequence of each image: its name without the last number and what all names end with."""
+    backwards = [name[::-1] for name in names]
+    common = os.path.commonprefix(backwards)[::-1].lstrip(digits)  # noqa: RUF071 - of letters
+    return [re.sub(r"\d+\D*$", "", name.removesuffix(common)) for name in names]
 
 
 def scores_csv(scores: Scores, classes: Sequence[str]) -> str:

@@ -1,0 +1,254 @@
+"""Is one model better than another? The same images under both, resampled together.
+
+The interval is that of a paired bootstrap (Efron and Tibshirani, 1993): images are drawn with
+replacement, or whole sequences, whose images are alike; both models get the same ones, and the
+difference of their mIoU is taken anew. For few units the percentiles are widened as Hesterberg
+(2015, doi:10.1080/00031305.2015.1089789, section 4.3) does it: without that the interval of ten
+images would miss one time in eight instead of one in twenty.
+
+It says how the models differ on images like these. How far the seed moves a score is another
+question: it needs several runs of a recipe. Their variance then joins that of the images.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from segtrain.config.loading import yaml_value
+from segtrain.errors import ConfigError
+from segtrain.results.records import LABELLED, RIGHT, Records, sequences_of
+from segtrain.results.runs import Run, differing
+from segtrain.text import counted, first_of, printable
+
+CONFIDENCE = 0.95
+_RESAMPLES = 2000
+_SHOWN = 5
+# Of a bootstrap; a result that another seed would change is none.
+_SEED = 0
+
+
+class Interval(NamedTuple):
+    """A difference, B minus A, with its interval of 95 %; NaN if none can be had."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the difference is more than chance, as far as the interval knows it."""
+        return self.low > 0 or self.high < 0
+
+    def __str__(self) -> str:
+        if math.isnan(self.low):
+            return _points(self.value)
+        return f"{_points(self.value)} ({_points(self.low)} to {_points(self.high)})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two sides, A and B, of one or several runs each.
+
+    models: of the mean mIoU of the runs, over the images. recipes: with the variance of the seeds;
+    None: one run a side, which cannot tell it. seed_std: of the mIoU of runs of one side.
+    classes: by name. images: by name, how much the difference changes without it.
+    unit: what was resampled, in words.
+    """
+
+    scores: tuple[tuple[float, ...], tuple[float, ...]]
+    models: Interval
+    recipes: Interval | None
+    seed_std: float | None
+    classes: dict[str, Interval]
+    images: dict[str, float]
+    unit: str
+    notes: tuple[str, ...]
+
+
+def compare(a: Sequence[Records], b: Sequence[Records], *, by: str | None = None) -> Comparison:
+    """Compares two sides; each has a run or several that differ in their seed only.
+
+    by: `image` or `sequence`; None: sequences where the names show several.
+
+    Raises:
+        ConfigError: they were evaluated on other images, labels or classes, or there is only one
+            sequence.
+    """
+    for other in (*a, *b):
+        _check_same(a[0], other)
+    sequences = sequences_of(a[0].names)
+    units, unit, notes = _units(sequences, by)
+    sides = [np.stack([one.images for one in side]) for side in (a, b)]  # (runs, N, K, 3)
+    scores = tuple(tuple(_miou(one.sum(0)).item() for one in side) for side in sides)
+
+    # (runs, U, K, 3), and the totals of each resample (R, runs, K, 3).
+    grouped = [_sums_by(units, side) for side in sides]
+    number = grouped[0].shape[1]
+    rng = np.random.default_rng(_SEED)
+    weights = rng.multinomial(number, np.full(number, 1 / number), _RESAMPLES).astype(np.float64)
+    drawn = [np.einsum("ru,sukc->rskc", weights, side, optimize=True) for side in grouped]
+    means = [_miou(totals).mean(1) for totals in drawn]
+    value = float(np.mean(scores[1]) - np.mean(scores[0]))
+    models = _interval(value, means[1] - means[0], number)
+    by_class = [_iou(totals).mean(1) for totals in drawn]  # (R, K)
+    now = [_iou(side.sum(1)).mean(0) for side in sides]
+    classes = {
+        name: _interval(float(now[1][k] - now[0][k]), by_class[1][:, k] - by_class[0][:, k], number)
+        for k, name in enumerate(a[0].classes)
+        if not math.isnan(now[1][k] - now[0][k])
+    }
+    seed_std, recipes = _with_seeds(value, models, scores, number)
+    without = [_miou(side.sum(1, keepdims=True) - side).mean(0) for side in sides]
+    influence = value - (without[1] - without[0])
+    images = dict(zip(a[0].names, influence.tolist(), strict=True))
+    return Comparison(scores, models, recipes, seed_std, classes, images, unit, notes)
+
+
+def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> list[str]:
+    """The comparison in words; the last line is the verdict."""
+    lines = []
+    for letter, runs, scores in zip("AB", (a, b), found.scores, strict=True):
+        each = ", ".join(f"{100 * score:.2f}" for score in scores)
+        names = first_of((run.directory for run in runs), 3)
+        lines.append(f"{letter}           {names}: mIoU {each}")
+    lines.append(f"B - A       {found.models} points of mIoU, {CONFIDENCE:.0%} interval over")
+    lines[-1] += f" {found.unit}"
+    if found.seed_std is not None:
+        spread = _points(found.seed_std)[1:]
+        lines.append(f"seeds       move the mIoU of a recipe by {spread} (standard deviation)")
+    if found.recipes is not None:
+        lines.append(f"recipes     {found.recipes} points, seeds and images together")
+    lines += [f"note        {note}" for note in found.notes]
+    ranked = sorted(found.classes.items(), key=lambda one: -abs(one[1].value))
+    for name, interval in ranked[:_SHOWN]:
+        lines.append(f"class       {printable(name, 40)}: {interval}")
+    most = sorted(found.images.items(), key=lambda one: -abs(one[1]))[:_SHOWN]
+    for name, change in most:
+        if change:
+            lines.append(f"image       {printable(name, 80)}: {_points(change, 3)} of it")
+    different = differing([runs[0].config for runs in (a, b)])
+    for key, (before, after) in different.items():
+        lines.append(f"config      {key}: {yaml_value(before)} in A, {yaml_value(after)} in B")
+    return [*lines, f"verdict     {verdict(found, only_seed=set(different) <= {'seed'})}"]
+
+
+def verdict(found: Comparison, *, only_seed: bool) -> str:
+    """One sentence. only_seed: the configs differ in nothing else."""
+    better = "B" if found.models.value > 0 else "A"
+    if only_seed and found.models.value != 0:
+        return (
+            f"the runs differ only in their seed, which alone moves mIoU by "
+            f"{_points(abs(found.models.value))[1:]} points here: what changes less is no finding"
+        )
+    if math.isnan(found.models.low):
+        return "no interval can be had, so no verdict"
+    if found.recipes is not None:
+        if found.recipes.excludes_zero:
+            return f"{better} is better, beyond what images and seeds explain"
+        return "no difference that images and seeds do not explain"
+    if not found.models.excludes_zero:
+        return "no difference that the choice of images does not explain"
+    return (
+        f"this model {better} is better on images like these; whether its recipe is, one seed a "
+        "side cannot tell: train both with further seeds and name all runs"
+    )
+
+
+def _units(sequences: Sequence[str], by: str | None) -> tuple[np.ndarray, str, tuple[str, ...]]:
+    """The unit of each image, (N,), what they are in words, and what to note."""
+    _, numbers = np.unique(sequences, return_inverse=True)
+    number, images = int(numbers.max()) + 1, len(sequences)
+    if by == "sequence" and number == 1:
+        raise ConfigError(
+            "--by sequence: the names of the images show one sequence only "
+            f"({printable(sequences[0] or '', 60)}...): no interval over sequences can be had"
+        )
+    if by == "sequence" or (by is None and 1 < number <= images / 2):
+        what = counted(number, "sequence", "sequences")
+        return numbers, f"{what} of {images} images, paired", ()
+    notes: tuple[str, ...] = ()
+    if number <= images / 2:
+        notes = (
+            f"the names show {counted(number, 'sequence', 'sequences')}: if the images are frames "
+            "of a video, they are alike, and the interval is too narrow",
+        )
+    return np.arange(images), f"{images} images, paired", notes
+
+
+def _check_same(one: Records, other: Records) -> None:
+    """Refuses records of other images, labels or classes."""
+    splits = f"split {other.about.get('split')} against {one.about.get('split')}"
+    if one.classes != other.classes:
+        raise ConfigError("the runs have different classes: they cannot be compared")
+    if one.names != other.names:
+        raise ConfigError(f"the runs were evaluated on different images ({splits})")
+    if not np.array_equal(one.images[..., LABELLED], other.images[..., LABELLED]):
+        differ = (one.images[..., LABELLED] != other.images[..., LABELLED]).any(1)
+        names = [one.names[i] for i in np.flatnonzero(differ)]
+        raise ConfigError(f"the runs were evaluated on different labels: {first_of(names, 3)}")
+
+
+def _with_seeds(
+    value: float, models: Interval, scores: Sequence[Sequence[float]], number: int
+) -> tuple[float | None, Interval | None]:
+    """The standard deviation of seeds, and the interval with it.
+
+    Sides share their variance, so that a side of one run can be compared. The variances of seeds
+    and images add up; the degrees of freedom are those of Welch and Satterthwaite.
+    """
+    freedom = sum(len(side) - 1 for side in scores)
+    if freedom == 0 or math.isnan(models.low):
+        return None, None
+    squares = sum(float(np.var(side)) * len(side) for side in scores)
+    variance = squares / freedom
+    of_seeds = variance * sum(1 / len(side) for side in scores)
+    half = (models.high - models.low) / 2
+    of_images = (half / stats.t.ppf(0.5 + CONFIDENCE / 2, number - 1)) ** 2
+    total = of_seeds + of_images
+    if total == 0:
+        return 0.0, Interval(value, value, value)
+    degrees = total**2 / (of_seeds**2 / freedom + of_images**2 / (number - 1))
+    wide = stats.t.ppf(0.5 + CONFIDENCE / 2, degrees) * math.sqrt(total)
+    return math.sqrt(variance), Interval(value, value - wide, value + wide)
+
+
+def _interval(value: float, drawn: np.ndarray, number: int) -> Interval:
+    """The widened percentile interval of resamples `drawn`, (R,), of `number` units."""
+    drawn = drawn[np.isfinite(drawn)]
+    if number < 2 or not len(drawn):
+        return Interval(value, math.nan, math.nan)
+    quantile = stats.t.ppf(0.5 - CONFIDENCE / 2, number - 1) * math.sqrt(number / (number - 1))
+    tail = stats.norm.cdf(quantile)
+    low, high = np.quantile(drawn, [tail, 1 - tail])
+    return Interval(value, float(low), float(high))
+
+
+def _sums_by(units: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """(runs, U, K, 3) float64: the sums of `counts`, (runs, N, K, 3), of each unit."""
+    sums = np.zeros((len(counts), int(units.max()) + 1, *counts.shape[2:]))
+    for run, one in zip(sums, counts, strict=True):
+        np.add.at(run, units, one)
+    return sums
+
+
+def _iou(counts: np.ndarray) -> np.ndarray:
+    """(..., K) of counts (..., K, 3); NaN without pixels."""
+    right = counts[..., RIGHT]
+    with np.errstate(invalid="ignore"):
+        return right / (counts[..., LABELLED:].sum(-1) - right)
+
+
+def _miou(counts: np.ndarray) -> np.ndarray:
+    """(...) of counts (..., K, 3): the mean over the classes that are there."""
+    iou = _iou(counts)
+    there = np.isfinite(iou)
+    with np.errstate(invalid="ignore"):
+        return np.where(there, iou, 0).sum(-1) / there.sum(-1)
+
+
+def _points(value: float, digits: int = 2) -> str:
+    return f"{100 * value:+.{digits}f}"
