@@ -82,7 +82,7 @@ def test_images_are_counted_alone_and_with_their_probabilities(mode):
         scores = np.exp(-np.abs(image[..., :1].astype(float) - np.arange(CLASSES)))
         known.append((scores.max(2) / scores.sum(2))[valid])
         right.append((image[..., 0] == label)[valid])
-    assert np.array_equal(outcome.images, expected)
+    assert np.array_equal(outcome.images.numpy(), expected)
     bins = np.minimum(np.concatenate(known) * 960, 959).astype(int)
     cells = np.bincount(bins + 960 * np.concatenate(right), minlength=1920).reshape(2, 960)
     assert np.array_equal(outcome.calibration.counts.numpy(), cells)

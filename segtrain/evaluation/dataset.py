@@ -114,14 +114,14 @@ class Outcome(NamedTuple):
     """What an evaluation counts, the same on every rank.
 
     matrix, calibration: of all pixels that are not ignored.
-    images: (N, K, 3) int64 on the host: of each image and class the pixels that are right, labelled
-        and predicted as this class.
+    images: (N, K, 3) int64: of each image and class the pixels that are right, labelled and
+        predicted as this class.
     num_by_windows: images for which there was no memory as a whole.
     """
 
     matrix: ConfusionMatrix
     calibration: Calibration
-    images: np.ndarray
+    images: Tensor
     num_by_windows: int
 
 
@@ -242,9 +242,7 @@ class _Counts:
         self._matrix.sum_over_ranks()
         self._calibration.sum_over_ranks()
         dist.all_reduce_sum(self._images)
-        return Outcome(
-            self._matrix, self._calibration, self._images.cpu().numpy(), num_by_windows
-        )
+        return Outcome(self._matrix, self._calibration, self._images, num_by_windows)
 
 
 def settings_by_size(

@@ -52,8 +52,8 @@ class Records:
         cls, outcome: Outcome, names: Sequence[str], classes: Sequence[str], **about: Any
     ) -> "Records":
         """Those of an evaluation of images of these `names`."""
-        counts = (x.counts.cpu().numpy() for x in (outcome.matrix, outcome.calibration))
-        return cls(about, tuple(names), tuple(classes), outcome.images, *counts)
+        counts = outcome.images, outcome.matrix.counts, outcome.calibration.counts
+        return cls(about, tuple(names), tuple(classes), *(x.cpu().numpy() for x in counts))
 
     @property
     def scores(self) -> Scores:

@@ -58,7 +58,7 @@ def evaluate(run: TrainRun) -> bool:
     liveness.beat("evaluation", step)
     pictures: dict[int, str] = {}
     try:
-        outcome = _evaluated(run, pictures)
+        outcome = _evaluate_split(run, pictures)
     except StoppedError:
         run.step_sync.ask(stop=True)
         log.lines([f"the evaluation after step {step} was stopped; --resume repeats it"])
@@ -99,7 +99,7 @@ def _keep_records(run: TrainRun, outcome: Outcome) -> None:
         run.log.lines([f"warning: {EVALUATION} cannot be written: {error}"])
 
 
-def _evaluated(run: TrainRun, pictures: dict[int, str]) -> Outcome:
+def _evaluate_split(run: TrainRun, pictures: dict[int, str]) -> Outcome:
     """What the evaluation split says; adds the pictures to show (collective).
 
     Raises:
@@ -147,7 +147,7 @@ def _at_once(run: TrainContext) -> int:
     return 1 if run.state.shares is None else run.state.shares.at_once
 
 
-def _evaluated(run: TrainContext, samples: Sequence[Sample], **options: Any) -> ConfusionMatrix:
+def _evaluated(run: TrainContext, samples: Sequence[Sample], **options: Any) -> Outcome:
     """`evaluate_dataset` as a run calls it."""
     config = run.config
     with float32_products(for_evaluation(config)):
