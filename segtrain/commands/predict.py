@@ -185,7 +185,7 @@ def predict_images(
         groups = groups_of(photos(), limits.num_images)
         predicted = ((group, _predict(model, group, transfer, limits)) for group in groups)
         for group, found in transfer.late_to_host(predicted):
-            for photo, (label, is_finite) in zip(group, found, strict=True):
+            for photo, (label, is_finite, _) in zip(group, found, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(
                     is_finite=bool(is_finite.numpy()),
                     in_parts=photo.settings.mode != settings.usual.mode,
