@@ -63,7 +63,7 @@ def test_any_ranks_show_the_same_pictures_of_the_whole_split(run_ranks, tmp_path
     data = tmp_path / "data"
     data.mkdir()
     write_data(data)  # 3 images to evaluate
-    options = small(data, train={"steps": 1, "shares": 2})
+    options = small(data, train={"steps": 1, "shares": 2}, log={"charts": True})
     config = write_config(tmp_path / "c.yaml", options)
     pictures = []
     for ranks in (1, 2):

@@ -308,7 +308,7 @@ COMMANDS = (
         "interval\n(paired bootstrap), the classes and images that make it, what the configs "
         "change, and a\nverdict. With several seeds a side it speaks of the recipes.",
         epilog="examples:\n  segtrain compare runs/a runs/b\n"
-        "  segtrain compare runs/a runs/a_seed1 --with runs/b runs/b_seed1",
+        "segtrain compare runs/a runs/a_seed1 --with runs/b runs/b_seed1",
     ),
     Command(
         "predict",

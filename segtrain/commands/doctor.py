@@ -13,7 +13,10 @@ from segtrain.errors import EXIT_CONFIG, EXIT_OK
 from segtrain.run.environment import LIBRARIES, library_version
 from segtrain.text import printable
 
-_REQUIRED = (*LIBRARIES, "pydantic", "pyyaml", "safetensors", "tensorboard", "tqdm")
+_REQUIRED = (
+    *(*LIBRARIES, "pydantic", "pyyaml", "safetensors", "tensorboard", "tqdm"),
+    *("matplotlib", "jinja2", "scipy"),
+)
 _OPTIONAL = dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "segtrain export --format onnx")
 _OPTIONAL |= {"timm": "model.backbone: timm/NAME", "pycocotools": "segtrain data import"}
 _COMPILER = os.environ.get("CXX", "g++")  # as torch.compile finds it
