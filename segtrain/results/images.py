@@ -10,9 +10,9 @@ import torch
 
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.data.read.dataset import SegDataset
-from segtrain.distributed import collectives as dist
-from segtrain.evaluation.dataset import Prediction, evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.dataset import Prediction
+from segtrain.evaluation.inference import predict_label
+from segtrain.evaluation.settings import InferenceSettings, SettingsBySize, fitting_pixels
 from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
 from segtrain.run.pictures import as_rgb, error_map, overlay
 
@@ -51,13 +51,18 @@ class Chosen(Sequence[tuple[np.ndarray, np.ndarray]]):
 def draw_cards(
     loaded: LoadedModel, dataset: SegDataset, indices: Iterable[int], device: torch.device
 ) -> dict[int, Card]:
-    """A card for each of these images; by this process alone."""
-    chosen = Chosen(dataset, sorted(set(indices)))
+    """A card for each of these images, by this process alone."""
+    config, palette = loaded.config, dataset.classes.palette
+    most = fitting_pixels(device, loaded.classes.num_classes, ranks=1)
+    settings = SettingsBySize.that_fit(InferenceSettings.from_config(config), most)
+    model = to_eval_precision(loaded.model, config, device).eval()
     found: dict[int, Card] = {}
-    palette = dataset.classes.palette
-
-    def draw(prediction: Prediction) -> None:
-        index, image, label, pred = chosen.original(prediction)
+    for index in sorted(set(indices)):
+        image, label = dataset[index]
+        pixels = torch.from_numpy(image).to(device).permute(2, 0, 1).unsqueeze(0)
+        with float32_products(for_evaluation(config)):
+            how = settings.of(image.shape[:2])
+            pred = predict_label(model, pixels, how, label.shape).cpu().numpy()
         image = as_rgb(image, dataset.form.value_range)
         if image.shape[:2] != label.shape:
             image = cv2.resize(image, label.shape[::-1], interpolation=cv2.INTER_AREA)
@@ -66,17 +71,6 @@ def draw_cards(
             _webp(overlay(image, label, palette, alpha=_OPACITY)),
             _webp(overlay(image, pred, palette, alpha=_OPACITY)),
             _webp(error_map(label, pred), smooth=False),
-        )
-
-    config = loaded.config
-    with dist.alone(), float32_products(for_evaluation(config)):
-        evaluate_dataset(
-            to_eval_precision(loaded.model, config, device),
-            chosen,
-            InferenceSettings.from_config(config),
-            device=device,
-            num_classes=loaded.classes.num_classes,
-            callbacks=[draw],
         )
     return found
 

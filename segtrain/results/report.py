@@ -14,7 +14,8 @@ from segtrain.checkpoint.loading import LoadedModel, load_model
 from segtrain.config.loading import yaml_value
 from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
-from segtrain.errors import UserError
+from segtrain.distributed import collectives as dist
+from segtrain.errors import ConfigError, UserError
 from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.files import write_atomic
@@ -47,7 +48,8 @@ def evaluated(directory: Path, device: torch.device) -> Evaluated:
     """The run in `directory` with its scores, from its own file if this fits its best checkpoint.
 
     Raises:
-        UserError: there is no run or checkpoint; or the data it needs cannot be read.
+        UserError: there is no run or checkpoint; or the data it needs cannot be read; or this is a
+            rank of several, and there are no scores.
     """
     run = read_run(directory)
     loaded = load_model(directory, device=device)
@@ -61,6 +63,8 @@ def evaluated(directory: Path, device: torch.device) -> Evaluated:
         dataset = None
     fits = records is not None and records.about.get("step") == loaded.step
     if not fits:
+        if dist.world_size() > 1:
+            raise ConfigError(f"{directory}: the scores of its best checkpoint are missing")
         say(f"evaluating {directory}, step {loaded.step}, on split {split}")
         records = evaluate(loaded, dataset, device)
     return Evaluated(run, records, loaded, dataset)

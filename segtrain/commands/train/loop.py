@@ -18,7 +18,7 @@ from segtrain.distributed.liveness import has_launcher, write_exit_status
 from segtrain.distributed.machine import keep_freed_memory
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import exit_code
-from segtrain.errors import EXIT_OK, UserError
+from segtrain.errors import EXIT_OK
 from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products
 from segtrain.results.report import write_report
@@ -54,11 +54,12 @@ def run(request: TrainRequest) -> int:
 
 
 def _report(run: TrainRun) -> None:
-    """Writes the page about the run; a run is complete without it."""
+    """Writes the page about the run, which is complete without it, whatever goes wrong."""
     try:
         say(f"report     {write_report(run.directory, run.device)}")
-    except (UserError, OSError) as error:
-        say(f"warning: no report: {error}; try segtrain report {shlex.quote(str(run.directory))}")
+    except Exception as error:
+        again = f"segtrain report {shlex.quote(str(run.directory))}"
+        say(f"warning: no report ({type(error).__name__}: {error}); try {again}")
 
 
 def train(run: TrainRun) -> None:
