@@ -250,7 +250,7 @@ def settings_by_size(
     settings: InferenceSettings,
     device: torch.device,
     num_classes: int,
-    at_once: int,
+    at_once: int = 1,
 ) -> SettingsBySize:
     """How `evaluate_dataset` chooses windows by memory."""
     ranks = dist.local_world_size() * at_once

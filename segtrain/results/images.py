@@ -10,9 +10,9 @@ import torch
 
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.data.read.dataset import SegDataset
-from segtrain.evaluation.dataset import Prediction
+from segtrain.evaluation.dataset import Prediction, settings_by_size
 from segtrain.evaluation.inference import predict_label
-from segtrain.evaluation.settings import InferenceSettings, SettingsBySize, fitting_pixels
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
 from segtrain.run.pictures import as_rgb, error_map, overlay
 
@@ -53,9 +53,9 @@ def draw_cards(
 ) -> dict[int, Card]:
     """A card for each of these images, by this process alone."""
     config, palette = loaded.config, dataset.classes.palette
-    most = fitting_pixels(device, loaded.classes.num_classes, ranks=1)
-    settings = SettingsBySize.that_fit(InferenceSettings.from_config(config), most)
     model = to_eval_precision(loaded.model, config, device).eval()
+    num_classes, usual = loaded.classes.num_classes, InferenceSettings.from_config(config)
+    settings = settings_by_size(model, usual, device, num_classes)
     found: dict[int, Card] = {}
     for index in sorted(set(indices)):
         image, label = dataset[index]
