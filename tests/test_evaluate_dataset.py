@@ -97,9 +97,8 @@ def test_images_that_do_not_fit_as_a_whole_go_by_windows(monkeypatch, capsys, mo
     seen = []
     model = RedModel()
     model.register_forward_hook(lambda _, inputs, __: seen.append(tuple(inputs[0].shape[2:])))
-    counts = []
-    evaluate(RedImages(9), model, **how, on_windows=counts.append)
-    assert counts == [0 if mode_is_given else 3]
+    outcome = outcome_of(RedImages(9), model, **how)
+    assert outcome.num_by_windows == (0 if mode_is_given else 3)
     whole = {(7, 11), (7, 12), (8, 11), (8, 12)}
     large = {(9, 11), (9, 12)} if mode_is_given else {(5, 6)}
     assert set(seen) == whole | large
