@@ -25,6 +25,7 @@ from segtrain.evaluation import settings as evaluation_settings
 from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
 from segtrain.metrics import ConfusionMatrix
+from segtrain.run.pictures import Tint
 from segtrain.types import SegLogits
 
 K = 5
@@ -155,6 +156,7 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch)
             settings=SettingsBySize(SETTINGS, SETTINGS),
             classes=SimpleNamespace(num_classes=K),
             device=CUDA,
+            tint=Tint([]),
         )
     assert sorted(written) == ["0", "1", "2", "3", "4"]
     assert len(Mark.waits) == 3

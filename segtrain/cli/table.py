@@ -78,6 +78,13 @@ def _fraction_below_1(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected a number of at least 0 and below 1: '{text}'")
 
 
+def _opacity(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got '{text}'")
+
+
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     if len(set(names)) < len(names) or not all(names):
@@ -318,6 +325,11 @@ COMMANDS = (
         _argument("inputs", "image, or folder of images", "INPUT", Path, nargs="+"),
         _argument("--output", "where to write the results", "DIR", Path, required=True),
         _switch("--overwrite", "replace results that are already there"),
+        _argument("--probabilities", "also write those of every class", choices=("npz", "tif")),
+        _argument(
+            "--opacity", "of the colours in overlays (default: 0.5)", "X", _opacity, default=0.5
+        ),
+        _argument("--clear", "classes that overlays leave clear", "A,B", _names, default=()),
         _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
         _DEVICE,
         examples="segtrain predict runs/own photos/ extra.jpg --output predictions",

@@ -1,4 +1,4 @@
-"""`segtrain predict`: label maps, colour maps and overlays for images of any size.
+"""`segtrain predict`: label maps, colour maps and overlays for images of any size, and videos.
 
 As in training, pixels count as they are stored: a rotation in the file's EXIF is ignored, and the
 command says so.
@@ -20,21 +20,28 @@ from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
 from segtrain.commands.evaluate import set_after_training
+from segtrain.commands.video import overlay_video
 from segtrain.data.check.findings import find_darkness
 from segtrain.data.check.values import ImageValues, image_values
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
-from segtrain.data.read.find import first_lines
+from segtrain.data.read.find import VIDEO_SUFFIXES, first_lines
 from segtrain.data.read.image import ImageForm, form_of, ignore_missing
 from segtrain.data.read.photos import Source, find_images, form_of_file, read_photo
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.raster import raster_size, refuse_short_side
 from segtrain.distributed.process_group import device_for
-from segtrain.errors import EXIT_OK, DataError, ExecutionError
+from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.dataset import Transfer
 from segtrain.evaluation.inference import LabelMap, predict_labels
-from segtrain.evaluation.raster import geo_tags, num_blocks, predict_raster, write_label
+from segtrain.evaluation.raster import (
+    geo_tags,
+    num_blocks,
+    predict_raster,
+    write_label,
+    write_probabilities,
+)
 from segtrain.evaluation.settings import (
     BatchLimits,
     InferenceSettings,
@@ -54,7 +61,7 @@ from segtrain.models.precision import (
 )
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
-from segtrain.text import counted, printable
+from segtrain.text import counted, first_of, printable
 
 # Everything else was decided when the model was trained.
 _SETTABLE = ("eval.", "data.short_side_px", "train.precision")
@@ -75,6 +82,7 @@ class Notes(NamedTuple):
     in_parts: bool = False  # too large for the mode `whole` of the settings
     values: ImageValues | None = None
     is_finite: bool = True  # whether its scores are; else its prediction means nothing
+    cut_short: str = ""  # a video whose last frames are missing
 
 
 class Photo(NamedTuple):
@@ -94,7 +102,8 @@ def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code.
 
     args: source (run directory or checkpoint), inputs (files and folders), output (a directory),
-        device ("auto", "cpu" or "cuda"), set (a list of `section.key=value`), overwrite.
+        device ("auto", "cpu" or "cuda"), set (a list of `section.key=value`), overwrite,
+        probabilities (None, "npz" or "tif"), opacity (of overlays), clear (names of classes).
 
     Raises:
         DataError: nothing to predict; or, after all others are done, images that cannot be read.
@@ -122,28 +131,34 @@ def main(args: argparse.Namespace) -> int:
         print(skipped)
 
     form = form_of(config.data)
+    tint = pictures.make_tint(loaded.classes, args.opacity, args.clear)
+    videos = [source for source in sources if source.path.suffix.lower() in VIDEO_SUFFIXES]
+    if videos and (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
+        raise DataError(
+            f"{printable(videos[0].path)}: frames are RGB of 8 bits, and the model was trained on "
+            f"{form.channels} channels of {form.dtype}"
+        )
+    how = {"form": form, "settings": settings, "classes": loaded.classes, "device": device}
     with float32_products(for_evaluation(config)):
-        sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in sources}
+        images = [source for source in sources if source not in videos]
+        sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in images}
         rasters = {source: size for source, size in sizes.items() if size is not None}
+        if rasters and args.probabilities:
+            raise ConfigError(
+                f"--probabilities: not for a raster that is read in parts: "
+                f"{first_of(source.path for source in rasters)}"
+            )
         notes = predict_images(
             model,
-            [source for source in sources if source not in rasters],
+            [source for source in images if source not in rasters],
             output,
-            form=form,
-            settings=settings,
-            classes=loaded.classes,
-            device=device,
+            tint=tint,
+            probabilities=args.probabilities,
+            **how,
         )
-        notes += predict_rasters(
-            model,
-            rasters,
-            output,
-            form=form,
-            settings=settings,
-            classes=loaded.classes,
-            device=device,
-        )
-    _summarize(notes, output)
+        notes += predict_rasters(model, rasters, output, **how)
+        of_videos = predict_videos(model, videos, output, tint=tint, **how)
+    _summarize(notes, of_videos, output)
     return EXIT_OK
 
 
@@ -156,10 +171,13 @@ def predict_images(
     settings: SettingsBySize,
     classes: ClassFile,
     device: torch.device,
+    tint: pictures.Tint,
+    probabilities: str | None = None,
 ) -> list[Notes]:
     """Writes the predictions for every image that can be read; returns notes on every image.
 
-    form: of the images in training; see `read_photo`.
+    form: of the images in training; see `read_photo`. probabilities: of every class too, as `npz`
+        or `tif`.
 
     Raises:
         ExecutionError: the disk is full or not writable.
@@ -181,23 +199,32 @@ def predict_images(
             else:
                 yield Photo(i, source, *found, settings.of(found[0].shape[:2]))
 
-    def finished() -> Iterator[tuple[Source, np.ndarray, np.ndarray]]:
+    wanted = "all" if probabilities else "none"
+
+    def finished() -> Iterator[tuple[Source, np.ndarray, np.ndarray, np.ndarray | None]]:
         groups = groups_of(photos(), limits.num_images)
-        predicted = ((group, _predict(model, group, transfer, limits)) for group in groups)
+        predicted = ((group, _predict(model, group, transfer, limits, wanted)) for group in groups)
         for group, found in transfer.late_to_host(predicted):
-            for photo, (label, is_finite, _) in zip(group, found, strict=True):
+            for photo, (label, is_finite, known) in zip(group, found, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(
                     is_finite=bool(is_finite.numpy()),
                     in_parts=photo.settings.mode != settings.usual.mode,
                 )
                 image = pictures.as_rgb(photo.pixels.numpy(), form.value_range)
-                yield photo.source, image, np.maximum(label.numpy(), photo.missing)
+                known = None if known is None else known.float().numpy()
+                yield photo.source, image, np.maximum(label.numpy(), photo.missing), known
                 bar.update()
 
-    def write(prediction: tuple[Source, np.ndarray, np.ndarray]) -> None:
-        source, image, label = prediction
-        pictures.write_prediction(output, source.name, image, label, classes)
-        if tags := geo_tags(source.path):
+    def write(prediction: tuple[Source, np.ndarray, np.ndarray, np.ndarray | None]) -> None:
+        source, image, label, known = prediction
+        pictures.write_prediction(output, source.name, image, label, classes, tint)
+        tags = geo_tags(source.path)
+        if known is not None:
+            path = output / pictures.PROBABILITIES / f"{source.name}.{probabilities}"
+            with os_errors_as(ExecutionError, path, "cannot be written"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_probabilities(path, known, classes.names, tags)
+        if tags:
             path = output / pictures.LABELS / f"{source.name}.tif"
             with os_errors_as(ExecutionError, path, "cannot be written"):
                 write_label(path, label, pictures.raw_ids(classes), tags)
@@ -256,6 +283,40 @@ def predict_rasters(
     return notes
 
 
+def predict_videos(
+    model: nn.Module,
+    videos: Sequence[Source],
+    output: Path,
+    *,
+    form: ImageForm,
+    settings: SettingsBySize,
+    classes: ClassFile,
+    device: torch.device,
+    tint: pictures.Tint,
+) -> list[Notes]:
+    """Writes a video of the overlays of each; returns notes on each."""
+    limits = batch_limits(settings.usual, device, classes.num_classes)
+
+    def draw(frame: np.ndarray) -> np.ndarray:
+        pixels = torch.from_numpy(frame).to(device).permute(2, 0, 1).unsqueeze(0)
+        size = frame.shape[0], frame.shape[1]
+        (found,) = predict_labels(model, [pixels], settings.of(size), [size], limits)
+        return tint.over(frame, found.label.cpu().numpy())
+
+    notes = []
+    for source in videos:
+        path = output / pictures.VIDEOS / f"{source.name}.mp4"
+        with os_errors_as(ExecutionError, path, "cannot be written"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            warning = overlay_video(source.path, path, draw)
+        except DataError as error:
+            notes.append(Notes(str(error)))
+        else:
+            notes.append(Notes(cut_short=warning))
+    return notes
+
+
 def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
     """Neighbouring images with the same settings, up to `most`, whose views may share batches."""
     group: list[Photo] = []
@@ -290,7 +351,7 @@ def _decode(
 
 
 def _predict(
-    model: nn.Module, group: list[Photo], transfer: Transfer, limits: BatchLimits
+    model: nn.Module, group: list[Photo], transfer: Transfer, limits: BatchLimits, wanted: str
 ) -> list[LabelMap]:
     """The predictions for a group of images; on CUDA they are only asked for."""
     settings, sizes = group[0].settings, [photo.pixels.shape[:2] for photo in group]
@@ -307,20 +368,27 @@ def _predict(
     with memory_failures(lambda: message), bar:
         moved = [transfer.to_device(photo.pixels) for photo in group]
         images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
-        return predict_labels(model, images, settings, sizes, limits, on_windows=bar.update)
+        asked = {"probabilities": wanted, "on_windows": bar.update}
+        return predict_labels(model, images, settings, sizes, limits, **asked)
 
 
-def _summarize(notes: Sequence[Notes], output: Path) -> None:
-    """Prints what was done; raises DataError for images that cannot be read."""
+def _summarize(images: Sequence[Notes], videos: Sequence[Notes], output: Path) -> None:
+    """Prints what was done; raises DataError for files that cannot be read."""
+    notes = [*images, *videos]
     values = [note.values for note in notes if note.values is not None]
     kinds = f"{{{','.join(pictures.KINDS)}}}"
-    num_done = sum(not note.problem for note in notes)
-    print(f"{num_done} of {len(notes)} images: {printable(output)}/{kinds}")
+    for found, what, where in ((images, "images", kinds), (videos, "videos", pictures.VIDEOS)):
+        if found:
+            num_done = sum(not note.problem for note in found)
+            print(f"{num_done} of {len(found)} {what}: {printable(output)}/{where}")
     if num_in_parts := sum(note.in_parts for note in notes):
         print(f"{num_in_parts} of them too large to be predicted as a whole: in parts")
     if turned := sum(note.turned for note in notes):
         asks = counted(turned, "of them asks", "of them ask")
         print(f"{asks} for a rotation by EXIF; it was ignored, as in training")
+    for note in notes:
+        if note.cut_short:
+            print(f"warning: {note.cut_short}")
     if dark := find_darkness(values):
         print(f"warning: {dark.lines()[0]}")
     if infinite := sum(not note.is_finite for note in notes):
@@ -330,5 +398,5 @@ def _summarize(notes: Sequence[Notes], output: Path) -> None:
         )
     if problems := [note.problem for note in notes if note.problem]:
         raise DataError(
-            first_lines(f"{len(problems)} of {len(notes)} images cannot be read", problems)
+            first_lines(f"{len(problems)} of {len(notes)} files cannot be read", problems)
         )

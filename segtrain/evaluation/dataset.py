@@ -76,7 +76,7 @@ class Transfer:
         self, predicted: tuple[T, Sequence[LabelMap]]
     ) -> tuple[T, list[LabelMap], "torch.cuda.Event"]:
         item, maps = predicted
-        copies = [LabelMap(*map(self._copy, found[:2])) for found in maps]
+        copies = [LabelMap(*(x if x is None else self._copy(x) for x in found)) for found in maps]
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
         return item, copies, copied
@@ -333,13 +333,14 @@ class _Images:
             moved = [self.transfer.to_device(one.image) for one in group]
             images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
             how = settings, sizes, self.limits
-            asked = {"with_probability": True, "on_windows": self._leave_if_asked}
+            asked = {"probabilities": "highest", "on_windows": self._leave_if_asked}
             return predict_labels(self.model, images, *how, **asked)
 
     def _count(self, predicted: _Predicted) -> _Predicted:
-        for one, found in zip(*predicted, strict=True):
+        group, maps = predicted
+        for one, found in zip(group, maps, strict=True):
             self.counts.add(one.index, found, self.transfer.to_device(one.label))
-        return predicted
+        return group, [found._replace(probability=None) for found in maps]  # not for the host
 
 
 def _warn_of_infinite(of_this_rank: Tensor, settings: InferenceSettings) -> None:

@@ -26,7 +26,7 @@ Nothing here waits for the device.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,8 @@ class LabelMap(NamedTuple):
 
     label: (h, w) uint8, the most probable class of every pixel.
     is_finite: () bool, whether the highest scores are finite numbers; else `label` means nothing.
-    probability: (h, w) float, that of `label`; None if it was not asked for.
+    probability: (h, w) float, that of `label`; or (K, h, w), of every class; None if neither was
+        asked for.
     """
 
     label: Tensor
@@ -69,7 +70,7 @@ def predict_labels(
     out_sizes: Sequence[Size],
     limits: BatchLimits,
     *,
-    with_probability: bool = False,
+    probabilities: Literal["none", "highest", "all"] = "none",
     on_windows: Callable[[int], object] = _ignore,
 ) -> list[LabelMap]:
     """The predictions for a group of images, in their order.
@@ -87,16 +88,17 @@ def predict_labels(
     """
     found: dict[int, LabelMap] = {}
     for index, tiles in score_tiles(model, images, settings, out_sizes, limits, on_windows):
-        labels, finite, probabilities = [], [], []
+        labels, finite, known = [], [], []
         for _, tile in tiles:
             highest = tile.max(0)
             labels.append(highest.indices.to(torch.uint8))
             finite.append(highest.values.isfinite().all())
-            if with_probability:
+            if probabilities == "highest":
                 is_logits = settings.gives_logits
-                known = _probability(tile, highest.values) if is_logits else highest.values
-                probabilities.append(known)
-        probability = torch.cat(probabilities) if with_probability else None
+                known.append(_probability(tile, highest.values) if is_logits else highest.values)
+            elif probabilities == "all":
+                known.append(tile.softmax(0) if settings.gives_logits else tile.clone())
+        probability = torch.cat(known, dim=-2) if known else None
         found[index] = LabelMap(torch.cat(labels), torch.stack(finite).all(), probability)
     return [found[i] for i in range(len(images))]
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,25 @@ def write_label(path: Path, label: np.ndarray, ids: np.ndarray, tags: GeoTags) -
     ids: (256,) what to write for each; that of IGNORE_INDEX is marked as no data.
     """
     _write(path, ids[label], ids, tags)
+
+
+def write_probabilities(
+    path: Path, probabilities: np.ndarray, names: Sequence[str], tags: GeoTags
+) -> None:
+    """Writes (K, H, W) float32 atomically: as NPZ with the names, or as TIFF with these tags.
+
+    NPZ: `probabilities`, float16, and `classes`. TIFF: a band a class, float32.
+    """
+    import tifffile
+
+    with temporary(path, path.suffix) as draft:
+        if path.suffix == ".npz":
+            values = {"probabilities": probabilities.astype(np.float16), "classes": list(names)}
+            np.savez_compressed(draft, **values)
+        else:
+            options = {"photometric": "minisblack", "planarconfig": "separate", "metadata": None}
+            tifffile.imwrite(draft, probabilities, compression="deflate", extratags=tags, **options)
+        os.replace(draft, path)
 
 
 def predict_raster(

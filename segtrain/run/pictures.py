@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -255,6 +256,31 @@ def _text(
 
 
 KINDS = LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
+VIDEOS, PROBABILITIES = "videos", "probabilities"
+
+
+class Tint(NamedTuple):
+    """How an overlay shows classes. palette: their colours; what is black there stays clear."""
+
+    palette: Sequence[Rgb]
+    opacity: float = 0.5
+
+    def over(self, image: np.ndarray, label: np.ndarray) -> np.ndarray:
+        """The overlay of `label` on `image`."""
+        return overlay(image, label, self.palette, self.opacity)
+
+
+def make_tint(classes: ClassFile, opacity: float, clear: Sequence[str]) -> Tint:
+    """The tint of these classes, of which those of the names `clear` are left out.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    if unknown := set(clear) - set(classes.names):
+        names = first_of(classes.names, 20)
+        raise ConfigError(f"--clear: no class {first_of(sorted(unknown))}; there are {names}")
+    pairs = zip(classes.names, classes.palette, strict=True)
+    return Tint([BLACK if name in clear else color for name, color in pairs], opacity)
 
 
 def file_names(names: Sequence[str]) -> list[str]:
@@ -264,8 +290,9 @@ def file_names(names: Sequence[str]) -> list[str]:
 
 def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None:
     """ConfigError if a directory already holds some of the predictions."""
-    labels = (output / LABELS / f"{name}{end}" for name in names for end in (".png", ".tif"))
-    there = [path for path in labels if os.path.lexists(path)]
+    ends = (f"{LABELS}/", ".png"), (f"{LABELS}/", ".tif"), (f"{VIDEOS}/", ".mp4")
+    paths = (output / f"{start}{name}{end}" for name in names for start, end in ends)
+    there = [path for path in paths if os.path.lexists(path)]
     if there and not overwrite:
         repair = "choose another directory or pass --overwrite"
         raise ConfigError(f"--output {first_of(there, 1)}: exists already; {repair}")
@@ -286,7 +313,7 @@ def write_legend(output: Path, classes: ClassFile) -> None:
 
 
 def write_prediction(
-    output: Path, name: str, image: np.ndarray, pred: np.ndarray, classes: ClassFile
+    output: Path, name: str, image: np.ndarray, pred: np.ndarray, classes: ClassFile, tint: Tint
 ) -> None:
     """Writes the three pictures of `pred`, (H, W) uint8 train ids or IGNORE_INDEX.
 
@@ -295,6 +322,6 @@ def write_prediction(
     Label maps hold the raw ids of the class file: grey, with 16 bits if an id exceeds 255.
     """
     colors = colorize(pred, classes.palette)
-    blended = overlay(image, pred, classes.palette)
+    blended = tint.over(image, pred)
     for kind, picture in zip(KINDS, (raw_ids(classes)[pred], colors, blended), strict=True):
         write_png(output / kind / f"{name}.png", picture)

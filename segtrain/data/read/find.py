@@ -15,6 +15,8 @@ IMAGE_SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".jfif", ".tif", ".tiff", ".webp", ".bmp", ".gif", ".jp2"),
     *(".npy", ".npz", ".pgm", ".ppm"),
 )
+# What `segtrain predict` takes besides.
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm")
 # Formats that can keep class ids; whether a file does is known when it is opened.
 LABEL_SUFFIXES = tuple(
     suffix for suffix in IMAGE_SUFFIXES if suffix not in (".jpg", ".jpeg", ".jfif", ".jp2", ".ppm")

@@ -1,6 +1,5 @@
 """The images that a user names for prediction: which they are, and their pixels."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
-from segtrain.data.read.find import IMAGE_SUFFIXES, first_lines
+from segtrain.data.read.find import IMAGE_SUFFIXES, VIDEO_SUFFIXES, first_lines
 from segtrain.data.read.formats import Info, open_stored, read_info
 from segtrain.data.read.image import ImageForm, num_channels, read_image, set_dtype
 from segtrain.errors import DataError
@@ -70,41 +69,41 @@ class Source(NamedTuple):
 
 
 def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[Source], str]:
-    """The images among `inputs`, files or folders searched to any depth, each image once.
+    """The images and videos among `inputs`, files or folders searched to any depth, each once.
 
     Names are relative to the given folder. If another image already has the name, in upper or lower
     case, the file's suffix is appended, then a number. Files in `output` are left out, so that a
     second run does not predict the pictures of the first.
 
-    Also a line that counts the other files in the folders; empty if there are none.
+    Also a line that names other files in the folders; empty if there are none.
 
     Raises:
         DataError: an input is missing, of another format, or a folder without images.
     """
     found: list[Source] = []
-    others: Counter[str] = Counter()
-    problems, kinds = [], " ".join(IMAGE_SUFFIXES)
+    others: list[Path] = []
+    problems, suffixes = [], (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
+    kinds = " ".join(suffixes)
     for given in map(Path, inputs):
         place, num_before = printable(given), len(found)
         if not given.exists():
             problems.append(f"{place}: no such file or folder")
         elif not given.is_dir():
             found.append(Source(given, given.stem))
-            if given.suffix.lower() not in IMAGE_SUFFIXES:
-                problems.append(f"{place}: expected an image ({kinds})")
+            if given.suffix.lower() not in suffixes:
+                problems.append(f"{place}: expected an image or a video ({kinds})")
         else:
             for path in _files_below(given, output):
-                if path.suffix.lower() in IMAGE_SUFFIXES:
+                if path.suffix.lower() in suffixes:
                     name = path.relative_to(given).with_suffix("").as_posix()
                     found.append(Source(path, name))
                 elif path.name[0] != ".":
-                    others[path.suffix.lower() or "without suffix"] += 1
+                    others.append(path)
             if len(found) == num_before:
                 problems.append(f"{place}: no images ({kinds}) in it, except in --output")
     if problems:
         raise DataError(first_lines("input", problems))
-    shown = first_of(f"{n} {suffix}" for suffix, n in others.most_common())
-    skipped = f"skipped {counted(others.total(), 'file', 'files')}: {shown}; read are {kinds}"
+    skipped = f"skipped {counted(len(others), 'file', 'files')}: {first_of(others)}"
     return _with_unique_names(found), skipped if others else ""
 
 
