@@ -46,6 +46,10 @@ segtrain train mine --resume
 segtrain train runs/mine --resume
 segtrain eval runs/mine
 segtrain eval runs/mine --overlays pictures
+segtrain eval runs/mine --per-image images.csv --overlays worst --worst 20
+segtrain report runs/mine
+segtrain report runs/mine runs/mine_lr2 --output both.html
+segtrain compare runs/mine runs/mine_lr2
 segtrain eval runs/mine_pack --set data.pack=null
 segtrain predict camvid_deeplabv3plus_r18 photos/ --output street
 segtrain predict runs/mine photos/ --output predictions
@@ -57,6 +61,7 @@ NO_CITYSCAPES = "needs the images of Cityscapes; test_configs.py builds the mode
 NO_CAMVID = "needs the images of CamVid"
 NO_WEIGHTS = "needs weights of other programs; test_convert.py converts some"
 DRAWN = "test_annotations.py draws files of each format"
+SIDES = "test_results.py compares sides of several runs"
 NODES = "test_two_nodes.py does, as root"
 NOT_RUN = {
     "train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
@@ -82,6 +87,8 @@ NOT_RUN = {
     "train mine --fit": "test_fit.py fits trainings to limits",
     "train CONFIG --fit": "stands for any config",
     "init photos --ignore 255": "test_init.py answers questions",
+    "compare runs/a runs/a_seed1 runs/a_seed2 --with runs/b runs/b_seed1 runs/b_seed2": SIDES,
+    "compare A B": "stands for any runs",
     "verify RUN": "needs train.shares; test_verify.py verifies runs",
     "verify RUN --steps 1: --nproc 2": "test_verify.py verifies on other ranks",
     "train config.yaml --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400": NODES,

@@ -314,7 +314,7 @@ COMMANDS = (
         description="Compare two runs on the same images: the difference of their mIoU with an "
         "interval\n(paired bootstrap), the classes and images that make it, what the configs "
         "change, and a\nverdict. With several seeds a side it speaks of the recipes.",
-        epilog="examples:\n  segtrain compare runs/a runs/b\n"
+        examples="segtrain compare runs/a runs/b\n"
         "segtrain compare runs/a runs/a_seed1 --with runs/b runs/b_seed1",
     ),
     Command(
