@@ -18,6 +18,7 @@ from segtrain.errors import DataError
 from segtrain.evaluation import raster as raster_prediction
 from segtrain.evaluation.raster import geo_tags, predict_raster
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
+from segtrain.survey.contents import image_facts, label_facts
 from segtrain.types import SegLogits
 
 SIZE = 200, 330
@@ -101,6 +102,25 @@ def test_a_raster_is_many_images_of_a_data_set(tmp_path, small_limits):
     tifffile.imwrite(tmp_path / "labels/train/scene.tif", label[:-1])
     with pytest.raises(DataError, match=r"scene\.tif: the label of a raster of 200x330 must be"):
         open_dataset(data, "train")
+
+
+@pytest.mark.parametrize("kind", ["ids", "colors"])
+def test_the_values_of_a_raster_are_counted_by_windows(tmp_path, small_limits, kind):
+    """Every pixel once; areas of 20 pixels, because noise is no label."""
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 3, (10, 17)).repeat(20, 0).repeat(20, 1)[: SIZE[0], : SIZE[1]]
+    colors = np.array([(200, 0, 0), (0, 200, 10), (1, 2, 200)], np.uint8)
+    stored = colors[label] if kind == "colors" else label.astype(np.uint8)
+    tifffile.imwrite(tmp_path / "x.tif", stored, tile=(64, 64))
+    found = label_facts(tmp_path, "x.tif")
+    assert (found.kind, found.size) == (kind, SIZE)
+    values = [tuple(color) for color in colors.tolist()] if kind == "colors" else range(3)
+    assert {v: one.pixels for v, one in found.values.items()} == {
+        v: int((label == i).sum()) for i, v in enumerate(values)
+    }
+    assert {one.files for one in found.values.values()} == {1}
+    facts = image_facts([tmp_path / "x.tif"])
+    assert max(facts.high) <= stored.max()
 
 
 class Local(nn.Module):

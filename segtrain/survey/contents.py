@@ -8,7 +8,9 @@ import cv2
 import numpy as np
 
 from segtrain.data.read import decode, formats
+from segtrain.data.read.find import Window
 from segtrain.data.read.image import read_values
+from segtrain.data.read.raster import raster_size, windows
 from segtrain.errors import DataError
 
 T = TypeVar("T")
@@ -79,9 +81,34 @@ class LabelFacts(NamedTuple):
 
 
 def label_facts(folder: Path, file: str) -> LabelFacts:
-    """What a file of the folder is as a label; DataError: it cannot be read."""
+    """What a file of the folder is as a label, a raster window by window.
+
+    Raises:
+        DataError: it cannot be read, or the windows are labels of different kinds.
+    """
     path = folder / file
-    stored = formats.read_stored(path)
+    size = raster_size(path)
+    if size is None:
+        return _facts_of(formats.read_stored(path), path, file)
+    parts = [
+        _facts_of(formats.open_stored(path, window).pixels(), path, file)
+        for window in windows(size)
+    ]
+    kinds = {part.kind for part in parts}
+    if "picture" in kinds:
+        return LabelFacts("picture", size, {})
+    if len(kinds) > 1:
+        raise DataError(f"{path}: ids and colours in one raster; cut it into tiles")
+    values: dict[Value, ValueFacts] = {}
+    for value, found in (pair for part in parts for pair in part.values.items()):
+        before = values.get(value)
+        pixels, rim = (0, 0) if before is None else (before.pixels, before.rim)
+        values[value] = found._replace(pixels=pixels + found.pixels, rim=rim + found.rim)
+    return parts[0]._replace(size=size, values=values)
+
+
+def _facts_of(stored: np.ndarray, path: Path, file: str) -> LabelFacts:
+    """As `label_facts`, of the pixels (H, W, C) of the file or of a window."""
     size = stored.shape[:2]
     kind = _kind(stored, path)
     if kind == "picture":
@@ -94,6 +121,17 @@ def label_facts(folder: Path, file: str) -> LabelFacts:
         counts = {(v >> 16, v >> 8 & 255, v & 255): count for v, count in counts.items()}
     palette = formats.read_palette(path) if kind == "ids" else ()
     return LabelFacts(kind, size, counts, tuple(palette), kind == "ids" and stored.shape[2] >= 3)
+
+
+def read_label_part(path: Path) -> np.ndarray:
+    """A label as stored, (H, W, C); of a raster the middle window."""
+    return formats.open_stored(path, middle_window(path)).pixels()
+
+
+def middle_window(path: Path) -> Window | None:
+    """The window of a raster that stands for it; None: the file is read at once."""
+    size = raster_size(path)
+    return None if size is None else (found := windows(size))[len(found) // 2]
 
 
 def label_values(stored: np.ndarray, kind: Kind) -> np.ndarray:
@@ -209,8 +247,8 @@ def image_facts(paths: Sequence[Path]) -> ImageFacts:
 
 
 def read_bands(paths: Sequence[Path]) -> np.ndarray:
-    """(H, W, C) as stored; the channels of several files one after another."""
-    parts = [read_values(path) for path in paths]
+    """(H, W, C) as stored, of a raster the middle window; the channels of several files in turn."""
+    parts = [read_values(path, middle_window(path)) for path in paths]
     if len({part.shape[:2] for part in parts}) > 1:
         raise DataError(f"{paths[0]}: its bands have different sizes")
     return np.concatenate(parts, axis=2)

@@ -230,7 +230,7 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> Compari
             before, own, after = (
                 contents.read_bands(pairs[k % len(pairs)][0]) for k in (i - 1, i, i + 1)
             )
-            label = formats.read_stored(pairs[i][1])
+            label = contents.read_label_part(pairs[i][1])
             for words, image in ((OWN, own), ("the next", before), ("the previous", after)):
                 scores[words].append(contents.alignment(image, label))
             for words, (down, right) in _TURNS.items():

@@ -1,5 +1,6 @@
 """The options of training, each with its reason; a pure function of what was decided before."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -8,7 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from segtrain.config.data import DataConfig
+from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.image import ImageForm, set_dtype
+from segtrain.data.read.raster import windows
 from segtrain.errors import ConfigError
 from segtrain.survey.classes import Class
 from segtrain.survey.contents import ImageFacts
@@ -141,13 +144,21 @@ def _statistics(
 # How the network is trained
 
 
+def _sample_sizes(image: Image) -> list[tuple[int, int]]:
+    """The sizes of what training takes for an image: of a raster, its windows."""
+    if math.prod(image.size) <= MAX_PIXELS:
+        return [image.size]
+    return [(one.height, one.width) for one in windows(image.size)]
+
+
 def choose_options(
     splits: Splits, classes: Sequence[Class], pixels: Pixels, machine: Machine
 ) -> list[Option]:
     """Model, crop, batch, steps and the rest, from sizes, frequencies and the number of images."""
-    heights, widths = zip(*(image.size for image in splits.train), strict=True)
+    samples = [size for image in splits.train for size in _sample_sizes(image)]
+    heights, widths = zip(*samples, strict=True)
     sizes = int(median(heights)), int(median(widths))
-    count = len(splits.train)
+    count = len(samples)
     batch = 8 if count >= 8 else max(2, count)
     passes, least, most = (100, 2000, 40_000) if machine.has_gpu else (30, 300, 1500)
     steps = int(max(least, min(most, round(count * passes / batch, -2))))

@@ -305,7 +305,7 @@ def write_readings(
         image = next(one for one in survey.images if one.path == owner)
         cells = [_cell(_stretched(survey.root, image))]
         if shown.kind != "annotations":  # whose labels are gone
-            stored = formats.read_stored(survey.root / shown.labels[owner][0])
+            stored = contents.read_label_part(survey.root / shown.labels[owner][0])
             label = contents.label_values(stored, shown.kind)
             mark = _LEFT_OUT if reading.leaves_out else _MARK
             cells.append(_cell(_marked(label, reading.marked, mark)))

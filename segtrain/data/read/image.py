@@ -215,9 +215,12 @@ def _missing(pixels: np.ndarray, info: Info) -> np.ndarray | None:
     return missing if missing.any() else None
 
 
-def read_values(path: Path) -> np.ndarray:
-    """The pixels of a file as stored, (H, W, C); as floats with NaN where some have no value."""
-    file = formats.open_stored(path)
+def read_values(path: Path, window: Window | None = None) -> np.ndarray:
+    """The pixels as stored, (H, W, C); as floats with NaN where some have no value.
+
+    Of a file, or of this window of a raster.
+    """
+    file = formats.open_stored(path, window)
     pixels = file.pixels()
     missing = _missing(pixels, file.info)
     return pixels if missing is None else np.where(missing, np.float32(np.nan), pixels)
