@@ -80,7 +80,7 @@ class Scores:
 
 
 # Of probabilities; and those of the error and the curve, as in arXiv:1706.04599, which divide them.
-_FINE_BINS, _RELIABILITY_BINS = 960, 15
+FINE_BINS, _RELIABILITY_BINS = 960, 15
 
 # Numbers in all copies of a histogram on a device. Neighbouring pixels are counted in different
 # copies: atomic additions to one number go one after another, and half of an image may be road.
@@ -204,15 +204,15 @@ class Calibration:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.counts = torch.zeros(2, _FINE_BINS, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(2, FINE_BINS, dtype=torch.int64, device=device)
 
     def update(self, probability: Tensor, pred: Tensor, label: Tensor) -> None:
         """Adds pixels; all of one shape: probability float in [0, 1], pred and label as above."""
-        bins = probability.nan_to_num(0).mul(_FINE_BINS).to(torch.int32)
-        bins.clamp_(0, _FINE_BINS - 1).add_((pred == label).to(torch.int32), alpha=_FINE_BINS)
-        bins.masked_fill_(label == IGNORE_INDEX, 2 * _FINE_BINS)
-        found = _histogram(bins.flatten(), 2 * _FINE_BINS + 1)[:-1]
-        self.counts += found.view(2, _FINE_BINS).to(self.counts.device)
+        bins = probability.nan_to_num(0).mul(FINE_BINS).to(torch.int32)
+        bins.clamp_(0, FINE_BINS - 1).add_((pred == label).to(torch.int32), alpha=FINE_BINS)
+        bins.masked_fill_(label == IGNORE_INDEX, 2 * FINE_BINS)
+        found = _histogram(bins.flatten(), 2 * FINE_BINS + 1)[:-1]
+        self.counts += found.view(2, FINE_BINS).to(self.counts.device)
 
     def sum_over_ranks(self) -> None:
         """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
@@ -236,13 +236,13 @@ def reliability(counts: Tensor, num_bins: int = _RELIABILITY_BINS) -> list[Relia
     wrong, right = counts.tolist()
     total = sum(wrong) + sum(right)
     of_bin: dict[int, list[int]] = {}
-    for i in range(_FINE_BINS):
-        of_bin.setdefault(i * num_bins // _FINE_BINS, []).append(i)
+    for i in range(FINE_BINS):
+        of_bin.setdefault(i * num_bins // FINE_BINS, []).append(i)
     bins = []
     for fine in of_bin.values():
         pixels = [wrong[i] + right[i] for i in fine]
         if size := sum(pixels):
-            middle = sum((i + 0.5) / _FINE_BINS * n for i, n in zip(fine, pixels, strict=True))
+            middle = sum((i + 0.5) / FINE_BINS * n for i, n in zip(fine, pixels, strict=True))
             correct = sum(right[i] for i in fine)
             bins.append(ReliabilityBin(size / total, middle / size, correct / size))
     return bins

@@ -19,7 +19,7 @@ import torch
 from segtrain.errors import DataError
 from segtrain.evaluation.dataset import Outcome
 from segtrain.files import os_errors_as, read_bytes, write_atomic
-from segtrain.metrics import ConfusionMatrix, Scores, or_none
+from segtrain.metrics import FINE_BINS, ConfusionMatrix, Scores, or_none
 from segtrain.run.directory import EVALUATION
 from segtrain.text import printable
 
@@ -148,7 +148,7 @@ def load_records(directory: Path) -> Records | None:
             about = json.loads(file["about"].tobytes())
         records = Records(about["about"], *(tuple(about[k]) for k in ("names", "classes")), *arrays)
         size, n = len(records.classes), len(records.names)
-        if [x.shape[:2] for x in arrays] != [(n, size), (size, size), (2, arrays[2].shape[1])]:
+        if [x.shape[:2] for x in arrays] != [(n, size), (size, size), (2, FINE_BINS)]:
             raise ValueError("sizes do not fit")
     except Exception as error:  # zipfile, numpy and json raise many kinds
         raise DataError(
