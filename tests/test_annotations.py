@@ -257,7 +257,7 @@ def test_names_of_classes_merge_and_the_format_may_name_background_and_ignored_p
         {"label": label, "points": points}
         for label, points in (
             *(("Bar", BAR), ("bar ", BAR), ("_background_", ELL)),
-            *(("__ignore__", [(20, 20), (31, 20), (31, 23)]), ("Bar", [(1, 1), (2, 2)])),
+            *(("void", [(20, 20), (31, 20), (31, 23)]), ("Bar", [(1, 1), (2, 2)])),
         )
     ]
     point = {"label": "x", "points": [[1, 1]], "shape_type": "point"}
@@ -269,7 +269,12 @@ def test_names_of_classes_merge_and_the_format_may_name_background_and_ignored_p
     assert np.array_equal(label == 1, MASKS["bar"] & ~MASKS["ell"])
     assert (label[21, 29], label[0, 0]) == (255, 0)
     notes = "\n".join(found.notes)
-    for said in ("'bar ' and 'Bar': taken as one class", "fewer than three", "no area"):
+    for said in (
+        "'void': ignored, as its name says",
+        "'bar ' and 'Bar': taken as one class",
+        "fewer than three",
+        "no area",
+    ):
         assert said in notes
     assert f"{tmp_path}: 1 image is not named by any annotation and left out" in notes
 

@@ -270,6 +270,26 @@ def test_a_label_in_one_grey_is_one_of_colours_beside_others_in_colours(tmp_path
     assert len(np.unique(found["images/3.png"])) == 4
 
 
+def test_a_file_for_each_class_may_be_rare_and_may_mean_no_class(tmp_path):
+    """Two images of forty show a tree; void is ignored; classes have weights by their shares."""
+    folder = tmp_path / "data"
+    for i in range(40):
+        image, classes = scene(i)
+        save(folder / f"images/p{i}_a.png", image)
+        shows = {"road": classes == 1, "roof": classes == 2, "tree": classes == 3}
+        shows["void"] = np.indices(classes.shape)[0] > 60
+        for name, shown in shows.items():
+            if name != "tree" or i < 2:
+                save(folder / f"masks/p{i}_a_{name}.png", shown.astype(np.uint8) * 255)
+    found, config = labels_of(init(folder))
+    classes = load_class_file(str(tmp_path / "made/classes.yaml"))
+    assert classes.names == ("background", "road", "roof", "tree")
+    assert all((label[61:] == 255).all() for label in found.values())
+    assert all((label[:61] != 255).all() for label in found.values())
+    assert sum((label == 3).any() for label in found.values()) == 2
+    assert config.loss.class_weights[3] == max(config.loss.class_weights)
+
+
 def class_colors(output):
     classes = load_class_file(str(output / "classes.yaml"), label_format="colors").classes
     return {one.name: one.color for one in classes}

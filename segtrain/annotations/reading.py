@@ -14,6 +14,7 @@ from segtrain.annotations import coco, cvat, label_studio, labelme, yolo
 from segtrain.annotations.draw import Overlap
 from segtrain.annotations.place import place_images
 from segtrain.annotations.regions import IGNORED, Annotated, Findings, lines, mask_library
+from segtrain.data.read.classes import says_no_class
 from segtrain.data.read.find import first_lines
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as, walk
@@ -181,7 +182,8 @@ def _classes(
 ) -> dict[str, str]:
     """The class that each name in the files means: first those declared, then others by name.
 
-    Names that differ in case or blanks only are one class. The background is the first.
+    Names that differ in case or blanks only are one class; `void` and its like are IGNORED. The
+    background is the first.
     """
     used = {region.name for image in images for region in image.regions}
     first: dict[str, str] = {}
@@ -189,6 +191,11 @@ def _classes(
     for name in dict.fromkeys((*declared, *sorted(used))):
         if problem := name_problem(name):
             findings.refuse(f"class {name!r}", problem)
+        if says_no_class(name):
+            classes[name] = IGNORED
+            if name in used:
+                findings.note(f"class {name!r}", "ignored, as its name says")
+            continue
         classes[name] = first.setdefault(" ".join(name.split()).casefold(), name)
         if classes[name] != name:
             findings.note(f"{name!r} and {classes[name]!r}", "taken as one class")

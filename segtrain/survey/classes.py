@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from segtrain.data.read.classes import says_no_class
 from segtrain.errors import ConfigError, DataError
 from segtrain.survey.contents import Color, Value, word
 from segtrain.survey.decide import (
@@ -28,6 +29,7 @@ from segtrain.text import counted, first_of
 # A border between areas: so much of it lies beside other values.
 _THIN = 0.3
 _STRAY = 1e-5
+_BLACK = (0, 0, 0)
 
 
 class Class(NamedTuple):
@@ -113,9 +115,12 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
 
 def _by_file(labels: LabelSet, answers: Answers) -> Classes:
     """Several files an image: one for each class, or for each object of the only class."""
-    names = ("background", *labels.classes)
     if answers.ignore:
         raise ConfigError(f"--ignore: {labels.pattern}: a file for each class holds no such value")
+    numbers = range(1, len(labels.classes) + 1)
+    without = [i for i in numbers if says_no_class(labels.classes[i - 1])]
+    kept = [0, *(i for i in numbers if i not in without)]
+    names = ("background", *(labels.classes[i - 1] for i in kept[1:]))
     if answers.names is not None:
         names = _given(answers.names, len(names), "a background and each file")
     how = "its objects, a file each" if labels.classes == ("foreground",) else "a file each"
@@ -123,7 +128,13 @@ def _by_file(labels: LabelSet, answers: Answers) -> Classes:
         f"{labels.pattern}: {counted(len(names) - 1, 'class', 'classes')}, {how}; what none of "
         "them shows is background; where several do, the last of the list counts"
     )
-    return Classes(tuple(Class(n, (i,), None, 0) for i, n in enumerate(names)), (), (reason,))
+    shown = first_of(labels.classes[i - 1] for i in without)
+    reasons = (reason, f"ignored: {shown}, by name") if without else (reason,)
+    found = [
+        Class(name, (i,), None, labels.values[i].pixels if i in labels.values else 0)
+        for i, name in zip(kept, names, strict=True)
+    ]
+    return Classes(tuple(found), tuple(without), reasons)
 
 
 # The stages, alike for ids and colours
@@ -186,6 +197,9 @@ def _names(
     warnings = list(_strays(labels, left))
     if left[:1] == [0] and len(left) > 2:
         warnings.append("0 is taken for a class of its own; if it means no data, add --ignore 0")
+    if left[:1] == [_BLACK]:
+        option = ignore_option([_BLACK])
+        warnings.append(f"black is taken for a class; if it means no data, add {option}")
     if known.has_ids and left and left[0] > 0 and not ignored:
         warnings.append(f"values begin at {left[0]}, and nothing is ignored")
     reason = f"{what} {shown}, a class each; no file names them (--names)"

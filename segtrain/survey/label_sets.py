@@ -274,7 +274,11 @@ def count_values(
             wrong.append(f"{file}: {sides[0]}, image {sides[1]}")
         palette = palette or facts.palette
         is_grey = is_colored and facts.kind == "ids"
-        counts.append({(v,) * 3 if is_grey else v: n for v, n in facts.values.items()})
+        if labels.classes:
+            number = labels.class_of.get(file, 1)
+            counts += [{number: n} for v, n in facts.values.items() if v != 0]
+        else:
+            counts.append({(v,) * 3 if is_grey else v: n for v, n in facts.values.items()})
     for found, one, many, repair in (
         (unfit, "label cannot", "labels cannot", "be read: {}; replace them or move them away"),
         (wrong, "label has", "labels have", "another size than the image: {}"),
@@ -283,6 +287,10 @@ def count_values(
             what = counted(len(found), one, many)
             raise DataError(f"{folder}: {what} {repair.format(first_of(found, 5))}")
     values = dict(sorted(_totals(counts).items()))
+    if labels.classes:  # what no file shows is background; where several do, it counts too little
+        pixels = sum(height * width for height, width in map(sizes.__getitem__, labels.labels))
+        rest = max(0, pixels - sum(one.pixels for one in values.values()))
+        values = {0: ValueFacts(rest, 0, len(labels.labels), ""), **values}
     return replace(labels, kind=kind, values=values, palette=palette)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from segtrain.data.read.classes import says_no_class
 from segtrain.files import parse_json, read_bytes
 
 Color = tuple[int, int, int]
@@ -27,10 +28,6 @@ _OTHER_JSON = ("meta", "dataset", "config", "info", "notes", "config_v1.2", "con
 _NAME_KEYS = ("readable", "name", "title", "class", "class_name", "label", "category", "value")
 _ID_KEYS = ("id", "pixel value", "pixel", "value", "index", "label_id", "class_id", "grey", "gray")
 _COLOR_KEYS = ("color", "colour", "rgb", "background")
-_NO_CLASS = (
-    "void unlabeled unlabelled ignore ignored unknown undefined nodata unannotated outside dontcare"
-)
-_IGNORED_WORDS = frozenset(_NO_CLASS.split())
 
 
 class NamedClass(NamedTuple):
@@ -44,8 +41,7 @@ class NamedClass(NamedTuple):
     @property
     def means_no_class(self) -> bool:
         """Whether it is left out of training: the file or the name says so."""
-        plain = re.sub(r"[^a-z]", "", self.name.lower())
-        return self.ignored or plain in _IGNORED_WORDS or plain.startswith("unlabel")
+        return self.ignored or says_no_class(self.name)
 
 
 class Legend(NamedTuple):

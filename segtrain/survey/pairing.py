@@ -130,11 +130,28 @@ def _without_affixes(
     sizes = Counter(kinds)
     starts = Counter((kind, start) for kind, (start, _) in zip(kinds, cut, strict=True))
     ends = Counter((kind, end) for kind, (_, end) in zip(kinds, cut, strict=True))
+    common = {
+        (kind, end)
+        for (kind, end), number in ends.items()
+        if sizes[kind] > 2 and number >= max(2, _COMMON_END * sizes[kind])
+    }
+    # `1_tree` is rare, but beside `1_road` of a common end: a class that few images show.
+    cores = {
+        (kind, core.removesuffix(end))
+        for kind, (_, core, _), (_, end) in zip(kinds, parts, cut, strict=True)
+        if end and (kind, end) in common
+    }
+    apart = {
+        (kind, end)
+        for kind, (_, core, _), (_, end) in zip(kinds, parts, cut, strict=True)
+        if (kind, core.removesuffix(end)) not in cores
+    }
     found = []
     for kind, (before, core, after), (start, end) in zip(kinds, parts, cut, strict=True):
         most = sizes[kind] if sizes[kind] > 2 else float("inf")
         is_start = _is_role(start) or starts[kind, start] >= _COMMON_START * most
-        is_end = _is_role(end) or ends[kind, end] >= max(2, _COMMON_END * most)
+        is_rare_end = ends[kind, end] >= 2 and (kind, end) not in apart
+        is_end = _is_role(end) or (kind, end) in common or is_rare_end
         start = start if is_start else ""
         end = end if is_end and not (start and len(start) + len(end) > len(core)) else ""
         found.append((before + start, core[len(start) : len(core) - len(end)], end + after))

@@ -215,10 +215,12 @@ def _draw_one(
 ) -> None:
     files = labels.labels[image.path]
     if labels.classes:
+        train_ids = {v: i for i, one in enumerate(classes.classes) for v in one.values}
         drawn = np.zeros(image.size, np.uint8)
         for file in files:
-            number = labels.class_of[file] if labels.class_of else 1
-            drawn[contents.shows_object(root / file)] = number
+            number = labels.class_of.get(file, 1)
+            shown = contents.shows_object(root / file)
+            drawn[shown] = train_ids.get(number, IGNORE_INDEX)
     else:
         drawn = _train_ids(root / files[0], labels, classes)
     colors = [*palette, *[(0, 0, 0)] * (256 - len(palette))]
@@ -244,7 +246,8 @@ def _contact_sheet(plan: Plan, training: SegDataset) -> np.ndarray:
     """Images above the same under their labels, the rarest class among them, and the legend."""
     labels, palette = plan.labels, training.classes.palette
     shown = spread(range(len(training)), _SHOWN)
-    rare = [one for one in plan.classes.classes if one.pixels and one.values[0] in labels.values]
+    shown_in = {value for value, facts in labels.values.items() if facts.example}
+    rare = [one for one in plan.classes.classes if one.pixels and one.values[0] in shown_in]
     if rare:
         example = labels.values[min(rare, key=lambda one: one.pixels).values[0]].example
         owner = next(path for path, files in labels.labels.items() if example in files)

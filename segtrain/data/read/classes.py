@@ -18,6 +18,7 @@ by which instances are weighted.
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -215,6 +216,18 @@ def class_file_from_json(text: str) -> ClassFile:
     if problems := [finding.message for finding in _repeated(classes)]:
         raise ConfigError("; ".join(problems))
     return classes
+
+
+_NO_CLASS = (
+    "void unlabeled unlabelled ignore ignored unknown undefined nodata unannotated outside dontcare"
+)
+_WORDS_FOR_NO_CLASS = frozenset(_NO_CLASS.split())
+
+
+def says_no_class(name: str) -> bool:
+    """Whether the name of a class says that its pixels have none: `void`, `_ignore_`, `No data`."""
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    return plain in _WORDS_FOR_NO_CLASS or plain.startswith("unlabel")
 
 
 def known_names() -> list[str]:
