@@ -452,6 +452,7 @@ def assert_script_predicts(code, loaded, where, monkeypatch, capsys, agreement):
     """
     monkeypatch.setattr(predict, "load_model", lambda source, device: loaded)
     options = {"source": "run", "device": "cpu", "set": [], "overwrite": False}
+    options |= {"probabilities": None, "opacity": 0.5, "clear": ()}
     inputs, output = [str(where / "photo.png")], str(where / "out")
     predict.main(argparse.Namespace(**options, inputs=inputs, output=output))
     monkeypatch.chdir(where)

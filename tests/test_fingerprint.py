@@ -417,7 +417,7 @@ def score(run, capsys):
     def score(*overrides, split=None):
         args = argparse.Namespace(checkpoint=str(run), set=list(overrides), split=split)
         args.no_labels = False
-        for option in ("json", "save_predictions", "overlays"):
+        for option in ("json", "save_predictions", "overlays", "worst", "per_image"):
             setattr(args, option, None)
         args.device = "cpu"
         assert evaluate.run_eval(args) == 0
