@@ -244,7 +244,7 @@ def test_changed_options_that_need_another_state_are_refused_by_name(small, othe
 def test_a_loaded_model_is_the_average_in_evaluation_mode_with_plain_batch_norm(small, tmp_path):
     config, classes, saved = small
     save(tmp_path / "checkpoints" / "last.pt", saved)
-    model, loaded_config, loaded_classes, step, _ = load_model(tmp_path)
+    model, loaded_config, loaded_classes, step, *_ = load_model(tmp_path)
     assert (loaded_config, loaded_classes, step) == (config, classes, 1)
     assert not model.training
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -99,7 +99,7 @@ def know_the_colors(monkeypatch):
 
     def know(config, classes, step=1):
         loaded = LoadedModel(ColorModel(classes).eval(), config, classes, step)
-        monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+        monkeypatch.setattr(evaluate, "load_model", lambda *paths, device: loaded)
 
     return know
 
@@ -120,7 +120,7 @@ def command(cityscapes, know_the_colors, tmp_path):
 def arguments(checkpoint, **options):
     given = {"set": [], "split": None, "device": "cpu", "json": None}
     given |= {"no_labels": False, "save_predictions": None, "overlays": None, "num_overlays": 2}
-    given |= {"worst": None, "per_image": None}
+    given |= {"worst": None, "per_image": None, "others": []}
     given |= options
     files = {key: Path(given[key]) for key in ("json", "per_image") if given[key]}
     return argparse.Namespace(checkpoint=checkpoint, **given | files)
@@ -331,7 +331,7 @@ def evaluated_at(steps, cityscapes):
     """What `segtrain eval` of this rank says to a checkpoint of the rank's own step."""
     loaded = LoadedModel(nn.Identity(), config_of(cityscapes), load_class_file("cityscapes"), 0)
     here = loaded._replace(step=steps[dist.rank()])
-    evaluate.load_model = lambda path, *, device: here
+    evaluate.load_model = lambda *paths, device: here
     return refusal(run_eval, arguments("runs/x"))
 
 

@@ -427,7 +427,7 @@ def test_what_does_not_fit_the_format_is_refused(changes, said):
 
 
 def test_a_file_that_is_there_is_kept_unless_told_otherwise(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "load_model", lambda source: loaded_model(Tiny()))
+    monkeypatch.setattr(command, "load_model", lambda *sources: loaded_model(Tiny()))
     output = tmp_path / "best.safetensors"
     output.write_text("precious")
     with pytest.raises(ConfigError, match=r"best\.safetensors: exists; .*--overwrite"):
@@ -450,9 +450,8 @@ def assert_script_predicts(code, loaded, where, monkeypatch, capsys, agreement):
 
     agreement: the share of pixels that must be equal.
     """
-    monkeypatch.setattr(predict, "load_model", lambda source, device: loaded)
-    options = {"source": "run", "device": "cpu", "set": [], "overwrite": False}
-    options |= {"probabilities": None, "opacity": 0.5, "clear": ()}
+    monkeypatch.setattr(predict, "load_model", lambda *sources, device: loaded)
+    options = {"source": "run", "others": [], "device": "cpu", "set": [], "overwrite": False}
     inputs, output = [str(where / "photo.png")], str(where / "out")
     predict.main(argparse.Namespace(**options, inputs=inputs, output=output))
     monkeypatch.chdir(where)
@@ -523,7 +522,7 @@ def test_the_command_writes_every_format_and_says_what_predict_does_to_images(
 ):
     loaded = with_data(loaded_model(Tiny()), short_side_px=short_side_px)
     loaded = with_eval(loaded, mode="slide", crop_size=(64, 96), flip=True, scales=(0.5, 1.0))
-    monkeypatch.setattr(command, "load_model", lambda source: loaded)
+    monkeypatch.setattr(command, "load_model", lambda *sources: loaded)
     file = tmp_path / "new" / "file"
     assert command.main(request(format=format, output=str(file))) == 0
     out = capsys.readouterr().out

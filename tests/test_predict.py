@@ -65,10 +65,10 @@ def run(tmp_path, monkeypatch):
             "eval": config.eval.model_copy(update={"crop_size": eval_crop}),
         }
         loaded = LoadedModel(model.eval(), config.model_copy(update=about), classes, step=3)
-        monkeypatch.setattr(predict, "load_model", lambda source, device: loaded)
+        monkeypatch.setattr(predict, "load_model", lambda *sources, device: loaded)
         args = {"source": "run", "inputs": [str(path) for path in inputs], "device": "cpu"}
         args |= {"output": str(tmp_path / "out"), "set": [], "overwrite": False}
-        args |= {"probabilities": None, "opacity": 0.5, "clear": ()}
+        args |= {"probabilities": None, "opacity": 0.5, "clear": (), "others": []}
         return predict.main(argparse.Namespace(**(args | changes)))
 
     return command

@@ -50,6 +50,7 @@ segtrain eval runs/mine --per-image images.csv --overlays worst --worst 20
 segtrain report runs/mine
 segtrain report runs/mine runs/mine_lr2 --output both.html
 segtrain compare runs/mine runs/mine_lr2
+segtrain eval runs/mine --with runs/mine_lr2
 segtrain eval runs/mine_pack --set data.pack=null
 segtrain predict camvid_deeplabv3plus_r18 photos/ --output street
 segtrain predict runs/mine photos/ --output predictions

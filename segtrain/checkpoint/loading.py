@@ -14,34 +14,131 @@ from torch import Tensor, nn
 
 from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, parse_data, parse_experiment
 from segtrain.checkpoint.restore import check_fit, check_plain, load_weights
-from segtrain.config import Config, recipes
+from segtrain.config import Config, load_config, recipes
 from segtrain.config.loading import yaml_value
-from segtrain.data.read.classes import ClassFile, class_file_from_json, plain_names
+from segtrain.data.read.classes import (
+    ClassFile,
+    class_differences,
+    class_file_from_json,
+    plain_names,
+)
 from segtrain.data.read.fingerprint import DataFingerprint
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import kind_of
 from segtrain.models import SegModel, build_model
+from segtrain.models.ensemble import Ensemble
 from segtrain.norm import make_inference_norm
 from segtrain.run.directory import CONFIG, flat, is_run
+from segtrain.run.folds import EXPERIMENT, read_division
 from segtrain.text import first_of
 
 
-class LoadedModel(NamedTuple):
-    """A trained model in evaluation mode, and what it was trained with."""
+class Member(NamedTuple):
+    """One of the models of an ensemble: where it came from, and what it was trained with."""
 
-    model: SegModel
+    source: str
+    config: Config
+    step: int
+
+
+class LoadedModel(NamedTuple):
+    """A trained model in evaluation mode, and what it was trained with.
+
+    members: of an ensemble; everything but the model is then that of the first.
+    """
+
+    model: SegModel | Ensemble
     config: Config
     classes: ClassFile
     step: int
     data: DataFingerprint | None = None  # None: the checkpoint does not say
+    members: tuple[Member, ...] = ()
+
+    @property
+    def configs(self) -> list[Config]:
+        """Those of the members, or its own."""
+        return [one.config for one in self.members] or [self.config]
+
+    @property
+    def steps(self) -> str:
+        """Those of the members, such as `400 + 400`, or its own."""
+        return " + ".join(str(one.step) for one in self.members or [self])
+
+    @property
+    def about(self) -> str:
+        """Which weights it has, in words: `step 400`."""
+        if not self.members:
+            return f"step {self.step}"
+        each = first_of((f"{one.source} step {one.step}" for one in self.members), 5)
+        return f"mean probability of {len(self.members)} models: {each}"
 
 
-def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> LoadedModel:
+def load_model(
+    path: str | Path, *others: str | Path, device: torch.device | str = "cpu"
+) -> LoadedModel:
     """The model of a run directory or checkpoint, in evaluation mode.
 
     Its batch norms are plain nn.BatchNorm2d. If the run averaged its weights, it has the averages.
-    Raises CheckpointError if there is no checkpoint, or its weights do not fit its config.
+    With `others`, or of a directory of `segtrain folds`, it is an `Ensemble`.
+
+    Raises:
+        CheckpointError: there is no checkpoint, its weights do not fit its config, or the models
+            of an ensemble do not fit together.
     """
+    sources = [one for source in (path, *others) for one in members_of(source)]
+    found = [_load_single(source, device) for source in sources]
+    if len(found) == 1:
+        return found[0]
+    first, files = found[0], [resolve(source).resolve() for source in sources]
+    for source, loaded, file in zip(sources, found, files, strict=True):
+        problem = "named twice" if files.count(file) > 1 else _misfit(loaded, first)
+        if problem:
+            raise CheckpointError(f"{source}: no member of an ensemble with {path}: {problem}")
+    model = Ensemble([one.model for one in found]).eval()
+    members = [Member(str(s), x.config, x.step) for s, x in zip(sources, found, strict=True)]
+    joined = first._replace(model=model, members=tuple(members))
+    if read_division(Path(path)) is None:
+        return joined
+    # A fold evaluates on images that the others have trained on; the experiment does not.
+    data = load_config(Path(path) / EXPERIMENT).data
+    return joined._replace(config=first.config.model_copy(update={"data": data}), data=None)
+
+
+def members_of(source: str | Path) -> list[str | Path]:
+    """The runs in a directory of `segtrain folds`; of anything else itself.
+
+    Raises:
+        CheckpointError: folds are not trained to their ends yet.
+    """
+    division = read_division(Path(source))
+    if division is None:
+        return [source]
+    left = [fold.run for fold in division.folds if not fold.finished]
+    if left:
+        raise CheckpointError(
+            f"{source}: not trained to the end: {first_of(left)}; go on with segtrain folds "
+            f"{shlex.quote(str(source))} --resume"
+        )
+    return [Path(source) / fold.run for fold in division.folds]
+
+
+# What an image has to go through before it reaches a model.
+_OF_IMAGES = ("channels", "mean", "std", "value_range", "short_side_px")
+
+
+def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
+    """Why two models cannot take the same images and name the same classes; empty if they can."""
+    if loaded.classes.names != first.classes.names:
+        (difference,), _ = class_differences(first.classes, loaded.classes, "ids")
+        return difference
+    for key in _OF_IMAGES:
+        here, there = (getattr(one.config.data, key) for one in (loaded, first))
+        if here != there:
+            return f"data.{key} is {yaml_value(here)} here, {yaml_value(there)} there"
+    return ""
+
+
+def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
     file = resolve(path)
     checkpoint = load(file)
     config, classes = parse_experiment(checkpoint, file)

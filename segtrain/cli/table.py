@@ -138,8 +138,19 @@ def _endpoint(text: str) -> str:
 
 _CONFIG_HELP = "experiment file (YAML), or a name from 'segtrain config list'"
 _CONFIG = _argument("config", _CONFIG_HELP, "CONFIG")
-_SOURCE_HELP = "run (its best checkpoint), checkpoint, .safetensors file, or recipe with weights"
+_SOURCE_HELP = (
+    "run (its best checkpoint), checkpoint, .safetensors file, recipe with weights, or folder of "
+    "segtrain folds (all its models)"
+)
 _SOURCE = _argument("source", _SOURCE_HELP, "RUN|CHECKPOINT")
+_WITH = _argument(
+    "--with",
+    "further models of the same classes: the mean of all probabilities decides",
+    "RUN|CHECKPOINT",
+    nargs="+",
+    dest="others",
+    default=[],
+)
 _NPROC = _argument(
     "--nproc", "processes here (default: one for each GPU)", "N|auto", _processes, default="auto"
 )
@@ -250,6 +261,7 @@ COMMANDS = (
         "commands.launch:evaluate",
         "score a model on a split: IoU of every class, mIoU, mAcc, aAcc",
         _argument("checkpoint", _SOURCE_HELP, "RUN|CHECKPOINT"),
+        _WITH,
         _argument("--split", "split (default: data.eval_split)", "S"),
         _settings("eval.flip=true, eval.scales='[0.75, 1]', data.root=/elsewhere/data"),
         _NPROC,
@@ -265,6 +277,7 @@ COMMANDS = (
         "means,\npixel accuracy and calibration error.",
         examples="segtrain eval runs/own\n"
         "segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
+        "segtrain eval runs/own --with runs/own_seed1 runs/own_seed2       an ensemble\n"
         "segtrain eval runs/own/checkpoints/last.pt --split val --save-predictions out\n"
         "segtrain eval runs/own --split test --no-labels --save-predictions out",
     ),
@@ -323,6 +336,7 @@ COMMANDS = (
         "segment images of any size: label maps, colour maps and overlays",
         _SOURCE,
         _argument("inputs", "image, or folder of images", "INPUT", Path, nargs="+"),
+        _WITH,
         _argument("--output", "where to write the results", "DIR", Path, required=True),
         _switch("--overwrite", "replace results that are already there"),
         _argument("--probabilities", "also write those of every class", choices=("npz", "tif")),
@@ -339,6 +353,7 @@ COMMANDS = (
         "commands.export:main",
         "write a model for other programs",
         _SOURCE,
+        _WITH,
         _argument(
             "--format",
             "pt2: torch.export, for images of more than model.output_stride px a side; "

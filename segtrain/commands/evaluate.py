@@ -5,8 +5,9 @@ Every rank runs this on its part of the images and writes pictures of them; rank
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +16,13 @@ import numpy as np
 from segtrain import files, text
 from segtrain.checkpoint import load_model
 from segtrain.checkpoint.dataset_guard import eval_differences
+from segtrain.checkpoint.loading import LoadedModel
 from segtrain.config import Config, DataConfig, override_config
 from segtrain.config.experiment import changed_normalization
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import class_differences, default_palette
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.layouts import instance_files
+from segtrain.data.read.layouts import instance_files, list_split
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
@@ -58,7 +60,7 @@ from segtrain.run.pictures import (
     write_indexed_png,
     write_png,
 )
-from segtrain.text import printable
+from segtrain.text import counted, first_of, printable
 
 # Everything else was decided when the model was trained.
 _SETTABLE = ("data.", "eval.", "train.precision")
@@ -67,8 +69,8 @@ _SETTABLE = ("data.", "eval.", "train.precision")
 def run_eval(args: argparse.Namespace) -> int:
     """Evaluates as the command line says and returns the exit code (collective).
 
-    args: checkpoint (run directory or file), set, split, device, json, per_image, save_predictions,
-        overlays, num_overlays, worst, no_labels.
+    args: checkpoint (run directory or file), others (of an ensemble), set, split, device, json,
+        per_image, save_predictions, overlays, num_overlays, worst, no_labels.
     """
     # 1. The model, the experiment and the data.
     if args.worst and not args.overlays:
@@ -81,7 +83,7 @@ def run_eval(args: argparse.Namespace) -> int:
         if not args.save_predictions:
             raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
     device = device_for(args.device)
-    loaded = load_model(args.checkpoint, device=device)
+    loaded = load_model(args.checkpoint, *args.others, device=device)
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
     split = args.split or config.data.eval_split
     dataset = _open_split(args, config.data, split)
@@ -106,7 +108,7 @@ def run_eval(args: argparse.Namespace) -> int:
                     files.check_output(file)
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         stack.enter_context(float32_products(for_evaluation(config)))
-        _check_same_step(args.checkpoint, loaded.step)
+        _check_same_step(args.checkpoint, loaded.steps)
 
         # 3. What differs from the training; for labels that are still hashed, at the end.
         differences: Iterator[list[str]] = iter(())
@@ -115,6 +117,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 found = eval_differences(loaded, config.data, dataset)
                 differences = stack.enter_context(closing(found))
             lines = [*changed_normalization(loaded.config, config), *next(differences, [])]
+            lines += _seen_in_training(loaded, config.data, dataset)
             warnings = (f"warning: {line}" for line in eval_precision_warnings(config, device))
             for line in (*lines, *warnings):
                 text.say(line)
@@ -154,9 +157,11 @@ def run_eval(args: argparse.Namespace) -> int:
                 calibration_error=calibration_error(outcome.calibration.counts),
             )
             norm = describe_norm(config.norm)
+            ensemble = [{"checkpoint": x.source, "step": x.step} for x in loaded.members]
             scores = {  # the same bytes on any number of ranks
                 "checkpoint": str(args.checkpoint),
                 "step": loaded.step,
+                **({"ensemble": ensemble} if ensemble else {}),
                 "split": split,
                 "num_images": len(dataset),
                 **report.to_dict(),
@@ -171,7 +176,7 @@ def run_eval(args: argparse.Namespace) -> int:
             for line in (
                 *(f"warning: {warning}" for warning in dataset.warnings),
                 *([] if args.no_labels else [*report.lines(), *why_not]),
-                f"{args.checkpoint}, step {loaded.step}, {len(dataset)} images of split {split}",
+                f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
                 f"{settings.describe()}; trained with {norm}",
             ):
                 say(line)
@@ -220,13 +225,35 @@ def _open_split(args: argparse.Namespace, data: DataConfig, split: str) -> SegDa
         ) from None
 
 
-def _check_same_step(checkpoint: str | Path, step: int) -> None:
-    """Refuses ranks with different models: each has opened the file by itself (collective)."""
-    steps = sorted(set(dist.all_gather_object(step)))
-    if len(steps) > 1:
+def _seen_in_training(loaded: LoadedModel, data: DataConfig, dataset: SegDataset) -> list[str]:
+    """A warning if a member of an ensemble was trained on images of the split."""
+    images = {os.path.realpath(pair.image) for pair in dataset.pairs}
+    seen: set[str] = set()
+    members = []
+    for member in loaded.members:
+        own = member.config.data
+        root = data.root if own.root == loaded.config.data.root else own.root
+        with suppress(UserError):  # its data are not here any more
+            pairs = list_split(own.model_copy(update={"root": root}), own.train_split).pairs
+            if found := images & {os.path.realpath(pair.image) for pair in pairs}:
+                members.append(member.source)
+                seen |= found
+    if not seen:
+        return []
+    what = f"{len(seen)} of {counted(len(images), 'image', 'images')} of split {dataset.split}"
+    return [
+        f"warning: {what} trained a member of the ensemble ({first_of(members, 3)}): the score is "
+        "too good; segtrain folds scores each image by a model that has not seen it"
+    ]
+
+
+def _check_same_step(checkpoint: str | Path, steps: str) -> None:
+    """Refuses ranks with different models: each has opened the files by itself (collective)."""
+    found = dict.fromkeys(dist.all_gather_object(steps))
+    if len(found) > 1:
         raise CheckpointError(
-            f"{checkpoint}: replaced while the ranks were loading it (steps "
-            f"{', '.join(map(str, steps))}); start again, or name a checkpoint that stays as it is"
+            f"{checkpoint}: replaced while the ranks were loading it (steps {', '.join(found)}); "
+            "start again, or name a checkpoint that stays as it is"
         )
 
 

@@ -25,8 +25,10 @@ def main(args: argparse.Namespace) -> int:
     output = Path(args.output)
     check_output(output, overwrite=args.overwrite)
     _check_request(args, output)
-    loaded = load_model(args.source)
+    loaded = load_model(args.source, *args.others)
     if args.format == "safetensors":
+        if loaded.members:
+            raise ConfigError("--format safetensors: holds the weights of one model, no ensemble")
         count = export_weights(loaded, output, half=args.half)
         print(f"{count} tensors")
     else:
@@ -90,6 +92,8 @@ def _how_to_use(loaded: LoadedModel, *, any_size: bool) -> str:
     """What a program must do around the file to get what `segtrain predict` gives."""
     settings = InferenceSettings.from_config(loaded.config)
     line = f"not in the file, done by predict: {settings.describe()}"
+    if loaded.members:
+        line = f"{loaded.about}; logits are logarithms of it\n{line}"
     if settings.short_side_px is not None and any_size:
         line += f"; resize images to a short side of {settings.short_side_px} px yourself"
     return f"{line} (metadata: short_side_px, inference)"

@@ -101,9 +101,10 @@ class Photo(NamedTuple):
 def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code.
 
-    args: source (run directory or checkpoint), inputs (files and folders), output (a directory),
-        device ("auto", "cpu" or "cuda"), set (a list of `section.key=value`), overwrite,
-        probabilities (None, "npz" or "tif"), opacity (of overlays), clear (names of classes).
+    args: source (run directory or checkpoint), others (of an ensemble), inputs (files and folders),
+        output (a directory), device ("auto", "cpu" or "cuda"), set (a list of
+        `section.key=value`), overwrite, probabilities (None, "npz" or "tif"), opacity (of
+        overlays), clear (names of classes).
 
     Raises:
         DataError: nothing to predict; or, after all others are done, images that cannot be read.
@@ -116,7 +117,7 @@ def main(args: argparse.Namespace) -> int:
     pictures.check_output(output, names, overwrite=args.overwrite)
 
     device = device_for(args.device)
-    loaded = load_model(args.source, device=device)
+    loaded = load_model(args.source, *args.others, device=device)
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.source))
     check_pictures("--output", output, pictures.file_names(names), config.data)
     check_windows(config, loaded.classes.num_classes, device)
@@ -124,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
     mode_is_given = any(text.partition("=")[0].strip() == "eval.mode" for text in args.set)
     most = fitting_pixels(model, device, loaded.classes.num_classes, ranks=1)
     settings = SettingsBySize.from_config(config, mode_is_given=mode_is_given, fitting_pixels=most)
-    print(f"step {loaded.step}; {settings.describe()}; {device}")
+    print(f"{loaded.about}; {settings.describe()}; {device}")
     for line in eval_precision_warnings(config, device):
         print(f"warning: {line}")
     if skipped:

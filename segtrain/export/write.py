@@ -175,9 +175,12 @@ def min_side_px(loaded: LoadedModel, format: str) -> int:
 
     torch.export makes a constant of a side of a single feature, and refuses images that have one.
     """
-    stride = loaded.config.model.output_stride
+    models = [config.model for config in loaded.configs]
     # timm's stems of patches round sizes down, all other layers up.
-    two_pixels = 2 * stride if loaded.config.model.backbone.startswith("timm/") else stride + 1
+    two_pixels = max(
+        2 * one.output_stride if one.backbone.startswith("timm/") else one.output_stride + 1
+        for one in models
+    )
     return two_pixels if format == "pt2" else 1
 
 
@@ -197,8 +200,9 @@ def _metadata(loaded: LoadedModel) -> dict[str, str]:
     return {
         "segtrain_version": __version__,
         "torch_version": torch.__version__,
-        "model": f"{config.model.arch} {config.model.backbone}",
-        "step": str(loaded.step),
+        "model": " + ".join(f"{one.model.arch} {one.model.backbone}" for one in loaded.configs),
+        "step": loaded.steps,
+        **({"ensemble": loaded.about} if loaded.members else {}),
         "class_names": json.dumps(list(classes.names)),
         "class_ids": json.dumps(list(classes.write_ids)),
         "class_colors": json.dumps([list(color) for color in classes.palette]),

@@ -1,0 +1,69 @@
+"""The directory of `segtrain folds`: how the images are divided, and how far the training is.
+
+It holds experiment.yaml (the config), folds.json (`Division`), two lists of pairs for each fold,
+and the runs fold_0, fold_1 ...
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from segtrain import files
+from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.text import printable
+
+FOLDS, EXPERIMENT = "folds.json", "experiment.yaml"
+_MAX_BYTES = 1 << 30
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Fold(_Strict):
+    """A part of the images, and the run that trains on all others.
+
+    images: by name, the group that the image belongs to: a sequence, or the image itself.
+    """
+
+    run: Annotated[str, Field(pattern=r"^fold_[0-9]+$")]
+    images: dict[str, str]
+    finished: bool = False
+
+
+class Division(_Strict):
+    """The folds of an experiment.
+
+    by: what is kept whole. all: whether the evaluation split is divided too.
+    scores: of all images, each by the model that has not seen it; empty until all folds are done.
+    """
+
+    format: Literal[1] = 1
+    by: Literal["image", "sequence"]
+    all: bool
+    folds: list[Fold]
+    scores: dict[str, Any] = {}
+
+
+def read_division(directory: Path) -> Division | None:
+    """That of `directory`; None if there is none.
+
+    Raises:
+        CheckpointError: folds.json is damaged or cannot be read.
+    """
+    path = directory / FOLDS
+    if not path.is_file():
+        return None
+    with files.os_errors_as(CheckpointError, path):
+        content = files.read_bytes(path, _MAX_BYTES)
+    try:
+        return Division.model_validate_json(content)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: damaged: {printable(error, 300)}") from None
+
+
+def write_division(directory: Path, division: Division) -> None:
+    """Writes folds.json, whole; ExecutionError if it cannot."""
+    with files.os_errors_as(ExecutionError, directory / FOLDS, "cannot be written"):
+        files.write_atomic(directory / FOLDS, division.model_dump_json(indent=1) + "\n")
