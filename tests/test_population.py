@@ -19,6 +19,7 @@ from experiments import bits, last, losses, sections, small, write_config
 from segtrain import cli
 from segtrain.checkpoint.format import Checkpoint
 from segtrain.checkpoint.manager import CheckpointManager
+from segtrain.commands import programs as children
 from segtrain.commands.population import history, training
 from segtrain.commands.population.history import History, Row
 from segtrain.commands.population.training import score, take_over
@@ -484,9 +485,9 @@ def test_members_share_the_gpus(monkeypatch, visible, count, at_once, wanted):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if not visible:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(training.torch.cuda, "device_count", lambda: count)
-    assert training.gpus_of_slots(at_once, "auto") == wanted
-    assert training.gpus_of_slots(at_once, "cpu") == [None] * at_once
+    monkeypatch.setattr(children.torch.cuda, "device_count", lambda: count)
+    assert children.gpus_of_slots(at_once, "auto") == wanted
+    assert children.gpus_of_slots(at_once, "cpu") == [None] * at_once
 
 
 def test_a_member_whose_checkpoints_were_removed_is_not_trained_anew(
@@ -566,7 +567,7 @@ time.sleep(60)
 
 def test_stop_signals_reach_the_member_and_are_waited_for(monkeypatch):
     """The second one comes while the first is passed on."""
-    monkeypatch.setattr(training, "PROGRAM", STAND_IN)
+    monkeypatch.setattr(children, "PROGRAM", STAND_IN)
     sent, send_signal = [], subprocess.Popen.send_signal
 
     def send_another(process, number):
@@ -576,7 +577,7 @@ def test_stop_signals_reach_the_member_and_are_waited_for(monkeypatch):
         send_signal(process, number)
 
     monkeypatch.setattr(subprocess.Popen, "send_signal", send_another)
-    programs = training.Programs([None])
+    programs = children.Programs([None])
     with ThreadPoolExecutor() as pool:
         shown = []
         future = pool.submit(programs.run, [], shown.append)
@@ -590,9 +591,9 @@ def test_stop_signals_reach_the_member_and_are_waited_for(monkeypatch):
 
 
 def test_a_member_that_fails_shows_its_last_words_and_gives_its_gpus_back(monkeypatch):
-    programs, shown = training.Programs(["0"]), []
+    programs, shown = children.Programs(["0"]), []
     program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES']); raise SystemExit('no folder')"
-    monkeypatch.setattr(training, "PROGRAM", program)
+    monkeypatch.setattr(children, "PROGRAM", program)
     assert [programs.run([], shown.append) for _ in range(2)] == [1, 1]
     assert sorted(shown) == ["0", "0", "no folder", "no folder"]
 

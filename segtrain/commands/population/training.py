@@ -3,27 +3,17 @@
 import argparse
 import os
 import shlex
-import subprocess
-import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-
-import torch
 
 from segtrain import files
 from segtrain.checkpoint.format import LAST
-from segtrain.commands.launch import safe_path
 from segtrain.commands.population import history as record
 from segtrain.commands.population.history import History, Row, with_options
+from segtrain.commands.programs import News, Programs, gpus_of_slots
 from segtrain.config import Config
-from segtrain.config.experiment import config_warnings
 from segtrain.config.loading import yaml_value
-from segtrain.distributed import signals
 from segtrain.errors import (
     EXIT_NON_FINITE,
     EXIT_OK,
@@ -37,20 +27,9 @@ from segtrain.run import directory as run_directory
 from segtrain.run.console import log_only
 from segtrain.run.directory import RunLock
 from segtrain.run.log import RunLog
-from segtrain.text import printable, say
+from segtrain.text import say
 
 EXPERIMENT = "experiment.yaml"
-
-# `python -m segtrain`, which also stops in good order when this process is killed.
-PROGRAM = """\
-import sys
-from segtrain.distributed.signals import die_with_parent
-die_with_parent()
-from segtrain.cli import main
-sys.exit(main())
-"""
-# What is shown of a failure: the last lines of a traceback, or more than any message.
-_TAIL = 20
 
 
 class Population:
@@ -61,7 +40,7 @@ class Population:
         self._machine = ["--nproc", str(args.nproc), "--device", args.device]
         self._gpus = gpus_of_slots(min(args.at_once, history.members), args.device)
         self._code = EXIT_OK
-        self._warned = {f"warning: {line}" for line in config_warnings(history.config)}
+        self._news = News(history.config)
 
     def train(self) -> int:
         """Trains to the end; returns the exit code of the first member that could not."""
@@ -73,7 +52,7 @@ class Population:
             self._exchange(number)
         return self._code
 
-    def _train_round(self, number: int, programs: "Programs") -> None:
+    def _train_round(self, number: int, programs: Programs) -> None:
         """Trains the members that are not at the end of the round.
 
         Those that train beside a member that fails come to their ends; no further one begins.
@@ -92,7 +71,7 @@ class Population:
             """Runs in a thread; the exit code, None if the member did not begin."""
             if self._code:
                 return None
-            show = partial(self._show, self._run(member).name)
+            show = partial(self._news.say, self._run(member).name)
             code = programs.run(self._arguments(member, number), show)
             if code not in (EXIT_OK, EXIT_NON_FINITE):
                 self._code = code
@@ -154,92 +133,6 @@ class Population:
 
     def _run(self, member: int) -> Path:
         return self._directory / f"member_{member}"
-
-    def _show(self, member: str, line: str) -> None:
-        line = line.removeprefix("segtrain: ")
-        # Every piece of a training begins with the same warnings.
-        if line not in self._warned:
-            say(f"{member}: {line}")
-        if line.startswith("warning:"):
-            self._warned.add(line)
-
-
-class Programs:
-    """Runs `segtrain` commands, several at once if threads ask for it.
-
-    From its construction on, stop signals are passed on to all of them: the runs save and end.
-
-    gpus: for each that runs at the same time, CUDA_VISIBLE_DEVICES; None: as it is.
-    """
-
-    def __init__(self, gpus: Sequence[str | None]) -> None:
-        self._slots: SimpleQueue[str | None] = SimpleQueue()
-        for slot in gpus:
-            self._slots.put(slot)
-        self._received: list[int] = []
-        self._started: list[subprocess.Popen] = []
-        # Reentrant, because a second signal may come while the first is passed on.
-        self._lock = threading.RLock()
-        signals.handle_stop_signals(self._pass_on)
-
-    def _pass_on(self, number: int, _: object) -> None:
-        with self._lock:
-            self._received.append(number)
-            for process in self._started:
-                process.send_signal(number)  # nothing happens to one that has ended
-
-    def run(self, arguments: Sequence[str], show: Callable[[str], None]) -> int:
-        """Runs `segtrain ARGUMENTS` and returns its exit code; waits for a free slot first.
-
-        Not for the main thread, which handles the signals.
-
-        show: gets the progress and the warnings, and the last lines if it fails.
-        """
-        gpus = self._slots.get()
-        try:
-            with self._lock:
-                if self._received:
-                    return signals.exit_code(self._received[-1])
-                process = subprocess.Popen(
-                    [sys.executable, *safe_path(), "-c", PROGRAM, *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="replace",
-                    env=os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
-                    # Ctrl-C reaches the run once, through this process: twice would end it unsaved.
-                    start_new_session=True,
-                )
-                self._started.append(process)
-            tail: deque[str] = deque(maxlen=_TAIL)
-            with process:
-                for raw in process.stdout:
-                    line = printable(raw.rstrip("\n"))
-                    is_news = line.startswith(("train ", "warning:", "segtrain: warning:"))
-                    (show if is_news else tail.append)(line)
-        finally:
-            self._slots.put(gpus)
-        code = process.returncode
-        # A signal may come before the run can handle it, or when it has come to its step.
-        if self._received and code <= EXIT_OK:
-            return signals.exit_code(self._received[-1])
-        if code and not self._received:
-            for line in tail:
-                show(line)
-        return EXIT_SYSTEM if code < 0 else code
-
-
-def gpus_of_slots(at_once: int, device: str) -> list[str | None]:
-    """The GPUs, for CUDA_VISIBLE_DEVICES, of each of so many members that train at once.
-
-    Each gets its part of the GPUs, or shares one with others; None: whatever there is.
-    """
-    if at_once == 1 or device == "cpu" or not (count := torch.cuda.device_count()):
-        return [None] * at_once
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",")[:count] if visible else [str(i) for i in range(count)]
-    return [",".join(names[i::at_once]) or names[i % count] for i in range(at_once)]
 
 
 def score(run: Path, step: int) -> float | None:

@@ -1,0 +1,123 @@
+"""Commands of segtrain as programs of their own, for a command that trains several runs."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from segtrain.commands.launch import safe_path
+from segtrain.config import Config
+from segtrain.config.experiment import config_warnings
+from segtrain.distributed import signals
+from segtrain.errors import EXIT_OK, EXIT_SYSTEM
+from segtrain.text import printable, say
+
+# `python -m segtrain`, which also stops in good order when this process is killed.
+PROGRAM = """\
+import sys
+from segtrain.distributed.signals import die_with_parent
+die_with_parent()
+from segtrain.cli import main
+sys.exit(main())
+"""
+# What is shown of a failure: the last lines of a traceback, or more than any message.
+_TAIL = 20
+
+
+class Programs:
+    """Runs `segtrain` commands, several at once if threads ask for it.
+
+    From its construction on, stop signals are passed on to all of them: the runs save and end.
+
+    gpus: for each that runs at the same time, CUDA_VISIBLE_DEVICES; None: as it is.
+    """
+
+    def __init__(self, gpus: Sequence[str | None]) -> None:
+        self._slots: SimpleQueue[str | None] = SimpleQueue()
+        for slot in gpus:
+            self._slots.put(slot)
+        self._received: list[int] = []
+        self._started: list[subprocess.Popen] = []
+        # Reentrant, because a second signal may come while the first is passed on.
+        self._lock = threading.RLock()
+        signals.handle_stop_signals(self._pass_on)
+
+    def _pass_on(self, number: int, _: object) -> None:
+        with self._lock:
+            self._received.append(number)
+            for process in self._started:
+                process.send_signal(number)  # nothing happens to one that has ended
+
+    def run(self, arguments: Sequence[str], show: Callable[[str], None]) -> int:
+        """Runs `segtrain ARGUMENTS` and returns its exit code; waits for a free slot first.
+
+        Not for the main thread, which handles the signals.
+
+        show: gets the progress and the warnings, and the last lines if it fails.
+        """
+        gpus = self._slots.get()
+        try:
+            with self._lock:
+                if self._received:
+                    return signals.exit_code(self._received[-1])
+                process = subprocess.Popen(
+                    [sys.executable, *safe_path(), "-c", PROGRAM, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    env=os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
+                    # Ctrl-C reaches the run once, through this process: twice would end it unsaved.
+                    start_new_session=True,
+                )
+                self._started.append(process)
+            tail: deque[str] = deque(maxlen=_TAIL)
+            with process:
+                for raw in process.stdout:
+                    line = printable(raw.rstrip("\n"))
+                    is_news = line.startswith(("train ", "warning:", "segtrain: warning:"))
+                    (show if is_news else tail.append)(line)
+        finally:
+            self._slots.put(gpus)
+        code = process.returncode
+        # A signal may come before the run can handle it, or when it has come to its step.
+        if self._received and code <= EXIT_OK:
+            return signals.exit_code(self._received[-1])
+        if code and not self._received:
+            for line in tail:
+                show(line)
+        return EXIT_SYSTEM if code < 0 else code
+
+
+def gpus_of_slots(at_once: int, device: str) -> list[str | None]:
+    """The GPUs, for CUDA_VISIBLE_DEVICES, of each of so many members that train at once.
+
+    Each gets its part of the GPUs, or shares one with others; None: whatever there is.
+    """
+    if at_once == 1 or device == "cpu" or not (count := torch.cuda.device_count()):
+        return [None] * at_once
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",")[:count] if visible else [str(i) for i in range(count)]
+    return [",".join(names[i::at_once]) or names[i % count] for i in range(at_once)]
+
+
+class News:
+    """Says what runs report, each warning once; those about `config` are said already."""
+
+    def __init__(self, config: Config) -> None:
+        self._warned = {f"warning: {line}" for line in config_warnings(config)}
+
+    def say(self, run: str, line: str) -> None:
+        """Says a line of the run of this name."""
+        line = line.removeprefix("segtrain: ")
+        # Every piece of a training begins with the same warnings.
+        if line not in self._warned:
+            say(f"{run}: {line}")
+        if line.startswith("warning:"):
+            self._warned.add(line)
