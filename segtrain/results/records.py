@@ -4,13 +4,10 @@ import csv
 import io
 import json
 import math
-import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import digits
 from typing import Any
 
 import numpy as np
@@ -20,6 +17,7 @@ from segtrain.errors import DataError
 from segtrain.evaluation.dataset import Outcome
 from segtrain.files import os_errors_as, read_bytes, write_atomic
 from segtrain.metrics import FINE_BINS, ConfusionMatrix, Scores, or_none
+from segtrain.results.sequences import sequences_of
 from segtrain.run.directory import EVALUATION
 from segtrain.text import printable
 
@@ -54,6 +52,20 @@ class Records:
         """Those of an evaluation of images of these `names`."""
         counts = outcome.images, outcome.matrix.counts, outcome.calibration.counts
         return cls(about, tuple(names), tuple(classes), *(x.cpu().numpy() for x in counts))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Records"], **about: Any) -> "Records":
+        """Those of several evaluations of different images, in the order of their names."""
+        names = [name for part in parts for name in part.names]
+        order = sorted(range(len(names)), key=names.__getitem__)
+        return cls(
+            about,
+            tuple(names[i] for i in order),
+            parts[0].classes,
+            np.concatenate([part.images for part in parts])[order],
+            np.sum([part.matrix for part in parts], axis=0),
+            np.sum([part.calibration for part in parts], axis=0),
+        )
 
     @property
     def scores(self) -> Scores:
@@ -156,13 +168,6 @@ def load_records(directory: Path) -> Records | None:
             "evaluation writes it anew"
         ) from error
     return records
-
-
-def sequences_of(names: Sequence[str]) -> list[str]:
-    """The sequence of each image: its name without the last number and what all names end with."""
-    backwards = [name[::-1] for name in names]
-    common = os.path.commonprefix(backwards)[::-1].lstrip(digits)  # noqa: RUF071 - of letters
-    return [re.sub(r"\d+\D*$", "", name.removesuffix(common)) for name in names]
 
 
 def scores_csv(scores: Scores, classes: Sequence[str]) -> str:

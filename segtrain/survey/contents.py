@@ -260,7 +260,7 @@ def _grey(stored: np.ndarray) -> np.ndarray:
 
 
 def thumbnail(path: Path) -> np.ndarray:
-    """(256,) float32: the image small and in grey, with mean 0 and length 1; 0 if unreadable.
+    """`thumbnail_of` a file; 0 if it is unreadable.
 
     A JPEG is decoded at an eighth of its size, which is much faster.
     """
@@ -273,7 +273,12 @@ def thumbnail(path: Path) -> np.ndarray:
             stored = formats.read_stored(path)
     except DataError:
         return np.zeros(_THUMB**2, np.float32)
-    grey = _grey(stored.reshape(*stored.shape[:2], -1))
+    return thumbnail_of(stored.reshape(*stored.shape[:2], -1))
+
+
+def thumbnail_of(stored: np.ndarray) -> np.ndarray:
+    """(256,) float32: an image (H, W, C) small and in grey, with mean 0 and length 1."""
+    grey = _grey(stored)
     small = cv2.resize(grey, (_THUMB, _THUMB), interpolation=cv2.INTER_AREA).reshape(-1)
     small = small - small.mean()
     return small / max(float(np.linalg.norm(small)), 1e-6)

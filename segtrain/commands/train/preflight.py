@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from segtrain import __version__
+from segtrain.commands.train.leak import leak_warning
 from segtrain.config import Config
 from segtrain.data.check.checks import quick_check
 from segtrain.data.read.classes import ClassFile
@@ -67,7 +68,9 @@ def check_experiment(
         raise ConfigError(finding)
     # 3. Files and augmentations; rank 0 reads the files for all.
     extra_transforms(config.augment, train_set.form)
-    return dist.run_on_rank0(lambda: quick_check(train_set, eval_set))
+    return dist.run_on_rank0(
+        lambda: [*quick_check(train_set, eval_set), *leak_warning(train_set, eval_set)]
+    )
 
 
 def _cache_findings() -> list[str]:
