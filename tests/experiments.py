@@ -156,6 +156,24 @@ def stopped_after(
     return train(config, directory, resume)
 
 
+def train_member(arguments: list[str], stop_after: int | None = None) -> int:
+    """`segtrain ARGUMENTS` in this rank; SIGTERM reaches it after some step."""
+    from segtrain import cli
+    from segtrain.commands.train import loop
+
+    multiprocessing.set_start_method(None, force=True)
+    whole = loop.train_steps
+
+    def train_steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for result in whole(*args, **kwargs):
+            if result.step == stop_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield result
+
+    loop.train_steps = train_steps
+    return cli.main(arguments)
+
+
 def signalled_in_evaluation(
     step: int, where: str, config: Path, directory: Path, resume: bool, number: int, rank: int
 ) -> tuple[int, int]:

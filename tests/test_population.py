@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments import bits, last, losses, sections, small, write_config
+from experiments import bits, last, losses, sections, small, train_member, write_config
 
 from segtrain import cli
 from segtrain.checkpoint.format import Checkpoint
@@ -236,25 +236,6 @@ def test_the_score_is_that_of_the_step(tmp_path):
 # Whole populations. Members train in processes that have imported torch already.
 
 BONUS = 0.5
-
-
-def train_member(arguments, stop_after=None):
-    """`segtrain ARGUMENTS` in this rank; SIGTERM reaches it after some step."""
-    import multiprocessing
-
-    from segtrain.commands.train import loop
-
-    multiprocessing.set_start_method(None, force=True)
-    whole = loop.train_steps
-
-    def train_steps(*args, **kwargs):
-        for result in whole(*args, **kwargs):
-            if result.step == stop_after:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield result
-
-    loop.train_steps = train_steps
-    return cli.main(arguments)
 
 
 @pytest.fixture

@@ -239,6 +239,33 @@ COMMANDS = (
         "segtrain population runs/own_population --resume",
     ),
     Command(
+        "folds",
+        "commands.folds:main",
+        "train on all images in turn, and score each by a model that has not seen it",
+        _argument("config", f"{_CONFIG_HELP}; with --resume also the directory", "CONFIG"),
+        _argument("-k", "folds (default: 5)", "K", partial(_integer, least=2), dest="number"),
+        _argument(
+            "--by",
+            "what stays in one fold (default: sequences where the names of the images show some)",
+            choices=("image", "sequence"),
+        ),
+        _switch("--all", "divide data.eval_split too, not only data.train_split"),
+        _argument("--output", "directory (default: runs/<name of CONFIG>_folds)", "DIR", Path),
+        _switch("--resume", "go on where the folds were left"),
+        _argument("--save-predictions", "write label maps of all images", "DIR", Path),
+        _settings(),
+        _NPROC,
+        _DEVICE,
+        description="Divide the images into K folds, and train K models, each on all folds but "
+        "one, which\nit is then scored on. One score of all images with an interval, and a page. "
+        "The directory\nstands for the ensemble of its models in eval, predict and export.",
+        epilog="examples:\n"
+        "  segtrain folds own.yaml -k 5\n"
+        "  segtrain folds own.yaml --by sequence --all --nproc 4\n"
+        "  segtrain folds runs/own_folds --resume\n"
+        "  segtrain predict runs/own_folds photos/ --output predictions",
+    ),
+    Command(
         "bench",
         "commands.launch:bench",
         "where the time of a training step goes",

@@ -32,7 +32,7 @@ _SEED = 0
 
 
 class Interval(NamedTuple):
-    """A difference, B minus A, with its interval of 95 %; NaN if none can be had."""
+    """A value, such as a difference B minus A, with its interval of 95 %; NaN: none can be had."""
 
     value: float
     low: float
@@ -88,8 +88,7 @@ def compare(a: Sequence[Records], b: Sequence[Records], *, by: str | None = None
     # (runs, U, K, 3), and the totals of each resample (R, runs, K, 3).
     grouped = [_sums_by(units, side) for side in sides]
     number = grouped[0].shape[1]
-    rng = np.random.default_rng(_SEED)
-    weights = rng.multinomial(number, np.full(number, 1 / number), _RESAMPLES).astype(np.float64)
+    weights = _resamples(number)
     drawn = [np.einsum("ru,sukc->rskc", weights, side, optimize=True) for side in grouped]
     means = [_miou(totals).mean(1) for totals in drawn]
     value = float(np.mean(scores[1]) - np.mean(scores[0]))
@@ -106,6 +105,17 @@ def compare(a: Sequence[Records], b: Sequence[Records], *, by: str | None = None
     influence = value - (without[1] - without[0])
     images = dict(zip(a[0].names, influence.tolist(), strict=True))
     return Comparison(scores, models, recipes, seed_std, classes, images, unit, notes)
+
+
+def score_interval(records: Records, groups: Sequence[str]) -> Interval:
+    """The mIoU of all images with its interval, over images like these under these models.
+
+    groups: of each image what it is drawn together with, such as its sequence; or its own name.
+    """
+    _, units = np.unique(groups, return_inverse=True)
+    (sums,) = _sums_by(units, records.images[np.newaxis])  # (U, K, 3)
+    drawn = _miou(np.einsum("ru,ukc->rkc", _resamples(len(sums)), sums, optimize=True))
+    return _interval(_miou(sums.sum(0)).item(), drawn, len(sums))
 
 
 def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> list[str]:
@@ -225,6 +235,12 @@ def _interval(value: float, drawn: np.ndarray, number: int) -> Interval:
     tail = stats.norm.cdf(quantile)
     low, high = np.quantile(drawn, [tail, 1 - tail])
     return Interval(value, float(low), float(high))
+
+
+def _resamples(number: int) -> np.ndarray:
+    """(R, units) float64: how often each of `number` units is in each resample."""
+    rng = np.random.default_rng(_SEED)
+    return rng.multinomial(number, np.full(number, 1 / number), _RESAMPLES).astype(np.float64)
 
 
 def _sums_by(units: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -4,7 +4,8 @@ It needs what training has kept. Where that is missing, as in a run of another v
 evaluated once more, on this machine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from segtrain.files import write_atomic
 from segtrain.metrics import calibration_error
 from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
 from segtrain.results import charts
-from segtrain.results.images import draw_cards
+from segtrain.results.images import Card, draw_cards
 from segtrain.results.page import render
 from segtrain.results.records import LABELLED, Records, load_records, scores_csv
 from segtrain.results.runs import Run, departures, differing, read_run
@@ -87,8 +88,18 @@ def evaluate(loaded: LoadedModel, dataset: SegDataset, device: torch.device) -> 
     return Records.of(outcome, names, loaded.classes.names, **about)
 
 
-def report_page(found: Sequence[Evaluated], device: torch.device) -> str:
-    """The HTML of these runs; of one of them with pictures."""
+class Joined(NamedTuple):
+    """All images of several folds, each scored by the model that has not seen it; words: of it."""
+
+    title: str
+    records: Records
+    words: Sequence[str]
+
+
+def report_page(
+    found: Sequence[Evaluated], device: torch.device, *, joined: Joined | None = None
+) -> str:
+    """The HTML of these runs; of one of them, or of folds that are `joined`, with pictures."""
     runs = [one.run for one in found]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
@@ -100,20 +111,28 @@ def report_page(found: Sequence[Evaluated], device: torch.device) -> str:
         for name, one in zip(names, found, strict=True)
     }
     same_classes = all(one.records.classes == classes for one in found)
-    pictures = _pictures(found[0], device) if len(found) == 1 else {}
+    records = joined.records if joined else found[0].records if len(found) == 1 else None
+    pictures = {}
+    if records and all(one.dataset and one.model for one in found):
+        pictures = _pictures(records, partial(_cards, found, records, device))
     return render(
         "report.html",
-        title=", ".join(names),
+        title=joined.title if joined else ", ".join(names),
+        joined=joined,
         runs=list(zip(names, runs, found, scores, strict=True)),
         errors=[calibration_error(counts) for counts in calibration.values()],
         classes=classes if same_classes else (),
         labelled=found[0].records.images[..., LABELLED],
         colors=found[0].model.classes.palette if found[0].model else (),
         charts=_curves(dict(zip(names, runs, strict=True))),
-        confusion=charts.confusion_svg(found[0].records.matrix, classes) if len(found) == 1 else "",
+        confusion=charts.confusion_svg(records.matrix, classes) if records else "",
         reliability=charts.reliability_diagram(calibration),
         options=_shown(departures(runs[0].config)) if len(runs) == 1 else {},
-        differing={key: list(map(yaml_value, v)) for key, v in _differing(runs).items()},
+        differing={
+            key: list(map(yaml_value, v))
+            for key, v in _differing(runs).items()
+            if not (joined and key.startswith("data."))  # the lists of the folds
+        },
         **{"cards": {}, "worst": [], "best": [], "of_class": {}} | pictures,
     )
 
@@ -131,11 +150,8 @@ def write_report(directory: Path, device: torch.device) -> Path:
     return directory / REPORT
 
 
-def _pictures(one: Evaluated, device: torch.device) -> dict[str, Any]:
+def _pictures(records: Records, draw: Callable[[set[int]], dict[int, Card]]) -> dict[str, Any]:
     """The cards to show, and which of them are the worst and best, of all and of each class."""
-    if one.dataset is None or one.model is None:
-        return {}
-    records = one.records
     worst, best = records.worst(_WORST), records.worst(_BEST, best=True)
     best = [i for i in best if i not in worst]
     of_class = {
@@ -146,10 +162,23 @@ def _pictures(one: Evaluated, device: torch.device) -> dict[str, Any]:
         for k, name in enumerate(records.classes)
     }
     shown = {*worst, *best, *(i for lists in of_class.values() for some in lists for i in some)}
-    cards = draw_cards(one.model, one.dataset, shown, device)
+    cards = draw(shown)
     iou = records.image_iou
     named = {i: (records.names[i], float(iou[i]), card) for i, card in sorted(cards.items())}
     return {"cards": named, "worst": worst, "best": best, "of_class": of_class}
+
+
+def _cards(
+    found: Sequence[Evaluated], records: Records, device: torch.device, shown: set[int]
+) -> dict[int, Card]:
+    """A card for each of these images of `records`, drawn with the run that has evaluated it."""
+    cards = {}
+    for one in found:
+        here = {name: i for i, name in enumerate(one.records.names)}
+        wanted = {here[name]: i for i in shown if (name := records.names[i]) in here}
+        drawn = draw_cards(one.model, one.dataset, wanted, device)
+        cards |= {wanted[i]: card for i, card in drawn.items()}
+    return cards
 
 
 def _curves(runs: dict[str, Run]) -> list[str]:

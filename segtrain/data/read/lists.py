@@ -6,10 +6,11 @@ them there.
 """
 
 import csv
+import io
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -81,6 +82,21 @@ def list_pairs(path: Path, root: Path, labels_root: Path) -> Listing:
     # As a rule a line was copied and changed in one column.
     notes = [f"labels are used by several images: {first_of(shared, 3)}"] if shared else []
     return Listing(list(found.values()), problems, [*notes, *case_clashes(found)])
+
+
+def list_text(pairs: Iterable[Pair], root: Path, labels_root: Path) -> str:
+    """The list file that `list_pairs` reads as these images and labels, which lie below the roots.
+
+    ValueError: a file lies elsewhere.
+    """
+    text = io.StringIO()
+    table = csv.writer(text, delimiter="\t", lineterminator="\n")
+    for pair in pairs:
+        first, *bands = (image.relative_to(root).as_posix() for image in pair.images)
+        # A line that begins with # would be left out.
+        first = f"./{first}" if first.startswith("#") else first
+        table.writerow([first, *bands, pair.label.relative_to(labels_root).as_posix()])
+    return text.getvalue()
 
 
 def list_file_words(path: Path) -> tuple[list[str], list[str]]:

@@ -1,0 +1,329 @@
+"""`segtrain folds`: a training for each part of the images, scored on the part it has not seen."""
+
+import argparse
+import hashlib
+import os
+import re
+import shlex
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+
+from segtrain import files
+from segtrain.commands.config import load_named, show_warnings
+from segtrain.commands.programs import News, Programs
+from segtrain.config import Config, config_to_yaml, load_config, override_config
+from segtrain.config.experiment import wrong_units
+from segtrain.config.loading import yaml_value
+from segtrain.data.read.find import Pair, data_root
+from segtrain.data.read.layouts import list_split
+from segtrain.data.read.lists import list_pairs, list_text
+from segtrain.data.read.protect import check_pictures, check_run_directory
+from segtrain.distributed import signals, slurm
+from segtrain.distributed.process_group import device_for
+from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, ExecutionError
+from segtrain.metrics import or_none
+from segtrain.results.compare import CONFIDENCE, Interval, score_interval
+from segtrain.results.records import Records, scores_csv
+from segtrain.results.report import Evaluated, Joined, evaluated, report_page
+from segtrain.results.sequences import sequences_of, show_sequences, without_split
+from segtrain.run.directory import (
+    CONFIG,
+    LOCK,
+    REPORT,
+    RESULTS,
+    RunLock,
+    config_differences,
+    is_run,
+)
+from segtrain.run.folds import EXPERIMENT, Division, Fold, read_division, write_division
+from segtrain.text import counted, first_of, say
+
+NUMBER = 5
+# What a process that was killed before folds.json was there may leave.
+_LEFT = re.compile(rf"{re.escape(LOCK)}|{re.escape(EXPERIMENT)}|fold_\d+_(train|eval)\.txt")
+_WINDOW = re.compile(r"_y\d+_x\d+$")  # of a raster, behind the name of its file
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code.
+
+    args: config, number (k), by, all, output, resume, save_predictions, set, nproc, device.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ or slurm.is_task(os.environ):
+        raise ConfigError(
+            "environment: torchrun or srun has started this as one of several ranks, and each "
+            "would train all folds; start it once, and --nproc gives each training ranks"
+        )
+    directory, config, division = _begin_or_resume(args)
+    show_warnings(config)
+    with RunLock(directory):
+        if division is None:
+            division = _divide(args, directory, config)
+        with files.os_errors_as(ExecutionError, directory / EXPERIMENT, "cannot be written"):
+            files.write_atomic(directory / EXPERIMENT, config_to_yaml(config))
+        write_division(directory, division)
+        if code := _train(args, directory, config, division):
+            say(f"to go on: segtrain folds {shlex.quote(str(directory))} --resume")
+            return code
+        # Nothing is left to save.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signals.exit_at_once)
+        for line in _score(directory, config, division, device_for(args.device)):
+            print(line)
+    return EXIT_OK
+
+
+def _begin_or_resume(args: argparse.Namespace) -> tuple[Path, Config, Division | None]:
+    """The directory, the config, and the division if there is one to go on with.
+
+    Raises:
+        ConfigError: the options do not fit, or are not those that the folds were started with.
+        CheckpointError: folds.json is damaged.
+    """
+    directory = Path(args.config)
+    division = read_division(directory) if args.resume else None
+    if division is not None:
+        config = load_config(directory / EXPERIMENT, args.set)
+    else:
+        config = _scored_once(load_named(args), args.set)
+        found = Path(args.config)
+        name = found.parent.name if found.name == CONFIG else found.stem
+        directory = args.output or Path("runs") / f"{name}_folds"
+        division = read_division(directory) if args.resume else None
+    if args.save_predictions:
+        check_pictures("--save-predictions", args.save_predictions, (), config.data)
+    if division is not None:
+        _check_same(args, directory, config, division)
+        return directory, config, division
+    if args.resume:
+        say(f"{directory}: nothing to resume; new folds start")
+    if wrong := wrong_units(config):
+        raise ConfigError("\n".join(wrong))
+    if config.data.pack is not None:
+        raise ConfigError("data.pack: holds the splits, not folds of them; --set data.pack=null")
+    files.check_utf8(directory)
+    check_run_directory(directory, config.data)
+    if directory.is_dir() and not all(_LEFT.fullmatch(path.name) for path in directory.iterdir()):
+        raise ConfigError(
+            f"{directory}: is not empty; go on with folds by --resume, or choose another directory "
+            "by --output"
+        )
+    return directory, config, None
+
+
+def _scored_once(config: Config, given: Sequence[str]) -> Config:
+    """`config`, evaluated at the last step only, unless the command line asks for more.
+
+    The best of several evaluations on a fold would be chosen by the images that it is scored on.
+    """
+    asked = any(text.partition("=")[0].strip() == "eval.every_steps" for text in given)
+    if config.eval.every_steps is None or config.eval.every_steps >= config.train.steps:
+        return config
+    if asked:
+        say("warning: eval.every_steps: the best of several evaluations flatters a fold's score")
+        return config
+    say("eval.every_steps: null for folds, so that no score chooses its own checkpoint")
+    once = ["eval.every_steps=null", "train.patience=null"]
+    return override_config(config, once, source="segtrain folds")
+
+
+def _check_same(
+    args: argparse.Namespace, directory: Path, config: Config, division: Division
+) -> None:
+    """Refuses options that are not those of `division`, or would change its weights."""
+    there = {"k": len(division.folds), "by": division.by, "all": division.all}
+    now = {"k": args.number, "by": args.by, "all": args.all or None}
+    differences = [
+        f"-{'-' * (len(key) > 1)}{key}: {there[key]} there, {value} now"
+        for key, value in now.items()
+        if value not in (None, there[key])
+    ]
+    differences += config_differences(load_config(directory / EXPERIMENT), config)
+    if differences:
+        listed = "\n  ".join(differences)
+        raise ConfigError(
+            f"{directory}: the folds were started otherwise\n  {listed}\nto go on as they were "
+            f"started: segtrain folds {shlex.quote(str(directory))} --resume"
+        )
+
+
+def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Division:
+    """Divides the images, and writes the two lists of each fold.
+
+    Raises:
+        ConfigError: there are fewer groups than folds, or a list cannot name a file.
+    """
+    data, number = config.data, args.number or NUMBER
+    splits = [data.train_split, data.eval_split] if args.all else [data.train_split]
+    pairs = list({p.image: p for split in splits for p in list_split(data, split).pairs}.values())
+    names = [without_split(pair.name) for pair in pairs]
+    by = args.by or ("sequence" if show_sequences(names) else "image")
+    if by == "image" and show_sequences(names):
+        say("warning: --by image: the names show sequences, and neighbours will be in two folds")
+    root = data_root(data)
+    labels_root = root / os.path.expanduser(data.labels_dir or "")
+    if by == "sequence":
+        groups = sequences_of(names)
+    else:  # the same folds wherever the data lie
+        groups = [os.path.relpath(pair.image, root) for pair in pairs]
+    fold_of = fold_of_each(groups, number)
+    found = []
+    for i in range(number):
+        own, others = ([j for j, at in enumerate(fold_of) if (at == i) is x] for x in (True, False))
+        train, evaluation = _lists(directory, f"fold_{i}")
+        _write_list(train, [pairs[j] for j in others], root, labels_root)
+        listed = _write_list(evaluation, [pairs[j] for j in own], root, labels_root)
+        images = {name: groups[j] for name, j in zip(listed, own, strict=True)}
+        found.append(Fold(run=f"fold_{i}", images=images))
+        units = counted(len(set(images.values())), by, f"{by}s")
+        say(f"fold_{i}: {counted(len(own), 'image', 'images')}, {units}")
+    return Division(by=by, all=args.all, folds=found)
+
+
+def fold_of_each(groups: Sequence[str], number: int) -> list[int]:
+    """The fold, from 0, of each image; images of a group stay together.
+
+    Large groups go first, each into the smallest fold, those of equal size in the order of their
+    hashes. So folds are about equally large, and the order of the images does not matter.
+
+    Raises:
+        ConfigError: there are fewer groups than folds.
+    """
+    sizes = Counter(groups)
+    if number > len(sizes):
+        what = f"{counted(len(sizes), 'group', 'groups')} of images for {number} folds"
+        raise ConfigError(
+            f"-k {number}: {what} ({first_of(sizes, 3)}); at most -k {len(sizes)}, or, if "
+            "neighbours are not alike, --by image"
+        )
+    filled, place = [0] * number, {}
+    for group in sorted(sizes, key=lambda g: (-sizes[g], hashlib.sha256(g.encode()).digest())):
+        place[group] = filled.index(min(filled))
+        filled[place[group]] += sizes[group]
+    return [place[group] for group in groups]
+
+
+def _lists(directory: Path, run: str) -> tuple[Path, Path]:
+    """The files that list what a fold's run trains on and is scored on."""
+    here = directory.absolute()
+    return here / f"{run}_train.txt", here / f"{run}_eval.txt"
+
+
+def _write_list(path: Path, pairs: Sequence[Pair], root: Path, labels_root: Path) -> list[str]:
+    """Writes `pairs` as a list, and returns the names they have in it.
+
+    ConfigError: a list cannot name a file.
+    """
+    try:
+        text = list_text(pairs, root, labels_root)
+    except ValueError as error:
+        raise ConfigError(
+            f"data.root: folds list files below it, or labels below data.labels_dir: {error}"
+        ) from None
+    with files.os_errors_as(ExecutionError, path, "cannot be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(path, text)
+    listing = list_pairs(path, root, labels_root)
+    if listing.problems:
+        raise ConfigError(f"folds list their images, and {listing.problems[0]}")
+    same = [(p.images, p.label) for p in pairs] == [(p.images, p.label) for p in listing.pairs]
+    assert same, f"{path} is read otherwise than it was written"
+    return [pair.name for pair in listing.pairs]
+
+
+def _options(directory: Path, run: str, labels_dir: str | None) -> list[str]:
+    """The --set of a fold's run."""
+    train, evaluation = _lists(directory, run)
+    options = {
+        "layout": "list",
+        "images_dir": "images",  # the default: it has no effect here
+        "labels_dir": labels_dir,
+        "train_split": str(train),
+        "eval_split": str(evaluation),
+        "train_exclude": [],
+    }
+    return [f"data.{key}={yaml_value(value)}" for key, value in options.items()]
+
+
+def _train(args: argparse.Namespace, directory: Path, config: Config, division: Division) -> int:
+    """Trains the folds that are not finished, one after another; the first exit code that is not 0.
+
+    With --save-predictions all of them then predict their own images.
+    """
+    programs, news = Programs([None]), News(config)
+    machine = ["--nproc", str(args.nproc), "--device", args.device]
+
+    # Programs run in a thread: the main one handles signals.
+    with ThreadPoolExecutor(1) as pool:
+
+        def run(words: list[str], show: Callable[[str], None]) -> int:
+            return pool.submit(programs.run, [*words, *machine], show).result()
+
+        for fold in division.folds:
+            if fold.finished:
+                continue
+            words = ["train", str(directory / EXPERIMENT), "--output", str(directory / fold.run)]
+            words += [
+                f"--set={text}" for text in _options(directory, fold.run, config.data.labels_dir)
+            ]
+            words += ["--resume"] if is_run(directory / fold.run) else []
+            if code := run(words, news.of(fold.run)):
+                return code
+            fold.finished = True
+            write_division(directory, division)
+        for fold in division.folds if args.save_predictions else ():
+            words = ["eval", str(directory / fold.run), "--save-predictions"]
+            if code := run([*words, str(args.save_predictions)], news.of(fold.run)):
+                return code
+    return EXIT_OK
+
+
+def _score(directory: Path, config: Config, division: Division, device: torch.device) -> list[str]:
+    """Joins the scores of all folds, writes what is known about them, and says it."""
+    found = [evaluated(directory / fold.run, device) for fold in division.folds]
+    groups: dict[str, str] = {}  # of each name in the records
+    for fold, one in zip(division.folds, found, strict=True):
+        files_of = {n: n if n in fold.images else _WINDOW.sub("", n) for n in one.records.names}
+        if set(files_of.values()) != fold.images.keys():
+            raise CheckpointError(f"{directory / fold.run}: was evaluated on other images")
+        groups |= {name: fold.images[file] for name, file in files_of.items()}
+    joined = Records.joined([one.records for one in found], split="folds")
+    interval = score_interval(joined, [groups[name] for name in joined.names])
+    units = counted(len(set(groups.values())), division.by, f"{division.by}s")
+    lines = _lines(config, found, interval, f"{units}, each by the model that has not seen it")
+    division.scores = {
+        "interval": [or_none(bound) for bound in interval[1:]],
+        "folds": {one.run.name: one.records.scores.to_dict(joined.classes) for one in found},
+        **joined.scores.to_dict(joined.classes),
+    }
+    write_division(directory, division)
+    with files.os_errors_as(ExecutionError, directory, "cannot be written"):
+        table = scores_csv(joined.scores, joined.classes)
+        files.write_atomic(directory / RESULTS, table, durable=False)
+        if config.log.charts:
+            page = report_page(found, device, joined=Joined(directory.name, joined, lines))
+            files.write_atomic(directory / REPORT, page, durable=False)
+            lines.append(f"report     {directory / REPORT}")
+    predict = f"segtrain predict {shlex.quote(str(directory))} PHOTOS --output DIR"
+    return [*lines, f"ensemble   {predict}"]
+
+
+def _lines(config: Config, found: Sequence[Evaluated], interval: Interval, units: str) -> list[str]:
+    """The score of all images, and those of the folds, in words."""
+    low, value, high = (f"{100 * x:.2f}" for x in (interval.low, interval.value, interval.high))
+    scores = [100 * one.records.scores.mean_iou for one in found]
+    spread = f"mean {mean(scores):.2f}, standard deviation {stdev(scores):.2f}"
+    lines = [
+        f"mIoU       {value} ({low} to {high}, {CONFIDENCE:.0%} interval over {units})",
+        f"folds      {', '.join(f'{score:.2f}' for score in scores)}: {spread}",
+    ]
+    every_steps = config.eval.every_steps
+    if every_steps and every_steps < config.train.steps:
+        lines.append("note       each fold chose its best checkpoint by its score, which flatters")
+    return lines

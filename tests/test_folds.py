@@ -1,0 +1,220 @@
+"""`segtrain folds`: the division, interruptions, the joined score, and what is refused."""
+
+import json
+import re
+import signal
+from collections import Counter
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from experiments import bits, last, small, train_member, write_config, write_data
+
+from segtrain import cli
+from segtrain.commands import programs
+from segtrain.commands.folds import fold_of_each
+from segtrain.errors import ConfigError
+from segtrain.metrics import ConfusionMatrix
+from segtrain.results.compare import score_interval
+from segtrain.results.records import Records
+from segtrain.run.folds import read_division
+from segtrain.types import IGNORE_INDEX
+
+SEQUENCES = ("a1", "b#2", "#c3")  # frames each, of which one has a name like a comment
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_restored():
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A config; images/train has 4 + 4 + 4 frames, images/val two more of the first sequence."""
+    root = tmp_path_factory.mktemp("folds")
+    write_data(root, num_images=12, num_val=2, size=(40, 56))
+    for kind in ("images", "labels"):
+        for i in range(12):
+            name = f"{SEQUENCES[i % 3]}_{i // 3:03d}.png"
+            (root / kind / "train" / f"{i}.png").rename(root / kind / "train" / name)
+        for i in range(2):
+            (root / kind / "val" / f"{i}.png").rename(root / kind / "val" / f"a1_{10 + i:03d}.png")
+    model = {"head_channels": 16, "num_stages": 2, "output_stride": 8, "backbone": "resnet18"}
+    train = {"steps": 6, "batch_size": 2}
+    options = small(root, train=train, model=model, eval={"every_steps": 2})
+    options["augment"]["crop_size"] = [25, 33]
+    return write_config(root / "own.yaml", options)
+
+
+@pytest.fixture
+def stop(monkeypatch, run_ranks):
+    """Lets folds train in processes; {n: step} stops the n-th program there, 0: before it."""
+    stop, count = {}, []
+
+    def run(_, arguments, show):
+        count.append(arguments)
+        step = stop.get(len(count))
+        if step == 0:
+            raise KeyboardInterrupt
+        return run_ranks(1, train_member, arguments, step)[0]
+
+    monkeypatch.setattr(programs.Programs, "run", run)
+    stop["ran"] = count
+    return stop
+
+
+def folds(config, *words):
+    return cli.main(["folds", str(config), "--device", "cpu", *map(str, words)])
+
+
+def test_folds_that_are_killed_and_resumed_end_with_the_same_bits(own, stop, tmp_path, capsys):
+    whole, cut, maps = tmp_path / "whole", tmp_path / "cut", tmp_path / "maps"
+    assert folds(own, "-k", 3, "--output", whole, "--save-predictions", maps) == 0
+    said = capsys.readouterr()
+    assert "eval.every_steps: null for folds" in said.err
+    assert "warning: --by image" not in said.err
+    assert "continue sequences" not in said.err
+
+    ran = stop["ran"]
+    assert [words[0] for words in ran] == ["train"] * 3 + ["eval"] * 3
+    # Within the second fold, then between the second and the third.
+    stop |= {len(ran) + 2: 3, len(ran) + 4: 0}
+    assert folds(own, "-k", 3, "--output", cut) == 143
+    assert f"to go on: segtrain folds {cut} --resume" in capsys.readouterr().err
+    assert folds(own, "--output", cut, "--resume", "-k", 3) == 130
+    del stop[len(ran)]
+    assert [fold.finished for fold in read_division(cut).folds] == [True, True, False]
+    before = len(ran)
+    assert cli.main(["eval", str(cut)]) == 4
+    assert "not trained to the end: fold_2; go on with segtrain folds" in capsys.readouterr().err
+    assert folds(cut, "--resume") == 0
+    assert len(ran) == before + 1
+    for i in range(3):
+        assert bits(last(whole / f"fold_{i}")) == bits(last(cut / f"fold_{i}"))
+    assert (whole / "folds.json").read_text() == (cut / "folds.json").read_text()
+    assert folds(cut, "--resume") == 0  # only says it again
+    assert len(ran) == before + 1
+
+    found = json.loads((whole / "folds.json").read_text())
+    check_division(found, whole)
+    check_score(found, maps, own.parent)
+    check_ensemble(whole, capsys)
+
+
+def check_division(found, directory):
+    """Each image is in one fold, each sequence whole; a run trains on exactly the others."""
+    names = [name for fold in found["folds"] for name in fold["images"]]
+    assert sorted(names) == sorted(
+        f"images/train/{sequence}_{i:03d}" for sequence in SEQUENCES for i in range(4)
+    )
+    for fold in found["folds"]:
+        assert len(set(fold["images"].values())) == 1
+        lists = [
+            set(re.findall(r"images/train/[^\t]+(?=\.png\t)", (directory / name).read_text()))
+            for name in (f"{fold['run']}_eval.txt", f"{fold['run']}_train.txt")
+        ]
+        assert lists == [set(fold["images"]), set(names) - set(fold["images"])]
+
+
+def check_score(found, maps, root):
+    """The joined score is that of all predicted label maps at once."""
+    matrix = ConfusionMatrix(4)
+    for fold in found["folds"]:
+        for name in fold["images"]:
+            pred = cv2.imread(str(maps / f"{name}.png"), cv2.IMREAD_UNCHANGED)
+            file = root / f"{name.replace('images', 'labels')}.png"
+            label = cv2.imread(str(file), cv2.IMREAD_UNCHANGED)
+            assert set(np.unique(label)) <= {0, 1, 2, 3, IGNORE_INDEX}
+            matrix.update(torch.from_numpy(pred), torch.from_numpy(label))
+    scores = matrix.scores()
+    assert found["scores"]["mIoU"] == pytest.approx(scores.mean_iou, abs=1e-12)
+    assert found["scores"]["num_pixels"] == scores.num_pixels
+    low, high = found["scores"]["interval"]
+    assert low < scores.mean_iou < high
+    assert list(found["scores"]["folds"]) == ["fold_0", "fold_1", "fold_2"]
+
+
+def check_ensemble(directory, capsys):
+    """The directory is the ensemble, evaluated on the split that no fold has seen."""
+    capsys.readouterr()
+    assert cli.main(["eval", str(directory)]) == 0
+    said = capsys.readouterr()
+    assert f"mean probability of 3 models: {directory / 'fold_0'} step 6" in said.out
+    assert "2 images of split val" in said.out
+    assert "trained a member" not in said.err
+    assert cli.main(["eval", str(directory), "--split", "train"]) == 0
+    assert "12 of 12 images of split train trained a member" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-k", 4, "--by", "sequence"], "-k 4: 3 groups of images for 4 folds"),
+        (["-k", 13, "--by", "image"], "-k 13: 12 groups of images for 13 folds"),
+        (["--set", "data.pack=packs/x"], "data.pack: holds the splits, not folds of them"),
+        (["--save-predictions", "images/train/out"], "--save-predictions images/train/out: would"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(own, tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(own.parent)
+    assert folds(own, "--output", tmp_path / "out", *words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out" / "folds.json").exists()
+    # A second try in the same directory is not refused for what the first has left.
+    assert folds(own, "--output", tmp_path / "out", *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_other_options_are_refused_when_folds_go_on(own, stop, tmp_path, capsys):
+    stop[1] = 0
+    assert folds(own, "-k", 2, "--by", "image", "--all", "--output", tmp_path) == 130
+    division = read_division(tmp_path)
+    assert [len(fold.images) for fold in division.folds] == [7, 7]
+    assert "warning: --by image: the names show sequences" in capsys.readouterr().err
+    words = ["-k", 3, "--by", "sequence", "--set", "optim.lr=0.5", "--resume"]
+    assert folds(tmp_path, *words) == 2
+    said = capsys.readouterr().err
+    for line in ("-k: 2 there, 3 now", "--by: image there, sequence now", "optim.lr: 0.02 there"):
+        assert line in said
+    assert folds(own, "-k", 2, "--output", tmp_path) == 2
+    assert "is not empty; go on with folds by --resume" in capsys.readouterr().err
+
+
+def test_groups_stay_whole_and_folds_are_even():
+    sizes = {f"s{i}": n for i, n in enumerate((40, 3, 17, 17, 9, 1, 30, 8, 8, 2))}
+    groups = [name for name, size in sizes.items() for _ in range(size)]
+    found = fold_of_each(groups, 3)
+    assert len(set(zip(groups, found, strict=True))) == len(sizes)
+    assert sorted(Counter(found).values()) == [44, 44, 47]
+    # The order of the images and what else is there do not matter.
+    assert dict(zip(groups[::-1], fold_of_each(groups[::-1], 3), strict=True)) == dict(
+        zip(groups, found, strict=True)
+    )
+    singles = fold_of_each([str(i) for i in range(11)], 4)
+    assert sorted(Counter(singles).values()) == [2, 3, 3, 3]
+    assert singles != sorted(singles)
+    with pytest.raises(ConfigError, match="2 groups of images for 3 folds"):
+        fold_of_each(["a", "b", "a"], 3)
+
+
+def test_the_interval_holds_the_score_of_the_population():
+    """Of 95 % intervals over 12 sequences of 5 alike images, about 95 % do."""
+    rng, held, trials = np.random.default_rng(0), 0, 200
+    truth = 0.5 / 1.5  # half of each class is right: IoU = a / (2 - a)
+    for _ in range(trials):
+        right = np.repeat(rng.uniform(0.2, 0.8, (12, 2)), 5, axis=0)
+        counts = np.stack(
+            [1000 * right, np.full((60, 2), 1000), 1000 * (right + 1 - right[:, ::-1])]
+        )
+        names = tuple(f"s{i // 5}_{i}" for i in range(60))
+        images = counts.transpose(1, 2, 0).round().astype(np.int64)
+        zeros = np.zeros((2, 2), np.int64), np.zeros((2, 960), np.int64)
+        found = score_interval(
+            Records({}, names, ("a", "b"), images, *zeros), [n.partition("_")[0] for n in names]
+        )
+        held += found.low <= truth <= found.high
+    assert 0.91 <= held / trials <= 0.99
