@@ -21,7 +21,7 @@ from segtrain.results.records import Records
 from segtrain.run.folds import read_division
 from segtrain.types import IGNORE_INDEX
 
-SEQUENCES = ("a1", "b#2", "#c3")  # frames each, of which one has a name like a comment
+SEQUENCES = ("a1", "b 2", "#c3", "d4", "e5")  # with four frames each
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +34,12 @@ def _handlers_are_restored():
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A config; images/train has 4 + 4 + 4 frames, images/val two more of the first sequence."""
+    """A config; images/train has 5 * 4 frames, images/val two more of the first sequence."""
     root = tmp_path_factory.mktemp("folds")
-    write_data(root, num_images=12, num_val=2, size=(40, 56))
+    write_data(root, num_images=20, num_val=2, size=(40, 56))
     for kind in ("images", "labels"):
-        for i in range(12):
-            name = f"{SEQUENCES[i % 3]}_{i // 3:03d}.png"
+        for i in range(20):
+            name = f"{SEQUENCES[i % 5]}_{i // 5:03d}.png"
             (root / kind / "train" / f"{i}.png").rename(root / kind / "train" / name)
         for i in range(2):
             (root / kind / "val" / f"{i}.png").rename(root / kind / "val" / f"a1_{10 + i:03d}.png")
@@ -96,8 +96,9 @@ def test_folds_that_are_killed_and_resumed_end_with_the_same_bits(own, stop, tmp
     for i in range(3):
         assert bits(last(whole / f"fold_{i}")) == bits(last(cut / f"fold_{i}"))
     assert (whole / "folds.json").read_text() == (cut / "folds.json").read_text()
-    assert folds(cut, "--resume") == 0  # only says it again
+    assert folds(cut, "--resume", "--set", "log.charts=true") == 0  # nothing is trained again
     assert len(ran) == before + 1
+    check_page(cut, capsys.readouterr().out)
 
     found = json.loads((whole / "folds.json").read_text())
     check_division(found, whole)
@@ -112,7 +113,7 @@ def check_division(found, directory):
         f"images/train/{sequence}_{i:03d}" for sequence in SEQUENCES for i in range(4)
     )
     for fold in found["folds"]:
-        assert len(set(fold["images"].values())) == 1
+        assert len(set(fold["images"].values())) == len(fold["images"]) / 4
         lists = [
             set(re.findall(r"images/train/[^\t]+(?=\.png\t)", (directory / name).read_text()))
             for name in (f"{fold['run']}_eval.txt", f"{fold['run']}_train.txt")
@@ -138,6 +139,17 @@ def check_score(found, maps, root):
     assert list(found["scores"]["folds"]) == ["fold_0", "fold_1", "fold_2"]
 
 
+def check_page(directory, said):
+    """The page says what the terminal says, and shows images of every fold."""
+    page = (directory / "report.html").read_text()
+    *_, score = re.findall(r"mIoU +([0-9.]+) of all 20 images, each by the model", said)
+    assert f"<p>mIoU       {score} of all 20 images" in page
+    for fold in read_division(directory).folds:
+        assert f"<td>{fold.run}</td>" in page
+        assert any(f'alt="prediction of {name}"' in page for name in fold.images)
+    assert (directory / "results.csv").read_text().startswith("class,IoU,")
+
+
 def check_ensemble(directory, capsys):
     """The directory is the ensemble, evaluated on the split that no fold has seen."""
     capsys.readouterr()
@@ -147,14 +159,14 @@ def check_ensemble(directory, capsys):
     assert "2 images of split val" in said.out
     assert "trained a member" not in said.err
     assert cli.main(["eval", str(directory), "--split", "train"]) == 0
-    assert "12 of 12 images of split train trained a member" in capsys.readouterr().err
+    assert "20 of 20 images of split train trained a member" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-k", 4, "--by", "sequence"], "-k 4: 3 groups of images for 4 folds"),
-        (["-k", 13, "--by", "image"], "-k 13: 12 groups of images for 13 folds"),
+        (["-k", 6, "--by", "sequence"], "-k 6: 5 groups of images for 6 folds"),
+        (["-k", 21, "--by", "image"], "-k 21: 20 groups of images for 21 folds"),
         (["--set", "data.pack=packs/x"], "data.pack: holds the splits, not folds of them"),
         (["--save-predictions", "images/train/out"], "--save-predictions images/train/out: would"),
     ],
@@ -173,7 +185,7 @@ def test_other_options_are_refused_when_folds_go_on(own, stop, tmp_path, capsys)
     stop[1] = 0
     assert folds(own, "-k", 2, "--by", "image", "--all", "--output", tmp_path) == 130
     division = read_division(tmp_path)
-    assert [len(fold.images) for fold in division.folds] == [7, 7]
+    assert [len(fold.images) for fold in division.folds] == [11, 11]
     assert "warning: --by image: the names show sequences" in capsys.readouterr().err
     words = ["-k", 3, "--by", "sequence", "--set", "optim.lr=0.5", "--resume"]
     assert folds(tmp_path, *words) == 2

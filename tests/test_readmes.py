@@ -82,6 +82,8 @@ NOT_RUN = {
     "train RUN --resume": "stands for any run",
     "train mine --until 500": "test_until.py pauses runs",
     "population mine --members 4 --every 500": "test_population.py trains populations",
+    "folds mine -k 5": "test_folds.py trains folds",
+    "folds runs/mine_folds --resume": "test_folds.py resumes folds",
     "bench mine": "test_bench.py measures steps",
     "init FOLDER": "stands for any folder",
     "train FOLDER": "stands for any folder",

@@ -259,11 +259,10 @@ COMMANDS = (
         description="Divide the images into K folds, and train K models, each on all folds but "
         "one, which\nit is then scored on. One score of all images with an interval, and a page. "
         "The directory\nstands for the ensemble of its models in eval, predict and export.",
-        epilog="examples:\n"
-        "  segtrain folds own.yaml -k 5\n"
-        "  segtrain folds own.yaml --by sequence --all --nproc 4\n"
-        "  segtrain folds runs/own_folds --resume\n"
-        "  segtrain predict runs/own_folds photos/ --output predictions",
+        examples="segtrain folds own.yaml -k 5\n"
+        "segtrain folds own.yaml --by sequence --all --nproc 4\n"
+        "segtrain folds runs/own_folds --resume\n"
+        "segtrain predict runs/own_folds photos/ --output predictions",
     ),
     Command(
         "bench",

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import math
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -28,7 +30,7 @@ from segtrain.distributed import signals, slurm
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, ExecutionError
 from segtrain.metrics import or_none
-from segtrain.results.compare import CONFIDENCE, Interval, score_interval
+from segtrain.results.compare import CONFIDENCE, LEAST_GROUPS, Interval, score_interval
 from segtrain.results.records import Records, scores_csv
 from segtrain.results.report import Evaluated, Joined, evaluated, report_page
 from segtrain.results.sequences import sequences_of, show_sequences, without_split
@@ -107,6 +109,11 @@ def _begin_or_resume(args: argparse.Namespace) -> tuple[Path, Config, Division |
         raise ConfigError("\n".join(wrong))
     if config.data.pack is not None:
         raise ConfigError("data.pack: holds the splits, not folds of them; --set data.pack=null")
+    if config.train.init_from is not None:
+        say(
+            "warning: train.init_from: if these weights have been trained on images of the folds, "
+            "the scores are too good"
+        )
     files.check_utf8(directory)
     check_run_directory(directory, config.data)
     if directory.is_dir() and not all(_LEFT.fullmatch(path.name) for path in directory.iterdir()):
@@ -137,12 +144,12 @@ def _check_same(
     args: argparse.Namespace, directory: Path, config: Config, division: Division
 ) -> None:
     """Refuses options that are not those of `division`, or would change its weights."""
-    there = {"k": len(division.folds), "by": division.by, "all": division.all}
-    now = {"k": args.number, "by": args.by, "all": args.all or None}
+    there = {"-k": len(division.folds), "--by": division.by, "--all": division.all}
+    now = {"-k": args.number, "--by": args.by, "--all": args.all or None}
     differences = [
-        f"-{'-' * (len(key) > 1)}{key}: {there[key]} there, {value} now"
-        for key, value in now.items()
-        if value not in (None, there[key])
+        f"{option}: {there[option]} there, {value} now"
+        for option, value in now.items()
+        if value not in (None, there[option])
     ]
     differences += config_differences(load_config(directory / EXPERIMENT), config)
     if differences:
@@ -181,8 +188,10 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
         listed = _write_list(evaluation, [pairs[j] for j in own], root, labels_root)
         images = {name: groups[j] for name, j in zip(listed, own, strict=True)}
         found.append(Fold(run=f"fold_{i}", images=images))
-        units = counted(len(set(images.values())), by, f"{by}s")
-        say(f"fold_{i}: {counted(len(own), 'image', 'images')}, {units}")
+        units = f", {counted(len(set(images.values())), by, f'{by}s')}" if by == "sequence" else ""
+        say(f"fold_{i}: {counted(len(own), 'image', 'images')}{units}")
+    if len({name for fold in found for name in fold.images}) < len(pairs):
+        raise ConfigError("--all: both splits have images whose names differ in the suffix only")
     return Division(by=by, all=args.all, folds=found)
 
 
@@ -273,13 +282,13 @@ def _train(args: argparse.Namespace, directory: Path, config: Config, division: 
                 f"--set={text}" for text in _options(directory, fold.run, config.data.labels_dir)
             ]
             words += ["--resume"] if is_run(directory / fold.run) else []
-            if code := run(words, news.of(fold.run)):
+            if code := run(words, partial(news.say, fold.run)):
                 return code
             fold.finished = True
             write_division(directory, division)
         for fold in division.folds if args.save_predictions else ():
             words = ["eval", str(directory / fold.run), "--save-predictions"]
-            if code := run([*words, str(args.save_predictions)], news.of(fold.run)):
+            if code := run([*words, str(args.save_predictions)], partial(news.say, fold.run)):
                 return code
     return EXIT_OK
 
@@ -296,7 +305,7 @@ def _score(directory: Path, config: Config, division: Division, device: torch.de
     joined = Records.joined([one.records for one in found], split="folds")
     interval = score_interval(joined, [groups[name] for name in joined.names])
     units = counted(len(set(groups.values())), division.by, f"{division.by}s")
-    lines = _lines(config, found, interval, f"{units}, each by the model that has not seen it")
+    lines = _lines(config, found, interval, units)
     division.scores = {
         "interval": [or_none(bound) for bound in interval[1:]],
         "folds": {one.run.name: one.records.scores.to_dict(joined.classes) for one in found},
@@ -316,11 +325,16 @@ def _score(directory: Path, config: Config, division: Division, device: torch.de
 
 def _lines(config: Config, found: Sequence[Evaluated], interval: Interval, units: str) -> list[str]:
     """The score of all images, and those of the folds, in words."""
-    low, value, high = (f"{100 * x:.2f}" for x in (interval.low, interval.value, interval.high))
+    value, low, high = (f"{100 * x:.2f}" for x in interval)
+    bounds = f"{low} to {high} ({CONFIDENCE:.0%}, over {units})"
+    if math.isnan(interval.low):
+        bounds = f"none over {units}: at least {LEAST_GROUPS} are needed"
     scores = [100 * one.records.scores.mean_iou for one in found]
     spread = f"mean {mean(scores):.2f}, standard deviation {stdev(scores):.2f}"
+    images = sum(len(one.records.names) for one in found)
     lines = [
-        f"mIoU       {value} ({low} to {high}, {CONFIDENCE:.0%} interval over {units})",
+        f"mIoU       {value} of all {images} images, each by the model that has not seen it",
+        f"interval   {bounds}",
         f"folds      {', '.join(f'{score:.2f}' for score in scores)}: {spread}",
     ]
     every_steps = config.eval.every_steps

@@ -25,6 +25,7 @@ from segtrain.results.runs import Run, differing
 from segtrain.text import counted, first_of, printable
 
 CONFIDENCE = 0.95
+LEAST_GROUPS = 5
 _RESAMPLES = 2000
 _SHOWN = 5
 # Of a bootstrap; a result that another seed would change is none.
@@ -111,11 +112,16 @@ def score_interval(records: Records, groups: Sequence[str]) -> Interval:
     """The mIoU of all images with its interval, over images like these under these models.
 
     groups: of each image what it is drawn together with, such as its sequence; or its own name.
+        Fewer than 5 have no interval: simulated, it held the truth in 89 % of cases with 4 groups,
+        76 % with 3, and 91 to 95 % with 5 to 24.
     """
     _, units = np.unique(groups, return_inverse=True)
     (sums,) = _sums_by(units, records.images[np.newaxis])  # (U, K, 3)
     drawn = _miou(np.einsum("ru,ukc->rkc", _resamples(len(sums)), sums, optimize=True))
-    return _interval(_miou(sums.sum(0)).item(), drawn, len(sums))
+    value = _miou(sums.sum(0)).item()
+    if len(sums) < LEAST_GROUPS:
+        return Interval(value, math.nan, math.nan)
+    return _interval(value, drawn, len(sums))
 
 
 def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> list[str]:

@@ -127,7 +127,7 @@ def report_page(
         charts=_curves(dict(zip(names, runs, strict=True))),
         confusion=charts.confusion_svg(records.matrix, classes) if records else "",
         reliability=charts.reliability_diagram(calibration),
-        options=_shown(departures(runs[0].config)) if len(runs) == 1 else {},
+        options=_shown(departures(runs[0].config)) if records else {},
         differing={
             key: list(map(yaml_value, v))
             for key, v in _differing(runs).items()
