@@ -451,9 +451,8 @@ def assert_script_predicts(code, loaded, where, monkeypatch, capsys, agreement):
     agreement: the share of pixels that must be equal.
     """
     monkeypatch.setattr(predict, "load_model", lambda *sources, device: loaded)
-    options = {"source": "run", "others": [], "device": "cpu", "set": [], "overwrite": False}
-    inputs, output = [str(where / "photo.png")], str(where / "out")
-    predict.main(argparse.Namespace(**options, inputs=inputs, output=output))
+    words = ["predict", "run", where / "photo.png", "--output", where / "out", "--device", "cpu"]
+    predict.main(cli._parser().parse_args([str(word) for word in words]))
     monkeypatch.chdir(where)
     capsys.readouterr()
     names = {}
