@@ -296,7 +296,7 @@ def test_verdicts():
 
 def test_what_cannot_be_compared_is_refused(run):
     a, b = pair(np.random.default_rng(0), sequences=1)
-    with pytest.raises(ConfigError, match="no interval over sequences"):
+    with pytest.raises(ConfigError, match="no interval can be had over fewer than 5"):
         compare([a], [b], by="sequence")
     assert "too narrow" in compare([a], [b]).notes[0]
     for other, match in (

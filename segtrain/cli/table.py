@@ -345,7 +345,7 @@ COMMANDS = (
         _argument("--with", "the runs of side B", "RUN", Path, nargs="+", dest="other", default=[]),
         _argument(
             "--by",
-            "what is drawn again (default: sequences where the names of the images show several)",
+            "what is drawn again (default: sequences where the names of the images show five)",
             choices=("image", "sequence"),
         ),
         _argument("--json", "write all figures as JSON", "FILE", Path),

@@ -20,8 +20,9 @@ from scipy import stats
 
 from segtrain.config.loading import yaml_value
 from segtrain.errors import ConfigError
-from segtrain.results.records import LABELLED, RIGHT, Records, sequences_of
+from segtrain.results.records import LABELLED, RIGHT, Records
 from segtrain.results.runs import Run, differing
+from segtrain.results.sequences import sequences_of, show_sequences
 from segtrain.text import counted, first_of, printable
 
 CONFIDENCE = 0.95
@@ -73,16 +74,15 @@ class Comparison:
 def compare(a: Sequence[Records], b: Sequence[Records], *, by: str | None = None) -> Comparison:
     """Compares two sides; each has a run or several that differ in their seed only.
 
-    by: `image` or `sequence`; None: sequences where the names show several.
+    by: `image` or `sequence`; None: sequences where the names show at least 5, frame by frame.
 
     Raises:
-        ConfigError: they were evaluated on other images, labels or classes, or there is only one
-            sequence.
+        ConfigError: they were evaluated on other images, labels or classes, or there are fewer
+            than 5 sequences.
     """
     for other in (*a, *b):
         _check_same(a[0], other)
-    sequences = sequences_of(a[0].names)
-    units, unit, notes = _units(sequences, by)
+    units, unit, notes = _units(a[0].names, by)
     sides = [np.stack([one.images for one in side]) for side in (a, b)]  # (runs, N, K, 3)
     scores = tuple(tuple(_miou(one.sum(0)).item() for one in side) for side in sides)
 
@@ -174,23 +174,24 @@ def verdict(found: Comparison, *, only_seed: bool) -> str:
     )
 
 
-def _units(sequences: Sequence[str], by: str | None) -> tuple[np.ndarray, str, tuple[str, ...]]:
+def _units(names: Sequence[str], by: str | None) -> tuple[np.ndarray, str, tuple[str, ...]]:
     """The unit of each image, (N,), what they are in words, and what to note."""
+    sequences = sequences_of(names)
     _, numbers = np.unique(sequences, return_inverse=True)
-    number, images = int(numbers.max()) + 1, len(sequences)
-    if by == "sequence" and number == 1:
+    number, images = int(numbers.max()) + 1, len(names)
+    what = counted(number, "sequence", "sequences")
+    if by == "sequence" and number < LEAST_GROUPS:
         raise ConfigError(
-            "--by sequence: the names of the images show one sequence only "
-            f"({printable(sequences[0] or '', 60)}...): no interval over sequences can be had"
+            f"--by sequence: the names of the images show {what} only ({first_of(sequences, 2)}): "
+            f"no interval can be had over fewer than {LEAST_GROUPS}"
         )
-    if by == "sequence" or (by is None and 1 < number <= images / 2):
-        what = counted(number, "sequence", "sequences")
+    if by == "sequence" or (by is None and number >= LEAST_GROUPS and show_sequences(names)):
         return numbers, f"{what} of {images} images, paired", ()
     notes: tuple[str, ...] = ()
     if number <= images / 2:
         notes = (
-            f"the names show {counted(number, 'sequence', 'sequences')}: if the images are frames "
-            "of a video, they are alike, and the interval is too narrow",
+            f"the names show {what}: if the images are frames of a video, they are alike, and the "
+            "interval is too narrow",
         )
     return np.arange(images), f"{images} images, paired", notes
 
