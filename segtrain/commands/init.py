@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from segtrain.config.loading import yaml_value
 from segtrain.errors import EXIT_OK, ConfigError, DataError
 from segtrain.files import os_errors_as
 from segtrain.text import counted, first_of, printable
@@ -143,6 +144,11 @@ def _lines(plan: "Plan", machine: "Machine") -> list[str]:
     lines = [
         f"images     {len(survey.images)}: {first_of(patterns, 3)}",
         f"labels     {len(labels.labels)}: {labels.pattern}",
+    ]
+    lines += [
+        f"pixels     {option.key} {yaml_value(option.value)}: {option.reason}"
+        for option in plan.options
+        if option.key in ("data.channels", "data.value_range")
     ]
     for image, files in list(labels.labels.items())[:3]:
         lines.append(f"  pair     {image}  {first_of(files, 2)}")
