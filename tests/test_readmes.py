@@ -228,6 +228,7 @@ def run_all(directory, lines, codes):
 
     import torch
 
+    from segtrain import api
     from segtrain.commands import init
 
     multiprocessing.set_start_method(None, force=True)
@@ -248,6 +249,10 @@ def run_all(directory, lines, codes):
             shutil.rmtree("predictions", ignore_errors=True)  # of the command before
         if code := cli.main(words):
             sys.exit(code)
+    train = api.train
+    api.train = lambda config, *, overrides=(), **options: train(
+        config, overrides=[*overrides, *SMALL], **options
+    )
     for name, text in codes:
         print(f"# {name}", flush=True)
         exec(compile(text, name, "exec"), {"model": torch.nn.Sequential(torch.nn.BatchNorm2d(3))})

@@ -1,7 +1,8 @@
 """From YAML text and `--set` options to a checked Config, and back to YAML."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,15 @@ def with_places(message: str, source: str, overrides: Sequence[str]) -> str:
     return _OPTION.sub(placed, message)
 
 
-def override_config(config: Config, overrides: Sequence[str], *, source: str) -> Config:
-    """`config` with `section.key=value` overrides applied and checked again.
+def override_config(
+    config: Config | Mapping[str, Any], overrides: Sequence[str], *, source: str
+) -> Config:
+    """`config`, or options by section as in a file, with `section.key=value` overrides, checked.
 
     source: where the config came from, such as a checkpoint, for messages.
     """
-    return _checked(Document(source, config.model_dump(), {}, ()), overrides)
+    data = config.model_dump() if isinstance(config, Config) else deepcopy(dict(config))
+    return _checked(Document(source, data, {}, ()), overrides)
 
 
 def _checked(document: Document, overrides: Sequence[str], *, version: str | None = None) -> Config:

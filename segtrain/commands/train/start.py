@@ -35,11 +35,7 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
     # 1. Which config, which run?
     is_first = "RANK" not in os.environ  # what is said here is said once, not by every rank
-    if os.path.isdir(args.config) and _run_of(args.config) is None:
-        folder = Path(args.config)
-        if folder.name in ("", ".."):  # `.` and `..` do not end with the name for the run
-            folder = folder.resolve()
-        args.config = str(_config_of_folder(folder, may_write=is_first))
+    args.config = named_config(args.config, may_write=is_first)
     target = resolve_run(args.config, resume=args.resume, output=args.output)
     if target.note and is_first:
         say(target.note)
@@ -100,22 +96,29 @@ def _refined(args: argparse.Namespace, target: Target, found: list[str]) -> Conf
     return load_config(target.config, args.set)
 
 
-def _config_of_folder(folder: Path, *, may_write: bool) -> Path:
-    """The config that `segtrain init` has written into `folder`, or for it; else it is written now.
+def named_config(text: str, *, may_write: bool) -> str:
+    """`text`; if it is a folder, and no run, the config that `segtrain init` has written for it.
+
+    may_write: if there is none, it is written now.
 
     Raises:
         ConfigError, DataError: what `segtrain init` cannot decide or read.
     """
+    if not os.path.isdir(text) or _run_of(text) is not None:
+        return text
     from segtrain.commands import init
 
+    folder = Path(text)
+    if folder.name in ("", ".."):  # `.` and `..` do not end with the name for the run
+        folder = folder.resolve()
     for made in (folder / run_directory.CONFIG, init.default_output(folder) / run_directory.CONFIG):
         if made.exists():
-            return made
+            return str(made)
     if any(folder.glob(init.READINGS)):
         raise ConfigError(f"{folder}: segtrain init stopped here with a question; answer it there")
     if not may_write:
         raise ConfigError(f"{folder}: a folder without a config; segtrain init makes one first")
-    return init.write_experiment(folder)
+    return str(init.write_experiment(folder))
 
 
 def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:

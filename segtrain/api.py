@@ -1,0 +1,252 @@
+"""segtrain from Python, in a notebook too: `segtrain.Predictor` and `segtrain.train`."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from signal import SIGINT, Signals
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from segtrain.checkpoint.loading import load_model
+from segtrain.commands.evaluate import set_after_training
+from segtrain.commands.launch import safe_path
+from segtrain.commands.train.start import named_config, resolve_run
+from segtrain.config import Config, config_to_yaml
+from segtrain.config.loading import override_config
+from segtrain.data.check.findings import find_darkness
+from segtrain.data.check.values import image_values
+from segtrain.data.read.image import form_of, ignore_missing, set_dtype
+from segtrain.distributed import signals
+from segtrain.distributed.process_group import device_for
+from segtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ExecutionError,
+    MemoryLimitError,
+    NonFiniteError,
+    UserError,
+)
+from segtrain.evaluation.inference import predict_labels
+from segtrain.evaluation.settings import SettingsBySize, batch_limits, fitting_pixels
+from segtrain.models.memory import check_windows, memory_failures
+from segtrain.models.precision import (
+    eval_precision_warnings,
+    float32_products,
+    for_evaluation,
+    to_eval_precision,
+)
+from segtrain.results.runs import Run, read_run
+
+_SETTABLE = ("eval.", "data.short_side_px", "train.precision")
+# Before each line of a message: the command, or that of a refused command line.
+_NAME = re.compile(r"segtrain( [a-z]+)*: (error: )?")
+
+
+class Predictor:
+    """A trained model that labels images, as `segtrain predict` does. Threads take turns.
+
+    classes: their names, by train id. palette: the colour of each, (red, green, blue).
+    """
+
+    # `float32_products` sets what belongs to the process, not to a thread.
+    _lock = threading.Lock()
+
+    def __init__(
+        self, source: str | Path, *, device: str = "auto", settings: Sequence[str] = ()
+    ) -> None:
+        """Loads the model.
+
+        source: a run (its best checkpoint), a checkpoint, or the name of a config that comes with
+            weights.
+        device: auto (CUDA if there is any), cpu or cuda.
+        settings: such as `eval.flip=true`; they begin with eval., or are data.short_side_px or
+            train.precision.
+
+        Raises:
+            UserError: no checkpoint, no such device, or a setting that cannot be taken.
+        """
+        self._device = device_for(device)
+        loaded = load_model(source, device=self._device)
+        config = set_after_training(loaded.config, settings, _SETTABLE, source=str(source))
+        self.classes = loaded.classes.names
+        self.palette = loaded.classes.palette
+        check_windows(config, len(self.classes), self._device)
+        for line in eval_precision_warnings(config, self._device):
+            warnings.warn(line, stacklevel=2)
+        self._config = config
+        self._model = to_eval_precision(loaded.model, config, self._device)
+        self._settings = SettingsBySize.from_config(
+            config,
+            mode_is_given=any(text.partition("=")[0].strip() == "eval.mode" for text in settings),
+            fitting_pixels=fitting_pixels(self._model, self._device, len(self.classes), ranks=1),
+        )
+        self._limits = batch_limits(self._settings.usual, self._device, len(self.classes))
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        """The train id of every pixel, (H, W) uint8; 255 where the image has no value.
+
+        image: (H, W, C) with the values that the file holds, neither scaled nor normalized; three
+            channels are RGB. uint8 or uint16; other numbers if the model was trained on a
+            `data.value_range`, where NaN is no value. Large images go through the model by windows.
+
+        Raises:
+            DataError: the image is not like those of the training, as far as is known of them.
+            MemoryLimitError: it does not fit into the memory of the device.
+            NonFiniteError: the scores are not finite, and labels from them would mean nothing.
+        """
+        return self._predict(image, probabilities="none")
+
+    def probabilities(self, image: np.ndarray) -> np.ndarray:
+        """The probability of every class, (K, H, W) float32; `image` and errors as of a call."""
+        return self._predict(image, probabilities="all")
+
+    def _predict(self, image: np.ndarray, *, probabilities: Literal["none", "all"]) -> np.ndarray:
+        pixels, missing = self._checked(image)
+        size = pixels.shape[:2]
+        height, width = size
+        message = (
+            f"image: {height}x{width} px do not fit into the memory of {self._device}; use the "
+            "settings eval.batch_size=1, eval.mode=slide, or a smaller eval.crop_size"
+        )
+        precision, memory = for_evaluation(self._config), memory_failures(lambda: message)
+        with self._lock, float32_products(precision), memory:
+            moved = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1).unsqueeze(0)
+            model, settings, limits = self._model, self._settings.of(size), self._limits
+            (found,) = predict_labels(
+                model, [moved], settings, [size], limits, probabilities=probabilities
+            )
+            label, is_finite, probability = (x if x is None else x.cpu() for x in found)
+        if not is_finite:
+            raise NonFiniteError(
+                "image: its scores are not finite, so a prediction would mean nothing; if they "
+                "were computed in float16, use the setting train.precision=bfloat16"
+            )
+        if probability is not None:
+            return probability.float().numpy()
+        return np.maximum(label.numpy(), missing)
+
+    def _checked(self, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The image as the model takes it; (H, W) uint8, IGNORE_INDEX without a value, else 0."""
+        image, data = np.asarray(image), self._config.data
+        shape = f"image: expected (H, W, {data.channels})"
+        if image.ndim != 3 or image.shape[2] != data.channels or 0 in image.shape:
+            more = "; give the images of a batch one by one" if image.ndim == 4 else ""
+            raise DataError(f"{shape}, got {image.shape}{more}")
+        is_number, has_range = image.dtype.kind in "iuf", data.value_range is not None
+        if not (image.dtype in (np.uint8, np.uint16) or (is_number and has_range)):
+            low, high = (image.min(), image.max()) if is_number else ("", "")
+            found = f" from {low:g} to {high:g}" if is_number else ""
+            raise DataError(
+                "image: expected uint8 from 0 to 255, or uint16 from 0 to 65535, as in the files "
+                f"of the training; got {image.dtype}{found}"
+            )
+        form = form_of(data)._replace(dtype=set_dtype(image.dtype))
+        form.check()
+        image = np.require(image, form.dtype, ["C", "W"])
+        if form.dtype.kind == "f":
+            image = np.where(np.isfinite(image), image, np.float32(np.nan))
+        if dark := find_darkness([image_values(image, form, "image")]):
+            warnings.warn(dark.text, stacklevel=4)
+        return ignore_missing(image, np.zeros(image.shape[:2], np.uint8), form)
+
+
+def train(
+    config: str | Path | Config | Mapping[str, Any],
+    *,
+    output: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    nproc: int | Literal["auto"] = "auto",
+    resume: bool = False,
+    device: str = "auto",
+) -> Run:
+    """Trains as `segtrain train` does, in a process of its own, and returns the run.
+
+    Its lines are printed as they come. KeyboardInterrupt stops it as Ctrl-C does: the step is
+    saved, then the exception goes on, and `resume=True` continues. If this process dies, the
+    training is saved and stops, too.
+
+    config: a file, the name of a config that comes with segtrain, a folder or a run as the command
+        takes them; or a Config; or its options by section, as `{"train": {"steps": 100}, ...}`.
+    output: the directory of the run, which only a file or name can tell by itself.
+    overrides: such as `optim.lr=0.02`. nproc: processes; auto: one for each GPU, or one.
+    resume: go on at the last checkpoint; start if there is none.
+
+    Raises:
+        UserError: training failed, with the message and exit code of the command.
+    """
+    with tempfile.TemporaryDirectory(prefix="segtrain_") as folder:
+        if isinstance(config, Config | Mapping):
+            if output is None:
+                raise ConfigError("output: expected a directory for the run; only files have names")
+            text = config_to_yaml(override_config(config, overrides, source="config"))
+            source, overrides = str(Path(folder, "config.yaml")), ()
+            Path(source).write_text(text)
+        else:
+            source = str(config)
+        options = ["--nproc", str(nproc), "--device", device]
+        options += [] if output is None else ["--output", str(output)]
+        options += ["--resume"] if resume else []
+        options += [word for text in overrides for word in ("--set", text)]
+        command = [sys.executable, *safe_path(), "-m", "segtrain", "train", source, *options]
+        _run(command)
+        place = None if output is None else Path(output)
+        target = resolve_run(named_config(source, may_write=False), resume=resume, output=place)
+    return read_run(target.directory)
+
+
+def _run(command: Sequence[str]) -> None:
+    """Runs a command of segtrain and prints what it says; an error of it is raised here."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"},
+        # Ctrl-C in a terminal reaches a whole group; a second signal would stop it unsaved.
+        start_new_session=True,
+        preexec_fn=signals.die_with_parent,
+    )
+    message: list[str] = []
+    interrupted = False
+    with process:
+        try:
+            while True:
+                try:
+                    for line in process.stdout:
+                        print(line, end="", flush=True)
+                        text = line.rstrip("\n")
+                        message = [*message, text] if _NAME.match(text) else []
+                    process.wait()
+                    break
+                except KeyboardInterrupt:
+                    interrupted = True
+                    process.send_signal(SIGINT)
+        except BaseException:
+            process.terminate()
+            raise
+    code = process.returncode
+    kinds = ConfigError, DataError, CheckpointError, NonFiniteError, ExecutionError
+    by_code = {kind.exit_code: kind for kind in (*kinds, MemoryLimitError)}
+    if interrupted and code not in by_code:
+        raise KeyboardInterrupt
+    if code == 0:
+        return
+    said = "\n".join(_NAME.sub("", line, count=1) for line in message)
+    if code < 0:
+        with suppress(ValueError):
+            said = said or f"training was ended by {Signals(-code).name}"
+    error = by_code.get(code, UserError)(said or f"training ended with exit code {code}")
+    error.exit_code = code
+    raise error

@@ -1,0 +1,212 @@
+"""segtrain from Python: a model that labels arrays, and training in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from experiments import last, settings, small, write_config, write_data
+from processes import REPOSITORY
+
+import segtrain
+from segtrain import cli
+from segtrain.errors import ConfigError, DataError, NonFiniteError
+
+BY_WINDOWS = ["eval.mode=slide", "eval.crop_size=[33, 41]"]
+FOREVER = {"steps": 100_000}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(root, tmp_path_factory):
+    """A run that was trained from options by section."""
+    options = small(root, train={"steps": 1})
+    directory = tmp_path_factory.mktemp("runs") / "mine"
+    return segtrain.train(options, output=directory, overrides=["train.steps=2"], device="cpu")
+
+
+@pytest.fixture(scope="module")
+def predictor(run):
+    return segtrain.Predictor(run.directory, device="cpu")
+
+
+@pytest.fixture
+def image(root):
+    return cv2.imread(str(root / "images/val/0.png"))[..., ::-1]
+
+
+def started(config, output):
+    """A Python process that trains forever and has logged its first steps."""
+    code = f"import segtrain; segtrain.train({str(config)!r}, output={str(output)!r})"
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE)
+    wait_for(lambda: (output / "metrics.jsonl").exists())
+    return process
+
+
+def wait_for(is_done, seconds=60):
+    end = time.monotonic() + seconds
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_importing_segtrain_imports_nothing_heavy():
+    code = "import segtrain, sys; assert not {'torch', 'numpy', 'yaml'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        _ = segtrain.Trainer
+
+
+def test_a_trained_run_is_returned_with_its_curves(run):
+    assert (run.name, run.step, run.config.train.steps) == ("mine", 2, 2)
+    assert run.best[0] == last(run.directory).step == 2
+
+
+@pytest.mark.parametrize("options", [[], BY_WINDOWS], ids=["whole", "windows"])
+def test_labels_are_those_of_segtrain_predict(tmp_path, options):
+    words = [word for text in options for word in ("--set", text)]
+    output, source = tmp_path / "out", "camvid_deeplabv3plus_r18"
+    photo = cv2.imread(str(REPOSITORY / "configs/demo.png"))[20:150, 10:210]
+    cv2.imwrite(str(tmp_path / "photo.png"), photo)
+    command = ["predict", source, tmp_path / "photo.png", "--output", output, "--device", "cpu"]
+    assert cli.main([*map(str, command), *words]) == 0
+    expected = cv2.imread(str(output / "labels/photo.png"), cv2.IMREAD_UNCHANGED)
+    predictor = segtrain.Predictor(source, device="cpu", settings=options)
+    found = predictor(photo[..., ::-1])
+    assert (found.dtype, found.shape) == (np.uint8, (130, 200))
+    assert len(np.unique(found)) > 2
+    np.testing.assert_array_equal(found, expected)
+    probabilities = predictor.probabilities(photo[..., ::-1])
+    assert (probabilities.shape, probabilities.dtype) == ((11, 130, 200), np.float32)
+    np.testing.assert_allclose(probabilities.sum(0), 1, atol=1e-5)
+    np.testing.assert_array_equal(probabilities.argmax(0), found)
+    assert predictor.classes[:2] == ("Sky", "Building")
+    assert len(predictor.palette) == 11
+
+
+def test_a_large_image_goes_by_windows(predictor, monkeypatch):
+    large = np.random.default_rng(0).integers(0, 256, (40, 1100, 3), dtype=np.uint8)
+    by_size = predictor._settings._replace(most_pixels=40_000)
+    monkeypatch.setattr(predictor, "_settings", by_size)
+    assert by_size.of(large.shape[:2]).mode == "slide"
+    probabilities = predictor.probabilities(large)
+    np.testing.assert_array_equal(probabilities.argmax(0), predictor(large))
+
+
+def test_two_threads_get_what_they_ask_for(predictor, image):
+    images = [np.roll(image, i, axis=1) for i in range(8)]
+    expected = [predictor(one) for one in images]
+    with ThreadPoolExecutor(2) as pool:
+        for one, other in zip(expected, pool.map(predictor, images), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[..., :2], r"expected \(H, W, 3\), got \(56, 72, 2\)"),
+        (lambda x: x[..., 0], r"expected \(H, W, 3\), got \(56, 72\)"),
+        (lambda x: x[None], r"got \(1, 56, 72, 3\); give the images of a batch one by one"),
+        (lambda x: x[:0], r"got \(0, 72, 3\)"),
+        (lambda x: x / np.float32(255), "expected uint8 .* got float32 from 0 to 1"),
+        (lambda x: x.astype(np.int64), "expected uint8 .* got int64 from 0 to 255"),
+        (lambda x: x > 3, "expected uint8 .* got bool"),
+    ],
+)
+def test_an_image_of_another_form_is_refused(predictor, image, change, message):
+    image = image.copy()
+    image[0, 0], image[0, 1] = 0, 255
+    with pytest.raises(DataError, match=message):
+        predictor(change(image))
+
+
+def test_values_of_8_bits_in_16_are_warned_of(predictor, image):
+    np.testing.assert_array_equal(
+        predictor(image.astype(np.uint16) * 257), predictor(np.ascontiguousarray(image))
+    )
+    with pytest.warns(UserWarning, match="uses at most 8 of them"):
+        predictor(image.astype(np.uint16))
+
+
+def test_a_model_of_a_value_range_takes_floats_without_values(predictor, image, monkeypatch):
+    data = predictor._config.data.model_copy(update={"value_range": (0.0, 255.0)})
+    config = predictor._config.model_copy(update={"data": data})
+    monkeypatch.setattr(predictor, "_config", config)
+    values = image.astype(np.float64)
+    np.testing.assert_array_equal(predictor(values), predictor(image))
+    values[5, 7, 1] = np.inf
+    filled = values.copy()
+    filled[5, 7, 1] = config.data.mean[1]
+    np.testing.assert_array_equal(predictor.probabilities(values), predictor.probabilities(filled))
+    label = predictor(filled)
+    label[5, 7] = 255
+    np.testing.assert_array_equal(predictor(values), label)
+
+
+def test_scores_that_are_not_finite_are_refused(run, image):
+    predictor = segtrain.Predictor(run.directory, device="cpu")
+    with torch.no_grad():
+        next(predictor._model.parameters()).fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="would mean nothing"):
+        predictor(image)
+
+
+def test_a_failure_of_training_is_raised_with_its_message_and_code(root, tmp_path, capsys):
+    options = small(root, data={"train_split": "nowhere"})
+    with pytest.raises(DataError, match="nowhere") as failure:
+        segtrain.train(write_config(tmp_path / "x.yaml", options), output=tmp_path / "x")
+    assert failure.value.exit_code == 3
+    assert "segtrain: " not in str(failure.value)
+    assert str(failure.value).splitlines()[0] in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^config: optim.lr: .*'fast'"):
+        segtrain.train(small(root, optim={"lr": "fast"}), output=tmp_path / "y")
+    with pytest.raises(ConfigError, match="output: expected a directory"):
+        segtrain.train(settings())
+    with pytest.raises(ConfigError, match=r"^argument --nproc: expected an integer"):
+        segtrain.train(small(root), output=tmp_path / "y", nproc=-1)
+    assert not (tmp_path / "y").exists()
+
+
+def test_an_interrupt_saves_the_step_and_training_goes_on_from_there(root, tmp_path):
+    config = write_config(tmp_path / "x.yaml", small(root, train=FOREVER))
+    output = tmp_path / "x"
+
+    def interrupt():
+        wait_for(lambda: (output / "metrics.jsonl").exists())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        segtrain.train(config, output=output, device="cpu")
+    thread.join()
+    assert "stopped by SIGINT after step" in (output / "train.log").read_text()
+    step = last(output).step
+    overrides = [f"train.steps={step + 1}"]
+    with pytest.raises(ConfigError, match="started with another config"):
+        segtrain.train(config, output=output, overrides=overrides, resume=True)
+
+
+def test_training_is_saved_and_stops_with_a_process_that_dies(root, tmp_path):
+    config = write_config(tmp_path / "x.yaml", small(root, train=FOREVER))
+    process = started(config, tmp_path / "x")
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    wait_for(lambda: (tmp_path / "x/checkpoints/last.pt").exists())
+    wait_for(lambda: not (tmp_path / "x/.lock").exists())
+    assert "stopped by SIGTERM" in (tmp_path / "x/train.log").read_text()
