@@ -57,6 +57,8 @@ segtrain predict runs/mine photos/ --output predictions
 segtrain predict runs/mine photos/ one_more.jpg --output predictions
 segtrain export runs/mine --format safetensors --output mine.safetensors
 segtrain export runs/mine --format onnx --output mine.onnx --normalize --argmax
+segtrain runs
+segtrain runs --clear runs/mine
 """.strip().splitlines()
 NO_CITYSCAPES = "needs the images of Cityscapes; test_configs.py builds the model"
 NO_CAMVID = "needs the images of CamVid"
@@ -80,6 +82,7 @@ NOT_RUN = {
     "eval RUN --save-predictions DIR": "test_evaluate.py compares these files",
     "eval RUN --split test --no-labels --save-predictions DIR": "test_evaluate.py predicts it",
     "train RUN --resume": "stands for any run",
+    "runs --clear RUN": "stands for any run",
     "train mine --until 500": "test_until.py pauses runs",
     "population mine --members 4 --every 500": "test_population.py trains populations",
     "folds mine -k 5": "test_folds.py trains folds",

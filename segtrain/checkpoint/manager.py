@@ -99,6 +99,12 @@ class CheckpointManager:
                 return path, problems
             except CheckpointError as error:
                 problems.append(str(error))
+        if self.is_cleared():
+            cleared = (
+                f"{self.directory}: {BEST} alone is left (segtrain runs --clear), and it holds no "
+                "training state; to begin a new run with its weights: train.init_from"
+            )
+            problems.insert(0, cleared)
         if problems:
             raise CheckpointError("\n  ".join(problems))
         # If the very first save was killed, the manifest lists last.pt only.
@@ -106,6 +112,32 @@ class CheckpointManager:
             what = f"{LAST} and others have been removed; put one back, or start anew by --output"
             raise CheckpointError(f"{self.directory}: {what}")
         return None, []
+
+    def is_cleared(self) -> bool:
+        """Whether `clear` has removed what a run is resumed from."""
+        return manifest.read_entries(self.directory).keys() == {BEST}
+
+    def clear(self) -> int:
+        """Removes what only training needs: all but a good best.pt. Returns the bytes of it.
+
+        Without best.pt only previous.pt goes. Call `clean_up` before.
+
+        Raises:
+            ExecutionError: a file cannot be removed.
+        """
+        own, freed = self._entries.keys(), 0
+        unneeded = own - {BEST} if self._is_own(BEST) else own & {PREVIOUS}
+        # last.pt goes last: until then the run can be resumed, or cleared again.
+        for name in sorted(unneeded, key=lambda name: name == LAST):
+            if self._is_own(name):
+                with files.os_errors_as(ExecutionError, what="cannot be removed"):
+                    freed += (self.directory / name).stat().st_size
+                    (self.directory / name).unlink()
+            del self._entries[name]
+        with files.os_errors_as(ExecutionError, self.directory, "the manifest cannot be written"):
+            entries = {name: [entry] for name, entry in self._entries.items()}
+            self._manifest = manifest.write(self.directory, entries)
+        return freed
 
     def check_space(self, checkpoint: Checkpoint) -> None:
         """Raises ExecutionError if the disk has no room for two checkpoints of this size."""

@@ -338,6 +338,28 @@ COMMANDS = (
         "segtrain report runs/small runs/large --output both.html",
     ),
     Command(
+        "runs",
+        "commands.runs:main",
+        "list runs, or clear what finished ones no longer need",
+        _argument(
+            "directories",
+            "folder to search for runs (default: runs); with --clear a run",
+            "DIR",
+            Path,
+            nargs="*",
+        ),
+        _switch(
+            "--clear",
+            "remove last.pt, previous.pt and step_N.pt of these runs, and keep best.pt: they "
+            "cannot be trained on",
+        ),
+        _argument("--json", "write the list as JSON", "FILE", Path),
+        description="List the runs in folders: best mIoU and its step, steps done, hours of "
+        "training, size on\ndisk, and how a stopped one goes on. --clear refuses runs that are not "
+        "complete or in use.",
+        epilog="examples:\n  segtrain runs\n  segtrain runs --clear runs/own",
+    ),
+    Command(
         "compare",
         "commands.compare:main",
         "say whether one model is better than another",

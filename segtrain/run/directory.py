@@ -70,6 +70,23 @@ class RunLock:
         os.close(self._handle)
 
 
+def is_locked(directory: Path) -> bool:
+    """Whether a run uses `directory` now, as far as the file system has locks; writes nothing."""
+    try:
+        handle = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
 CONFIG, METRICS, LOG = "config.yaml", "metrics.jsonl", "train.log"
 RECEIPTS = "receipts.jsonl"
 CHECKPOINTS = "checkpoints"

@@ -31,6 +31,7 @@ class StopCriteria:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_hours, self._patience = train.max_hours, train.patience
+        self._steps = train.steps
         self._hours_before = 0.0 if saved is None else saved["hours"]
         self.evaluations = 0 if saved is None else saved["evaluations"]
         self._clock = clock
@@ -65,6 +66,19 @@ class StopCriteria:
             return f"no better mIoU in {self.evaluations} evaluations (train.patience)"
         if self.is_out_of_time():
             return f"{self._max_hours:g} hours of training are used up (train.max_hours)"
+        return ""
+
+    def completion(self, step: int, evaluated: int) -> str:
+        """How far a run at `step` came if nothing is left to do; otherwise empty.
+
+        evaluated: the step of its newest evaluation.
+        """
+        if step > self._steps:
+            return f"{step} steps (train.steps {self._steps})"
+        if evaluated == self._steps:
+            return f"{step} steps"
+        if evaluated == step and (reason := self.reason()):
+            return f"{step} of {self._steps} steps: {reason}"
         return ""
 
     @property

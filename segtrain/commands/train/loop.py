@@ -159,14 +159,7 @@ def _evaluation_is_left(run: TrainRun) -> bool:
 
 def _completion(run: TrainRun) -> str:
     """How far the run came if nothing is left to do; otherwise empty."""
-    step, steps = run.state.step, run.config.train.steps
-    if step > steps:
-        return f"{step} steps (train.steps {steps})"
-    if run.evaluated == steps:
-        return f"{step} steps"
-    if run.evaluated == step and (reason := run.stop_criteria.reason()):
-        return f"{step} of {steps} steps: {reason}"
-    return ""
+    return run.stop_criteria.completion(run.state.step, run.evaluated)
 
 
 def _way_on(run: TrainRun) -> list[str]:
