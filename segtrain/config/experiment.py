@@ -147,6 +147,13 @@ class LogConfig(Section):
     charts: bool = option(
         True, "draw the confusion matrix in TensorBoard, and write report.html at the end"
     )
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = option(
+        (), "send curves, config, scores and report there, too; needs pip install '.[trackers]'"
+    )
+
+    def _mistakes(self) -> Iterator[str]:
+        if len(set(self.trackers)) < len(self.trackers):
+            yield "log.trackers: expected each tracker once"
 
 
 class CheckpointConfig(Section):

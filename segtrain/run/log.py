@@ -20,6 +20,7 @@ from segtrain.files import open_regular, parse_json, read_bytes, write_atomic
 from segtrain.run.console import log_files, log_only, say
 from segtrain.run.directory import LOG, METRICS, RECEIPTS
 from segtrain.run.receipts import Receipt
+from segtrain.run.trackers import Trackers
 from segtrain.text import printable, printable_lines
 
 
@@ -31,6 +32,8 @@ class RunLog:
     config is another from here on: earlier steps cannot be repeated, and their receipts go.
     All this happens at `begin`, with `describe`, which writes what the run is from here on: a
     resumption that comes to no step leaves all files but train.log as they were.
+
+    trackers: get the scalars, too. An error inside ends them; otherwise the caller does.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class RunLog:
         evaluated_step: int = 0,
         changed: bool = False,
         describe: Callable[[], None] = lambda: None,
+        trackers: Trackers | None = None,
     ) -> None:
         self.enabled = enabled
+        self.trackers = trackers or Trackers()
         self._failed: set[str] = set()
         self._waiting: list[Callable[[], object]] = []  # for TensorBoard
         self._begun = False
@@ -65,6 +70,7 @@ class RunLog:
                 self._try("TensorBoard", lambda: self._board.close())
                 threading.excepthook = self._excepthook
             if error is not None:
+                self.trackers.finish("FAILED")
                 log_only("\n".join(printable_lines(f"ended by {type(error).__name__}: {error}")))
             log_files.remove(self._write_log)
             os.close(self._handle)
@@ -88,6 +94,7 @@ class RunLog:
         for write in self._waiting:
             self._to_board(write)
         self._waiting.clear()
+        self.trackers.begin()
 
     def lines(self, lines: Sequence[str]) -> None:
         """Writes `lines` to the console and train.log."""
@@ -101,6 +108,7 @@ class RunLog:
         clean = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         self._try(METRICS, self._append, METRICS, json.dumps({"step": step, **clean}))
         curves = {printable(tag): value for tag, value in values.items()}
+        self.trackers.scalars(step, curves)
         self._to_board(lambda: [self._board.add_scalar(tag, curves[tag], step) for tag in curves])
 
     def receipts(self, receipts: Sequence[Receipt]) -> None:

@@ -50,6 +50,10 @@ def run(request: TrainRequest) -> int:
     # The other ranks have nothing left to do.
     if reports:
         _report(this)
+    best, page = this.best, this.directory / run_directory.REPORT
+    results = {} if best is None else {"best/mIoU": best["mean_iou"], "best/step": best["step"]}
+    files = [page] if reports and page.is_file() else []
+    this.log.trackers.finish("FINISHED" if is_complete else "KILLED", results, files)
     return code
 
 

@@ -41,6 +41,7 @@ from segtrain.run.console import say
 from segtrain.run.directory import RunLock
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
+from segtrain.run.trackers import Trackers, senders
 from segtrain.training.hogwild import HogwildBarrier, share_model
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
@@ -375,6 +376,9 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         evaluated_step=evaluated,
         changed=bool(changes),
         describe=describe if resumed and (changes or earlier) else lambda: None,
+        trackers=Trackers(
+            senders(directory, config, resumes=resumed is not None) if dist.is_main() else ()
+        ),
     )
     log.lines(start_lines(config, directory, state.model, train_set, eval_set, devices, state.step))
     log.lines(notes)

@@ -15,6 +15,7 @@ from segtrain.config.experiment import wrong_units
 from segtrain.distributed.partition import batch_findings
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
+from segtrain.run.trackers import check_installed
 from segtrain.text import say
 
 _CHECKPOINT = ".pt"
@@ -48,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
     if args.until is not None and args.until > config.train.steps:
         raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
+    check_installed(config.log.trackers)
     resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     wrong = wrong_units(config)
     saved = resume and run_directory.has_saved(target.directory)
