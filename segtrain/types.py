@@ -20,6 +20,8 @@ class Batch(NamedTuple):
     partner_labels: (N, H, W) uint8, of the images that MixUp has mixed in; None: there are none,
         as in a step in which `seed.mixup_weight` is 0.
     made_s: seconds that one process took to make it.
+    shown: (N,) int64, the image of the split that each crop shows; -1: it is made of two. None: not
+        known.
     """
 
     images: Tensor
@@ -27,6 +29,7 @@ class Batch(NamedTuple):
     names: list[str]
     partner_labels: Tensor | None = None
     made_s: float = 0.0
+    shown: Tensor | None = None
 
 
 class DropoutMasks(NamedTuple):

@@ -15,6 +15,7 @@ from segtrain.training import microbatches
 from segtrain.training.engine import _update
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer
+from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch, SegLogits
 
@@ -62,10 +63,12 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alph
         model=SimpleNamespace(dropout_channels=(8, None)),
         shares=None,
         criterion=SegLoss(settings.loss, torch.device("cuda")),
+        sample_losses=SampleLosses("abc", K, steps=9, device=torch.device("cuda")),
     )
     images = torch.zeros(2, 3, 65, 73, dtype=torch.uint8)
     labels = torch.zeros(2, 65, 73, dtype=torch.uint8)
-    batch = Batch(images, labels, ["a", "b"], None if mixup_alpha is None else labels)
+    partners = None if mixup_alpha is None else labels
+    batch = Batch(images, labels, ["a", "b"], partners, shown=torch.tensor([2, -1]))
     with fake:
         indices = [range(2), range(8, 10)]
         parts = microbatches.local_microbatches(
@@ -74,7 +77,7 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alph
         weights = microbatches._loss_weights(state, parts, [[2], [2]], settings)
     tensors = [t for part in (*parts, weights) for t in part if isinstance(t, Tensor)]
     tensors += [mask for part in parts for mask in part.dropout if mask is not None]
-    assert len(tensors) == 8
+    assert len(tensors) == 10
     assert {t.device.type for t in tensors} == {"cuda"}
 
 
@@ -106,6 +109,8 @@ def test_no_loss_and_no_backward_pass_makes_the_host_wait(fake, loss):
         criterion.objective(sums, StepSync(lambda: False).reduce(sums))
         assert criterion.means(sums).shape == (2,)
         criterion.label_weight(labels)
+        measured = SampleLosses("abc", K, steps=9, device=torch.device("cuda"))
+        measured.add(4, torch.zeros(2, dtype=torch.int64, device="cuda"), logits[0], labels)
     # Where autograd works and reading a value is an error.
     criterion, logits, labels = loss_of(config(loss=loss), "meta")
     sums = criterion(SegLogits(*logits), labels)

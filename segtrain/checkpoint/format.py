@@ -60,6 +60,7 @@ class Checkpoint(NamedTuple):
     start: dict[str, Any] | None = None  # see `restore.initial_weights_fields`
     ending: Ending | None = None
     centroids: str | None = None  # `Centroids.sha256` with data.class_uniform
+    sample_losses: dict[str, Any] | None = None  # `SampleLosses.fields` with log.sample_losses
 
 
 _CHECKPOINT = TypeAdapter(Checkpoint, config=ConfigDict(strict=True))

@@ -51,7 +51,8 @@ class CheckpointManager:
 
     def save_best(self, checkpoint: Checkpoint) -> None:
         """Replaces best.pt, for inference: it holds no training state."""
-        self._save(BEST, checkpoint._replace(optimizer=None, scaler=None, start=None))
+        left_out = dict.fromkeys(("optimizer", "scaler", "start", "sample_losses"))
+        self._save(BEST, checkpoint._replace(**left_out))
 
     def keep(self, checkpoint: Checkpoint) -> None:
         """Writes step_N.pt and removes this run's oldest ones beyond the limit."""

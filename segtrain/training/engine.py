@@ -93,17 +93,20 @@ def _gradient(
 ) -> Tensor:
     """Gives the parameters their gradients; returns the mean losses (2,) (collective)."""
 
-    def summed() -> Tensor:
-        losses = accumulate_gradients(state, microbatches, config, step_sync)
+    # `state.sample_losses` counts each crop of a step once.
+    counted = [part._replace(shown=None) for part in microbatches]
+
+    def summed(parts: list[LocalMicrobatch]) -> Tensor:
+        losses = accumulate_gradients(state, parts, config, step_sync)
         while not state.gradients.finish():
             with untracked():
-                losses = accumulate_gradients(state, microbatches, config, step_sync)
+                losses = accumulate_gradients(state, counted, config, step_sync)
         return losses
 
-    losses = summed()
+    losses = summed(microbatches)
     if sam_is_due(config.optim, state.step):
         with sam_perturbed(state.model.parameters(), config.optim.sam_rho):
-            summed()
+            summed(counted)
     return losses
 
 

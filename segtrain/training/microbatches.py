@@ -32,6 +32,7 @@ class LocalMicrobatch(NamedTuple):
     images: Tensor  # (n, C, H, W) as stored
     labels: Tensor  # (S, n, H, W) uint8; S is 2 if MixUp has mixed in images with labels, else 1
     dropout: DropoutMasks  # of these n images
+    shown: Tensor | None = None  # (n,) int64, as in `Batch`
 
     def split(self, sizes: Sequence[int]) -> list["LocalMicrobatch"]:
         """The images in contiguous parts of these sizes."""
@@ -39,7 +40,9 @@ class LocalMicrobatch(NamedTuple):
         def cut(images: range) -> LocalMicrobatch:
             part = slice(images.start, images.stop)
             masks = (None if mask is None else mask[part] for mask in self.dropout)
-            return LocalMicrobatch(self.images[part], self.labels[:, part], DropoutMasks(*masks))
+            shown = None if self.shown is None else self.shown[part]
+            tensors = self.images[part], self.labels[:, part]
+            return LocalMicrobatch(*tensors, DropoutMasks(*masks), shown)
 
         ends = list(accumulate(sizes))
         return [cut(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
@@ -63,7 +66,10 @@ def local_microbatches(
             label_sets.append(batch.partner_labels)
         images, *label_sets = (t.to(device, non_blocking=True) for t in (batch.images, *label_sets))
         masks = _dropout_masks(state, config, positions, device)
-        parts.append(LocalMicrobatch(images, torch.stack(label_sets), masks))
+        shown = None
+        if state.sample_losses is not None and batch.shown is not None:
+            shown = batch.shown.to(device, non_blocking=True)
+        parts.append(LocalMicrobatch(images, torch.stack(label_sets), masks, shown))
     return parts
 
 
@@ -102,7 +108,10 @@ def _forward_backward(
     criterion = state.criterion
     with span(FORWARD):
         images = state.normalize(part.images.contiguous(memory_format=state.memory_format))
-        sums = module(images, part.labels.long(), part.dropout)
+        on_logits = None
+        if part.shown is not None:
+            on_logits = partial(state.sample_losses.add, state.step, part.shown)
+        sums = module(images, part.labels.long(), part.dropout, on_logits)
         totals = step_sync.reduce(sums)
         pairs = zip(sums, totals, strict=True)
         objectives = torch.stack([criterion.objective(*pair) for pair in pairs])

@@ -1,6 +1,6 @@
 """Everything that training changes, and how it is made from a config."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,12 @@ from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.layers import InitialWeights, freeze_layers, make_initial_weights
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer
+from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.share_rules import fingerprint, refuse_layers
 from segtrain.types import DropoutMasks
+
+OnLogits = Callable[[Tensor, Tensor], None]
+"""Called with logits (N, K, H, W), without gradient, and labels (N, H, W) int64."""
 
 
 class ModelWithLoss(nn.Module):
@@ -46,22 +50,40 @@ class ModelWithLoss(nn.Module):
         self.autocast_dtype = autocast_dtype(train)
         self.recompute = recompute
 
-    def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
+    def forward(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        dropout: DropoutMasks,
+        on_logits: OnLogits | None = None,
+    ) -> Tensor:
         """The sums for normalized images (N, 3, H, W), (S, heads, ...) (collective).
 
         labels: (S, N, H, W) int64; two sets of labels with MixUp, otherwise one.
+        on_logits: is shown the logits of the main head and the first set of labels.
         """
         if self.recompute:
-            return self._recomputed(images, labels, dropout)
+            return self._recomputed(images, labels, dropout, on_logits)
         with autocast(self.autocast_dtype, images.device):
             logits = self.model(images, dropout)
+        # Before the loss, which keeps as much memory as a look at the logits needs.
+        if on_logits is not None:
+            on_logits(logits.out.detach(), labels[0])
         return torch.stack([self.criterion(logits, one_set) for one_set in labels])
 
-    def _recomputed(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
+    def _recomputed(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        dropout: DropoutMasks,
+        on_logits: OnLogits | None,
+    ) -> Tensor:
         """As `forward`, with each head's logits at full size and its loss `recomputed`."""
         size = images.shape[-2:]
         with autocast(self.autocast_dtype, images.device):
             small = self.model.small_logits(images, dropout)
+        if on_logits is not None:
+            on_logits(self.model.full_size(small.out.detach(), size), labels[0])
 
         def sums(logits: Tensor, one_set: Tensor) -> Tensor:
             return self.criterion.sums(self.model.full_size(logits, size), one_set)
@@ -106,6 +128,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     average: WeightAverage | None
     initial_weights: InitialWeights  # what updates need of the weights that training started from
+    sample_losses: SampleLosses | None = None  # log.sample_losses
     step: int = 0  # updates done
 
     @property

@@ -14,6 +14,8 @@ def save(run: TrainRun, *, keep: bool = False) -> None:
     """Replaces last.pt; with `keep` writes step_N.pt before (collective)."""
     liveness.beat("checkpoint", run.state.step)
     settle(run)
+    if run.state.sample_losses is not None:
+        run.state.sample_losses.gather()
     if dist.is_main():
         run.log.begin()
         checkpoint = checkpoint_of(run)
@@ -66,4 +68,5 @@ def checkpoint_of(run: TrainRun) -> Checkpoint:
         start=initial_weights_fields(state),
         ending=run.stop_criteria.fields(),
         centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
+        sample_losses=state.sample_losses and state.sample_losses.fields(),
     )

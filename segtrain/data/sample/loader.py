@@ -161,12 +161,13 @@ def _collate(made: tuple[float, list[Sample]] | UserError) -> Batch | UserError:
     if isinstance(made, UserError):
         return made
     began, samples = made
-    images, labels, names, partner_labels = zip(*samples, strict=True)
+    images, labels, names, partner_labels, shown = zip(*samples, strict=True)
     # Stacking HWC images and viewing them as NCHW makes a channels-last batch without a copy.
     images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
     partners = None if partner_labels[0] is None else torch.stack(partner_labels)
     labels = torch.stack(labels)
-    return Batch(images, labels, list(names), partners, made_s=time.perf_counter() - began)
+    made_s = time.perf_counter() - began
+    return Batch(images, labels, list(names), partners, made_s, torch.tensor(shown))
 
 
 def _batches(loader: DataLoader, timeout_s: float, expired: threading.Event) -> Iterator[Batch]:

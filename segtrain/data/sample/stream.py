@@ -135,8 +135,10 @@ def paste_classes(crop: Crop, partner: Crop, rng: np.random.Generator) -> Crop:
     )
 
 
-Sample = tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]
-"""Image (C, H, W), label (H, W) uint8, name, and the label of the image mixed in by MixUp."""
+Sample = tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None, int]
+"""Image (C, H, W), label (H, W) uint8, name, the label of the image mixed in by MixUp, and the
+index of the image that it shows; -1: it is made of several.
+"""
 
 SampleKey = tuple[int, int]
 """(step, position in the batch of that step)"""
@@ -215,7 +217,9 @@ class TrainStream(Dataset):
             image = blend(image, partner, self.mixup_weight(key[0]))
             partner_label = torch.from_numpy(partner_label)
         image = torch.from_numpy(image).permute(2, 0, 1)
-        return image, torch.from_numpy(label), self._name(sources), partner_label
+        is_mixed = len(sources) > 1 or sources[0].pasted is not None
+        shown = -1 if is_mixed else sources[0].pick.index
+        return image, torch.from_numpy(label), self._name(sources), partner_label, shown
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> tuple[float, list[Sample]] | UserError:
         """When work on a batch began, and its samples (torch calls this method), or an error."""
