@@ -65,6 +65,7 @@ NO_CAMVID = "needs the images of CamVid"
 NO_WEIGHTS = "needs weights of other programs; test_convert.py converts some"
 DRAWN = "test_annotations.py draws files of each format"
 SIDES = "test_results.py compares sides of several runs"
+SUSPECTS = "two steps measure too little; test_suspects.py trains on planted mistakes"
 NODES = "test_two_nodes.py does, as root"
 NOT_RUN = {
     "train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
@@ -95,6 +96,9 @@ NOT_RUN = {
     "init photos --ignore 255": "test_init.py answers questions",
     "compare runs/a runs/a_seed1 runs/a_seed2 --with runs/b runs/b_seed1 runs/b_seed2": SIDES,
     "compare A B": "stands for any runs",
+    "suspects RUN": "stands for any run",
+    "suspects runs/mine": SUSPECTS,
+    "suspects runs/mine --exclude wrong.yaml": SUSPECTS,
     "verify RUN": "needs train.shares; test_verify.py verifies runs",
     "verify RUN --steps 1: --nproc 2": "test_verify.py verifies on other ranks",
     "train config.yaml --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400": NODES,

@@ -351,7 +351,7 @@ COMMANDS = (
         _switch(
             "--clear",
             "remove last.pt, previous.pt and step_N.pt of these runs, and keep best.pt: they "
-            "cannot be trained on",
+            "cannot be trained on, nor read by segtrain suspects",
         ),
         _argument("--json", "write the list as JSON", "FILE", Path),
         description="List the runs in folders: best mIoU and its step, steps done, hours of "
@@ -377,6 +377,21 @@ COMMANDS = (
         "change, and a\nverdict. With several seeds a side it speaks of the recipes.",
         examples="segtrain compare runs/a runs/b\n"
         "segtrain compare runs/a runs/a_seed1 --with runs/b runs/b_seed1",
+    ),
+    Command(
+        "suspects",
+        "commands.suspects:main",
+        "find training masks that are probably wrong",
+        _argument("run", "run directory", "RUN", Path),
+        _argument("--number", "masks to show (default: 50)", "N", positive, default=50),
+        _argument("--output", "page to write (default: suspects.html of the run)", "FILE", Path),
+        _argument("--exclude", "write their names as data.train_exclude, in YAML", "FILE", Path),
+        _DEVICE,
+        description="Rank the masks of the training split by the loss that training has measured "
+        "for each image\nand class, and write one HTML file: image, mask, prediction, and where "
+        "and how they\ndisagree: shifted, swapped, missing. The masks are not changed.",
+        epilog="examples:\n  segtrain suspects runs/own\n"
+        "  segtrain suspects runs/own --number 100 --exclude wrong.yaml",
     ),
     Command(
         "predict",

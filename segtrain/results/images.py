@@ -1,6 +1,6 @@
 """Pictures of chosen images of a split, predicted once more."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,10 +11,10 @@ import torch
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.data.read.dataset import SegDataset
 from segtrain.evaluation.dataset import Prediction, settings_by_size
-from segtrain.evaluation.inference import predict_label
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.inference import predict_labels
+from segtrain.evaluation.settings import BatchLimits, InferenceSettings
 from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
-from segtrain.run.pictures import as_rgb, error_map, overlay
+from segtrain.run.pictures import Rgb, as_rgb, error_map, overlay
 
 _SIDE_PX = 320
 _QUALITY = 80
@@ -48,34 +48,62 @@ class Chosen(Sequence[tuple[np.ndarray, np.ndarray]]):
         return prediction._replace(index=self.indices[prediction.index])
 
 
+class Predicted(NamedTuple):
+    """An image of a split and what a model says about it.
+
+    index: in the split. image: (h, w, 3) uint8 RGB, of the label's size. label, pred: (h, w) uint8
+    train ids; label may be IGNORE_INDEX. probability: (h, w) float32, that of `pred`.
+    """
+
+    index: int
+    image: np.ndarray
+    label: np.ndarray
+    pred: np.ndarray
+    probability: np.ndarray
+
+    def views(self, palette: Sequence[Rgb]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The image, and under the colours of label and of prediction, (h, w, 3) uint8 RGB."""
+        tinted = (overlay(self.image, x, palette, alpha=_OPACITY) for x in (self.label, self.pred))
+        return self.image, *tinted
+
+
+def predict_chosen(
+    loaded: LoadedModel, dataset: SegDataset, indices: Iterable[int], device: torch.device
+) -> Iterator[Predicted]:
+    """Predicts these images, in the order of the split, by this process alone."""
+    config = loaded.config
+    model = to_eval_precision(loaded.model, config, device).eval()
+    num_classes, usual = loaded.classes.num_classes, InferenceSettings.from_config(config)
+    settings = settings_by_size(model, usual, device, num_classes)
+    for index in sorted(set(indices)):
+        image, label = dataset[index]
+        pixels = torch.from_numpy(image).to(device).permute(2, 0, 1).unsqueeze(0)
+        how = settings.of(image.shape[:2])
+        limits = BatchLimits(1, how.batch_size or 1)
+        with float32_products(for_evaluation(config)):
+            (found,) = predict_labels(
+                model, [pixels], how, [label.shape], limits, probabilities="highest"
+            )
+        image = as_rgb(image, dataset.form.value_range)
+        if image.shape[:2] != label.shape:
+            image = cv2.resize(image, label.shape[::-1], interpolation=cv2.INTER_AREA)
+        maps = (x.cpu().numpy() for x in (found.label, found.probability.float()))
+        yield Predicted(index, image, label, *maps)
+
+
 def draw_cards(
     loaded: LoadedModel, dataset: SegDataset, indices: Iterable[int], device: torch.device
 ) -> dict[int, Card]:
     """A card for each of these images, by this process alone."""
-    config, palette = loaded.config, dataset.classes.palette
-    model = to_eval_precision(loaded.model, config, device).eval()
-    num_classes, usual = loaded.classes.num_classes, InferenceSettings.from_config(config)
-    settings = settings_by_size(model, usual, device, num_classes)
     found: dict[int, Card] = {}
-    for index in sorted(set(indices)):
-        image, label = dataset[index]
-        pixels = torch.from_numpy(image).to(device).permute(2, 0, 1).unsqueeze(0)
-        with float32_products(for_evaluation(config)):
-            how = settings.of(image.shape[:2])
-            pred = predict_label(model, pixels, how, label.shape).cpu().numpy()
-        image = as_rgb(image, dataset.form.value_range)
-        if image.shape[:2] != label.shape:
-            image = cv2.resize(image, label.shape[::-1], interpolation=cv2.INTER_AREA)
-        found[index] = Card(
-            _webp(image),
-            _webp(overlay(image, label, palette, alpha=_OPACITY)),
-            _webp(overlay(image, pred, palette, alpha=_OPACITY)),
-            _webp(error_map(label, pred), smooth=False),
-        )
+    for one in predict_chosen(loaded, dataset, indices, device):
+        errors = webp(error_map(one.label, one.pred), smooth=False)
+        found[one.index] = Card(*map(webp, one.views(dataset.classes.palette)), errors)
     return found
 
 
-def _webp(picture: np.ndarray, *, smooth: bool = True) -> bytes:
+def webp(picture: np.ndarray, *, smooth: bool = True) -> bytes:
+    """A small WebP file of an RGB picture; not smooth: in no colours but its own."""
     scale = _SIDE_PX / max(picture.shape[:2])
     size = [max(1, round(side * scale)) for side in picture.shape[1::-1]]
     how = cv2.INTER_AREA if smooth and scale < 1 else cv2.INTER_NEAREST

@@ -92,6 +92,7 @@ RECEIPTS = "receipts.jsonl"
 CHECKPOINTS = "checkpoints"
 CENTROIDS = "centroids.json"
 EVALUATION, REPORT, RESULTS = "evaluation.npz", "report.html", "results.csv"
+SUSPECTS = "suspects.html"
 
 # A resumed run may change these: the model at the end stays the same, but for rounding in a
 # compiled step. Data and class file may move, because `dataset_guard` compares their contents.

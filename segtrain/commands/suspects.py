@@ -1,0 +1,229 @@
+"""`segtrain suspects`: training masks that are probably wrong."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+import torch
+
+from segtrain.checkpoint.format import LAST, Checkpoint, load, parse_experiment
+from segtrain.checkpoint.loading import LoadedModel, load_model
+from segtrain.config import Config
+from segtrain.config.loading import yaml_value
+from segtrain.data import open_dataset
+from segtrain.data.read.classes import class_differences
+from segtrain.data.read.dataset import SegDataset
+from segtrain.distributed.process_group import device_for
+from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
+from segtrain.files import check_output, os_errors_as, write_output
+from segtrain.results.images import predict_chosen, webp
+from segtrain.results.page import render
+from segtrain.results.suspects import (
+    OUTLIER,
+    SURE,
+    Claim,
+    Ranking,
+    Suspect,
+    claims,
+    disputed,
+    rank,
+)
+from segtrain.run.directory import CHECKPOINTS, SUSPECTS, is_run
+from segtrain.text import printable
+from segtrain.training.sample_losses import LOSS, PIXELS, UNITS, names_digest, parse_sums
+
+_LISTED = 20  # in the terminal
+_OUTLINE = ((0, 0, 0), 5), ((255, 255, 255), 2)  # colour and width, on a picture of 640 px
+
+
+class Finding(NamedTuple):
+    """A suspect with what the model says: claims, and the views with the disputed region."""
+
+    suspect: Suspect
+    claims: list[Claim]
+    pictures: list[bytes]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the ranking, writes the page and the list; returns the exit code.
+
+    args: run, number, output (a file; default: suspects.html of the run), exclude (a file), device.
+
+    Raises:
+        UserError: no run, no losses in it, other data now, or a file that cannot be written.
+    """
+    output = args.output or args.run / SUSPECTS
+    for option, file in (("--output", output), ("--exclude", args.exclude)):
+        if file is not None:
+            with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
+                check_output(file)
+    checkpoint, config, sums = _losses(args.run)
+    device = device_for(args.device)
+    loaded = load_model(args.run, device=device)
+    dataset = open_dataset(config.data, config.data.train_split)
+    if loaded.classes.names != dataset.classes.names:
+        (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
+        raise DataError(f"{difference}; bring the class file of the training back")
+    names = [dataset.name(i) for i in range(len(dataset))]
+    if names_digest(names) != checkpoint.sample_losses["names"] or sums.shape[1] != len(names):
+        raise DataError(
+            f"{args.run}: the losses are of other images than split {config.data.train_split} has "
+            "now; bring these back, or train again"
+        )
+    ranking = rank(sums[..., LOSS] / UNITS, sums[..., PIXELS])
+    if not ranking.suspects:
+        raise DataError(
+            f"{args.run}: too little was measured to compare images; every class needs 8 images "
+            "that show it, and training some epochs"
+        )
+    findings = _findings(ranking.suspects[: args.number], loaded, dataset, device)
+    for place, one in enumerate(findings[:_LISTED], 1):
+        print(f"{place:3}  {_line(one, names, dataset)}")
+    _summarize(ranking, len(findings))
+    page = _page(args.run, findings, ranking, loaded.step, checkpoint, config, dataset)
+    with os_errors_as(ExecutionError, output, "the page cannot be written"):
+        write_output(output, page)
+    print(printable(output))
+    if args.exclude is not None:
+        with os_errors_as(ExecutionError, args.exclude, "the list cannot be written"):
+            write_output(args.exclude, _exclude_list(findings, names, dataset, config))
+        print(printable(args.exclude))
+    return EXIT_OK
+
+
+def _losses(run: Path) -> tuple[Checkpoint, Config, np.ndarray]:
+    """The newest checkpoint of a run, its config, and the sums in it, (P, N, K, 2) int64."""
+    if not is_run(run):
+        raise ConfigError(f"{run}: expected the directory of a run")
+    path = run / CHECKPOINTS / LAST
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: missing, and it alone holds the losses of the training images (segtrain runs "
+            "--clear removes it); put it back, or train again"
+        )
+    checkpoint = load(path)
+    if checkpoint.sample_losses is None:
+        raise CheckpointError(
+            f"{path}: holds no losses of the training images: they are kept with "
+            "log.sample_losses, but not with train.compile, train.parallel hogwild or MixUp, and "
+            "train.log says why; train again"
+        )
+    try:
+        sums = parse_sums(checkpoint.sample_losses)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+    config, classes = parse_experiment(checkpoint, path)
+    if sums.shape[2] not in (1, classes.num_classes):
+        raise CheckpointError(f"{path}: damaged: sample_losses: sums of {sums.shape[2]} classes")
+    return checkpoint, config, sums.numpy()
+
+
+def _findings(
+    suspects: Sequence[Suspect], loaded: LoadedModel, dataset: SegDataset, device: torch.device
+) -> list[Finding]:
+    """What the best checkpoint says about the suspects, in their order."""
+    found: dict[int, tuple[list[Claim], list[bytes]]] = {}
+    classes = dataset.classes
+    for one in predict_chosen(loaded, dataset, (one.index for one in suspects), device):
+        maps = one.label, one.pred, one.probability
+        region = disputed(*maps)
+        pictures = [webp(_outlined(view, region)) for view in one.views(classes.palette)]
+        found[one.index] = claims(*maps, classes.names), pictures
+    return [Finding(one, *found[one.index]) for one in suspects]
+
+
+def _outlined(picture: np.ndarray, region: np.ndarray) -> np.ndarray:
+    """`picture` (h, w, 3) at 640 px, with the outline of `region` (h, w) bool."""
+    scale = 640 / max(region.shape)
+    size = [max(1, round(side * scale)) for side in region.shape[::-1]]
+    how = cv2.INTER_AREA if scale < 1 else cv2.INTER_NEAREST
+    drawn = cv2.resize(picture, size, interpolation=how)
+    mask = cv2.resize(region.astype(np.uint8), size, interpolation=cv2.INTER_NEAREST)
+    lines, _ = cv2.findContours(mask, cv2.RETR_LIST, cv2.CHAIN_APPROX_SIMPLE)
+    for color, width in _OUTLINE:
+        cv2.drawContours(drawn, lines, -1, color, width)
+    return drawn
+
+
+def _class_name(suspect: Suspect, dataset: SegDataset) -> str:
+    return "all classes" if suspect.class_id is None else dataset.classes.names[suspect.class_id]
+
+
+def _line(one: Finding, names: Sequence[str], dataset: SegDataset) -> str:
+    """An image in one line."""
+    suspect = one.suspect
+    what = "; ".join(claim.words for claim in one.claims) or "the model is sure of no other class"
+    name, class_name = printable(names[suspect.index], 80), _class_name(suspect, dataset)
+    loss = f"loss of {printable(class_name, 40)} {suspect.loss:.2f}, usually {suspect.usual:.2f}"
+    return f"{name}  score {suspect.score:.1f}, {loss}: {printable(what)}"
+
+
+def _summarize(ranking: Ranking, shown: int) -> None:
+    outliers = [place for place, one in enumerate(ranking.suspects) if one.stands_out]
+    judged = len(ranking.suspects)
+    print(f"{len(outliers)} of {judged} images stand out: a class scores {OUTLIER} or more")
+    if left := sum(place >= shown for place in outliers):
+        print(f"note: {left} of them are not on the page; use a larger --number")
+    if ranking.unseen:
+        print(f"note: {ranking.unseen} images were not seen often enough to judge them")
+
+
+def _page(
+    run: Path,
+    findings: Sequence[Finding],
+    ranking: Ranking,
+    step: int,
+    checkpoint: Checkpoint,
+    config: Config,
+    dataset: SegDataset,
+) -> str:
+    steps, batch = config.train.steps, config.train.batch_size
+    first, last = ranking.first * steps, min(ranking.last * steps, checkpoint.step)
+    cards: list[tuple[Any, ...]] = [
+        (
+            place,
+            dataset.name(one.suspect.index),
+            one.suspect,
+            _class_name(one.suspect, dataset),
+            one.claims,
+            one.pictures,
+        )
+        for place, one in enumerate(findings, 1)
+    ]
+    return render(
+        "suspects.html",
+        title=run.resolve().name,
+        run=str(run),
+        cards=cards,
+        num_images=len(dataset),
+        num_outliers=sum(one.stands_out for one in ranking.suspects),
+        outlier=OUTLIER,
+        sure=SURE,
+        unseen=ranking.unseen,
+        crops=max(0.0, last - first) * batch / len(dataset),
+        first_step=round(first) + 1,
+        last_step=round(last),
+        step=step,
+        split=dataset.split,
+        classes=dataset.classes.names,
+        colors=dataset.classes.palette,
+    )
+
+
+def _exclude_list(
+    findings: Sequence[Finding], names: Sequence[str], dataset: SegDataset, config: Config
+) -> str:
+    """YAML: `data.train_exclude` with the names of the suspects, a line each, the worst first."""
+    excluded = [yaml_value(entry) for entry in config.data.train_exclude]
+    for one in findings:
+        excluded.append(f"{yaml_value(names[one.suspect.index])}  # {_line(one, names, dataset)}")
+    lines = [
+        "# To put into the config, once the lines of masks that are right have been deleted.",
+        "data:",
+        "  train_exclude:",
+        *(f"  - {entry}" for entry in excluded),
+    ]
+    return "\n".join(lines) + "\n"

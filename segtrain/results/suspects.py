@@ -1,0 +1,238 @@
+"""Which masks of the training split are probably wrong: those that training never came to believe.
+
+Training has kept the loss of each image and class (`segtrain.training.sample_losses`). While a
+network learns what most masks agree on, the loss of those that contradict them stays high (small
+loss, arXiv:1804.06872; learnt by heart they would be in the end, arXiv:1706.05394). So what counts
+is the mean loss of a pixel over the later half of the training, against that of the same class in
+other images: some classes are hard everywhere. The measure is the modified z-score of Iglewicz and
+Hoaglin (How to Detect and Handle Outliers, 1993), of the logarithm of the loss: the distance to the
+median in median deviations, which a few wrong masks do not move. The mean of few pixels scatters
+more, so distances are multiplied by the root of the class's share of the image. A shifted mask is a
+little wrong in all classes: an image has the root of the sum of the squares of its positive scores.
+
+What is wrong with a mask the best checkpoint says, by the pixels for which it is sure of another
+class than the mask (the idea of confident learning, arXiv:1911.00068 and arXiv:2307.05080).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from segtrain.text import first_of
+from segtrain.types import IGNORE_INDEX
+
+# From here on the authors call a value an outlier.
+OUTLIER = 3.5
+# A class of which an image shows less says little about it; in part for the sake of its borders.
+_LEAST_SHARE, _LEAST_PIXELS = 0.002, 64
+_LEAST_IMAGES = 8  # with a class, for a median of its losses
+# Added to the loss: below, differences are those of a model that is sure.
+_SMALL_LOSS = 0.01
+# The least deviation, of the logarithm: where all losses are alike, none stands out by a little.
+_LEAST_DEVIATION = 0.1
+_NORMAL = 1.4826  # standard deviations in a median deviation, of the normal distribution
+
+SURE = 0.9
+_LEAST_REGION = 5e-4  # of the image
+_SHIFT_PX = 8
+# What a shift must explain: part of the pixels that disagree, and part of the image. On drawn
+# scenes masks in their places came to at most 0.20 of these pixels, shifted ones to at least 0.41.
+_SHIFT_EXPLAINS, _SHIFT_GAIN = 0.3, 0.01
+_MOST_CLAIMS, _LEAST_PART = 3, 0.1  # of the largest one
+
+
+class Suspect(NamedTuple):
+    """An image whose mask may be wrong.
+
+    index: in the training split. score: of the image.
+    class_id: its worst class; None where the classes were added up. class_score: that of it.
+    loss, usual: the mean loss of a pixel of this class here, and the median over the images.
+    """
+
+    index: int
+    score: float
+    class_id: int | None
+    class_score: float
+    loss: float
+    usual: float
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether its worst class is an outlier."""
+        return self.class_score >= OUTLIER
+
+
+class Ranking(NamedTuple):
+    """suspects: all images that could be judged, the worst first. unseen: the number of others.
+
+    first, last: the part of the training that counted, 0 .. 1.
+    """
+
+    suspects: list[Suspect]
+    unseen: int
+    first: float
+    last: float
+
+
+def rank(losses: np.ndarray, pixels: np.ndarray) -> Ranking:
+    """Ranks the images.
+
+    losses, pixels: (P, N, K) by phase, image and class; sums over the pixels.
+    """
+    measured, phases = np.flatnonzero(pixels.sum((1, 2))).tolist(), len(pixels)
+    later = measured[len(measured) // 2 :] or [0]
+    first, last = later[0] / phases, (later[-1] + 1) / phases
+    losses, pixels = losses[later].sum(0), pixels[later].sum(0)  # (N, K)
+    whole = pixels.sum(1, keepdims=True)
+    mean = np.where(
+        pixels >= np.maximum(_LEAST_PIXELS, _LEAST_SHARE * whole),
+        losses / np.maximum(pixels, 1),
+        np.nan,
+    )
+    mean[:, np.isfinite(mean).sum(0) < _LEAST_IMAGES] = np.nan
+    found = []
+    if np.isfinite(mean).any():
+        usual, scores = modified_z(mean, np.sqrt(pixels / np.maximum(whole, 1)))
+        of_image = np.sqrt((np.nan_to_num(scores).clip(min=0) ** 2).sum(1))
+        for i in np.flatnonzero(np.isfinite(scores).any(1)).tolist():
+            k = int(np.nanargmax(scores[i]))
+            class_id = k if mean.shape[1] > 1 else None
+            numbers = map(float, (scores[i, k], mean[i, k], usual[k]))
+            found.append(Suspect(i, float(of_image[i]), class_id, *numbers))
+    found.sort(key=lambda one: (-one.score, one.index))
+    return Ranking(found, len(mean) - len(found), first, last)
+
+
+def modified_z(mean: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The median of each column, (K,), and the scores (N, K), NaN where `mean` (N, K) is NaN.
+
+    weights: (N, K), of the distances to the median.
+    """
+    usual, score = np.full(mean.shape[1], np.nan), np.full(mean.shape, np.nan)
+    for k in np.flatnonzero(np.isfinite(mean).any(0)):
+        known = np.isfinite(mean[:, k])
+        logs, weight = np.log(mean[known, k] + _SMALL_LOSS), weights[known, k]
+        distance = weight * (logs - np.median(logs))
+        least = _LEAST_DEVIATION * np.median(weight)
+        score[known, k] = distance / max(_NORMAL * np.median(np.abs(distance)), least)
+        usual[k] = np.median(mean[known, k])
+    return usual, score
+
+
+class Claim(NamedTuple):
+    """What seems to be wrong with a mask, in words, and the part of the image that says so."""
+
+    words: str
+    share: float
+
+
+class Shift(NamedTuple):
+    """down, right: pixels by which the mask would be moved. before, after: the part of the pixels
+    of the image, but for a border, that agree with the prediction.
+    """
+
+    down: int
+    right: int
+    before: float
+    after: float
+
+    @property
+    def explains(self) -> bool:
+        """Whether the mask seems to be shifted."""
+        gain = self.after - self.before
+        return gain >= max(_SHIFT_GAIN, _SHIFT_EXPLAINS * (1 - self.before))
+
+
+def disputed(label: np.ndarray, pred: np.ndarray, probability: np.ndarray) -> np.ndarray:
+    """Where the model is sure of another class than the label, (h, w) bool; slivers are left out.
+
+    label, pred: (h, w) uint8. probability: of `pred`, (h, w).
+    """
+    sure = (pred != label) & (label != IGNORE_INDEX) & (probability >= SURE)
+    cleaned = cv2.morphologyEx(sure.astype(np.uint8), cv2.MORPH_OPEN, np.ones((3, 3), np.uint8))
+    _, regions, stats, _ = cv2.connectedComponentsWithStats(cleaned, connectivity=4)
+    large = stats[:, cv2.CC_STAT_AREA] >= _LEAST_REGION * label.size
+    large[0] = False  # what is in no region
+    return large[regions]
+
+
+def best_shift(label: np.ndarray, pred: np.ndarray) -> Shift:
+    """The shift of the label by up to 8 px a side that agrees best with the prediction.
+
+    Every second pixel is tried, then the neighbours of the best.
+    """
+    most = _SHIFT_PX
+    height, width = label.shape
+    inner = pred[most : height - most, most : width - most]
+
+    def agreement(down: int, right: int) -> float:
+        moved = label[most - down : height - most - down, most - right : width - most - right]
+        valid = np.count_nonzero(moved != IGNORE_INDEX)
+        return np.count_nonzero(moved == inner) / valid if valid else 0.0
+
+    before = agreement(0, 0) if inner.size else 1.0
+    best = Shift(0, 0, before, before)
+    if not inner.size:
+        return best
+    coarse = range(-most, most + 1, 2)
+    tried = [(down, right) for down in coarse for right in coarse]
+    for _ in range(2):
+        for down, right in tried:
+            if (after := agreement(down, right)) > best.after:
+                best = Shift(down, right, before, after)
+        near = [(best.down + y, best.right + x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+        tried = [one for one in near if max(map(abs, one)) <= most]
+    return best
+
+
+def claims(
+    label: np.ndarray, pred: np.ndarray, probability: np.ndarray, names: Sequence[str]
+) -> list[Claim]:
+    """What seems to be wrong with a mask, the largest part first; empty if nothing does.
+
+    label, pred, probability: as for `disputed`. names: of the classes.
+    """
+    shift = best_shift(label, pred)
+    if shift.explains:
+        return [_shift_claim(shift)]
+    found = sorted(_class_claims(label, pred, probability, names), key=lambda one: -one.share)
+    return [one for one in found[:_MOST_CLAIMS] if one.share >= _LEAST_PART * found[0].share]
+
+
+def _shift_claim(shift: Shift) -> Claim:
+    moves = ((shift.down, "down", "up"), (shift.right, "right", "left"))
+    way = " and ".join(f"{abs(px)} px {one if px > 0 else other}" for px, one, other in moves if px)
+    words = (
+        f"shifted: moved {way} it would agree with the prediction on {shift.after:.1%} of the "
+        f"pixels, now on {shift.before:.1%}"
+    )
+    return Claim(words, shift.after - shift.before)
+
+
+def _class_claims(
+    label: np.ndarray, pred: np.ndarray, probability: np.ndarray, names: Sequence[str]
+) -> Iterator[Claim]:
+    """Classes that are swapped, that look like another, and that are missing."""
+
+    def table(chosen: np.ndarray) -> np.ndarray:
+        keys = label[chosen].astype(np.int64) * len(names) + pred[chosen]
+        return np.bincount(keys, minlength=len(names) ** 2).reshape(len(names), len(names))
+
+    known = table((probability >= SURE) & (label != IGNORE_INDEX))
+    wrong = table(disputed(label, pred, probability))
+    mostly = wrong > 0.5 * known.sum(1, keepdims=True)
+    swapped = mostly & mostly.T
+    for a, b in np.argwhere(np.triu(swapped)).tolist():
+        share = (wrong[a, b] + wrong[b, a]) / label.size
+        yield Claim(f"{names[a]} and {names[b]} are swapped ({share:.1%} of the image)", share)
+    for a, b in np.argwhere(mostly & ~swapped).tolist():
+        share = wrong[a, b] / label.size
+        yield Claim(f"{names[a]} looks like {names[b]} ({share:.1%} of the image)", share)
+    missing = np.where(mostly, 0, wrong)
+    for b in np.flatnonzero(missing.any(0)).tolist():
+        share = missing[:, b].sum() / label.size
+        instead = first_of((names[a] for a in np.argsort(-missing[:, b]) if missing[a, b]), 3)
+        words = f"{names[b]} is missing here ({share:.1%} of the image, labelled {instead})"
+        yield Claim(words, share)

@@ -1,0 +1,232 @@
+"""`segtrain suspects`: masks that training never came to believe."""
+
+import html.parser
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import yaml
+from experiments import COLORS, last, small, train, write_config, write_data
+from scipy import stats
+
+from segtrain import cli
+from segtrain.checkpoint.format import save
+from segtrain.config import load_config
+from segtrain.data import open_dataset
+from segtrain.results.suspects import best_shift, claims, disputed, modified_z, rank
+from segtrain.types import IGNORE_INDEX
+
+NAMES = ["ground", "plant", "water", "sand"]
+
+
+def blobs(seed=0, size=(80, 120)):
+    """A label of soft shapes of four classes, some of it ignored."""
+    rng = np.random.default_rng(seed)
+    fields = [cv2.GaussianBlur(rng.normal(size=size), (0, 0), 7) for _ in NAMES]
+    label = np.argmax(fields, axis=0).astype(np.uint8)
+    label[:6, :30] = IGNORE_INDEX
+    return label
+
+
+def test_the_score_is_the_modified_z_of_the_logarithm():
+    mean = np.random.default_rng(0).lognormal(size=(40, 2))
+    mean[::7, 1] = np.nan
+    usual, score = modified_z(mean, np.full(mean.shape, 0.3))
+    for k in range(2):
+        known = np.log(mean[np.isfinite(mean[:, k]), k] + 0.01)
+        spread = stats.median_abs_deviation(known, scale="normal")
+        expected = (known - np.median(known)) / spread
+        assert score[np.isfinite(mean[:, k]), k] == pytest.approx(expected, rel=1e-3)
+        assert usual[k] == np.nanmedian(mean[:, k])
+    assert np.array_equal(np.isnan(score), np.isnan(mean))
+    alike = np.array([[0.5], [0.5], [0.6]])
+    assert modified_z(alike, np.ones((3, 1)))[1].max() < 2  # no deviation at all
+    few, many = modified_z(mean[:2], np.array([[0.1, 0.1], [0.5, 0.5]]))[1][:, 0]
+    assert abs(many) == pytest.approx(5 * abs(few))
+
+
+def sums(images=20, classes=3, phases=4):
+    """Pixels, and losses of about 0.1 a pixel."""
+    pixels = np.full((phases, images, classes), 1000.0)
+    spread = np.random.default_rng(1).uniform(0.05, 0.15, pixels.shape)
+    return pixels * spread, pixels
+
+
+def test_the_worst_class_of_the_later_half_decides():
+    losses, pixels = sums()
+    losses[2:, 7, 1] = 3000.0
+    losses[2:, 3, 2] = 900.0
+    losses[:2, 11] = 9000.0  # learnt since
+    found = rank(losses, pixels)
+    first, second, *_, final = found.suspects
+    assert (first.index, first.class_id, first.loss) == (7, 1, 3.0)
+    assert first.usual == pytest.approx(0.1, abs=0.02)
+    assert (second.index, second.class_id) == (3, 2)
+    assert (first.stands_out, second.stands_out, final.stands_out) == (True, True, False)
+    classes = [one for one in found.suspects if one.index == 7]
+    assert classes[0].score >= classes[0].class_score > second.class_score
+    assert (len(found.suspects), found.unseen, found.first, found.last) == (20, 0, 0.5, 1.0)
+
+
+def test_what_was_hardly_seen_is_not_judged_and_a_stopped_run_is_by_what_it_has():
+    losses, pixels = sums()
+    losses[:, 7, 1], pixels[:, 7, 1] = 300.0, 3.0
+    losses[:, 5], pixels[:, 5] = 0.0, 0.0
+    pixels[:, 7:, 2], losses[:, 4, 2] = 0.0, 9000.0  # a class of seven images
+    losses[3:] = pixels[3:] = 0  # stopped after phase 2: phases 1 and 2 are its later half
+    found = rank(losses, pixels)
+    assert (found.first, found.last, found.unseen) == (0.25, 0.75, 1)
+    assert not found.suspects[0].stands_out
+    together = rank(*(x.sum(2, keepdims=True) for x in sums()))
+    assert {one.class_id for one in together.suspects} == {None}
+    assert rank(*(np.zeros((4, 20, 3)),) * 2).suspects == []
+
+
+@pytest.mark.parametrize("shift", [(0, 0), (0, 8), (-5, 3), (7, -8)])
+def test_a_shift_is_found_in_spite_of_errors(shift):
+    true = blobs(size=(140, 190))
+    moved, pred = true[20:100, 30:150], true[20 + shift[0] :, 30 + shift[1] :][:80, :120].copy()
+    # The mask must move by `shift` the other way.
+    noise = np.random.default_rng(3).random(pred.shape) < 0.05
+    pred[noise] = 0
+    found = best_shift(moved, pred)
+    assert (found.down, found.right) == (-shift[0], -shift[1])
+    assert found.explains == (shift != (0, 0))
+    inner = (slice(8, -8), slice(8, -8))
+    assert found.before == pytest.approx((moved == pred)[inner].mean(), abs=1e-12)
+    assert best_shift(moved[:16], pred[:16]).explains is False  # all of it is border
+
+
+def test_claims_name_what_is_swapped_missing_and_another_class():
+    true = blobs()
+
+    def said(label, pred=true, sure=0.95):
+        probability = np.full(pred.shape, sure)
+        return [claim.words for claim in claims(label, pred, probability, NAMES)]
+
+    swapped = true.copy()
+    swapped[true == 1], swapped[true == 2] = 2, 1
+    probability = np.ones(true.shape)
+    both = disputed(swapped, true, probability).mean()  # slivers are left out
+    assert both == pytest.approx(np.isin(true, (1, 2)).mean(), abs=0.002)
+    assert said(swapped) == [f"plant and water are swapped ({both:.1%} of the image)"]
+    assert said(swapped, sure=0.8) == []
+    assert said(true) == []
+
+    missing = true.copy()
+    missing[20:44, 40:80] = 0
+    lines = said(missing)
+    gone = {NAMES[k]: ((true == k) & (missing == 0)).mean() for k in (1, 2, 3)}
+    name = max(gone, key=gone.get)
+    assert f"{name} is missing here (" in lines[0]
+    assert lines[0].endswith("of the image, labelled ground)")
+
+    renamed = np.where(true == 3, 0, true).astype(np.uint8)
+    pred = np.where(true == 3, 2, renamed).astype(np.uint8)
+    pred[true == 0] = 0
+    label = np.where(true == 3, 3, renamed).astype(np.uint8)
+    share = disputed(label, pred, probability).mean()
+    assert said(label, pred) == [f"sand looks like water ({share:.1%} of the image)"]
+
+
+def test_slivers_along_borders_are_not_in_dispute():
+    label, pred = np.zeros((60, 80), np.uint8), np.zeros((60, 80), np.uint8)
+    pred[:, 40:42] = 1
+    pred[10:30, 5:25] = 1
+    label[12:14, 8:10] = IGNORE_INDEX
+    region = disputed(label, pred, np.ones(label.shape))
+    assert not region[:, 40:42].any()
+    assert 300 < region.sum() <= 400
+    assert not region[12:14, 8:10].any()
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """The directory of a run on 24 images, of which two have wrong masks; and its config."""
+    root = tmp_path_factory.mktemp("planted")
+    write_data(root, 24)
+    rng = np.random.default_rng(0)
+    for i in range(24):
+        label = np.kron(rng.permutation(4).reshape(2, 2), np.ones((20, 24), int))
+        colors = COLORS[label % 4] + rng.normal(0, 10, (*label.shape, 3))
+        cv2.imwrite(str(root / f"images/train/{i}.png"), colors.clip(0, 255).astype(np.uint8))
+        wrong = {3: [2, 1, 0, 3], 17: [0, 2, 1, 3]}.get(i, [0, 1, 2, 3])
+        table = np.array([*wrong, *range(4, 256)], np.uint8)
+        cv2.imwrite(str(root / f"labels/train/{i}.png"), table[label])
+    augment = {"crop_size": [33, 41], "scale_range": [1.0, 1.0], "color_prob": 0.0}
+    sections = {"augment": augment | {"max_class_share": 1.0, "rotate_deg": 0.0, "blur_prob": 0.0}}
+    optim = {"lr": 0.05, "ema_decay": None}
+    options = small(root, **sections, train={"steps": 40, "batch_size": 6}, optim=optim)
+    config = write_config(root / "config.yaml", options)
+    assert train(config, root / "run") == 0
+    return root / "run", config
+
+
+def suspects(*words):
+    return cli.main(["suspects", *map(str, words), "--device", "cpu"])
+
+
+class Sources(html.parser.HTMLParser):
+    """What a page would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found += [value for key, value in attrs if key in ("src", "href")]
+
+
+def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path, capsys):
+    run, config = planted
+    page, listed = tmp_path / "page.html", tmp_path / "wrong.yaml"
+    words = ("--number", 2, "--output", page, "--exclude", listed)
+    assert suspects(run, *words) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert {first.split()[1], second.split()[1]} == {"3", "17"}
+    assert "swapped" in first + second or "looks like" in first + second
+    text = page.read_text()
+    assert all(source.startswith("data:image/webp;base64,") for source in Sources(text).found)
+    assert len(Sources(text).found) == 6
+
+    experiment = yaml.safe_load(config.read_text())
+    experiment["data"] |= yaml.safe_load(listed.read_text())["data"]
+    with_list = load_config(write_config(tmp_path / "config.yaml", experiment))
+    names = [pair.name for pair in open_dataset(with_list.data, "train").pairs]
+    assert len(names) == 22
+    assert not {"3", "17"} & set(names)
+
+
+def test_what_suspects_cannot_read_is_refused(planted, tmp_path, capsys):
+    run, config = planted
+    checkpoint, classes = last(run), config.parent / "classes.yaml"
+    before = classes.read_text()
+    classes.write_text(before.replace("water", "lava"))
+    assert suspects(run, "--output", tmp_path / "page.html") == 3
+    assert "lava" in capsys.readouterr().err
+    classes.write_text(before)
+
+    def refused(changed, directory=tmp_path / "run"):
+        (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (directory / "environment.json").touch()
+        save(directory / "checkpoints/last.pt", checkpoint._replace(**changed))
+        return suspects(directory), capsys.readouterr().err
+
+    kept = checkpoint.sample_losses
+    other = {"sample_losses": kept | {"names": "0" * 64}}
+    for changed, code, said in (
+        ({"sample_losses": None}, 4, "holds no losses"),
+        ({"sample_losses": {"sums": torch.ones(3), "names": ""}}, 4, "damaged"),
+        ({"sample_losses": kept | {"sums": kept["sums"][:, :, :3]}}, 4, "3 classes"),
+        ({"sample_losses": kept | {"sums": kept["sums"] * 0}}, 3, "too little was measured"),
+        (other, 3, "other images than split train has now"),
+    ):
+        found = refused(changed)
+        assert found[0] == code
+        assert said in found[1]
+    assert suspects(tmp_path) == 2
+    (tmp_path / "run/checkpoints/last.pt").unlink()
+    assert suspects(tmp_path / "run") == 4
+    assert "last.pt: missing, and it alone" in capsys.readouterr().err
