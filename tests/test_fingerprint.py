@@ -1,6 +1,5 @@
 """Other data than a run was trained on do not go unnoticed, wherever the same data lie."""
 
-import argparse
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from experiments import (
 )
 from processes import logged_steps
 
+from segtrain import cli
 from segtrain.checkpoint.format import load, parse_data, save
 from segtrain.checkpoint.loading import load_initial
 from segtrain.config import load_config
@@ -415,11 +415,9 @@ def score(run, capsys):
     from segtrain.commands import evaluate
 
     def score(*overrides, split=None):
-        args = argparse.Namespace(checkpoint=str(run), set=list(overrides), split=split)
-        args.no_labels = False
-        for option in ("json", "save_predictions", "overlays", "worst", "per_image"):
-            setattr(args, option, None)
-        args.device = "cpu"
+        words = ["eval", str(run), "--device", "cpu"]
+        words += [word for text in overrides for word in ("--set", text)]
+        args = cli._parser().parse_args([*words, *([] if split is None else ["--split", split])])
         assert evaluate.run_eval(args) == 0
         lines = capsys.readouterr().err.splitlines()
         return [line for line in lines if line.startswith("segtrain: ")]
