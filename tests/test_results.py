@@ -289,9 +289,9 @@ def test_verdicts():
     # Seeds that move the score by more than the recipe does.
     found = compare([first, better], [better, first])
     assert found.recipes.low < -0.01 < 0.01 < found.recipes.high
-    assert verdict(found, only_seed=False).startswith("no difference that images and seeds")
+    assert verdict(found, only_seed=False).startswith("images and seeds together")
     a, b = pair(rng)
-    assert verdict(compare([a], [b]), only_seed=False).startswith("no difference that the choice")
+    assert verdict(compare([a], [b]), only_seed=False).startswith("the choice of images explains")
 
 
 def test_what_cannot_be_compared_is_refused(run):

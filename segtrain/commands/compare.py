@@ -12,7 +12,7 @@ from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.results.compare import compare, comparison_lines
 from segtrain.results.report import evaluated
-from segtrain.results.runs import differing
+from segtrain.results.runs import differing_recipes
 from segtrain.text import first_of
 
 
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     device = device_for(args.device)
     sides = [[evaluated(path, device) for path in side] for side in (a, b)]
     for side in sides:
-        different = set(differing([one.run.config for one in side])) - {"seed"}
+        different = set(differing_recipes([one.run.config for one in side])) - {"seed"}
         if different:
             raise ConfigError(
                 f"{first_of(one.run.directory for one in side)}: runs of one side may differ in "

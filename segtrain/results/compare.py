@@ -21,7 +21,7 @@ from scipy import stats
 from segtrain.config.loading import yaml_value
 from segtrain.errors import ConfigError
 from segtrain.results.records import LABELLED, RIGHT, Records
-from segtrain.results.runs import Run, differing
+from segtrain.results.runs import Run, differing_recipes
 from segtrain.results.sequences import sequences_of, show_sequences
 from segtrain.text import counted, first_of, printable
 
@@ -145,8 +145,8 @@ def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> l
     most = sorted(found.images.items(), key=lambda one: -abs(one[1]))[:_SHOWN]
     for name, change in most:
         if change:
-            lines.append(f"image       {printable(name, 80)}: {_points(change, 3)} of it")
-    different = differing([runs[0].config for runs in (a, b)])
+            lines.append(f"image       {printable(name, 80)}: {_points(change, 3)} points of B - A")
+    different = differing_recipes([runs[0].config for runs in (a, b)])
     for key, (before, after) in different.items():
         lines.append(f"config      {key}: {yaml_value(before)} in A, {yaml_value(after)} in B")
     return [*lines, f"verdict     {verdict(found, only_seed=set(different) <= {'seed'})}"]
@@ -165,9 +165,9 @@ def verdict(found: Comparison, *, only_seed: bool) -> str:
     if found.recipes is not None:
         if found.recipes.excludes_zero:
             return f"{better} is better, beyond what images and seeds explain"
-        return "no difference that images and seeds do not explain"
+        return "images and seeds together explain the difference"
     if not found.models.excludes_zero:
-        return "no difference that the choice of images does not explain"
+        return "the choice of images explains the difference"
     return (
         f"this model {better} is better on images like these; whether its recipe is, one seed a "
         "side cannot tell: train both with further seeds and name all runs"

@@ -168,6 +168,12 @@ def departures(config: Config) -> dict[str, Any]:
     }
 
 
+def differing_recipes(configs: Sequence[Config]) -> dict[str, list[Any]]:
+    """As `differing`, without what does not change a model, such as where the data are."""
+    found = differing(configs)
+    return {key: v for key, v in found.items() if not key.startswith(run_directory.HARMLESS)}
+
+
 def differing(configs: Sequence[Config]) -> dict[str, list[Any]]:
     """The options in which `configs` differ, with the value of each."""
     options = [run_directory.flat(config) for config in configs]

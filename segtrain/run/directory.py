@@ -98,7 +98,7 @@ SUSPECTS = "suspects.html"
 # compiled step. Data and class file may move, because `dataset_guard` compares their contents.
 # With train.shares, whose bits they would change, those of _ROUNDING are not among them.
 _ROUNDING = ("model.recompute", "train.virtual_ranks")
-_HARMLESS = (
+HARMLESS = (
     *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
     # Where a run ends does not change the steps before.
     *("train.compile", "train.timeout_s", "train.max_hours", "train.patience"),
@@ -196,7 +196,7 @@ def _check_new(directory: Path, config: Config) -> None:
 def config_differences(old: Config, new: Config) -> list[str]:
     """A line for each option that differs."""
     before, after = flat(old), flat(new)
-    harmless = _HARMLESS if new.train.shares else _HARMLESS + _ROUNDING
+    harmless = HARMLESS if new.train.shares else HARMLESS + _ROUNDING
 
     def shown(value: object) -> str:
         return printable(yaml_value(value), 2 * MAX_NAME)
