@@ -189,11 +189,14 @@ def test_an_interrupt_saves_the_step_and_training_goes_on_from_there(root, tmp_p
         wait_for(lambda: (output / "metrics.jsonl").exists())
         os.kill(os.getpid(), signal.SIGINT)
 
+    # A shell starts background jobs without one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         segtrain.train(config, output=output, device="cpu")
     thread.join()
+    signal.signal(signal.SIGINT, before)
     assert "stopped by SIGINT after step" in (output / "train.log").read_text()
     step = last(output).step
     overrides = [f"train.steps={step + 1}"]
