@@ -21,7 +21,7 @@ from segtrain.commands.evaluate import set_after_training
 from segtrain.commands.launch import safe_path
 from segtrain.commands.train.start import named_config, resolve_run
 from segtrain.config import Config, config_to_yaml
-from segtrain.config.loading import override_config
+from segtrain.config.loading import given_keys, override_config
 from segtrain.data.check.findings import find_darkness
 from segtrain.data.check.values import image_values
 from segtrain.data.read.image import form_of, ignore_missing, set_dtype
@@ -87,7 +87,7 @@ class Predictor:
         self._model = to_eval_precision(loaded.model, config, self._device)
         self._settings = SettingsBySize.from_config(
             config,
-            mode_is_given=any(text.partition("=")[0].strip() == "eval.mode" for text in settings),
+            mode_is_given="eval.mode" in given_keys(settings),
             fitting_pixels=fitting_pixels(self._model, self._device, len(self.classes), ranks=1),
         )
         self._limits = batch_limits(self._settings.usual, self._device, len(self.classes))

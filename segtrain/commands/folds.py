@@ -21,7 +21,7 @@ from segtrain.commands.config import load_named, show_warnings
 from segtrain.commands.programs import News, Programs
 from segtrain.config import Config, config_to_yaml, load_config, override_config
 from segtrain.config.experiment import wrong_units
-from segtrain.config.loading import yaml_value
+from segtrain.config.loading import given_keys, yaml_value
 from segtrain.data.read.find import Pair, data_root
 from segtrain.data.read.layouts import list_split
 from segtrain.data.read.lists import list_pairs, list_text
@@ -129,7 +129,7 @@ def _scored_once(config: Config, given: Sequence[str]) -> Config:
 
     The best of several evaluations on a fold would be chosen by the images that it is scored on.
     """
-    asked = any(text.partition("=")[0].strip() == "eval.every_steps" for text in given)
+    asked = "eval.every_steps" in given_keys(given)
     if config.eval.every_steps is None or config.eval.every_steps >= config.train.steps:
         return config
     if asked:

@@ -31,6 +31,7 @@ from segtrain.commands.train.setup import (
     other_arithmetic,
 )
 from segtrain.config import Config, load_config
+from segtrain.config.loading import given_key
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
@@ -99,7 +100,7 @@ def run_verify(args: argparse.Namespace) -> int:
 def _config(run: Path, overrides: Sequence[str]) -> Config:
     """The run's own config; ConfigError if it promises no bits."""
     for text in overrides:
-        if text.partition("=")[0].strip() not in _SETTABLE:
+        if given_key(text) not in _SETTABLE:
             what = f"the run decides this; verify takes {', '.join(_SETTABLE)}"
             raise ConfigError(f"--set {text}: {what}")
     config = load_config(run / run_directory.CONFIG, overrides)

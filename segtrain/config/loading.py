@@ -1,7 +1,7 @@
 """From YAML text and `--set` options to a checked Config, and back to YAML."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def with_places(message: str, source: str, overrides: Sequence[str]) -> str:
 
     source: the config, or the run or checkpoint that holds it.
     """
-    options = {text.partition("=")[0].strip() for text in overrides}
+    options = given_keys(overrides)
     try:
         places = scan_yaml(read_text(source), source=source).places
     except ConfigError:
@@ -145,6 +145,16 @@ def config_to_yaml(config: Config) -> str:
         else:
             lines.append(f"{key}: {yaml_value(value)}")
     return "\n".join(lines) + "\n"
+
+
+def given_key(override: str) -> str:
+    """The option that `--set` names, such as `eval.mode`."""
+    return override.partition("=")[0].strip()
+
+
+def given_keys(overrides: Iterable[str]) -> set[str]:
+    """Those of several `--set`."""
+    return set(map(given_key, overrides))
 
 
 def yaml_value(value: Any) -> str:

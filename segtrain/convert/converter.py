@@ -11,7 +11,7 @@ from torch import Tensor
 from segtrain.checkpoint.format import Checkpoint, experiment_fields, first_problem, save
 from segtrain.checkpoint.restore import load_weights
 from segtrain.config import Config, DataConfig, override_config
-from segtrain.config.loading import yaml_value
+from segtrain.config.loading import given_key, given_keys, yaml_value
 from segtrain.convert import mmseg, semseg, smp, torchvision, vainf
 from segtrain.convert.classes import Choice, choose_classes
 from segtrain.convert.layout import Plan, State
@@ -125,14 +125,10 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
 def check_overrides(overrides: Sequence[str]) -> None:
     """ConfigError for options that a converted file has no use for, and for data.classes."""
     for text in overrides:
-        if _key(text) == "data.classes":
+        if given_key(text) == "data.classes":
             raise ConfigError("--set data.classes: write --classes, which names the channels")
-        if not _key(text).startswith(_SECTIONS):
+        if not given_key(text).startswith(_SECTIONS):
             raise ConfigError(f"--set {text}: is for training; only {', '.join(_SECTIONS)} are not")
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].strip()
 
 
 def model_lines(config: Config) -> list[str]:
@@ -282,7 +278,7 @@ def _report(
         f"model       {model.arch} {model.backbone}, {choice.classes.num_classes} classes of "
         f"{choice.classes.name}",
     ]
-    overridden = set(map(_key, overrides))
+    overridden = given_keys(overrides)
     assumed = [key for key in plan.assumed if key not in plan.stated]
     defaults = f"the file does not say; the defaults of {plan.source}, --set changes them"
     for kind, keys, about in (

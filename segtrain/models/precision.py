@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from segtrain.config import Config, TrainConfig
+from segtrain.config.loading import given_key
 from segtrain.errors import ConfigError
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -74,7 +75,7 @@ def check_eval_precision(overrides: Sequence[str], config: Config) -> None:
 
     overrides: `section.key=value`, which `config` has already taken in.
     """
-    given = [text for text in overrides if text.partition("=")[0].strip() == "train.precision"]
+    given = [text for text in overrides if given_key(text) == "train.precision"]
     if given and config.eval.precision is not None:
         raise ConfigError(
             f"--set {given[-1].strip()}: no effect with eval.precision {config.eval.precision}; "
