@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from segtrain.checkpoint.dataset_guard import eval_differences
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.config import Config, DataConfig, override_config
 from segtrain.config.experiment import changed_normalization
+from segtrain.config.loading import given_keys
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import class_differences, default_palette
 from segtrain.data.read.dataset import SegDataset
@@ -35,9 +37,9 @@ from segtrain.errors import (
     ExecutionError,
     UserError,
 )
-from segtrain.evaluation.dataset import Prediction, evaluate_dataset
+from segtrain.evaluation.dataset import Outcome, Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
-from segtrain.evaluation.report import InstanceCounts, make_report
+from segtrain.evaluation.report import InstanceCounts, Report, make_report
 from segtrain.files import os_errors_as
 from segtrain.metrics import calibration_error
 from segtrain.models.memory import check_windows
@@ -73,15 +75,7 @@ def run_eval(args: argparse.Namespace) -> int:
         per_image, save_predictions, overlays, num_overlays, worst, no_labels.
     """
     # 1. The model, the experiment and the data.
-    if args.worst and not args.overlays:
-        raise ConfigError("--worst: serves only --overlays DIR")
-    if args.no_labels:
-        scored = {"--json": args.json, "--per-image": args.per_image, "--overlays": args.overlays}
-        for option, value in scored.items():
-            if value:
-                raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")
-        if not args.save_predictions:
-            raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
+    _check_options(args)
     device = device_for(args.device)
     loaded = load_model(args.checkpoint, *args.others, device=device)
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
@@ -132,7 +126,7 @@ def run_eval(args: argparse.Namespace) -> int:
             num_classes=num_classes,
             progress=True,
             num_threads=max(1, num_loader_workers(config.data)),
-            mode_is_given=any(text.partition("=")[0].strip() == "eval.mode" for text in args.set),
+            mode_is_given="eval.mode" in given_keys(args.set),
         )
         counting = [] if instances is None else [instances.add]
         outcome = evaluate(dataset, callbacks=[*writers, *counting])
@@ -147,47 +141,76 @@ def run_eval(args: argparse.Namespace) -> int:
 
         # 5. Rank 0 reports.
         if dist.is_main():
-            names, layout = loaded.classes.names, config.data.layout
+            calibration = calibration_error(outcome.calibration.counts)
             report = make_report(
                 outcome.matrix,
-                names,
+                loaded.classes.names,
                 dataset.classes,
                 instances,
-                layout=layout,
-                calibration_error=calibration_error(outcome.calibration.counts),
+                layout=config.data.layout,
+                calibration_error=calibration,
             )
-            norm = describe_norm(config.norm)
-            ensemble = [{"checkpoint": x.source, "step": x.step} for x in loaded.members]
-            scores = {  # the same bytes on any number of ranks
-                "checkpoint": str(args.checkpoint),
-                "step": loaded.step,
-                **({"ensemble": ensemble} if ensemble else {}),
-                "split": split,
-                "num_images": len(dataset),
-                **report.to_dict(),
-                "confusion_matrix": outcome.matrix.counts.tolist(),
-                "inference": {
-                    **settings.to_dict(),
-                    "precision": for_evaluation(config).precision,
-                    "images_by_windows": outcome.num_by_windows,  # although the mode is another
-                },
-                "norm": norm,
-            }
+            how = f"{settings.describe()}; trained with {describe_norm(config.norm)}"
             for line in (
                 *(f"warning: {warning}" for warning in dataset.warnings),
                 *([] if args.no_labels else [*report.lines(), *why_not]),
                 f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
-                f"{settings.describe()}; trained with {norm}",
+                how,
             ):
                 say(line)
             for line in next(differences, []):
                 text.say(line)
-            json_text = json.dumps(scores, indent=2, allow_nan=False) + "\n"
-            for file, content in ((args.json, json_text), (args.per_image, records.table())):
-                if file:
-                    with os_errors_as(ExecutionError, file, "the scores cannot be written"):
-                        files.write_output(file, content)
+            if args.json:
+                found = _json(args.checkpoint, loaded, config, dataset, report, outcome)
+                _write(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
+            if args.per_image:
+                _write(args.per_image, records.table())
     return EXIT_OK
+
+
+def _json(
+    checkpoint: str | Path,
+    loaded: LoadedModel,
+    config: Config,
+    dataset: SegDataset,
+    report: Report,
+    outcome: Outcome,
+) -> dict[str, Any]:
+    """What --json writes: the same bytes on any number of ranks."""
+    ensemble = [{"checkpoint": x.source, "step": x.step} for x in loaded.members]
+    return {
+        "checkpoint": str(checkpoint),
+        "step": loaded.step,
+        **({"ensemble": ensemble} if ensemble else {}),
+        "split": dataset.split,
+        "num_images": len(dataset),
+        **report.to_dict(),
+        "confusion_matrix": outcome.matrix.counts.tolist(),
+        "inference": {
+            **InferenceSettings.from_config(config).to_dict(),
+            "precision": for_evaluation(config).precision,
+            "images_by_windows": outcome.num_by_windows,  # although the mode is another
+        },
+        "norm": describe_norm(config.norm),
+    }
+
+
+def _write(file: Path, content: str) -> None:
+    with os_errors_as(ExecutionError, file, "the scores cannot be written"):
+        files.write_output(file, content)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """ConfigError: options that do not serve each other."""
+    if args.worst and not args.overlays:
+        raise ConfigError("--worst: serves only --overlays DIR")
+    if args.no_labels:
+        scored = {"--json": args.json, "--per-image": args.per_image, "--overlays": args.overlays}
+        for option, value in scored.items():
+            if value:
+                raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")
+        if not args.save_predictions:
+            raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
 
 
 def set_after_training(
@@ -215,7 +238,7 @@ def _open_split(args: argparse.Namespace, data: DataConfig, split: str) -> SegDa
     try:
         return open_dataset(data, split, labelled=not args.no_labels)
     except UserError as error:
-        by_user = {text.partition("=")[0].strip() for text in args.set}
+        by_user = given_keys(args.set)
         by_user |= {"data.eval_split"} if args.split else set()
         if error.quotes in {"", *by_user}:
             raise
