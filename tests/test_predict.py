@@ -238,8 +238,10 @@ def test_images_without_finite_scores_are_warned_of(run, tmp_path, capsys):
 
     for name, most in (("a", 255), ("b", 100), ("c", 255)):
         save(tmp_path / f"in/{name}.png", np.full((8, 9, 3), most, np.uint8))
+    write_video(tmp_path / "in/dark.mp4", [(250, 250, 250), (90, 90, 90)])
+    write_video(tmp_path / "in/light.mp4", [(250, 250, 250)])
     run(tmp_path / "in", model=Overflowing())
-    assert "warning: the scores of 1 image are not finite" in capsys.readouterr().out
+    assert "warning: the scores of 2 files are not finite" in capsys.readouterr().out
 
 
 def test_images_with_one_name_get_names_of_their_own(run, tmp_path):

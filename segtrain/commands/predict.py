@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from segtrain.checkpoint.loading import load_model
 from segtrain.commands.evaluate import set_after_training
 from segtrain.commands.video import overlay_video
+from segtrain.config.loading import given_keys
 from segtrain.data.check.findings import find_darkness
 from segtrain.data.check.values import ImageValues, image_values
 from segtrain.data.read.classes import ClassFile
@@ -122,7 +123,7 @@ def main(args: argparse.Namespace) -> int:
     check_pictures("--output", output, pictures.file_names(names), config.data)
     check_windows(config, loaded.classes.num_classes, device)
     model = to_eval_precision(loaded.model, config, device)
-    mode_is_given = any(text.partition("=")[0].strip() == "eval.mode" for text in args.set)
+    mode_is_given = "eval.mode" in given_keys(args.set)
     most = fitting_pixels(model, device, loaded.classes.num_classes, ranks=1)
     settings = SettingsBySize.from_config(config, mode_is_given=mode_is_given, fitting_pixels=most)
     print(f"{loaded.about}; {settings.describe()}; {device}")
@@ -297,15 +298,20 @@ def predict_videos(
 ) -> list[Notes]:
     """Writes a video of the overlays of each; returns notes on each."""
     limits = batch_limits(settings.usual, device, classes.num_classes)
+    is_finite = True
 
     def draw(frame: np.ndarray) -> np.ndarray:
+        nonlocal is_finite
         pixels = torch.from_numpy(frame).to(device).permute(2, 0, 1).unsqueeze(0)
         size = frame.shape[0], frame.shape[1]
-        (found,) = predict_labels(model, [pixels], settings.of(size), [size], limits)
+        with memory_failures(lambda: _no_memory(source, size, device)):
+            (found,) = predict_labels(model, [pixels], settings.of(size), [size], limits)
+        is_finite = is_finite and bool(found.is_finite)
         return tint.over(frame, found.label.cpu().numpy())
 
     notes = []
     for source in videos:
+        is_finite = True
         path = output / pictures.VIDEOS / f"{source.name}.mp4"
         with os_errors_as(ExecutionError, path, "cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +320,7 @@ def predict_videos(
         except DataError as error:
             notes.append(Notes(str(error)))
         else:
-            notes.append(Notes(cut_short=warning))
+            notes.append(Notes(cut_short=warning, is_finite=is_finite))
     return notes
 
 
@@ -360,17 +366,19 @@ def _predict(
     total = sum(num_windows(size, settings) for size in sizes) if slides else 0
     bar = ProgressBar(total, 0, "windows", enabled=total > 1, unit="window", last_line=False)
     bar.describe(printable(group[0].source.name))
-    height, width = max(sizes, key=math.prod)
-    message = (
-        f"{printable(group[0].source.path)}: {height}x{width} px do not fit into the memory of "
-        f"{transfer.device}; use --set eval.batch_size=1, eval.mode=slide, or a smaller "
-        "eval.crop_size"
-    )
-    with memory_failures(lambda: message), bar:
+    largest, source = max(sizes, key=math.prod), group[0].source
+    with memory_failures(lambda: _no_memory(source, largest, transfer.device)), bar:
         moved = [transfer.to_device(photo.pixels) for photo in group]
         images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
         asked = {"probabilities": wanted, "on_windows": bar.update}
         return predict_labels(model, images, settings, sizes, limits, **asked)
+
+
+def _no_memory(source: Source, size: Size, device: torch.device) -> str:
+    return (
+        f"{printable(source.path)}: {size[0]}x{size[1]} px do not fit into the memory of {device}; "
+        "use --set eval.batch_size=1, eval.mode=slide, or a smaller eval.crop_size"
+    )
 
 
 def _summarize(images: Sequence[Notes], videos: Sequence[Notes], output: Path) -> None:
@@ -394,7 +402,7 @@ def _summarize(images: Sequence[Notes], videos: Sequence[Notes], output: Path) -
         print(f"warning: {dark.lines()[0]}")
     if infinite := sum(not note.is_finite for note in notes):
         print(
-            f"warning: the scores of {counted(infinite, 'image', 'images')} are not finite, and "
+            f"warning: the scores of {counted(infinite, 'file', 'files')} are not finite, and "
             "predictions from them mean nothing; if they were computed in float16, use bfloat16"
         )
     if problems := [note.problem for note in notes if note.problem]:
