@@ -78,7 +78,7 @@ def test_predictions_scores_and_export_are_of_the_mean(runs, tmp_path, capsys):
     expected = sum(probabilities(runs / name, images) for name in "ab")[0].argmax(0).numpy()
 
     photo, both = runs / "images/val/0.png", (runs / "a", "--with", runs / "b")
-    assert segtrain("predict", both[0], photo, *both[1:], "--output", tmp_path / "out") == 0
+    assert segtrain("predict", *both, photo, "--output", tmp_path / "out") == 0
     words = f"mean probability of 2 models: {runs / 'a'} step 1, {runs / 'b'} step 2"
     assert words in capsys.readouterr().out
     label = cv2.imread(str(tmp_path / "out/labels/0.png"), cv2.IMREAD_UNCHANGED)
@@ -115,7 +115,7 @@ def test_images_that_trained_a_member_are_said(runs, capsys):
     [
         (("a", "--with", "a"), "named twice"),
         (("a", "--with", "mean"), "data.mean is [100.0, 100.0, 100.0] here, "),
-        (("a", "--with", "b", "renamed"), "class 1 is plant there, tree now"),
+        (("a", "--with", "b", "--with", "renamed"), "class 1 is plant there, tree now"),
         (("a", "--with", "none"), "none: no such run or checkpoint"),
     ],
 )
@@ -124,6 +124,13 @@ def test_what_does_not_fit_together_is_refused_by_name(runs, words, said, monkey
     assert segtrain("eval", *words) == 4
     assert f"{words[-1]}: " in (error := capsys.readouterr().err)
     assert said in error
+
+
+def test_two_models_of_one_option_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        segtrain("eval", "a", "--with", "b", "c")
+    said = "unrecognized arguments: c; each further model needs its own --with"
+    assert said in capsys.readouterr().err
 
 
 def test_an_ensemble_has_no_single_file_of_weights(runs, tmp_path, capsys):

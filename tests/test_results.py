@@ -294,7 +294,7 @@ def test_verdicts():
     assert verdict(compare([a], [b]), only_seed=False).startswith("the choice of images explains")
 
 
-def test_what_cannot_be_compared_is_refused(run):
+def test_what_cannot_be_compared_is_refused(run, capsys):
     a, b = pair(np.random.default_rng(0), sequences=1)
     with pytest.raises(ConfigError, match="no interval can be had over fewer than 5"):
         compare([a], [b], by="sequence")
@@ -307,6 +307,8 @@ def test_what_cannot_be_compared_is_refused(run):
         with pytest.raises(ConfigError, match=match):
             compare([a], [other])
     assert segtrain("compare", run) == 2
+    assert segtrain("compare", run, "--with", run, "--with", "b") == 2
+    assert "on both sides" in capsys.readouterr().err
 
 
 def test_compare_prints_and_writes(run, tmp_path, capsys):

@@ -145,9 +145,9 @@ _SOURCE_HELP = (
 _SOURCE = _argument("source", _SOURCE_HELP, "RUN|CHECKPOINT")
 _WITH = _argument(
     "--with",
-    "further models of the same classes: the mean of all probabilities decides",
+    "a further model of the same classes, may be repeated: the mean of all probabilities decides",
     "RUN|CHECKPOINT",
-    nargs="+",
+    action="append",
     dest="others",
     default=[],
 )
@@ -303,7 +303,7 @@ COMMANDS = (
         "means,\npixel accuracy and calibration error.",
         examples="segtrain eval runs/own\n"
         "segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
-        "segtrain eval runs/own --with runs/own_seed1 runs/own_seed2       an ensemble\n"
+        "segtrain eval runs/own --with runs/own_seed1 --with runs/own_seed2     an ensemble\n"
         "segtrain eval runs/own/checkpoints/last.pt --split val --save-predictions out\n"
         "segtrain eval runs/own --split test --no-labels --save-predictions out",
     ),
@@ -364,7 +364,16 @@ COMMANDS = (
         "commands.compare:main",
         "say whether one model is better than another",
         _argument("runs", "two runs; or all of side A", "RUN", Path, nargs="+"),
-        _argument("--with", "the runs of side B", "RUN", Path, nargs="+", dest="other", default=[]),
+        _argument(
+            "--with",
+            "the runs of side B",
+            "RUN",
+            Path,
+            nargs="+",
+            action="extend",
+            dest="other",
+            default=[],
+        ),
         _argument(
             "--by",
             "what is drawn again (default: sequences where the names of the images show five)",

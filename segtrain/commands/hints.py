@@ -19,8 +19,12 @@ _SETTABLE = dict.fromkeys(_ON_CONFIGS, ("",)) | {"eval": ("eval.", "data."), "pr
 def instead_of(unknown: Sequence[str], argv: Sequence[str]) -> str:
     """`; did you mean ...?` for the first of the `unknown` words that is like an option, or "".
 
+    A further model behind --with gets a hint, too.
+
     unknown: the words of the command line `argv` that no option takes.
     """
+    if "--with" in argv and not unknown[0].startswith("-"):
+        return "; each further model needs its own --with, and inputs stand together"
     command = " ".join(argv[:2] if argv[:1] in (["data"], ["config"]) else argv[:1])
     settable = _SETTABLE.get(command)
     hints = (_hint(word, settable) for word in unknown) if settable else ()
