@@ -49,6 +49,7 @@ segtrain eval runs/mine --overlays pictures
 segtrain eval runs/mine --per-image images.csv --overlays worst --worst 20
 segtrain report runs/mine
 segtrain report runs/mine runs/mine_lr2 --output both.html
+segtrain report runs/mine --figures figures
 segtrain compare runs/mine runs/mine_lr2
 segtrain eval runs/mine --with runs/mine_lr2
 segtrain eval runs/mine_pack --set data.pack=null

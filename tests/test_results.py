@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
@@ -166,6 +167,19 @@ def test_training_leaves_a_page_whose_numbers_are_those_of_eval(run):
     assert kept.scores.mean_iou == scores["mIoU"]
     assert (run / "i.csv").read_text() == kept.table()
     assert (run / "results.csv").read_text() == scores_csv(kept.scores, kept.classes)
+
+
+def test_figures_have_the_numbers_of_eval(run, tmp_path):
+    assert segtrain("eval", run, "--json", tmp_path / "s.json") == 0
+    assert segtrain("report", run, "--figures", tmp_path / "f") == 0
+    names = {"loss", "mIoU", "learning_rate", "confusion", "reliability"}
+    assert {path.stem for path in (tmp_path / "f").glob("*.svg")} == names
+    drawn = [ElementTree.parse(path).getroot() for path in (tmp_path / "f").glob("*.svg")]
+    assert all(one.get("width").endswith("pt") for one in drawn)
+    header, *rows = csv.reader((tmp_path / "f/confusion.csv").read_text().splitlines())
+    assert header[1:] == [row[0] for row in rows] == [*load_records(run).classes]
+    counts = json.loads((tmp_path / "s.json").read_text())["confusion_matrix"]
+    assert [[int(x) for x in row[1:]] for row in rows] == counts
 
 
 def test_a_report_of_several_runs_says_what_differs(run, tmp_path, capsys):

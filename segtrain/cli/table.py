@@ -330,11 +330,12 @@ COMMANDS = (
         "write a page about one or several runs",
         _argument("runs", "run directory", "RUN", Path, nargs="+"),
         _argument("--output", "file to write (default: report.html of the run)", "FILE", Path),
+        _argument("--figures", "also write its charts as SVG, the confusion as CSV", "DIR", Path),
         _DEVICE,
         description="Write one HTML file that needs no network: curves, scores of the classes, "
         "confusion,\ncalibration, the worst and best images, and what the config changes. Several "
         "runs are\nput side by side. Training writes it at its end.",
-        examples="segtrain report runs/own\n"
+        examples="segtrain report runs/own --figures figures\n"
         "segtrain report runs/small runs/large --output both.html",
     ),
     Command(

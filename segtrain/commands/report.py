@@ -6,7 +6,7 @@ from pathlib import Path
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_output
-from segtrain.results.report import evaluated, report_page, write_report
+from segtrain.results.report import evaluated, report_page, write_figures, write_report
 from segtrain.run.directory import REPORT
 from segtrain.text import printable
 
@@ -14,7 +14,8 @@ from segtrain.text import printable
 def main(args: argparse.Namespace) -> int:
     """Writes the page and returns the exit code.
 
-    args: runs (directories), output (a file; default: report.html of the only run), device.
+    args: runs (directories), output (a file; default: report.html of the only run), figures (a
+        folder or None), device.
 
     Raises:
         UserError: no run, no checkpoint, or a file that cannot be read or written.
@@ -27,11 +28,18 @@ def main(args: argparse.Namespace) -> int:
     output = output or runs[0] / REPORT
     with os_errors_as(ConfigError, f"--output {output}", "cannot be written"):
         check_output(output)
+    if args.figures:
+        with os_errors_as(ConfigError, f"--figures {args.figures}", "cannot make this folder"):
+            args.figures.mkdir(parents=True, exist_ok=True)
+    found = [evaluated(run, device) for run in runs]
     with os_errors_as(ExecutionError, output, "the report cannot be written"):
-        if len(runs) == 1 and args.output is None:
-            write_report(runs[0], device)
+        if args.output is None:
+            write_report(runs[0], found, device)
         else:
-            page = report_page([evaluated(run, device) for run in runs], device)
-            write_output(output, page)
+            write_output(output, report_page(found, device))
     print(printable(output))
+    if args.figures:
+        with os_errors_as(ExecutionError, args.figures, "the figures cannot be written"):
+            write_figures(args.figures, found)
+        print(printable(args.figures))
     return EXIT_OK

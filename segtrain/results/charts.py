@@ -133,5 +133,4 @@ def _svg(figure: Any) -> str:
         figure.savefig(text, format="svg", metadata=dict.fromkeys(_NOTED))
     found = re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
     found = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", found)
-    found = re.sub(r'(<svg [^>]*?) width="[^"]*" height="[^"]*"', r"\1", found, count=1)
     return found.replace(_INK, "currentColor")

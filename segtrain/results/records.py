@@ -128,6 +128,15 @@ class Records:
             rows.writerow([self.names[i], *(_cell(value) for value in values)])
         return text.getvalue()
 
+    def confusion_csv(self) -> str:
+        """CSV: pixels of each class by label (a line) and prediction (a column)."""
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(["label", *self.classes])
+        for name, counts in zip(self.classes, self.matrix.tolist(), strict=True):
+            rows.writerow([name, *counts])
+        return text.getvalue()
+
     def save(self, directory: Path) -> None:
         """Writes the file of the run in `directory`; raises OSError."""
         about = {"about": self.about, "names": self.names, "classes": self.classes}

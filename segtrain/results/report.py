@@ -100,18 +100,12 @@ def report_page(
     found: Sequence[Evaluated], device: torch.device, *, joined: Joined | None = None
 ) -> str:
     """The HTML of these runs; of one of them, or of folds that are `joined`, with pictures."""
-    runs = [one.run for one in found]
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [str(run.directory) for run in runs]
+    runs, names = [one.run for one in found], _names(found)
     scores = [one.records.scores for one in found]
     classes = found[0].records.classes
-    calibration = {
-        name: torch.from_numpy(one.records.calibration)
-        for name, one in zip(names, found, strict=True)
-    }
     same_classes = all(one.records.classes == classes for one in found)
-    records = joined.records if joined else found[0].records if len(found) == 1 else None
+    records = _single(found, joined)
+    figures = draw_figures(found, joined=joined)
     pictures = {}
     if records and all(one.dataset and one.model for one in found):
         pictures = _pictures(records, partial(_cards, found, records, device))
@@ -120,13 +114,13 @@ def report_page(
         title=joined.title if joined else ", ".join(names),
         joined=joined,
         runs=list(zip(names, runs, found, scores, strict=True)),
-        errors=[calibration_error(counts) for counts in calibration.values()],
+        errors=[calibration_error(torch.from_numpy(one.records.calibration)) for one in found],
         classes=classes if same_classes else (),
         labelled=found[0].records.images[..., LABELLED],
         colors=found[0].model.classes.palette if found[0].model else (),
-        charts=_curves(dict(zip(names, runs, strict=True))),
-        confusion=charts.confusion_svg(records.matrix, classes) if records else "",
-        reliability=charts.reliability_diagram(calibration),
+        confusion=figures.pop("confusion", ""),
+        reliability=figures.pop("reliability"),
+        charts=list(figures.values()),
         options=_shown(departures(runs[0].config)) if records else {},
         differing={
             key: list(map(yaml_value, v))
@@ -137,15 +131,42 @@ def report_page(
     )
 
 
-def write_report(directory: Path, device: torch.device) -> Path:
-    """Writes report.html and results.csv into the directory of a run; the path of the first.
+def draw_figures(found: Sequence[Evaluated], *, joined: Joined | None = None) -> dict[str, str]:
+    """The charts of the page, SVG by name; the confusion matrix is that of one run, or of folds."""
+    names, records = _names(found), _single(found, joined)
+    figures = _curves({name: one.run for name, one in zip(names, found, strict=True)})
+    if records:
+        figures["confusion"] = charts.confusion_svg(records.matrix, records.classes)
+    counts = (torch.from_numpy(one.records.calibration) for one in found)
+    figures["reliability"] = charts.reliability_diagram(dict(zip(names, counts, strict=True)))
+    return figures
 
-    Raises:
-        UserError: as `evaluated`. OSError: it cannot be written.
+
+def write_figures(
+    folder: Path, found: Sequence[Evaluated], *, joined: Joined | None = None
+) -> None:
+    """Writes each chart as NAME.svg, and the confusion matrix as confusion.csv; raises OSError."""
+    for name, figure in draw_figures(found, joined=joined).items():
+        black = figure.replace("currentColor", "black")  # not all programs know the former
+        write_atomic(folder / f"{name.replace(' ', '_')}.svg", black, durable=False)
+    if records := _single(found, joined):
+        write_atomic(folder / "confusion.csv", records.confusion_csv(), durable=False)
+
+
+def write_report(
+    directory: Path,
+    found: Sequence[Evaluated],
+    device: torch.device,
+    *,
+    joined: Joined | None = None,
+) -> Path:
+    """Writes report.html and results.csv of a run or of folds; the path of the first.
+
+    OSError: it cannot be written.
     """
-    found = evaluated(directory, device)
-    write_atomic(directory / REPORT, report_page([found], device), durable=False)
-    scores = scores_csv(found.records.scores, found.records.classes)
+    page, records = report_page(found, device, joined=joined), _single(found, joined)
+    write_atomic(directory / REPORT, page, durable=False)
+    scores = scores_csv(records.scores, records.classes)
     write_atomic(directory / RESULTS, scores, durable=False)
     return directory / REPORT
 
@@ -181,15 +202,26 @@ def _cards(
     return cards
 
 
-def _curves(runs: dict[str, Run]) -> list[str]:
-    """Charts of what was logged, each with a line for every run."""
+def _names(found: Sequence[Evaluated]) -> list[str]:
+    """Different names of the runs."""
+    names = [one.run.name for one in found]
+    return names if len(set(names)) == len(names) else [str(one.run.directory) for one in found]
+
+
+def _single(found: Sequence[Evaluated], joined: Joined | None) -> Records | None:
+    """What can be shown image by image: a single run, or joined folds."""
+    return joined.records if joined else found[0].records if len(found) == 1 else None
+
+
+def _curves(runs: dict[str, Run]) -> dict[str, str]:
+    """Charts of what was logged, by their titles, each with a line for every run."""
 
     def of(tag: str) -> dict[str, charts.Curve]:
         return {name: run.curves[tag] for name, run in runs.items() if tag in run.curves}
 
     wanted = {"train/loss": "loss", "eval/mIoU": "mIoU", "train/lr": "learning rate"}
     found = {title: of(tag) for tag, title in wanted.items()}
-    return [charts.curves(title, lines) for title, lines in found.items() if lines]
+    return {title: charts.curves(title, lines) for title, lines in found.items() if lines}
 
 
 def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
