@@ -99,6 +99,11 @@ def test_folds_that_are_killed_and_resumed_end_with_the_same_bits(own, stop, tmp
     assert folds(cut, "--resume", "--set", "log.charts=true") == 0  # nothing is trained again
     assert len(ran) == before + 1
     check_page(cut, capsys.readouterr().out)
+    before = (cut / "report.html").read_text()
+    (cut / "report.html").unlink()
+    assert cli.main(["report", str(cut), "--figures", str(tmp_path / "figures")]) == 0
+    assert (cut / "report.html").read_text() == before
+    check_comparison(whole, cut, tmp_path, capsys)
 
     found = json.loads((whole / "folds.json").read_text())
     check_division(found, whole)
@@ -148,6 +153,19 @@ def check_page(directory, said):
         assert f"<td>{fold.run}</td>" in page
         assert any(f'alt="prediction of {name}"' in page for name in fold.images)
     assert (directory / "results.csv").read_text().startswith("class,IoU,")
+
+
+def check_comparison(whole, cut, folder, capsys):
+    """Folds are compared by their joined scores, with folds made alike only."""
+    capsys.readouterr()
+    assert cli.main(["compare", str(whole), str(cut), "--json", str(folder / "c.json")]) == 0
+    assert "+0.00 (+0.00 to +0.00) points" in capsys.readouterr().out
+    score = read_division(whole).scores["mIoU"]
+    scores = json.loads((folder / "c.json").read_text())["scores"]
+    assert scores == [[pytest.approx(score)], [pytest.approx(score)]]
+    for command in (["compare"], ["report", "--output", str(folder / "x.html")]):
+        assert cli.main([*command, str(whole), str(cut / "fold_0")]) == 2
+        assert f"{whole}" in capsys.readouterr().err
 
 
 def check_ensemble(directory, capsys):

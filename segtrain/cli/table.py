@@ -328,7 +328,7 @@ COMMANDS = (
         "report",
         "commands.report:main",
         "write a page about one or several runs",
-        _argument("runs", "run directory", "RUN", Path, nargs="+"),
+        _argument("runs", "run directory, or one of segtrain folds", "RUN", Path, nargs="+"),
         _argument("--output", "file to write (default: report.html of the run)", "FILE", Path),
         _argument("--figures", "also write its charts as SVG, the confusion as CSV", "DIR", Path),
         _DEVICE,
@@ -364,7 +364,9 @@ COMMANDS = (
         "compare",
         "commands.compare:main",
         "say whether one model is better than another",
-        _argument("runs", "two runs; or all of side A", "RUN", Path, nargs="+"),
+        _argument(
+            "runs", "two runs, or two of segtrain folds; or all of side A", "RUN", Path, nargs="+"
+        ),
         _argument(
             "--with",
             "the runs of side B",

@@ -11,7 +11,7 @@ from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.results.compare import compare, comparison_lines
-from segtrain.results.report import evaluated
+from segtrain.results.folds import evaluated_whole
 from segtrain.results.runs import differing_recipes
 from segtrain.text import first_of
 
@@ -19,7 +19,8 @@ from segtrain.text import first_of
 def main(args: argparse.Namespace) -> int:
     """Prints the comparison and returns the exit code.
 
-    args: runs (of side A; or A and B), other (runs of side B), by, json (a file), device.
+    args: runs (of side A; or A and B), other (runs of side B), by, json (a file), device. A run
+        may be a directory of folds.
 
     Raises:
         UserError: runs that cannot be compared, or read.
@@ -35,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
         with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
             check_output(args.json)
     device = device_for(args.device)
-    sides = [[evaluated(path, device) for path in side] for side in (a, b)]
+    sides = [[evaluated_whole(path, device) for path in side] for side in (a, b)]
     for side in sides:
         different = set(differing_recipes([one.run.config for one in side])) - {"seed"}
         if different:
@@ -43,7 +44,10 @@ def main(args: argparse.Namespace) -> int:
                 f"{first_of(one.run.directory for one in side)}: runs of one side may differ in "
                 f"their seed only, and these do in {first_of(sorted(different), 3)}"
             )
-    found = compare(*([one.records for one in side] for side in sides), by=args.by)
+    try:
+        found = compare(*([one.records for one in side] for side in sides), by=args.by)
+    except ConfigError as error:
+        raise ConfigError(f"{first_of([*a, *b], 4)}: {error}") from None
     for line in comparison_lines(found, *([one.run for one in side] for side in sides)):
         print(line)
     if args.json:

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import math
 import os
 import re
 import shlex
@@ -12,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
 
 import torch
 
@@ -28,28 +26,18 @@ from segtrain.data.read.lists import list_pairs, list_text
 from segtrain.data.read.protect import check_pictures, check_run_directory
 from segtrain.distributed import signals, slurm
 from segtrain.distributed.process_group import device_for
-from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, ExecutionError
+from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.metrics import or_none
-from segtrain.results.compare import CONFIDENCE, LEAST_GROUPS, Interval, score_interval
-from segtrain.results.records import Records, scores_csv
-from segtrain.results.report import Evaluated, Joined, evaluated, report_page
+from segtrain.results.folds import join_folds
+from segtrain.results.report import write_report
 from segtrain.results.sequences import sequences_of, show_sequences, without_split
-from segtrain.run.directory import (
-    CONFIG,
-    LOCK,
-    REPORT,
-    RESULTS,
-    RunLock,
-    config_differences,
-    is_run,
-)
+from segtrain.run.directory import CONFIG, LOCK, RunLock, config_differences, is_run
 from segtrain.run.folds import EXPERIMENT, Division, Fold, read_division, write_division
 from segtrain.text import counted, first_of, say
 
 NUMBER = 5
 # What a process that was killed before folds.json was there may leave.
 _LEFT = re.compile(rf"{re.escape(LOCK)}|{re.escape(EXPERIMENT)}|fold_\d+_(train|eval)\.txt")
-_WINDOW = re.compile(r"_y\d+_x\d+$")  # of a raster, behind the name of its file
 
 
 def main(args: argparse.Namespace) -> int:
@@ -295,49 +283,17 @@ def _train(args: argparse.Namespace, directory: Path, config: Config, division: 
 
 def _score(directory: Path, config: Config, division: Division, device: torch.device) -> list[str]:
     """Joins the scores of all folds, writes what is known about them, and says it."""
-    found = [evaluated(directory / fold.run, device) for fold in division.folds]
-    groups: dict[str, str] = {}  # of each name in the records
-    for fold, one in zip(division.folds, found, strict=True):
-        files_of = {n: n if n in fold.images else _WINDOW.sub("", n) for n in one.records.names}
-        if set(files_of.values()) != fold.images.keys():
-            raise CheckpointError(f"{directory / fold.run}: was evaluated on other images")
-        groups |= {name: fold.images[file] for name, file in files_of.items()}
-    joined = Records.joined([one.records for one in found], split="folds")
-    interval = score_interval(joined, [groups[name] for name in joined.names])
-    units = counted(len(set(groups.values())), division.by, f"{division.by}s")
-    lines = _lines(config, found, interval, units)
+    found, joined = join_folds(directory, device)
+    classes = joined.records.classes
     division.scores = {
-        "interval": [or_none(bound) for bound in interval[1:]],
-        "folds": {one.run.name: one.records.scores.to_dict(joined.classes) for one in found},
-        **joined.scores.to_dict(joined.classes),
+        "interval": [or_none(bound) for bound in joined.interval[1:]],
+        "folds": {one.run.name: one.records.scores.to_dict(classes) for one in found},
+        **joined.records.scores.to_dict(classes),
     }
     write_division(directory, division)
-    with files.os_errors_as(ExecutionError, directory, "cannot be written"):
-        table = scores_csv(joined.scores, joined.classes)
-        files.write_atomic(directory / RESULTS, table, durable=False)
-        if config.log.charts:
-            page = report_page(found, device, joined=Joined(directory.name, joined, lines))
-            files.write_atomic(directory / REPORT, page, durable=False)
-            lines.append(f"report     {directory / REPORT}")
+    lines = [*joined.words]
+    if config.log.charts:
+        with files.os_errors_as(ExecutionError, directory, "cannot be written"):
+            lines.append(f"report     {write_report(directory, found, device, joined=joined)}")
     predict = f"segtrain predict {shlex.quote(str(directory))} PHOTOS --output DIR"
     return [*lines, f"ensemble   {predict}"]
-
-
-def _lines(config: Config, found: Sequence[Evaluated], interval: Interval, units: str) -> list[str]:
-    """The score of all images, and those of the folds, in words."""
-    value, low, high = (f"{100 * x:.2f}" for x in interval)
-    bounds = f"{low} to {high} ({CONFIDENCE:.0%}, over {units})"
-    if math.isnan(interval.low):
-        bounds = f"none over {units}: at least {LEAST_GROUPS} are needed"
-    scores = [100 * one.records.scores.mean_iou for one in found]
-    spread = f"mean {mean(scores):.2f}, standard deviation {stdev(scores):.2f}"
-    images = sum(len(one.records.names) for one in found)
-    lines = [
-        f"mIoU       {value} of all {images} images, each by the model that has not seen it",
-        f"interval   {bounds}",
-        f"folds      {', '.join(f'{score:.2f}' for score in scores)}: {spread}",
-    ]
-    every_steps = config.eval.every_steps
-    if every_steps and every_steps < config.train.steps:
-        lines.append("note       each fold chose its best checkpoint by its score, which flatters")
-    return lines

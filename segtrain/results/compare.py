@@ -198,9 +198,11 @@ def _units(names: Sequence[str], by: str | None) -> tuple[np.ndarray, str, tuple
 
 def _check_same(one: Records, other: Records) -> None:
     """Refuses records of other images, labels or classes."""
-    splits = f"split {other.about.get('split')} against {one.about.get('split')}"
+    splits = f"{one.about.get('split')} against {other.about.get('split')}"
     if one.classes != other.classes:
         raise ConfigError("the runs have different classes: they cannot be compared")
+    if one.about.get("folds") != other.about.get("folds"):
+        raise ConfigError(f"the scores are not of folds made alike ({splits})")
     if one.names != other.names:
         raise ConfigError(f"the runs were evaluated on different images ({splits})")
     if not np.array_equal(one.images[..., LABELLED], other.images[..., LABELLED]):

@@ -23,6 +23,7 @@ from segtrain.files import write_atomic
 from segtrain.metrics import calibration_error
 from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
 from segtrain.results import charts
+from segtrain.results.compare import Interval
 from segtrain.results.images import Card, draw_cards
 from segtrain.results.page import render
 from segtrain.results.records import LABELLED, Records, load_records, scores_csv
@@ -89,11 +90,15 @@ def evaluate(loaded: LoadedModel, dataset: SegDataset, device: torch.device) -> 
 
 
 class Joined(NamedTuple):
-    """All images of several folds, each scored by the model that has not seen it; words: of it."""
+    """All images of several folds, each scored by the model that has not seen it.
+
+    words: of the scores. interval: of the mIoU.
+    """
 
     title: str
     records: Records
     words: Sequence[str]
+    interval: Interval
 
 
 def report_page(
