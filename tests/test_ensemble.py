@@ -1,6 +1,7 @@
 """Several models as one: `segtrain eval`, `predict` and `export` with further checkpoints."""
 
 import json
+import re
 
 import cv2
 import numpy as np
@@ -102,6 +103,21 @@ def test_predictions_scores_and_export_are_of_the_mean(runs, tmp_path, capsys):
     of_file = torch.from_numpy(logits).double().softmax(1)
     mean = sum(probabilities(runs / name, images) for name in "ab") / 2
     torch.testing.assert_close(of_file, mean, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "members"),
+    [((), "ab"), (("--set", "eval.flip=true"), ""), (("--split", "train"), "")],
+)
+def test_scores_of_the_members_stand_beside(runs, capsys, options, members):
+    """Each member's own score of the same evaluation; of another one it would mislead."""
+    lines = []
+    for name in members:
+        assert segtrain("eval", runs / name) == 0
+        score = re.search(r"^mIoU +[\d.]+", capsys.readouterr().out, re.MULTILINE)[0]
+        lines.append(f"{runs / name} alone: {score}")
+    assert segtrain("eval", runs / "a", "--with", runs / "b", *options) == 0
+    assert [x for x in capsys.readouterr().out.splitlines() if " alone: " in x] == lines
 
 
 def test_images_that_trained_a_member_are_said(runs, capsys):

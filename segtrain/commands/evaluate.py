@@ -17,7 +17,7 @@ import numpy as np
 from segtrain import files, text
 from segtrain.checkpoint import load_model
 from segtrain.checkpoint.dataset_guard import eval_differences
-from segtrain.checkpoint.loading import LoadedModel
+from segtrain.checkpoint.loading import LoadedModel, resolve
 from segtrain.config import Config, DataConfig, override_config
 from segtrain.config.experiment import changed_normalization
 from segtrain.config.loading import given_keys
@@ -41,7 +41,7 @@ from segtrain.evaluation.dataset import Outcome, Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.report import InstanceCounts, Report, make_report
 from segtrain.files import os_errors_as
-from segtrain.metrics import calibration_error
+from segtrain.metrics import calibration_error, percent
 from segtrain.models.memory import check_windows
 from segtrain.models.precision import (
     check_eval_precision,
@@ -52,7 +52,7 @@ from segtrain.models.precision import (
 )
 from segtrain.norm import describe_norm
 from segtrain.results.images import Chosen
-from segtrain.results.records import Records
+from segtrain.results.records import Records, load_records
 from segtrain.run.log import say
 from segtrain.run.pictures import (
     as_rgb,
@@ -133,7 +133,8 @@ def run_eval(args: argparse.Namespace) -> int:
         if instances is not None:
             instances.sum_over_ranks()
         image_names = [dataset.name(i) for i in range(len(dataset))]
-        records = Records.of(outcome, image_names, loaded.classes.names)
+        about = {"split": split, "step": loaded.step, "inference": settings.describe()}
+        records = Records.of(outcome, image_names, loaded.classes.names, **about)
         if args.worst:
             chosen = Chosen(dataset, sorted(records.worst(args.worst)))
             draw = partial(_write_overlay, args.overlays, dataset, chosen.indices)
@@ -151,10 +152,12 @@ def run_eval(args: argparse.Namespace) -> int:
                 calibration_error=calibration,
             )
             how = f"{settings.describe()}; trained with {describe_norm(config.norm)}"
+            alone = {} if args.no_labels else _members_alone(loaded, records)
             for line in (
                 *(f"warning: {warning}" for warning in dataset.warnings),
                 *([] if args.no_labels else [*report.lines(), *why_not]),
                 f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
+                *(f"{name} alone: mIoU {percent(score)}" for name, score in alone.items()),
                 how,
             ):
                 say(line)
@@ -193,6 +196,17 @@ def _json(
         },
         "norm": describe_norm(config.norm),
     }
+
+
+def _members_alone(loaded: LoadedModel, records: Records) -> dict[str, float]:
+    """The mIoU of each member of an ensemble whose run has kept that of the same evaluation."""
+    found = {}
+    for member in loaded.members:
+        with suppress(UserError):  # a damaged file; the score of the ensemble stands without it
+            own = load_records(resolve(member.source).parent.parent)
+            if own and own.is_like(records, step=member.step):
+                found[member.source] = own.scores.mean_iou
+    return found
 
 
 def _write(file: Path, content: str) -> None:

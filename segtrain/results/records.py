@@ -67,6 +67,14 @@ class Records:
             np.sum([part.calibration for part in parts], axis=0),
         )
 
+    def is_like(self, other: "Records", *, step: int) -> bool:
+        """Whether it evaluates the model of `step` on the same images and labels, in that way."""
+        return (
+            self.about == other.about | {"step": step}
+            and (self.names, self.classes) == (other.names, other.classes)
+            and np.array_equal(self.images[..., LABELLED], other.images[..., LABELLED])
+        )
+
     @property
     def scores(self) -> Scores:
         """Those of all images together."""
