@@ -8,6 +8,8 @@ from experiments import refusal, small, train, write_config, write_data
 
 from segtrain import cli
 from segtrain.errors import CheckpointError
+from segtrain.files import manifest
+from segtrain.files.manifest import Entry
 from segtrain.results.runs import read_run
 from segtrain.run.directory import RunLock
 
@@ -91,8 +93,15 @@ def test_what_is_damaged_or_of_another_version_is_listed_all_the_same(runs, tmp_
     lines = '{"step": 5, "eval/mIoU": null, "time/step_s": 0.5}', '{"step": 6, "time/step_s": 0.1'
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert segtrain("runs", tmp_path) == 0
-    assert "    5/7  " in capsys.readouterr().out
+    assert "    0/7  " in capsys.readouterr().out  # nothing is saved
     (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/last.pt").touch()
+    assert segtrain("runs", tmp_path) == 0
+    assert "    5/7  " in capsys.readouterr().out  # a copy without its manifest
+    entries = {"last.pt": [Entry(3, 0, "")], "best.pt": [Entry(4, 0, "")]}
+    manifest.write(tmp_path / "checkpoints", entries)
+    assert segtrain("runs", tmp_path) == 0
+    assert "    3/7  " in capsys.readouterr().out  # where it would go on
     (tmp_path / "checkpoints/manifest.json").write_text("[")
     assert segtrain("runs", tmp_path) == 0
     assert "cannot be read: " in capsys.readouterr().out

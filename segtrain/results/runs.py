@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic_core import PydanticUndefined
 
-from segtrain.checkpoint.format import BEST
+from segtrain.checkpoint.format import BEST, LAST
 from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import open_regular, os_errors_as, parse_json, read_bytes, walk
@@ -71,7 +71,8 @@ class Summary:
     """What a list of runs shows of one.
 
     state: training, complete, complete and cleared, stopped (it can go on), or why it cannot be
-        read. step: the last one logged, of `steps`; None: its config does not say.
+        read. step: the last one logged, or, of a stopped run, saved, where --resume goes on.
+    steps: train.steps; None: its config does not say.
     best: (step, mIoU) of the best evaluation. training_s: as `Run.training_s`.
     """
 
@@ -109,7 +110,8 @@ def summarize(directory: Path) -> Summary:
         with suppress(FileNotFoundError):  # no step is done yet
             metrics = read_bytes(directory / run_directory.METRICS)
         num_bytes, steps = disk_bytes(directory), _steps_of(directory)
-        names = read_entries(directory / run_directory.CHECKPOINTS).keys()
+        folder = directory / run_directory.CHECKPOINTS
+        entries = read_entries(folder)
     except (OSError, CheckpointError) as error:
         return Summary(directory, f"cannot be read: {printable(error)}")
     lines = metrics.splitlines()
@@ -119,9 +121,12 @@ def summarize(directory: Path) -> Summary:
     if run_directory.is_locked(directory):
         state = "training"
     elif evaluated and (evaluated == steps or (evaluated == step and _has_ended(directory))):
-        state = "complete and cleared" if names == {BEST} else "complete"
+        state = "complete and cleared" if entries.keys() == {BEST} else "complete"
     else:
         state = "stopped"
+        saved = [name for name in entries.keys() - {BEST} if (folder / name).exists()]
+        if entries or not (folder / LAST).exists():  # else a copy without its manifest
+            step = max((entry.step for name in saved for entry in entries[name]), default=0)
     return Summary(
         directory,
         state,
