@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 from experiments import refusal, small, train, write_config, write_data
@@ -141,7 +142,7 @@ def test_what_is_not_complete_or_in_use_is_not_cleared(runs, capsys):
     with RunLock(runs / "early"):
         assert segtrain("runs", "--clear", runs / "early", runs / "cut", runs) == 2
     said = capsys.readouterr().err
-    assert "in use by process" in said
+    assert re.search(r"early: in use by process \d+ on \S+; wait for it to end\n", said)
     assert "cut: not complete, step 3 of 9; go on with segtrain train" in said
     assert "runs: expected the directory of a run" in said
     assert sizes(runs) == before

@@ -83,7 +83,7 @@ def _clear(directory: Path) -> int:
     """
     if not run_directory.is_run(directory):
         raise ConfigError(f"{printable(directory)}: expected the directory of a run")
-    with run_directory.RunLock(directory):
+    with run_directory.RunLock(directory, elsewhere=""):
         checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS, keep_limit=1)
         checkpoints.clean_up()
         if checkpoints.is_cleared():

@@ -27,10 +27,13 @@ class RunLock:
     """A context in which no other run can use `directory`, which is made if need be.
 
     The kernel releases the lock when the process ends. Some file systems have no locks.
+    elsewhere: what else to do where another run uses it.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._path = directory, directory / LOCK
+    def __init__(
+        self, directory: Path, *, elsewhere: str = ", or choose another directory by --output"
+    ) -> None:
+        self._directory, self._path, self._elsewhere = directory, directory / LOCK, elsewhere
 
     def __enter__(self) -> Self:
         """Locks the directory; ConfigError if another run uses it or it cannot be written."""
@@ -47,10 +50,9 @@ class RunLock:
             except BlockingIOError:
                 holder = os.read(self._handle, 200).decode(errors="replace").strip()
                 os.close(self._handle)
-                raise ConfigError(
-                    f"{self._directory}: in use by {printable(holder or 'another run')}; wait for "
-                    "it to end, or choose another directory by --output"
-                ) from None
+                holder = printable(holder or "another run")
+                what = f"in use by {holder}; wait for it to end{self._elsewhere}"
+                raise ConfigError(f"{self._directory}: {what}") from None
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
