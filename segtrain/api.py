@@ -50,6 +50,12 @@ from segtrain.results.runs import Run, read_run
 _SETTABLE = ("eval.", "data.short_side_px", "train.precision")
 # Before each line of a message: the command, or that of a refused command line.
 _NAME = re.compile(r"segtrain( [a-z]+)*: (error: )?")
+# Of `train`, where a message names an option of the command.
+_ARGUMENTS = {
+    "--resume": "resume=True",
+    "--output": "output=DIR",
+    "--set": "overrides=['SECTION.KEY=VALUE']",
+}
 
 
 class Predictor:
@@ -198,14 +204,17 @@ def train(
         options += ["--resume"] if resume else []
         options += [word for text in overrides for word in ("--set", text)]
         command = [sys.executable, *safe_path(), "-m", "segtrain", "train", source, *options]
-        _run(command)
+        _run(command, made=source if source.startswith(folder) else "")
         place = None if output is None else Path(output)
         target = resolve_run(named_config(source, may_write=False), resume=resume, output=place)
     return read_run(target.directory)
 
 
-def _run(command: Sequence[str]) -> None:
-    """Runs a command of segtrain and prints what it says; an error of it is raised here."""
+def _run(command: Sequence[str], *, made: str) -> None:
+    """Runs a command of segtrain and prints what it says; an error of it is raised here.
+
+    made: the file of options that were given as a Config or dict; or empty.
+    """
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -244,6 +253,10 @@ def _run(command: Sequence[str]) -> None:
     if code == 0:
         return
     said = "\n".join(_NAME.sub("", line, count=1) for line in message)
+    if made:
+        said = re.sub(rf"{re.escape(made)}(:\d+)?", "config", said)
+    if here := [f"{name} is {new}" for name, new in _ARGUMENTS.items() if name in said]:
+        said += f"\nfrom Python: {', '.join(here)}"
     if code < 0:
         with suppress(ValueError):
             said = said or f"training was ended by {Signals(-code).name}"

@@ -165,7 +165,7 @@ def test_scores_that_are_not_finite_are_refused(run, image):
         predictor(image)
 
 
-def test_a_failure_of_training_is_raised_with_its_message_and_code(root, tmp_path, capsys):
+def test_a_failure_of_training_is_raised_in_words_of_python(root, run, tmp_path, capsys):
     options = small(root, data={"train_split": "nowhere"})
     with pytest.raises(DataError, match="nowhere") as failure:
         segtrain.train(write_config(tmp_path / "x.yaml", options), output=tmp_path / "x")
@@ -174,6 +174,10 @@ def test_a_failure_of_training_is_raised_with_its_message_and_code(root, tmp_pat
     assert str(failure.value).splitlines()[0] in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"^config: optim.lr: .*'fast'"):
         segtrain.train(small(root, optim={"lr": "fast"}), output=tmp_path / "y")
+    with pytest.raises(DataError, match=r"^config: data.root: there is no folder"):
+        segtrain.train(small(root, data={"root": "nowhere"}), output=tmp_path / "y")
+    with pytest.raises(ConfigError, match="\nfrom Python: --resume is resume=True, --output is "):
+        segtrain.train(run.directory)
     with pytest.raises(ConfigError, match="output: expected a directory"):
         segtrain.train(settings())
     with pytest.raises(ConfigError, match=r"^argument --nproc: expected an integer"):
