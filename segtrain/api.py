@@ -46,6 +46,7 @@ from segtrain.models.precision import (
     to_eval_precision,
 )
 from segtrain.results.runs import Run, read_run
+from segtrain.text import printable
 
 _SETTABLE = ("eval.", "data.short_side_px", "train.precision")
 # Before each line of a message: the command, or that of a refused command line.
@@ -143,11 +144,14 @@ class Predictor:
 
     def _checked(self, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The image as the model takes it; (H, W) uint8, IGNORE_INDEX without a value, else 0."""
-        image, data = np.asarray(image), self._config.data
-        shape = f"image: expected (H, W, {data.channels})"
+        given, image, data = image, np.asarray(image), self._config.data
         if image.ndim != 3 or image.shape[2] != data.channels or 0 in image.shape:
-            more = "; give the images of a batch one by one" if image.ndim == 4 else ""
-            raise DataError(f"{shape}, got {image.shape}{more}")
+            found = image.shape if image.ndim else printable(f"{type(given).__name__} {given}")
+            more = {
+                0: "; read a file before, as by cv2.imread(FILE)[..., ::-1]",
+                4: "; give the images of a batch one by one",
+            }.get(image.ndim, "")
+            raise DataError(f"image: expected an array (H, W, {data.channels}), got {found}{more}")
         is_number, has_range = image.dtype.kind in "iuf", data.value_range is not None
         if not (image.dtype in (np.uint8, np.uint16) or (is_number and has_range)):
             low, high = (image.min(), image.max()) if is_number else ("", "")

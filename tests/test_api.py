@@ -17,7 +17,7 @@ from processes import REPOSITORY
 
 import segtrain
 from segtrain import cli
-from segtrain.errors import ConfigError, DataError, NonFiniteError
+from segtrain.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 
 BY_WINDOWS = ["eval.mode=slide", "eval.crop_size=[33, 41]"]
 FOREVER = {"steps": 100_000}
@@ -118,10 +118,11 @@ def test_two_threads_get_what_they_ask_for(predictor, image):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x[..., :2], r"expected \(H, W, 3\), got \(56, 72, 2\)"),
-        (lambda x: x[..., 0], r"expected \(H, W, 3\), got \(56, 72\)"),
+        (lambda x: x[..., :2], r"expected an array \(H, W, 3\), got \(56, 72, 2\)"),
+        (lambda x: x[..., 0], r"expected an array \(H, W, 3\), got \(56, 72\)"),
         (lambda x: x[None], r"got \(1, 56, 72, 3\); give the images of a batch one by one"),
         (lambda x: x[:0], r"got \(0, 72, 3\)"),
+        (lambda _: "a.jpg", r"got str a\.jpg; read a file before, as by cv2\.imread"),
         (lambda x: x / np.float32(255), "expected uint8 .* got float32 from 0 to 1"),
         (lambda x: x.astype(np.int64), "expected uint8 .* got int64 from 0 to 255"),
         (lambda x: x > 3, "expected uint8 .* got bool"),
@@ -132,6 +133,11 @@ def test_an_image_of_another_form_is_refused(predictor, image, change, message):
     image[0, 0], image[0, 1] = 0, 255
     with pytest.raises(DataError, match=message):
         predictor(change(image))
+
+
+def test_an_image_in_place_of_a_model_is_refused(root):
+    with pytest.raises(CheckpointError, match=r"0\.png: this is an image; name a run directory"):
+        segtrain.Predictor(root / "images/val/0.png")
 
 
 def test_values_of_8_bits_in_16_are_warned_of(predictor, image):

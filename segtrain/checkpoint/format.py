@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 from segtrain import __version__, files
 from segtrain.config import Config
 from segtrain.data.read.classes import ClassFile, class_file_from_json
+from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.data.read.fingerprint import DataFingerprint, fingerprint_from_json
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import manifest, torch_file
@@ -121,8 +122,9 @@ def load(path: Path, *, verified: bool = False) -> Checkpoint:
 
     verified: the caller compares its SHA-256.
     """
-    if path.suffix in (".yaml", ".yml"):
-        raise CheckpointError(f"{path}: this is a config; name a run directory or a checkpoint")
+    mistaken = {".yaml": "a config", ".yml": "a config"} | dict.fromkeys(IMAGE_SUFFIXES, "an image")
+    if found := mistaken.get(path.suffix.lower()):
+        raise CheckpointError(f"{path}: this is {found}; name a run directory or a checkpoint")
     try:
         if path.suffix == ".safetensors":
             return _load_exported(path)
