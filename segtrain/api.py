@@ -16,12 +16,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from segtrain.checkpoint.loading import load_model
-from segtrain.commands.evaluate import set_after_training
 from segtrain.commands.launch import safe_path
+from segtrain.commands.predict import make_ready
 from segtrain.commands.train.start import named_config, resolve_run
 from segtrain.config import Config, config_to_yaml
-from segtrain.config.loading import given_keys, override_config
+from segtrain.config.loading import override_config
 from segtrain.data.check.findings import find_darkness
 from segtrain.data.check.values import image_values
 from segtrain.data.read.image import form_of, ignore_missing, set_dtype
@@ -36,19 +35,10 @@ from segtrain.errors import (
     NonFiniteError,
     UserError,
 )
-from segtrain.evaluation.inference import predict_labels
-from segtrain.evaluation.settings import SettingsBySize, batch_limits, fitting_pixels
-from segtrain.models.memory import check_windows, memory_failures
-from segtrain.models.precision import (
-    eval_precision_warnings,
-    float32_products,
-    for_evaluation,
-    to_eval_precision,
-)
+from segtrain.models.precision import eval_precision_warnings, float32_products, for_evaluation
 from segtrain.results.runs import Run, read_run
 from segtrain.text import printable
 
-_SETTABLE = ("eval.", "data.short_side_px", "train.precision")
 # Before each line of a message: the command, or that of a refused command line.
 _NAME = re.compile(r"segtrain( [a-z]+)*: (error: )?")
 # Of `train`, where a message names an option of the command.
@@ -82,22 +72,11 @@ class Predictor:
         Raises:
             UserError: no checkpoint, no such device, or a setting that cannot be taken.
         """
-        self._device = device_for(device)
-        loaded = load_model(source, device=self._device)
-        config = set_after_training(loaded.config, settings, _SETTABLE, source=str(source))
-        self.classes = loaded.classes.names
-        self.palette = loaded.classes.palette
-        check_windows(config, len(self.classes), self._device)
-        for line in eval_precision_warnings(config, self._device):
+        self._ready = make_ready(source, settings=settings, device=device_for(device))
+        self.classes = self._ready.loaded.classes.names
+        self.palette = self._ready.loaded.classes.palette
+        for line in eval_precision_warnings(self._ready.config, self._ready.device):
             warnings.warn(line, stacklevel=2)
-        self._config = config
-        self._model = to_eval_precision(loaded.model, config, self._device)
-        self._settings = SettingsBySize.from_config(
-            config,
-            mode_is_given="eval.mode" in given_keys(settings),
-            fitting_pixels=fitting_pixels(self._model, self._device, len(self.classes), ranks=1),
-        )
-        self._limits = batch_limits(self._settings.usual, self._device, len(self.classes))
 
     def __call__(self, image: np.ndarray) -> np.ndarray:
         """The train id of every pixel, (H, W) uint8; 255 where the image has no value.
@@ -119,19 +98,9 @@ class Predictor:
 
     def _predict(self, image: np.ndarray, *, probabilities: Literal["none", "all"]) -> np.ndarray:
         pixels, missing = self._checked(image)
-        size = pixels.shape[:2]
-        height, width = size
-        message = (
-            f"image: {height}x{width} px do not fit into the memory of {self._device}; use the "
-            "settings eval.batch_size=1, eval.mode=slide, or a smaller eval.crop_size"
-        )
-        precision, memory = for_evaluation(self._config), memory_failures(lambda: message)
-        with self._lock, float32_products(precision), memory:
-            moved = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1).unsqueeze(0)
-            model, settings, limits = self._model, self._settings.of(size), self._limits
-            (found,) = predict_labels(
-                model, [moved], settings, [size], limits, probabilities=probabilities
-            )
+        with self._lock, float32_products(for_evaluation(self._ready.config)):
+            images = [torch.from_numpy(pixels)]
+            (found,) = self._ready.labels(images, "image", probabilities=probabilities)
             label, is_finite, probability = (x if x is None else x.cpu() for x in found)
         if not is_finite:
             raise NonFiniteError(
@@ -144,7 +113,7 @@ class Predictor:
 
     def _checked(self, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The image as the model takes it; (H, W) uint8, IGNORE_INDEX without a value, else 0."""
-        given, image, data = image, np.asarray(image), self._config.data
+        given, image, data = image, np.asarray(image), self._ready.config.data
         if image.ndim != 3 or image.shape[2] != data.channels or 0 in image.shape:
             found = image.shape if image.ndim else printable(f"{type(given).__name__} {given}")
             more = {

@@ -23,7 +23,7 @@ from segtrain.data.read.photos import Photo, Source
 from segtrain.evaluation import dataset
 from segtrain.evaluation import settings as evaluation_settings
 from segtrain.evaluation.dataset import evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
+from segtrain.evaluation.settings import InferenceSettings, SettingsBySize, batch_limits
 from segtrain.metrics import ConfusionMatrix
 from segtrain.run.pictures import Tint
 from segtrain.types import SegLogits
@@ -147,17 +147,12 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch)
 
     monkeypatch.setattr(predict, "read_photo", read_photo)
     sources = [Source(Path(str(i)), str(i)) for i in range(len(SIZES))]
+    by_size, classes = SettingsBySize(SETTINGS, SETTINGS), SimpleNamespace(num_classes=K)
+    limits = batch_limits(SETTINGS, CUDA, K)
     with device:
-        predict.predict_images(
-            model_of(),
-            sources,
-            Path("nowhere"),
-            form=RGB,
-            settings=SettingsBySize(SETTINGS, SETTINGS),
-            classes=SimpleNamespace(num_classes=K),
-            device=CUDA,
-            tint=Tint([]),
-        )
+        loaded = SimpleNamespace(classes=classes)
+        ready = predict.ReadyModel(model_of(), loaded, None, RGB, CUDA, by_size, limits)
+        predict.predict_images(ready, sources, Path("nowhere"), Tint([]))
     assert sorted(written) == ["0", "1", "2", "3", "4"]
     assert len(Mark.waits) == 3
     assert all(asked > awaited for awaited, asked in Mark.waits[:-1])

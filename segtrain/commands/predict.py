@@ -11,20 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from segtrain.checkpoint.loading import load_model
+from segtrain.checkpoint.loading import LoadedModel, load_model
 from segtrain.commands.evaluate import set_after_training
 from segtrain.commands.video import overlay_video
+from segtrain.config import Config
 from segtrain.config.loading import given_keys
 from segtrain.data.check.findings import find_darkness
 from segtrain.data.check.values import ImageValues, image_values
-from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import VIDEO_SUFFIXES, first_lines
@@ -75,6 +75,59 @@ _THREADS = 2
 _MOST_BYTES = 100 << 20
 
 
+class ReadyModel(NamedTuple):
+    """A model on its device, in its precision, and how images go through it.
+
+    loaded: of a model whose precision may be another. form: of the images in training.
+    """
+
+    model: nn.Module
+    loaded: LoadedModel
+    config: Config
+    form: ImageForm
+    device: torch.device
+    settings: SettingsBySize
+    limits: BatchLimits
+
+    def labels(
+        self, images: Sequence[Tensor], place: object, transfer: Transfer | None = None, **how: Any
+    ) -> list[LabelMap]:
+        """The predictions for images of the same settings; on CUDA they are only asked for.
+
+        images: (H, W, C) each. place: in messages. how: options of `predict_labels`.
+
+        Raises:
+            MemoryLimitError: the device's memory does not suffice.
+        """
+        sizes = [(image.shape[0], image.shape[1]) for image in images]
+        height, width = max(sizes, key=math.prod)
+        message = (
+            f"{place}: {height}x{width} px do not fit into the memory of {self.device}; set "
+            "eval.batch_size=1, eval.mode=slide, or a smaller eval.crop_size"
+        )
+        with memory_failures(lambda: message):
+            moved = [transfer.to_device(x) if transfer else x.to(self.device) for x in images]
+            batch = [x.permute(2, 0, 1).unsqueeze(0) for x in moved]
+            settings = self.settings.of(sizes[0])
+            return predict_labels(self.model, batch, settings, sizes, self.limits, **how)
+
+
+def make_ready(*sources: str | Path, settings: Sequence[str], device: torch.device) -> ReadyModel:
+    """The model of a run or checkpoint, or the ensemble of several, with these `settings`.
+
+    UserError: no checkpoint, or a setting that cannot be taken.
+    """
+    loaded = load_model(*sources, device=device)
+    config = set_after_training(loaded.config, settings, _SETTABLE, source=str(sources[0]))
+    num_classes, is_given = loaded.classes.num_classes, "eval.mode" in given_keys(settings)
+    check_windows(config, num_classes, device)
+    model = to_eval_precision(loaded.model, config, device)
+    most = fitting_pixels(model, device, num_classes, ranks=1)
+    by_size = SettingsBySize.from_config(config, mode_is_given=is_given, fitting_pixels=most)
+    limits = batch_limits(by_size.usual, device, num_classes)
+    return ReadyModel(model, loaded, config, form_of(config.data), device, by_size, limits)
+
+
 class Notes(NamedTuple):
     """What the command says about an image at the end."""
 
@@ -118,30 +171,23 @@ def main(args: argparse.Namespace) -> int:
     pictures.check_output(output, names, overwrite=args.overwrite)
 
     device = device_for(args.device)
-    loaded = load_model(args.source, *args.others, device=device)
-    config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.source))
-    check_pictures("--output", output, pictures.file_names(names), config.data)
-    check_windows(config, loaded.classes.num_classes, device)
-    model = to_eval_precision(loaded.model, config, device)
-    mode_is_given = "eval.mode" in given_keys(args.set)
-    most = fitting_pixels(model, device, loaded.classes.num_classes, ranks=1)
-    settings = SettingsBySize.from_config(config, mode_is_given=mode_is_given, fitting_pixels=most)
-    print(f"{loaded.about}; {settings.describe()}; {device}")
-    for line in eval_precision_warnings(config, device):
+    ready = make_ready(args.source, *args.others, settings=args.set, device=device)
+    check_pictures("--output", output, pictures.file_names(names), ready.config.data)
+    print(f"{ready.loaded.about}; {ready.settings.describe()}; {device}")
+    for line in eval_precision_warnings(ready.config, device):
         print(f"warning: {line}")
     if skipped:
         print(skipped)
 
-    form = form_of(config.data)
-    tint = pictures.make_tint(loaded.classes, args.opacity, args.clear)
+    form = ready.form
+    tint = pictures.make_tint(ready.loaded.classes, args.opacity, args.clear)
     videos = [source for source in sources if source.path.suffix.lower() in VIDEO_SUFFIXES]
     if videos and (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
         raise DataError(
             f"{printable(videos[0].path)}: frames are RGB of 8 bits, and the model was trained on "
             f"{form.channels} channels of {form.dtype}"
         )
-    how = {"form": form, "settings": settings, "classes": loaded.classes, "device": device}
-    with float32_products(for_evaluation(config)):
+    with float32_products(for_evaluation(ready.config)):
         images = [source for source in sources if source not in videos]
         sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in images}
         rasters = {source: size for source, size in sizes.items() if size is not None}
@@ -150,45 +196,34 @@ def main(args: argparse.Namespace) -> int:
                 f"--probabilities: not for a raster that is read in parts: "
                 f"{first_of(source.path for source in rasters)}"
             )
-        notes = predict_images(
-            model,
-            [source for source in images if source not in rasters],
-            output,
-            tint=tint,
-            probabilities=args.probabilities,
-            **how,
-        )
-        notes += predict_rasters(model, rasters, output, **how)
-        of_videos = predict_videos(model, videos, output, tint=tint, **how)
+        whole = [source for source in images if source not in rasters]
+        notes = predict_images(ready, whole, output, tint, probabilities=args.probabilities)
+        notes += predict_rasters(ready, rasters, output)
+        of_videos = predict_videos(ready, videos, output, tint)
     _summarize(notes, of_videos, output)
     return EXIT_OK
 
 
 def predict_images(
-    model: nn.Module,
+    ready: ReadyModel,
     sources: Sequence[Source],
     output: Path,
-    *,
-    form: ImageForm,
-    settings: SettingsBySize,
-    classes: ClassFile,
-    device: torch.device,
     tint: pictures.Tint,
+    *,
     probabilities: str | None = None,
 ) -> list[Notes]:
     """Writes the predictions for every image that can be read; returns notes on every image.
 
-    form: of the images in training; see `read_photo`. probabilities: of every class too, as `npz`
-        or `tif`.
+    probabilities: of every class too, as `npz` or `tif`.
 
     Raises:
         ExecutionError: the disk is full or not writable.
         MemoryLimitError: the device's memory does not suffice for an image.
     """
+    settings, classes, form = ready.settings, ready.loaded.classes, ready.form
     pictures.write_legend(output, classes)
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
-    transfer = Transfer(device)
-    limits = batch_limits(settings.usual, device, classes.num_classes)
+    transfer = Transfer(ready.device)
     decode = partial(_decode, transfer, form)
     decoded = prefetch(decode, [source.path for source in sources], _THREADS)
     notes: list[Notes] = []
@@ -204,8 +239,8 @@ def predict_images(
     wanted = "all" if probabilities else "none"
 
     def finished() -> Iterator[tuple[Source, np.ndarray, np.ndarray, np.ndarray | None]]:
-        groups = groups_of(photos(), limits.num_images)
-        predicted = ((group, _predict(model, group, transfer, limits, wanted)) for group in groups)
+        groups = groups_of(photos(), ready.limits.num_images)
+        predicted = ((group, _predict(ready, group, transfer, wanted)) for group in groups)
         for group, found in transfer.late_to_host(predicted):
             for photo, (label, is_finite, known) in zip(group, found, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(
@@ -237,22 +272,12 @@ def predict_images(
     return notes
 
 
-def predict_rasters(
-    model: nn.Module,
-    rasters: Mapping[Source, Size],
-    output: Path,
-    *,
-    form: ImageForm,
-    settings: SettingsBySize,
-    classes: ClassFile,
-    device: torch.device,
-) -> list[Notes]:
+def predict_rasters(ready: ReadyModel, rasters: Mapping[Source, Size], output: Path) -> list[Notes]:
     """Writes label maps of TIFFs that are too large to be read at once; returns notes on each.
 
     Each is a tiled TIFF with the georeference of its image. Colours and overlays are left out.
     """
-    limits = batch_limits(settings.usual, device, classes.num_classes)
-    notes = []
+    settings, notes = ready.settings, []
     for source, size in rasters.items():
         bar = ProgressBar(
             num_blocks(size), 0, "raster", enabled=True, unit="block", last_line=False
@@ -264,15 +289,15 @@ def predict_rasters(
             path.parent.mkdir(parents=True, exist_ok=True)
             with bar:
                 is_finite = predict_raster(
-                    model,
+                    ready.model,
                     source.path,
                     size,
                     path,
-                    form=form_of_file(source.path, form),
+                    form=form_of_file(source.path, ready.form),
                     settings=settings,
-                    limits=limits,
-                    ids=pictures.raw_ids(classes),
-                    device=device,
+                    limits=ready.limits,
+                    ids=pictures.raw_ids(ready.loaded.classes),
+                    device=ready.device,
                     on_block=bar.update,
                 )
         except DataError as error:
@@ -286,26 +311,14 @@ def predict_rasters(
 
 
 def predict_videos(
-    model: nn.Module,
-    videos: Sequence[Source],
-    output: Path,
-    *,
-    form: ImageForm,
-    settings: SettingsBySize,
-    classes: ClassFile,
-    device: torch.device,
-    tint: pictures.Tint,
+    ready: ReadyModel, videos: Sequence[Source], output: Path, tint: pictures.Tint
 ) -> list[Notes]:
     """Writes a video of the overlays of each; returns notes on each."""
-    limits = batch_limits(settings.usual, device, classes.num_classes)
     is_finite = True
 
     def draw(frame: np.ndarray) -> np.ndarray:
         nonlocal is_finite
-        pixels = torch.from_numpy(frame).to(device).permute(2, 0, 1).unsqueeze(0)
-        size = frame.shape[0], frame.shape[1]
-        with memory_failures(lambda: _no_memory(source, size, device)):
-            (found,) = predict_labels(model, [pixels], settings.of(size), [size], limits)
+        (found,) = ready.labels([torch.from_numpy(frame)], printable(source.path))
         is_finite = is_finite and bool(found.is_finite)
         return tint.over(frame, found.label.cpu().numpy())
 
@@ -358,27 +371,17 @@ def _decode(
 
 
 def _predict(
-    model: nn.Module, group: list[Photo], transfer: Transfer, limits: BatchLimits, wanted: str
+    ready: ReadyModel, group: list[Photo], transfer: Transfer, wanted: str
 ) -> list[LabelMap]:
     """The predictions for a group of images; on CUDA they are only asked for."""
-    settings, sizes = group[0].settings, [photo.pixels.shape[:2] for photo in group]
+    settings, images = group[0].settings, [photo.pixels for photo in group]
     slides = settings.mode == "slide"
-    total = sum(num_windows(size, settings) for size in sizes) if slides else 0
+    total = sum(num_windows(image.shape[:2], settings) for image in images) if slides else 0
     bar = ProgressBar(total, 0, "windows", enabled=total > 1, unit="window", last_line=False)
     bar.describe(printable(group[0].source.name))
-    largest, source = max(sizes, key=math.prod), group[0].source
-    with memory_failures(lambda: _no_memory(source, largest, transfer.device)), bar:
-        moved = [transfer.to_device(photo.pixels) for photo in group]
-        images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
-        asked = {"probabilities": wanted, "on_windows": bar.update}
-        return predict_labels(model, images, settings, sizes, limits, **asked)
-
-
-def _no_memory(source: Source, size: Size, device: torch.device) -> str:
-    return (
-        f"{printable(source.path)}: {size[0]}x{size[1]} px do not fit into the memory of {device}; "
-        "use --set eval.batch_size=1, eval.mode=slide, or a smaller eval.crop_size"
-    )
+    place, asked = printable(group[0].source.path), {"on_windows": bar.update}
+    with bar:
+        return ready.labels(images, place, transfer, probabilities=wanted, **asked)
 
 
 def _summarize(images: Sequence[Notes], videos: Sequence[Notes], output: Path) -> None:
