@@ -1,5 +1,8 @@
 """segtrain from Python: a model that labels arrays, and training in a process of its own."""
 
+import asyncio
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -32,10 +35,18 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(root, tmp_path_factory):
-    """A run that was trained from options by section."""
+    """Trained from options by section, as in a notebook: a loop runs, stdout has no fileno."""
     options = small(root, train={"steps": 1})
     directory = tmp_path_factory.mktemp("runs") / "mine"
-    return segtrain.train(options, output=directory, overrides=["train.steps=2"], device="cpu")
+
+    async def cell():
+        words = {"overrides": ["train.steps=2"], "device": "cpu"}
+        return segtrain.train(options, output=directory, **words)
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run = asyncio.run(cell())
+    assert "step 2  mIoU" in said.getvalue()
+    return run
 
 
 @pytest.fixture(scope="module")
