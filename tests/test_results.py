@@ -22,10 +22,18 @@ from segtrain import cli
 from segtrain.config import Config, DataConfig
 from segtrain.errors import ConfigError, DataError
 from segtrain.metrics import Calibration, ConfusionMatrix, calibration_error, reliability
-from segtrain.results import charts
+from segtrain.results import charts, report
 from segtrain.results import compare as compare_module
 from segtrain.results.compare import compare, comparison_lines, verdict
-from segtrain.results.records import LABELLED, Records, load_records, scores_csv, sequences_of
+from segtrain.results.records import (
+    LABELLED,
+    RIGHT,
+    Records,
+    load_records,
+    scores_csv,
+    sequences_of,
+)
+from segtrain.results.report import evaluated, report_page
 from segtrain.results.runs import Run, departures, differing, read_run
 from segtrain.run.directory import EVALUATION
 from segtrain.types import IGNORE_INDEX
@@ -212,6 +220,24 @@ def test_without_records_the_run_is_evaluated_again(run, capsys):
     assert "evaluating" in capsys.readouterr().err
     facts = re.compile(r"<b>([\d.]+)</b>")
     assert facts.findall((run / "report.html").read_text())[:4] == facts.findall(before)[:4]
+
+
+def test_pictures_by_class_are_of_the_worst_classes_and_none_is_shown_twice(run, monkeypatch):
+    images = np.zeros((3, 4, 3), np.int64)
+    images[:, :3, LABELLED] = 100
+    images[:, :3, RIGHT] = [50, 0, 70]
+    matrix = np.diag([50, 0, 70, 0])
+    matrix[:3, 3] = [50, 100, 30]
+    cpu = torch.device("cpu")
+    found = evaluated(run, cpu)
+    kept = replace(found.records, classes=tuple("abcd"), images=images, matrix=matrix)
+    monkeypatch.setattr(report, "_CLASSES", 2)
+    page = report_page([found._replace(records=kept)], cpu)
+    rows = re.findall(r"</span>([a-d])</td>(.*?)</tr>", page, re.DOTALL)
+    shown = [re.findall(r"#image-\d", row) for _, row in rows]
+    assert [len(images) for images in shown] == [len(set(images)) for images in shown]
+    assert [len(images) for images in shown] == [2, 2, 0, 0]
+    assert "Pictures are of the 2 labelled classes with the lowest IoU." in page
 
 
 def test_overlays_of_the_worst_images(run, tmp_path):

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from segtrain.checkpoint.loading import LoadedModel, load_model
@@ -32,6 +33,7 @@ from segtrain.run.directory import REPORT, RESULTS
 from segtrain.text import say
 
 _WORST, _BEST, _OF_CLASS = 8, 4, 2
+_CLASSES = 20  # with pictures of their own: those of all 150 of ADE20K would be tens of MB
 
 
 class Evaluated(NamedTuple):
@@ -121,7 +123,6 @@ def report_page(
         runs=list(zip(names, runs, found, scores, strict=True)),
         errors=[calibration_error(torch.from_numpy(one.records.calibration)) for one in found],
         classes=classes if same_classes else (),
-        labelled=found[0].records.images[..., LABELLED],
         colors=found[0].model.classes.palette if found[0].model else (),
         confusion=figures.pop("confusion", ""),
         reliability=figures.pop("reliability"),
@@ -180,13 +181,11 @@ def _pictures(records: Records, draw: Callable[[set[int]], dict[int, Card]]) -> 
     """The cards to show, and which of them are the worst and best, of all and of each class."""
     worst, best = records.worst(_WORST), records.worst(_BEST, best=True)
     best = [i for i in best if i not in worst]
-    of_class = {
-        name: (
-            records.worst(_OF_CLASS, by_class=k),
-            records.worst(_OF_CLASS, by_class=k, best=True),
-        )
-        for k, name in enumerate(records.classes)
-    }
+    of_class, class_iou = {}, records.scores.iou
+    labelled = np.flatnonzero(records.images[..., LABELLED].any(0)).tolist()
+    for k in sorted(labelled, key=class_iou.__getitem__)[:_CLASSES]:
+        low, high = (records.worst(_OF_CLASS, by_class=k, best=best) for best in (False, True))
+        of_class[records.classes[k]] = low, [i for i in high if i not in low]
     shown = {*worst, *best, *(i for lists in of_class.values() for some in lists for i in some)}
     cards = draw(shown)
     iou = records.image_iou
