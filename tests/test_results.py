@@ -240,6 +240,33 @@ def test_pictures_by_class_are_of_the_worst_classes_and_none_is_shown_twice(run,
     assert "Pictures are of the 2 labelled classes with the lowest IoU." in page
 
 
+def test_a_report_reads_data_that_have_moved_and_never_shows_others(run, tmp_path, capsys):
+    moved = tmp_path / "moved"
+    shutil.copytree(run.parent / "data", moved)
+
+    def pictures(option):
+        page = tmp_path / "page.html"
+        code = segtrain("report", run, "--output", page, "--set", option)
+        shown = page.read_text().count("data:image/webp") if code == 0 else None
+        return code, shown, capsys.readouterr().err
+
+    assert pictures(f"data.root={moved}") == (0, 4 * 3, "")
+    for file in moved.glob("*/val/0.png"):
+        file.unlink()
+    for option, found, said in (
+        (
+            f"data.root={moved}",
+            (0, 0),
+            "no pictures: .*split val has other images than",
+        ),
+        (f"data.root={tmp_path}/x", (0, 0), r"no folder .*/x; if .* moved: --set data\.root="),
+        ("data.train_split=val", (2, None), r"only data\.root can be set"),
+    ):
+        *result, error = pictures(option)
+        assert tuple(result) == found
+        assert re.search(said, error)
+
+
 def test_overlays_of_the_worst_images(run, tmp_path):
     worst = load_records(run).worst(2)
     assert segtrain("eval", run, "--overlays", tmp_path / "o", "--worst", 2) == 0

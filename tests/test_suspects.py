@@ -1,6 +1,7 @@
 """`segtrain suspects`: masks that training never came to believe."""
 
 import html.parser
+import shutil
 
 import cv2
 import numpy as np
@@ -183,7 +184,11 @@ def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path
     run, config = planted
     page, listed = tmp_path / "page.html", tmp_path / "wrong.yaml"
     words = ("--number", 2, "--output", page, "--exclude", listed)
-    assert suspects(run, *words) == 0
+    moved = shutil.copytree(config.parent / "images", tmp_path / "moved/images").parent
+    assert suspects(run, *words, "--set", f"data.root={moved}") == 3
+    assert str(moved / "labels") in capsys.readouterr().err
+    shutil.copytree(config.parent / "labels", moved / "labels")
+    assert suspects(run, *words, "--set", f"data.root={moved}") == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert {first.split()[1], second.split()[1]} == {"3", "17"}
     assert "swapped" in first + second or "looks like" in first + second

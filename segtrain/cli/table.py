@@ -158,6 +158,7 @@ _DEVICE = _argument(
     "--device", "default: CUDA if there is any", choices=("auto", "cpu", "cuda"), default="auto"
 )
 _JOBS = _argument("--jobs", "processes (default: one for each core)", "J", positive)
+_DATA_ROOT = _settings("only data.root=/elsewhere/data")
 _DATA_SETTINGS = _settings("data.root=/elsewhere/data, data.eval_split=test")
 _OVERWRITE = _switch("--overwrite", "replace a file that is already there")
 
@@ -331,6 +332,7 @@ COMMANDS = (
         _argument("runs", "run directory, or one of segtrain folds", "RUN", Path, nargs="+"),
         _argument("--output", "file to write (default: report.html of the run)", "FILE", Path),
         _argument("--figures", "also write its charts as SVG, the confusion as CSV", "DIR", Path),
+        _DATA_ROOT,
         _DEVICE,
         description="Write one HTML file that needs no network: curves, scores of the classes, "
         "confusion,\ncalibration, the worst and best images, and what the config changes. Several "
@@ -398,6 +400,7 @@ COMMANDS = (
         _argument("--number", "masks to show (default: 50)", "N", positive, default=50),
         _argument("--output", "page to write (default: suspects.html of the run)", "FILE", Path),
         _argument("--exclude", "write their names as data.train_exclude, in YAML", "FILE", Path),
+        _DATA_ROOT,
         _DEVICE,
         description="Rank the masks of the training split by the loss that training has measured "
         "for each image\nand class, and write one HTML file: image, mask, prediction, and where "

@@ -6,7 +6,7 @@ Every rank runs this on its part of the images and writes pictures of them; rank
 import argparse
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from segtrain import files, text
 from segtrain.checkpoint import load_model
 from segtrain.checkpoint.dataset_guard import eval_differences
 from segtrain.checkpoint.loading import LoadedModel, resolve
-from segtrain.config import Config, DataConfig, override_config
+from segtrain.config import Config, DataConfig
 from segtrain.config.experiment import changed_normalization
 from segtrain.config.loading import given_keys
 from segtrain.data import open_dataset
@@ -40,11 +40,11 @@ from segtrain.errors import (
 from segtrain.evaluation.dataset import Outcome, Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.report import InstanceCounts, Report, make_report
+from segtrain.evaluation.settings import set_after_training
 from segtrain.files import os_errors_as
 from segtrain.metrics import calibration_error, percent
 from segtrain.models.memory import check_windows
 from segtrain.models.precision import (
-    check_eval_precision,
     eval_precision_warnings,
     float32_products,
     for_evaluation,
@@ -225,23 +225,6 @@ def _check_options(args: argparse.Namespace) -> None:
                 raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")
         if not args.save_predictions:
             raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
-
-
-def set_after_training(
-    trained: Config, overrides: Sequence[str], settable: tuple[str, ...], *, source: str
-) -> Config:
-    """The config of a checkpoint with `overrides`, of which each begins with one of `settable`.
-
-    Raises:
-        ConfigError: an option that the checkpoint decides, or one that does not exist.
-    """
-    config = override_config(trained, overrides, source=source)
-    foreign = [text for text in overrides if not text.strip().startswith(settable)]
-    if foreign:
-        what = f"the checkpoint decides this; only {', '.join(settable)} can be set"
-        raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
-    check_eval_precision(overrides, config)
-    return config
 
 
 def _open_split(args: argparse.Namespace, data: DataConfig, split: str) -> SegDataset:

@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import LoadedModel, load_model
-from segtrain.commands.evaluate import set_after_training
 from segtrain.commands.video import overlay_video
 from segtrain.config import Config
 from segtrain.config.loading import given_keys
@@ -50,6 +49,7 @@ from segtrain.evaluation.settings import (
     Size,
     batch_limits,
     fitting_pixels,
+    set_after_training,
 )
 from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as

@@ -17,7 +17,7 @@ def main(args: argparse.Namespace) -> int:
     """Writes the page and returns the exit code.
 
     args: runs (directories; or one of folds), output (a file; default: report.html of the only
-        run), figures (a folder or None), device.
+        run), figures (a folder or None), set, device.
 
     Raises:
         UserError: no run, no checkpoint, or a file that cannot be read or written.
@@ -38,9 +38,9 @@ def main(args: argparse.Namespace) -> int:
         with os_errors_as(ConfigError, f"--figures {args.figures}", "cannot make this folder"):
             args.figures.mkdir(parents=True, exist_ok=True)
     if folds:
-        found, joined = join_folds(folds[0], device)
+        found, joined = join_folds(folds[0], device, args.set)
     else:
-        found, joined = [evaluated(run, device) for run in runs], None
+        found, joined = [evaluated(run, device, args.set) for run in runs], None
     with os_errors_as(ExecutionError, output, "the report cannot be written"):
         if args.output is None:
             write_report(runs[0], found, device, joined=joined)

@@ -18,6 +18,7 @@ from segtrain.data.read.classes import class_differences
 from segtrain.data.read.dataset import SegDataset
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
+from segtrain.evaluation.settings import set_after_training
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.results.images import predict_chosen, webp
 from segtrain.results.page import render
@@ -50,7 +51,8 @@ class Finding(NamedTuple):
 def main(args: argparse.Namespace) -> int:
     """Prints the ranking, writes the page and the list; returns the exit code.
 
-    args: run, number, output (a file; default: suspects.html of the run), exclude (a file), device.
+    args: run, number, output (a file; default: suspects.html of the run), exclude (a file), set,
+        device.
 
     Raises:
         UserError: no run, no losses in it, other data now, or a file that cannot be written.
@@ -61,6 +63,7 @@ def main(args: argparse.Namespace) -> int:
             with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
                 check_output(file)
     checkpoint, config, sums = _losses(args.run)
+    config = set_after_training(config, args.set, ("data.root",), source=str(args.run))
     device = device_for(args.device)
     loaded = load_model(args.run, device=device)
     dataset = open_dataset(config.data, config.data.train_split)

@@ -13,12 +13,30 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from segtrain.config import Config
+from segtrain.config import Config, override_config
+from segtrain.errors import ConfigError
 from segtrain.models.blocks import Values
 from segtrain.models.memory import memory_bytes, rank_bytes
-from segtrain.models.precision import autocast_dtype, for_evaluation
+from segtrain.models.precision import autocast_dtype, check_eval_precision, for_evaluation
 
 Size = tuple[int, int]
+
+
+def set_after_training(
+    trained: Config, overrides: Sequence[str], settable: tuple[str, ...], *, source: str
+) -> Config:
+    """The config of a checkpoint with `overrides`, of which each begins with one of `settable`.
+
+    Raises:
+        ConfigError: an option that the checkpoint decides, or one that does not exist.
+    """
+    config = override_config(trained, overrides, source=source)
+    foreign = [text for text in overrides if not text.strip().startswith(settable)]
+    if foreign:
+        what = f"the checkpoint decides this; only {', '.join(settable)} can be set"
+        raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
+    check_eval_precision(overrides, config)
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)

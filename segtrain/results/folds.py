@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -29,14 +30,16 @@ def evaluated_whole(directory: Path, device: torch.device) -> Evaluated:
     return Evaluated(run, joined.records, None, None)
 
 
-def join_folds(directory: Path, device: torch.device) -> tuple[list[Evaluated], Joined]:
+def join_folds(
+    directory: Path, device: torch.device, overrides: Sequence[str] = ()
+) -> tuple[list[Evaluated], Joined]:
     """The runs of a directory of folds, and all their images together.
 
     Raises:
         CheckpointError: folds are not trained to their ends, or were evaluated on other images.
         UserError: as `evaluated`.
     """
-    found = [evaluated(Path(run), device) for run in members_of(directory)]
+    found = [evaluated(Path(run), device, overrides) for run in members_of(directory)]
     division = read_division(directory)
     groups: dict[str, str] = {}  # of each name in the records
     for fold, one in zip(division.folds, found, strict=True):

@@ -17,9 +17,9 @@ from segtrain.config.loading import yaml_value
 from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
 from segtrain.distributed import collectives as dist
-from segtrain.errors import ConfigError, UserError
+from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.evaluation.dataset import evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.files import write_atomic
 from segtrain.metrics import calibration_error
 from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
@@ -48,8 +48,10 @@ class Evaluated(NamedTuple):
     dataset: SegDataset | None
 
 
-def evaluated(directory: Path, device: torch.device) -> Evaluated:
+def evaluated(directory: Path, device: torch.device, overrides: Sequence[str] = ()) -> Evaluated:
     """The run in `directory` with its scores, from its own file if this fits its best checkpoint.
+
+    overrides: `data.root=...`, where the data have moved.
 
     Raises:
         UserError: there is no run or checkpoint; or the data it needs cannot be read; or this is a
@@ -57,15 +59,18 @@ def evaluated(directory: Path, device: torch.device) -> Evaluated:
     """
     run = read_run(directory)
     loaded = load_model(directory, device=device)
-    records, split = load_records(directory), loaded.config.data.eval_split
+    data = set_after_training(loaded.config, overrides, ("data.root",), source=str(directory)).data
+    records, split = load_records(directory), data.eval_split
+    fits = records is not None and records.about.get("step") == loaded.step
     try:
-        dataset = open_dataset(loaded.config.data, split)
+        dataset = open_dataset(data, split)
+        if fits and records.names != tuple(dataset.name(i) for i in range(len(dataset))):
+            raise DataError(f"{data.root}: split {split} has other images than were scored")
     except UserError as error:
-        if records is None:
+        if not fits:
             raise
         say(f"warning: no pictures: {error}")
         dataset = None
-    fits = records is not None and records.about.get("step") == loaded.step
     if not fits:
         if dist.world_size() > 1:
             raise ConfigError(f"{directory}: the scores of its best checkpoint are missing")

@@ -87,7 +87,8 @@ def data_root(data: DataConfig) -> Path:
     root = Path(os.path.expanduser(data.root))  # Path.expanduser raises for unknown users
     if not root.is_dir():
         # The usual mistake is a relative path, which starts in the working directory.
-        raise DataError(f"data.root: there is no folder {printable(root.absolute())}")
+        what = f"there is no folder {printable(root.absolute())}"
+        raise DataError(f"data.root: {what}; if the data have moved: --set data.root=FOLDER")
     return root
 
 
