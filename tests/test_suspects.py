@@ -104,7 +104,7 @@ def test_claims_name_what_is_swapped_missing_and_another_class():
 
     def said(label, pred=true, sure=0.95):
         probability = np.full(pred.shape, sure)
-        return [claim.words for claim in claims(label, pred, probability, NAMES)]
+        return [claim.words for claim in claims(label, pred, probability, NAMES, 1)]
 
     swapped = true.copy()
     swapped[true == 1], swapped[true == 2] = 2, 1
@@ -112,8 +112,10 @@ def test_claims_name_what_is_swapped_missing_and_another_class():
     both = disputed(swapped, true, probability).mean()  # slivers are left out
     assert both == pytest.approx(np.isin(true, (1, 2)).mean(), abs=0.002)
     assert said(swapped) == [f"plant and water are swapped ({both:.1%} of the image)"]
-    assert said(swapped, sure=0.8) == []
-    assert said(true) == []
+    unsure = "of plant the model predicts 0% as labelled, 100% as water (80% sure)"
+    assert said(swapped, sure=0.8) == [unsure]
+    assert said(true) == ["of plant the model predicts 100% as labelled"]
+    assert said(np.where(true == 1, 2, true), sure=0.8) == ["the mask has no plant now"]
 
     missing = true.copy()
     missing[20:44, 40:80] = 0
