@@ -7,14 +7,12 @@ import cv2
 import numpy as np
 import pytest
 import torch
-import yaml
 from experiments import COLORS, last, small, train, write_config, write_data
 from scipy import stats
 
 from segtrain import cli
 from segtrain.checkpoint.format import save
 from segtrain.config import load_config
-from segtrain.data import open_dataset
 from segtrain.results.suspects import best_shift, claims, disputed, modified_z, rank
 from segtrain.types import IGNORE_INDEX
 
@@ -192,18 +190,43 @@ def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path
     shutil.copytree(config.parent / "labels", moved / "labels")
     assert suspects(run, *words, "--set", f"data.root={moved}") == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert {first.split()[1], second.split()[1]} == {"3", "17"}
+    assert {tuple(line.split()[1:3]) for line in (first, second)} == {("*", "3"), ("*", "17")}
     assert "swapped" in first + second or "looks like" in first + second
     text = page.read_text()
     assert all(source.startswith("data:image/webp;base64,") for source in Sources(text).found)
     assert len(Sources(text).found) == 6
 
-    experiment = yaml.safe_load(config.read_text())
-    experiment["data"] |= yaml.safe_load(listed.read_text())["data"]
-    with_list = load_config(write_config(tmp_path / "config.yaml", experiment))
-    names = [pair.name for pair in open_dataset(with_list.data, "train").pairs]
-    assert len(names) == 22
-    assert not {"3", "17"} & set(names)
+    assert text.count("stands out</b>") == 2
+    expected = load_config(config, [f"data.root={moved}"])
+    without = load_config(listed)
+    assert set(without.data.train_exclude) == {"3", "17"}
+    data = without.data.model_copy(update={"train_exclude": ()})
+    assert without.model_copy(update={"data": data}) == expected
+
+
+@pytest.mark.parametrize(("longer", "warned"), [(1, True), (3, False)])
+def test_only_masks_that_stand_out_are_left_out_and_few_crops_are_warned_of(
+    planted, tmp_path, capsys, longer, warned
+):
+    run, listed = tmp_path / "run", tmp_path / "wrong.yaml"
+    shutil.copytree(planted[0], run)
+    (run / "checkpoints/manifest.json").unlink()
+    checkpoint = last(run)
+    kept = checkpoint.sample_losses
+    alike = kept["sums"].clone()
+    alike[..., 0] = alike[..., 1]
+    steps = checkpoint.config.replace('"steps": 40', f'"steps": {40 * longer}')
+    changed = {"sample_losses": kept | {"sums": alike}, "step": 40 * longer, "config": steps}
+    save(run / "checkpoints/last.pt", checkpoint._replace(**changed))
+    assert suspects(run, "--number", 1, "--exclude", listed) == 0
+    out = capsys.readouterr().out
+    assert "wrong.yaml: not written: none stands out" in out
+    assert not listed.exists()
+    page = (run / "suspects.html").read_text()
+    assert "next in rank</b>" in page
+    for text in (out, page):
+        assert ("nly 5.0 crops of each image counted" in text) == warned
+        assert ("longer (train.steps: 120)" in text) == warned
 
 
 def test_what_suspects_cannot_read_is_refused(planted, tmp_path, capsys):

@@ -399,7 +399,7 @@ COMMANDS = (
         _argument("run", "run directory", "RUN", Path),
         _argument("--number", "masks to show (default: 50)", "N", positive, default=50),
         _argument("--output", "page to write (default: suspects.html of the run)", "FILE", Path),
-        _argument("--exclude", "write their names as data.train_exclude, in YAML", "FILE", Path),
+        _argument("--exclude", "write the config without those that stand out", "FILE", Path),
         _DATA_ROOT,
         _DEVICE,
         description="Rank the masks of the training split by the loss that training has measured "

@@ -1,9 +1,10 @@
 """`segtrain suspects`: training masks that are probably wrong."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from segtrain.checkpoint.format import LAST, Checkpoint, load, parse_experiment
 from segtrain.checkpoint.loading import LoadedModel, load_model
 from segtrain.config import Config
-from segtrain.config.loading import yaml_value
+from segtrain.config.loading import config_to_yaml, yaml_value
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import class_differences
 from segtrain.data.read.dataset import SegDataset
@@ -23,9 +24,9 @@ from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.results.images import predict_chosen, webp
 from segtrain.results.page import render
 from segtrain.results.suspects import (
+    ENOUGH_CROPS,
     OUTLIER,
     SURE,
-    Claim,
     Ranking,
     Suspect,
     claims,
@@ -41,11 +42,27 @@ _OUTLINE = ((0, 0, 0), 5), ((255, 255, 255), 2)  # colour and width, on a pictur
 
 
 class Finding(NamedTuple):
-    """A suspect with what the model says: claims, and the views with the disputed region."""
+    """A suspect with its numbers and what the model says, and views with the disputed region."""
 
     suspect: Suspect
-    claims: list[Claim]
+    name: str
+    numbers: str
+    words: str
     pictures: list[bytes]
+
+    @property
+    def line(self) -> str:
+        """The numbers and words in one line."""
+        return f"{self.numbers}: {printable(self.words)}"
+
+
+class Counted(NamedTuple):
+    """The steps that counted, and the crops of an image in them, on average; `warning` or none."""
+
+    first_step: int
+    last_step: int
+    crops: float
+    warning: str
 
 
 def main(args: argparse.Namespace) -> int:
@@ -82,18 +99,23 @@ def main(args: argparse.Namespace) -> int:
             f"{args.run}: too little was measured to compare images; every class needs 8 images "
             "that show it, and training some epochs"
         )
+    counted = _counted(ranking, checkpoint.step, config, len(names))
     findings = _findings(ranking.suspects[: args.number], loaded, dataset, device)
     for place, one in enumerate(findings[:_LISTED], 1):
-        print(f"{place:3}  {_line(one, names, dataset)}")
-    _summarize(ranking, len(findings))
-    page = _page(args.run, findings, ranking, loaded.step, checkpoint, config, dataset)
+        mark = "*" if one.suspect.stands_out else " "
+        print(f"{place:3} {mark} {printable(one.name, 80)}  {one.line}")
+    _summarize(ranking, len(findings), counted.warning)
+    page = _page(args.run, findings, ranking, loaded.step, counted, dataset)
     with os_errors_as(ExecutionError, output, "the page cannot be written"):
         write_output(output, page)
     print(printable(output))
     if args.exclude is not None:
-        with os_errors_as(ExecutionError, args.exclude, "the list cannot be written"):
-            write_output(args.exclude, _exclude_list(findings, names, dataset, config))
-        print(printable(args.exclude))
+        excluded = [one for one in findings if one.suspect.stands_out]
+        if excluded:
+            with os_errors_as(ExecutionError, args.exclude, "the list cannot be written"):
+                write_output(args.exclude, _without(excluded, config, args.exclude))
+        what = f"the config without the masks that stand out ({len(excluded)})"
+        print(f"{printable(args.exclude)}: {what if excluded else 'not written: none stands out'}")
     return EXIT_OK
 
 
@@ -128,14 +150,18 @@ def _findings(
     suspects: Sequence[Suspect], loaded: LoadedModel, dataset: SegDataset, device: torch.device
 ) -> list[Finding]:
     """What the best checkpoint says about the suspects, in their order."""
-    found: dict[int, tuple[list[Claim], list[bytes]]] = {}
-    classes = dataset.classes
-    for one in predict_chosen(loaded, dataset, (one.index for one in suspects), device):
+    found: dict[int, Finding] = {}
+    classes, suspect_at = dataset.classes, {one.index: one for one in suspects}
+    for one in predict_chosen(loaded, dataset, suspect_at, device):
+        suspect = suspect_at[one.index]
         maps = one.label, one.pred, one.probability
         region = disputed(*maps)
         pictures = [webp(_outlined(view, region)) for view in one.views(classes.palette)]
-        found[one.index] = claims(*maps, classes.names), pictures
-    return [Finding(one, *found[one.index]) for one in suspects]
+        said = claims(*maps, classes.names, suspect.class_id)
+        words = "; ".join(claim.words for claim in said)
+        numbers = _numbers(suspect, classes.names)
+        found[one.index] = Finding(suspect, dataset.name(one.index), numbers, words, pictures)
+    return [found[one.index] for one in suspects]
 
 
 def _outlined(picture: np.ndarray, region: np.ndarray) -> np.ndarray:
@@ -151,25 +177,39 @@ def _outlined(picture: np.ndarray, region: np.ndarray) -> np.ndarray:
     return drawn
 
 
-def _class_name(suspect: Suspect, dataset: SegDataset) -> str:
-    return "all classes" if suspect.class_id is None else dataset.classes.names[suspect.class_id]
+def _numbers(suspect: Suspect, names: Sequence[str]) -> str:
+    """The score of an image, that of its worst class where it is another one, and the loss."""
+    name = "all classes" if suspect.class_id is None else printable(names[suspect.class_id], 40)
+    score, of_class = f"{suspect.score:.1f}", f"{suspect.class_score:.1f}"
+    if of_class != score:
+        score += f" ({name} {of_class})"
+    return f"score {score}, loss of {name} {suspect.loss:.2f}, usually {suspect.usual:.2f}"
 
 
-def _line(one: Finding, names: Sequence[str], dataset: SegDataset) -> str:
-    """An image in one line."""
-    suspect = one.suspect
-    what = "; ".join(claim.words for claim in one.claims) or "the model is sure of no other class"
-    name, class_name = printable(names[suspect.index], 80), _class_name(suspect, dataset)
-    loss = f"loss of {printable(class_name, 40)} {suspect.loss:.2f}, usually {suspect.usual:.2f}"
-    return f"{name}  score {suspect.score:.1f}, {loss}: {printable(what)}"
+def _counted(ranking: Ranking, step: int, config: Config, num_images: int) -> Counted:
+    """What counted of a training that has come to `step`."""
+    steps, batch = config.train.steps, config.train.batch_size
+    first, last = ranking.first * steps, min(ranking.last * steps, step)
+    crops, warning = max(0.0, last - first) * batch / num_images, ""
+    if crops < ENOUGH_CROPS:
+        warning = (
+            f"only {crops:.1f} crops of each image counted; with fewer than {ENOUGH_CROPS} many "
+            "masks that stand out are right: look at each, or train longer (train.steps: "
+            f"{math.ceil(step * ENOUGH_CROPS / max(crops, 0.1))})"
+        )
+    return Counted(round(first) + 1, round(last), crops, warning)
 
 
-def _summarize(ranking: Ranking, shown: int) -> None:
+def _summarize(ranking: Ranking, shown: int, warning: str) -> None:
     outliers = [place for place, one in enumerate(ranking.suspects) if one.stands_out]
-    judged = len(ranking.suspects)
-    print(f"{len(outliers)} of {judged} images stand out: a class scores {OUTLIER} or more")
+    print(
+        f"{len(outliers)} of {len(ranking.suspects)} images stand out (*): a class scores "
+        f"{OUTLIER} or more; the others are next in rank"
+    )
+    if warning:
+        print(f"warning: {warning}")
     if left := sum(place >= shown for place in outliers):
-        print(f"note: {left} of them are not on the page; use a larger --number")
+        print(f"note: {left} of them not on the page; use a larger --number")
     if ranking.unseen:
         print(f"note: {ranking.unseen} images were not seen often enough to judge them")
 
@@ -179,36 +219,20 @@ def _page(
     findings: Sequence[Finding],
     ranking: Ranking,
     step: int,
-    checkpoint: Checkpoint,
-    config: Config,
+    counted: Counted,
     dataset: SegDataset,
 ) -> str:
-    steps, batch = config.train.steps, config.train.batch_size
-    first, last = ranking.first * steps, min(ranking.last * steps, checkpoint.step)
-    cards: list[tuple[Any, ...]] = [
-        (
-            place,
-            dataset.name(one.suspect.index),
-            one.suspect,
-            _class_name(one.suspect, dataset),
-            one.claims,
-            one.pictures,
-        )
-        for place, one in enumerate(findings, 1)
-    ]
     return render(
         "suspects.html",
         title=run.resolve().name,
         run=str(run),
-        cards=cards,
+        cards=findings,
         num_images=len(dataset),
         num_outliers=sum(one.stands_out for one in ranking.suspects),
         outlier=OUTLIER,
         sure=SURE,
         unseen=ranking.unseen,
-        crops=max(0.0, last - first) * batch / len(dataset),
-        first_step=round(first) + 1,
-        last_step=round(last),
+        counted=counted,
         step=step,
         split=dataset.split,
         classes=dataset.classes.names,
@@ -216,17 +240,15 @@ def _page(
     )
 
 
-def _exclude_list(
-    findings: Sequence[Finding], names: Sequence[str], dataset: SegDataset, config: Config
-) -> str:
-    """YAML: `data.train_exclude` with the names of the suspects, a line each, the worst first."""
-    excluded = [yaml_value(entry) for entry in config.data.train_exclude]
-    for one in findings:
-        excluded.append(f"{yaml_value(names[one.suspect.index])}  # {_line(one, names, dataset)}")
+def _without(findings: Sequence[Finding], config: Config, file: Path) -> str:
+    """The config in YAML, without these images: a line each, the worst first."""
+    emptied = config.data.model_copy(update={"train_exclude": ()})
     lines = [
-        "# To put into the config, once the lines of masks that are right have been deleted.",
-        "data:",
+        "  # The masks that stand out. Delete the lines of those that are right; then:",
+        f"  # segtrain train {printable(file)}",
         "  train_exclude:",
-        *(f"  - {entry}" for entry in excluded),
+        *(f"  - {yaml_value(entry)}" for entry in config.data.train_exclude),
+        *(f"  - {yaml_value(one.name)}  # {one.line}" for one in findings),
     ]
-    return "\n".join(lines) + "\n"
+    text = config_to_yaml(config.model_copy(update={"data": emptied}))
+    return text.replace("  train_exclude: []", "\n".join(lines), 1)
