@@ -178,12 +178,10 @@ def _outlined(picture: np.ndarray, region: np.ndarray) -> np.ndarray:
 
 
 def _numbers(suspect: Suspect, names: Sequence[str]) -> str:
-    """The score of an image, that of its worst class where it is another one, and the loss."""
+    """The score of an image, and the loss of its worst class."""
     name = "all classes" if suspect.class_id is None else printable(names[suspect.class_id], 40)
-    score, of_class = f"{suspect.score:.1f}", f"{suspect.class_score:.1f}"
-    if of_class != score:
-        score += f" ({name} {of_class})"
-    return f"score {score}, loss of {name} {suspect.loss:.2f}, usually {suspect.usual:.2f}"
+    loss = f"loss of {name} {suspect.loss:.2f}, usually {suspect.usual:.2f}"
+    return f"score {suspect.score:.1f}, {loss}"
 
 
 def _counted(ranking: Ranking, step: int, config: Config, num_images: int) -> Counted:
@@ -203,8 +201,8 @@ def _counted(ranking: Ranking, step: int, config: Config, num_images: int) -> Co
 def _summarize(ranking: Ranking, shown: int, warning: str) -> None:
     outliers = [place for place, one in enumerate(ranking.suspects) if one.stands_out]
     print(
-        f"{len(outliers)} of {len(ranking.suspects)} images stand out (*): a class scores "
-        f"{OUTLIER} or more; the others are next in rank"
+        f"{len(outliers)} of {len(ranking.suspects)} images stand out (*): they score "
+        f"{OUTLIER:g} or more; the others are next in rank"
     )
     if warning:
         print(f"warning: {warning}")
