@@ -118,9 +118,7 @@ def channel_numbers(classes):
 
 
 @case(
-    "images/{split}/ADE_{short}_{i:05}.jpg",
-    "annotations/{split}/ADE_{short}_{i:05}.png",
-    number=12,
+    "images/{split}/ADE_{short}_{i:05}.jpg", "annotations/{split}/ADE_{short}_{i:05}.png", number=12
 )
 def splits_in_the_names(classes):
     return classes

@@ -116,11 +116,7 @@ def test_dilations_of_resnets(depth, options, layer3, layer4):
 @pytest.mark.parametrize("output_stride", [8, 16, 32])
 @pytest.mark.parametrize(
     ("name", "stem"),
-    [
-        ("resnet18", "64-64-128"),
-        ("mobilenet_v2", "7x7"),
-        ("mobilenet_v3_large", "7x7"),
-    ],
+    [("resnet18", "64-64-128"), ("mobilenet_v2", "7x7"), ("mobilenet_v3_large", "7x7")],
 )
 def test_feature_sizes_are_the_input_divided_rounded_up(name, stem, output_stride):
     model = ModelConfig(backbone=name, output_stride=output_stride, stem=stem)

@@ -124,10 +124,7 @@ def test_a_cpu_takes_small_windows_of_one_image_and_a_device_what_its_memory_hol
 
 @pytest.mark.parametrize(
     ("recipe", "num_classes", "flip"),
-    [
-        ("cityscapes_deeplabv3plus_mobilenet_v2", 19, True),
-        ("ade20k_pspnet_r101_semseg", 150, True),
-    ],
+    [("cityscapes_deeplabv3plus_mobilenet_v2", 19, True), ("ade20k_pspnet_r101_semseg", 150, True)],
 )
 def test_a_pixel_takes_no_more_memory_than_is_reckoned_with(recipe, num_classes, flip):
     """Counted on tensors without values. A kernel's workspace comes on top, as do weights."""

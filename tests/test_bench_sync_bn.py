@@ -9,11 +9,7 @@ import bench_sync_bn
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_sync_bn import (
-    LOCAL,
-    UnsharedBatchNorm2d,
-    time_steps,
-)
+from bench_sync_bn import LOCAL, UnsharedBatchNorm2d, time_steps
 from rounds import estimate
 from sync_bn_schemes import SCHEMES, SchemeBatchNorm2d
 

@@ -3,11 +3,7 @@ import pytest
 
 from segtrain.checkpoint.format import experiment_fields
 from segtrain.config import Config, DataConfig
-from segtrain.data.read.classes import (
-    class_file_from_json,
-    default_palette,
-    load_class_file,
-)
+from segtrain.data.read.classes import class_file_from_json, default_palette, load_class_file
 from segtrain.data.read.labels import map_colors
 from segtrain.errors import ConfigError
 from segtrain.types import IGNORE_INDEX

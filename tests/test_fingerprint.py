@@ -13,15 +13,7 @@ from pathlib import Path
 import cv2
 import pytest
 import torch
-from experiments import (
-    last,
-    refusal,
-    small,
-    stopped_after,
-    train,
-    write_config,
-    write_data,
-)
+from experiments import last, refusal, small, stopped_after, train, write_config, write_data
 from processes import logged_steps
 
 from segtrain import cli
@@ -30,12 +22,7 @@ from segtrain.checkpoint.loading import load_initial
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.data.read import dataset as dataset_module
-from segtrain.data.read.classes import (
-    ClassFile,
-    SegClass,
-    class_differences,
-    class_file_from_json,
-)
+from segtrain.data.read.classes import ClassFile, SegClass, class_differences, class_file_from_json
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
 from segtrain.data.read.fingerprint import (
@@ -185,11 +172,7 @@ BEFORE = ClassFile("c", ONE_AND_TWO, (255,), (0, 0, 0))
         ({"ids": (3,)}, "ids of two: [2] there, [3] now", "ids"),
         ({"ignore_ids": (254, 255)}, "ignore_ids: [255] there, [254, 255] now", "ids"),
         ({"color": (7, 7, 7)}, "color of two: [8, 8, 8] there, [7, 7, 7] now", "colors"),
-        (
-            {"more_colors": ((5, 5, 5),)},
-            "more_colors of two: [] there, [(5, 5, 5)] now",
-            "colors",
-        ),
+        ({"more_colors": ((5, 5, 5),)}, "more_colors of two: [] there, [(5, 5, 5)] now", "colors"),
     ],
 )
 def test_colors_count_where_labels_are_colors_and_ids_where_they_are_ids(

@@ -47,13 +47,7 @@ def unchanged(image, label, rng, **_):
 
 
 def loader(
-    dataset=None,
-    *,
-    indices=(range(5),),
-    start_step=0,
-    steps=6,
-    num_workers=0,
-    transform=add_noise,
+    dataset=None, *, indices=(range(5),), start_step=0, steps=6, num_workers=0, transform=add_noise
 ):
     return train_loader(
         TrainStream(dataset or Numbers(), transform, stream_seed=11, batch_size=5),

@@ -12,14 +12,7 @@ import torch.nn.functional as F
 from experiments import experiment, write_config
 
 from segtrain.commands.train.preflight import check_experiment
-from segtrain.config import (
-    Config,
-    DataConfig,
-    LossConfig,
-    TrainConfig,
-    load_config,
-    parse_config,
-)
+from segtrain.config import Config, DataConfig, LossConfig, TrainConfig, load_config, parse_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.virtual_ranks import VirtualRanks

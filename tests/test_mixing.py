@@ -219,10 +219,7 @@ def test_without_weight_a_step_has_no_partners(everything):
 
 # The loss.
 
-LOSSES = {
-    "cross_entropy": {"class_weights": (0.5, 2.0, 1.0)},
-    "dice": {},
-}
+LOSSES = {"cross_entropy": {"class_weights": (0.5, 2.0, 1.0)}, "dice": {}}
 
 
 def partner_batch(step):

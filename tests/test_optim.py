@@ -247,10 +247,7 @@ DATA = "data: {layout: folders, root: x, classes: y}\n"
             "layers: [{names: [a], freeze: true, lr_mult: 2.0}]",
             "lr_mult: has no effect with freeze",
         ),
-        (
-            "layers: [{names: [a], freeze: true}]",
-            "name some in model.pretrained",
-        ),
+        ("layers: [{names: [a], freeze: true}]", "name some in model.pretrained"),
         ("decay_toward: start", "optim.decay_toward: is about weights that are loaded"),
     ],
 )

@@ -13,11 +13,7 @@ from segtrain.config import DataConfig, ModelConfig, load_config
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.layouts import list_split
 from segtrain.errors import CheckpointError, ConfigError, DataError
-from segtrain.files import (
-    NotRegularError,
-    manifest,
-    read_bytes,
-)
+from segtrain.files import NotRegularError, manifest, read_bytes
 from segtrain.models import build_backbone
 from segtrain.models.pretrained import load_backbone
 from segtrain.run import directory as run_directory

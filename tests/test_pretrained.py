@@ -88,10 +88,7 @@ def test_every_misfit_is_in_one_message_and_nothing_is_loaded(tmp_path, classifi
 
 @pytest.mark.parametrize(
     ("stem", "also"),
-    [
-        ("32-32-64", set()),
-        ("64-64-128", {"layer1.0.conv1.weight", "layer1.0.downsample.0.weight"}),
-    ],
+    [("32-32-64", set()), ("64-64-128", {"layer1.0.conv1.weight", "layer1.0.downsample.0.weight"})],
 )
 def test_deep_stem_stays_random_and_is_listed(tmp_path, classifier_state, stem, also):
     torch.manual_seed(2)

@@ -292,10 +292,7 @@ def alone_with_evaluations(run_ranks, tmp_path_factory):
 @pytest.mark.fault(7)
 @pytest.mark.parametrize(
     ("where", "number", "code", "step", "evaluated"),
-    [
-        ("predict_labels", signal.SIGINT, 130, 4, 2),
-        ("batches", signal.SIGTERM, 143, 2, 0),
-    ],
+    [("predict_labels", signal.SIGINT, 130, 4, 2), ("batches", signal.SIGTERM, 143, 2, 0)],
 )
 def test_a_run_stopped_in_an_evaluation_leaves_it_and_repeats_it(
     run_ranks, tmp_path, alone_with_evaluations, where, number, code, step, evaluated

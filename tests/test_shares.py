@@ -87,12 +87,7 @@ CASES = {
     },
     # Passes of 4, 3 and 3 images.
     "deeplabv3, dice, three passes, float64, precise statistics, NCHW": {
-        "model": {
-            "arch": "deeplabv3",
-            "num_stages": 2,
-            "output_stride": 8,
-            "recompute": "blocks",
-        },
+        "model": {"arch": "deeplabv3", "num_stages": 2, "output_stride": 8, "recompute": "blocks"},
         "loss": {"kind": "dice"},
         "norm": {"precise_batches": 2},
         "train": {

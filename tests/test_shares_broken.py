@@ -22,12 +22,7 @@ from segtrain.training.exact_sum import ExactGradientSum
 
 BASE = {
     "augment": {"crop_size": [25, 33]},
-    "model": {
-        "num_stages": 2,
-        "head_channels": 8,
-        "aux_channels": 8,
-        "output_stride": 8,
-    },
+    "model": {"num_stages": 2, "head_channels": 8, "aux_channels": 8, "output_stride": 8},
     "train": {"steps": 1, "batch_size": 7, "shares": 5, "precision": "float64"},
 }
 SETTINGS = {

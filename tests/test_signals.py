@@ -89,8 +89,7 @@ def python(code):
 
 @pytest.mark.fault(6, 9, 12)
 @pytest.mark.parametrize(
-    ("number", "rank", "code"),
-    [(signal.SIGHUP, 0, 143), (signal.SIGINT, 1, 130)],
+    ("number", "rank", "code"), [(signal.SIGHUP, 0, 143), (signal.SIGINT, 1, 130)]
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     run_ranks, tmp_path, data, number, rank, code

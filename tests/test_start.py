@@ -137,10 +137,7 @@ def test_a_start_that_is_damaged_is_refused(run_ranks, alone):
     assert other_precision is None  # train.precision may change
     for (kind, code, said), words in zip(
         found,
-        (
-            "does not hold the weights that the run started from",
-            "the state of training is damaged",
-        ),
+        ("does not hold the weights that the run started from", "the state of training is damaged"),
         strict=True,
     ):
         assert (kind, code) == ("CheckpointError", 4)

@@ -5,14 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from experiments import (
-    last,
-    losses,
-    small,
-    train,
-    write_config,
-    write_data,
-)
+from experiments import last, losses, small, train, write_config, write_data
 from processes import Command
 
 from segtrain.checkpoint.format import load

@@ -62,10 +62,7 @@ def start(tmp_path):
         remove(names)
 
 
-SMALL = {
-    "augment": {"crop_size": [33, 41]},
-    "model": {"num_stages": 2, "output_stride": 8},
-}
+SMALL = {"augment": {"crop_size": [33, 41]}, "model": {"num_stages": 2, "output_stride": 8}}
 
 
 def test_one_rank_on_each_of_two_machines_trains_as_one_process(run_ranks, start, tmp_path, data):
