@@ -20,11 +20,11 @@ from segtrain.distributed import collectives as dist
 from segtrain.training.stop_criteria import StopCriteria
 
 
-def config(*, every_steps=2, precise_batches=None, **options):
+def config(*, precise_batches=None, **options):
     return Config.model_validate(
         {
             "data": {"layout": "folders", "root": "x", "classes": "x"},
-            "eval": {"every_steps": every_steps},
+            "eval": {"every_steps": 2},
             "norm": {"precise_batches": precise_batches},
             "train": {"steps": 20} | options,
         }
@@ -66,7 +66,6 @@ def test_patience_counts_the_evaluations_since_the_best():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"patience": 3, "every_steps": None}, "train.patience: has no effect with eval.every_st"),
         ({"max_hours": 0.0}, "greater than 0"),
         ({"max_hours": 1.0, "shares": 2, "precise_batches": 1}, "train.max_hours: cannot go with"),
     ],

@@ -199,15 +199,9 @@ def test_a_loss_that_is_not_finite_ends_all(run_ranks, tmp_path, data):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"train": {"shares": 2}}, "shares: 2 cannot go with parallel hogwild"),
-        ({"optim": {"ema_decay": 0.9}}, "ema_decay: .* cannot go"),
-        ({"optim": {"sam_rho": 0.1}}, "sam_rho: .* cannot go"),
-        ({"train": {"accumulate_steps": 2}}, "accumulate_steps: .* cannot go"),
         ({"train": {"precision": "float16"}}, "precision: .* cannot go"),
         ({"loss": {"kind": "ohem"}}, "loss: ohem is about the pixels of the whole batch"),
         ({"loss": {"kind": "lovasz", "lovasz_per_image": False}}, "loss: lovasz is about"),
-        ({"norm": {"kind": "local"}}, "norm.kind: local cannot go with train.parallel"),
-        ({"norm": {"precise_batches": 2}}, "norm.precise_batches: 2 cannot go with train.parallel"),
     ],
 )
 def test_what_cannot_go_without_waiting_is_refused(options, said):

@@ -432,18 +432,6 @@ def test_a_step_that_float16_leaves_out_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("train", "message"),
-    [
-        ({"weight_decay": 0.0, "decoupled_decay": True}, "decoupled_decay: has no effect"),
-        ({"weight_decay": 0.0, "decay_toward": "start"}, "decay_toward: has no effect"),
-    ],
-)
-def test_a_form_without_effect_is_refused(train, message):
-    with pytest.raises(ValueError, match=message):
-        options(**train)
-
-
 def test_decay_that_lacks_its_weights_is_refused():
     toward = options(layers=(LayerRule(names=("head",), decay_toward="start"),))
     with pytest.raises(ConfigError, match=r"decay_toward start: head\.weight starts from random"):

@@ -142,5 +142,3 @@ def test_it_is_refused_where_it_has_no_effect():
         ModelConfig(backbone="mobilenet_v2", recompute="norm")
     with pytest.raises(ValueError, match=r"recompute: has no effect with norm\.kind group"):
         Config(data=data, model={"recompute": "norm"}, norm={"kind": "group"})
-    with pytest.raises(ValueError, match=r"recompute: blocks cannot go with train\.compile true"):
-        Config(data=data, model={"recompute": "blocks"}, train={"compile": True})

@@ -87,15 +87,9 @@ def test_poly_is_that_of_detectron2_and_of_mmsegmentation(step):
     ("train", "message"),
     [
         ({"schedule": "step"}, "milestones: kind step needs them"),
-        ({"milestones": (3,)}, "milestones: has no effect with kind poly"),
         ({"schedule": "step", "milestones": (5, 5)}, "must rise"),
         ({"schedule": "step", "milestones": (40_000,)}, "before the last of train.steps, 40000"),
-        ({"schedule": "cosine", "poly_power": 2.0}, "poly_power: has no effect with kind"),
-        ({"schedule": "one_cycle", "warmup_steps": 3}, "warmup_steps: has no effect with kind"),
-        ({"schedule": "one_cycle", "min_lr": 1e-3}, "min_lr: has no effect"),
         ({"schedule": "one_cycle", "steps": 3}, "cycle_rise: 0.3 of 3 steps is not more than one"),
-        ({"cycle_rise": 0.2}, "cycle_rise: has no effect with kind poly"),
-        ({"after_warmup": True}, "after_warmup: has no effect with warmup_steps"),
     ],
 )
 def test_a_schedule_that_cannot_be_meant_is_refused(train, message):
