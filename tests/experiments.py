@@ -217,18 +217,15 @@ def signalled_in_evaluation(
 
 def killed_in_evaluation(config: Path, directory: Path) -> str | None:
     """As `train` without resuming; ends before its first evaluation, and returns "killed"."""
-    from segtrain.commands.train import evaluate
+    from segtrain.commands.train import loop
 
-    class Killed(BaseException):
-        pass
+    def die(_: Any) -> None:
+        raise KeyboardInterrupt
 
-    def die(*_: Any, **__: Any) -> None:
-        raise Killed
-
-    evaluate.evaluate_dataset = die
+    loop.evaluate = die
     try:
         train(config, directory)
-    except Killed:
+    except KeyboardInterrupt:
         return "killed"
     return None
 

@@ -5,7 +5,16 @@ import shutil
 
 import pytest
 import yaml
-from experiments import assert_same_state, last, losses, refusal, small, train, write_config
+from experiments import (
+    assert_same_state,
+    killed_in_evaluation,
+    last,
+    losses,
+    refusal,
+    small,
+    train,
+    write_config,
+)
 
 from segtrain import cli
 from segtrain.errors import DataError
@@ -100,7 +109,7 @@ def files(run):
 def test_an_evaluation_that_was_cut_short_is_done_where_the_run_pauses(run_ranks, tmp_path, alone):
     config, whole = alone
     run = tmp_path / "run"
-    assert run_ranks(1, killed_before_evaluation, config, run) == [None]
+    assert run_ranks(1, killed_in_evaluation, config, run) == ["killed"]
     assert (last(run).step, last(run).evaluated) == (2, 0)
     assert run_ranks(1, train, config, run, True, until=2) == [0]
     assert (last(run).step, last(run).evaluated) == (2, 2)
@@ -109,18 +118,6 @@ def test_an_evaluation_that_was_cut_short_is_done_where_the_run_pauses(run_ranks
 
 def receipts(run):
     return (run / "receipts.jsonl").read_text().splitlines()
-
-
-def killed_before_evaluation(config, directory):
-    """Trains until an evaluation begins."""
-    from segtrain.commands.train import loop
-
-    def fail(_):
-        raise KeyboardInterrupt
-
-    loop.evaluate = fail
-    with pytest.raises(KeyboardInterrupt):
-        train(config, directory)
 
 
 @pytest.mark.parametrize(
