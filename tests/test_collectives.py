@@ -1,60 +1,16 @@
-"""How often the ranks meet for statistics in a training step; sums in the order of shares."""
+"""Sums in the order of shares."""
 
 from functools import reduce
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import all_reduce
 
-from segtrain.config import ModelConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.partition import partition, shares_of_ranks
 from segtrain.distributed.shared_sum import MAX_BYTES
 from segtrain.distributed.shares import Shares
-from segtrain.models import build_model
-from segtrain.norm import SyncBatchNorm2d
-
-# 61 layers: four downsamples share the collective of their bn3, the four grids of the PPM share
-# one, and the auxiliary head shares that of the head's last convolution.
-PSPNET = {"arch": "pspnet", "backbone": "resnet50", "aux_channels": 8, "stem": "64-64-128"}
-# 62 layers without an auxiliary head: likewise, the five branches of the ASPP share one, and the
-# low-level features share that of its projection.
-PLUS = {"arch": "deeplabv3plus", "backbone": "resnet50", "aux_head": False}
-
-
-def collectives():
-    """Of each model the batch norms, and the all_reduces forward and backward."""
-    dist.use_shared_sum(None)  # where they could not be seen
-    calls = []
-
-    def count(*args, **kwargs):
-        calls.append(1)
-        return all_reduce(*args, **kwargs)
-
-    torch.distributed.all_reduce = count
-    try:
-        found = []
-        for options in (PSPNET, PLUS):
-            calls.clear()
-            config = ModelConfig(head_channels=8, **options)
-            model = build_model(config, num_classes=3, norm=SyncBatchNorm2d).train()
-            logits = model(torch.randn(1, 3, 33, 33))
-            forward = len(calls)
-            heads = [logits.out] if logits.aux is None else [logits.out, logits.aux]
-            sum(head.square().mean() for head in heads).backward()
-            layers = sum(isinstance(layer, SyncBatchNorm2d) for layer in model.modules())
-            found.append((layers, forward, len(calls) - forward))
-        return found
-    finally:
-        torch.distributed.all_reduce = all_reduce
-
-
-def test_branches_share_their_collectives_in_both_passes(run_ranks):
-    """Forward passes of more models: test_fake_device.py."""
-    assert run_ranks(2, collectives) == [[(61, 53, 53), (62, 53, 53)]] * 2
-
 
 SHARES = 8
 
