@@ -21,15 +21,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from experiments import enliven, settings
-from torch import nn
+from experiments import enliven
 
 from segtrain.checkpoint import load_model
-from segtrain.convert.converter import convert_file, detect
-from segtrain.training.engine import train_steps
-from segtrain.training.state import make_state
-from segtrain.training.step_sync import StepSync
-from segtrain.types import Batch
+from segtrain.convert.converter import convert_file
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -183,101 +178,6 @@ def test_converted_model_equals_mmsegmentations(config, is_v1d, mmseg, tmp_path,
 
     name = f"{Path(config).stem}{' ResNetV1d' * is_v1d}"
     compare(name, theirs, tmp_path / "ours.pt", images(33, 306), aux=True)
-
-
-def three_updates(name, losses_of, theirs, ours_path, plan):
-    """Both train on the same three batches, ours by `train_steps`; all weights stay equal.
-
-    losses_of: the loss of the whole model `theirs` for normalized images and labels.
-    plan: says which of their weights is which of ours.
-    """
-    loaded = load_model(ours_path)
-    ours = loaded.model
-    theirs.double().train()
-    for layer in theirs.modules():
-        if isinstance(layer, nn.Dropout | nn.Dropout2d):
-            layer.p = 0.0
-    # Their loss is a mean over all pixels, so none is ignored.
-    generator = torch.Generator().manual_seed(4)
-    options = {"generator": generator, "dtype": torch.uint8}
-    batches = [
-        Batch(
-            torch.randint(256, (2, 3, 64, 96), **options),
-            torch.randint(K, (2, 64, 96), **options),
-            ["a", "b"],
-        )
-        for _ in range(3)
-    ]
-    train = settings(
-        steps=3, batch_size=2, lr=0.01, weight_decay=5e-4, poly_power=0.0, precision="float64"
-    )
-    config = train.model_copy(update={"model": loaded.config.model, "data": loaded.config.data})
-    state = make_state(ours, config, torch.device("cpu"))
-    sync = StepSync(lambda: False)
-    steps = train_steps(
-        state, batches, config, device=torch.device("cpu"), indices=[range(2)], step_sync=sync
-    )
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
-    start = {key: value.clone() for key, value in theirs.state_dict().items()}
-    shares = []
-    for batch, result in zip(batches, steps, strict=True):
-        optimizer.zero_grad()
-        losses = losses_of(state.normalize(batch.images), batch.labels.long())
-        sum(losses).backward()
-        optimizer.step()
-        found = [result.loss, result.aux_loss * 0.4][: len(losses)]
-        for mine, loss in zip(found, losses, strict=True):
-            shares.append(abs(mine.item() / loss.item() - 1))
-    got, expected = ours.state_dict(), theirs.state_dict()
-    for key, value in got.items():
-        if not value.is_floating_point():
-            continue
-        wanted, before = (
-            plan.rotated(key, state_dict[plan.their_key(key)]) for state_dict in (expected, start)
-        )
-        moved = (wanted - before).abs().max()
-        assert moved > 0, key
-        shares.append(((value - wanted).abs().max() / moved).item())
-    print(f"{'three updates ' + name:<72} {max(shares):.0e}")
-    assert max(shares) < 1e-9
-
-
-@pytest.mark.parametrize("config", [CONFIGS[3], CONFIGS[4], CONFIGS[7]])
-def test_three_updates_equal_mmsegmentations(config, mmseg, tmp_path, classes):
-    """With its own losses; weights, running statistics and losses, in float64."""
-    registry, folder = mmseg
-    from mmengine.config import Config
-    from mmengine.structures import PixelData
-    from mmseg.structures import SegDataSample
-
-    cfg = Config.fromfile(str(folder / config))
-    theirs = mmseg_model(registry, cfg)
-    meta = {"meta": {"cfg": cfg.pretty_text}}
-    path = tmp_path / "theirs.pth"
-    torch.save({**meta, "state_dict": theirs.state_dict()}, path)
-    convert_file(path, tmp_path / "ours.pt", classes=classes, overrides=["model.dropout=0"])
-
-    def losses_of(x, labels):
-        samples = [SegDataSample(gt_sem_seg=PixelData(data=label[None])) for label in labels]
-        losses = theirs.loss(x, samples)
-        return [losses["decode.loss_ce"], losses["aux.loss_ce"]]
-
-    plan = detect(theirs.state_dict(), meta).plan
-    three_updates(Path(config).stem, losses_of, theirs, tmp_path / "ours.pt", plan)
-
-
-@pytest.mark.parametrize("arch", ["PSPNet", "DeepLabV3", "DeepLabV3Plus"])
-def test_three_updates_equal_smps(arch, smp, tmp_path, classes):
-    theirs = enliven(getattr(smp, arch)("resnet18", encoder_weights=None, classes=K))
-    path = tmp_path / "theirs.pth"
-    torch.save(theirs.state_dict(), path)
-    convert_file(path, tmp_path / "ours.pt", classes=classes, overrides=["model.dropout=0"])
-    plan = detect(theirs.state_dict(), {}).plan
-
-    def losses_of(x, labels):
-        return [F.cross_entropy(theirs(x), labels)]
-
-    three_updates(f"smp {arch}", losses_of, theirs, tmp_path / "ours.pt", plan)
 
 
 def test_deeplabv3_with_the_keys_of_earlier_versions_is_read(smp, tmp_path, classes):
