@@ -28,11 +28,3 @@ def test_lists_of_every_length_are_opened(rows):
     found = rows("list", "--pairs", 10, 3000)
     assert [row[0] for row in found] == [10, 3000]
     assert all(seconds > 0 and mib >= 0 for _, seconds, mib in found)
-
-
-@pytest.mark.slow
-def test_memory_of_a_run_is_read_at_several_steps(rows):
-    found = rows("steps", "--steps", 20)
-    assert len(found) >= 2
-    assert found[-1][0] <= 20
-    assert all(0 < rank <= everything + 1 for _, rank, everything in found)

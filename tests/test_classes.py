@@ -1,10 +1,8 @@
-import numpy as np
 import pytest
 
 from segtrain.checkpoint.format import experiment_fields
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import class_file_from_json, default_palette, load_class_file
-from segtrain.data.read.labels import map_colors
 from segtrain.errors import ConfigError
 from segtrain.types import IGNORE_INDEX
 
@@ -110,15 +108,8 @@ def test_the_default_palette_is_that_of_pascal_voc():
 @pytest.mark.parametrize(
     ("name", "num_classes", "ignored", "some"),
     [
-        ("camvid", 11, {11}, {"Sky": 0, "Road": 3, "Bicyclist": 10}),
         ("voc", 21, {255}, {"background": 0, "person": 15, "tvmonitor": 20}),
         ("ade20k", 150, {0}, {"wall": 1, "sky": 3, "car": 21, "flag": 150}),
-        (
-            "cityscapes",
-            19,
-            {0, 1, 2, 3, 4, 5, 6, 9, 10, 14, 15, 16, 18, 29, 30, 255},
-            {"road": 7, "sky": 23, "train": 31, "bicycle": 33},
-        ),
     ],
 )
 def test_the_shipped_class_files(name, num_classes, ignored, some):
@@ -145,24 +136,6 @@ def test_cityscapes_agrees_with_the_official_scripts():
             assert one.category == label.category
             expected = official.args.avgClassSize[label.name] if label.hasInstances else None
             assert one.instance_px == expected
-
-
-# From CamVid's label_colors.txt, in which void is black: all that become a car or a pavement.
-CAMVID_COLORS = {
-    "Car": [(64, 0, 128), (64, 128, 192), (192, 128, 192), (192, 64, 128), (128, 64, 64)],
-    "Pavement": [(0, 0, 192), (64, 192, 128), (128, 128, 192)],
-    "Sky": [(128, 128, 128)],
-    "Bicyclist": [(0, 128, 192), (192, 0, 192)],
-}
-
-
-def test_the_32_colors_of_camvid_become_the_11_classes():
-    found = load_class_file("camvid_colors", label_format="colors")
-    assert found.names == load_class_file("camvid").names
-    assert sum(len(one.label_colors) for one in found.classes) == 31
-    assert map_colors(np.zeros((1, 1, 3), np.uint8), found).tolist() == [[IGNORE_INDEX]]
-    for name, colors in CAMVID_COLORS.items():
-        assert set(found.classes[found.names.index(name)].label_colors) == set(colors)
 
 
 def test_a_checkpoint_keeps_further_colors_and_no_key_that_is_unused():

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from segtrain import __version__
 from segtrain.config import (
@@ -57,10 +56,6 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ("optim: {lr: '0.1'}", "f.yaml:2: optim.lr: must be a number, got '0.1'"),
         ("optim: {nesterov: yes}", "f.yaml:2: optim.nesterov: must be true or false, got 'yes'"),
         (
-            "augment: {flip_prob: 1.5}",
-            "f.yaml:2: augment.flip_prob: must be less than or equal to 1, got 1.5",
-        ),
-        (
             "augment: {crop_size: 512}",
             "f.yaml:2: augment.crop_size: must be a list, such as [64, 48], got 512",
         ),
@@ -71,7 +66,6 @@ def test_a_file_says_only_what_differs_from_the_defaults():
             "f.yaml:2: loss.kind: must be 'cross_entropy', 'ohem', 'dice', 'focal', 'lovasz' or "
             "'boundary_relaxation', got 'cross-entropy'; did you mean cross_entropy?",
         ),
-        ("model: {output_stride: 4}", "f.yaml:2: model.output_stride: must be 8, 16 or 32, got 4"),
         ("train: null", "f.yaml:2: train: must be keys and values, got null"),
         (
             "augment:\n  scale_range: [2, 0.5]",
@@ -120,7 +114,6 @@ def test_a_mistake_names_line_key_expectation_and_repair(text, message):
         ("train: {num_epochs: 3}", "an epoch is images / train.batch_size steps"),
         ("model: {arch: DeepLabV3+}", "did you mean deeplabv3plus?"),
         ('augment: {crop_size: "64,48"}', "must be a list, such as [64, 48], got '64,48'"),
-        ("norm: {kind: group_norm}", "did you mean group?"),
         ("augment: {crop: [3, 5]}", "unknown key; did you mean 'crop_size'?"),
         ("eval: {new_eval_key: 5}", "overlap, scales, flip, turns, precision, batch_size"),
         ("train: {loss: {kind: ohem}}", "unknown key; did you mean loss?"),
@@ -265,11 +258,6 @@ def test_the_schema_describes_every_option():
     for section in schema["$defs"].values():
         assert section["additionalProperties"] is False
         assert all(field.get("description") for field in section["properties"].values())
-
-
-def test_a_config_cannot_be_changed():
-    with pytest.raises(ValidationError):
-        parse("").optim.lr = 1
 
 
 # One of each form that a rule of NEEDS and CONFLICTS can have.

@@ -263,11 +263,7 @@ def burnt_in(image):
 
 WAYS = [
     ("12 bits in 16", lambda i: burnt_in(values(3, np.uint16, 4096, seed=i)), ("error", "faint")),
-    (
-        "cut off at white",
-        lambda i: np.minimum(values(3, np.uint16, 4096, seed=i), 255).astype(np.uint8),
-        ("warning", "white"),
-    ),
+    ("cut", lambda i: values(3, int, 4096, seed=i).clip(0, 255).astype("u1"), ("warning", "white")),
     ("floats", lambda i: values(3, np.float32, 1, seed=i), ("error", "range")),
     ("good", lambda i: values(3, np.uint8, 255, seed=i), None),
 ]

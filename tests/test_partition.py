@@ -58,12 +58,3 @@ def test_ranks_take_whole_shares_which_are_the_same_for_any_number_of_ranks():
                 assert [part for parts in cut for part in parts] == alone
                 assert [len(parts) for parts in cut] == shares_of_ranks(shares, ranks)
                 assert max(map(len, cut)) - min(map(len, cut)) <= 1
-
-
-def test_more_ranks_than_shares_are_refused():
-    five = config("train: {batch_size: 16, shares: 5}")
-    assert batch_findings(five, 5, 5) == []
-    (finding,) = batch_findings(five, 6, 3)
-    assert finding.startswith(
-        "train.shares: 5 shares leave some of 6 ranks without one; start at most 5 ranks"
-    )

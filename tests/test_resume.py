@@ -162,22 +162,6 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, forkserv
     assert "previous.pt instead, step 4" in log
 
 
-@pytest.mark.fault(6)
-def test_three_ranks_that_were_stopped_end_with_the_same_bits(run_ranks, tmp_path, data):
-    """Three summands have an order, so every process must group the gradients in the same way.
-
-    There are 12 MB of them: DistributedDataParallel groups those anew after the first step.
-    """
-    options = small(data, model={"num_stages": 3}, train={"steps": 4})
-    config = write_config(tmp_path / "c.yaml", options)
-    assert run_ranks(3, train, config, tmp_path / "alone") == [0] * 3
-    assert run_ranks(3, stopped_after, 1, config, tmp_path / "run") == [143] * 3
-    assert 1 <= last(tmp_path / "run").step <= 3
-    assert run_ranks(3, train, config, tmp_path / "run", True) == [0] * 3
-    assert_same_state(last(tmp_path / "run"), last(tmp_path / "alone"))
-    assert losses(tmp_path / "run") == losses(tmp_path / "alone")
-
-
 @pytest.mark.fault(43)
 def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
     run_ranks, tmp_path, data

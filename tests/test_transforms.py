@@ -109,18 +109,6 @@ def test_small_image_equals_resize_then_pad():
     assert (resample_label(label, place) != whole_label).mean() < 0.001
 
 
-@pytest.mark.parametrize(("height", "width", "quarters"), [(24, 24, 1), (25, 25, 3), (24, 37, 2)])
-@pytest.mark.parametrize("flip", [False, True])
-def test_quarter_turns_equal_rot90(height, width, quarters, flip):
-    image, label = picture(height, width)
-    place = placement(label.shape, label.shape, angle_deg=90.0 * quarters, flip=flip)
-    turned, turned_label = np.rot90(image, quarters), np.rot90(label, quarters)
-    if flip:
-        turned, turned_label = turned[:, ::-1], turned_label[:, ::-1]
-    np.testing.assert_array_equal(resample_image(image, place, fill=(0, 0, 0)), turned)
-    np.testing.assert_array_equal(resample_label(label, place), turned_label)
-
-
 ORIENTATIONS = {
     (turns, flip): (lambda crop, turns=turns, flip=flip: np.rot90(crop, -turns)[:, :: 1 - 2 * flip])
     for turns in range(4)
