@@ -1,16 +1,13 @@
 """Fixtures shared by all tests."""
 
-import itertools
 import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,6 +102,16 @@ def spawn_nccl_ranks() -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
+def handlers() -> Iterator[None]:
+    """Handlers of signals are put back after the test."""
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
 def fake() -> Any:
     """Rank 0 of 8 on a CUDA device that does not exist; see fake_device.py."""
     from fake_device import fake_ranks
@@ -179,7 +186,9 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> list[Any]:
-    port = _free_port()
+    from processes import free_port
+
+    port = free_port()
     # As bytes: through multiprocessing's own pickler tensors would travel as shared memory,
     # which ends with the process that made it.
     task = pickle.dumps((function, args, kwargs))
@@ -233,17 +242,3 @@ def _rank_main(pipe: Any, device: str, rank: int, world_size: int, port: int, ta
             pipe.send_bytes(pickle.dumps((function(*args, **kwargs), None)))
     except BaseException:  # the test shows it, whatever it is
         pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
-
-
-# Below the ports that a system gives to whoever asks for any (32768 and up), one of which could be
-# taken between the probe and the ranks. Each process begins elsewhere.
-_first_port = 10_000 + 101 * os.getpid() % 20_000
-_ports = itertools.cycle((*range(_first_port, 30_000), *range(10_000, _first_port)))
-
-
-def _free_port() -> int:
-    for port in _ports:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("the ports never end")

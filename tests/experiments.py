@@ -4,10 +4,10 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -360,8 +360,6 @@ def enliven(module, *, seed=1):
     return module.eval()
 
 
-def fill(disk: Path) -> None:
-    """Leaves no byte free on a small disk."""
-    with (disk / "other").open("wb", buffering=0) as other, suppress(OSError):
-        while other.write(bytes(4096)):
-            pass
+def fill(disk: Path, room: int = 0) -> None:
+    """Leaves `room` bytes free on a small disk."""
+    (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - room))

@@ -1,11 +1,14 @@
 """The `segtrain` command as processes of its own, to be watched, signalled and killed."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -109,6 +112,31 @@ class Command:
         for pid in descendants(self.process.pid):
             with_signal(pid, signal.SIGKILL)
         self.process.wait()
+
+
+def run_python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environ,
+        text=True,
+        capture_output=True,
+        timeout=_TIMEOUT_S,
+    )
+
+
+# Below the ports that a system gives to whoever asks for any (32768 and up), one of which could be
+# taken between the probe and the ranks. Each process begins elsewhere.
+_first_port = 10_000 + 101 * os.getpid() % 20_000
+_ports = itertools.cycle((*range(_first_port, 30_000), *range(10_000, _first_port)))
+
+
+def free_port() -> int:
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the ports never end")
 
 
 def with_signal(pid: int, number: int) -> None:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from experiments import fill
 from test_checkpoint import checkpoint, names
 
 from segtrain.checkpoint.format import load, save, write_temporary
@@ -42,7 +43,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(small_disk, room
     with write_temporary(small_disk / "size.pt", new) as (temporary, _):
         room = -(-temporary.stat().st_size // 4096) * 4096
     room = room // 2 if room_for == "half" else room
-    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
+    fill(small_disk, room)
     before = names(small_disk / "run")
     with pytest.raises(ExecutionError, match=r"last\.pt: cannot write .*No space left"):
         store.save_last(new)

@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 import torch
+from experiments import fill
 from processes import REPOSITORY
 from torch import nn
 
@@ -26,12 +27,6 @@ from segtrain.models.pretrained import load_backbone
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
-
-
-def fill(disk, *, room):
-    with (disk / "other").open("wb", buffering=0) as other:
-        stat = os.statvfs(disk)
-        other.write(bytes(stat.f_bavail * stat.f_frsize - room))
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(small_disk):

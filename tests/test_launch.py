@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from experiments import small, write_config, write_data
-from processes import REPOSITORY, Command, logged_steps
+from processes import REPOSITORY, Command, free_port, logged_steps
 
 from segtrain.checkpoint.format import load
 from segtrain.commands.launch import adopt_environment
@@ -229,19 +228,13 @@ def test_training_needs_no_standard_streams_and_runs_nothing_of_the_current_fold
     assert load(directory / "checkpoints" / "last.pt").step == 3
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.mark.fault(43)
 def test_the_same_command_runs_under_torchrun_and_srun(tmp_path, data):
     """torchrun trains; srun's two tasks find the run complete."""
     config = write_config(tmp_path / "c.yaml", with_workers(data, 2))
     directory = tmp_path / "run"
     arguments = ["train", config, "--output", directory]
-    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     command = Command(tmp_path, *arguments, program=[*torchrun, "-m", "segtrain"])
     assert command.wait() == 0, command.errors
     assert logged_steps(directory) == [1, 2]
@@ -253,7 +246,7 @@ def test_the_same_command_runs_under_torchrun_and_srun(tmp_path, data):
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": str(free_port()),
     }
     ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     tasks = [Command(tmp_path, *arguments, "--resume", **srun, **rank) for rank in ranks]

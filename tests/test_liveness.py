@@ -5,12 +5,11 @@ import os
 import signal
 import stat
 import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
 import torch
+from processes import run_python
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
@@ -99,19 +98,9 @@ def test_a_step_that_gets_on_is_not_given_up_and_between_steps_there_is_time(mon
     assert given_up == []
 
 
-def python(script, **environ):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_the_process_ends_although_its_host_is_stuck():
     """In a sleep of C that releases Python's lock, as the driver does."""
-    done = python("""
+    done = run_python("""
         import ctypes
         from segtrain.distributed.liveness import HostWatch
         with HostWatch(0.5, lambda: 0.0) as watch, watch.step():
@@ -159,7 +148,7 @@ def test_a_rank_that_cannot_leave_has_told_why_and_ends_with_its_code(
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if not launched:
         os.environ.pop(FOLDER_VARIABLE)
-    done = python(STUCK.format(error=error, run=run), **group)
+    done = run_python(STUCK.format(error=error, run=run), **group)
     assert (done.stdout, done.returncode) == ("leaving\n", code)
     assert done.stderr.rstrip().endswith("a.png: no")
     assert [status.code for status in read_exit_statuses(root)] == [code] * launched

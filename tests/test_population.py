@@ -30,13 +30,7 @@ from segtrain.files import manifest
 LR, DECAY = "optim.lr", "optim.weight_decay"
 
 
-@pytest.fixture(autouse=True)
-def _handlers_are_restored():
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("handlers")
 
 
 def config(**train):

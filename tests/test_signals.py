@@ -2,29 +2,16 @@
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 from experiments import last, refusal, small, stopped_after, train, write_config
-from processes import GONE_WITHIN_S, REPOSITORY, Command, left_after
+from processes import GONE_WITHIN_S, Command, free_port, left_after, run_python
 
 from segtrain.distributed.machine import descendants
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import SignalFlags, exit_code
 from segtrain.errors import LostRanksError
-
-
-@pytest.fixture
-def handlers():
-    """Handlers of signals are put back after the test."""
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.fault(8)
@@ -55,7 +42,7 @@ def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
         f"for number in (signal.SIGINT, {int(second)}): os.kill(os.getpid(), number)\n"
         "print('still here')\n"
     )
-    done = python(code)
+    done = run_python(code)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.endswith(AT_ONCE)
     asked = "segtrain: stopping after this step, which is saved; a second Ctrl-C ends at once"
@@ -70,7 +57,7 @@ def test_an_eval_of_one_process_that_is_terminated_says_so():
         "from segtrain.cli import main\n"
         "main(['eval', 'run', '--nproc', '1'])\n"
     )
-    done = python(code)
+    done = run_python(code)
     assert (done.returncode, done.stderr) == (143, "segtrain: terminated\n")
 
 
@@ -80,11 +67,6 @@ def test_nohup_is_obeyed(handlers):
     stop.install()
     os.kill(os.getpid(), signal.SIGHUP)
     assert not stop.stop_requested()
-
-
-def python(code):
-    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run([sys.executable, "-c", code], env=environ, text=True, capture_output=True)
 
 
 @pytest.mark.fault(6, 9, 12)
@@ -150,11 +132,8 @@ def wait_for_another(port, pipe):
 
 def test_ranks_that_do_not_come_are_missed_in_words(forkserver):
     """Not with the traceback of a socket."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     mine, theirs = forkserver.Pipe()
-    process = forkserver.Process(target=wait_for_another, args=(port, theirs))
+    process = forkserver.Process(target=wait_for_another, args=(free_port(), theirs))
     process.start()
     assert mine.recv().startswith("rank 0: lost the connection to the other ranks")
     process.kill()

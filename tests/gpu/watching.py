@@ -1,7 +1,6 @@
 """Training steps on one device, and what they do to it: kernels, memory, waits of the host."""
 
 import os
-import socket
 import traceback
 import warnings
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 from bench_sync_bn import TorchSyncBatchNorm2d
+from processes import free_port
 from stepping import state_of, steps_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -34,12 +34,11 @@ _WAIT = "called a synchronizing CUDA operation"
 def one_rank(device: torch.device) -> Iterator[None]:
     """A process group of this process alone: NCCL on CUDA, otherwise gloo."""
     before = dict(os.environ)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     ranks = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     os.environ.update({name: str(value) for name, value in ranks.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_SOCKET_IFNAME="lo")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), NCCL_SOCKET_IFNAME="lo"
+    )
     try:
         with process_group(device, timeout_s=120):
             yield
