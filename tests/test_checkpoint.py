@@ -321,12 +321,15 @@ def test_a_state_that_training_cannot_go_on_from_is_refused(small):
     pulled = ["train.init_from=x", "optim.decay_toward=start", "optim.weight_decay=0.1"]
     name = next(name for name in saved.model if name.endswith("weight"))
     start = {"weights": {**saved.model, name: torch.zeros(1)}}
+    less = {"weights": {key: value for key, value in saved.model.items() if key != name}}
+    other = "does not hold the weights that the run started from"
     shares = {"exponents": {"weight": 40}}
     for options, fields, said in (
         ([], {"average": None}, r"no average of the weights \(optim\.ema_decay\)"),
         ([], {"optimizer": short}, f"{damaged}: momentum_buffer: expected shape"),
         ([], {"optimizer": infinite}, f"{damaged}: momentum_buffer is not finite"),
         (pulled, {"start": start}, rf"{damaged}: {name}: expected shape"),
+        (pulled, {"start": less}, other),
         ([], {"optimizer": {"state": 3}}, damaged),
         (["train.precision=float16"], {"scaler": {"scale": "x"}}, damaged),
         (["train.shares=2"], {"shares": shares}, "optim.layers cannot freeze others"),
@@ -335,6 +338,9 @@ def test_a_state_that_training_cannot_go_on_from_is_refused(small):
         state = new_state(override_config(config, options, source="c.yaml"))
         with pytest.raises(CheckpointError, match=rf"^a\.pt: .*{said}"):
             restore(state, saved._replace(**fields), Path("a.pt"))
+    wide = {"weights": {key: value.double() for key, value in saved.model.items()}}
+    state = new_state(override_config(config, pulled, source="c.yaml"))
+    restore(state, saved._replace(start=wide), Path("a.pt"))  # train.precision may change
 
 
 @pytest.mark.parametrize("channels", [10**6, 2**62])

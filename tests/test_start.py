@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from experiments import bits, last, refusal, small, stopped_after, train, write_config
+from experiments import bits, last, small, stopped_after, train, write_config
 from test_verify import change_checkpoint, verify
 
 from segtrain.checkpoint.format import load
@@ -110,38 +110,6 @@ def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_pa
         assert what.endswith("last.pt differs from the weights of its step, 4")
         assert line.strip().startswith("start: 1 of ")
         assert "backbone.layer2.0.conv1.weight" in line
-
-
-def refusals(config, run):
-    """What resuming says if the starting weights are damaged in some way."""
-    from segtrain.checkpoint.restore import restore
-    from segtrain.commands.train.setup import make_state
-    from segtrain.norm import make_norm
-
-    config, checkpoint = load_config(config), last(run)
-    model = build_model(config.model, num_classes=4, norm=make_norm(config.norm))
-    start = checkpoint.start
-    state = make_state(model, config, torch.device("cpu"), loaded=start["loaded"], resumed=True)
-    name, *others = start["weights"]
-    cases = (
-        {"weights": {key: start["weights"][key].double() for key in (name, *others)}},
-        {"weights": {key: start["weights"][key] for key in others}},
-        {"weights": start["weights"] | {name: torch.zeros(2)}},
-    )
-    saved = (checkpoint._replace(start=start | case) for case in cases)
-    return [refusal(restore, state, one, run / "last.pt") for one in saved]
-
-
-def test_a_start_that_is_damaged_is_refused(run_ranks, alone):
-    ((other_precision, *found),) = run_ranks(1, refusals, *alone)
-    assert other_precision is None  # train.precision may change
-    for (kind, code, said), words in zip(
-        found,
-        ("does not hold the weights that the run started from", "the state of training is damaged"),
-        strict=True,
-    ):
-        assert (kind, code) == ("CheckpointError", 4)
-        assert words in said
 
 
 def test_weights_that_no_file_has_are_new_layers(tmp_path):
