@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from experiments import sections
 from torch import nn
 
-from segtrain.config import Config, DataConfig, LossConfig, ModelConfig, NormConfig
+from segtrain import seed
+from segtrain.config import AugmentConfig, Config, DataConfig, LossConfig, ModelConfig, NormConfig
 from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import partition
@@ -63,11 +64,18 @@ def whole_batch(step):
     return images.contiguous(memory_format=torch.channels_last), labels
 
 
+def partner_labels(settings, step):
+    """With MixUp: labels of which other images are ignored; otherwise None."""
+    return whole_batch(step + 100)[1].flip(0) if settings.augment.mixup_alpha else None
+
+
 def batches(settings, rows, start):
     for step in range(start, settings.train.steps):
         images, labels = whole_batch(step)
+        partners = partner_labels(settings, step)
         for mine in map(list, rows):
-            yield Batch(images[mine], labels[mine], [f"{step}/{i}" for i in mine])
+            other = None if partners is None else partners[mine]
+            yield Batch(images[mine], labels[mine], [f"{step}/{i}" for i in mine], other)
 
 
 def run(settings, state, step_sync=None):
@@ -114,17 +122,19 @@ def plain_loop(settings, make_model=TwoHeads, masks=lambda step: torch.ones(N)):
     weights = None if loss.class_weights is None else torch.tensor(loss.class_weights).double()
     options = {"weight": weights, "ignore_index": IGNORE_INDEX, "reduction": "sum"}
 
-    def gradient(images, labels, mask):
+    def gradient(images, targets, mask):
+        """targets: labels and their share of the loss."""
         optimizer.zero_grad()
-        # A loss of 1 for each valid pixel, times the weight of its class.
-        whole = F.nll_loss(torch.full((N, K, H, W), -1.0).double(), labels, **options)
         total = torch.zeros(2).double()
-        for i in range(train.accumulate_steps):
-            mine = list(partition(N, train.accumulate_steps, i))
-            heads = model((images[mine].double() - mean) / std, DropoutMasks(mask[mine]))
-            losses = [F.cross_entropy(head, labels[mine], **options) / whole for head in heads]
-            (losses[0] + loss.aux_weight * losses[1]).backward()
-            total += torch.stack(losses).detach()
+        for labels, share in targets:
+            # A loss of 1 for each valid pixel, times the weight of its class.
+            whole = F.nll_loss(torch.full((N, K, H, W), -1.0).double(), labels, **options)
+            for i in range(train.accumulate_steps):
+                mine = list(partition(N, train.accumulate_steps, i))
+                heads = model((images[mine].double() - mean) / std, DropoutMasks(mask[mine]))
+                losses = [F.cross_entropy(head, labels[mine], **options) / whole for head in heads]
+                (share * (losses[0] + loss.aux_weight * losses[1])).backward()
+                total += share * torch.stack(losses).detach()
         return total.tolist()
 
     results = []
@@ -132,7 +142,10 @@ def plain_loop(settings, make_model=TwoHeads, masks=lambda step: torch.ones(N)):
         lr = optim.lr * (1 - step / train.steps) ** 0.9
         optimizer.param_groups[0]["lr"] = lr
         images, labels = whole_batch(step)
-        batch = images, labels.long(), masks(step)
+        partners = partner_labels(settings, step)
+        m = 0 if partners is None else seed.mixup_weight(settings.seed, step, MIXUP) / 256
+        mixed = [] if partners is None else [(partners.long(), m)]
+        batch = images, [(labels.long(), 1 - m), *mixed], masks(step)
         out, aux = gradient(*batch)
         if optim.sam_rho is not None and step % optim.sam_every == optim.sam_every - 1:
             before = copy.deepcopy(model.state_dict())
@@ -148,11 +161,14 @@ def plain_loop(settings, make_model=TwoHeads, masks=lambda step: torch.ones(N)):
     return results, model.state_dict()
 
 
+TWO_WEIGHTED = config(accumulate_steps=2, loss={"class_weights": CLASS_WEIGHTS})
+MIXUP = 4.0
 SETTINGS = {
     "plain": config(),
     "weighted": config(loss={"class_weights": CLASS_WEIGHTS, "aux_weight": 0.7}),
     "two passes": config(accumulate_steps=2),
-    "two weighted passes": config(accumulate_steps=2, loss={"class_weights": CLASS_WEIGHTS}),
+    "two weighted passes": TWO_WEIGHTED,
+    "mixup": TWO_WEIGHTED.model_copy(update={"augment": AugmentConfig(mixup_alpha=MIXUP)}),
     "clipped": config(clip_grad_norm=0.05, weight_decay=0.01),
 }
 

@@ -1,4 +1,4 @@
-"""Samples made of two images, and the loss of MixUp; see test_invariance.py for whole runs."""
+"""Samples made of two images; test_engine has their loss, test_invariance whole runs."""
 
 from collections import Counter
 from itertools import chain
@@ -6,9 +6,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from test_engine import CPU, K, N, new_state, weights, whole_batch
-from test_engine import config as engine_config
+from test_engine import CPU
 
 from segtrain import seed
 from segtrain.config import AugmentConfig, DataConfig
@@ -25,8 +23,6 @@ from segtrain.data.sample.stream import (
     paste_classes,
 )
 from segtrain.data.sample.transforms import Crop, TrainTransform
-from segtrain.training.engine import train_steps
-from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -215,90 +211,3 @@ def test_without_weight_a_step_has_no_partners(everything):
     assert 0 in weights
     found = [batch.partner_labels is None for batch in batches(stream)]
     assert found == [weight == 0 for weight in weights]
-
-
-# The loss.
-
-LOSSES = {"cross_entropy": {"class_weights": (0.5, 2.0, 1.0)}, "dice": {}}
-
-
-def partner_batch(step):
-    """Labels of which other images are ignored than in `whole_batch`."""
-    _, labels = whole_batch(step + 100)
-    return labels.flip(0)
-
-
-def settings(kind, **train):
-    train = {"steps": 3, "precision": "float64"} | train
-    made = engine_config(loss={"kind": kind, **LOSSES[kind]}, **train)
-    return made.model_copy(update={"augment": AugmentConfig(mixup_alpha=4.0)})
-
-
-def mean_loss(made, logits, labels):
-    """The loss of the whole batch, written plainly."""
-    loss = made.loss
-    if loss.kind == "dice":
-        p, valid = logits.softmax(1), labels != IGNORE_INDEX
-        scores = []
-        for k in range(K):
-            q, g = p[:, k][valid], (labels == k)[valid].double()
-            if g.any():
-                scores.append(2 * (q * g).sum() / ((q * q).sum() + (g * g).sum()))
-        return 1 - torch.stack(scores).mean()
-    table = torch.tensor(loss.class_weights).double()
-    return F.cross_entropy(logits, labels, weight=table, ignore_index=IGNORE_INDEX)
-
-
-def plain_losses_and_weights(made):
-    train, optim = made.train, made.optim
-    model = new_state(made).model
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=1e-4)
-    mean, std = (torch.tensor(x).double().view(3, 1, 1) for x in (made.data.mean, made.data.std))
-    found = []
-    for step in range(train.steps):
-        images, labels = whole_batch(step)
-        m = seed.mixup_weight(made.seed, step, 4.0) / 256
-        assert m > 0
-        optimizer.param_groups[0]["lr"] = optim.lr * (1 - step / train.steps) ** 0.9
-        optimizer.zero_grad()
-        both = model((images.double() - mean) / std)
-        out, aux = (
-            (1 - m) * mean_loss(made, logits, labels.long())
-            + m * mean_loss(made, logits, partner_batch(step).long())
-            for logits in both
-        )
-        (out + 0.4 * aux).backward()
-        optimizer.step()
-        found.append((out.item(), aux.item()))
-    return found, model.state_dict()
-
-
-def trained_losses_and_weights(made):
-    train, state = made.train, new_state(made)
-    rows = indices_of_rank(N, train.accumulate_steps, 0, 1)
-
-    def parts():
-        for step in range(train.steps):
-            images, labels = whole_batch(step)
-            for mine in map(list, rows):
-                partners = partner_batch(step)[mine]
-                yield Batch(images[mine], labels[mine], ["x"] * len(mine), partners)
-
-    sync = StepSync(lambda: False)
-    steps = train_steps(state, parts(), made, device=CPU, indices=rows, step_sync=sync)
-    return [(r.loss.item(), r.aux_loss.item()) for r in steps], weights(state)
-
-
-CASES = {
-    "two microbatches": settings("cross_entropy", accumulate_steps=2),
-    "three virtual ranks": settings("dice", virtual_ranks=3),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_mixup_is_the_blend_of_both_losses_over_the_whole_batch(name):
-    wanted, weights_then = plain_losses_and_weights(CASES[name])
-    found, weights_now = trained_losses_and_weights(CASES[name])
-    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=0)
-    for key, value in weights_then.items():
-        torch.testing.assert_close(weights_now[key], value, rtol=1e-9, atol=1e-12, msg=key)
