@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 from math import nan
-from pathlib import Path
 
 import pytest
 from experiments import (
@@ -308,35 +307,3 @@ def curves(directory):
 
 
 TIMELESS = ("step", "train/loss", "train/aux_loss", "train/grad_norm", "train/lr")
-
-
-@pytest.mark.fault(31, 39)
-def test_mistakes_at_a_resumption_are_refused_on_every_rank(run_ranks, tmp_path, data):
-    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
-    run = tmp_path / "run"
-    assert run_ranks(1, train, config, run) == [0]
-    assert json.loads((run / "environment.json").read_text())["devices"] == ["cpu"]
-
-    def refused(resume=True):
-        first, second = run_ranks(2, refusal, train, config, run, resume)
-        assert first == second
-        return first
-
-    kind, code, said = refused(resume=False)
-    assert (kind, code) == ("ConfigError", 2)
-    assert "holds a run already" in said
-
-    classes = Path(data / "classes.yaml")
-    before = classes.read_text()
-    classes.write_text(before.replace("water, sand", "sand, water"))
-    kind, code, said = refused()
-    classes.write_text(before)
-    assert (kind, code) == ("ConfigError", 2)
-    assert "class file: 4 classes there, 4 now; class 2 is water there, sand now" in said
-
-    for name in ("last.pt", "previous.pt"):
-        path = run / "checkpoints" / name
-        path.write_bytes(path.read_bytes()[:5000])
-    kind, code, said = refused()
-    assert (kind, code) == ("CheckpointError", 4)
-    assert "last.pt: damaged" in said
