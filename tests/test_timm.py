@@ -61,35 +61,6 @@ def test_features_are_those_of_timm(name, output_stride):
         assert a.shape[1] == channels
 
 
-def first_gradients(name, sizes, rank_images):
-    """Loss and gradients of a step of training on this rank's part of a batch, summed."""
-    from segtrain.distributed import collectives as dist
-
-    torch.manual_seed(0)
-    backbone = lively(build_backbone(config_of(name), norm=SyncBatchNorm2d)).double().train()
-    start = sum(sizes[: dist.rank()])
-    features = backbone(rank_images[start : start + sizes[dist.rank()]])
-    loss = sum(f.square().sum() for f in features)
-    loss.backward()
-    gradients = {k: dist.all_reduce_sum(p.grad) for k, p in backbone.named_parameters()}
-    return dist.all_reduce_sum(loss.detach()), gradients, backbone.state_dict()
-
-
-def test_ranks_have_the_statistics_and_gradients_of_the_whole_batch(run_ranks):
-    name, whole = EFFICIENTNET, images(4, 3, 64, 96)
-    torch.manual_seed(0)
-    reference = lively(build_backbone(config_of(name), norm=nn.BatchNorm2d)).double().train()
-    loss = sum(f.square().sum() for f in reference(whole))
-    loss.backward()
-    for result in run_ranks(2, first_gradients, name, (1, 3), whole):
-        torch.testing.assert_close(result[0], loss.detach(), rtol=1e-9, atol=0)
-        for key, parameter in reference.named_parameters():
-            close = torch.allclose(result[1][key], parameter.grad, rtol=1e-6, atol=1e-8)
-            assert close, key
-        for key, value in reference.state_dict().items():
-            torch.testing.assert_close(result[2][key], value, rtol=1e-9, atol=1e-9)
-
-
 def test_a_trained_run_is_evaluated_and_exported(data, tmp_path, capsys):
     sizes = {"augment": {"crop_size": [33, 41]}, "train": {"steps": 1, "precision": "float32"}}
     options = experiment(data, model={"backbone": f"timm/{REGNET}"}, **sizes)
