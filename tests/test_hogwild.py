@@ -1,11 +1,9 @@
-"""train.parallel hogwild, and the tool that compares it with ranks that wait for each other."""
+"""train.parallel hogwild: processes that share their weights and do not wait for each other."""
 
-import json
 import os
 import signal
 from typing import NamedTuple
 
-import hogwild
 import pytest
 import torch
 from experiments import curve, experiment, last, refusal, sections, train, write_config
@@ -223,15 +221,3 @@ def test_processes_divide_the_learning_rate_and_the_images(tmp_path, data):
     assert "6 images are not alike many for 4 processes" in found
     (found,) = batch_findings(settings, 6, 6)
     assert "use at least 12 (train.parallel: hogwild, 6 processes)" in found
-
-
-def test_the_tool_compares_both_ways(tmp_path, data):
-    file = config(data, tmp_path, "sync", steps=4)
-    written = tmp_path / "rows.json"
-    arguments = ["--evaluations", "2", "--precise-batches", "1", "--json", str(written)]
-    assert hogwild.main([str(file), *arguments]) == 0
-    rows = [hogwild.Row(**row) for row in json.loads(written.read_text())]
-    pairs = [(way, images) for way in ("sync", "hogwild") for images in (8, 16)]
-    assert [(row.way, row.images) for row in rows] == pairs
-    assert all(0 <= row.lost < 0.5 * (row.way == "hogwild") + 1e-9 for row in rows)
-    assert all(0 <= row.mean_iou <= 1 < 1 + row.mean_error * row.var_error for row in rows)

@@ -10,7 +10,6 @@ import pytest
 
 from segtrain.data.read.classes import load_class_file
 from segtrain.errors import DataError
-from segtrain.synthetic.canvas import Camera, Canvas
 from segtrain.synthetic.scene import draw_scene
 from segtrain.synthetic.write import main, write_dataset
 
@@ -57,21 +56,6 @@ def test_a_small_set_holds_every_class_of_the_demo_and_something_to_ignore():
         assert np.array_equal(single, np.isin(label, (24, 26, 28)))
         several += len(np.unique(instances[label == 26])) > 1
     assert several > 1
-
-
-def upright(left: float, right: float, z: float) -> np.ndarray:
-    """A rectangle from the ground to eye height; x is given in pixels."""
-    x = (np.array([left, right, right, left]) - 30.0) * z / 50.0
-    return np.stack((x, (0.0, 0.0, 1.5, 1.5), np.full(4, z)), 1)
-
-
-def test_what_is_painted_later_covers_label_and_image():
-    camera = Camera(size=(40, 60), focal_px=50.0, center_x=30.0, horizon_y=15.0, height_m=1.5)
-    canvas = Canvas(camera, air=np.zeros(3), clear_m=np.inf)
-    canvas.fill(upright(5, 20, z=5.0), np.float32((10, 20, 30)), 11)
-    canvas.fill(upright(13, 28, z=4.0), np.float32((200, 100, 50)), 26)
-    assert canvas.label[[20, 20, 10, 37], [7, 16, 7, 50]].tolist() == [11, 26, 0, 0]
-    assert canvas.image[20, [7, 16]].tolist() == [[10, 20, 30], [200, 100, 50]]
 
 
 def test_files_have_the_names_and_places_of_cityscapes(written):
