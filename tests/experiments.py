@@ -141,10 +141,24 @@ def stopped_after(
     rank: int = 0,
 ) -> int:
     """As `train`; after `step` updates a signal reaches `rank`."""
-    from segtrain.commands.train import loop as command
+    _signal_after(step, number, rank)
+    return train(config, directory, resume)
+
+
+def train_member(arguments: list[str], stop_after: int | None = None) -> int:
+    """`segtrain ARGUMENTS` in this rank; SIGTERM reaches it after some step."""
+    from segtrain import cli
+
+    multiprocessing.set_start_method(None, force=True)
+    _signal_after(stop_after, signal.SIGTERM, 0)
+    return cli.main(arguments)
+
+
+def _signal_after(step: int | None, number: int, rank: int) -> None:
+    from segtrain.commands.train import loop
     from segtrain.distributed import collectives as dist
 
-    whole = command.train_steps
+    whole = loop.train_steps
 
     def train_steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
         for result in whole(*args, **kwargs):
@@ -152,26 +166,7 @@ def stopped_after(
                 os.kill(os.getpid(), number)
             yield result
 
-    command.train_steps = train_steps
-    return train(config, directory, resume)
-
-
-def train_member(arguments: list[str], stop_after: int | None = None) -> int:
-    """`segtrain ARGUMENTS` in this rank; SIGTERM reaches it after some step."""
-    from segtrain import cli
-    from segtrain.commands.train import loop
-
-    multiprocessing.set_start_method(None, force=True)
-    whole = loop.train_steps
-
-    def train_steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        for result in whole(*args, **kwargs):
-            if result.step == stop_after:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield result
-
     loop.train_steps = train_steps
-    return cli.main(arguments)
 
 
 def signalled_in_evaluation(
