@@ -89,18 +89,12 @@ CASES = {
         MMSEG,
         _mmseg(pspnet_r18),
     ),
-    "pspnet_r18 of smp": Case(
-        {**_PSPNET, "variant": "smp", "aux_head": False},
-        SMP,
-        _smp_pspnet,
-    ),
+    "pspnet_r18 of smp": Case({**_PSPNET, "variant": "smp", "aux_head": False}, SMP, _smp_pspnet),
     "deeplabv3plus_mnv2 of mmseg": Case(
         {**_DEEPLAB, "variant": "mmseg"}, MMSEG, _mmseg(deeplabv3plus_mnv2)
     ),
     "deeplabv3plus_mnv2 of smp": Case(
-        {**_DEEPLAB, "variant": "smp", "aux_head": False},
-        SMP,
-        _smp_deeplab,
+        {**_DEEPLAB, "variant": "smp", "aux_head": False}, SMP, _smp_deeplab
     ),
 }
 
@@ -147,7 +141,4 @@ def work(contender: str, case: Case, size: tuple[int, int]) -> dict[str, float]:
             model.auxiliary_head(features)
         else:
             model(x)
-    return {
-        "weights": num_weights(model),
-        "gflop": 3 * counter.get_total_flops() / images / 1e9,
-    }
+    return {"weights": num_weights(model), "gflop": 3 * counter.get_total_flops() / images / 1e9}

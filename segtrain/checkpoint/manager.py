@@ -11,14 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from segtrain import files
-from segtrain.checkpoint.format import (
-    BEST,
-    LAST,
-    Checkpoint,
-    load,
-    num_bytes,
-    write_temporary,
-)
+from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, num_bytes, write_temporary
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
 from segtrain.files.manifest import MANIFEST, Entry

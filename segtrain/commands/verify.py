@@ -111,10 +111,7 @@ def _config(run: Path, overrides: Sequence[str]) -> Config:
 
 
 def _plan(
-    run: Path,
-    steps: tuple[int | None, int | None],
-    num_steps: int,
-    receipts: dict[int, Receipt],
+    run: Path, steps: tuple[int | None, int | None], num_steps: int, receipts: dict[int, Receipt]
 ) -> Plan:
     """The plan for the first and last of `steps`; puts the receipts of the run into `receipts`.
 

@@ -10,12 +10,7 @@ from segtrain.config.experiment import (
     LossTerm,
     config_schema,
 )
-from segtrain.config.loading import (
-    config_to_yaml,
-    load_config,
-    override_config,
-    parse_config,
-)
+from segtrain.config.loading import config_to_yaml, load_config, override_config, parse_config
 from segtrain.config.model import ModelConfig, NormConfig
 from segtrain.config.optim import LayerRule, OptimConfig, ScheduleConfig
 from segtrain.config.train import TrainConfig

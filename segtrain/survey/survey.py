@@ -30,11 +30,7 @@ from segtrain.survey.names import Legend, read_legend
 from segtrain.survey.pairing import FileName, Matches
 from segtrain.text import first_of
 
-_ROLES = {
-    "made": pairing.MADE_WORDS,
-    "image": pairing.IMAGE_WORDS,
-    "label": pairing.LABEL_WORDS,
-}
+_ROLES = {"made": pairing.MADE_WORDS, "image": pairing.IMAGE_WORDS, "label": pairing.LABEL_WORDS}
 
 
 @dataclass(frozen=True)

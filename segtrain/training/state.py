@@ -37,12 +37,7 @@ class ModelWithLoss(nn.Module):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        criterion: SegLoss,
-        train: TrainConfig,
-        *,
-        recompute: bool = False,
+        self, model: nn.Module, criterion: SegLoss, train: TrainConfig, *, recompute: bool = False
     ) -> None:
         super().__init__()
         self.model = model
@@ -72,11 +67,7 @@ class ModelWithLoss(nn.Module):
         return torch.stack([self.criterion(logits, one_set) for one_set in labels])
 
     def _recomputed(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        dropout: DropoutMasks,
-        on_logits: OnLogits | None,
+        self, images: Tensor, labels: Tensor, dropout: DropoutMasks, on_logits: OnLogits | None
     ) -> Tensor:
         """As `forward`, with each head's logits at full size and its loss `recomputed`."""
         size = images.shape[-2:]

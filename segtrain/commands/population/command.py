@@ -8,14 +8,7 @@ from pathlib import Path
 from segtrain import files
 from segtrain.commands.config import load_named, show_warnings
 from segtrain.commands.population import history as record
-from segtrain.commands.population.history import (
-    FACTORS,
-    FILE,
-    History,
-    read,
-    times,
-    with_options,
-)
+from segtrain.commands.population.history import FACTORS, FILE, History, read, times, with_options
 from segtrain.commands.population.training import EXPERIMENT, Population
 from segtrain.config import Config, config_to_yaml, override_config
 from segtrain.config.experiment import wrong_units

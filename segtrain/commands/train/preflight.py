@@ -18,11 +18,7 @@ from segtrain.data.sample.loader import bytes_in_flight, first_workers
 from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import (
-    SHARED_MEMORY,
-    free_shared_memory,
-    semaphore_problem,
-)
+from segtrain.distributed.machine import SHARED_MEMORY, free_shared_memory, semaphore_problem
 from segtrain.distributed.partition import batch_findings, smallest_batch
 from segtrain.errors import ConfigError, MemoryLimitError
 from segtrain.models.memory import training_finding, window_finding

@@ -117,9 +117,7 @@ class TrainContext:
         """For the receipts of the steps; `weights_due(step)` says when to hash the weights."""
         stream = self.stream()
         return ReceiptMeter(
-            self.state,
-            names=lambda step: stream.names_of_step(step - 1),
-            weights_due=weights_due,
+            self.state, names=lambda step: stream.names_of_step(step - 1), weights_due=weights_due
         )
 
 

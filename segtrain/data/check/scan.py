@@ -154,11 +154,7 @@ def scan_split(
     """
     total = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
     sample_size = max(_MIN_SAMPLE, _SAMPLE // len(dataset)) if measure else 0
-    settings = {
-        "classes": dataset.classes,
-        "form": dataset.form,
-        "sample_size": sample_size,
-    }
+    settings = {"classes": dataset.classes, "form": dataset.form, "sample_size": sample_size}
     if isinstance(dataset, PackedDataset):
         settings |= {"shards": dataset.shards, "compare": compare and dataset.source_is_there}
         work = partial(_scan_packed, **settings)

@@ -200,11 +200,7 @@ def start_process() -> None:
 
 
 def _fill_one(
-    task: tuple[Place, Pair],
-    directory: Path,
-    data: DataConfig,
-    classes: ClassFile,
-    form: ImageForm,
+    task: tuple[Place, Pair], directory: Path, data: DataConfig, classes: ClassFile, form: ImageForm
 ) -> PackedImage | str:
     """Writes the rows of one image; returns its record, or why it cannot be used."""
     place, pair = task

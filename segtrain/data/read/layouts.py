@@ -163,11 +163,7 @@ def instance_files(data: DataConfig, pairs: Sequence[Pair]) -> list[Path]:
 
 
 def _mirrored(
-    root: Path,
-    labelled: bool,
-    images: tuple[str, str],
-    labels: tuple[str, str],
-    **ends: str,
+    root: Path, labelled: bool, images: tuple[str, str], labels: tuple[str, str], **ends: str
 ) -> Listing:
     """A split in two folders of the same form, each given as a folder below `root` and a split.
 
@@ -284,13 +280,11 @@ LAYOUTS: dict[str, Layout] = {
         lambda root, data, split: ("images", "labels", split, f"{split}annot", f"{split}_labels"),
     ),
     "voc": Layout(
-        _voc,
-        lambda *_: ("JPEGImages", "SegmentationClass", "SegmentationClassAug", "ImageSets"),
+        _voc, lambda *_: ("JPEGImages", "SegmentationClass", "SegmentationClassAug", "ImageSets")
     ),
     "ade20k": Layout(_ade20k, lambda *_: ("images", "annotations")),
     "folders": Layout(
-        _folders,
-        lambda root, data, split: (data.images_dir, data.labels_dir or _LABELS_DIR),
+        _folders, lambda root, data, split: (data.images_dir, data.labels_dir or _LABELS_DIR)
     ),
     "list": Layout(_list, lambda *_: ()),
 }

@@ -240,10 +240,7 @@ class TrainStream(Dataset):
         if rng.random() >= prob:
             return None
         pick = draw_partner(
-            rng,
-            len(self.dataset.pairs),
-            avoid=source.pick.index,
-            class_uniform=self.class_uniform,
+            rng, len(self.dataset.pairs), avoid=source.pick.index, class_uniform=self.class_uniform
         )
         return Source(pick, rng)
 

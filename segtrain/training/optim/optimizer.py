@@ -45,10 +45,7 @@ class WeightAverage:
 
 
 def build_optimizer(
-    model: nn.Module,
-    config: Config,
-    *,
-    start: InitialWeights | None = None,
+    model: nn.Module, config: Config, *, start: InitialWeights | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of the config; `set_learning_rate` gives it a rate before every step.
 
@@ -100,10 +97,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def _pull(
-    config: Config,
-    points: dict[nn.Parameter, Tensor],
-    optimizer: torch.optim.Optimizer,
-    *_: Any,
+    config: Config, points: dict[nn.Parameter, Tensor], optimizer: torch.optim.Optimizer, *_: Any
 ) -> None:
     """The decay that torch's `weight_decay` cannot do; s is 0 or the starting weight.
 
