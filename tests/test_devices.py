@@ -22,13 +22,11 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 35000
 Exception raised from create at ../torch/csrc/x.cpp:1 (most recent call first):
 frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x98
 """
-SYSTEM = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled system error
-ncclSystemError: System call (e.g. socket, malloc) or external library call failed.
+SYSTEM = """NCCL error in: ../torch/x.cpp:77, unhandled system error\nncclSystemError: System call
 Last error:
 Error while creating shared memory segment /dev/shm/nccl-GyHpWD (size 9637888)
 """
-REMOTE = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:77, remote process exited
-ncclRemoteError: A call failed possibly due to a network error or a remote process exiting.
+REMOTE = """NCCL error in: ../torch/x.cpp:77, remote process exited\nncclRemoteError: A call failed
 Last error:
 socketProgress: Connection closed by remote peer node2
 """

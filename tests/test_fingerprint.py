@@ -462,11 +462,6 @@ def test_eval_warns_of_other_data_than_those_of_the_training(run, score, data, t
             "ground, sand, water; new, from random numbers: tree; only there: plant",
         ),
         (
-            ("ground", "dry-sand", "sand", "a", "b"),
-            [0, None, 3, None, None],
-            "ground, sand; new, from random numbers: dry-sand, a, b; only there: plant, water",
-        ),
-        (
             ("a", "b", "c", "d"),
             [None] * 4,
             "none; new, from random numbers: a, b, c, d; only there: ground, plant, water, sand",

@@ -22,7 +22,7 @@ from segtrain.data.sample.stream import blend
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import ConfigError, DataError
 from segtrain.models import build_model
-from segtrain.models.blocks import normalize
+from segtrain.models.blocks import Normalize, normalize
 from segtrain.models.stem import widened
 from segtrain.run.pictures import as_rgb
 from segtrain.survey.contents import image_facts
@@ -214,6 +214,19 @@ def test_one_scale_makes_units_of_255_before_mean_and_std(dtype, value_range, fa
     form = ImageForm(2, np.dtype(dtype), value_range, mean)
     filled = (np.array(form.fill, float) + shift) * factor
     np.testing.assert_allclose(filled, mean, atol=0 if dtype == np.float32 else factor / 2 + 1e-9)
+
+
+def test_the_module_normalizes_bytes_and_floats_alike_and_keeps_type_and_layout():
+    mean, std = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+    images = torch.from_numpy(values(3, np.uint8, 255)).permute(2, 0, 1)[None]  # channels last
+    module = Normalize(mean, std)
+    assert torch.equal(module(images), normalize(images, mean, std))
+    assert torch.equal(module(images.float()), module(images))
+    assert not module.state_dict()
+    found = module.double()(images)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    expected = normalize(images, mean, std, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # of the type too
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4, 13])
