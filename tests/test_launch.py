@@ -60,7 +60,7 @@ def environ(monkeypatch):
 )
 def test_a_rank_is_told_by_its_environment(environ, found, is_rank):
     environ.update(found)
-    assert adopt_environment(environ) == is_rank
+    assert adopt_environment() == is_rank
 
 
 def without(found, *names):
@@ -83,13 +83,13 @@ def without(found, *names):
 def test_half_an_environment_is_refused(environ, found, said):
     environ.update(found)
     with pytest.raises(ConfigError, match=said):
-        adopt_environment(environ)
+        adopt_environment()
 
 
 def test_a_task_of_srun_becomes_a_rank(environ, monkeypatch):
     monkeypatch.setattr(slurm, "_first_host", lambda nodes: {"node[7-8]": "node7"}[nodes])
     environ.update(SRUN)
-    assert adopt_environment(environ)
+    assert adopt_environment()
     assert {name: environ[name] for name in [*TORCHRUN, "LOCAL_WORLD_SIZE"]} == {
         "RANK": "5",
         "WORLD_SIZE": "7",

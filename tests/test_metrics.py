@@ -126,6 +126,12 @@ def test_values_out_of_range_are_refused_and_nothing_is_counted(pred, label, mes
     assert matrix.counts.sum() == 0
 
 
+@pytest.mark.parametrize("num_classes", [0, 256])
+def test_numbers_of_classes_that_bytes_cannot_hold_are_refused(num_classes):
+    with pytest.raises(ValueError, match="num_classes"):
+        ConfusionMatrix(num_classes)
+
+
 def test_scores_for_json_and_scalars_have_no_nan():
     scores = scores_of([[3, 1, 0], [0, 0, 0], [0, 0, 0]])
     text = json.dumps(scores.to_dict(NAMES), allow_nan=False)

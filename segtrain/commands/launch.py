@@ -8,7 +8,6 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -41,12 +40,13 @@ verify = partial(_on_this_machine, "verify:run_verify")
 bench = partial(_on_this_machine, "bench:run_bench")
 
 
-def adopt_environment(environ: Mapping[str, str] = os.environ) -> bool:
+def adopt_environment() -> bool:
     """Whether this process is a rank already; srun's variables are translated into torch's."""
+    environ = os.environ
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         if not slurm.is_task(environ):
             return False
-        os.environ.update(slurm.variables(environ))
+        environ.update(slurm.variables(environ))
         return True
     missing = [name for name in _GROUP_VARIABLES if name not in environ]
     if missing:
