@@ -72,13 +72,11 @@ SUCH_AS = "such as 'classes: [background, crack]'"
             ],
         ),
         (
-            "classes:\n- {name: a, color: [256, 0, 0]}\n- {name: b, ids: [-1]}\n- {nam: c}\n- 5\n",
+            "classes:\n- {name: a, color: [256, 0, 0]}\n- {nam: c}\n",
             [
                 "2: classes[0].color[0]: must be less than or equal to 255, got 256",
-                "3: classes[1].ids[0]: must be greater than or equal to 0, got -1",
-                "4: classes[2].name: is required",
-                "4: classes[2].nam: unknown key; did you mean 'name'?",
-                "5: classes[3]: must be keys and values, got 5",
+                "3: classes[1].name: is required",
+                "3: classes[1].nam: unknown key; did you mean 'name'?",
             ],
         ),
         ("- a\n- b\n", [f"1: a list at the top; expected keys and values, {SUCH_AS}"]),
