@@ -372,6 +372,7 @@ def test_mmsegmentations_logits_are_those_of_the_converted_model(mmseg_model, cl
     [
         ("type='ResNet'", "type='ResNeXt'", "backbone.type: expected 'ResNet' or 'ResNetV1c' or"),
         ("depth=18", "depth=50", "'resnet50', and the keys are those of resnet18"),
+        ("'pytorch'", "'caffe'", "backbone.style: expected 'pytorch', found 'caffe'"),
         ("(1, 1, 1, 1)", "(1, 1, 2, 4)", "dilates only stages without a stride"),
         (
             "dilations=(1, 1, 1, 1), norm_cfg=dict(requires_grad=True, type='SyncBN'),\n"
@@ -387,6 +388,9 @@ def test_mmsegmentations_logits_are_those_of_the_converted_model(mmseg_model, cl
         ("in_index=3", "conv_cfg=dict(type='ConvWS')", "conv_cfg: expected None or {'type': 'Conv"),
         ("in_index=3", "scale=2", "decode_head.scale: 2: segtrain does not know this key"),
         ("bgr_to_rgb=True", "bgr_to_rgb=False", "expected one normalization, with RGB images"),
+        ("bgr_to_rgb=True", "gamma=2", "data_preprocessor.gamma: 2"),
+        ("'slide'", "'other'", "test_cfg.mode: expected 'whole' or 'slide', found 'other'"),
+        ("type='EncoderDecoder'", "neck=dict(type='FPN')", "model.neck: expected None"),
         ("corners=True", "corners='False'", "decode_head.align_corners: expected False or True"),
         ("decode_head=dict(", f"{AUXILIARY} decode_head=dict(", "head.dilation: expected 1, fo"),
         ("work_dir", f"test_pipeline = [{V0_NORMALIZE}]\nw", "found 2: "),
