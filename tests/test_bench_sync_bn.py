@@ -119,7 +119,7 @@ def test_interval_of_a_median_lies_between_order_statistics(count, low, high):
 
 def test_steps_of_training_are_timed(ranks):
     times = {name: len(values) for name, values in ranks[0]["steps"].items()}
-    assert times == {"sync": 1, "local": 1, "nn.BatchNorm2d": 1}
+    assert times == {"sync": 1, "images": 1, "nn.BatchNorm2d": 1}
 
 
 def test_command_without_a_name_measures_layers(run_ranks, tmp_path, monkeypatch, capsys):

@@ -221,12 +221,12 @@ def test_variants_are_those_of_the_whole_batch(run_ranks, tmp_path, data, name):
 @pytest.mark.parametrize(
     ("sections", "tolerance"),
     [
-        # Statistics of each rank are merged outside of the graph.
-        ({"norm": {"kind": "local", "running": "pooled"}, "train": {}}, 1e-10),
+        # Running statistics follow outside of the graph. 3 + 3 images: the second group has both.
+        ({"norm": {"images": 2}, "train": {"batch_size": 6}}, 1e-10),
         # float32 would be 4e-3 away.
         pytest.param({"train": {"precision": "bfloat16"}}, 2e-3, marks=pytest.mark.slow),
     ],
-    ids=["local", "bfloat16"],
+    ids=["groups of images", "bfloat16"],
 )
 def test_a_compiled_step_is_the_uncompiled_one(run_ranks, tmp_path, data, sections, tolerance):
     options = experiment(data, **sections | {"train": {"steps": 3} | sections["train"]})

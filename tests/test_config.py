@@ -280,7 +280,10 @@ def test_the_schema_describes_every_option():
             "augment.color_prob: has no effect with brightness 0 and contrast 0 and saturation 0 a",
         ),
         ("train.shares=3 train.compile=true", "train.shares: 3 cannot go with compile true"),
-        ("norm.kind=local train.shares=3", "norm.kind: local cannot go with train.shares 3"),
+        (
+            "norm.images=2 train.parallel=hogwild",
+            "norm.images: 2 cannot go with train.parallel hogwild",
+        ),
         ("model.recompute=blocks train.compile=true", "model.recompute: blocks cannot go with tr"),
     ],
 )

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
-from segtrain.norm import cuda_kernels, make_norm, sync_running_stats
+from segtrain.norm import cuda_kernels, make_norm, placed, sync_running_stats
 from segtrain.training.losses import SegLoss
 from segtrain.training.state import ModelWithLoss
 from segtrain.training.step_sync import StepSync
@@ -42,7 +42,7 @@ def backward_pass(settings, watch):
     images, labels = fake_batch("meta")
     channels = model.dropout_channels
     masks = DropoutMasks(*(torch.ones(2, c, 1, 1, device="meta") for c in channels))
-    with watch:
+    with watch, placed([2] * RANKS):
         sums = module(images.contiguous(memory_format=torch.channels_last), labels[None], masks)
         totals = StepSync(lambda: False).reduce(sums)
         sync_running_stats(model)
@@ -70,11 +70,9 @@ def test_a_backward_pass_launches_and_sends_what_it_did(meta, row, launches):
     assert [p.grad.stride() for p in built.parameters()] == [p.stride() for p in built.parameters()]
 
 
-@pytest.mark.parametrize(
-    "norm", [NORMS[0], *NORMS[4:]], ids=lambda norm: "-".join(map(str, norm.values()))
-)
+@pytest.mark.parametrize("norm", NORMS[1:], ids=lambda norm: "-".join(map(str, norm.values())))
 def test_no_norm_makes_the_backward_pass_wait(meta, norm):
-    start = {"init_from": "weights"} if norm["kind"] == "frozen" else {}
+    start = {"init_from": "weights"} if norm == {"kind": "frozen"} else {}
     built = backward_pass(config(norm=norm, train=start), meta)
     assert all(p.grad is not None for p in built.parameters())
 

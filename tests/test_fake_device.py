@@ -10,7 +10,7 @@ from fake_device import RANKS, config, fake_batch, fake_model, fake_ranks
 
 from segtrain.distributed import collectives as dist
 from segtrain.models.precision import autocast_dtype, dtype_of
-from segtrain.norm import SyncBatchNorm, sync_running_stats, tracked_together
+from segtrain.norm import SyncBatchNorm, placed, sync_running_stats, tracked_together
 from segtrain.training.losses import SegLoss
 from segtrain.training.state import ModelWithLoss
 from segtrain.training.step_sync import StepSync
@@ -59,7 +59,7 @@ def forward_pass(settings, watch, monkeypatch):
     for norm in norms:
         if isinstance(norm, SyncBatchNorm):
             monkeypatch.setattr(norm, "_check_input_dim", lambda x: types.add(x.dtype))
-    with watch:
+    with watch, placed([2] * RANKS):
         with tracked_together():
             sums = module(images, labels[None], masks)
             totals = step_sync.reduce(sums)
@@ -71,9 +71,9 @@ def forward_pass(settings, watch, monkeypatch):
 
 
 NORMS = [
-    {"kind": "local"},
-    {"kind": "local", "running": "rank0"},
-    {"kind": "sync", "extent": 2, "running": "mean"},
+    {"images": 2},
+    {"images": 2, "running": "first"},
+    {"images": 4, "running": "sequential"},
     {"kind": "frozen"},
     {"kind": "group"},
 ]
@@ -81,7 +81,7 @@ NORMS = [
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: "-".join(map(str, norm.values())))
 def test_no_norm_makes_the_host_wait(fake, monkeypatch, norm):
-    start = {"init_from": "weights"} if norm["kind"] == "frozen" else {}
+    start = {"init_from": "weights"} if norm == {"kind": "frozen"} else {}
     model = {"arch": "deeplabv3plus"}
     settings = config(norm=norm, model=model, train={"precision": "bfloat16", **start})
     forward_pass(settings, fake, monkeypatch)

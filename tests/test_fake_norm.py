@@ -7,6 +7,7 @@ import torch
 from fake_device import stub_context
 
 from segtrain.norm.functional import NormInput, _SyncBatchNorms
+from segtrain.norm.groups import Sharing
 
 FORWARD = [
     "batch_norm_update_stats",
@@ -42,7 +43,7 @@ def both_passes(fake, inputs):
     context = stub_context([False, False, *[True] * 3 * len(inputs)])
     tensors = [t for layer in inputs for t in layer[:3]]
     grads = [torch.rand_like(layer.x) for layer in inputs]
-    run = partial(_SyncBatchNorms.forward, context, [layer.eps for layer in inputs], None)
+    run = partial(_SyncBatchNorms.forward, context, [layer.eps for layer in inputs], Sharing())
     back = partial(_SyncBatchNorms.backward, context, *grads, *[None] * 3 * len(inputs))
     with torch.no_grad():
         run(*tensors)

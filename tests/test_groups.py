@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
-from segtrain.norm import PartialBatchNorm2d, SyncBatchNorm2d, make_groups, make_norm
+from segtrain.norm import SyncBatchNorm2d, make_groups, make_norm, placed
 from segtrain.training.state import make_state
 
 C = 2
@@ -37,39 +37,41 @@ def recorded_calls():
 
 
 def calls_of_rank():
-    """For each extent, the calls of `new_group` at set-up; and those of two forward passes."""
+    """For each layer, the calls of `new_group` at set-up; and those of two forward passes."""
     calls = recorded_calls()
     machine = [i for i, size in enumerate(MACHINES) for _ in range(size)]
     here = machine[dist.rank()]
     os.environ["LOCAL_WORLD_SIZE"] = str(MACHINES[here])
     os.environ["LOCAL_RANK"] = str(dist.rank() - machine.index(here))
-    layers = {extent: PartialBatchNorm2d(C, extent=extent) for extent in range(1, WORLD + 2)}
-    layers["node"] = PartialBatchNorm2d(C, extent="node")
+    # Each rank has 3 images.
+    layers = {images: SyncBatchNorm2d(C, images=images) for images in (1, 3, 4, 6, 12)}
+    layers["node"] = SyncBatchNorm2d(C, process_group="node")
     mine = next(ranks for ranks in OWN if dist.rank() in ranks)
     layers["own"] = SyncBatchNorm2d(C, process_group=mine)
     layers["all"] = SyncBatchNorm2d(C)
     made = {}
-    for extent, layer in layers.items():
+    for name, layer in layers.items():
         dist._groups.clear()
-        make_groups(nn.Sequential(layer, nn.ReLU()))
-        made[extent] = list(calls)
-        calls.clear()
-        for _ in range(2):
-            layer(torch.randn(3, C, 2, 2))
+        with placed([3] * WORLD):
+            make_groups(nn.Sequential(layer, nn.ReLU()))
+            made[name] = list(calls)
+            calls.clear()
+            for _ in range(2):
+                layer(torch.randn(3, C, 2, 2))
         assert not calls
     return made
 
 
-# Of each extent, the groups of more than one rank that are not all.
-GROUPS = {2: [(0, 1), (2, 3)], 3: [(0, 1, 2)], "node": [(0, 1, 2)], "own": OWN}
+# Of each layer, the groups of more than one rank that are not all.
+GROUPS = {6: [(0, 1), (2, 3)], "node": [(0, 1, 2)], "own": OWN}
 
 
 def test_every_rank_makes_every_group_in_the_same_order(run_ranks):
     ranks = run_ranks(WORLD, calls_of_rank)
     assert all(made == ranks[0] for made in ranks)
     limit = timedelta(seconds=60)  # that of the ranks of the tests
-    for extent, calls in ranks[0].items():
-        assert calls == [(group, limit, False) for group in GROUPS.get(extent, [])], extent
+    for name, calls in ranks[0].items():
+        assert calls == [(group, limit, False) for group in GROUPS.get(name, [])], name
 
 
 @pytest.fixture
@@ -101,7 +103,8 @@ def test_training_makes_its_groups_at_set_up(nccl_like, monkeypatch):
     config = Config(
         model={"arch": "pspnet", "backbone": "resnet18", "head_channels": 8, "aux_channels": 8},
         data={"layout": "voc", "root": "nowhere", "classes": "voc"},
-        norm={"extent": 2},
+        norm={"images": 2},
+        train={"batch_size": 4},
     )
     model = build_model(config.model, num_classes=3, norm=make_norm(config.norm))
     make_state(model, config, torch.device("cpu"))

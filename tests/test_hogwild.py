@@ -216,8 +216,8 @@ def test_processes_divide_the_learning_rate_and_the_images(tmp_path, data):
     sets = [open_dataset(settings.data, split) for split in ("train", "val")]
     with pytest.raises(ConfigError, match="hogwild runs on CPUs only"):
         check_experiment(settings, *sets, device=torch.device("cuda"))
-    assert batch_findings(settings, 3, 3) == []
-    (found,) = batch_findings(settings, 4, 4)
+    assert batch_findings(settings, 3) == []
+    (found,) = batch_findings(settings, 4)
     assert "6 images are not alike many for 4 processes" in found
-    (found,) = batch_findings(settings, 6, 6)
+    (found,) = batch_findings(settings, 6)
     assert "use at least 12 (train.parallel: hogwild, 6 processes)" in found

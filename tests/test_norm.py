@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from segtrain.distributed import collectives as dist
 from segtrain.norm import (
-    PartialBatchNorm2d,
     SyncBatchNorm,
     SyncBatchNorm2d,
     convert,
@@ -471,8 +470,8 @@ def test_what_is_misspelt_is_refused():
     for group in ("world", [], object()):
         with pytest.raises(ValueError, match="process_group: expected a process group"):
             SyncBatchNorm2d(4, process_group=group)
-    with pytest.raises(TypeError, match="no process_group"):
-        PartialBatchNorm2d(4, process_group=[0])
+    with pytest.raises(TypeError, match="expected images or a process_group"):
+        SyncBatchNorm2d(4, process_group=[0], images=2)
 
 
 def test_a_converted_layer_can_be_given_another_group():

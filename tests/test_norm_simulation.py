@@ -17,7 +17,7 @@ from norm_simulation import (
 )
 
 from segtrain.distributed import collectives as dist
-from segtrain.norm import PartialBatchNorm2d, sync_running_stats
+from segtrain.norm import SyncBatchNorm2d, placed, sync_running_stats
 
 NUM_BATCHES = 4000
 
@@ -43,10 +43,11 @@ def test_simulated_statistics_have_the_exact_law(setting):
 
 def tracked(values):
     """Running means and variances of real layers, by kind, on this rank's part of `values`."""
-    layers = {kind: PartialBatchNorm2d(1, running=kind).double() for kind in ESTIMATES}
+    layers = {kind: SyncBatchNorm2d(1, images=1, running=kind).double() for kind in ESTIMATES}
     for step in values[dist.rank()].unbind(1):
         for layer in layers.values():
-            layer(step.view(1, 1, -1, 1))
+            with placed([1] * NUM_RANKS):
+                layer(step.view(1, 1, -1, 1))
             sync_running_stats(layer)
     return {kind: (one.running_mean.item(), one.running_var.item()) for kind, one in layers.items()}
 

@@ -5,7 +5,6 @@ from segtrain.distributed.partition import (
     batch_findings,
     parts_of_rank,
     shares_of_ranks,
-    smallest_batch,
 )
 
 DATA = "data: {layout: folders, root: /data, classes: voc}\n"
@@ -25,23 +24,8 @@ def config(text):
     ],
 )
 def test_every_rank_needs_an_image_in_every_microbatch(options, ranks, where, least):
-    found = batch_findings(config(f"train: {{batch_size: 8{options}}}"), ranks, ranks)
+    found = batch_findings(config(f"train: {{batch_size: 8{options}}}"), ranks)
     assert found == [f"train.batch_size: {where} without an image; use at least {least}"]
-
-
-def test_an_image_alone_has_no_statistics_after_global_pooling():
-    local = config("train: {batch_size: 5}\nnorm: {kind: local}\n")
-    assert batch_findings(local, 2, 2) == []
-    (finding,) = batch_findings(local, 3, 3)  # 2 + 2 + 1
-    assert "let at least 2 images share statistics (norm.kind: local, 3 ranks)" in finding
-
-
-def test_the_smallest_batch_of_each_extent():
-    sizes = {}
-    for extent in ("world", "node", 2):
-        norm = f"train: {{batch_size: 11}}\nnorm: {{extent: {extent}}}\n"
-        sizes[extent] = smallest_batch(config(norm), ranks=6, ranks_here=3)
-    assert sizes == {"world": 11, "node": 5, 2: 3}  # 2 + 2 + 2 + 2 + 2 + 1
 
 
 def test_ranks_take_whole_shares_which_are_the_same_for_any_number_of_ranks():

@@ -1,5 +1,7 @@
 """Recomputation: the same numbers with less memory, of a layer and of whole blocks."""
 
+from functools import partial
+
 import pytest
 import torch
 from memory import measure_step
@@ -8,7 +10,7 @@ from torch import nn
 from segtrain.config import Config, ModelConfig
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
-from segtrain.norm import PartialBatchNorm2d, SyncBatchNorm2d, norm_relu_conv
+from segtrain.norm import SyncBatchNorm2d, norm_relu_conv, placed
 
 X = torch.randn(5, 6, 7, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
 
@@ -59,14 +61,15 @@ def test_layers_of_other_kinds_and_evaluation_run_as_they_are():
 def model_step(recompute, options):
     torch.manual_seed(0)
     config = ModelConfig(**options, recompute=recompute, dropout=0.0)
-    norm = PartialBatchNorm2d if "stem" in options else SyncBatchNorm2d
+    norm = partial(SyncBatchNorm2d, images=1) if "stem" in options else SyncBatchNorm2d
     model = build_model(config, num_classes=3, norm=norm).double().train()
     if "stem" in options:
         model.to(memory_format=torch.channels_last)
     images = torch.randn(3, 3, 33, 25, generator=torch.Generator().manual_seed(2)).double()
     images = images[: 2 + dist.rank()] if dist.world_size() > 1 else images
-    out, aux = model(images)
-    (out.pow(3).mean() + (0.0 if aux is None else aux.square().mean())).backward()
+    with placed([3] if dist.world_size() == 1 else [2, 3]):
+        out, aux = model(images)
+        (out.pow(3).mean() + (0.0 if aux is None else aux.square().mean())).backward()
     return {
         "out": out.detach(),
         **{name: p.grad for name, p in model.named_parameters()},
@@ -96,7 +99,7 @@ def all_model_steps():
 def test_a_whole_model_has_the_same_outputs_gradients_and_buffers(run_ranks, ranks):
     """Blocks bit for bit: they repeat the same operations, collectives included.
 
-    With statistics of all ranks and of each alone, and in both layouts.
+    With statistics of all ranks and of each image alone, and in both layouts.
     """
     for models in run_ranks(ranks, all_model_steps):
         for plain, blocks, *norm in models:

@@ -103,7 +103,9 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
     monkeypatch.setattr(microbatches, "_forward_backward", forward_backward)
     monkeypatch.setattr(microbatches, "_loss_weights", lambda *_: [torch.ones(1)] * 2)
     sums = SimpleNamespace(collected=lambda last: nullcontext())
-    state = SimpleNamespace(shares=None, gradients=sums, model=nn.Identity(), wrapped=None)
+    state = SimpleNamespace(
+        shares=None, replicas=[], gradients=sums, model=nn.Identity(), wrapped=None
+    )
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     part = microbatches.LocalMicrobatch(images, images[None, :, 0], DropoutMasks())
     microbatches.accumulate_gradients(state, [part, part], config(), StepSync(lambda: False))

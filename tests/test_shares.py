@@ -127,6 +127,12 @@ CASES = {
             "precision": "float64",
         },
     },
+    # Shares of 3, 3 and 2 images, of which the second group of two has one in each.
+    "statistics over two images": {
+        "model": {"arch": "pspnet", "num_stages": 2, "output_stride": 8, "recompute": "norm"},
+        "norm": {"images": 2, "running": "sequential", "precise_batches": 1},
+        "train": {"batch_size": 8, "shares": 3},
+    },
     "group norm, float16": {
         "model": {"arch": "deeplabv3plus", "backbone": "mobilenet_v2"},
         "norm": {"kind": "group", "num_groups": 4},
@@ -135,7 +141,7 @@ CASES = {
     },
 }
 
-RANKS = dict(zip(CASES, [(2, 3), (3,), (2,), (3,), (2,), (2,), (2,)], strict=True))
+RANKS = dict(zip(CASES, [(2, 3), (3,), (2,), (3,), (2,), (2,), (2, 3), (2,)], strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,7 +1,7 @@
 """What synchronized batch norm costs: layer by layer, and in a training step.
 
     python tools/bench_sync_bn.py             # every way of communicating beside local batch norm
-    python tools/bench_sync_bn.py step        # a training step with synchronized and local ones
+    python tools/bench_sync_bn.py step        # a training step with other statistics beside
 
 Contenders take turns, in an order that rotates and reverses from round to round: a busy machine
 troubles all of them alike, so read the ratios. All ranks meet before each timed block, which takes
@@ -86,7 +86,7 @@ class UnsharedBatchNorm2d(SyncBatchNorm2d):
     """segtrain's layer with all its arithmetic, in a single process: it sends nothing."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return synchronized([(input, self)], None)[0]
+        return synchronized([(input, self)])[0]
 
 
 class TorchSyncBatchNorm2d(nn.BatchNorm2d):
@@ -235,11 +235,14 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
 def time_steps(
     device: torch.device, backbone: str, images: int, size: tuple[int, int], rounds: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of a training step with each kind of batch norm (collective)."""
+    """Milliseconds of a training step with each kind of batch norm (collective).
+
+    images: over those of each rank, as groups of so many.
+    """
     config = config_of(size, images * dist.world_size(), model={"backbone": backbone})
     norms = {
         "sync": make_norm(config.norm),
-        "local": make_norm(NormConfig(kind="local")),
+        "images": make_norm(NormConfig(images=images)),
         "nn.BatchNorm2d": nn.BatchNorm2d,
     }
     calls = {

@@ -1,9 +1,10 @@
 """Running statistics of several ranks on drawn data, beside their exact expectation and spread.
 
-Every step, k ranks see B values each. What is tracked (`norm.running`) is the mean and unbiased
-variance of rank 0, the mean over the ranks of both, or the mean and unbiased variance of all k B
-values together; the running statistics are the exponential average of that. The batch statistics
-are made by the functions that training uses. It takes 10 seconds.
+Every step, k ranks see B values each, and each normalizes by its own (`norm.images`). What is
+tracked (`norm.running`) is the mean and unbiased variance of the first rank, the mean over the
+ranks of both, or the mean and unbiased variance of all k B values together; the running statistics
+are the exponential average of that. The batch statistics are made by the functions that training
+uses. It takes 10 seconds.
 
     python tools/norm_simulation.py
 """
@@ -26,7 +27,7 @@ NUM_BATCHES = 10_000
 # What is left of the start (0, 1) after these is 1e-9 of it.
 BURN_IN = 200
 # As `norm.running` names them.
-ESTIMATES = ("rank0", "mean", "pooled")
+ESTIMATES = ("first", "mean", "pooled")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def batch_statistics(values: Tensor) -> dict[str, Statistics]:
     parts = [packed(mean, var, size) for mean, var in zip(means, biased, strict=True)]
     mean, var, whole_count = unpacked_moments(torch.stack(parts).sum(0))
     return {
-        "rank0": Statistics(means[0], unbiased_vars[0]),
+        "first": Statistics(means[0], unbiased_vars[0]),
         "mean": Statistics(means.mean(0), unbiased_vars.mean(0)),
         "pooled": Statistics(mean, unbiased(var, whole_count)),
     }
@@ -161,8 +162,8 @@ def exact(setting: Setting, name: str) -> Tracked:
     size, k = setting.batch_size, NUM_RANKS
     s2, b2 = SD**2, (setting.spread * SD) ** 2
     drawn2 = b2 if setting.redrawn else 0.0
-    ranks = 1 if name == "rank0" else k
-    center = float(setting.rank_means()[0]) if name == "rank0" and not setting.redrawn else MEAN
+    ranks = 1 if name == "first" else k
+    center = float(setting.rank_means()[0]) if name == "first" and not setting.redrawn else MEAN
     mean_var = (s2 / size + drawn2) / ranks
 
     n = k * size if name == "pooled" else size

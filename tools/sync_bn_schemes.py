@@ -52,7 +52,7 @@ class SchemeBatchNorm2d(SyncBatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         y, *moments = _SchemeFunction.apply(input, self.weight, self.bias, self.eps, self.scheme)
-        self._track(Moments(*moments))
+        self._track([Moments(*moments)], None)
         return y
 
 

@@ -24,6 +24,7 @@ from segtrain.config.section import (
     option,
 )
 from segtrain.config.train import TrainConfig
+from segtrain.text import counted
 
 LossKind = Literal["cross_entropy", "ohem", "dice", "focal", "lovasz", "boundary_relaxation"]
 
@@ -195,12 +196,7 @@ class Config(Section):
         yield from self._schedule_mistakes()
         by_batch = self.model.recompute != "norm" or norm.is_batch_norm
         yield from self._no_effect("model.recompute", by_batch, f"norm.kind {norm.kind}")
-        if norm.is_batch_norm and train.batch_size // train.accumulate_steps == 1:
-            yield (
-                "train.batch_size: a microbatch of one image has one value a channel after global "
-                "pooling, and batch norm needs two; use at least 2 images a microbatch "
-                "(batch_size / accumulate_steps)"
-            )
+        yield from self._norm_mistakes()
         for term in self.loss.terms if train.parallel == "hogwild" else ():
             if term.kind == "ohem" or (term.kind == "lovasz" and not term.lovasz_per_image):
                 yield (
@@ -219,6 +215,31 @@ class Config(Section):
                 "train.max_hours: cannot go with train.shares and norm.precise_batches: the "
                 "evaluation at its end changes running statistics, so a run that goes on would "
                 "not have the bits of one that never ended; set norm.precise_batches to null"
+            )
+
+    def _norm_mistakes(self) -> Iterator[str]:
+        """Images that share statistics beside those of a microbatch."""
+        train, norm = self.train, self.norm
+        if not norm.is_batch_norm:
+            return
+        images = train.batch_size // train.accumulate_steps
+        if images == 1 and self.model.pools_globally:
+            yield (
+                "train.batch_size: a microbatch of one image has one value a channel after global "
+                "pooling, and batch norm needs two; use at least 2 images a microbatch "
+                "(batch_size / accumulate_steps)"
+            )
+        elif norm.images == 1 and self.model.pools_globally:
+            yield (
+                "norm.images: one image has one value a channel after global pooling, and batch "
+                "norm needs two; use at least 2"
+            )
+        if norm.images != "all" and train.batch_size % (train.accumulate_steps * norm.images):
+            yield (
+                f"norm.images: the {train.batch_size} images of a batch cannot be divided into "
+                f"{counted(train.accumulate_steps, 'microbatch', 'microbatches')} with groups of "
+                f"{norm.images}; choose another number of images, train.batch_size or "
+                "train.accumulate_steps"
             )
 
     def _schedule_mistakes(self) -> Iterator[str]:

@@ -119,24 +119,30 @@ class ModelConfig(Section):
                 f"backbone {self.backbone}, got {list(self.multi_grid)}"
             )
 
+    @property
+    def pools_globally(self) -> bool:
+        """Whether a layer is normalized that has one value a channel for an image."""
+        return self.arch != "pspnet" or 1 in self.ppm_bins
+
 
 class NormConfig(Section):
     """Normalization: whose pixels make the statistics, and which ones are kept for evaluation."""
 
-    kind: Literal["sync", "local", "frozen", "group"] = option(
+    kind: Literal["sync", "frozen", "group"] = option(
         "sync",
-        "sync: batch norm over all ranks together, exactly; local: every rank its own "
-        "images; frozen: the running statistics of the weights training starts from, as constants; "
-        "group: GroupNorm, which knows no batch",
+        "sync: batch norm, synchronized exactly; frozen: the running statistics of the weights "
+        "training starts from, as constants; group: GroupNorm, which knows no batch",
     )
-    extent: Literal["world", "node"] | Positive = option(
-        "world",
-        "sync: the ranks that share statistics: all, those of one machine, or groups of this many",
+    images: Literal["all"] | Positive = option(
+        "all",
+        "sync: how many images share statistics: all of a microbatch; or this many neighbours in "
+        "it, on any number of ranks, as plain batch norm on devices with so many images each",
     )
-    running: Literal["rank0", "mean", "pooled"] = option(
+    running: Literal["pooled", "mean", "first", "sequential"] = option(
         "pooled",
-        "running statistics where not all ranks share theirs: of rank 0; the mean of "
-        "means and variances; or mean and variance of all values together",
+        "running statistics where not all images share theirs: mean and variance of all values "
+        "together; the mean of the groups' means and variances; those of the first group; or one "
+        "group after the other, as if each were a batch",
     )
     precise_batches: Positive | None = option(
         None,
@@ -152,10 +158,9 @@ class NormConfig(Section):
     eps: PositiveFloat = option(1e-5, "added to the variance")
 
     def _mistakes(self) -> Iterator[str]:
-        parted = self.kind == "local" or (self.kind == "sync" and self.extent != "world")
-        yield from self._no_effect("running", parted, f"kind {self.kind} over {self.extent}")
+        yield from self._no_effect("running", self.images != "all", "images all")
 
     @property
     def is_batch_norm(self) -> bool:
         """Whether batches are normalized by their own statistics."""
-        return self.kind in ("sync", "local")
+        return self.kind == "sync"

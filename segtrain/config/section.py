@@ -45,8 +45,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "aux_channels": "aux_head",
     },
     "NormConfig": {
-        "extent": "kind=sync",
-        "precise_batches momentum": "kind=sync kind=local",
+        "images precise_batches momentum": "kind=sync",
         "num_groups": "kind=group",
     },
     "AugmentConfig": {
@@ -128,22 +127,7 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "train.compile",
             "a compiled graph plans by itself what it computes again",
         ),
-        (
-            "norm.kind norm.extent",
-            "train.virtual_ranks",
-            "virtual ranks share the statistics of all; with others train.accumulate_steps is as "
-            "good",
-        ),
-        (
-            "norm.kind=local norm.extent",
-            "train.shares",
-            "the result would depend on the number of ranks",
-        ),
-        (
-            "norm.kind=local norm.extent",
-            "train.parallel",
-            "every process has statistics of its own",
-        ),
+        ("norm.images", "train.parallel", "every process has statistics of its own"),
         ("norm.precise_batches", "train.parallel", "its processes share running statistics"),
         (
             "optim.ema_decay optim.sam_rho optim.decoupled_decay",

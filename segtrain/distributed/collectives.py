@@ -243,16 +243,14 @@ def all_reduce_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
     def combine(parts: list[Tensor]) -> Tensor:
         if virtual.shares is None:
             return _sum_processes(reduce(torch.add, parts), group)
-        if group is not None:
-            raise RuntimeError("shares are added up over all ranks, not over a group of them")
-        return ordered_sum(torch.stack(parts), virtual.shares)
+        return ordered_sum(torch.stack(parts), virtual.shares, group)
 
     # Each virtual rank gets its own copy, so in-place edits cannot leak.
     return tensor.copy_(virtual.meet(tensor, combine))
 
 
-def ordered_sum(parts: Tensor, shares: Sequence[int]) -> Tensor:
-    """The sum of the parts of all ranks, added up in the order of shares. Collective.
+def ordered_sum(parts: Tensor, shares: Sequence[int], group: Group | None = None) -> Tensor:
+    """The sum of the parts of the ranks of `group`, added up in the order of shares. Collective.
 
     Additions of floating-point numbers give other bits in another order, or in other brackets. Here
     both are always the same, whichever rank has which share.
@@ -260,22 +258,24 @@ def ordered_sum(parts: Tensor, shares: Sequence[int]) -> Tensor:
     parts: (n, ...), one for each share of this rank.
     shares: how many each rank has, in the order of ranks.
     """
-    first, *others = _gather_parts(parts, shares)
+    first, *others = _gather_parts(parts, shares, group)
     total = first.clone()
     for part in others:
         total += part
     return total
 
 
-def _gather_parts(parts: Tensor, shares: Sequence[int]) -> Tensor:
-    """The `parts` (n, ...) of all ranks in the order of shares, (sum(shares), ...)."""
-    if len(shares) == 1:
+def _gather_parts(parts: Tensor, shares: Sequence[int], group: Group | None = None) -> Tensor:
+    """The `parts` (n, ...) of the ranks of `group` in the order of shares."""
+    if _num_processes(group) == 1:
         return parts
+    if group is not None:
+        shares = [shares[rank] for rank in group_ranks(group)]
     # All ranks must send equally much.
     most = max(shares)
     padded = parts.new_zeros(most, *parts.shape[1:])
     padded[: len(parts)] = parts
-    gathered = _gather_processes(padded).split(most)
+    gathered = _gather_processes(padded, group).split(most)
     return torch.cat([rows[:count] for rows, count in zip(gathered, shares, strict=True)])
 
 

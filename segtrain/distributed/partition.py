@@ -1,6 +1,6 @@
 """How ranks divide a batch. Imports no torch, so that a wrong batch size is refused at once."""
 
-from segtrain.config import Config
+from segtrain.config import Config, TrainConfig
 
 
 def partition(total: int, parts: int, index: int) -> range:
@@ -26,23 +26,31 @@ def shares_of_ranks(shares: int, ranks: int) -> list[int]:
     return [len(partition(shares, ranks, rank)) for rank in range(ranks)]
 
 
-def smallest_batch(config: Config, ranks: int, ranks_here: int) -> int:
-    """The fewest images over which batch norm takes its statistics in a microbatch.
+def microbatch_parts(train: TrainConfig, ranks: int) -> list[list[int]]:
+    """For each rank, the images in each of its parts of a microbatch that are computed apart.
 
-    ranks, ranks_here: on all machines together and on this one.
+    Of the first microbatch, if they differ.
     """
-    train, norm = config.train, config.norm
-    images = train.batch_size // train.accumulate_steps
-    extents = {"world": ranks, "node": ranks_here}
-    alone = norm.kind == "local" or train.parallel == "hogwild"
-    extent = 1 if alone else extents.get(norm.extent, norm.extent)
-    sizes = [len(partition(images, ranks, rank)) for rank in range(ranks)]
-    return min(sum(sizes[first : first + extent]) for first in range(0, ranks, extent))
+    images = len(partition(train.batch_size, train.accumulate_steps, 0))
+    if train.shares is not None:
+        cut = (parts_of_rank(images, rank, ranks, train.shares) for rank in range(ranks))
+        return [[len(part) for part in parts] for parts in cut]
+    of_ranks = (len(partition(images, ranks, rank)) for rank in range(ranks))
+    virtual = train.virtual_ranks
+    return [[len(partition(size, virtual, i)) for i in range(virtual)] for size in of_ranks]
 
 
-def batch_findings(config: Config, ranks: int, ranks_here: int) -> list[str]:
-    """What is wrong with the batch size for so many ranks; arguments as for `smallest_batch`."""
-    train, norm = config.train, config.norm
+def images_together(config: Config, ranks: int) -> int:
+    """The fewest images over which batch norm takes its statistics in a microbatch."""
+    if config.norm.images != "all":
+        return config.norm.images
+    images = config.train.batch_size // config.train.accumulate_steps
+    return images // ranks if config.train.parallel == "hogwild" else images
+
+
+def batch_findings(config: Config, ranks: int) -> list[str]:
+    """What is wrong with the batch size for so many ranks."""
+    train = config.train
     hogwild = train.parallel == "hogwild"
     parts = ranks * train.virtual_ranks
     if train.shares is not None and ranks > train.shares:
@@ -64,12 +72,10 @@ def batch_findings(config: Config, ranks: int, ranks_here: int) -> list[str]:
             f"{at} images are not alike many for {ranks} processes, so some would count more than "
             f"others (train.parallel: hogwild); use a multiple of {ranks}"
         ]
-    if norm.kind in ("sync", "local") and smallest_batch(config, ranks, ranks_here) == 1:
-        repair = f"let at least 2 images share statistics (norm.kind: {norm.kind}, {ranks} ranks)"
-        if hogwild:
-            repair = f"use at least {2 * ranks} (train.parallel: hogwild, {ranks} processes)"
+    if hogwild and config.norm.kind == "sync" and images_together(config, ranks) == 1:
         return [
             "train.batch_size: the globally pooled branch has one value a channel for an image, "
-            f"and batch norm needs two; {repair}"
+            f"and batch norm needs two; use at least {2 * ranks} (train.parallel: hogwild, {ranks} "
+            "processes)"
         ]
     return []

@@ -89,7 +89,8 @@ def network_bytes(config: Config, num_classes: int, images: int, device: torch.d
         return tensor
 
     channels = config.data.channels
-    norm, shape = make_norm(config.norm), (max(images, 2), channels, *config.augment.crop_size)
+    norm = make_norm(config.norm.model_copy(update={"images": "all"}))
+    shape = max(images, 2), channels, *config.augment.crop_size
     weights, own, described = 0, set(), config.model
     is_fused = described.recompute == "norm"
     if is_fused:  # its kernel looks at values; it keeps at least half

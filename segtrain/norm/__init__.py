@@ -3,10 +3,11 @@
     from segtrain.norm import SyncBatchNorm2d, convert
 
 functional.py is the arithmetic, with kernels.py on a CPU and cuda_kernels.py on CUDA; sync.py are
-the modules, partial.py shares statistics among some ranks, precise.py takes them over many batches,
+the modules, groups.py tells which images share statistics, precise.py takes them over many batches,
 kinds.py makes what a config names.
 """
 
+from segtrain.norm.groups import placed
 from segtrain.norm.kinds import (
     FrozenBatchNorm2d,
     NormFactory,
@@ -16,7 +17,6 @@ from segtrain.norm.kinds import (
     make_inference_norm,
     make_norm,
 )
-from segtrain.norm.partial import PartialBatchNorm2d, sync_running_stats
 from segtrain.norm.precise import precise_statistics
 from segtrain.norm.sync import (
     SyncBatchNorm,
@@ -26,6 +26,7 @@ from segtrain.norm.sync import (
     make_groups,
     norm_relu_conv,
     normalize_together,
+    sync_running_stats,
     tracked_together,
     until_all_end,
     untracked,
@@ -34,7 +35,6 @@ from segtrain.norm.sync import (
 __all__ = [
     "FrozenBatchNorm2d",
     "NormFactory",
-    "PartialBatchNorm2d",
     "SyncBatchNorm",
     "SyncBatchNorm1d",
     "SyncBatchNorm2d",
@@ -47,6 +47,7 @@ __all__ = [
     "make_norm",
     "norm_relu_conv",
     "normalize_together",
+    "placed",
     "precise_statistics",
     "sync_running_stats",
     "tracked_together",

@@ -17,6 +17,7 @@ gradients of weight and bias stay local sums, like those of all parameters:
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,15 +26,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import offload, reload
 from segtrain.norm import cuda_kernels, kernels
+from segtrain.norm.groups import Sharing
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Moments(NamedTuple):
-    """The statistics of one layer over all ranks; mean and variance are 0 if count is 0."""
+    """The statistics of one layer over all ranks, or over a group of images on them.
+
+    Mean and variance are 0 if count is 0.
+    """
 
     mean: Tensor  # (C,) float32, or float64 for float64 input
     var: Tensor  # the same, biased
@@ -50,39 +54,43 @@ class NormInput(NamedTuple):
 
 
 def sync_batch_norms(
-    inputs: Sequence[NormInput], *, group: dist.Group | None = None
-) -> tuple[list[Tensor], list[Moments]]:
-    """Each x normalized with the statistics of all ranks in `group`, and these (collective).
+    inputs: Sequence[NormInput], sharing: Sharing
+) -> tuple[list[Tensor], list[list[Moments]]]:
+    """Each x normalized with the statistics that `sharing` tells, and these (collective).
 
     One all_reduce serves all of these independent layers; the numbers are bit for bit those of
     separate calls. The backward pass runs when the gradients of all outputs are there, again with
     one all_reduce. All ranks must pass the same layers in the same order.
 
     Returns:
-        every y like its `x`, also in memory format, and the statistics. Only the former are
-        differentiable, once.
+        every y like its `x`, also in memory format; and for every layer the statistics of each
+        group of images here, or of all. Only the former are differentiable, once.
     """
-    tensors = [t for layer in inputs for t in layer[:3]]
-    results = _SyncBatchNorms.apply([layer.eps for layer in inputs], group, *tensors)
-    return list(results[: len(inputs)]), _as_moments(results[len(inputs) :])
+    tensors, num = [t for layer in inputs for t in layer[:3]], len(inputs)
+    results = _SyncBatchNorms.apply([layer.eps for layer in inputs], sharing, *tensors)
+    moments = _as_moments(results[num:])
+    return list(results[:num]), [moments[i::num] for i in range(num)]
 
 
 class _SyncBatchNorms(torch.autograd.Function):
-    """x, weight and bias of every layer in turn, to every y and then every mean, var and count."""
+    """x, weight and bias of every layer in turn, to every y and then every mean, var and count.
+
+    Of the latter there are as many as groups of images: those of all layers for one after another.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, eps: list[float], group: dist.Group | None, *tensors: Tensor | None
+        ctx: Any, eps: list[float], sharing: Sharing, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         layers = _as_layers(tensors, eps)
         layers = [layer._replace(x=dense_like(layer.x, layer.x)) for layer in layers]
-        moments = _global_moments([layer.x for layer in layers], group)
+        moments = _global_moments([layer.x for layer in layers], sharing)
         statistics = [t for layer in moments for t in layer]
         ctx.save_for_backward(*(t for layer in layers for t in layer[:3]), *statistics)
-        ctx.eps, ctx.group = eps, group
+        ctx.eps, ctx.sharing = eps, sharing
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*statistics)
-        return (*map(_normalized, layers, moments), *statistics)
+        return (*_normalized(layers, moments, sharing), *statistics)
 
     @staticmethod
     @once_differentiable
@@ -96,12 +104,12 @@ class _SyncBatchNorms(torch.autograd.Function):
             for grad, layer in zip(grads[:num], layers, strict=True)
         ]
         needed = ctx.needs_input_grad[2:]
-        return None, None, *_norm_gradients(layers, dense_grads, moments, ctx.group, needed)
+        return None, None, *_norm_gradients(layers, dense_grads, moments, ctx.sharing, needed)
 
 
 def norm_relu_conv2d(
-    layer: NormInput, kernel: Tensor, geometry: tuple[Any, ...], *, group: dist.Group | None = None
-) -> tuple[Tensor, Moments]:
+    layer: NormInput, kernel: Tensor, geometry: tuple[Any, ...], sharing: Sharing
+) -> tuple[Tensor, list[Moments]]:
     """conv2d(relu(norm(x)), kernel), keeping `x` alone for the backward pass (collective).
 
     Autograd would keep the input of the batch norm and the output of the ReLU. Computing the output
@@ -110,8 +118,8 @@ def norm_relu_conv2d(
 
     geometry: stride, padding, dilation and groups of the convolution, without bias.
     """
-    y, *moments = _NormReLUConv.apply(*layer, kernel, group, geometry)
-    return y, Moments(*moments)
+    y, *moments = _NormReLUConv.apply(*layer, kernel, sharing, geometry)
+    return y, _as_moments(moments)
 
 
 class _NormReLUConv(torch.autograd.Function):
@@ -123,29 +131,31 @@ class _NormReLUConv(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         kernel: Tensor,
-        group: dist.Group | None,
+        sharing: Sharing,
         geometry: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
-        x = dense_like(x, x)
-        (moments,) = _global_moments([x], group)
-        ctx.eps, ctx.group, ctx.geometry = eps, group, geometry
+        layer = NormInput(dense_like(x, x), weight, bias, eps)
+        moments = _global_moments([layer.x], sharing)
+        statistics = [t for group in moments for t in group]
+        ctx.eps, ctx.sharing, ctx.geometry = eps, sharing, geometry
         device, dtype = x.device.type, kernel.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         ctx.compute_dtype = dtype
-        ctx.save_for_backward(x, weight, bias, kernel, *moments)
-        ctx.mark_non_differentiable(*moments)
-        z = F.relu_(_normalized(NormInput(x, weight, bias, eps), moments))
-        y = F.conv2d(z.to(dtype), kernel.to(dtype), None, *geometry)
-        return (y, *moments)
+        ctx.save_for_backward(layer.x, weight, bias, kernel, *statistics)
+        ctx.mark_non_differentiable(*statistics)
+        (z,) = _normalized([layer], moments, sharing)
+        y = F.conv2d(F.relu_(z).to(dtype), kernel.to(dtype), None, *geometry)
+        return (y, *statistics)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
         x, weight, bias, kernel, *statistics = ctx.saved_tensors
-        moments = Moments(*statistics)
+        moments = _as_moments(statistics)
         layers = [NormInput(x, weight, bias, ctx.eps)]
-        z = F.relu_(_normalized(layers[0], moments))
+        (z,) = _normalized(layers, moments, ctx.sharing)
+        F.relu_(z)
         stride, padding, dilation, groups = ctx.geometry
         grad, z_low, kernel_low = (t.to(ctx.compute_dtype) for t in (grad, z, kernel))
         outputs = [True, ctx.needs_input_grad[4], False]
@@ -155,7 +165,7 @@ class _NormReLUConv(torch.autograd.Function):
         )
         grad_z = dense_like(grad_z.to(x.dtype), x).masked_fill_(z <= 0, 0)
         del x, z, z_low
-        grads = _norm_gradients(layers, [grad_z], [moments], ctx.group, ctx.needs_input_grad[:3])
+        grads = _norm_gradients(layers, [grad_z], moments, ctx.sharing, ctx.needs_input_grad[:3])
         grad_kernel = None if grad_kernel is None else grad_kernel.to(kernel.dtype)
         return *grads, None, grad_kernel, None, None
 
@@ -164,15 +174,30 @@ def _kernels_for(x: Tensor) -> ModuleType:
     return cuda_kernels if cuda_kernels.takes(x) else kernels
 
 
-def _normalized(layer: NormInput, moments: Moments) -> Tensor:
-    x, weight, bias, eps = layer
-    return _kernels_for(x).normalized(x, weight, bias, moments.mean, moments.var, eps)
+def _normalized(
+    layers: Sequence[NormInput], moments: Sequence[Moments], sharing: Sharing
+) -> list[Tensor]:
+    """Every y; moments: those of all layers for one group of images after another."""
+    ys, num = [], len(layers)
+    for i, x in enumerate(sharing.cut([layer.x for layer in layers])):
+        _, weight, bias, eps = layers[i % num]
+        mean, var, _ = moments[i]
+        ys.append(_kernels_for(x).normalized(x, weight, bias, mean, var, eps))
+    return _joined(ys, num)
 
 
-def _global_moments(xs: Sequence[Tensor], group: dist.Group | None) -> list[Moments]:
-    """The moments of every layer over all ranks, by one all_reduce."""
+def _joined(pieces: Sequence[Tensor], num_layers: int) -> list[Tensor]:
+    """What `Sharing.cut` has cut, as one tensor a layer again."""
+    if len(pieces) == num_layers:
+        return list(pieces)
+    return [torch.cat(pieces[i::num_layers]) for i in range(num_layers)]
+
+
+def _global_moments(xs: Sequence[Tensor], sharing: Sharing) -> list[Moments]:
+    """The moments of every layer for one group of images after another, by one all_reduce."""
     local = _kernels_for(xs[0])
-    whole = dist.all_reduce_sum(local.packed_moments(xs), group)
+    xs = sharing.cut(xs)
+    whole = sharing.sum(local.packed_moments(xs))
     parts = whole.split([2 * x.shape[1] + 1 for x in xs])
     wide = [torch.promote_types(x.dtype, torch.float32) for x in xs]
     return [Moments(*local.unpacked_moments(*pair)) for pair in zip(parts, wide, strict=True)]
@@ -182,37 +207,46 @@ def _norm_gradients(
     layers: list[NormInput],
     grads: Sequence[Tensor],
     moments: Sequence[Moments],
-    group: dist.Group | None,
+    sharing: Sharing,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """The gradients of x, weight and bias of every layer in turn, by one all_reduce.
 
     layers: is emptied, so that the inputs can be freed.
     grads: of the outputs, dense like the inputs.
+    moments: of all layers for one group of images after another.
     """
-    local = _kernels_for(layers[0].x)
+    local, num = _kernels_for(layers[0].x), len(layers)
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    grads, xs = sharing.cut(grads), sharing.cut([layer.x for layer in layers])
     inv_stds, sums, parked = [], [], []
-    for (x, weight, _, eps), grad, (mean, var, _) in zip(layers, grads, moments, strict=True):
-        inv_stds.append((var + eps).rsqrt_())
-        sums.append(local.backward_sums(grad, x, weight, mean, inv_stds[-1]))
+    for i, x in enumerate(xs):
+        mean, var, _ = moments[i]
+        inv_stds.append((var + layers[i % num].eps).rsqrt_())
+        sums.append(local.backward_sums(grads[i], x, weights[i % num], mean, inv_stds[-1]))
         # A virtual rank does not keep its input on the device while it waits for the others.
         parked.append(offload(x))
-    parameters = [(layer.weight, layer.bias) for layer in layers]
     layers.clear()
+    xs.clear()
     del x
     # Also if this rank needs no gradient of x: the others would wait for it.
-    whole = dist.all_reduce_sum(local.packed_sums(sums), group)
+    totals = sharing.sum(local.packed_sums(sums)).split([2 * len(one.mean) for one in moments])
     results: list[Tensor | None] = []
-    for i, total in enumerate(whole.split([2 * len(layer.mean) for layer in moments])):
-        (mean, _, count), (weight, bias) = moments[i], parameters[i]
-        needs_x, needs_weight, needs_bias = needed[3 * i : 3 * i + 3]
-        grad_x = None
-        if needs_x:
+    for k in range(num):
+        needs_x, needs_weight, needs_bias = needed[3 * k : 3 * k + 3]
+        grads_x, groups = [], range(k, len(moments), num)
+        for i in groups if needs_x else ():
+            mean, _, count = moments[i]
+            statistics = mean, inv_stds[i], totals[i], count
             x = reload(parked[i])
-            grad_x = local.input_gradient(grads[i], x, weight, mean, inv_stds[i], total, count)
-        results.append(grad_x)
-        results.append(sums[i].grad_weight.to(weight.dtype) if needs_weight else None)
-        results.append(sums[i].grad_bias.to(bias.dtype) if needs_bias else None)
+            grads_x.append(local.input_gradient(grads[i], x, weights[k], *statistics))
+        results.append(_joined(grads_x, 1)[0] if needs_x else None)
+        for needs, name, parameter in (
+            (needs_weight, "grad_weight", weights[k]),
+            (needs_bias, "grad_bias", biases[k]),
+        ):
+            total = reduce(torch.add, (getattr(sums[i], name) for i in groups))
+            results.append(total.to(parameter.dtype) if needs else None)
     return results
 
 

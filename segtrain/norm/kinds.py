@@ -3,47 +3,43 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import NormConfig
-from segtrain.norm.partial import PartialBatchNorm2d
 from segtrain.norm.sync import (
     Group,
+    Running,
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
-    as_ranks,
 )
 
 NormFactory = Callable[[int], nn.Module]
 """Makes the norm layer for a number of channels; an argument of the models."""
 
 _WORDS = {
-    "local": "local batch norm",
-    "world": "synchronized batch norm",
-    "node": "batch norm synchronized within each machine",
-    "rank0": "of rank 0",
+    "pooled": "of all of them together",
     "mean": "the mean over the groups",
-    "pooled": "pooled over all ranks",
+    "first": "of the first group",
+    "sequential": "of one group after the other",
 }
 
 
 def make_norm(config: NormConfig) -> NormFactory:
-    """The layers that `config` asks for; call `sync_running_stats` after every backward pass."""
+    """The layers that `config` asks for; with `images` see `placed` and `sync_running_stats`."""
     if config.kind == "group":
         return partial(_group_norm, config.num_groups, eps=config.eps)
     options = {"eps": config.eps, "momentum": config.momentum}
     if config.kind == "frozen":
         return partial(FrozenBatchNorm2d, **options)
-    extent = 1 if config.kind == "local" else config.extent
-    if extent == "world":
-        return partial(SyncBatchNorm2d, **options)
-    return partial(PartialBatchNorm2d, extent=extent, running=config.running, **options)
+    if config.images != "all":
+        options |= {"images": config.images, "running": config.running}
+    return partial(SyncBatchNorm2d, **options)
 
 
 def make_inference_norm(config: NormConfig) -> NormFactory:
@@ -59,10 +55,10 @@ def describe_norm(config: NormConfig) -> str:
         return f"group norm, at most {config.num_groups} groups"
     if config.kind == "frozen":
         return "frozen batch norm, statistics of the initial weights"
-    extent = "local" if config.kind == "local" else config.extent
-    words = _WORDS.get(extent, f"batch norm synchronized within groups of {extent} ranks")
-    if extent != "world":
-        words += f", running statistics {_WORDS[config.running]}"
+    words = "synchronized batch norm"
+    if config.images != "all":
+        words = f"batch norm over groups of {config.images} images, running statistics "
+        words += _WORDS[config.running]
     if config.precise_batches is not None:
         words += f", precise over {config.precise_batches} batches"
     return words
@@ -100,13 +96,18 @@ _TO_SYNC = {
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
 }
-_TO_LOCAL = {sync: local for local, sync in _TO_SYNC.items()} | {PartialBatchNorm2d: nn.BatchNorm2d}
+_TO_LOCAL = {sync: local for local, sync in _TO_SYNC.items()}
 # Attributes that only the layers of this package have.
-_OWN = ("process_group", "extent", "running", "_seen")
+_OWN = ("process_group", "images", "running", "_seen")
 
 
 def convert(
-    module: nn.Module, to: Literal["sync", "local"] = "sync", *, process_group: Group = None
+    module: nn.Module,
+    to: Literal["sync", "local"] = "sync",
+    *,
+    process_group: Group = None,
+    images: int | None = None,
+    running: Running = "pooled",
 ) -> nn.Module:
     """Replaces the batch norm layers inside `module`, in place; returns `module`.
 
@@ -117,7 +118,8 @@ def convert(
 
     Args:
         to: "sync" replaces nn.BatchNorm1d, 2d and 3d by SyncBatchNorm1d, 2d and 3d; "local" back.
-        process_group: for "sync", as in SyncBatchNorm; layers that are synchronized get it too.
+        process_group, images, running: for "sync", as in SyncBatchNorm; layers that are
+            synchronized get them too, unless they are the defaults.
 
     Raises:
         TypeError: a layer is of a subclass; what the subclass adds would be lost.
@@ -134,10 +136,12 @@ def convert(
                 "2 or 3 dimensions themselves can be converted, not what derives from them"
             )
     done: dict[nn.Module, nn.Module] = {}
+    asked = {"process_group": process_group, "images": images, "running": running}
+    sharing = asked if process_group is not None or images is not None else {}
 
     def replace(layer: nn.Module) -> nn.Module:
         if layer not in done:
-            done[layer] = _replacement(layer, to, process_group)
+            done[layer] = _replacement(layer, to, sharing)
             # named_children would skip a layer that its parent holds under a second name.
             for name, child in layer._modules.items():
                 if child is not None:
@@ -147,14 +151,18 @@ def convert(
     return replace(module)
 
 
-def _replacement(layer: nn.Module, to: str, process_group: Group) -> nn.Module:
-    """What takes the place of `layer`: a new batch norm, or `layer` itself."""
+def _replacement(layer: nn.Module, to: str, sharing: dict[str, Any]) -> nn.Module:
+    """What takes the place of `layer`: a new batch norm, or `layer` itself.
+
+    sharing: arguments of SyncBatchNorm.
+    """
     kind = (_TO_SYNC if to == "sync" else _TO_LOCAL).get(type(layer))
     if kind is None:
-        if to == "sync" and process_group is not None and type(layer) in _TO_LOCAL:
-            layer.process_group = as_ranks(process_group)
+        if to == "sync" and sharing and type(layer) in _TO_LOCAL:
+            alike = SyncBatchNorm(layer.num_features, device="meta", **sharing)
+            layer.__dict__.update({name: vars(alike)[name] for name in sharing})
         return layer
-    extra = {"process_group": process_group} if to == "sync" else {}
+    extra = sharing if to == "sync" else {}
     new = kind(layer.num_features, affine=False, track_running_stats=False, **extra)
     # __dict__ holds everything of a module, hooks and tensors too. Attributes that only the new
     # class has keep their values.

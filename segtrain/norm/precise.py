@@ -14,7 +14,7 @@ from segtrain.distributed import virtual_ranks
 from segtrain.distributed.shares import Shares
 from segtrain.norm.kernels import local_moments, packed, unbiased, unpacked_moments
 from segtrain.norm.kinds import FrozenBatchNorm2d
-from segtrain.norm.partial import PartialBatchNorm2d
+from segtrain.norm.sync import SyncBatchNorm
 
 T = TypeVar("T")
 
@@ -37,7 +37,8 @@ def precise_statistics(
     `num_batches_tracked` do not change.
 
     Args:
-        batches: this rank's; layers that share statistics need as many on every rank.
+        batches: this rank's; layers that share statistics need as many on every rank. Those whose
+            statistics are over some `images` need `placed` around this.
         forward: runs the model on a batch; None: module(batch).
         shares: each batch has one part for each share of this rank, which are computed apart.
 
@@ -65,7 +66,7 @@ def precise_statistics(
             after.callback(hook.remove)
             counter = layer.num_batches_tracked
             after.callback(counter.copy_, counter.clone())
-            if isinstance(layer, PartialBatchNorm2d):
+            if isinstance(layer, SyncBatchNorm):
                 after.callback(layer._seen.clear)
             layer.train()
         for batch in batches:

@@ -1,11 +1,12 @@
 """Synchronized batch norm as modules: a drop-in for nn.BatchNorm1d, 2d and 3d.
 
-Below them: layers that share a collective, and running statistics that are updated together.
+Below them: layers that share a collective, and running statistics that are updated together, or of
+groups of images.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
+from segtrain.distributed.shares import Shares
 from segtrain.norm.cuda_kernels import constant, takes
 from segtrain.norm.functional import Moments, NormInput, norm_relu_conv2d, sync_batch_norms
-from segtrain.norm.kernels import unbiased
+from segtrain.norm.groups import Groups, Sharing, groups_here
+from segtrain.norm.kernels import packed, unbiased, unpacked_moments
 
 T = TypeVar("T")
 Group = ProcessGroup | Sequence[int] | Literal["node"] | None
+Running = Literal["pooled", "mean", "first", "sequential"]
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -41,6 +45,14 @@ class SyncBatchNorm(_BatchNorm):
         process_group: the ranks that share statistics: a process group, a sequence of ranks, "node"
             for the ranks of this machine, None for all. It is stored as rank numbers, so that the
             module can be copied and pickled.
+        images: None: all. n: groups of n images have statistics of their own, the first n positions
+            of the batch of all ranks, the next n, and so on. Which positions a rank has,
+            `placed` tells.
+        running: with `images`, what the running statistics follow: mean and variance of all values
+            together (pooled); the mean over the groups of means and of unbiased variances (mean);
+            the first group; or one group after the other (sequential), as if each were a batch.
+            They follow when `sync_running_stats` is called, after every backward pass; evaluation
+            before that is a RuntimeError.
 
     Shape: (N, C, ...) to the same, with 2 to 5 dimensions. One value per channel in the whole group
         has no variance: the result is the bias.
@@ -60,10 +72,18 @@ class SyncBatchNorm(_BatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         bias: bool = True,
+        images: int | None = None,
+        running: Running = "pooled",
     ) -> None:
         options = {"device": device, "dtype": dtype, "bias": bias}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
+        if images is not None and process_group is not None:
+            raise TypeError("expected images or a process_group: groups of images find their ranks")
         self.process_group = as_ranks(process_group)
+        self.images, self.running = images, running
+        # What groups of images have to say about batches that the running statistics have not
+        # followed yet, by virtual rank.
+        self._seen: dict[int, list[_Seen]] = {}
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._dims:
@@ -75,27 +95,38 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return self._evaluate(input)
-        group = self._group()
-        if dist.group_size(group) == 1:
+        if self.images is None and dist.group_size(self._group()) == 1:
             if is_tracked() or self.running_mean is None:
                 return super().forward(input)
             # Copies, not None: checkpointing compares the saved tensors with the first pass's.
             buffers = self.running_mean.clone(), self.running_var.clone()
             return F.batch_norm(input, *buffers, self.weight, self.bias, True, 0.0, self.eps)
-        return synchronized([(input, self)], group)[0]
+        return synchronized([(input, self)])[0]
 
     def _evaluate(self, input: Tensor) -> Tensor:
         if _waiting is not None and any(layer is self for layer, _ in _waiting):
             raise RuntimeError("a layer evaluates inside tracked_together()")
+        if self._seen:
+            raise RuntimeError(
+                "the running statistics have not followed the last batch: call "
+                "sync_running_stats(model) on all ranks after every backward pass"
+            )
         buffers = self.running_mean, self.running_var
         by_batch = self.running_mean is None
         return F.batch_norm(input, *buffers, self.weight, self.bias, by_batch, 0.0, self.eps)
 
-    def _track(self, moments: Moments) -> None:
-        """Tracks the statistics of a batch."""
-        # Virtual ranks share the layer and see the same statistics.
-        if self.running_mean is None or not is_tracked() or virtual_ranks.slot() != 0:
+    def _track(self, found: list[Moments], groups: Groups | None) -> None:
+        """Tracks the statistics of a batch: of all its images, or of each group here."""
+        if self.running_mean is None or not is_tracked():
             return
+        if groups is not None:
+            led = {groups.first + i: found[i] for i in groups.led}
+            self._seen.setdefault(virtual_ranks.slot(), []).append(_Seen(groups.count, led))
+            return
+        # Virtual ranks share the layer and see the same statistics.
+        if virtual_ranks.slot() != 0:
+            return
+        (moments,) = found
         if _waiting is not None and self.momentum is not None and takes(moments.mean):
             _waiting.append((self, moments))
             return
@@ -107,13 +138,17 @@ class SyncBatchNorm(_BatchNorm):
         self._update(mean, unbiased(var, count), seen=count >= 1)
 
     @torch.no_grad()
-    def _update(self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor | bool) -> None:
-        """Moves the running statistics toward a batch's, if `seen`."""
-        self.num_batches_tracked.add_(seen)
+    def _update(
+        self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor | bool, batches: int = 1
+    ) -> None:
+        """Moves the running statistics toward those of a batch, or of some, if `seen`."""
+        self.num_batches_tracked.add_(seen, alpha=batches)
         if self.momentum is None:
-            factor = (seen / self.num_batches_tracked.clamp(min=1).double()).to(mean.dtype)
+            count = self.num_batches_tracked.clamp(min=1).double()
+            factor = (batches * seen / count).to(mean.dtype)
         else:
-            factor = self.momentum * (seen.to(mean.dtype) if isinstance(seen, Tensor) else seen)
+            share = 1 - (1 - self.momentum) ** batches if batches > 1 else self.momentum
+            factor = share * (seen.to(mean.dtype) if isinstance(seen, Tensor) else seen)
         for buffer, batch in ((self.running_mean, mean), (self.running_var, unbiased_var)):
             # The buffers may be float16 (module.half()): compute in the wide type, round once.
             wide = buffer.to(batch.dtype).lerp_(batch, factor)
@@ -127,6 +162,43 @@ class SyncBatchNorm(_BatchNorm):
     def _group(self) -> dist.Group | None:
         return dist.group_of(self.sharing_ranks())
 
+    def _sharing(self, num_images: int) -> Sharing:
+        if self.images is None:
+            return Sharing(self._group())
+        groups = groups_here(self.images, num_images)
+        return Sharing(dist.group_of(groups.ranks), groups)
+
+    def _contribution(self, batch: "_Seen") -> Tensor:
+        """What the groups that begin here add to the sum over all of a batch, (2 C + 1,)."""
+        total = self.running_mean.new_zeros(2 * self.num_features + 1, dtype=torch.float64)
+        for number, (mean, var, count) in batch.led.items():
+            if self.running == "pooled":
+                total += packed(mean, var, 1) * count
+            elif self.running != "first" or number == 0:
+                later = batch.num_groups - 1 - number if self.running == "sequential" else 0
+                weight = (1 - (self.momentum or 0.0)) ** later * (count >= 1).double()
+                statistics = torch.cat([mean, unbiased(var, count), mean.new_ones(1)])
+                total += statistics.double() * weight
+        return total
+
+    def _follow_groups(self, total: Tensor, num_groups: int) -> None:
+        """Takes in one batch, given the sum of all contributions."""
+        if self.running == "pooled":
+            mean, var, count = unpacked_moments(total)
+            self._update(mean, unbiased(var, count), seen=count >= 1)
+            return
+        weight = total[-1]
+        mean, var = (total[:-1] / torch.where(weight > 0, weight, 1.0)).view(2, -1)
+        batches = num_groups if self.running == "sequential" else 1
+        self._update(mean, var, seen=weight > 0, batches=batches)
+
+
+class _Seen(NamedTuple):
+    """A batch in groups: their number, and the statistics of those that begin in this part."""
+
+    num_groups: int
+    led: dict[int, Moments]
+
 
 def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
     """Each tensor through its own norm layer, with one all_reduce for all layers (collective).
@@ -138,22 +210,23 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
     pairs = list(pairs)
     layers = [layer for _, layer in pairs]
     if all(map(_computes_freely, layers)) and len({*map(type, layers)}) == 1:
-        groups = {layer.sharing_ranks() for layer in layers}
-        if len(groups) == 1 and dist.group_size(group := layers[0]._group()) > 1:
-            return synchronized(pairs, group)
+        alike = {(layer.images, layer.sharing_ranks()) for layer in layers}
+        images = layers[0].images
+        if len(alike) == 1 and (images or dist.group_size(layers[0]._group()) > 1):
+            return synchronized(pairs)
     return [layer(x) for x, layer in pairs]
 
 
-def synchronized(
-    pairs: Sequence[tuple[Tensor, SyncBatchNorm]], group: dist.Group | None
-) -> list[Tensor]:
-    """As `normalize_together` for layers in training of one group (collective)."""
+def synchronized(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> list[Tensor]:
+    """As `normalize_together` for layers in training that share alike (collective)."""
     for x, layer in pairs:
         layer._check_input_dim(x)
     inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
-    outputs, moments = sync_batch_norms(inputs, group=group)
-    for (_, layer), statistics in zip(pairs, moments, strict=True):
-        layer._track(statistics)
+    (x, layer), *_ = pairs
+    sharing = layer._sharing(len(x))
+    outputs, moments = sync_batch_norms(inputs, sharing)
+    for (_, layer), found in zip(pairs, moments, strict=True):
+        layer._track(found, sharing.groups)
     return outputs
 
 
@@ -170,9 +243,9 @@ def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
     assert conv.bias is None
     assert conv.padding_mode == "zeros"
     geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    layer = NormInput(x, norm.weight, norm.bias, norm.eps)
-    y, moments = norm_relu_conv2d(layer, conv.weight, geometry, group=norm._group())
-    norm._track(moments)
+    layer, sharing = NormInput(x, norm.weight, norm.bias, norm.eps), norm._sharing(len(x))
+    y, moments = norm_relu_conv2d(layer, conv.weight, geometry, sharing)
+    norm._track(moments, sharing.groups)
     return y
 
 
@@ -180,10 +253,57 @@ def make_groups(module: nn.Module) -> None:
     """Makes the process groups of all norm layers of `module` (collective over all ranks).
 
     Without it the first forward pass makes them, which it cannot if it is compiled, or if NCCL has
-    a device of its own.
+    a device of its own. Groups of images need `placed` here, too.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    dist.make_groups(sorted({layer.sharing_ranks() for layer in layers} - {None}))
+    wanted = {layer.sharing_ranks() for layer in layers if layer.images is None}
+    wanted |= {groups_here(layer.images).ranks for layer in layers if layer.images is not None}
+    dist.make_groups(sorted(wanted - {None}))
+
+
+@torch.no_grad()
+def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | None = None) -> None:
+    """Lets the running statistics of groups of images follow the last batches (collective).
+
+    One all_reduce for all layers and all batches since the last call; none if there is no such
+    layer. All ranks end with the same bits.
+
+    others: replicas of `module`, which share its buffers.
+    shares: of which each slot of this rank is one; then these bits are the same on any number of
+        ranks.
+    """
+    alike = [
+        layers
+        for layers in zip(module.modules(), *(other.modules() for other in others), strict=True)
+        if isinstance(layers[0], SyncBatchNorm) and any(layer._seen for layer in layers)
+    ]
+    if not alike:
+        return
+    slots = range(1 if shares is None else shares.counts[dist.rank()])
+    seen = [{slot: s for layer in layers for slot, s in layer._seen.items()} for layers in alike]
+    if shares is None:
+        slots = sorted(seen[0])
+    # Of each layer and batch, its numbers in each slot.
+    rows = [
+        torch.cat(
+            [
+                layers[0]._contribution(batch)
+                for layers, of_slot in zip(alike, seen, strict=True)
+                for batch in of_slot[slot]
+            ]
+        )
+        for slot in slots
+    ]
+    total = dist.all_reduce_sum(sum(rows)) if shares is None else shares.sum(torch.stack(rows))
+    at = 0
+    for (layer, *_), of_slot in zip(alike, seen, strict=True):
+        for batch in of_slot[slots[0]]:
+            size = 2 * layer.num_features + 1
+            layer._follow_groups(total[at : at + size], batch.num_groups)
+            at += size
+    for layers in alike:
+        for layer in layers:
+            layer._seen.clear()
 
 
 class SyncBatchNorm1d(SyncBatchNorm):

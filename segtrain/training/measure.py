@@ -111,7 +111,8 @@ def training_flops(config: Config, num_classes: int) -> float:
     images = 2  # batch norm refuses one
     height, width = config.augment.crop_size
     with dist.alone(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
-        channels, norm = config.data.channels, make_norm(config.norm)
+        channels = config.data.channels
+        norm = make_norm(config.norm.model_copy(update={"images": "all"}))
         model = build_model(config.model, num_classes=num_classes, in_channels=channels, norm=norm)
         model.train()(torch.empty(images, channels, height, width), DropoutMasks())
     return 3 * counter.get_total_flops() / images

@@ -17,9 +17,9 @@ from segtrain import seed
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import saved_on_host
-from segtrain.distributed.partition import partition
+from segtrain.distributed.partition import microbatch_parts, partition
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.norm import sync_running_stats, tracked_together
+from segtrain.norm import placed, sync_running_stats, tracked_together
 from segtrain.training.measure import BACKWARD, FORWARD, span
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -80,15 +80,17 @@ def accumulate_gradients(
     cut = [_sizes(state, config, i, len(part.images)) for i, part in enumerate(parts)]
     weights = _loss_weights(state, parts, cut, config)
     losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
+    everywhere = microbatch_parts(config.train, dist.world_size())
     for part, sizes, weight in zip(parts, cut, weights, strict=True):
         # All ranks add their gradients once a step, during the last backward pass.
-        with state.gradients.collected(last=part is parts[-1]), tracked_together():
+        collected = state.gradients.collected(last=part is parts[-1])
+        with placed(everywhere), collected, tracked_together():
             if len(sizes) == 1 and state.shares is None:
                 means = _forward_backward(state, state.wrapped, part, weight, step_sync=step_sync)
             else:
                 means = _in_threads(state, part.split(sizes), weight, step_sync=step_sync)
         losses += (means * weight.unsqueeze(1)).sum(0)
-        sync_running_stats(state.model)
+        sync_running_stats(*(state.replicas or [state.model]), shares=state.shares)
     return losses
 
 

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.partition import microbatch_parts
 from segtrain.distributed.shares import Shares
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import Normalize, recomputed
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
-from segtrain.norm import make_groups
+from segtrain.norm import make_groups, placed
 from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
@@ -153,7 +154,8 @@ def make_state(
     if train.channels_last:
         model.to(memory_format=layout)
     share_weights(model)
-    make_groups(model)
+    with placed(microbatch_parts(train, dist.world_size())):
+        make_groups(model)
     initial_weights = make_initial_weights(model, optim, loaded)
     if optim.sam_rho is not None:
         refuse_layers(model, "optim.sam_rho")

@@ -18,7 +18,7 @@ from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
-from segtrain.distributed.partition import partition
+from segtrain.distributed.partition import microbatch_parts, partition
 from segtrain.evaluation.dataset import (
     Outcome,
     Prediction,
@@ -37,7 +37,7 @@ from segtrain.models.precision import (
     float32_products,
     for_evaluation,
 )
-from segtrain.norm import precise_statistics
+from segtrain.norm import placed, precise_statistics
 from segtrain.results.charts import confusion_picture
 from segtrain.results.records import Records
 from segtrain.run.console import score_text
@@ -225,4 +225,5 @@ def take_precise_statistics(
             whole = partition(train.batch_size, train.accumulate_steps, i % train.accumulate_steps)
             yield list(images.split(shares.sizes(len(whole))))
 
-    precise_statistics(model, images_of_batches(), forward, shares=shares)
+    with placed(microbatch_parts(train, dist.world_size())):
+        precise_statistics(model, images_of_batches(), forward, shares=shares)

@@ -19,7 +19,7 @@ from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import SHARED_MEMORY, free_shared_memory, semaphore_problem
-from segtrain.distributed.partition import batch_findings, smallest_batch
+from segtrain.distributed.partition import batch_findings, images_together
 from segtrain.errors import ConfigError, MemoryLimitError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
@@ -38,7 +38,7 @@ def check_experiment(
     """
     num_classes = train_set.classes.num_classes
     # 1. What is the same on all ranks.
-    findings = batch_findings(config, dist.world_size(), dist.local_world_size())
+    findings = batch_findings(config, dist.world_size())
     if config.train.parallel == "hogwild" and device.type != "cpu":
         findings.append("train.parallel: hogwild runs on CPUs only: use --device cpu, or sync")
     for i, term in enumerate(config.loss.terms):
@@ -183,5 +183,5 @@ def _norm_words(config: Config, ranks: int) -> str:
         return describe_norm(config.norm)
     hogwild = config.train.parallel == "hogwild"
     kind = "batch norm, each process alone" if hogwild else describe_norm(config.norm)
-    images = smallest_batch(config, ranks, dist.local_world_size())
+    images = images_together(config, ranks)
     return f"{kind}; statistics over {images} images"

@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
         num_ranks = launch.num_ranks_here(args.nproc)
         starts_ranks = num_ranks > 1 or args.nnodes > 1
         if starts_ranks:
-            findings = batch_findings(config, args.nnodes * num_ranks, num_ranks)
+            findings = batch_findings(config, args.nnodes * num_ranks)
             if findings:
                 raise ConfigError("\n".join(findings))
         if fits and not saved:
