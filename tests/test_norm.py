@@ -3,9 +3,11 @@
 import copy
 import os
 import pickle
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -534,3 +536,37 @@ def results(run_ranks):
     """What the ranks return for each of CALLS, by its name."""
     found = [by_name(run_ranks(ranks, results_of, calls)) for ranks, calls in CALLS.items()]
     return dict(item for each in found for item in each.items())
+
+
+KERAS = Path(__file__).with_name("fixtures") / "keras_sync_batch_norm.npz"
+
+
+def keras_batch():
+    """This rank's replica through our layer: y, dx, both gradients, and the running statistics."""
+    stored = {name: torch.from_numpy(value) for name, value in np.load(KERAS).items()}
+    x, dy = (stored[name][dist.rank()].permute(0, 3, 1, 2) for name in ("x", "dy"))
+    module = SyncBatchNorm2d(x.shape[1], eps=1e-3, dtype=torch.float64)
+    module.load_state_dict(
+        module.state_dict() | {"weight": stored["gamma"], "bias": stored["beta"]}
+    )
+    y = module(x.requires_grad_())
+    grads = torch.autograd.grad(y, (x, module.weight, module.bias), dy)
+    y, dx = (t.detach().permute(0, 2, 3, 1) for t in (y, grads[0]))
+    return y, dx, *grads[1:], module.running_mean, module.running_var
+
+
+def test_it_is_that_of_keras(run_ranks):
+    """Keras' own synchronized layer over two replicas; it keeps the biased variance."""
+    stored = {name: torch.from_numpy(value) for name, value in np.load(KERAS).items()}
+    y, dx, dgamma, dbeta, mean, var = zip(*run_ranks(2, keras_batch), strict=True)
+    count = stored["x"].numel() / len(stored["gamma"])
+    found = {
+        "y": torch.stack(y),
+        "dx": torch.stack(dx),
+        "dgamma": sum(dgamma),
+        "dbeta": sum(dbeta),
+        "mean": mean[0],
+        "var": 0.9 + (var[0] - 0.9) * (count - 1) / count,
+    }
+    for name, value in found.items():
+        torch.testing.assert_close(value, stored[name], rtol=1e-12, atol=1e-12)
