@@ -85,6 +85,7 @@ def test_importing_segtrain_imports_nothing_heavy():
 def test_a_trained_run_is_returned_with_its_curves(run):
     assert (run.name, run.step, run.config.train.steps) == ("mine", 2, 2)
     assert run.best[0] == last(run.directory).step == 2
+    assert repr(run).endswith(f"mine', step 2 of 2, best mIoU {run.best[1]:.4f} at step 2)")
 
 
 @pytest.mark.parametrize("options", [[], BY_WINDOWS], ids=["whole", "windows"])

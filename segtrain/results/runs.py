@@ -22,7 +22,7 @@ from segtrain.run.environment import ENVIRONMENT
 from segtrain.text import printable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run, as its files say.
 
@@ -34,6 +34,11 @@ class Run:
     config: Config
     curves: Mapping[str, tuple[list[int], list[float]]]
     environment: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        """In one line: a notebook shows what a cell returns, and curves are long."""
+        best = "" if self.best is None else f", best mIoU {self.best[1]:.4f} at step {self.best[0]}"
+        return f"Run({str(self.directory)!r}, step {self.step} of {self.config.train.steps}{best})"
 
     @property
     def name(self) -> str:
