@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from segtrain.results.compare import compare
 from segtrain.results.records import load_records
 
 CONFIG, DRIVES = "camvid_deeplabv3plus_r18", ("0001TP", "0006R0", "0016E5")
@@ -82,12 +83,18 @@ def main() -> None:
         # Only what nobody else needs of the machine.
         idle = ["chrt", "--idle", "0", "nice", "-n", "19"]
         subprocess.run([*idle, *command, "--output", str(run), "--resume"], check=True)
-    print("recipe           left out  seed  steps    mIoU")
-    for run in sorted(args.output.glob("*-*-*-*")):
-        if records := load_records(run):
-            recipe, drive, seed, steps = run.name.split("-")
-            mean = records.scores.mean_iou
-            print(f"{recipe:16} {drive:8} {seed:>5} {steps:>6}  {100 * mean:.1f}")
+    print("recipe           left out  seed  steps   mIoU  minus base, 95 %")
+    found = {run.name: load_records(run) for run in sorted(args.output.glob("*-*-*-*"))}
+    for name, records in found.items():
+        if records is None:
+            continue
+        recipe, drive, seed, steps = name.split("-")
+        base, beside = found.get(f"base-{drive}-{seed}-{steps}"), ""
+        if base is not None and recipe != "base":
+            value, low, high = (100 * x for x in compare([base], [records], by="image").models[:3])
+            beside = f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
+        mean = 100 * records.scores.mean_iou
+        print(f"{recipe:16} {drive:8} {seed:>5} {steps:>6}  {mean:5.1f}  {beside}")
 
 
 if __name__ == "__main__":
