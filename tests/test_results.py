@@ -231,6 +231,7 @@ def test_pictures_by_class_are_of_the_worst_classes_and_none_is_shown_twice(run,
     cpu = torch.device("cpu")
     found = evaluated(run, cpu)
     kept = replace(found.records, classes=tuple("abcd"), images=images, matrix=matrix)
+    assert "Pictures are of" not in report_page([found._replace(records=kept)], cpu)
     monkeypatch.setattr(report, "_CLASSES", 2)
     page = report_page([found._replace(records=kept)], cpu)
     rows = re.findall(r"</span>([a-d])</td>(.*?)</tr>", page, re.DOTALL)

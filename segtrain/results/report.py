@@ -138,7 +138,7 @@ def report_page(
             for key, v in _differing(runs).items()
             if not (joined and key.startswith("data."))  # the lists of the folds
         },
-        **{"cards": {}, "worst": [], "best": [], "of_class": {}} | pictures,
+        **{"cards": {}, "worst": [], "best": [], "of_class": {}, "left_out": False} | pictures,
     )
 
 
@@ -195,7 +195,9 @@ def _pictures(records: Records, draw: Callable[[set[int]], dict[int, Card]]) -> 
     cards = draw(shown)
     iou = records.image_iou
     named = {i: (records.names[i], float(iou[i]), card) for i, card in sorted(cards.items())}
-    return {"cards": named, "worst": worst, "best": best, "of_class": of_class}
+    left_out = len(labelled) > _CLASSES
+    lists = {"worst": worst, "best": best, "of_class": of_class}
+    return {"cards": named, "left_out": left_out, **lists}
 
 
 def _cards(
