@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from cuda_standins import as_on_cuda, calls, cuda_arithmetic, ranks_as_on_cuda
 from test_norm import C, branches, by_name, far_variances, layer, results_of, tensors
-from test_recompute import step
+from torch import nn
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.norm import SyncBatchNorm2d
+from segtrain.norm import SyncBatchNorm2d, norm_relu_conv
 
 
 def constant_far_away():
@@ -30,13 +30,23 @@ def not_a_number():
     return module(x).isnan().any(0).any(-1).any(-1), module.running_var.isnan()
 
 
+def step(fused):
+    torch.manual_seed(1)
+    norm, conv = SyncBatchNorm2d(C).double(), nn.Conv2d(C, 4, 3, stride=2, bias=False).double()
+    (x,) = tensors([(2 + dist.rank(), C, 7, 8)], seed=dist.rank())
+    x.requires_grad_()
+    y = norm_relu_conv(x, norm, conv) if fused else conv(torch.relu(norm(x)))
+    y.pow(3).sum().backward()
+    gradients = [p.grad for p in (*norm.parameters(), *conv.parameters())]
+    return y.detach(), x.grad, gradients, list(norm.buffers())
+
+
 @pytest.fixture(scope="module")
 def found(run_ranks):
     """What two ranks return for each function, by its name."""
     functions = (far_variances, constant_far_away, not_a_number, branches)
     calls = {function.__name__: (function,) for function in functions}
-    options = SyncBatchNorm2d, torch.contiguous_format, {"stride": 2}
-    calls |= {name: (step, name == "fused", *options) for name in ("fused", "apart")}
+    calls |= {name: (step, name == "fused") for name in ("fused", "apart")}
     return by_name(ranks_as_on_cuda(run_ranks)(2, results_of, calls))
 
 

@@ -62,7 +62,7 @@ SETTINGS = {
 def trainings():
     """On a rank: every training, and the running statistics of one step with SAM and without."""
     statistics = {}
-    for kind in ({"kind": "local"}, {"kind": "local", "running": "mean"}, {"kind": "sync"}):
+    for kind in ({"images": N}, {"images": N, "running": "mean"}, {}):
         found = []
         for rho in (None, 0.4):
             one = config(norm=kind, sam_rho=rho, steps=1)
