@@ -31,6 +31,11 @@ class Batch(NamedTuple):
     made_s: float = 0.0
     shown: Tensor | None = None
 
+    def empty(self) -> Batch:
+        """The batch without its samples."""
+        partners, shown = (None if t is None else t[:0] for t in (self.partner_labels, self.shown))
+        return Batch(self.images[:0], self.labels[:0], [], partners, self.made_s, shown)
+
 
 class DropoutMasks(NamedTuple):
     """Channel masks of one forward pass, already divided by the keep probability.

@@ -66,3 +66,48 @@ def test_a_run_that_goes_on_on_fewer_ranks_does_not_show_them_either(run_ranks, 
     np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-9, atol=0)
     assert len(losses(run)) == 4
     torch.testing.assert_close(last(run).average, last(alone).average, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.fault(69)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {
+            "augment": {"mixup_alpha": 3.0},
+            "model": {"num_stages": 2},
+            "loss": {
+                "kind": "ohem",
+                "ohem_min_kept": 700,
+                "also": [
+                    {"kind": "dice"},
+                    {"kind": "lovasz", "lovasz_per_image": False},
+                    {"kind": "lovasz"},
+                ],
+            },
+            "train": {"batch_size": 2},
+            "optim": {"sam_rho": 0.05},
+        },
+        {
+            "model": {"arch": "deeplabv3plus", "num_stages": 2, "recompute": "norm"},
+            "norm": {"images": 2, "precise_batches": 1},
+            "train": {"batch_size": 4, "accumulate_steps": 2},
+        },
+        {
+            "model": {"backbone": "mobilenet_v3_large"},
+            "train": {"batch_size": 5, "accumulate_steps": 2, "virtual_ranks": 2},
+        },
+    ],
+)
+def test_ranks_without_an_image_train_alike(run_ranks, tmp_path, data, sections):
+    options = experiment(data, augment={"crop_size": [25, 33]}, model={"output_stride": 8})
+    for section, values in sections.items():
+        options.setdefault(section, {}).update(values)
+    options["train"]["steps"] = 3
+    one, norms = curve(run_ranks, tmp_path, options, 1)
+    found, norms_found = curve(run_ranks, tmp_path, options, 3)
+    idle = 3 - options["train"]["batch_size"] // options["train"].get("accumulate_steps", 1)
+    said = f"warning: train.batch_size: {idle} of 3 ranks have no image"
+    assert said in (tmp_path / "run3/train.log").read_text()
+    np.testing.assert_allclose(found, one, rtol=1e-9, atol=0)
+    np.testing.assert_allclose(norms_found, norms, rtol=1e-7, atol=0)
+    torch.testing.assert_close(last(tmp_path / "run3").model, last(tmp_path / "run1").model)

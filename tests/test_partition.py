@@ -1,8 +1,5 @@
-import pytest
-
 from segtrain.config import parse_config
 from segtrain.distributed.partition import (
-    batch_findings,
     parts_of_rank,
     shares_of_ranks,
 )
@@ -12,20 +9,6 @@ DATA = "data: {layout: folders, root: /data, classes: voc}\n"
 
 def config(text):
     return parse_config(DATA + text, source="f.yaml")
-
-
-@pytest.mark.fault(69)
-@pytest.mark.parametrize(
-    ("options", "ranks", "where", "least"),
-    [
-        ("", 9, "8 images leave some of 9 ranks", 9),
-        (", accumulate_steps: 3", 4, "8 images in 3 microbatches leave some of 4 ranks", 12),
-        (", virtual_ranks: 3", 3, "8 images leave some of 3 x 3 virtual ranks", 9),
-    ],
-)
-def test_every_rank_needs_an_image_in_every_microbatch(options, ranks, where, least):
-    found = batch_findings(config(f"train: {{batch_size: 8{options}}}"), ranks)
-    assert found == [f"train.batch_size: {where} without an image; use at least {least}"]
 
 
 def test_ranks_take_whole_shares_which_are_the_same_for_any_number_of_ranks():

@@ -52,7 +52,6 @@ def batch_findings(config: Config, ranks: int) -> list[str]:
     """What is wrong with the batch size for so many ranks."""
     train = config.train
     hogwild = train.parallel == "hogwild"
-    parts = ranks * train.virtual_ranks
     if train.shares is not None and ranks > train.shares:
         return [
             f"train.shares: {train.shares} shares leave some of {ranks} ranks without one; start "
@@ -60,13 +59,6 @@ def batch_findings(config: Config, ranks: int) -> list[str]:
             "shares is part of the result"
         ]
     at = f"train.batch_size: {train.batch_size}"
-    if train.batch_size // train.accumulate_steps < parts:
-        split = "" if train.accumulate_steps == 1 else f" in {train.accumulate_steps} microbatches"
-        virtual = "" if train.virtual_ranks == 1 else f" x {train.virtual_ranks} virtual"
-        return [
-            f"{at} images{split} leave some of {ranks}{virtual} ranks without an image; use at "
-            f"least {parts * train.accumulate_steps}"
-        ]
     if hogwild and train.batch_size % ranks:
         return [
             f"{at} images are not alike many for {ranks} processes, so some would count more than "

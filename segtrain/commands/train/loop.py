@@ -182,7 +182,7 @@ def _with_first_shown(run: TrainRun) -> Iterator[Batch]:
     """This rank's batches from the current step to the last; TensorBoard shows the first one."""
     batches = with_chosen_workers(run, run.last_step, lambda line: run.log.lines([line]))
     for i, batch in enumerate(batches):
-        if i == 0:
+        if i == 0 and run.log.enabled:
             # A wrong label file or augmentation is seen here within a minute.
             picture = training_picture(batch, run.train_set.classes, run.config.data.value_range)
             run.log.picture(run.state.step, "train/batch", picture)

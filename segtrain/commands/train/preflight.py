@@ -64,9 +64,16 @@ def check_experiment(
         raise ConfigError(finding)
     # 3. Files and augmentations; rank 0 reads the files for all.
     extra_transforms(config.augment, train_set.form)
-    return dist.run_on_rank0(
+    warnings = dist.run_on_rank0(
         lambda: [*quick_check(train_set, eval_set), *leak_warning(train_set, eval_set)]
     )
+    images = config.train.batch_size // config.train.accumulate_steps
+    if (idle := dist.world_size() - images) > 0:
+        warnings.append(
+            f"train.batch_size: {idle} of {dist.world_size()} ranks have no image of a microbatch "
+            "and wait for the others; the result is the same on fewer"
+        )
+    return warnings
 
 
 def _cache_findings() -> list[str]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import product
+from itertools import cycle, product
 
 import cv2
 import torch
@@ -107,9 +107,11 @@ def train_loader(
         ExecutionError: a worker was killed or hangs.
     """
     parts = product(range(start_step, steps), indices)
+    # A rank without an image makes one all the same, whose shape and types an empty batch has.
+    keys = ([(step, position) for position in part or [0]] for step, part in parts)
     loader = DataLoader(
         stream,
-        batch_sampler=([(step, position) for position in part] for step, part in parts),
+        batch_sampler=keys,
         collate_fn=_collate,
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
@@ -119,7 +121,9 @@ def train_loader(
     expired = threading.Event()
     try:
         with worker_failures():
-            yield from _batches(loader, timeout_s, expired)
+            batches = _batches(loader, timeout_s, expired)
+            for batch, part in zip(batches, cycle(indices), strict=False):
+                yield batch if part else batch.empty()
     except (ExecutionError, EOFError, ConnectionError) as error:
         if expired.is_set():
             raise ExecutionError(

@@ -32,8 +32,9 @@ class LovaszImages:
         """(2, 1): the losses of the images, and their number."""
         errors, truth, valid = _errors(logits, labels)
         with torch.no_grad():
-            images = zip(errors, truth, valid, strict=True)
-            growths = torch.stack([_growth(*image) for image in images])  # (N, K, H W)
+            growths = torch.empty_like(errors)  # (N, K, H W)
+            for i, image in enumerate(zip(errors, truth, valid, strict=True)):
+                growths[i] = _growth(*image)
         by_class = (growths * errors).sum(2, dtype=torch.float64)  # (N, K)
         present = truth.any(2)
         losses = by_class.sum(1) / present.sum(1).clamp(min=1)
