@@ -8,11 +8,13 @@ timeout. Only this folder imports torch.distributed.
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial, reduce
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as torch_dist
@@ -118,6 +120,7 @@ def node_ranks() -> tuple[int, ...]:
 
 # Groups are kept by their ranks, so that modules can be copied and pickled: a ProcessGroup cannot.
 _groups: dict[tuple[int, ...], ProcessGroup] = {}
+_times_made: Counter[tuple[int, ...]] = Counter()
 
 
 def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
@@ -178,10 +181,18 @@ def _is_made(ranks: tuple[int, ...]) -> bool:
 
 
 def _new_group(ranks: tuple[int, ...], *, among_members: bool) -> None:
-    # Without a timeout it would be torch's own, half an hour for gloo.
-    group = torch_dist.new_group(
-        list(ranks), timeout=_timeout, use_local_synchronization=among_members
+    # torch names a group by how many this process has made. Members that have made different
+    # numbers of them would wait for each other under different names.
+    _times_made[ranks] += 1
+    name = f"segtrain {ranks} {_times_made[ranks]}"
+    naming = mock.patch.object(
+        torch_dist.distributed_c10d, "_process_group_name", lambda *_, **__: name
     )
+    with naming if among_members else nullcontext():
+        # Without a timeout it would be torch's own, half an hour for gloo.
+        group = torch_dist.new_group(
+            list(ranks), timeout=_timeout, use_local_synchronization=among_members
+        )
     if rank() in ranks:
         _groups[ranks] = group
 
