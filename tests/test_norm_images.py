@@ -171,7 +171,7 @@ def test_training_does_not_see_the_ranks(run_ranks, tmp_path, data, case):
         return losses(tmp_path / name), last(tmp_path / name).model
 
     one, weights = run("alone", 1)
-    for setting in {"two": [(2,), (3,)], "four": [(3,), (2, 2)], "one": [(3,)]}[case]:
+    for setting in {"two": [(2,), (3, 2)], "four": [(3,), (2, 2)], "one": [(3,)]}[case]:
         found, model = run(f"ranks{setting}", *setting)
         np.testing.assert_allclose(found, one, rtol=1e-9, atol=0)
         torch.testing.assert_close(model, weights, rtol=1e-7, atol=1e-9)
