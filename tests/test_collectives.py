@@ -53,6 +53,7 @@ def by_both_ways():
     """Through shared memory, then through gloo."""
     by_memory = with_shares()
     dist.use_shared_sum(None)
+    dist.make_groups([(1, 2)])
     alone, pair = dist.group_of((dist.rank(),)), dist.rank() > 0 and dist.group_of((1, 2))
     for group, wanted in ((alone, 1), (pair, 2)) if pair else ((alone, 1),):
         total = partial(dist.all_reduce_sum, torch.ones(1), group)

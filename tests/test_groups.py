@@ -23,14 +23,12 @@ OWN = [(0, 3), (1, 2)]
 
 
 def recorded_calls():
-    """Lets `new_group` note its ranks, timeout and kind of synchronization."""
+    """Lets `new_group` note its ranks and timeout."""
     calls, new_group = [], torch_dist.new_group
 
-    def record(ranks, *, timeout, use_local_synchronization):
-        calls.append((tuple(ranks), timeout, use_local_synchronization))
-        return new_group(
-            ranks, timeout=timeout, use_local_synchronization=use_local_synchronization
-        )
+    def record(ranks, *, timeout):
+        calls.append((tuple(ranks), timeout))
+        return new_group(ranks, timeout=timeout)
 
     torch_dist.new_group = record
     return calls
@@ -71,7 +69,7 @@ def test_every_rank_makes_every_group_in_the_same_order(run_ranks):
     assert all(made == ranks[0] for made in ranks)
     limit = timedelta(seconds=60)  # that of the ranks of the tests
     for name, calls in ranks[0].items():
-        assert calls == [(group, limit, False) for group in GROUPS.get(name, [])], name
+        assert calls == [(group, limit) for group in GROUPS.get(name, [])], name
 
 
 @pytest.fixture
@@ -85,7 +83,7 @@ def nccl_like():
     torch_dist.destroy_process_group()
 
 
-def test_with_a_bound_device_a_group_that_not_all_have_made_is_an_error(nccl_like):
+def test_a_group_that_not_all_have_made_is_an_error(nccl_like):
     layer = SyncBatchNorm2d(C, process_group=(0, 1))
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] does not exist: call .*make_groups"):
         layer(torch.randn(1, C, 2, 2))

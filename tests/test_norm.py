@@ -19,6 +19,7 @@ from segtrain.norm import (
     SyncBatchNorm,
     SyncBatchNorm2d,
     convert,
+    make_groups,
     normalize_together,
     untracked,
 )
@@ -386,6 +387,7 @@ def mean_of_a_group(group):
     if group == "halves":
         group = [0, 1] if dist.rank() < 2 else [2, 3]
     module = SyncBatchNorm(C, process_group=group, momentum=1.0, dtype=torch.float64)
+    make_groups(module)
     module(tensors([(2, C, 3, 4)], seed=dist.rank())[0])
     return module.running_mean
 
@@ -402,6 +404,7 @@ def explicit_group():
     """The ranks of a copied module's group, and whether a group of all is the one given."""
     everyone = torch.distributed.new_group()
     same = SyncBatchNorm(C, process_group=everyone)._group() is everyone
+    dist.make_groups([(0, 1)])
     group = dist.group_of((0, 1)) if dist.rank() < 2 else None
     module = SyncBatchNorm(C, process_group=group, dtype=torch.float64)
     copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))

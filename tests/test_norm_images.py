@@ -202,20 +202,3 @@ def test_images_in_unknown_places_are_refused(run_ranks):
     assert "placed(images_of_each_rank)" in first[0]
     assert first[1] == "expected the 2 images that placed() gives this rank, got 3"
     assert second[1] == first[2] == "5 images cannot be divided into groups of 2"
-
-
-def in_changing_places():
-    """What a layer gives for batches of which other ranks share a group each time."""
-    layer, ys = SyncBatchNorm2d(C, images=2).double(), []
-    for parts in ([2, 1, 1], [1, 1, 2], [1, 2, 1]):
-        first = sum(parts[: dist.rank()])
-        with placed(parts):
-            ys.append(layer(X[first : first + parts[dist.rank()]]).detach())
-    return ys
-
-
-def test_members_make_their_groups_whatever_others_have_made(run_ranks):
-    """Ranks 1 and 2 share a group at first, then ranks 0 and 1: rank 1 has made one more."""
-    expected = torch.cat([F.batch_norm(x, None, None, training=True) for x in X[:4].split(2)])
-    for ys in zip(*run_ranks(3, in_changing_places), strict=True):
-        torch.testing.assert_close(torch.cat(ys), expected, rtol=0, atol=1e-12)

@@ -61,6 +61,7 @@ def routes():
     long = torch.ones(MAX_BYTES // 8 + 1, dtype=torch.float64)
     tensors = [torch.ones(2), torch.ones(3).half(), long, torch.ones(2, 3)]
     totals = [dist.all_reduce_sum(tensor).sum().item() for tensor in tensors]
+    dist.make_groups([(0, 1)])
     if dist.rank() < 2:
         totals.append(dist.all_reduce_sum(torch.ones(5), dist.group_of((0, 1))).sum().item())
     return [tuple(shape) for shape in taken], totals

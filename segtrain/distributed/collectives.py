@@ -8,13 +8,11 @@ timeout. Only this folder imports torch.distributed.
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, reduce
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as torch_dist
@@ -120,7 +118,6 @@ def node_ranks() -> tuple[int, ...]:
 
 # Groups are kept by their ranks, so that modules can be copied and pickled: a ProcessGroup cannot.
 _groups: dict[tuple[int, ...], ProcessGroup] = {}
-_times_made: Counter[tuple[int, ...]] = Counter()
 
 
 def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
@@ -133,11 +130,8 @@ def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
 def group_of(ranks: tuple[int, ...] | None) -> Group | None:
     """The group of `ranks`, which `make_groups` has made; None means all.
 
-    Without a device that is bound to NCCL, the members may also make it here, the first time that
-    they call this (collective over `ranks`).
-
     Raises:
-        RuntimeError: the group does not exist, and NCCL can make it with all ranks only.
+        RuntimeError: the group does not exist.
         ValueError: this rank is not among `ranks`.
     """
     if ranks is None or not is_distributed():
@@ -149,13 +143,12 @@ def group_of(ranks: tuple[int, ...] | None) -> Group | None:
     if len(ranks) == 1:
         return ALONE
     if not _is_made(ranks):
-        # With a bound device, NCCL splits the group of all ranks, for which it waits for them all.
-        if torch_dist.distributed_c10d._get_default_group().bound_device_id is not None:
-            raise RuntimeError(
-                f"the group of ranks {list(ranks)} does not exist: call "
-                "segtrain.norm.make_groups(model) on all ranks before training"
-            )
-        _new_group(ranks, among_members=True)
+        # Its members cannot make it here: NCCL waits for all ranks, and torch puts the number of
+        # groups that a process has made into the name, by which members find each other.
+        raise RuntimeError(
+            f"the group of ranks {list(ranks)} does not exist: call "
+            "segtrain.norm.make_groups(model) on all ranks before training"
+        )
     return _groups[ranks]
 
 
@@ -170,7 +163,10 @@ def make_groups(wanted: Iterable[tuple[int, ...]]) -> None:
     missing = [ranks for ranks in others if not _is_made(ranks)]
     # Also those that this rank does not belong to: NCCL waits for all ranks, in the same order.
     for ranks in sorted({tuple(ranks) for found in all_gather_object(missing) for ranks in found}):
-        _new_group(ranks, among_members=False)
+        # Without a timeout it would be torch's own, half an hour for gloo.
+        group = torch_dist.new_group(list(ranks), timeout=_timeout)
+        if rank() in ranks:
+            _groups[ranks] = group
 
 
 def _is_made(ranks: tuple[int, ...]) -> bool:
@@ -178,23 +174,6 @@ def _is_made(ranks: tuple[int, ...]) -> bool:
         return ranks in _groups
     # After all groups were destroyed, those that are made anew are others.
     return ranks in _groups and _groups[ranks] in torch_dist.distributed_c10d._world.pg_map
-
-
-def _new_group(ranks: tuple[int, ...], *, among_members: bool) -> None:
-    # torch names a group by how many this process has made. Members that have made different
-    # numbers of them would wait for each other under different names.
-    _times_made[ranks] += 1
-    name = f"segtrain {ranks} {_times_made[ranks]}"
-    naming = mock.patch.object(
-        torch_dist.distributed_c10d, "_process_group_name", lambda *_, **__: name
-    )
-    with naming if among_members else nullcontext():
-        # Without a timeout it would be torch's own, half an hour for gloo.
-        group = torch_dist.new_group(
-            list(ranks), timeout=_timeout, use_local_synchronization=among_members
-        )
-    if rank() in ranks:
-        _groups[ranks] = group
 
 
 _timeout: timedelta | None = None

@@ -252,8 +252,8 @@ def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
 def make_groups(module: nn.Module) -> None:
     """Makes the process groups of all norm layers of `module` (collective over all ranks).
 
-    Without it the first forward pass makes them, which it cannot if it is compiled, or if NCCL has
-    a device of its own. Groups of images need `placed` here, too.
+    Call it before training if layers have a `process_group`. Those with `images` need it inside of
+    `placed`, and again where images lie elsewhere.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     wanted = {layer.sharing_ranks() for layer in layers if layer.images is None}
