@@ -144,6 +144,33 @@ def test_running_statistics_are_those_of_towers(run_ranks, ranks):
             torch.testing.assert_close(buffers, wanted, rtol=1e-11, atol=0)
 
 
+def left_out():
+    """Buffers of two layers, one of which each rank has called; and of one that rank 0 has."""
+    layers = [SyncBatchNorm2d(C, images=2, running="mean").double() for _ in range(3)]
+    rank = dist.rank()
+    with placed([4, 4]):
+        layers[rank](X[4 * rank : 4 * rank + 4])
+    with placed([4, 0]):
+        if rank == 0:
+            layers[2](X[:4])
+    sync_running_stats(nn.ModuleList(layers))
+    return [list(layer.buffers()) for layer in layers]
+
+
+def test_a_rank_may_leave_a_layer_out(run_ranks):
+    """Groups inside the ranks wait for nobody, and neither do their running statistics."""
+    wanted = []
+    for x in (X[:4], X[4:8], X[:4]):
+        layers = [nn.BatchNorm2d(C).double() for _ in range(2)]
+        for layer, part in zip(layers, x.split(2), strict=True):
+            layer(part)
+        mean = torch.stack([layer.running_mean for layer in layers]).mean(0)
+        var = torch.stack([layer.running_var for layer in layers]).mean(0)
+        wanted.append([mean, var, torch.tensor(1)])
+    for found in run_ranks(2, left_out):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
 CASES = {
     "two": {"norm": {"images": 2, "running": "sequential", "precise_batches": 2}},
     "four": {"norm": {"images": 4}, "model": {"recompute": "blocks"}},

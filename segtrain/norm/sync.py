@@ -135,20 +135,28 @@ class SyncBatchNorm(_BatchNorm):
             # A Python number saves ten operations; on a GPU reading it would wait.
             count = count.item()
         # A batch without values on any rank changes nothing.
-        self._update(mean, unbiased(var, count), seen=count >= 1)
+        self._update(mean, unbiased(var, count), count >= 1)
 
     @torch.no_grad()
     def _update(
-        self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor | bool, batches: int = 1
+        self,
+        mean: Tensor,
+        unbiased_var: Tensor,
+        batches: Tensor | bool,
+        weight: Tensor | None = None,
     ) -> None:
-        """Moves the running statistics toward those of a batch, or of some, if `seen`."""
-        self.num_batches_tracked.add_(seen, alpha=batches)
+        """Moves the running statistics toward those of some `batches`; 0 change nothing.
+
+        weight: what they count together, in momenta; None: one each.
+        """
+        self.num_batches_tracked.add_(batches)
         if self.momentum is None:
             count = self.num_batches_tracked.clamp(min=1).double()
-            factor = (batches * seen / count).to(mean.dtype)
+            factor = (batches / count).to(mean.dtype)
         else:
-            share = 1 - (1 - self.momentum) ** batches if batches > 1 else self.momentum
-            factor = share * (seen.to(mean.dtype) if isinstance(seen, Tensor) else seen)
+            weight = batches if weight is None else weight
+            weight = weight.to(mean.dtype) if isinstance(weight, Tensor) else weight
+            factor = self.momentum * weight
         for buffer, batch in ((self.running_mean, mean), (self.running_var, unbiased_var)):
             # The buffers may be float16 (module.half()): compute in the wide type, round once.
             wide = buffer.to(batch.dtype).lerp_(batch, factor)
@@ -168,29 +176,37 @@ class SyncBatchNorm(_BatchNorm):
         groups = groups_here(self.images, num_images)
         return Sharing(dist.group_of(groups.ranks), groups)
 
-    def _contribution(self, batch: "_Seen") -> Tensor:
-        """What the groups that begin here add to the sum over all of a batch, (2 C + 1,)."""
-        total = self.running_mean.new_zeros(2 * self.num_features + 1, dtype=torch.float64)
-        for number, (mean, var, count) in batch.led.items():
+    def _contribution(self, batch: "_Seen | None") -> Tensor:
+        """What the groups that begin here add to the sum over all of a batch, (2 C + 2,).
+
+        batch: None: this part has not called the layer.
+        """
+        total = self.running_mean.new_zeros(2 * self.num_features + 2, dtype=torch.float64)
+        for number, (mean, var, count) in batch.led.items() if batch is not None else ():
+            one = (count >= 1).double()
             if self.running == "pooled":
-                total += packed(mean, var, 1) * count
+                total[:-1] += packed(mean, var, 1) * count
             elif self.running != "first" or number == 0:
                 later = batch.num_groups - 1 - number if self.running == "sequential" else 0
-                weight = (1 - (self.momentum or 0.0)) ** later * (count >= 1).double()
+                weight = (1 - (self.momentum or 0.0)) ** later * one
                 statistics = torch.cat([mean, unbiased(var, count), mean.new_ones(1)])
-                total += statistics.double() * weight
+                total[:-1] += statistics.double() * weight
+            total[-1] += one
         return total
 
-    def _follow_groups(self, total: Tensor, num_groups: int) -> None:
+    def _follow_groups(self, total: Tensor) -> None:
         """Takes in one batch, given the sum of all contributions."""
+        statistics, groups = total[:-1], total[-1]
         if self.running == "pooled":
-            mean, var, count = unpacked_moments(total)
-            self._update(mean, unbiased(var, count), seen=count >= 1)
+            mean, var, count = unpacked_moments(statistics)
+            self._update(mean, unbiased(var, count), count >= 1)
             return
-        weight = total[-1]
-        mean, var = (total[:-1] / torch.where(weight > 0, weight, 1.0)).view(2, -1)
-        batches = num_groups if self.running == "sequential" else 1
-        self._update(mean, var, seen=weight > 0, batches=batches)
+        weight = statistics[-1]
+        mean, var = (statistics[:-1] / torch.where(weight > 0, weight, 1.0)).view(2, -1)
+        if self.running == "sequential":
+            self._update(mean, var, groups.long(), weight)
+        else:
+            self._update(mean, var, weight > 0)
 
 
 class _Seen(NamedTuple):
@@ -266,7 +282,8 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     """Lets the running statistics of groups of images follow the last batches (collective).
 
     One all_reduce for all layers and all batches since the last call; none if there is no such
-    layer. All ranks end with the same bits.
+    layer, or inside `untracked`. All ranks end with the same bits. A rank may have left out a layer
+    that shares nothing with others; if it is called several times, then by all equally often.
 
     others: replicas of `module`, which share its buffers.
     shares: of which each slot of this rank is one; then these bits are the same on any number of
@@ -275,32 +292,29 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     alike = [
         layers
         for layers in zip(module.modules(), *(other.modules() for other in others), strict=True)
-        if isinstance(layers[0], SyncBatchNorm) and any(layer._seen for layer in layers)
+        if isinstance(layers[0], SyncBatchNorm) and layers[0].images is not None
     ]
-    if not alike:
+    alike = [layers for layers in alike if layers[0].running_mean is not None]
+    if not alike or not _tracked:
         return
-    slots = range(1 if shares is None else shares.counts[dist.rank()])
     seen = [{slot: s for layer in layers for slot, s in layer._seen.items()} for layers in alike]
-    if shares is None:
-        slots = sorted(seen[0])
-    # Of each layer and batch, its numbers in each slot.
-    rows = [
-        torch.cat(
-            [
-                layers[0]._contribution(batch)
-                for layers, of_slot in zip(alike, seen, strict=True)
-                for batch in of_slot[slot]
-            ]
-        )
-        for slot in slots
-    ]
-    total = dist.all_reduce_sum(sum(rows)) if shares is None else shares.sum(torch.stack(rows))
-    at = 0
+    num_slots = 1 + max((slot for of_slot in seen for slot in of_slot), default=0)
+    num_slots = num_slots if shares is None else shares.counts[dist.rank()]
+    # Of each layer and batch, its numbers in each slot. All ranks send equally much, those too that
+    # have not called a layer.
+    rows: list[list[Tensor]] = [[] for _ in range(num_slots)]
+    owners: list[SyncBatchNorm] = []
     for (layer, *_), of_slot in zip(alike, seen, strict=True):
-        for batch in of_slot[slots[0]]:
-            size = 2 * layer.num_features + 1
-            layer._follow_groups(total[at : at + size], batch.num_groups)
-            at += size
+        batches = max(map(len, of_slot.values()), default=1)
+        owners += [layer] * batches
+        for slot, row in enumerate(rows):
+            found = of_slot.get(slot, [])
+            row += map(layer._contribution, [*found, *[None] * (batches - len(found))])
+    parts = [torch.cat(row) for row in rows]
+    total = dist.all_reduce_sum(sum(parts)) if shares is None else shares.sum(torch.stack(parts))
+    sizes = [2 * layer.num_features + 2 for layer in owners]
+    for layer, part in zip(owners, total.split(sizes), strict=True):
+        layer._follow_groups(part)
     for layers in alike:
         for layer in layers:
             layer._seen.clear()
