@@ -212,6 +212,19 @@ def test_convert_takes_and_gives_them_up():
     assert vars(plain).keys() == vars(nn.BatchNorm2d(C)).keys()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"images": 0}, "images: expected None or an int of at least 1, got 0"),
+        ({"images": "all"}, "images: expected None .* got 'all'"),
+        ({"images": 2, "running": "rank0"}, "running: expected one of .*'first'.* got 'rank0'"),
+    ],
+)
+def test_other_values_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        convert(nn.BatchNorm2d(C), **options)
+
+
 def refusals():
     """What layers say that do not know where images are, or are given others."""
     layer, x, said = SyncBatchNorm2d(C, images=2), torch.randn(3, C, 2, 2), []

@@ -6,7 +6,7 @@ groups of images.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +79,10 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
         if images is not None and process_group is not None:
             raise TypeError("expected images or a process_group: groups of images find their ranks")
+        if images is not None and (type(images) is not int or images < 1):
+            raise ValueError(f"images: expected None or an int of at least 1, got {images!r}")
+        if running not in get_args(Running):
+            raise ValueError(f"running: expected one of {get_args(Running)}, got {running!r}")
         self.process_group = as_ranks(process_group)
         self.images, self.running = images, running
         # What groups of images have to say about batches that the running statistics have not
