@@ -242,3 +242,16 @@ def test_images_in_unknown_places_are_refused(run_ranks):
     assert "placed(images_of_each_rank)" in first[0]
     assert first[1] == "expected the 2 images that placed() gives this rank, got 3"
     assert second[1] == first[2] == "5 images cannot be divided into groups of 2"
+
+
+def test_statistics_that_have_not_followed_are_neither_used_nor_saved():
+    layer, x = SyncBatchNorm2d(C, images=2), torch.randn(4, C, 3, 3)
+    layer(x)
+    for use in (lambda: layer.eval()(x), layer.state_dict):
+        with pytest.raises(RuntimeError, match="call sync_running_stats"):
+            use()
+    layer.momentum = None
+    with pytest.raises(RuntimeError, match=r"update_bn does so.*precise_statistics"):
+        sync_running_stats(layer)
+    with pytest.raises(ValueError, match="mean is about groups of images"):
+        convert(nn.BatchNorm2d(C), running="mean")

@@ -19,7 +19,7 @@ _FOREIGN_KEYS = {
     "did you mean data.num_workers?": "workers",
     "did you mean train.precision?": "amp fp16",
     "did you mean norm.kind?": "sync_bn",
-    "did you mean norm.images?": "norm.extent",
+    "remove it; norm.images says how many images share statistics": "norm.extent",
     "did you mean train.init_from?": "load_from",
     "did you mean eval.flip?": "tta",
     "the number of processes is an option of the command: --nproc": "gpus",

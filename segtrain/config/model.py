@@ -122,7 +122,8 @@ class ModelConfig(Section):
     @property
     def pools_globally(self) -> bool:
         """Whether a layer is normalized that has one value a channel for an image."""
-        return self.arch != "pspnet" or 1 in self.ppm_bins
+        # Some of timm's networks do so in their attention.
+        return self.arch != "pspnet" or 1 in self.ppm_bins or self.backbone.startswith("timm/")
 
 
 class NormConfig(Section):

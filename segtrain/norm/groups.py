@@ -123,7 +123,9 @@ def groups_here(images: int, num_images: int | None = None) -> Groups:
             f"expected the {parts[rank][slot]} images that placed() gives this rank, got "
             f"{num_images}"
         )
-    return groups_of(images, parts, rank, slot)
+    # A compiler warns of a cache, which it would not use.
+    find = groups_of.__wrapped__ if torch.compiler.is_compiling() else groups_of
+    return find(images, parts, rank, slot)
 
 
 class Sharing(NamedTuple):

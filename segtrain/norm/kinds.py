@@ -137,7 +137,7 @@ def convert(
             )
     done: dict[nn.Module, nn.Module] = {}
     asked = {"process_group": process_group, "images": images, "running": running}
-    sharing = asked if process_group is not None or images is not None else {}
+    sharing = {} if (process_group, images, running) == (None, None, "pooled") else asked
 
     def replace(layer: nn.Module) -> nn.Module:
         if layer not in done:

@@ -14,7 +14,7 @@ from segtrain.distributed import virtual_ranks
 from segtrain.distributed.shares import Shares
 from segtrain.norm.kernels import local_moments, packed, unbiased, unpacked_moments
 from segtrain.norm.kinds import FrozenBatchNorm2d
-from segtrain.norm.sync import SyncBatchNorm
+from segtrain.norm.sync import untracked
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def precise_statistics(
             run(part)
 
     sums = [{} for _ in range(1 if shares is None else shares.counts[dist.rank()])]
-    with ExitStack() as after:
+    with untracked(), ExitStack() as after:
         for child in module.modules():
             after.callback(setattr, child, "training", child.training)
         module.eval()
@@ -66,8 +66,6 @@ def precise_statistics(
             after.callback(hook.remove)
             counter = layer.num_batches_tracked
             after.callback(counter.copy_, counter.clone())
-            if isinstance(layer, SyncBatchNorm):
-                after.callback(layer._seen.clear)
             layer.train()
         for batch in batches:
             if shares is None:

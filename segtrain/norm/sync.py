@@ -83,6 +83,8 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"images: expected None or an int of at least 1, got {images!r}")
         if running not in get_args(Running):
             raise ValueError(f"running: expected one of {get_args(Running)}, got {running!r}")
+        if running != "pooled" and images is None:
+            raise ValueError(f"running: {running} is about groups of images; give images, too")
         self.process_group = as_ranks(process_group)
         self.images, self.running = images, running
         # What groups of images have to say about batches that the running statistics have not
@@ -110,14 +112,21 @@ class SyncBatchNorm(_BatchNorm):
     def _evaluate(self, input: Tensor) -> Tensor:
         if _waiting is not None and any(layer is self for layer, _ in _waiting):
             raise RuntimeError("a layer evaluates inside tracked_together()")
+        self._check_followed()
+        buffers = self.running_mean, self.running_var
+        by_batch = self.running_mean is None
+        return F.batch_norm(input, *buffers, self.weight, self.bias, by_batch, 0.0, self.eps)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._check_followed()
+        super()._save_to_state_dict(*args)
+
+    def _check_followed(self) -> None:
         if self._seen:
             raise RuntimeError(
                 "the running statistics have not followed the last batch: call "
                 "sync_running_stats(model) on all ranks after every backward pass"
             )
-        buffers = self.running_mean, self.running_var
-        by_batch = self.running_mean is None
-        return F.batch_norm(input, *buffers, self.weight, self.bias, by_batch, 0.0, self.eps)
 
     def _track(self, found: list[Moments], groups: Groups | None) -> None:
         """Tracks the statistics of a batch: of all its images, or of each group here."""
@@ -125,7 +134,8 @@ class SyncBatchNorm(_BatchNorm):
             return
         if groups is not None:
             led = {groups.first + i: found[i] for i in groups.led}
-            self._seen.setdefault(virtual_ranks.slot(), []).append(_Seen(groups.count, led))
+            seen = _Seen(groups.count, led, self.momentum)
+            self._seen.setdefault(virtual_ranks.slot(), []).append(seen)
             return
         # Virtual ranks share the layer and see the same statistics.
         if virtual_ranks.slot() != 0:
@@ -186,6 +196,11 @@ class SyncBatchNorm(_BatchNorm):
         batch: None: this part has not called the layer.
         """
         total = self.running_mean.new_zeros(2 * self.num_features + 2, dtype=torch.float64)
+        if batch is not None and batch.momentum != self.momentum:
+            raise RuntimeError(
+                "the momentum has changed since the forward pass (torch.optim.swa_utils.update_bn "
+                "does so); for statistics of many batches use segtrain.norm.precise_statistics"
+            )
         for number, (mean, var, count) in batch.led.items() if batch is not None else ():
             one = (count >= 1).double()
             if self.running == "pooled":
@@ -218,6 +233,7 @@ class _Seen(NamedTuple):
 
     num_groups: int
     led: dict[int, Moments]
+    momentum: float | None  # of the layer then
 
 
 def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
@@ -242,8 +258,9 @@ def synchronized(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> list[Tensor]:
     for x, layer in pairs:
         layer._check_input_dim(x)
     inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
-    (x, layer), *_ = pairs
-    sharing = layer._sharing(len(x))
+    sharing, *others = (layer._sharing(len(x)) for x, layer in pairs)
+    if any(other != sharing for other in others):
+        raise ValueError(f"different numbers of images: {[len(x) for x, _ in pairs]}")
     outputs, moments = sync_batch_norms(inputs, sharing)
     for (_, layer), found in zip(pairs, moments, strict=True):
         layer._track(found, sharing.groups)
