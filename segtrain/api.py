@@ -18,7 +18,7 @@ import torch
 
 from segtrain.commands.launch import safe_path
 from segtrain.commands.predict import make_ready
-from segtrain.commands.train.start import named_config, resolve_run
+from segtrain.commands.train.start import branch_directory, named_config, resolve_run
 from segtrain.config import Config, config_to_yaml
 from segtrain.config.loading import override_config
 from segtrain.data.check.findings import find_darkness
@@ -45,6 +45,7 @@ _NAME = re.compile(r"segtrain( [a-z]+)*: (error: )?")
 _ARGUMENTS = {
     "--resume": "resume=True",
     "--output": "output=DIR",
+    "--finish": "finish=STEPS",
     "--set": "overrides=['SECTION.KEY=VALUE']",
 }
 
@@ -146,6 +147,7 @@ def train(
     overrides: Sequence[str] = (),
     nproc: int | Literal["auto"] = "auto",
     resume: bool = False,
+    finish: int | None = None,
     device: str = "auto",
 ) -> Run:
     """Trains as `segtrain train` does, in a process of its own, and returns the run.
@@ -158,7 +160,8 @@ def train(
         takes them; or a Config; or its options by section, as `{"train": {"steps": 100}, ...}`.
     output: the directory of the run, which only a file or name can tell by itself.
     overrides: such as `optim.lr=0.02`. nproc: processes; auto: one for each GPU, or one.
-    resume: go on at the last checkpoint; start if there is none.
+    resume: go on at the last checkpoint; start if there is none. finish: from the checkpoint that
+        `config` names, or the newest of the run, so many steps to the end, as a run of its own.
 
     Raises:
         UserError: training failed, with the message and exit code of the command.
@@ -175,10 +178,13 @@ def train(
         options = ["--nproc", str(nproc), "--device", device]
         options += [] if output is None else ["--output", str(output)]
         options += ["--resume"] if resume else []
+        options += [] if finish is None else ["--finish", str(finish)]
         options += [word for text in overrides for word in ("--set", text)]
         command = [sys.executable, *safe_path(), "-m", "segtrain", "train", source, *options]
         _run(command, made=source if source.startswith(folder) else "")
         place = None if output is None else Path(output)
+        if finish is not None:
+            return read_run(branch_directory(source, place))
         target = resolve_run(named_config(source, may_write=False), resume=resume, output=place)
     return read_run(target.directory)
 

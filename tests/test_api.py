@@ -204,6 +204,16 @@ def test_a_failure_of_training_is_raised_in_words_of_python(root, run, tmp_path,
     assert not (tmp_path / "y").exists()
 
 
+def test_a_run_is_prolonged_as_a_run_of_its_own(run):
+    longer = segtrain.train(run.directory, finish=2, nproc=2, device="cpu")
+    assert (longer.directory, longer.step) == (run.directory.with_name("mine_finish"), 4)
+    assert longer.config.schedule.finish_from == last(run.directory).step == 2
+    with pytest.raises(ConfigError, match="mine_finish: holds a run already"):
+        segtrain.train(run.directory, finish=2)
+    with pytest.raises(ConfigError, match=r"train\.steps: 4 there, 5 now"):
+        segtrain.train(run.directory, finish=3, resume=True)
+
+
 def test_an_interrupt_saves_the_step_and_training_goes_on_from_there(root, tmp_path):
     config = write_config(tmp_path / "x.yaml", small(root, train=FOREVER))
     output = tmp_path / "x"

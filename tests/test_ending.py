@@ -120,8 +120,9 @@ def test_a_run_ends_with_its_hours_over_resumptions_and_goes_on_with_more(
 
     assert run_ranks(1, train, limited, run, True) == [0]
     log = (run / "train.log").read_text().splitlines()
-    assert "already complete: 6 of 9 steps: 2 hours of training" in log[-2]
-    assert log[-1].endswith(f"{run} --resume --set train.max_hours=null")
+    assert "already complete: 6 of 9 steps: 2 hours of training" in log[-3]
+    assert log[-2].endswith(f"{run} --resume --set train.max_hours=null")
+    assert log[-1].endswith(f"come down: segtrain train {run} --finish STEPS")
     assert run_ranks(1, train, plain, run, True) == [0]
     assert last(run).step == 9
 

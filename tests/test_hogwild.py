@@ -10,7 +10,7 @@ from experiments import curve, experiment, last, refusal, sections, train, write
 from processes import Command, logged_steps
 
 from segtrain.commands.train.preflight import check_experiment
-from segtrain.config import Config, load_config
+from segtrain.config import Config, ScheduleConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import batch_findings
@@ -213,6 +213,9 @@ def test_processes_divide_the_learning_rate_and_the_images(tmp_path, data):
     settings = load_config(config(data, tmp_path, batch_size=6, lr=0.02, min_lr=0.008))
     mine = config_of_process(settings, 4)
     assert (mine.optim.lr, mine.schedule.min_lr) == (0.005, 0.002)
+    branch = ScheduleConfig(kind="constant", finish_from=1, finish_lr=0.008, finish_peak=0.012)
+    mine = config_of_process(settings.model_copy(update={"schedule": branch}), 4).schedule
+    assert (mine.finish_lr, mine.finish_peak) == (0.002, 0.003)
     sets = [open_dataset(settings.data, split) for split in ("train", "val")]
     with pytest.raises(ConfigError, match="hogwild runs on CPUs only"):
         check_experiment(settings, *sets, device=torch.device("cuda"))

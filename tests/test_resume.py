@@ -177,13 +177,14 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
 
     before = (run / "metrics.jsonl").read_text()
     assert run_ranks(1, train, config, run, True) == [0]
-    (said,) = (run / "train.log").read_text().splitlines()[-1:]
+    said, longer = (run / "train.log").read_text().splitlines()[-2:]
     assert "already complete: 3 steps, best mIoU" in said
+    assert longer.endswith(f"to train longer: segtrain train {run} --finish STEPS")
     assert (run / "metrics.jsonl").read_text() == before
 
     fewer = write_config(tmp_path / "fewer.yaml", small(data, train={"steps": 2}))
     assert run_ranks(1, train, fewer, run, True, accept_changes=True) == [0]
-    said, note = (run / "train.log").read_text().splitlines()[-2:]
+    said, _, note = (run / "train.log").read_text().splitlines()[-3:]
     assert "already complete: 3 steps (train.steps 2), best mIoU" in said
     assert "note: nothing was done: the changes above were not used" in note
     assert last(run).step == 3

@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler
 from segtrain.training.optim.schedule import learning_rate
 
 STEPS = 40
+CONSTANT = {"schedule": "constant", "steps": 9}
 
 
 def rates(train):
@@ -89,6 +90,14 @@ def test_poly_is_that_of_detectron2_and_of_mmsegmentation(step):
         ({"schedule": "step"}, "milestones: kind step needs them"),
         ({"schedule": "step", "milestones": (5, 5)}, "must rise"),
         ({"schedule": "step", "milestones": (40_000,)}, "before the last of train.steps, 40000"),
+        ({"finish_from": 5}, "finish_from: has no effect with kind poly"),
+        (CONSTANT | {"finish_lr": 0.1}, "finish_lr: has no effect with finish_from null"),
+        (CONSTANT | {"min_lr": 0.001}, "min_lr: has no effect with kind constant"),
+        (CONSTANT | {"finish_from": 9}, "finish_from: 9 must be smaller than train.steps, 9"),
+        (CONSTANT | {"finish_from": 8, "finish_peak": 1.0}, "by more than 1 for finish_peak"),
+        (CONSTANT | {"finish_from": 4, "finish_peak": 1e-4}, "finish_peak: 0.0001 must be larger"),
+        (CONSTANT | {"finish_from": 4, "warmup_steps": 5}, "4 must not be smaller than warmup"),
+        (CONSTANT | {"finish_from": 4, "min_lr": 0.5}, "min_lr: 0.5 must not be larger than"),
         ({"schedule": "one_cycle", "steps": 3}, "cycle_rise: 0.3 of 3 steps is not more than one"),
     ],
 )

@@ -48,6 +48,7 @@ def test_without_resume_a_run_is_refused_with_the_commands_that_work(text):
     assert refusal(text) == [
         f"{text}: expected a config, found a run",
         "to go on with the run: segtrain train runs/my --resume",
+        "to train it longer: segtrain train runs/my --finish STEPS",
         "to start a new run with its config: segtrain train runs/my/config.yaml --output runs/my_2",
     ]
     assert target("runs/my/config.yaml", output="runs/my_2")[1] == "runs/my_2"
@@ -55,7 +56,7 @@ def test_without_resume_a_run_is_refused_with_the_commands_that_work(text):
 
 def test_a_run_is_not_resumed_elsewhere_but_its_config_may_be_that_of_another():
     said = refusal("runs/my", resume=True, output="runs/my 2")
-    assert said[2].endswith("segtrain train runs/my/config.yaml --output 'runs/my 2'")
+    assert said[3].endswith("segtrain train runs/my/config.yaml --output 'runs/my 2'")
     config = "runs/my/config.yaml"
     assert target(config, resume=True, output="runs/other") == (config, "runs/other")
 

@@ -192,7 +192,7 @@ COMMANDS = (
         "train",
         "commands.train.start:main",
         "train a model from a config",
-        _argument("config", f"{_CONFIG_HELP}; with --resume also the run's directory", "CONFIG"),
+        _argument("config", f"{_CONFIG_HELP}; with --resume or --finish a run", "CONFIG"),
         _settings(),
         _NPROC,
         _DEVICE,
@@ -201,6 +201,7 @@ COMMANDS = (
         _switch("--fit", "find out how the batch fits into the memory, with the same result"),
         _switch("--fit-precision", "as --fit; in bfloat16, another result, where all else fails"),
         _argument("--until", "save after this step and stop; --resume goes on", "STEP", positive),
+        _argument("--finish", "go on from a run, to an end, as another run", "STEPS", positive),
         _switch("--accept-changes", "with --resume: although config or data have changed since"),
         _switch("--requeue", "in a SLURM job: at SIGUSR1 save, requeue the job and stop"),
         _of_machines("--nnodes", "machines", "N", positive, default=1),
@@ -212,7 +213,8 @@ COMMANDS = (
         "segtrain train own.yaml --resume                        or: train runs/own --resume\n"
         "segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
         "segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
-        "torchrun --nproc-per-node 4 -m segtrain train CONFIG",
+        "torchrun --nproc-per-node 4 -m segtrain train CONFIG\n"
+        "segtrain train runs/own --finish 5000                   as runs/own_finish",
     ),
     Command(
         "population",

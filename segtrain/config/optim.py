@@ -107,11 +107,13 @@ class OptimConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
-    kind: Literal["poly", "cosine", "step", "one_cycle"] = option(
+    kind: Literal["poly", "cosine", "step", "one_cycle", "constant"] = option(
         "poly", "how the learning rate goes on after warmup, over the steps"
     )
     poly_power: NonNegativeFloat = option(0.9, "lr * (1 - step / steps) ** power; 0: constant")
-    min_lr: NonNegativeFloat = option(0.0, "learning rate that poly and cosine end with")
+    min_lr: NonNegativeFloat = option(
+        0.0, "learning rate that poly, cosine and finish_from end with"
+    )
     milestones: Positives | None = option(
         None, "kind step: the steps after which the rate is multiplied by milestone_factor"
     )
@@ -126,8 +128,27 @@ class ScheduleConfig(Section):
         "poly and cosine begin when warmup ends (mmsegmentation, torchvision); false: with the "
         "first step (detectron2)",
     )
+    finish_from: Positive | None = option(
+        None,
+        "constant: after this step the rate falls, as 1 - sqrt(t), to the end of train.steps "
+        "(arXiv:2405.18392); segtrain train --finish sets it; null: never",
+    )
+    finish_lr: PositiveFloat | None = option(
+        None, "the rate after step finish_from; null: that of the steps before"
+    )
+    finish_peak: PositiveFloat | None = option(
+        None,
+        "rise linearly from finish_lr to this rate in the first tenth of the steps after "
+        "finish_from, then fall (re-warming, arXiv:2403.08763); null: only fall",
+    )
 
     def _mistakes(self) -> Iterator[str]:
+        if self.finish_from is not None and self.finish_from < self.warmup_steps:
+            yield (
+                f"finish_from: {self.finish_from} must not be smaller than warmup_steps, "
+                f"{self.warmup_steps}"
+            )
+        yield from self._no_effect("after_warmup", self.kind != "constant", "kind constant")
         marks = self.milestones
         if self.kind == "step" and marks is None:
             yield "milestones: kind step needs them, such as [60000, 75000]"

@@ -87,7 +87,7 @@ class RunLog:
         self._begun = True
         step, evaluated = self._steps
         for name, newest in ((METRICS, step), (RECEIPTS, 0 if self._changed else step)):
-            self._try(name, _drop_later, self._directory / name, newest, evaluated)
+            self._try(name, drop_later, self._directory / name, newest, evaluated)
         # TensorBoard writes in a thread: Python would print a traceback when that fails.
         self._excepthook, threading.excepthook = threading.excepthook, self._on_thread_error
         self._try("TensorBoard", self._open_board, step + 1 if step else 0)
@@ -173,7 +173,7 @@ class RunLog:
             self._excepthook(failure)
 
 
-def _drop_later(path: Path, step: int, evaluated_step: int) -> None:
+def drop_later(path: Path, step: int, evaluated_step: int) -> None:
     """Drops lines of metrics or receipts after `step`, and evaluations after `evaluated_step`.
 
     Also drops damaged lines, such as a last line cut short by a crash.

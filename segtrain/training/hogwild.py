@@ -101,8 +101,9 @@ def config_of_process(config: Config, processes: int) -> Config:
     fewer images.
     """
     optim = config.optim.model_copy(update={"lr": config.optim.lr / processes})
-    low = {"min_lr": config.schedule.min_lr / processes}
-    schedule = config.schedule.model_copy(update=low)
+    schedule, rates = config.schedule, ("min_lr", "finish_lr", "finish_peak")
+    parts = {name: rate / processes for name in rates if (rate := getattr(schedule, name))}
+    schedule = schedule.model_copy(update=parts)
     return config.model_copy(update={"optim": optim, "schedule": schedule})
 
 

@@ -168,9 +168,12 @@ def _completion(run: TrainRun) -> str:
 
 
 def _way_on(run: TrainRun) -> list[str]:
-    """How a run goes on that ended before train.steps."""
-    more = run.state.step < run.config.train.steps
-    return [f"{_to_train_on(run)} --set {run.stop_criteria.key}=null"] if more else []
+    """How a run goes on that has ended."""
+    finish = f"segtrain train {shlex.quote(str(run.directory))} --finish STEPS"
+    if run.state.step >= run.config.train.steps:
+        return [f"to train longer: {finish}"]
+    on = f"{_to_train_on(run)} --set {run.stop_criteria.key}=null"
+    return [on, f"to let the learning rate come down: {finish}"]
 
 
 def _to_train_on(run: TrainRun) -> str:

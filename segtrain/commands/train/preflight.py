@@ -24,7 +24,7 @@ from segtrain.errors import ConfigError, MemoryLimitError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
 from segtrain.text import printable
-from segtrain.training.optim.schedule import base_lr, learning_rate
+from segtrain.training.optim.schedule import describe_rates
 
 
 def check_experiment(
@@ -137,9 +137,6 @@ def start_lines(
     batch = f"{train.batch_size} images of {height}x{width}"
     if train.accumulate_steps > 1:
         batch += f" in {train.accumulate_steps} microbatches"
-    first, end = (learning_rate(config, number) for number in (0, train.steps - 1))
-    # At the first step, after a warmup, at the last step.
-    rates = dict.fromkeys(f"{rate:.3g}" for rate in (first, base_lr(config), end))
     epochs = train.steps * train.batch_size / len(train_set.pairs)
     parameters = sum(p.numel() for p in model.parameters())
     return [
@@ -153,7 +150,7 @@ def start_lines(
         f"model      {config.model.arch} on {config.model.backbone}, output stride "
         f"{config.model.output_stride}, {parameters / 1e6:.1f} M parameters",
         f"weights    {weights}",
-        f"lr         {' -> '.join(rates)}, {config.schedule.kind}, {config.optim.kind}",
+        f"lr         {describe_rates(config, step)}, {config.schedule.kind}, {config.optim.kind}",
         f"steps      {train.steps}, {epochs:.1f} epochs"
         + (f", going on after step {step}" if step else ""),
         f"run        {directory}",

@@ -36,8 +36,14 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
     # 1. Which config, which run?
     is_first = "RANK" not in os.environ  # what is said here is said once, not by every rank
-    args.config = named_config(args.config, may_write=is_first)
-    target = resolve_run(args.config, resume=args.resume, output=args.output)
+    is_rank = launch.adopt_environment()
+    resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
+    if args.finish is None:
+        args.config = named_config(args.config, may_write=is_first)
+        target = resolve_run(args.config, resume=args.resume, output=args.output)
+    else:
+        target = _branch(args, resume=resume, alone=not is_rank and args.nnodes == 1)
+        resume = args.resume = True
     if target.note and is_first:
         say(target.note)
     args.output = target.directory  # the launcher keeps the key of the ranks there
@@ -50,7 +56,6 @@ def main(args: argparse.Namespace) -> int:
     if args.until is not None and args.until > config.train.steps:
         raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
     check_installed(config.log.trackers)
-    resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     wrong = wrong_units(config)
     saved = resume and run_directory.has_saved(target.directory)
     if wrong and not saved:
@@ -58,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     if is_first:
         show_warnings(config)
     # 3. A rank trains, and so does a process without others; otherwise it starts them.
-    is_rank, fits = launch.adopt_environment(), args.fit or args.fit_precision
+    fits = args.fit or args.fit_precision
     if fits and (is_rank or args.nnodes > 1):
         raise ConfigError(
             "--fit: tries one machine before it starts the ranks there, which torchrun, srun and "
@@ -96,6 +101,42 @@ def _refined(args: argparse.Namespace, target: Target, found: list[str]) -> Conf
     words = [word for word in args.argv if word not in ("--fit", "--fit-precision")]
     args.argv = [*words, *(f"--set={option}" for option in found)]
     return load_config(target.config, args.set)
+
+
+def branch_directory(text: str, output: Path | None) -> Path:
+    """Where `segtrain train TEXT --finish` makes the branch; ConfigError if TEXT is no run."""
+    run = _run_of(text)
+    if run is None:
+        raise ConfigError(f"{text}: expected a run, or a checkpoint of one, to finish")
+    beside = Path(os.path.normpath(run / os.pardir))
+    return output or beside / f"{run.resolve().name}_finish"
+
+
+def _branch(args: argparse.Namespace, *, resume: bool, alone: bool) -> Target:
+    """The run of --finish; it is made now, unless it is there and goes on.
+
+    alone: no other process has this command line.
+    """
+    from segtrain.commands.train import finish
+
+    directory = branch_directory(args.config, args.output)
+    config = directory / run_directory.CONFIG
+    if not (resume and run_directory.has_saved(directory)):
+        if not alone:
+            raise ConfigError(
+                "--finish: makes a run before the ranks start; with torchrun, srun or --nnodes, "
+                f"first, alone: segtrain train {shlex.quote(args.config)} --finish {args.finish} "
+                f"--until 1; then start all with {directory} --resume"
+            )
+        checkpoint = Path(args.config) if args.config.endswith(_CHECKPOINT) else None
+        run = _run_of(args.config)
+        finish.begin(run, checkpoint, directory, steps=args.finish, overrides=args.set)
+        args.argv = [*args.argv, "--resume"]  # of the ranks
+    begun = load_config(config).schedule.finish_from
+    if begun is None:
+        raise ConfigError(f"{directory}: no branch (schedule.finish_from); choose another --output")
+    args.set = [f"train.steps={begun + args.finish}", *args.set]
+    return Target(config, directory)
 
 
 def named_config(text: str, *, may_write: bool) -> str:
@@ -154,6 +195,7 @@ def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
     raise ConfigError(
         f"{text}: expected a config, found {kind}\n"
         f"to go on with the run: segtrain train {shlex.quote(str(run))} --resume\n"
+        f"to train it longer: segtrain train {shlex.quote(str(run))} --finish STEPS\n"
         "to start a new run with its config: "
         f"segtrain train {shlex.quote(str(config))} --output {shlex.quote(str(new))}"
     )

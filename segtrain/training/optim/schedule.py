@@ -8,6 +8,8 @@ from segtrain.config import Config
 # One cycle begins with the rate divided by the first, and ends with that divided by the second:
 # div_factor and final_div_factor of torch's OneCycleLR.
 _CYCLE_START_DIV, _CYCLE_END_DIV = 25.0, 1e4
+# The part of the steps after finish_from in which the rate rises to finish_peak.
+_RISE = 0.1
 
 
 def base_lr(config: Config) -> float:
@@ -24,14 +26,47 @@ def learning_rate(config: Config, step: int) -> float:
     """The backbone's learning rate of update `step`, 0 .. steps - 1.
 
     Linear warmup from warmup_start times the rate (arXiv:1706.02677, section 2.2), multiplied with
-    the schedule, which begins at the first step or after the warmup. min_lr is what poly and cosine
-    end with.
+    the schedule, which begins at the first step or after the warmup. min_lr is what poly, cosine
+    and finish_from end with.
     """
-    decayed, schedule = _scheduled(config, step), config.schedule
+    schedule = config.schedule
+    if schedule.finish_from is not None and step >= schedule.finish_from:
+        return _finishing(config, step)
+    decayed = _scheduled(config, step)
     if step >= schedule.warmup_steps:
         return decayed
     done = step / schedule.warmup_steps
     return decayed * (schedule.warmup_start + (1 - schedule.warmup_start) * done)
+
+
+def describe_rates(config: Config, step: int) -> str:
+    """The rates at the first step, after the warmup, from finish_from on and at the last step.
+
+    step: where the run goes on; what lies before finish_from is left out if it is behind.
+    """
+    begin, peak = config.schedule.finish_from, config.schedule.finish_peak
+    rates = [learning_rate(config, 0), base_lr(config)]
+    if begin is not None:
+        from_there = [learning_rate(config, begin), peak or learning_rate(config, begin)]
+        rates = from_there if step >= begin else rates + from_there
+    rates.append(learning_rate(config, config.train.steps - 1))
+    return " -> ".join(dict.fromkeys(f"{rate:.3g}" for rate in rates))
+
+
+def _finishing(config: Config, step: int) -> float:
+    """The rate from finish_from on: 1 - sqrt(t), as in arXiv:2405.18392, for t from 0 to 1.
+
+    Before it, to finish_peak, the rise of a re-warming (arXiv:2403.08763).
+    """
+    schedule = config.schedule
+    done, total = step - schedule.finish_from, config.train.steps - schedule.finish_from
+    top = schedule.finish_lr or base_lr(config)
+    if schedule.finish_peak is not None:
+        rise = math.ceil(_RISE * total)
+        if done < rise:
+            return top + (schedule.finish_peak - top) * done / rise
+        done, total, top = done - rise, total - rise, schedule.finish_peak
+    return schedule.min_lr + (top - schedule.min_lr) * (1 - math.sqrt(done / total))
 
 
 def _scheduled(config: Config, step: int) -> float:
@@ -49,6 +84,8 @@ def _scheduled(config: Config, step: int) -> float:
         else:
             done, a, b = (step - turn) / (train.steps - 1 - turn), lr, start / _CYCLE_END_DIV
         return b + (a - b) / 2 * (1 + math.cos(math.pi * done))
+    if schedule.kind == "constant":
+        return lr
     if schedule.kind == "step":
         return lr * schedule.milestone_factor ** bisect_right(schedule.milestones or (), step)
     begin = schedule.warmup_steps if schedule.after_warmup else 0

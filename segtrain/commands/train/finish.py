@@ -1,0 +1,109 @@
+"""`segtrain train RUN --finish STEPS`: a branch, which goes on from a checkpoint of RUN to an end.
+
+The branch is a run of its own. It begins with the checkpoint, and what it does from there on stands
+in its config: train.steps, and a learning rate that falls from the rate of the checkpoint. So it is
+resumed as any other run. RUN is only read, and may still be training.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from segtrain import files
+from segtrain.config import Config, ScheduleConfig
+from segtrain.config.loading import given_keys, override_config
+from segtrain.errors import CheckpointError, ConfigError, ExecutionError
+from segtrain.run import directory as run_directory
+from segtrain.run.directory import RunLock
+from segtrain.run.environment import ENVIRONMENT
+from segtrain.training.optim.schedule import base_lr, describe_rates, learning_rate
+
+# With less of the rate after warmup, a branch would change next to nothing.
+_LEAST_RATE = 0.01
+_DECIDED = ("train.steps", "optim.lr", "optim.lr_batch_size")
+_RATES = ("schedule.min_lr", "schedule.finish_lr", "schedule.finish_peak")
+
+
+def begin(
+    run: Path, checkpoint: Path | None, directory: Path, *, steps: int, overrides: Sequence[str]
+) -> None:
+    """Makes the branch of `run` in `directory`, ready to be resumed.
+
+    Weights, optimizer and average are those of the checkpoint. The best score and what ends a run
+    early begin anew; the curves of the training are those of `run` so far.
+
+    checkpoint: None: the newest of `run`. steps: from there to the end.
+
+    Raises:
+        ConfigError: `directory` holds a run, an override cannot be meant, or nothing would change.
+        CheckpointError: there is no checkpoint with the state of the training.
+    """
+    from segtrain.checkpoint.format import load, parse_experiment
+    from segtrain.checkpoint.manager import CheckpointManager
+    from segtrain.run.log import RunLog, drop_later, say
+
+    # 1. The checkpoint.
+    problems = []
+    if checkpoint is None:
+        folder = run / run_directory.CHECKPOINTS
+        checkpoint, problems = CheckpointManager(folder, keep_limit=1).newest()
+    if checkpoint is None:
+        raise CheckpointError(f"{run}: has saved no checkpoint yet")
+    saved = load(checkpoint)
+    if saved.optimizer is None:
+        what = "holds no training state; name last.pt, or a step_N.pt (checkpoint.keep_every_steps)"
+        raise CheckpointError(f"{checkpoint}: {what}")
+    # 2. The config.
+    before, _ = parse_experiment(saved, checkpoint)
+    config = _branch_config(before, saved.step, steps, overrides, source=str(checkpoint))
+    rates = describe_rates(config, saved.step)
+    changes = run_directory.config_differences(before, config)
+    lines = [
+        *(f"warning: {problem}" for problem in problems),
+        f"branch of {run} at step {saved.step}, {steps} more steps, lr {rates}",
+        *(f"changed    {x}" for x in changes if not x.startswith(("train.steps:", "schedule."))),
+    ]
+    # 3. The run. Its config comes last: without the checkpoint, it would train from the beginning.
+    checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS, keep_limit=1)
+    with RunLock(directory), ExitStack() as stack:
+        run_directory.check_directory(directory, config, resume=False)
+        stack.enter_context(RunLog(directory, enabled=True))
+        checkpoints.clean_up()
+        checkpoints.check_space(saved)
+        checkpoints.keep(saved._replace(best=None, ending=None))
+        with files.os_errors_as(ExecutionError, directory, "cannot be written"):
+            for name in (ENVIRONMENT, run_directory.METRICS):
+                with suppress(FileNotFoundError):
+                    files.write_atomic(directory / name, files.read_bytes(run / name))
+            drop_later(directory / run_directory.METRICS, saved.step, 0)
+            run_directory.write_config(directory, config)
+        for line in lines:
+            say(line)
+
+
+def _branch_config(
+    before: Config, step: int, steps: int, overrides: Sequence[str], *, source: str
+) -> Config:
+    """The config of a branch at `step`; `before`: that of the checkpoint."""
+    for key in given_keys(overrides):
+        if key in _DECIDED or (key.startswith("schedule.") and key not in _RATES):
+            what = f"the checkpoint decides this with --finish; choose {', '.join(_RATES)}"
+            raise ConfigError(f"--set {key}: {what}")
+    # After its last step a schedule is not defined.
+    lr = learning_rate(before, min(step, before.train.steps - 1))
+    schedule = ScheduleConfig(
+        kind="constant",
+        finish_from=step,
+        finish_lr=lr or None,
+        min_lr=min(before.schedule.min_lr, lr),
+    )
+    config = before.model_copy(update={"schedule": schedule})
+    config = override_config(config, [f"train.steps={step + steps}", *overrides], source=source)
+    usual, now = base_lr(config), config.schedule
+    if (now.finish_peak or now.finish_lr or 0) < _LEAST_RATE * usual:
+        raise ConfigError(
+            f"--finish: the learning rate after step {step} is {lr:.3g}, {100 * lr / usual:.2g} % "
+            f"of {usual:g}, and would change next to nothing; let it rise again by --set "
+            f"schedule.finish_peak={usual:g}, or name an earlier checkpoint"
+        )
+    return config

@@ -1,0 +1,142 @@
+"""`segtrain train RUN --finish STEPS`: a branch is the run that was planned with its end."""
+
+import hashlib
+
+import pytest
+from experiments import (
+    assert_same_state,
+    last,
+    losses,
+    settings,
+    small,
+    stopped_after,
+    train,
+    write_config,
+)
+
+from segtrain.cli import main as segtrain
+from segtrain.commands.train import finish
+from segtrain.errors import ConfigError
+from segtrain.results.runs import summarize
+from segtrain.training.optim.schedule import learning_rate
+
+
+def write(data, path, *, steps, **schedule):
+    options = small(
+        data,
+        eval={"every_steps": 2},
+        train={"steps": steps, "batch_size": 4, "shares": 2, "patience": 9},
+        optim={"sam_rho": 0.05, "sam_every": 2},
+        schedule=schedule,
+        checkpoint={"keep_every_steps": 4},
+    )
+    options["augment"]["crop_size"] = [25, 33]
+    return write_config(path, options)
+
+
+def hashes(run):
+    files = (path for path in run.rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def trunk(run_ranks, tmp_path_factory, data):
+    """A run of 6 steps at a constant rate, and its config; step 4 is kept."""
+    folder = tmp_path_factory.mktemp("trunk")
+    config = write(data, folder / "c.yaml", steps=6, kind="constant")
+    assert run_ranks(1, train, config, folder / "run") == [0]
+    return config, folder / "run"
+
+
+def test_a_branch_has_the_bits_of_one_run_with_the_same_end_and_the_trunk_its_own(
+    run_ranks, tmp_path, data, trunk
+):
+    """The branch is stopped, and goes on with two ranks; the trunk goes on after it."""
+    planned = write(data, tmp_path / "p.yaml", steps=7, kind="constant", finish_from=4)
+    assert run_ranks(1, train, planned, tmp_path / "planned") == [0]
+    run, branch = tmp_path / "run", tmp_path / "run_finish"
+    assert run_ranks(1, train, trunk[0], run, until=4) == [0]
+    before = hashes(run)
+    finish.begin(run, None, branch, steps=3, overrides=())
+    config = branch / "config.yaml"
+    assert run_ranks(1, stopped_after, 5, config, branch, True) == [143]
+    assert run_ranks(2, train, config, branch, True) == [0, 0]
+    assert hashes(run) == before
+
+    found, whole = last(branch), last(tmp_path / "planned")
+    assert_same_state(found, whole)
+    assert found.shares["exponents"] == whole.shares["exponents"]
+    for tag in ("train/loss", "train/lr"):  # those before the branch are the trunk's
+        assert losses(branch, tag) == losses(tmp_path / "planned", tag)
+    assert losses(branch, "eval/mIoU") == losses(tmp_path / "planned", "eval/mIoU")[-2:]
+    assert found.best["step"] in (6, 7)  # the trunk's scores do not count
+    assert summarize(branch).state == "complete"
+    line = f"branch of {run} at step 4, 3 more steps, lr 0.02 -> 0.00367\n"
+    assert (branch / "train.log").read_text().count(line) == 1
+
+    assert run_ranks(1, train, trunk[0], run, True) == [0]
+    assert_same_state(last(run), last(trunk[1]))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "rate"),
+    [
+        ({"schedule": "constant", "warmup_steps": 6, "warmup_start": 0.25}, 2, 0.01),
+        ({"schedule": "poly", "poly_power": 1.0, "min_lr": 0.01}, 10, 0.015),
+        ({"schedule": "poly", "poly_power": 1.0, "min_lr": 0.01}, 20, 0.0105),
+        ({"schedule": "step", "milestones": (15,)}, 16, 0.002),
+        ({"schedule": "constant", "finish_from": 16}, 19, 0.02 * (1 - 0.75**0.5)),
+    ],
+)
+def test_a_branch_falls_from_the_rate_of_the_checkpoint(schedule, step, rate):
+    """To min_lr; with a peak, it rises to it in a tenth of its steps."""
+    before = settings(steps=20, lr=0.02, **schedule)
+    low = before.schedule.min_lr
+
+    def rates(*overrides):
+        config = finish._branch_config(before, step, 20, overrides, source="x")
+        return [learning_rate(config, number) for number in range(step, step + 20)]
+
+    assert rates()[0] == pytest.approx(rate, rel=1e-12)
+    assert rates()[5] == pytest.approx(low + (rate - low) / 2, rel=1e-12)
+    assert rates() == sorted(rates(), reverse=True)
+    peaked = rates("schedule.finish_peak=0.04")
+    assert peaked[:3] == pytest.approx([rate, (rate + 0.04) / 2, 0.04], rel=1e-12)
+    assert peaked[2 + 8] == pytest.approx(low + (0.04 - low) * (1 - (8 / 18) ** 0.5), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("checkpoints/best.pt", [], "best.pt: holds no training state; name last.pt"),
+        ("", ["--set", "optim.lr=1.0"], "--set optim.lr: the checkpoint decides this"),
+        ("", ["--set", "schedule.finish_peak=0.01"], "0.01 must be larger than finish_lr, 0.02"),
+        (
+            "",
+            ["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:1"],
+            "first, alone: segtrain train",
+        ),
+        ("", ["--output", "."], ": holds a run already"),
+        ("", ["--output", ".", "--resume"], ": no branch (schedule.finish_from)"),
+        ("../c.yaml", [], "c.yaml: expected a run, or a checkpoint of one, to finish"),
+    ],
+)
+def test_what_cannot_be_finished_is_refused_and_nothing_is_made(
+    trunk, capsys, monkeypatch, name, options, said
+):
+    run = trunk[1]
+    monkeypatch.chdir(run)
+    before = hashes(run.parent)
+    assert segtrain(["train", str(run / name), "--finish", "3", *options]) in (2, 4)
+    assert said in capsys.readouterr().err
+    assert hashes(run.parent) == before
+    assert not run.with_name("run_finish").exists()
+
+
+def test_a_rate_that_has_come_down_must_rise_again():
+    """The repair is in the message."""
+    before = settings(steps=10_000, lr=0.02, schedule="constant", finish_from=6)
+    with pytest.raises(ConfigError, match=r"0\.005 % of 0\.02.*schedule\.finish_peak=0\.02"):
+        finish._branch_config(before, 10_000, 5, (), source="x")
+    config = finish._branch_config(before, 10_000, 5, ["schedule.finish_peak=0.02"], source="x")
+    assert config.schedule.finish_lr == learning_rate(before, 9_999)
