@@ -67,6 +67,7 @@ NO_WEIGHTS = "needs weights of other programs; test_convert.py converts some"
 DRAWN = "test_annotations.py draws files of each format"
 SIDES = "test_results.py compares sides of several runs"
 SUSPECTS = "two steps measure too little; test_suspects.py trains on planted mistakes"
+BRANCHES = "test_finish.py makes branches"
 NODES = "test_two_nodes.py does, as root"
 NOT_RUN = {
     "train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
@@ -86,6 +87,10 @@ NOT_RUN = {
     "train RUN --resume": "stands for any run",
     "runs --clear RUN": "stands for any run",
     "train mine --until 500": "test_until.py pauses runs",
+    "train mine --set schedule.kind=constant --set checkpoint.keep_every_steps=2000": BRANCHES,
+    "train runs/mine --finish 3000": BRANCHES,
+    "data synth street --num-train 120 --num-val 60 --size 96 160": "test_synthetic.py draws",
+    "train runs/mine/checkpoints/step_0006000.pt --finish 2000 --output runs/mine_8000": BRANCHES,
     "population mine --members 4 --every 500": "test_population.py trains populations",
     "folds mine -k 5": "test_folds.py trains folds",
     "folds runs/mine_folds --resume": "test_folds.py resumes folds",
