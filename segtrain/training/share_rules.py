@@ -21,6 +21,7 @@ from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.models.pspnet import adaptive_avg_pools
 from segtrain.models.resizing import resize
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm
+from segtrain.parts import changed_state, draws_random_numbers
 
 
 def refuse_layers(model: nn.Module, option: str) -> None:
@@ -31,8 +32,7 @@ def refuse_layers(model: nn.Module, option: str) -> None:
     """
     for name, layer in model.named_modules():
         is_own_norm = isinstance(layer, SyncBatchNorm | FrozenBatchNorm2d)
-        is_dropout = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
-        if is_dropout or (isinstance(layer, _BatchNorm) and not is_own_norm):
+        if draws_random_numbers(layer) or (isinstance(layer, _BatchNorm) and not is_own_norm):
             raise ConfigError(
                 f"{option}: {name}, a {type(layer).__name__}, draws random numbers or updates "
                 "statistics in each forward pass; take `DropoutMasks`, and make norms by `norm`"
@@ -45,28 +45,14 @@ def watch(model: nn.Module) -> Iterator[None]:
 
     Those of synchronized batch norm are changed in order.
     """
-    before = {name: value.clone() for name, value in _common(model).items()}
-    yield
-    for name, value in _common(model).items():
-        if name not in before or not torch.equal(before[name], value):
-            raise ConfigError(
-                f"train.shares: computing a share changes {name}, which all shares have in common; "
-                "let random numbers be arguments, as `DropoutMasks` is, keep statistics only in "
-                "layers that `norm` makes, or set train.shares to null"
-            )
-
-
-def _common(model: nn.Module) -> dict[str, Tensor]:
-    """The state of torch's generators, and the buffers that no share may change."""
-    states = {"torch's random numbers": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states["random numbers of the device"] = torch.cuda.get_rng_state()
-    return states | {
-        f"the buffer {path}.{name}": buffer
-        for path, layer in model.named_modules()
-        if not isinstance(layer, SyncBatchNorm)
-        for name, buffer in layer.named_buffers(recurse=False)
-    }
+    with changed_state(model) as changed:
+        yield
+    if changed:
+        raise ConfigError(
+            f"train.shares: computing a share changes {changed[0]}, which all shares have in "
+            "common; let random numbers be arguments, as `DropoutMasks` is, keep statistics only "
+            "in layers that `norm` makes, or set train.shares to null"
+        )
 
 
 _KERNEL_SHAPES = (

@@ -1,0 +1,309 @@
+"""The gradient of a whole batch in the memory of a part of it, for a loop of your own.
+
+    from segtrain.parts import backward
+
+A thread computes each part. They take turns, and wait for each other in each batch norm: see
+`distributed.virtual_ranks`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import virtual_ranks
+from segtrain.distributed.offload import saved_on_host
+from segtrain.distributed.virtual_ranks import VirtualRanks
+from segtrain.norm import (
+    FrozenBatchNorm2d,
+    SyncBatchNorm,
+    make_groups,
+    placed,
+    sync_running_stats,
+    tracked_together,
+)
+
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
+
+
+def backward(
+    model: nn.Module, loss: Loss, images: Tensor, labels: Any, *, parts: int = 8
+) -> Tensor:
+    """Adds the gradient of the whole batch to `.grad`; returns its loss, () float64 (collective).
+
+    The objective is the sum that `loss` returns over the weight that it returns, each added up over
+    all parts of all ranks. If the weight is 0, so are objective and gradient. Every rank gets the
+    gradient of all ranks together, ready for `optimizer.step()` without DistributedDataParallel.
+
+    On CUDA, what the forward passes save waits on the host. On a CPU it stays, except what
+    `torch.utils.checkpoint` in the model leaves out. Autocast is that of the caller.
+
+    The first call, and one after modules went between training and evaluation, tries four images in
+    two parts: the output of an image must not depend on another, except through batch norms, and
+    `loss` of two images must be the sum of both. It sees gradients: not a choice, such as the
+    largest value of the batch, and no branch whose weights are all 0 at that time.
+
+    Args:
+        model: takes `images`; `segtrain.norm.convert` has replaced its batch norms. Its outputs are
+            tensors (n, ...), alone or in tuples, lists or dicts.
+        loss: of outputs and labels of a part, the sum and its weight, such as
+            `cross_entropy(..., reduction="sum")` and the number of valid pixels. With a GradScaler,
+            return `scaler.scale(sum)`.
+        images: (N, ...) of this rank, on the device of the model; N may differ between ranks.
+        labels: tensors (N, ...), alone or in tuples, lists or dicts.
+        parts: into how many parts this rank cuts its images, as evenly as possible; at most N.
+
+    Raises:
+        ValueError: the gradient would not be that of the whole batch: dropout or drop-path, batch
+            norms that are not converted, other layers that couple images, a loss that is no sum,
+            wrapped or compiled models, hooks of parameters, ranks with different weights.
+    """
+    if parts < 1 or any(len(values) != len(images) for values in tree_leaves(labels)):
+        raise ValueError(
+            f"expected parts of at least 1, and labels for each of {len(images)} images"
+        )
+    _refuse(model)
+    thread = _Thread(images.device, model)
+    _try(model, loss, images, labels, thread)
+
+    num_parts = max(1, min(parts, len(images)))
+    leaves, nesting = tree_flatten((images, labels))
+    cut = zip(*(leaf.tensor_split(num_parts) for leaf in leaves), strict=True)
+    calls = [partial(_part, model, loss, tree_unflatten(part, nesting), thread) for part in cut]
+    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
+    grouped, where = any(layer.images for layer in layers), nullcontext()
+    if grouped:
+        where = placed(dist.all_gather_object([len(i) for i in images.tensor_split(num_parts)]))
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.grad for p in trained]
+    several = dist.group_size() > 1
+    if several:  # what is there already is a sum over the ranks
+        for parameter in trained:
+            parameter.grad = None
+    with where, tracked_together():
+        if grouped:
+            make_groups(model)
+        whole = VirtualRanks(num_parts).run(calls)[0]
+    sync_running_stats(model)
+    if several:
+        _sum_over_ranks(trained, before)
+    return whole
+
+
+class _Thread:
+    """What threads take over from the thread that makes this."""
+
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
+        self._device, self._parameters = device, list(model.parameters())
+        kind = device.type
+        self.autocast = partial(
+            torch.autocast,
+            kind,
+            torch.get_autocast_dtype(kind),
+            torch.is_autocast_enabled(kind),
+            torch.is_autocast_cache_enabled(),
+        )
+        self._stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """As `training.microbatches._in_threads`, which says why."""
+        with (
+            torch.cuda.stream(self._stream),
+            torch.autograd.set_multithreading_enabled(False),
+            saved_on_host(self._device, self._parameters),
+        ):
+            yield
+
+
+def _part(model: nn.Module, loss: Loss, pair: tuple[Tensor, Any], thread: _Thread) -> Tensor:
+    """Adds the gradient of a part, images and labels; returns the loss of all parts."""
+    images, labels = pair
+    with thread.entered():
+        with thread.autocast():
+            total, weight = loss(model(images), labels)
+        weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
+        whole, weights = dist.all_reduce_sum(torch.stack([total.detach().double(), weight]))
+        scale = torch.where(weights == 0, 0.0, 1 / weights)
+        (total * scale).backward()
+        return whole * scale
+
+
+@torch.no_grad()
+def _sum_over_ranks(parameters: list[nn.Parameter], before: list[Tensor | None]) -> None:
+    """Sums the gradients over the ranks and adds those from `before` (collective)."""
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
+    used = dist.all_reduce_sum(used.to(parameters[0].device)).tolist()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        total = dist.all_reduce_sum(torch.cat([grad.flatten() for grad in alike]))
+        parts = total.split([grad.numel() for grad in alike])
+        sums = [part.view(g.shape) for part, g in zip(parts, alike, strict=True)]
+        torch._foreach_copy_(alike, sums)
+    for parameter, grad, old, ranks in zip(parameters, grads, before, used, strict=True):
+        if ranks and old is not None:
+            old.add_(grad)
+        parameter.grad = grad if ranks and old is None else old
+
+
+def draws_random_numbers(layer: nn.Module) -> bool:
+    """Whether `layer` is dropout or drop-path with a probability above 0."""
+    is_dropout = isinstance(layer, nn.modules.dropout._DropoutNd)
+    return bool(getattr(layer, "drop_prob", None) or (is_dropout and layer.p))
+
+
+@contextmanager
+def changed_state(model: nn.Module) -> Iterator[list[str]]:
+    """On exit, the list has what changed inside: torch's random numbers, and buffers by name.
+
+    Those of synchronized batch norm are left out.
+    """
+
+    def state() -> dict[str, Tensor]:
+        states = {"torch's random numbers": torch.get_rng_state()}
+        if torch.cuda.is_initialized():
+            states["random numbers of the device"] = torch.cuda.get_rng_state()
+        return states | {
+            f"the buffer {path}.{name}": buffer
+            for path, layer in model.named_modules()
+            if not isinstance(layer, SyncBatchNorm)
+            for name, buffer in layer.named_buffers(recurse=False)
+        }
+
+    before, changed = {name: value.clone() for name, value in state().items()}, []
+    yield changed
+    changed += [
+        name
+        for name, value in state().items()
+        if name not in before or not torch.equal(before[name], value)
+    ]
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raises ValueError for what is known not to work, by its name."""
+    for path, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(f"{path} is a {type(parameter).__name__}: expected whole parameters")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{path} has a hook, which would run for each part; remove it")
+    for path, layer in model.named_modules():
+        what = f"{path or 'the model'} is a {type(layer).__name__}"
+        if isinstance(layer, DataParallel | DistributedDataParallel):
+            raise ValueError(f"{what}: pass model.module; gradients are summed over all ranks here")
+        if hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None:
+            raise ValueError(f"{what}, compiled, in which parts cannot wait for each other")
+        if layer.training and draws_random_numbers(layer):
+            raise ValueError(
+                f"{what} that draws random numbers for each part: set its probability to 0, or "
+                "call eval() on it"
+            )
+        is_own = isinstance(layer, SyncBatchNorm | FrozenBatchNorm2d)
+        if layer.training and isinstance(layer, _BatchNorm) and not is_own:
+            raise ValueError(f"{what} with statistics of each part: segtrain.norm.convert(model)")
+
+
+# The models that have been tried, and which of their modules were in training.
+_tried: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()
+
+
+def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thread) -> None:
+    """Raises ValueError for what shows when the model runs (collective the first time)."""
+    if model not in _tried:
+        _compare_ranks(model)
+    modes = [layer.training for layer in model.modules()]
+    if len(images) == 0 or _tried.get(model) == modes:
+        _tried.setdefault(model, [])
+        return
+    x = images[:2].detach()
+    x = torch.cat([x, x.flip(-1), x.roll(1, -1), x.roll(2, -1)])[:4]
+    x = (x if x.is_floating_point() else x.float()).requires_grad_()
+    labels = tree_map(lambda t: torch.cat([t[:2], t[:2]])[:2], labels)
+    norms = [m for m in model.modules() if isinstance(m, SyncBatchNorm) and m.training]
+    hooks = [norm.register_forward_hook(_scaled, prepend=True) for norm in norms]
+    calls = [partial(_try_part, model, loss, x, labels, slot, thread) for slot in range(2)]
+    try:
+        for norm in norms:
+            norm.training = False
+        with changed_state(model) as changed:
+            VirtualRanks(2).run(calls)
+    finally:
+        for norm, hook in zip(norms, hooks, strict=True):
+            norm.training = True
+            hook.remove()
+    if changed:
+        raise ValueError(
+            f"the forward pass changes {changed[0]}, once for each part: switch off dropout, "
+            "drop-path, stochastic depth, spectral norms and the like"
+        )
+    _tried[model] = modes
+
+
+def _compare_ranks(model: nn.Module) -> None:
+    """Raises ValueError on all ranks if they have different parameters (collective)."""
+    sums = [p.detach().double().sum() for p in model.parameters()]
+    differ = dist.all_gather(torch.stack(sums)) if sums else torch.zeros(1, 0)
+    for (name, _), column in zip(model.named_parameters(), differ.T.tolist(), strict=True):
+        if len(set(column)) > 1:
+            raise ValueError(f"{name} differs between ranks: set a seed, or broadcast from rank 0")
+
+
+def _scaled(norm: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """In the place of batch norm: every image scaled by itself, without blocking a gradient.
+
+    Running statistics may be far from those of the batch, and let values explode.
+    """
+    virtual_ranks.current().meet(None, len)  # as in a step, the other part goes on here
+    (x,) = inputs
+    mean_square = x.detach().double().flatten(1).square().mean(1)
+    scale = (mean_square + norm.eps).rsqrt().view(-1, *[1] * (x.dim() - 1))
+    return x.to(output.dtype) * scale.to(output.dtype)
+
+
+def _try_part(
+    model: nn.Module, loss: Loss, x: Tensor, labels: Any, slot: int, thread: _Thread
+) -> None:
+    """Two of the four images: does the output of images 0 and 3 depend on another?"""
+    with thread.entered():
+        with thread.autocast():
+            outputs = model(x[2 * slot : 2 * slot + 2])
+        tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+        if not tensors or any(t.dim() == 0 or len(t) != 2 for t in tensors):
+            shapes = [tuple(t.shape) for t in tensors]
+            raise ValueError(f"of 2 images the model returns tensors {shapes}: expected (2, ...)")
+        if slot == 0:
+            with thread.autocast():
+                _try_loss(loss, tree_map(torch.detach, outputs), labels)
+        # Weights that differ, since a softmax adds up to a constant.
+        rows = [t[slot].flatten().double() for t in tensors]
+        goal = sum((row * torch.linspace(-1, 1, len(row)).to(row)).sum() for row in rows)
+        (grad,) = torch.autograd.grad(goal, x, allow_unused=True)
+        if grad is not None and grad[torch.arange(4, device=x.device) != 3 * slot].any():
+            raise ValueError(
+                "the output of an image depends on other images, and not by batch norm alone: the "
+                "gradient of the parts would not be that of the batch"
+            )
+
+
+@torch.no_grad()
+def _try_loss(loss: Loss, outputs: Any, labels: Any) -> None:
+    cuts = slice(0, 2), slice(0, 1), slice(1, 2)
+    pairs = [tree_map(lambda t, cut=cut: t[cut].clone(), (outputs, labels)) for cut in cuts]
+    found = [[float(value) for value in loss(*pair)] for pair in pairs]
+    for name, (both, first, second) in zip(
+        ("sum", "weight"), zip(*found, strict=True), strict=True
+    ):
+        if abs(both - first - second) > 1e-3 * (abs(first) + abs(second)):
+            raise ValueError(
+                f"loss: the {name} of two images is {both:.6g}, of each alone {first:.6g} and "
+                f"{second:.6g}: return a sum over images or pixels, and what to divide it by"
+            )
