@@ -1,5 +1,7 @@
 """timm's networks as backbones: timm's features, our batch norm, nothing random, clear refusals."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from segtrain.config import LayerRule, ModelConfig, OptimConfig, load_config, ov
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import build_backbone, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
-from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d
+from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d, convert
 from segtrain.training.optim.layers import freeze_layers
 
 timm = pytest.importorskip("timm", reason="needs timm: pip install '.[timm]'")
@@ -180,6 +182,24 @@ def test_random_layers_and_statistics_that_cannot_be_synchronized_are_refused():
         timm_backbone._refuse_random_layers(network, "timm/x")
     with pytest.raises(ConfigError, match=r"0 is a BatchNorm1d, whose statistics"):
         timm_backbone._replace_norms(network, SyncBatchNorm2d, "timm/x")
+
+
+def test_conversion_keeps_what_a_subclass_applies():
+    """Its activation, whose output is what hooks of the user see."""
+    layer, x = timm.layers.BatchNormAct2d(3, act_layer=nn.PReLU).double(), images(2, 3, 4, 5)
+    wanted, seen = copy.deepcopy(layer), []
+    keys = nn.Sequential(layer).state_dict().keys()
+    layer.register_forward_hook(lambda *args: seen.append(args[2]))
+    net = convert(nn.Sequential(layer))
+    assert type(net[0]) is SyncBatchNorm2d
+    assert net.state_dict().keys() == keys
+    for to in ("sync", "local"):
+        convert(net, to)
+        for training in (True, False):
+            y, _ = net.train(training)(x), wanted.train(training)
+            assert torch.equal(y, wanted(x))
+            assert seen[-1] is y
+    assert type(net[0]) is nn.BatchNorm2d
 
 
 def test_without_timm_the_message_says_what_to_install(monkeypatch):

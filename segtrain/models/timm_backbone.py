@@ -15,7 +15,8 @@ from segtrain.config import ModelConfig
 from segtrain.config.messages import did_you_mean
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import FeatureChannels, Features
-from segtrain.norm import NormFactory
+from segtrain.norm import NormFactory, is_batch_norm, keep_inside
+from segtrain.parts import draws_random_numbers
 from segtrain.text import MAX_NAME, printable
 
 PREFIX = "timm/"
@@ -160,7 +161,7 @@ def _replace_norms(network: nn.Module, norm: NormFactory, name: str) -> None:
     """Puts a layer of `norm` in the place of each batch norm; keys stay."""
     for parent_name, parent in list(network.named_modules()):
         for child_name, layer in list(parent.named_children()):
-            if isinstance(layer, nn.BatchNorm2d):
+            if isinstance(layer, nn.BatchNorm2d) and is_batch_norm(layer):
                 setattr(parent, child_name, _like(layer, norm))
             elif isinstance(layer, _BatchNorm) or hasattr(layer, "running_var"):
                 raise ConfigError(
@@ -178,22 +179,13 @@ def _like(layer: nn.BatchNorm2d, norm: NormFactory) -> nn.Module:
         with torch.no_grad():  # some blocks start with weight 0
             new.weight.copy_(layer.weight)
             new.bias.copy_(layer.bias)
-    # timm's BatchNormAct2d applies what it holds. It is run after the norm, whatever its class.
-    extra = [child for _, child in layer.named_children() if not isinstance(child, nn.Identity)]
-    if extra:
-        new.after_norm = nn.Sequential(*extra)
-        new.register_forward_hook(_run_after_norm)
+    keep_inside(new, layer)
     return new
-
-
-def _run_after_norm(norm: nn.Module, _: Any, output: Tensor) -> Tensor:
-    return norm.after_norm(output)
 
 
 def _refuse_random_layers(network: nn.Module, name: str) -> None:
     for path, layer in network.named_modules():
-        is_dropout = isinstance(layer, nn.modules.dropout._DropoutNd)
-        if getattr(layer, "drop_prob", None) or (is_dropout and layer.p):
+        if draws_random_numbers(layer):
             raise ConfigError(
                 f"model.backbone: {name}: {path}, a {type(layer).__name__}, draws random numbers "
                 "that depend on the rank; use another network"

@@ -14,6 +14,8 @@ from segtrain.norm.kinds import (
     convert,
     describe_norm,
     freeze_statistics,
+    is_batch_norm,
+    keep_inside,
     make_inference_norm,
     make_norm,
 )
@@ -42,6 +44,8 @@ __all__ = [
     "convert",
     "describe_norm",
     "freeze_statistics",
+    "is_batch_norm",
+    "keep_inside",
     "make_groups",
     "make_inference_norm",
     "make_norm",

@@ -1,10 +1,12 @@
 """The norm layers that a config can name, and their exchange in a finished module."""
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -113,8 +115,9 @@ def convert(
 
     If `module` is itself a batch norm, returns its replacement. Parameters and buffers stay the
     same tensors, so an optimizer made before stays valid. Training mode, hooks and layers that are
-    used in several places are kept. Converting twice changes nothing, and an error leaves the
-    module as it was.
+    used in several places are kept. So are the modules that a subclass such as timm's
+    BatchNormAct2d applies after the batch norm. Converting twice changes nothing, and an error
+    leaves the module as it was.
 
     Args:
         to: "sync" replaces nn.BatchNorm1d, 2d and 3d by SyncBatchNorm1d, 2d and 3d; "local" back.
@@ -122,7 +125,7 @@ def convert(
             synchronized get them too, unless they are the defaults.
 
     Raises:
-        TypeError: a layer is of a subclass; what the subclass adds would be lost.
+        TypeError: a layer is of a subclass that computes something else (see `is_batch_norm`).
         ValueError: `to` is something else.
     """
     if to not in ("sync", "local"):
@@ -130,10 +133,12 @@ def convert(
     for path, layer in module.named_modules():
         is_subclass = isinstance(layer, _BatchNorm) and type(layer) not in _TO_SYNC | _TO_LOCAL
         # A subclass of torch's layers is local already.
-        if is_subclass and (to == "sync" or isinstance(layer, SyncBatchNorm)):
+        is_ours = isinstance(layer, SyncBatchNorm)
+        if is_subclass and (is_ours or (to == "sync" and not is_batch_norm(layer))):
             raise TypeError(
-                f"{path or 'the module'} is a {type(layer).__name__}: only batch norm layers of 1, "
-                "2 or 3 dimensions themselves can be converted, not what derives from them"
+                f"{path or 'the module'} is a {type(layer).__name__}: expected a batch norm of 1, "
+                "2 or 3 dimensions, then at most modules that it holds; what this class computes "
+                "would be lost"
             )
     done: dict[nn.Module, nn.Module] = {}
     asked = {"process_group": process_group, "images": images, "running": running}
@@ -156,7 +161,7 @@ def _replacement(layer: nn.Module, to: str, sharing: dict[str, Any]) -> nn.Modul
 
     sharing: arguments of SyncBatchNorm.
     """
-    kind = (_TO_SYNC if to == "sync" else _TO_LOCAL).get(type(layer))
+    kind = _TO_SYNC.get(_base(layer)) if to == "sync" else _TO_LOCAL.get(type(layer))
     if kind is None:
         if to == "sync" and sharing and type(layer) in _TO_LOCAL:
             alike = SyncBatchNorm(layer.num_features, device="meta", **sharing)
@@ -168,4 +173,67 @@ def _replacement(layer: nn.Module, to: str, sharing: dict[str, Any]) -> nn.Modul
     # class has keep their values.
     own = _OWN if to == "local" else ()
     new.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in own})
+    if to == "sync":
+        keep_inside(new, layer)
     return new
+
+
+def keep_inside(norm: nn.Module, layer: nn.Module) -> None:
+    """Lets `norm` apply, after normalizing, what `layer` holds: the activation of timm's layers."""
+    if any(not isinstance(child, nn.Identity) for child in layer.children()):
+        norm._modules = layer._modules
+        # Before the user's hooks, which expect the activation's output.
+        norm.register_forward_hook(_apply_inside, prepend=True)
+
+
+def _apply_inside(norm: nn.Module, _: Any, output: Tensor) -> Tensor:
+    for child in norm.children():
+        output = child(output)
+    return output
+
+
+def _base(layer: nn.Module) -> type[_BatchNorm] | None:
+    """The batch norm of torch that `layer` is or derives from."""
+    return next((base for base in _TO_SYNC if isinstance(layer, base)), None)
+
+
+def is_batch_norm(layer: nn.Module) -> bool:
+    """Whether `layer` computes torch's batch norm and then applies the modules that it holds.
+
+    A subclass may do anything, so it is tried on numbers beside its base class: outputs in training
+    and in evaluation, and running statistics.
+    """
+    base = _base(layer)
+    if base is None or type(layer) is base:
+        return base is not None
+    with torch.device("cpu"), torch.no_grad():  # the model may be made on the meta device
+        return _computes_as(layer, base)
+
+
+def _computes_as(layer: nn.Module, base: type[_BatchNorm]) -> bool:
+    """Whether a layer of a subclass of `base` computes as `is_batch_norm` says."""
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.arange(math.prod(shape)).double().sin().view(shape)
+
+    twin = base(layer.num_features, layer.eps, 0.3, layer.affine, layer.track_running_stats)
+    for tensor in twin.double().state_dict().values():
+        tensor.copy_(1 + numbers(*tensor.shape) / 2)
+    trial = copy.copy(layer)
+    own = {name: vars(copy.deepcopy(twin))[name] for name in ("_parameters", "_buffers")}
+    inside = {
+        name: copy.deepcopy(child).to_empty(device="cpu").double().eval()
+        for name, child in layer.named_children()
+    }
+    vars(trial).update(own, momentum=0.3, _modules=inside)
+    x = numbers(3, layer.num_features, *[2] * (1 + list(_TO_SYNC).index(base)))
+    for trial.training in (True, False):
+        twin.training = trial.training
+        try:
+            found = type(layer).forward(trial, x.clone())
+            wanted = _apply_inside(trial, None, twin(x.clone()))
+        except (AssertionError, AttributeError, RuntimeError):
+            return False
+        if not torch.allclose(found, wanted, equal_nan=True):
+            return False
+    return all(map(torch.allclose, trial.buffers(recurse=False), twin.buffers()))
