@@ -73,6 +73,7 @@ class Predictor:
         Raises:
             UserError: no checkpoint, no such device, or a setting that cannot be taken.
         """
+        _refuse_text("settings", settings)
         self._ready = make_ready(source, settings=settings, device=device_for(device))
         self.classes = self._ready.loaded.classes.names
         self.palette = self._ready.loaded.classes.palette
@@ -119,6 +120,7 @@ class Predictor:
             found = image.shape if image.ndim else printable(f"{type(given).__name__} {given}")
             more = {
                 0: "; read a file before, as by cv2.imread(FILE)[..., ::-1]",
+                3: " without a pixel" * (image.size == 0),
                 4: "; give the images of a batch one by one",
             }.get(image.ndim, "")
             raise DataError(f"image: expected an array (H, W, {data.channels}), got {found}{more}")
@@ -138,6 +140,11 @@ class Predictor:
         if dark := find_darkness([image_values(image, form, "image")]):
             warnings.warn(dark.text, stacklevel=4)
         return ignore_missing(image, np.zeros(image.shape[:2], np.uint8), form)
+
+
+def _refuse_text(name: str, values: Sequence[str]) -> None:
+    if isinstance(values, str):
+        raise ConfigError(f"{name}: expected a list such as [{values!r}], got text")
 
 
 def train(
@@ -166,6 +173,7 @@ def train(
     Raises:
         UserError: training failed, with the message and exit code of the command.
     """
+    _refuse_text("overrides", overrides)
     with tempfile.TemporaryDirectory(prefix="segtrain_") as folder:
         if isinstance(config, Config | Mapping):
             if output is None:

@@ -131,6 +131,7 @@ def test_two_threads_get_what_they_ask_for(predictor, image):
     ("change", "message"),
     [
         (lambda x: x[..., :2], r"expected an array \(H, W, 3\), got \(56, 72, 2\)"),
+        (lambda x: x[:0], r"got \(0, 72, 3\) without a pixel"),
         (lambda x: x[..., 0], r"expected an array \(H, W, 3\), got \(56, 72\)"),
         (lambda x: x[None], r"got \(1, 56, 72, 3\); give the images of a batch one by one"),
         (lambda x: x[:0], r"got \(0, 72, 3\)"),
@@ -201,6 +202,8 @@ def test_a_failure_of_training_is_raised_in_words_of_python(root, run, tmp_path,
         segtrain.train(settings())
     with pytest.raises(ConfigError, match=r"^argument --nproc: expected an integer"):
         segtrain.train(small(root), output=tmp_path / "y", nproc=-1)
+    with pytest.raises(ConfigError, match=r"^overrides: expected a list such as \['optim.lr=1'\]"):
+        segtrain.train(small(root), output=tmp_path / "y", overrides="optim.lr=1")
     assert not (tmp_path / "y").exists()
 
 

@@ -268,9 +268,10 @@ def test_a_report_reads_data_that_have_moved_and_never_shows_others(run, tmp_pat
         assert re.search(said, error)
 
 
-def test_overlays_of_the_worst_images(run, tmp_path):
+def test_overlays_of_the_worst_images(run, tmp_path, capsys):
     worst = load_records(run).worst(2)
     assert segtrain("eval", run, "--overlays", tmp_path / "o", "--worst", 2) == 0
+    assert "overlays of the 2 worst images (neighbours of a sequ" in capsys.readouterr().out
     names = load_records(run).names
     written = {str(p.relative_to(tmp_path / "o")) for p in (tmp_path / "o").rglob("*.png")}
     assert written == {f"{names[i]}.png" for i in worst}

@@ -66,6 +66,10 @@ def test_the_list_says_what_the_files_of_each_run_say(runs, tmp_path, capsys, mo
         *["stopped:", "segtrain", "train", "runs/cut", "--resume"],
     ]
     assert lines[-1].startswith("3 runs, ")
+    (runs / "folds.json").touch()
+    assert segtrain("runs", runs / "cut") == 0
+    assert f"stopped: segtrain folds {runs} --resume" in capsys.readouterr().out
+    (runs / "folds.json").unlink()
     assert sizes(runs) == before
     assert segtrain("runs", runs / "early", runs) == 0  # each once
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:3]] == [

@@ -189,6 +189,10 @@ def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path
     shutil.copytree(config.parent / "labels", moved / "labels")
     assert suspects(run, *words, "--set", f"data.root={moved}") == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
+    mended = next((moved / "labels/train").iterdir())
+    cv2.imwrite(str(mended), cv2.imread(str(mended), cv2.IMREAD_UNCHANGED)[::-1])
+    assert suspects(run, *words, "--set", f"data.root={moved}") == 0
+    assert "not the data of the training" in capsys.readouterr().out
     assert {tuple(line.split()[1:3]) for line in (first, second)} == {("*", "3"), ("*", "17")}
     assert "swapped" in first + second or "looks like" in first + second
     text = page.read_text()
@@ -255,7 +259,8 @@ def test_what_suspects_cannot_read_is_refused(planted, tmp_path, capsys):
         found = refused(changed)
         assert found[0] == code
         assert said in found[1]
-    assert suspects(tmp_path) == 2
+    assert suspects(config) == 2
+    assert "expected the directory of a run" in capsys.readouterr().err
     (tmp_path / "run/checkpoints/last.pt").unlink()
     assert suspects(tmp_path / "run") == 4
     assert "last.pt: missing, and it alone" in capsys.readouterr().err

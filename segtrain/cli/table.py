@@ -300,7 +300,12 @@ COMMANDS = (
         _argument("--json", "write all scores as JSON", "FILE", Path),
         _argument("--overlays", "write pictures of image, label and prediction", "DIR", Path),
         _argument("--num-overlays", "how many (default: 8)", "N", positive, default=8),
-        _argument("--worst", "overlays of the N images with the lowest scores", "N", positive),
+        _argument(
+            "--worst",
+            "overlays of the N worst images, one of neighbours in a sequence",
+            "N",
+            positive,
+        ),
         _argument("--per-image", "write the scores of each image as CSV", "FILE", Path),
         description="Score a trained model: IoU, Dice, precision and recall of every class, their "
         "means,\npixel accuracy and calibration error.",

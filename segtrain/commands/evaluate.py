@@ -139,6 +139,9 @@ def run_eval(args: argparse.Namespace) -> int:
             chosen = Chosen(dataset, sorted(records.worst(args.worst)))
             draw = partial(_write_overlay, args.overlays, dataset, chosen.indices)
             evaluate(chosen, callbacks=[lambda one: draw(chosen.original(one))])
+            if dist.is_main():
+                what = f"{len(chosen.indices)} worst images (neighbours of a sequence count once)"
+                say(f"overlays of the {what}: {args.overlays}")
 
         # 5. Rank 0 reports.
         if dist.is_main():

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import cv2
 import numpy as np
 import torch
 
+from segtrain.checkpoint.dataset_guard import eval_differences
 from segtrain.checkpoint.format import LAST, Checkpoint, load, parse_experiment
 from segtrain.checkpoint.loading import LoadedModel, load_model
 from segtrain.config import Config
@@ -74,6 +76,8 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         UserError: no run, no losses in it, other data now, or a file that cannot be written.
     """
+    if not is_run(args.run):
+        raise ConfigError(f"{args.run}: expected the directory of a run")
     output = args.output or args.run / SUSPECTS
     for option, file in (("--output", output), ("--exclude", args.exclude)):
         if file is not None:
@@ -100,7 +104,12 @@ def main(args: argparse.Namespace) -> int:
             "that show it, and training some epochs"
         )
     counted = _counted(ranking, checkpoint.step, config, len(names))
-    findings = _findings(ranking.suspects[: args.number], loaded, dataset, device)
+    with closing(eval_differences(loaded, config.data, dataset)) as differences:
+        lines = next(differences, [])
+        findings = _findings(ranking.suspects[: args.number], loaded, dataset, device)
+        lines += next(differences, [])
+    for line in lines:
+        print(line)
     for place, one in enumerate(findings[:_LISTED], 1):
         mark = "*" if one.suspect.stands_out else " "
         print(f"{place:3} {mark} {printable(one.name, 80)}  {one.line}")
@@ -121,8 +130,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _losses(run: Path) -> tuple[Checkpoint, Config, np.ndarray]:
     """The newest checkpoint of a run, its config, and the sums in it, (P, N, K, 2) int64."""
-    if not is_run(run):
-        raise ConfigError(f"{run}: expected the directory of a run")
     path = run / CHECKPOINTS / LAST
     if not path.exists():
         raise CheckpointError(
