@@ -6,6 +6,7 @@ A thread computes each part. They take turns, and wait for each other in each ba
 `distributed.virtual_ranks`.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -70,6 +71,11 @@ def backward(
         raise ValueError(
             f"expected parts of at least 1, and labels for each of {len(images)} images"
         )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_distributed():
+        raise ValueError(
+            "there are several ranks (WORLD_SIZE) and no process group, so each would train alone: "
+            "call torch.distributed.init_process_group() first"
+        )
     _refuse(model)
     thread = _Thread(images.device, model)
     _try(model, loss, images, labels, thread)
@@ -130,7 +136,7 @@ def _part(model: nn.Module, loss: Loss, pair: tuple[Tensor, Any], thread: _Threa
     images, labels = pair
     with thread.entered():
         with thread.autocast():
-            total, weight = loss(model(images), labels)
+            total, weight = _sum_and_weight(loss, model(images), labels)
         weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
         whole, weights = dist.all_reduce_sum(torch.stack([total.detach().double(), weight]))
         scale = torch.where(weights == 0, 0.0, 1 / weights)
@@ -294,11 +300,21 @@ def _try_part(
             )
 
 
+def _sum_and_weight(loss: Loss, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | float]:
+    found = loss(outputs, labels)
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
+        return found
+    raise ValueError(
+        "loss: expected a sum, as a tensor, and its weight, such as cross_entropy(..., "
+        f"reduction='sum') and the number of valid pixels; got a {type(found).__name__}"
+    )
+
+
 @torch.no_grad()
 def _try_loss(loss: Loss, outputs: Any, labels: Any) -> None:
     cuts = slice(0, 2), slice(0, 1), slice(1, 2)
     pairs = [tree_map(lambda t, cut=cut: t[cut].clone(), (outputs, labels)) for cut in cuts]
-    found = [[float(value) for value in loss(*pair)] for pair in pairs]
+    found = [[float(value) for value in _sum_and_weight(loss, *pair)] for pair in pairs]
     for name, (both, first, second) in zip(
         ("sum", "weight"), zip(*found, strict=True), strict=True
     ):

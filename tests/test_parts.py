@@ -206,6 +206,14 @@ def test_wrappers_norms_outputs_and_labels_that_do_not_fit_are_refused():
     refused(nn.DataParallel(convert(net())), "is a DataParallel: pass model.module")
     refused(nn.Sequential(convert(net()), Mean()), r"returns tensors \[\(\)\]")
     refused(convert(net()), "labels for each of 7 images", LABELS[:6])
+    with pytest.raises(ValueError, match=r"loss: expected a sum, .* got a Tensor"):
+        backward(convert(net()), lambda *pair: pixels(*pair)[0], IMAGES, LABELS)
+
+
+def test_ranks_without_a_process_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group"):
+        backward(convert(net()), pixels, IMAGES, LABELS)
 
 
 @pytest.mark.parametrize("value", ["sum", "weight"])
