@@ -201,7 +201,7 @@ COMMANDS = (
         _switch("--fit", "find out how the batch fits into the memory, with the same result"),
         _switch("--fit-precision", "as --fit; in bfloat16, another result, where all else fails"),
         _argument("--until", "save after this step and stop; --resume goes on", "STEP", positive),
-        _argument("--finish", "go on from a run, to an end, as another run", "STEPS", positive),
+        _argument("--finish", "so many more steps from a run, as another run", "STEPS", positive),
         _switch("--accept-changes", "with --resume: although config or data have changed since"),
         _switch("--requeue", "in a SLURM job: at SIGUSR1 save, requeue the job and stop"),
         _of_machines("--nnodes", "machines", "N", positive, default=1),
