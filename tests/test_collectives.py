@@ -8,7 +8,7 @@ import torch
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
-from segtrain.distributed.partition import partition, shares_of_ranks
+from segtrain.distributed.partition import even, partition, shares_of_ranks
 from segtrain.distributed.shared_sum import MAX_BYTES
 from segtrain.distributed.shares import Shares
 
@@ -29,7 +29,7 @@ CASES = [(t, length) for t in ("float64", "float32", "int64") for length in LENG
 
 def with_shares():
     """The sums of CASES, and what the shares of this rank see."""
-    counts = shares_of_ranks(SHARES, dist.world_size())
+    counts = shares_of_ranks(SHARES, even(dist.world_size()))
     mine = list(partition(SHARES, dist.world_size(), dist.rank()))
     shares = Shares(tuple(counts), at_once=2)
     results = []

@@ -120,9 +120,8 @@ def trained(config_file, build, *overrides):
     config = load_config(config_file, overrides)
     torch.manual_seed(0)
     state = make_state(build(config), config, CPU)
-    rows = indices_of_rank(
-        config.train.batch_size, config.train.accumulate_steps, dist.rank(), dist.world_size()
-    )
+    sizes = config.train.batch_size, config.train.accumulate_steps
+    rows = indices_of_rank(*sizes, dist.rank(), state.split)
     numbers, gradients, graphs = [], {}, []
     update = engine._update
 

@@ -80,7 +80,7 @@ def batches(settings, rows, start):
 
 def run(settings, state, step_sync=None):
     train = settings.train
-    rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), dist.world_size(), train.shares)
+    rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), state.split, train.shares)
     sync = step_sync or StepSync(lambda: False, overflow_allowed=train.precision == "float16")
     return train_steps(
         state,

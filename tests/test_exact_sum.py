@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import partition, shares_of_ranks
+from segtrain.distributed.partition import even, partition, shares_of_ranks
 from segtrain.training.exact_sum import ExactGradientSum, replica
 
 SHARES = 5
@@ -37,7 +37,7 @@ class Sums:
     """The shares of this rank, and what they get."""
 
     def __init__(self, net, *, microbatches=1, shares=SHARES):
-        counts = shares_of_ranks(shares, dist.world_size())
+        counts = shares_of_ranks(shares, even(dist.world_size()))
         self.net, self.mine = net, partition(shares, dist.world_size(), dist.rank())
         self.replicas = [replica(net) for _ in self.mine]
         self.sums = ExactGradientSum(net, self.replicas, shares=counts, microbatches=microbatches)

@@ -37,7 +37,7 @@ def backward_pass(settings, watch):
         model = build_model(settings.model, num_classes=K, norm=make_norm(settings.norm))
     model.train().to(memory_format=torch.channels_last)
     dist.make_groups([(0, 1)])
-    criterion = SegLoss(settings.loss, torch.device("meta"), batch_size=2 * RANKS)
+    criterion = SegLoss(settings.loss, torch.device("meta"))
     module = ModelWithLoss(model, criterion, settings.train)
     images, labels = fake_batch("meta")
     channels = model.dropout_channels

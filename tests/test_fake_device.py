@@ -49,7 +49,7 @@ def forward_pass(settings, watch, monkeypatch):
     dist.make_groups([(0, 1)])
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     types = set()
-    criterion = SegLoss(settings.loss, torch.device("cuda"), batch_size=2 * RANKS)
+    criterion = SegLoss(settings.loss, torch.device("cuda"))
     module = ModelWithLoss(model, criterion, settings.train)
     images, labels = fake_batch()
     images = images.to(dtype_of(settings.train), memory_format=torch.channels_last)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from experiments import sections
-from fake_device import RANKS, K, config, fake_batch
+from fake_device import K, config, fake_batch
 from torch import Tensor, nn
 
 from segtrain.training import microbatches
@@ -95,7 +95,7 @@ LOSSES = [
 
 
 def loss_of(settings, device):
-    criterion = SegLoss(settings.loss, torch.device(device), batch_size=2 * RANKS)
+    criterion = SegLoss(settings.loss, torch.device(device))
     _, labels = fake_batch(device)
     logits = [torch.rand(2, K, 65, 73, device=device, requires_grad=True) for _ in range(2)]
     return criterion, logits, labels

@@ -16,6 +16,7 @@ from processes import left_after
 from segtrain.data.sample import loader as loader_module
 from segtrain.data.sample.loader import indices_of_rank, largest_microbatch, train_loader
 from segtrain.data.sample.stream import TrainStream, image_at
+from segtrain.distributed.partition import even
 from segtrain.errors import DataError, UserError
 
 # Newer Pythons warn of what loaders do: fork a process that has threads.
@@ -88,7 +89,7 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, microbatches)
     """Augmentation included: position in the batch is the key, not position in the part."""
     whole = contents(loader())
     parts = [
-        contents(loader(indices=indices_of_rank(5, microbatches, rank, world_size)))
+        contents(loader(indices=indices_of_rank(5, microbatches, rank, even(world_size))))
         for rank in range(world_size)
     ]
     for step, (names, values) in enumerate(whole):
@@ -106,8 +107,8 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, microbatches)
 def test_indices_of_rank_partition_every_batch_as_evenly_as_possible(batch_size):
     """Each microbatch holds the same images on any number of ranks."""
     # Of microbatches of 4, 4 and 3 images in three shares, a rank takes whole shares.
-    assert indices_of_rank(11, 3, 0, 2, 3) == [range(3), range(4, 7), range(8, 10)]
-    assert indices_of_rank(11, 3, 1, 2, 3) == [range(3, 4), range(7, 8), range(10, 11)]
+    assert indices_of_rank(11, 3, 0, (1, 1), 3) == [range(3), range(4, 7), range(8, 10)]
+    assert indices_of_rank(11, 3, 1, (1, 1), 3) == [range(3, 4), range(7, 8), range(10, 11)]
 
     def assert_cut(parts, whole):
         assert list(chain.from_iterable(parts)) == list(whole)
@@ -115,10 +116,11 @@ def test_indices_of_rank_partition_every_batch_as_evenly_as_possible(batch_size)
         assert max(sizes) - min(sizes) <= 1
 
     for microbatches in range(1, batch_size + 1):
-        alone = indices_of_rank(batch_size, microbatches, 0, 1)
+        alone = indices_of_rank(batch_size, microbatches, 0, (1,))
         assert_cut(alone, range(batch_size))
         for ranks in range(1, 9):
-            cut = [indices_of_rank(batch_size, microbatches, rank, ranks) for rank in range(ranks)]
+            sizes = batch_size, microbatches
+            cut = [indices_of_rank(*sizes, rank, even(ranks)) for rank in range(ranks)]
             for whole, *parts in zip(alone, *cut, strict=True):
                 assert_cut(parts, whole)
 

@@ -17,6 +17,7 @@ from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.errors import ConfigError
+from segtrain.norm import placed
 from segtrain.training.losses import LOSSES, LossOptions, SegLoss
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, SegLogits
@@ -47,7 +48,7 @@ def scene():
 
 
 def seg_loss(config):
-    return SegLoss(LossConfig.model_validate(config), CPU, batch_size=IMAGES)
+    return SegLoss(LossConfig.model_validate(config), CPU)
 
 
 def of_one_rank(config, logits, labels):
@@ -230,7 +231,8 @@ def of_part(part):
 
 
 def of_rank(splits):
-    return of_part([part.split(splits)[dist.rank()] for part in scene()])
+    with placed(splits):
+        return of_part([part.split(splits)[dist.rank()] for part in scene()])
 
 
 def assert_one_batch(parts):
@@ -248,14 +250,15 @@ def assert_one_batch(parts):
 @pytest.mark.fault(74)
 def test_ranks_together_have_the_loss_of_the_whole_batch(run_ranks):
     """Unequal parts, of which the last has ignored pixels alone."""
-    assert_one_batch(run_ranks(3, of_rank, (2, 2, 1)))
+    assert_one_batch(run_ranks(3, of_rank, (1, 3, 1)))
 
 
 @pytest.mark.parametrize("shares", [None, (3,)])
 def test_virtual_ranks_and_shares_have_the_loss_of_the_whole_batch(shares):
     parts = list(zip(*(part.split((2, 2, 1)) for part in scene()), strict=True))
     group = VirtualRanks(3, shares=shares)
-    assert_one_batch(group.run([partial(of_part, part) for part in parts]))
+    with placed([(2, 2, 1)]):
+        assert_one_batch(group.run([partial(of_part, part) for part in parts]))
 
 
 @pytest.mark.parametrize("name", CASES)

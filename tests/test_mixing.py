@@ -23,6 +23,7 @@ from segtrain.data.sample.stream import (
     paste_classes,
 )
 from segtrain.data.sample.transforms import Crop, TrainTransform
+from segtrain.distributed.partition import even
 from segtrain.types import IGNORE_INDEX, Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -141,7 +142,7 @@ def batches(stream, rank=0, world_size=1, num_workers=0, start_step=0):
     return list(
         train_loader(
             stream,
-            indices=indices_of_rank(5, 1, rank, world_size),
+            indices=indices_of_rank(5, 1, rank, even(world_size)),
             start_step=start_step,
             steps=4,
             num_workers=num_workers,

@@ -47,7 +47,7 @@ def measured(settings, steps=4):
     state = make_state(Full(), settings, CPU)
     state.sample_losses = SampleLosses(NAMES, K, steps=settings.train.steps, device=CPU)
     train = settings.train
-    rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), dist.world_size(), train.shares)
+    rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), state.split, train.shares)
 
     def batches():
         for step in range(train.steps):

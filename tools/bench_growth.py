@@ -137,7 +137,7 @@ def _load(root: str, workers: int) -> None:
     )
     batches = train_loader(
         stream,
-        indices=indices_of_rank(4, 1, 0, 1),
+        indices=indices_of_rank(4, 1, 0, (1,)),
         start_step=0,
         steps=_LOADED // 4,
         num_workers=workers,

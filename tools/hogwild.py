@@ -79,7 +79,7 @@ def batches(config: Config, start: int, stop: int) -> Iterator[Batch]:
     size = config.train.batch_size
     return train_loader(
         TrainStream(train_set, transform, stream_seed=config.seed, batch_size=size),
-        indices=indices_of_rank(size, 1, 0, 1),
+        indices=indices_of_rank(size, 1, 0, (1,)),
         start_step=start,
         steps=stop,
         num_workers=0,

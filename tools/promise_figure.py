@@ -143,7 +143,7 @@ def _batches(config: Config, rank: int, ranks: int) -> Iterator[tuple[Tensor, Te
         stream_seed=config.seed,
         batch_size=config.train.batch_size,
     )
-    (positions,) = indices_of_rank(config.train.batch_size, 1, rank, ranks)
+    (positions,) = indices_of_rank(config.train.batch_size, 1, rank, (1,) * ranks)
     for step in range(config.train.steps):
         images, labels, *_ = zip(*(stream[step, i] for i in positions), strict=True)
         yield torch.stack(images), torch.stack(labels).long()

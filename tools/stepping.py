@@ -73,9 +73,8 @@ def steps_of(
 ) -> Iterator[StepResult]:
     """Endless training steps of this rank's part of a random batch, the same for all passes."""
     train = config.train
-    indices = indices_of_rank(
-        train.batch_size, train.accumulate_steps, dist.rank(), dist.world_size(), train.shares
-    )
+    sizes = train.batch_size, train.accumulate_steps
+    indices = indices_of_rank(*sizes, dist.rank(), state.split, train.shares)
     whole = random_batch(config.augment.crop_size, train.batch_size, device, num_classes)
     mine = slice(indices[0].start, indices[0].stop)
     batch = Batch(*(tensor[mine] for tensor in whole[:2]), whole.names[mine])

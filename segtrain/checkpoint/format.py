@@ -44,6 +44,15 @@ class Ending(TypedDict):
     evaluations: Annotated[int, Field(ge=0)]  # since the best one
 
 
+class SplitFields(TypedDict):
+    """How the ranks divided a microbatch after train.split: measured."""
+
+    counts: list[Annotated[int, Field(ge=0)]]  # images, or shares, of each rank
+    step: int  # since which it holds
+    predicted: float  # how many times as fast as the split before
+    images_per_s: list[float | None]  # of the split before and of this one; None: not known
+
+
 class Checkpoint(NamedTuple):
     """The contents of a checkpoint; the names of the fields are part of the file format."""
 
@@ -62,6 +71,7 @@ class Checkpoint(NamedTuple):
     ending: Ending | None = None
     centroids: str | None = None  # `Centroids.sha256` with data.class_uniform
     sample_losses: dict[str, Any] | None = None  # `SampleLosses.fields` with log.sample_losses
+    split: SplitFields | None = None  # with train.split measured
 
 
 _CHECKPOINT = TypeAdapter(Checkpoint, config=ConfigDict(strict=True))

@@ -112,7 +112,7 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "compiled may also add up in another order",
         ),
         (
-            "shares virtual_ranks accumulate_steps compile deterministic precision=float16",
+            "shares split virtual_ranks accumulate_steps compile deterministic precision=float16",
             "parallel",
             "its processes do not wait for each other",
         ),

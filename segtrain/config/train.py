@@ -1,9 +1,11 @@
 """Options of the training: how long, how large, how exact."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from segtrain.config.section import Positive, PositiveFloat, Section, option
+from pydantic import Field
+
+from segtrain.config.section import NonNegative, Positive, PositiveFloat, Section, option
 
 
 class TrainConfig(Section):
@@ -26,6 +28,14 @@ class TrainConfig(Section):
         None,
         "cut each microbatch into this many parts, computed apart and summed in a fixed order: "
         "equal bits on any number of ranks up to this one; null: equal to rounding only",
+    )
+    split: Literal["even", "measured"] | Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (
+        option(
+            "even",
+            "how ranks divide the images, or shares, of a microbatch, which does not change the "
+            "result. [5, 3]: in such proportions; measured: by speed and GPU memory, measured at "
+            "the start, after evaluations and at checkpoints",
+        )
     )
     parallel: Literal["sync", "hogwild"] = option(
         "sync",
@@ -68,6 +78,8 @@ class TrainConfig(Section):
     )
 
     def _mistakes(self) -> Iterator[str]:
+        if not isinstance(self.split, str) and not any(self.split):
+            yield "split: all numbers are 0"
         batch, images = self.batch_size, self.batch_size // self.accumulate_steps
         if images == 0:
             yield (

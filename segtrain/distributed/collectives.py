@@ -71,7 +71,7 @@ def alone() -> Iterator[None]:
     """Inside, every collective is that of this process alone, and nothing is sent.
 
     `rank` and `world_size` stay what they are. For processes that train without waiting for each
-    other (train.parallel hogwild).
+    other (train.parallel hogwild), and to measure what a rank does by itself.
     """
     global _is_alone
     before, _is_alone = _is_alone, True
@@ -92,11 +92,12 @@ def group_size(group: Group | None = None) -> int:
 def group_rank() -> int:
     """The row of `all_gather` that is this rank's: its number among all, virtual ones counted."""
     virtual = virtual_ranks.current()
+    number = 0 if _is_alone else rank()
     if virtual is None:
-        return 0 if _is_alone else rank()
+        return number
     if virtual.shares is not None:
-        return sum(virtual.shares[: rank()]) + virtual_ranks.slot()
-    return rank() * virtual.num_slots + virtual_ranks.slot()
+        return sum(virtual.shares[:number]) + virtual_ranks.slot()
+    return number * virtual.num_slots + virtual_ranks.slot()
 
 
 def _num_processes(group: Group | None) -> int:

@@ -7,7 +7,7 @@ the modules, groups.py tells which images share statistics, precise.py takes the
 kinds.py makes what a config names.
 """
 
-from segtrain.norm.groups import placed
+from segtrain.norm.groups import most_images, placed
 from segtrain.norm.kinds import (
     FrozenBatchNorm2d,
     NormFactory,
@@ -49,6 +49,7 @@ __all__ = [
     "make_groups",
     "make_inference_norm",
     "make_norm",
+    "most_images",
     "norm_relu_conv",
     "normalize_together",
     "placed",

@@ -101,6 +101,11 @@ def placed(parts: Sequence[int] | Sequence[Sequence[int]]) -> Iterator[None]:
         _parts = before
 
 
+def most_images(here: int) -> int:
+    """The most that any part of the microbatch has, by `placed`; else `here`, as all have then."""
+    return here if _parts is None else max(n for sizes in _parts for n in sizes)
+
+
 def groups_here(images: int, num_images: int | None = None) -> Groups:
     """The groups of `images` that this thread has part in; by `placed`, or one process alone.
 

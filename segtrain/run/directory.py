@@ -103,7 +103,7 @@ _ROUNDING = ("model.recompute", "train.virtual_ranks")
 HARMLESS = (
     *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
     # Where a run ends does not change the steps before.
-    *("train.compile", "train.timeout_s", "train.max_hours", "train.patience"),
+    *("train.compile", "train.timeout_s", "train.max_hours", "train.patience", "train.split"),
     *("log.", "checkpoint."),
 )
 

@@ -19,7 +19,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.partition import microbatch_parts, partition
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.norm import placed, sync_running_stats, tracked_together
+from segtrain.norm import placed, sync_running_stats, tracked_together, untracked
 from segtrain.training.measure import BACKWARD, FORWARD, span
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -80,18 +80,46 @@ def accumulate_gradients(
     cut = [_sizes(state, config, i, len(part.images)) for i, part in enumerate(parts)]
     weights = _loss_weights(state, parts, cut, config)
     losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
-    everywhere = microbatch_parts(config.train, dist.world_size())
+    everywhere = microbatch_parts(config.train, state.split)
     for part, sizes, weight in zip(parts, cut, weights, strict=True):
         # All ranks add their gradients once a step, during the last backward pass.
         collected = state.gradients.collected(last=part is parts[-1])
         with placed(everywhere), collected, tracked_together():
-            if len(sizes) == 1 and state.shares is None:
-                means = _forward_backward(state, state.wrapped, part, weight, step_sync=step_sync)
-            else:
-                means = _in_threads(state, part.split(sizes), weight, step_sync=step_sync)
+            means = _cut_and_computed(state, state.wrapped, part, sizes, weight, step_sync)
         losses += (means * weight.unsqueeze(1)).sum(0)
         sync_running_stats(*(state.replicas or [state.model]), shares=state.shares)
     return losses
+
+
+def compute_alone(state: TrainState, part: LocalMicrobatch, sizes: list[int]) -> None:
+    """Forward and backward pass of a microbatch of this rank only, as a step computes it.
+
+    Nothing is exchanged and nothing stays: no gradient, no statistic. For measurements.
+
+    sizes: of the parts that are computed apart; with groups of images, each has whole ones.
+    """
+    # What is compiled waits for all ranks.
+    module = getattr(state.wrapped, "_orig_mod", state.wrapped)
+    weight = torch.ones(len(part.labels), dtype=torch.float64, device=part.images.device)
+    step_sync = StepSync(lambda: False)
+    with dist.alone(), untracked(), placed([sizes] * dist.world_size()):
+        _cut_and_computed(state, module, part, sizes, weight, step_sync)
+    for one in (state.model, *state.replicas):
+        one.zero_grad(set_to_none=True)
+
+
+def _cut_and_computed(
+    state: TrainState,
+    module: nn.Module,
+    part: LocalMicrobatch,
+    sizes: list[int],
+    weight: Tensor,
+    step_sync: StepSync,
+) -> Tensor:
+    """As `_forward_backward`, in parts of these sizes."""
+    if len(sizes) == 1 and state.shares is None:
+        return _forward_backward(state, module, part, weight, step_sync=step_sync)
+    return _in_threads(state, part.split(sizes), weight, step_sync=step_sync)
 
 
 def _forward_backward(

@@ -1,14 +1,14 @@
 """Everything that training changes, and how it is made from a config."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import microbatch_parts
+from segtrain.distributed.partition import Split, microbatch_parts, split_of
 from segtrain.distributed.shares import Shares
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import Normalize, recomputed
@@ -112,14 +112,15 @@ class TrainState:
     memory_format: torch.memory_format  # of images in the model
     criterion: SegLoss
     wrapped: nn.Module  # both as one module, compiled if the config says so
-    shares: Shares | None  # train.shares
-    arithmetic: str | None  # `share_rules.fingerprint` of this rank, with shares
-    replicas: list[nn.Module]  # of `wrapped`, one for each share of this rank
     gradients: GradientSum | ExactGradientSum
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     average: WeightAverage | None
     initial_weights: InitialWeights  # what updates need of the weights that training started from
+    split: Split = (1,)  # of microbatches among the ranks
+    shares: Shares | None = None  # train.shares
+    replicas: list[nn.Module] = field(default_factory=list)  # of `wrapped`, one for each share here
+    arithmetic: str | None = None  # `share_rules.fingerprint` of this rank, with shares
     sample_losses: SampleLosses | None = None  # log.sample_losses
     step: int = 0  # updates done
 
@@ -154,16 +155,12 @@ def make_state(
     if train.channels_last:
         model.to(memory_format=layout)
     share_weights(model)
-    with placed(microbatch_parts(train, dist.world_size())):
-        make_groups(model)
     initial_weights = make_initial_weights(model, optim, loaded)
     if optim.sam_rho is not None:
         refuse_layers(model, "optim.sam_rho")
     data = config.data
     normalize = Normalize(data.mean, data.std, data.value_range).to(device, dtype_of(train))
-    criterion = SegLoss(
-        config.loss, device, microbatches=train.accumulate_steps, batch_size=train.batch_size
-    )
+    criterion = SegLoss(config.loss, device, microbatches=train.accumulate_steps)
     again = config.model.recompute == "blocks"
     wrapped = ModelWithLoss(model, criterion, train, recompute=again)
     if train.compile:
@@ -171,30 +168,43 @@ def make_state(
         wrapped = torch.compile(wrapped, fullgraph=True, dynamic=False)
     # Virtual ranks have a backward pass each, so their gradients wait for the end.
     summed = [] if train.parallel == "hogwild" else model.named_parameters()
-    gradients = GradientSum(summed, overlap=train.virtual_ranks == 1)
-    shares, replicas, digits = None, [], None
-    if train.shares is not None:
-        refuse_layers(model, "train.shares")
-        shares = Shares.of_this_rank(train.shares, device)
-        digits = fingerprint(device, train)
-        replicas = [replica(wrapped).train() for _ in range(shares.counts[dist.rank()])]
-        gradients = ExactGradientSum(
-            model, replicas, shares=shares.counts, microbatches=train.accumulate_steps
-        )
     scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "float16")
     scaler.scale(torch.zeros((), device=device))  # makes its tensors; shares would do it at once
-    return TrainState(
+    state = TrainState(
         model=model,
         normalize=normalize,
         memory_format=layout,
         criterion=criterion,
         wrapped=wrapped,
-        shares=shares,
-        arithmetic=digits,
-        replicas=replicas,
-        gradients=gradients,
+        gradients=GradientSum(summed, overlap=train.virtual_ranks == 1),
         optimizer=build_optimizer(model, config, start=initial_weights),
         scaler=scaler,
         average=WeightAverage(model, optim.ema_decay) if optim.ema_decay else None,
         initial_weights=initial_weights,
     )
+    use_split(state, config, split_of(train, dist.world_size()))
+    if state.shares is not None:
+        refuse_layers(model, "train.shares")
+        state.arithmetic = fingerprint(device, train)
+    return state
+
+
+def use_split(state: TrainState, config: Config, split: Split) -> None:
+    """Lets the ranks divide microbatches by `split` from the next step on (collective)."""
+    train, state.split = config.train, split
+    with placed(microbatch_parts(train, split)):
+        make_groups(state.model)
+    if train.shares is None:
+        return
+    before, device = state.gradients, next(state.model.parameters()).device
+    state.shares = Shares.of_this_rank(train.shares, split, device)
+    count = state.shares.counts[dist.rank()]
+    state.replicas = [replica(state.wrapped).train() for _ in range(count)]
+    state.gradients = ExactGradientSum(
+        state.model,
+        state.replicas,
+        shares=state.shares.counts,
+        microbatches=train.accumulate_steps,
+    )
+    if isinstance(before, ExactGradientSum):
+        state.gradients.exponents = before.exponents

@@ -90,7 +90,7 @@ def with_chosen_workers(
                 made_s, images = 0.0, 0
                 for positions in run.indices():
                     batch = next(batches)
-                    made_s, images = made_s + batch.made_s, images + len(positions)
+                    made_s, images = made_s + batch.made_s, images + (len(positions) or 1)
                     # The step takes the batches of all microbatches, then computes.
                     measurement.start()
                     yield batch

@@ -225,7 +225,7 @@ def take_precise_statistics(
             whole = partition(train.batch_size, train.accumulate_steps, i % train.accumulate_steps)
             yield list(images.split(shares.sizes(len(whole))))
 
-    parts = microbatch_parts(train, dist.world_size())
+    parts = microbatch_parts(train, run.state.split)
     # Virtual ranks save memory that a pass without gradients does not need.
     with placed(parts if shares is not None else [sum(sizes) for sizes in parts]):
         precise_statistics(model, images_of_batches(), forward, shares=shares)

@@ -3,7 +3,7 @@
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from itertools import islice
 from signal import SIGUSR1, Signals
 
@@ -101,44 +101,71 @@ def _nothing_left(run: TrainRun) -> list[str]:
 
 
 def _train_steps(run: TrainRun) -> None:
+    config, state, sync = run.config, run.state, run.step_sync
+    meter = StepMeter(config.train.batch_size, run.device)
+    # Receipts of another config are not of the same mean.
+    if run.receipts is not None and not run.changes:
+        _count_unlogged(run, meter)
+    if run.meeting is not None:
+        dist.barrier()  # rank 0 may still write the weights that were evaluated last
+    with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
+        _divide_anew(run)
+        while state.step < run.last_step and not (sync.ended or sync.stopped):
+            with closing(_with_first_shown(run)) as batches:
+                _train_while_divided(run, batches, meter, bar)
+        if sync.ended and meter.num_steps:
+            _log_means(run, meter, bar)
+
+
+def _train_while_divided(
+    run: TrainRun, batches: Iterator[Batch], meter: StepMeter, bar: ProgressBar
+) -> None:
+    """Trains until the ranks divide microbatches anew, or nothing is left to train."""
     config, state, meeting = run.config, run.state, run.meeting
     steps = train_steps(
         state,
-        _with_first_shown(run),
+        batches,
         config if meeting is None else config_of_process(config, dist.world_size()),
         device=run.device,
         indices=run.indices(),
         step_sync=run.step_sync,
     )
-    meter = StepMeter(config.train.batch_size, run.device)
-    # Receipts of another config are not of the same mean.
-    if run.receipts is not None and not run.changes:
-        _count_unlogged(run, meter)
     liveness.beat("training", state.step)
     if meeting is not None:
         steps = meeting.steps(steps)
-        dist.barrier()  # rank 0 may still write the weights that were evaluated last
-    with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
-        for result in islice(steps, run.last_step - state.step):
-            run.log.begin()
-            meter.update(result)
-            if run.receipts is not None:
-                run.receipts.update(result)
-            if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
-                _log_means(run, meter, bar)
-            bar.update()
-            if meeting is None or meeting.has_begun(result.step, due=_all_meet(run)):
-                began = time.perf_counter()
-                _keep_cadences(run)
-                meter.skip(time.perf_counter() - began)
-            liveness.beat("training", state.step)
-        if run.step_sync.ended and meter.num_steps:
+    for result in islice(steps, run.last_step - state.step):
+        run.log.begin()
+        meter.update(result)
+        if run.receipts is not None:
+            run.receipts.update(result)
+        if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
             _log_means(run, meter, bar)
+        bar.update()
+        if meeting is None or meeting.has_begun(result.step, due=_all_meet(run)):
+            began = time.perf_counter()
+            is_anew = _keep_cadences(run) and _divide_anew(run)
+            meter.skip(time.perf_counter() - began)
+            if is_anew:
+                return
+        liveness.beat("training", state.step)
+
+
+def _divide_anew(run: TrainRun) -> bool:
+    """Measures the ranks for train.split, if it says so; whether the split has changed."""
+    sync = run.step_sync
+    is_over = sync.stopped or sync.ended or run.state.step >= run.last_step
+    if run.split is None or is_over:
+        return False
+    changed, lines = run.split.measure()
+    run.log.lines(lines)
+    return changed
 
 
 def _finish(run: TrainRun) -> None:
     """Saves and evaluates what the last step left; a stopped or paused run only saves."""
     config, state = run.config, run.state
+    if run.split is not None:
+        run.log.lines(run.split.reached())
     # The step of an evaluation that was left is saved already.
     if not _evaluation_is_left(run):
         save.save(run)  # before the last evaluation, which may be long
@@ -185,7 +212,7 @@ def _with_first_shown(run: TrainRun) -> Iterator[Batch]:
     """This rank's batches from the current step to the last; TensorBoard shows the first one."""
     batches = with_chosen_workers(run, run.last_step, lambda line: run.log.lines([line]))
     for i, batch in enumerate(batches):
-        if i == 0 and run.log.enabled:
+        if i == 0 and run.log.enabled and batch.names:
             # A wrong label file or augmentation is seen here within a minute.
             picture = training_picture(batch, run.train_set.classes, run.config.data.value_range)
             run.log.picture(run.state.step, "train/batch", picture)
@@ -196,6 +223,8 @@ def _log_means(run: TrainRun, meter: StepMeter, bar: ProgressBar) -> None:
     """Logs the means over the steps since the last call."""
     values = meter.read()
     run.log.scalars(run.state.step, values)
+    if run.split is not None:
+        run.split.update(values["time/step_s"])
     save.flush_receipts(run)
     bar.describe(*progress_words(values, run.best))
 
@@ -213,8 +242,11 @@ def _count_unlogged(run: TrainRun, meter: StepMeter) -> None:
             meter.update_earlier(*map(float.fromhex, numbers))
 
 
-def _keep_cadences(run: TrainRun) -> None:
-    """Evaluates and saves, where the config or a signal asks for it after this step."""
+def _keep_cadences(run: TrainRun) -> bool:
+    """Evaluates and saves, where the config or a signal asks for it after this step.
+
+    Returns whether it did.
+    """
     checkpoint = run.config.checkpoint
     save_requested = run.step_sync.pop_save_request()
     evaluation_due = _is_due(run.config.eval.every_steps, run)
@@ -236,6 +268,7 @@ def _keep_cadences(run: TrainRun) -> None:
         run.step_sync.ask(stop=any(asked))
     if run.meeting is not None:
         dist.barrier()  # until rank 0 has written the weights, nobody changes them
+    return evaluation_due or save_due
 
 
 def _all_meet(run: TrainRun) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 
 from segtrain import __version__
 from segtrain.commands.train.leak import leak_warning
-from segtrain.config import Config
+from segtrain.config import Config, TrainConfig
 from segtrain.data.check.checks import quick_check
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.dataset import SegDataset
@@ -19,7 +19,14 @@ from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import SHARED_MEMORY, free_shared_memory, semaphore_problem
-from segtrain.distributed.partition import batch_findings, images_together
+from segtrain.distributed.partition import (
+    batch_findings,
+    divide,
+    even,
+    images_together,
+    microbatch_parts,
+    split_of,
+)
 from segtrain.errors import ConfigError, MemoryLimitError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
@@ -67,11 +74,22 @@ def check_experiment(
     warnings = dist.run_on_rank0(
         lambda: [*quick_check(train_set, eval_set), *leak_warning(train_set, eval_set)]
     )
-    images = config.train.batch_size // config.train.accumulate_steps
-    if (idle := dist.world_size() - images) > 0:
+    return warnings + _split_warnings(config.train, dist.world_size())
+
+
+def _split_warnings(train: TrainConfig, ranks: int) -> list[str]:
+    split, warnings = split_of(train, ranks), []
+    if not isinstance(train.split, str) and split != train.split:
         warnings.append(
-            f"train.batch_size: {idle} of {dist.world_size()} ranks have no image of a microbatch "
-            "and wait for the others; the result is the same on fewer"
+            f"train.split: {list(train.split)} is for {len(train.split)} ranks, and there are "
+            f"{ranks}: they divide each microbatch evenly"
+        )
+    images = train.batch_size // train.accumulate_steps
+    idle = 0 if train.shares else divide(images, split).count(0)
+    if idle and train.split != "measured":
+        warnings.append(
+            f"train.batch_size: {idle} of {ranks} ranks have no image of a microbatch and wait for "
+            "the others; the result is the same on fewer"
         )
     return warnings
 
@@ -93,9 +111,12 @@ def _cache_findings() -> list[str]:
 
 def _device_memory_finding(config: Config, num_classes: int, device: torch.device) -> str | None:
     train = config.train
-    images = train.batch_size // train.accumulate_steps
-    at_a_time = -(-images // (dist.world_size() * train.virtual_ranks))
-    ranks = dist.local_world_size() if device.type == "cpu" else 1
+    is_cpu, ranks = device.type == "cpu", dist.world_size()
+    # Ranks on a CPU have one memory, whoever has which image.
+    split = even(ranks) if is_cpu else split_of(train, ranks)
+    parts = microbatch_parts(train, split)[0 if is_cpu else dist.rank()]
+    at_a_time = max(parts) if train.virtual_ranks > 1 else sum(parts)
+    ranks = dist.local_world_size() if is_cpu else 1
     return training_finding(config, num_classes, at_a_time, device, ranks) or window_finding(
         config, num_classes, device, ranks
     )

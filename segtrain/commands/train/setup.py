@@ -22,6 +22,7 @@ from segtrain.commands.train.preflight import (
     hogwild_line,
     start_lines,
 )
+from segtrain.commands.train.split import MeasuredSplit
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
@@ -76,7 +77,7 @@ class TrainContext:
         """For each microbatch, the positions in the whole batch that this rank trains on."""
         train = self.config.train
         sizes = (train.batch_size, train.accumulate_steps)
-        return indices_of_rank(*sizes, dist.rank(), dist.world_size(), train.shares)
+        return indices_of_rank(*sizes, dist.rank(), self.state.split, train.shares)
 
     def num_workers(self) -> int:
         """The loader processes of this rank."""
@@ -341,6 +342,7 @@ class TrainRun(TrainContext):
     changes: list[str]  # of config and centroids since the checkpoint, which were accepted
     receipts: ReceiptMeter | None = None  # on rank 0 with train.shares
     meeting: HogwildBarrier | None = None  # with train.parallel hogwild
+    split: MeasuredSplit | None = None  # with train.split measured, and several ranks
 
 
 def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
@@ -437,6 +439,9 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         meeting=meeting,
         changes=changes,
     )
+    if config.train.split == "measured" and dist.world_size() > 1:
+        saved_split = saved and saved.split
+        run.split = MeasuredSplit(state, config, train_set, device, saved_split)
     if state.shares is not None and dist.is_main():
         every = (_DIGEST_STEPS, config.checkpoint.keep_every_steps, config.train.steps)
         run.receipts = run.receipt_meter(

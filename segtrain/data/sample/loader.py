@@ -23,7 +23,13 @@ from segtrain.data.read.image import ImageForm
 from segtrain.data.sample.stream import Sample, TrainStream
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import free_shared_memory, keep_freed_memory, num_cores
-from segtrain.distributed.partition import partition, parts_of_rank
+from segtrain.distributed.partition import (
+    Split,
+    microbatch_parts,
+    partition,
+    parts_of_rank,
+    split_of,
+)
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
 from segtrain.types import Batch
@@ -32,16 +38,16 @@ _PINNING = re.compile("^Pin memory thread exited|^Caught .* in pin memory thread
 
 
 def indices_of_rank(
-    batch_size: int, microbatches: int, rank: int, world_size: int, shares: int | None = None
+    batch_size: int, microbatches: int, rank: int, split: Split, shares: int | None = None
 ) -> list[range]:
     """The positions of the batch that `rank` takes in each of the step's `microbatches`.
 
-    The batch is first cut into microbatches, then each into `shares` if there are any, then into
-    ranks: always contiguous and as even as possible. So a microbatch holds the same images, and has
-    the same batch statistics, on any number of ranks.
+    The batch is first cut into microbatches, then each into `shares` if there are any, as evenly as
+    possible, then among ranks by `split`: always contiguous. So a microbatch holds the same images,
+    and has the same batch statistics, on any number of ranks.
     """
     wholes = [partition(batch_size, microbatches, i) for i in range(microbatches)]
-    parts = [parts_of_rank(len(whole), rank, world_size, shares) for whole in wholes]
+    parts = [parts_of_rank(len(whole), rank, split, shares) for whole in wholes]
     return [whole[part[0].start : part[-1].stop] for whole, part in zip(wholes, parts, strict=True)]
 
 
@@ -69,10 +75,9 @@ def first_workers(config: Config, form: ImageForm) -> int:
 
 
 def largest_microbatch(config: Config) -> int:
-    """The most images that a rank has in one microbatch: those of rank 0 in the first."""
-    train = config.train
-    sizes = train.batch_size, train.accumulate_steps
-    return len(indices_of_rank(*sizes, 0, dist.world_size(), train.shares)[0])
+    """The most images that a rank has in one microbatch; evenly if the split is to be measured."""
+    split = split_of(config.train, dist.world_size())
+    return max(map(sum, microbatch_parts(config.train, split)))
 
 
 def bytes_in_flight(config: Config, form: ImageForm, num_workers: int) -> int:

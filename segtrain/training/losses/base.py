@@ -15,7 +15,6 @@ class LossOptions(NamedTuple):
     config: LossConfig | LossTerm
     class_weights: Tensor | None = None  # those of `config`, (K,) on the device of the logits
     microbatches: int = 1  # the parts that a batch is cut into (train.accumulate_steps)
-    batch_size: int | None = None  # images a step, over all ranks; None: equally many on all ranks
 
 
 class Loss(Protocol):

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from segtrain.distributed import collectives as dist
 from segtrain.models.blocks import at_least_float32
+from segtrain.norm import most_images
 from segtrain.training.losses.base import LossOptions, column_of_sums
 from segtrain.types import IGNORE_INDEX
 
 
 def lovasz(options: LossOptions) -> "LovaszImages | LovaszBatch":
     """Over each image or over the batch, as `lovasz_per_image` says."""
-    return LovaszImages() if options.config.lovasz_per_image else LovaszBatch(options)
+    return LovaszImages() if options.config.lovasz_per_image else LovaszBatch()
 
 
 class LovaszImages:
@@ -57,9 +58,6 @@ class LovaszBatch:
 
     num_sums = 2
 
-    def __init__(self, options: LossOptions) -> None:
-        self._batch_size, self._microbatches = options.batch_size, options.microbatches
-
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(2, K): the part of this rank's pixels in the loss of each class, and its pixels."""
         errors, truth, valid = _errors(logits, labels)
@@ -82,7 +80,8 @@ class LovaszBatch:
         # One number a pixel: a sign bit says where g is 0, and -2 is beyond all errors.
         size = errors.abs()  # 1 - p may come out below 0 by a rounding
         packed = torch.where(truth, size, -size).masked_fill(~valid, -2.0)
-        padded = packed.new_full((self._most_images(len(errors)), errors.shape[1]), -2.0)
+        # All must send equally much.
+        padded = packed.new_full((most_images(len(errors)), errors.shape[1]), -2.0)
         padded[: len(packed)] = packed
         # (ranks, images, H W). Images lie in the order of the batch, so pixels with equal errors
         # are sorted alike on any number of ranks.
@@ -91,12 +90,6 @@ class LovaszBatch:
         everyone = everyone.reshape(1, -1)
         growths = _growth(everyone.abs(), ~everyone.signbit(), everyone != -2.0)
         return growths.view(shape)[dist.group_rank()][: len(errors)]
-
-    def _most_images(self, here: int) -> int:
-        """The largest number of images of a rank in a microbatch: all must send equally much."""
-        if self._batch_size is None:
-            return here
-        return -(-self._batch_size // (self._microbatches * dist.group_size()))
 
 
 def _errors(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,23 +47,16 @@ class WeightedSum:
 class SegLoss:
     """The training loss of a config: the same loss for the head and the auxiliary head.
 
-    microbatches, batch_size: train.accumulate_steps and train.batch_size.
+    microbatches: train.accumulate_steps.
     """
 
-    def __init__(
-        self,
-        config: LossConfig,
-        device: torch.device,
-        *,
-        microbatches: int = 1,
-        batch_size: int | None = None,
-    ) -> None:
+    def __init__(self, config: LossConfig, device: torch.device, *, microbatches: int = 1) -> None:
         self.aux_weight = config.aux_weight
         losses, self._class_weights = [], None
         for term in config.terms:
             weights = term.class_weights
             weights = None if weights is None else torch.tensor(weights, device=device)
-            losses.append(LOSSES[term.kind](LossOptions(term, weights, microbatches, batch_size)))
+            losses.append(LOSSES[term.kind](LossOptions(term, weights, microbatches)))
             if self._class_weights is None:  # `Config` sees to it that microbatches have no others
                 self._class_weights = weights
         self._loss = losses[0]
