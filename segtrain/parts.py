@@ -67,10 +67,10 @@ def backward(
             norms that are not converted, other layers that couple images, a loss that is no sum,
             wrapped or compiled models, hooks of parameters, ranks with different weights.
     """
-    if parts < 1 or any(len(values) != len(images) for values in tree_leaves(labels)):
-        raise ValueError(
-            f"expected parts of at least 1, and labels for each of {len(images)} images"
-        )
+    if not isinstance(parts, int) or parts < 1:
+        raise ValueError(f"parts: expected an int of at least 1, got {parts!r}")
+    if any(len(values) != len(images) for values in tree_leaves(labels)):
+        raise ValueError(f"labels: expected them for each of {len(images)} images")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_distributed():
         raise ValueError(
             "there are several ranks (WORLD_SIZE) and no process group, so each would train alone: "
@@ -207,7 +207,10 @@ def _refuse(model: nn.Module) -> None:
         if isinstance(layer, DataParallel | DistributedDataParallel):
             raise ValueError(f"{what}: pass model.module; gradients are summed over all ranks here")
         if hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None:
-            raise ValueError(f"{what}, compiled, in which parts cannot wait for each other")
+            raise ValueError(
+                f"{what}, compiled, in which parts cannot wait for each other: pass the model "
+                "from before torch.compile"
+            )
         if layer.training and draws_random_numbers(layer):
             raise ValueError(
                 f"{what} that draws random numbers for each part: set its probability to 0, or "

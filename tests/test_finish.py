@@ -140,3 +140,6 @@ def test_a_rate_that_has_come_down_must_rise_again():
         finish._branch_config(before, 10_000, 5, (), source="x")
     config = finish._branch_config(before, 10_000, 5, ["schedule.finish_peak=0.02"], source="x")
     assert config.schedule.finish_lr == learning_rate(before, 9_999)
+    assert finish._low_rate(config) == []
+    config = finish._branch_config(settings(steps=100, lr=0.02), 100, 5, (), source="x")
+    assert finish._low_rate(config)[0].startswith("the learning rate begins at 2% of 0.02; --set")

@@ -205,7 +205,9 @@ def test_wrappers_norms_outputs_and_labels_that_do_not_fit_are_refused():
     refused(net(), "1 is a BatchNorm2d with statistics of each part")
     refused(nn.DataParallel(convert(net())), "is a DataParallel: pass model.module")
     refused(nn.Sequential(convert(net()), Mean()), r"returns tensors \[\(\)\]")
-    refused(convert(net()), "labels for each of 7 images", LABELS[:6])
+    refused(convert(net()), "labels: expected them for each of 7 images", LABELS[:6])
+    with pytest.raises(ValueError, match="parts: expected an int of at least 1, got 0"):
+        backward(convert(net()), pixels, IMAGES, LABELS, parts=0)
     with pytest.raises(ValueError, match=r"loss: expected a sum, .* got a Tensor"):
         backward(convert(net()), lambda *pair: pixels(*pair)[0], IMAGES, LABELS)
 

@@ -18,8 +18,8 @@ from segtrain.run.directory import RunLock
 from segtrain.run.environment import ENVIRONMENT
 from segtrain.training.optim.schedule import base_lr, describe_rates, learning_rate
 
-# With less of the rate after warmup, a branch would change next to nothing.
-_LEAST_RATE = 0.01
+# With less of the rate after warmup, a branch would change next to nothing, or little.
+_LEAST_RATE, _LOW_RATE = 0.01, 0.1
 _DECIDED = ("train.steps", "optim.lr", "optim.lr_batch_size")
 _RATES = ("schedule.min_lr", "schedule.finish_lr", "schedule.finish_peak")
 
@@ -59,7 +59,7 @@ def begin(
     rates = describe_rates(config, saved.step)
     changes = run_directory.config_differences(before, config)
     lines = [
-        *(f"warning: {problem}" for problem in problems),
+        *(f"warning: {problem}" for problem in (*problems, *_low_rate(config))),
         f"branch of {run} at step {saved.step}, {steps} more steps, lr {rates}",
         *(f"changed    {x}" for x in changes if not x.startswith(("train.steps:", "schedule."))),
     ]
@@ -79,6 +79,16 @@ def begin(
             run_directory.write_config(directory, config)
         for line in lines:
             say(line)
+
+
+def _low_rate(config: Config) -> list[str]:
+    """A warning if a branch trains with little of the usual rate, as after a short poly run."""
+    usual, now = base_lr(config), config.schedule
+    part = (now.finish_peak or now.finish_lr or 0) / usual
+    if part >= _LOW_RATE:
+        return []
+    peak = f"--set schedule.finish_peak={usual:g}"
+    return [f"the learning rate begins at {part:.0%} of {usual:g}; {peak} lets it rise again"]
 
 
 def _branch_config(
