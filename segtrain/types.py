@@ -22,6 +22,7 @@ class Batch(NamedTuple):
     made_s: seconds that one process took to make it.
     shown: (N,) int64, the image of the split that each crop shows; -1: it is made of two. None: not
         known.
+    pixels: the sum of `hash_pixels` of its samples, for receipts; None: not taken.
     """
 
     images: Tensor
@@ -30,11 +31,13 @@ class Batch(NamedTuple):
     partner_labels: Tensor | None = None
     made_s: float = 0.0
     shown: Tensor | None = None
+    pixels: int | None = None
 
     def empty(self) -> Batch:
         """The batch without its samples."""
         partners, shown = (None if t is None else t[:0] for t in (self.partner_labels, self.shown))
-        return Batch(self.images[:0], self.labels[:0], [], partners, self.made_s, shown)
+        pixels = None if self.pixels is None else 0
+        return Batch(self.images[:0], self.labels[:0], [], partners, self.made_s, shown, pixels)
 
 
 class DropoutMasks(NamedTuple):

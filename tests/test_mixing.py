@@ -156,19 +156,21 @@ def batches(stream, rank=0, world_size=1, num_workers=0, start_step=0):
 def assert_same(found, wanted):
     for one, other in zip(found, wanted, strict=True):
         assert (one.names, one.shown.tolist()) == (other.names, other.shown.tolist())
+        assert one.pixels == other.pixels
         for a, b in zip((one[0], one[1], one[3]), (other[0], other[1], other[3]), strict=True):
             assert torch.equal(a, b)
 
 
 def joined(parts):
-    images, labels, names, partner_labels, _, shown = zip(*parts, strict=True)
+    images, labels, names, partner_labels, _, shown, pixels = zip(*parts, strict=True)
     names = list(chain.from_iterable(names))
     partners = torch.cat(partner_labels)
-    return Batch(torch.cat(images), torch.cat(labels), names, partners, shown=torch.cat(shown))
+    rest = {"shown": torch.cat(shown), "pixels": sum(pixels)}
+    return Batch(torch.cat(images), torch.cat(labels), names, partners, **rest)
 
 
 def test_neither_ranks_nor_workers_nor_a_resumption_change_a_batch(everything):
-    stream = everything()
+    stream = everything(hashes=True)
     whole = batches(stream)
     ranks = [batches(stream, rank, 3) for rank in range(3)]
     assert_same([joined(parts) for parts in zip(*ranks, strict=True)], whole)

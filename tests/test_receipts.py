@@ -50,7 +50,9 @@ def check_content(receipts, run, data):
     for step, receipt in receipts.items():
         batch = "\0".join(stream[(step - 1) * 5 : step * 5])
         assert receipt.samples == hashlib.sha256(batch.encode()).hexdigest()[:16]
-    assert len({receipt.gradients for receipt in receipts.values()}) == STEPS
+    for field in ("gradients", "pixels"):
+        assert len({getattr(receipt, field) for receipt in receipts.values()}) == STEPS
+    assert [step for step, receipt in receipts.items() if receipt.start] == [1]
     checkpoint = load(run / "checkpoints/last.pt")
     for field in ("model", "average"):
         weights = getattr(checkpoint, field)

@@ -118,6 +118,7 @@ def test_a_changed_receipt_is_named_with_step_and_tensor(run_ranks, run, tmp_pat
             lambda receipt: receipt.update(samples="0" * 16),
             "samples: other names or another order: the data or their order changed",
         ),
+        "pixels": (lambda receipt: receipt.update(pixels="0" * 16), "pixels: the same samples, "),
         "both": (
             lambda receipt: [flip_bit(receipt, "gradients", byte) for byte in (2, -1)],
             f"gradients: 2 of {parameters} tensors differ; the first is {names[-1]}",
@@ -159,8 +160,8 @@ def test_a_changed_pixel_of_an_image_is_found(run_ranks, run, tmp_path):
     assert code == 4
     first, *lines = said.splitlines()
     assert first == f"{run}: step 1 differs from its receipt"
-    assert lines[0].startswith("  loss: ")
-    assert "samples" not in said
+    assert lines[0] == "  pixels: the same samples, but other crops or labels"
+    assert lines[1].startswith("  loss: ")
     assert "changed    split train: names, sizes or order of the files differ" in printed
 
 

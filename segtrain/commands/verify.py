@@ -6,15 +6,13 @@ run directory and no lock is taken: the run may still be training.
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load
@@ -40,12 +38,12 @@ from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError
 from segtrain.files import os_errors_as
 from segtrain.models.precision import float32_products
+from segtrain.results.differences import checkpoint_differences, receipt_differences
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, say
-from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, read_receipts, unpack
-from segtrain.text import MAX_NAME, printable
+from segtrain.run.receipts import Receipt, read_receipts
 from segtrain.training.engine import train_steps
-from segtrain.training.receipts import ReceiptMeter, hash_tensor, weights_lines
+from segtrain.training.receipts import ReceiptMeter, weights_lines
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
 
@@ -239,8 +237,11 @@ def _replay(this: Replay) -> None:
     ranks = f"{dist.world_size()} of at most {config.train.shares} ranks"
     _say(f"verify     {steps}, from {plan.start or 'the beginning'}, {ranks}")
     with_weights = {step for step, receipt in this.receipts.items() if receipt.weights is not None}
-    meter = this.receipt_meter(with_weights.__contains__) if dist.is_main() else None
+    meter = this.receipt_meter(with_weights.__contains__)
     _follow_evaluation(this)
+    following = this.receipts.get(state.step + 1)
+    if following is not None and following.start is not None:
+        meter.take_start()
     stream = this.batches(state.step, plan.last)
     results = train_steps(
         state, stream, config, device=this.device, indices=this.indices(), step_sync=this.step_sync
@@ -252,8 +253,7 @@ def _replay(this: Replay) -> None:
         while state.step < plan.last:
             result = next(results)
             this.evaluated = False
-            if meter is not None:
-                meter.update(result)
+            meter.update(result)
             _compare(this, meter)
             bar.update()
             liveness.beat("training", state.step)
@@ -261,19 +261,22 @@ def _replay(this: Replay) -> None:
     if state.step == config.train.steps and dist.is_main():
         _say(*weights_lines(state))
     num_weights = len(with_weights.intersection(range(plan.start_step + 1, plan.last + 1)))
+    # Older receipts do not hold them.
+    pixels = "pixels, " if all(receipt.pixels for receipt in this.receipts.values()) else ""
     _say(
-        f"verified {steps}: the names of samples, losses, gradient norms and the largest value of "
-        "each gradient are equal in every bit, and so are all weights in "
+        f"verified {steps}: the names of samples, {pixels}losses, gradient norms and the largest "
+        "value of each gradient are equal in every bit, and so are all weights in "
         f"{num_weights} of these steps"
     )
 
 
-def _compare(this: Replay, meter: ReceiptMeter | None) -> None:
+def _compare(this: Replay, meter: ReceiptMeter) -> None:
     """Compares the newest steps, if it is time to, then follows the run's evaluation."""
     plan, step = this.plan, this.state.step
     names = [name for kept_step, name in plan.kept if kept_step == step]
     if names or step == plan.last or step % this.config.log.every_steps == 0:
-        _end_if(this, lambda: _receipts_differ(this, meter))
+        receipts = meter.take_receipts()
+        _end_if(this, lambda: _receipts_differ(this, receipts))
     # Statistics of an evaluation change the model: a checkpoint is from before or after it.
     for _ in range(2):
         if names:
@@ -294,12 +297,17 @@ def _follow_evaluation(this: Replay) -> bool:
     return True
 
 
-def _receipts_differ(this: Replay, meter: ReceiptMeter) -> list[str]:
-    for here in meter.take_receipts():
+def _receipts_differ(this: Replay, receipts: Sequence[Receipt]) -> list[str]:
+    state = this.state
+    names = {
+        "gradients": list(state.gradients.exponents),
+        "weights": list(state.model.state_dict()),
+    }
+    for here in receipts:
         there = this.receipts.get(here.step)
         # Steps before the first one that was asked for may have none.
-        if there is not None and (lines := _receipt_differences(there, here, this.state)):
-            return [f"step {here.step} differs from its receipt", *lines]
+        if there is not None and (found := receipt_differences(there, here, names)):
+            return [f"step {here.step} differs from its receipt", *found.values()]
     return []
 
 
@@ -312,9 +320,17 @@ def _checkpoints_differ(this: Replay, names: Sequence[str]) -> list[str]:
             continue
         if takes_statistics and (checkpoint.evaluated == step) != this.evaluated:
             continue
-        if lines := _checkpoint_differences(checkpoint, this.state):
+        if lines := checkpoint_differences(checkpoint, _checkpoint_of(this.state)):
             return [f"{name} differs from the weights of its step, {step}", *lines]
     return []
+
+
+def _checkpoint_of(state: TrainState) -> Checkpoint:
+    """What of a state must be equal in a checkpoint of its step."""
+    average = None if state.average is None else state.average.model.state_dict()
+    parts = state.model.state_dict(), average, state.optimizer.state_dict()
+    start = initial_weights_fields(state)
+    return Checkpoint(state.step, "", "", *parts, scaler=None, best=None, start=start)
 
 
 def _end_if(this: Replay, differ: Callable[[], list[str]]) -> None:
@@ -331,66 +347,3 @@ def _say(*lines: str) -> None:
     if dist.is_main():
         for line in lines:
             say(line)
-
-
-def _receipt_differences(there: Receipt, here: Receipt, state: TrainState) -> list[str]:
-    """A line for each field in which two receipts of a step differ, in the order of computation."""
-    lines = []
-    if there.samples != here.samples:
-        lines.append("samples: other names or another order: the data or their order changed")
-    for field in ("loss", "aux_loss", "grad_norm"):
-        values = getattr(there, field), getattr(here, field)
-        if values[0] != values[1]:
-            texts = [x and f"{float.fromhex(x):.9g} ({x})" for x in values]
-            lines.append(f"{field}: {texts[0]} there, {texts[1]} now")
-    # What is nearest to the loss comes first in the backward pass.
-    names = list(state.gradients.exponents)[::-1]
-    unpacked = (unpack(receipt.gradients, GRADIENT)[::-1] for receipt in (there, here))
-    # A number too many, without a name, differs as well.
-    lines += _tensors("gradients", *(dict(zip_longest(names, one)) for one in unpacked))
-    names = list(state.model.state_dict())
-    for field in ("weights", "average") if there.weights is not None else ():
-        unpacked = (unpack(getattr(receipt, field), WEIGHT) for receipt in (there, here))
-        lines += _tensors(field, *(dict(zip_longest(names, one)) for one in unpacked))
-    return lines
-
-
-def _checkpoint_differences(checkpoint: Checkpoint, state: TrainState) -> list[str]:
-    """A line for each part of a checkpoint that differs from `state` in any bit."""
-    average = {} if state.average is None else state.average.model.state_dict()
-    lines = _tensors("model", checkpoint.model, state.model.state_dict())
-    lines += _tensors("average", checkpoint.average or {}, average)
-    if checkpoint.optimizer is not None:
-        saved = checkpoint.optimizer, state.optimizer.state_dict()
-        lines += _tensors("optimizer", *(_moments(one, state) for one in saved))
-        started = (checkpoint.start or {}, initial_weights_fields(state) or {})
-        lines += _tensors("start", *(one.get("weights", {}) for one in started))
-    return lines
-
-
-def _moments(saved: dict[str, Any], state: TrainState) -> dict[str, Any]:
-    """What an optimizer's state dict holds for each weight, by name."""
-    names = {parameter: name for name, parameter in state.model.named_parameters()}
-    order = [names[p] for group in state.optimizer.param_groups for p in group["params"]]
-    return {
-        f"{kind} of {order[number]}": value
-        for number, values in saved["state"].items()
-        for kind, value in values.items()
-    }
-
-
-def _tensors(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line if the values of any names differ."""
-    names = list(dict.fromkeys([*now, *before]))
-    differing = [name for name in names if not _is_equal(before.get(name), now.get(name))]
-    if not differing:
-        return []
-    first = printable(differing[0], 2 * MAX_NAME)
-    return [f"{what}: {len(differing)} of {len(names)} tensors differ; the first is {first}"]
-
-
-def _is_equal(before: object, now: object) -> bool:
-    if isinstance(before, Tensor) and isinstance(now, Tensor):
-        # Not torch.equal, for which -0.0 is 0.0.
-        return hash_tensor("", before) == hash_tensor("", now)
-    return type(before) is type(now) and before == now

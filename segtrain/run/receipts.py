@@ -4,7 +4,7 @@ With shares, a step gives the same bits wherever it is computed. So a step that 
 on any number of ranks, must give the same receipt: `segtrain verify` compares them.
 
     {"step": 7, "samples": "5d41402abc4b2a76", "loss": "0x1.2p-1", "aux_loss": null,
-     "grad_norm": "0x1.8p+1", "gradients": "q83vEjRW", "weights": "..."}
+     "grad_norm": "0x1.8p+1", "gradients": "q83vEjRW", "weights": "...", "pixels": "..."}
 """
 
 import base64
@@ -29,6 +29,8 @@ class Receipt(NamedTuple):
     gradients: str  # `pack` of 16 bits for each parameter
     weights: str | None = None  # `pack` of 64 bits for each tensor of the model; None: not taken
     average: str | None = None  # likewise of the averaged model
+    pixels: str | None = None  # 16 hex digits of all crops and labels of the whole batch
+    start: str | None = None  # as `weights`, before the step: in the first receipt of a run
 
     def line(self) -> str:
         """The receipt as JSON."""
@@ -70,7 +72,7 @@ def _parse(line: str) -> Receipt | None:
         for number in filter(None, (receipt.loss, receipt.aux_loss, receipt.grad_norm)):
             float.fromhex(number)
         unpack(receipt.gradients, GRADIENT)
-        for text in (receipt.weights, receipt.average):
+        for text in (receipt.weights, receipt.average, receipt.start):
             unpack(text, WEIGHT)
     except (ValueError, OverflowError):
         return None

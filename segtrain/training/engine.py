@@ -30,6 +30,7 @@ class StepResult(NamedTuple):
     loss, aux_loss: () float64, means over the valid pixels of all ranks; aux_loss is NaN without an
         auxiliary head. With SAM those of the first gradient; what follows is of the second.
     gradients: with train.shares, `ExactGradientSum.digest`; otherwise None.
+    pixels: the sum of `Batch.pixels` on this rank; None: not taken.
     """
 
     step: int  # updates done so far, 1 .. train.steps
@@ -39,6 +40,7 @@ class StepResult(NamedTuple):
     lr: float  # the backbone's
     data_s: float  # seconds the step waited for the loader
     gradients: Tensor | None = None
+    pixels: int | None = None
 
 
 def train_steps(
@@ -85,7 +87,9 @@ def train_steps(
                 names = [name for batch in microbatches for name in batch.names]
                 step_sync.record(state.step, grad_norm, names)
             is_first, digest = False, state.gradients.digest()
-            yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s, digest)
+            hashes = [batch.pixels for batch in microbatches]
+            pixels = None if None in hashes else sum(hashes)
+            yield StepResult(state.step, *losses, grad_norm, lr, data_s, digest, pixels)
 
 
 def _gradient(

@@ -91,7 +91,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class ReceiptMeter:
-    """Gathers what the receipts need on the device and reads it all at once.
+    """Gathers what the receipts need and reads it all at once; made on all ranks.
 
     names: of the whole batch of a step, counted from 1, in order.
     weights_due: whether the receipt of a step, counted from 1, has hashes of the weights.
@@ -107,22 +107,31 @@ class ReceiptMeter:
         self._state, self._names, self._weights_due = state, names, weights_due
         self._results: list[StepResult] = []
         self._weights: dict[int, tuple[str, str | None]] = {}
+        self._start: str | None = None
+
+    def take_start(self) -> None:
+        """Lets the next receipt have hashes of the weights as they are now."""
+        self._start, _ = weights_fields(self._state)
 
     def update(self, result: StepResult) -> None:
         """Takes in the step that was just done."""
         self._results.append(result)
-        if self._weights_due(result.step):
+        if dist.is_main() and self._weights_due(result.step):
             self._weights[result.step] = weights_fields(self._state)
 
     def take_receipts(self) -> list[Receipt]:
-        """The receipts of the steps since the last call, after waiting for the device."""
+        """The receipts of the steps since the last call, on rank 0 (collective)."""
         results, self._results = self._results, []
         weights, self._weights = self._weights, {}
         if not results:
             return []
+        pixels = _pixels(results)
+        if not dist.is_main():
+            return []
+        starts, self._start = [self._start] + [None] * (len(results) - 1), None
         numbers = list(map(_numbers, results))
         digests = torch.stack([r.gradients for r in results]).cpu().numpy()
-        rows = zip(results, torch.stack(numbers).tolist(), digests, strict=True)
+        rows = zip(results, torch.stack(numbers).tolist(), digests, pixels, starts, strict=True)
         return [
             Receipt(
                 result.step,
@@ -131,10 +140,21 @@ class ReceiptMeter:
                 None if aux_loss != aux_loss else aux_loss.hex(),
                 grad_norm.hex(),
                 pack(_mixed(digest)),
-                *weights.get(result.step, ()),
+                *weights.get(result.step, (None, None)),
+                pixels=hashed,
+                start=start,
             )
-            for result, (loss, aux_loss, grad_norm), digest in rows
+            for result, (loss, aux_loss, grad_norm), digest, hashed, start in rows
         ]
+
+
+def _pixels(results: Sequence[StepResult]) -> list[str | None]:
+    """The field `pixels` of the receipts, the sum of the ranks' mod 2**64 (collective)."""
+    if results[0].pixels is None:
+        return [None] * len(results)
+    sums = np.array([result.pixels % 2**64 for result in results], np.uint64).view(np.int64)
+    sums = dist.all_reduce_sum(torch.from_numpy(sums).to(results[0].loss.device))
+    return [f"{number % 2**64:016x}" for number in sums.tolist()]
 
 
 def weights_fields(state: TrainState) -> tuple[str, str | None]:

@@ -103,9 +103,12 @@ def _nothing_left(run: TrainRun) -> list[str]:
 def _train_steps(run: TrainRun) -> None:
     config, state, sync = run.config, run.state, run.step_sync
     meter = StepMeter(config.train.batch_size, run.device)
-    # Receipts of another config are not of the same mean.
-    if run.receipts is not None and not run.changes:
-        _count_unlogged(run, meter)
+    if run.receipts is not None and dist.is_main():
+        path = run.directory / run_directory.RECEIPTS
+        if state.step == 0 or run.changes or not path.exists():  # a branch has none yet
+            run.receipts.take_start()
+        else:  # receipts of another config are not of the same mean
+            _count_unlogged(run, meter)
     if run.meeting is not None:
         dist.barrier()  # rank 0 may still write the weights that were evaluated last
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
@@ -178,7 +181,7 @@ def _finish(run: TrainRun) -> None:
         if not evaluate(run):
             return
         save.save(run)
-    if run.receipts is not None:
+    if run.receipts is not None and dist.is_main():
         run.log.lines(weights_lines(state))
     if state.step < config.train.steps:
         run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])

@@ -25,7 +25,7 @@ def save(run: TrainRun, *, keep: bool = False) -> None:
 
 
 def flush_receipts(run: TrainRun) -> None:
-    """Writes the receipts of the steps since the last call, after waiting for the device."""
+    """Writes the receipts of the steps since the last call (collective)."""
     if run.receipts is not None:
         run.log.receipts(run.receipts.take_receipts())
 

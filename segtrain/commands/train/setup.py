@@ -98,6 +98,7 @@ class TrainContext:
             class_uniform=self.class_uniform,
             mixup_alpha=config.augment.mixup_alpha,
             class_mix_prob=config.augment.class_mix_prob,
+            hashes=config.train.shares is not None,
         )
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
@@ -340,7 +341,7 @@ class TrainRun(TrainContext):
     evaluated: int  # the step of the newest evaluation, 0: none
     stop_criteria: StopCriteria
     changes: list[str]  # of config and centroids since the checkpoint, which were accepted
-    receipts: ReceiptMeter | None = None  # on rank 0 with train.shares
+    receipts: ReceiptMeter | None = None  # with train.shares
     meeting: HogwildBarrier | None = None  # with train.parallel hogwild
     split: MeasuredSplit | None = None  # with train.split measured, and several ranks
 
@@ -442,7 +443,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     if config.train.split == "measured" and dist.world_size() > 1:
         saved_split = saved and saved.split
         run.split = MeasuredSplit(state, config, train_set, device, saved_split)
-    if state.shares is not None and dist.is_main():
+    if state.shares is not None:
         every = (_DIGEST_STEPS, config.checkpoint.keep_every_steps, config.train.steps)
         run.receipts = run.receipt_meter(
             lambda step: any(steps and step % steps == 0 for steps in every)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.image import ImageForm
-from segtrain.data.sample.stream import Sample, TrainStream
+from segtrain.data.sample.stream import Made, TrainStream
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import free_shared_memory, keep_freed_memory, num_cores
 from segtrain.distributed.partition import (
@@ -166,17 +166,17 @@ def _worker_died(what: str) -> ExecutionError:
     )
 
 
-def _collate(made: tuple[float, list[Sample]] | UserError) -> Batch | UserError:
+def _collate(made: Made | UserError) -> Batch | UserError:
     if isinstance(made, UserError):
         return made
-    began, samples = made
+    began, samples, pixels = made
     images, labels, names, partner_labels, shown = zip(*samples, strict=True)
     # Stacking HWC images and viewing them as NCHW makes a channels-last batch without a copy.
     images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
     partners = None if partner_labels[0] is None else torch.stack(partner_labels)
     labels = torch.stack(labels)
     made_s = time.perf_counter() - began
-    return Batch(images, labels, list(names), partners, made_s, torch.tensor(shown))
+    return Batch(images, labels, list(names), partners, made_s, torch.tensor(shown), pixels)
 
 
 def _batches(loader: DataLoader, timeout_s: float, expired: threading.Event) -> Iterator[Batch]:
