@@ -51,6 +51,7 @@ segtrain report runs/mine
 segtrain report runs/mine runs/mine_lr2 --output both.html
 segtrain report runs/mine --figures figures
 segtrain compare runs/mine runs/mine_lr2
+segtrain compare runs/mine runs/mine_lr2 --steps
 segtrain eval runs/mine --with runs/mine_lr2
 segtrain eval runs/mine_pack --set data.pack=null
 segtrain predict camvid_deeplabv3plus_r18 photos/ --output street
@@ -102,6 +103,7 @@ NOT_RUN = {
     "init photos --ignore 255": "test_init.py answers questions",
     "compare runs/a runs/a_seed1 runs/a_seed2 --with runs/b runs/b_seed1 runs/b_seed2": SIDES,
     "compare A B": "stands for any runs",
+    "compare A B --steps": "stands for any runs",
     "suspects RUN": "stands for any run",
     "suspects runs/mine": SUSPECTS,
     "suspects runs/mine --exclude wrong.yaml": SUSPECTS,

@@ -372,7 +372,7 @@ COMMANDS = (
     Command(
         "compare",
         "commands.compare:main",
-        "say whether one model is better than another",
+        "say whether one model is better than another, or why two runs differ",
         _argument(
             "runs", "two runs, or two of segtrain folds; or all of side A", "RUN", Path, nargs="+"
         ),
@@ -392,11 +392,13 @@ COMMANDS = (
             choices=("image", "sequence"),
         ),
         _argument("--json", "write all figures as JSON", "FILE", Path),
+        _switch("--steps", "say instead where the training of two runs parts, and why"),
         _DEVICE,
         description="Compare two runs on the same images: the difference of their mIoU with an "
         "interval\n(paired bootstrap), the classes and images that make it, what the configs "
         "change, and a\nverdict. With several seeds a side it speaks of the recipes.",
         examples="segtrain compare runs/a runs/b\n"
+        "segtrain compare runs/a runs/b --steps\n"
         "segtrain compare runs/a runs/a_seed1 --with runs/b runs/b_seed1",
     ),
     Command(

@@ -13,19 +13,25 @@ from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.results.compare import compare, comparison_lines
 from segtrain.results.folds import evaluated_whole
 from segtrain.results.runs import differing_recipes
+from segtrain.results.steps import steps_lines
 from segtrain.text import first_of
 
 
 def main(args: argparse.Namespace) -> int:
     """Prints the comparison and returns the exit code.
 
-    args: runs (of side A; or A and B), other (runs of side B), by, json (a file), device. A run
-        may be a directory of folds.
+    args: runs (of side A; or A and B), other (runs of side B), by, json (a file), device, steps. A
+        run may be a directory of folds, but not with `steps`.
 
     Raises:
         UserError: runs that cannot be compared, or read.
     """
     a, b = list(dict.fromkeys(args.runs)), list(dict.fromkeys(args.other))
+    if args.steps:
+        if len({*a, *b}) != 2 or args.by or args.json:
+            raise ConfigError("--steps: expected two runs, without --by and --json")
+        print(*steps_lines(*a, *b), sep="\n")
+        return EXIT_OK
     if not b:
         if len(a) != 2:
             raise ConfigError("expected two runs, or several a side: compare A A2 --with B B2")

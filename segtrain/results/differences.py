@@ -68,6 +68,8 @@ def _number(a: Receipt, b: Receipt, field: str, sides: tuple[str, str]) -> str:
 
 def _packed(a: Receipt, b: Receipt, field: str, names: Sequence[str]) -> str:
     """As `_tensors`; those without a name, of which nothing tells it, have their number."""
+    if getattr(a, field) == getattr(b, field):
+        return ""
     # What is nearest to the loss comes first in the backward pass.
     dtype, step = (GRADIENT, -1) if field == "gradients" else (WEIGHT, 1)
     numbers = [list(enumerate(unpack(getattr(one, field), dtype)))[::step] for one in (a, b)]
