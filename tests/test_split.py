@@ -1,6 +1,7 @@
 """train.split: unequal ranks have unequal parts of a microbatch; the result stays what it is."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from segtrain.models import build_model
 from segtrain.norm import make_norm
 from segtrain.training import speed
 from segtrain.training.speed import Speed, fastest_split, measure_speed, step_time
-from segtrain.training.state import make_state
+from segtrain.training.state import make_state, use_split
 
 SMALL = {"num_stages": 2, "output_stride": 8, "head_channels": 8, "aux_channels": 8}
 
@@ -98,7 +99,7 @@ def test_a_split_that_changes_leaves_every_bit_in_peace(run_ranks, tmp_path, dat
     config = config_file(
         tmp_path / "c.yaml",
         data,
-        train={"steps": 9, "batch_size": 8, "shares": 6, "split": "measured"},
+        train={"steps": 10, "batch_size": 8, "shares": 6, "split": "measured"},
         optim={"ema_decay": 0.9},
         checkpoint={"every_steps": 2},
         eval={"every_steps": 4},
@@ -120,6 +121,25 @@ def test_a_split_that_changes_leaves_every_bit_in_peace(run_ranks, tmp_path, dat
     saved = last(changing).split
     assert (saved["counts"], saved["predicted"] > 1.5) == ([5, 1], True)
     assert saved["images_per_s"][1] > 0
+
+
+def test_what_was_reached_is_told_of_whole_intervals(tmp_path, data):
+    config = load_config(config_file(tmp_path / "c.yaml", data, train={"batch_size": 8}))
+    split = split_module.MeasuredSplit(None, config, None, torch.device("cpu"), None)
+    split.fields = {"counts": [5, 3], "step": 7, "predicted": 1.5, "images_per_s": [4.0, None]}
+    split.update(9.0)  # some of these steps came before the change
+    assert split.reached() == []
+    split.update(1.0)
+    said = "5 + 3 reach 8.0 images/s, 2.00 times the 4.0 before; predicted 1.50"
+    assert split.reached() == [f"split      {said}"]
+
+
+def test_a_compiled_run_may_be_divided_more_often_than_torch_keeps_graphs(tmp_path, data):
+    config = load_config(config_file(tmp_path / "c.yaml", data, train={"compile": True}))
+    graph = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True, dynamic=False)
+    for images in range(1, 11):
+        use_split(SimpleNamespace(model=torch.nn.Identity()), config, (images,))
+        graph(torch.zeros(images))
 
 
 def test_a_split_for_other_ranks_is_even_with_a_warning(run_ranks, tmp_path, data):
@@ -162,14 +182,8 @@ def speed_and_state(config):
         ({"train": {"batch_size": 5}}, (1, 3)),
         # 3 images a rank, each in groups of 2: 4 are measured.
         ({"train": {"batch_size": 6}, "norm": {"images": 2}}, (1, 3)),
-        # Rank 1 has none, and is measured with one.
-        (
-            {
-                "train": {"batch_size": 2, "split": [1, 0]},
-                "norm": {"kind": "group", "num_groups": 4},
-            },
-            (1, 3),
-        ),
+        # Rank 1 has none, and is measured with one: a single value where PSPNet pools globally.
+        ({"train": {"batch_size": 2, "split": [1, 0]}}, (1, 3)),
         ({"train": {"batch_size": 8, "virtual_ranks": 2}}, (1, 3)),
         # 2 shares of 2 images on each rank, one at a time.
         ({"train": {"batch_size": 8, "shares": 4}}, (2, 6)),

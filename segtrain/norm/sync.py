@@ -105,8 +105,11 @@ class SyncBatchNorm(_BatchNorm):
             if is_tracked() or self.running_mean is None:
                 return super().forward(input)
             # Copies, not None: checkpointing compares the saved tensors with the first pass's.
-            buffers = self.running_mean.clone(), self.running_var.clone()
-            return F.batch_norm(input, *buffers, self.weight, self.bias, True, 0.0, self.eps)
+            buffers = self.weight, self.bias, self.running_mean.clone(), self.running_var.clone()
+            # Not that of torch.nn.functional, which refuses one value per channel: a rank that is
+            # measured alone may have one image.
+            by_cudnn = torch.backends.cudnn.enabled
+            return torch.batch_norm(input, *buffers, True, 0.0, self.eps, by_cudnn)
         return synchronized([(input, self)])[0]
 
     def _evaluate(self, input: Tensor) -> Tensor:

@@ -194,6 +194,9 @@ def use_split(state: TrainState, config: Config, split: Split) -> None:
     train, state.split = config.train, split
     with placed(microbatch_parts(train, split)):
         make_groups(state.model)
+    if train.compile:
+        # torch keeps graphs of at most 8 sizes, and a ninth would end the run.
+        torch.compiler.reset()
     if train.shares is None:
         return
     before, device = state.gradients, next(state.model.parameters()).device

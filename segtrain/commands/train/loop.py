@@ -159,6 +159,7 @@ def _divide_anew(run: TrainRun) -> bool:
     is_over = sync.stopped or sync.ended or run.state.step >= run.last_step
     if run.split is None or is_over:
         return False
+    liveness.beat("training", run.state.step)
     changed, lines = run.split.measure()
     run.log.lines(lines)
     return changed

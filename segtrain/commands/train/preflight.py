@@ -79,7 +79,7 @@ def check_experiment(
 
 def _split_warnings(train: TrainConfig, ranks: int) -> list[str]:
     split, warnings = split_of(train, ranks), []
-    if not isinstance(train.split, str) and split != train.split:
+    if not isinstance(train.split, str) and split != train.split and ranks > 1:
         warnings.append(
             f"train.split: {list(train.split)} is for {len(train.split)} ranks, and there are "
             f"{ranks}: they divide each microbatch evenly"
@@ -87,8 +87,9 @@ def _split_warnings(train: TrainConfig, ranks: int) -> list[str]:
     images = train.batch_size // train.accumulate_steps
     idle = 0 if train.shares else divide(images, split).count(0)
     if idle and train.split != "measured":
+        option = "batch_size" if split == even(ranks) else "split"
         warnings.append(
-            f"train.batch_size: {idle} of {ranks} ranks have no image of a microbatch and wait for "
+            f"train.{option}: {idle} of {ranks} ranks have no image of a microbatch and wait for "
             "the others; the result is the same on fewer"
         )
     return warnings

@@ -94,8 +94,8 @@ class MeasuredSplit:
         return tuple(divide(len(partition(train.batch_size, train.accumulate_steps, 0)), split))
 
     def _images_per_s(self) -> float | None:
-        # The first interval has the start of the loader in it.
-        steps = self._step_s[1:] or self._step_s
+        # The first interval has the start of the loader in it, perhaps steps before the change too.
+        steps = self._step_s[1:]
         return self._config.train.batch_size / median(steps) if steps else None
 
 
