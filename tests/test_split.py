@@ -123,9 +123,14 @@ def test_a_split_that_changes_leaves_every_bit_in_peace(run_ranks, tmp_path, dat
     assert saved["images_per_s"][1] > 0
 
 
-def test_what_was_reached_is_told_of_whole_intervals(tmp_path, data):
+def test_the_log_tells_of_ranks_alike_and_of_whole_intervals(tmp_path, data, monkeypatch):
     config = load_config(config_file(tmp_path / "c.yaml", data, train={"batch_size": 8}))
-    split = split_module.MeasuredSplit(None, config, None, torch.device("cpu"), None)
+    monkeypatch.setattr(split_module, "measure_speed", lambda *_: Speed(1, 0.25))
+    state = SimpleNamespace(split=(1,), shares=None)
+    train_set = SimpleNamespace(form=ImageForm(), classes=SimpleNamespace(num_classes=4))
+    split = split_module.MeasuredSplit(state, config, train_set, torch.device("cpu"), None)
+    stays = "split      8 images of a microbatch stay: ranks take 250.0 ms an image"
+    assert split.measure() == (False, [stays])
     split.fields = {"counts": [5, 3], "step": 7, "predicted": 1.5, "images_per_s": [4.0, None]}
     split.update(9.0)  # some of these steps came before the change
     assert split.reached() == []

@@ -102,6 +102,7 @@ def _nothing_left(run: TrainRun) -> list[str]:
 
 def _train_steps(run: TrainRun) -> None:
     config, state, sync = run.config, run.state, run.step_sync
+    _divide_anew(run)
     meter = StepMeter(config.train.batch_size, run.device)
     if run.receipts is not None and dist.is_main():
         path = run.directory / run_directory.RECEIPTS
@@ -112,7 +113,6 @@ def _train_steps(run: TrainRun) -> None:
     if run.meeting is not None:
         dist.barrier()  # rank 0 may still write the weights that were evaluated last
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
-        _divide_anew(run)
         while state.step < run.last_step and not (sync.ended or sync.stopped):
             with closing(_with_first_shown(run)) as batches:
                 _train_while_divided(run, batches, meter, bar)

@@ -54,8 +54,13 @@ class MeasuredSplit:
         now = self._counts()
         best = fastest_split(sum(now), speeds, least=int(state.shares is not None))
         gain = step_time(now, speeds) / step_time(best, speeds)
+        unit = "image" if state.shares is None else "share"
+        each = ", ".join(f"{1e3 * one.seconds / one.at_once:.1f}" for one in speeds)
+        taken = f"ranks take {each} ms a{'n' if unit == 'image' else ''} {unit}"
         if gain < _LEAST_GAIN:
-            return False, lines
+            # Said once, or nobody would see that ranks are measured.
+            stays = f"split      {_plus(now)} {unit}s of a microbatch stay: {taken}"
+            return False, lines if self._step_s else [stays]
         self.fields = SplitFields(
             counts=list(best),
             step=state.step,
@@ -64,13 +69,10 @@ class MeasuredSplit:
         )
         self._step_s.clear()
         use_split(state, config, best)
-        unit = "image" if state.shares is None else "share"
-        each = ", ".join(f"{1e3 * one.seconds / one.at_once:.1f}" for one in speeds)
         return True, [
             *lines,
-            f"split      {_plus(best)} {unit}s of a microbatch instead of {_plus(now)}: ranks take "
-            f"{each} ms a{'n' if unit == 'image' else ''} {unit}, so {gain:.2f} times as fast is "
-            "predicted",
+            f"split      {_plus(best)} {unit}s of a microbatch instead of {_plus(now)}: {taken}, "
+            f"so {gain:.2f} times as fast is predicted",
         ]
 
     def reached(self) -> list[str]:
