@@ -104,7 +104,7 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
     monkeypatch.setattr(microbatches, "_loss_weights", lambda *_: [torch.ones(1)] * 2)
     sums = SimpleNamespace(collected=lambda last: nullcontext())
     state = SimpleNamespace(
-        shares=None, replicas=[], gradients=sums, model=nn.Identity(), wrapped=None
+        split=(1,), shares=None, replicas=[], gradients=sums, model=nn.Identity(), wrapped=None
     )
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     part = microbatches.LocalMicrobatch(images, images[None, :, 0], DropoutMasks())
