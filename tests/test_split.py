@@ -87,9 +87,9 @@ def test_training_does_not_see_the_split(run_ranks, tmp_path, data, case):
         torch.testing.assert_close(model, weights, rtol=1e-7, atol=1e-9)
 
 
-def measured(plan, function, *args):
+def measured(plan, function, *args, rest=0):
     """Calls `function`; rank r then has speed plan[i][r] at the i-th measurement of the process."""
-    plan = iter(plan)
+    plan, split_module._LEAST_REST = iter(plan), rest
     split_module.measure_speed = lambda *_: Speed(1, 1.0 / next(plan)[dist.rank()])
     return function(*args)
 
@@ -145,6 +145,17 @@ def test_a_compiled_run_may_be_divided_more_often_than_torch_keeps_graphs(tmp_pa
     for images in range(1, 11):
         use_split(SimpleNamespace(model=torch.nn.Identity()), config, (images,))
         graph(torch.zeros(images))
+
+
+def test_measuring_takes_a_small_part_of_the_time(run_ranks, tmp_path, data):
+    """A second measurement would have no speeds."""
+    train_options = {"steps": 4, "batch_size": 6, "split": "measured"}
+    config = config_file(
+        tmp_path / "c.yaml", data, train=train_options, checkpoint={"every_steps": 1}
+    )
+    plan, run = [(2, 1)], tmp_path / "run"
+    assert run_ranks(2, measured, plan, train, config, run, rest=1e9) == [0] * 2
+    assert (run / "train.log").read_text().count("instead of 3 + 3") == 1
 
 
 def test_a_split_for_other_ranks_is_even_with_a_warning(run_ranks, tmp_path, data):

@@ -104,6 +104,7 @@ PIXELS = receipt(2, pixels="0" * 16)
 LATE = lines_of("receipts.jsonl", lambda one: one if one["step"] > 2 else None)
 TWO_RANKS = rewritten("environment.json", lambda text: text.replace('"cpu"', '"cpu", "cpu"'))
 PLAIN = (lines_of("receipts.jsonl", lambda one: None), config("shares: 3", "shares: null"))
+COMPILED = config("compile: false", "compile: true")
 RATE = config("lr: 0.02", "lr: 0.03")
 WEIGHTS = saved(lambda it: it._replace(model={name: t * 2 for name, t in it.model.items()}))
 EQUAL = "the runs are equal in every bit of steps 1 to 4"
@@ -140,6 +141,7 @@ PLAIN_CASES = [
     ((WEIGHTS,), "not known: rounding or another cause in the steps before"),
     ((WEIGHTS, logged(1, 1e-8)), "only rounding, such as of other threads"),
     ((WEIGHTS, logged(1, 1e-8), TWO_RANKS), "only rounding: devices: 1 x cpu in A, 2 x"),
+    ((WEIGHTS, logged(1, 1e-8), COMPILED), "only rounding: train.compile: false in A, true in B"),
     ((WEIGHTS, logged(1, 1e-4), TWO_RANKS), "more than rounding"),
     ((WEIGHTS, logged(1, 1e-8), first_block("labels")), "data: split train: 1 labels hold"),
     ((WEIGHTS, logged(2, 1e-8), RATE), "config: optim.lr: 0.02 in A"),

@@ -131,6 +131,9 @@ def _options(a: Side, b: Side) -> Iterator[Cause]:
         if key == "eval.every_steps" and configs[0].norm.precise_batches is not None:
             reach = "weights"  # an evaluation leaves other statistics
         kind = "config" if reach and key in recipe else "harmless"
+        # They change the order of sums, which shares fix.
+        if key in ("train.compile", "train.split") and configs[0].train.shares is None:
+            kind, reach = "rounding", "loss"
         text = f"{key}: {_in_both(map(yaml_value, values))}"
         yield Cause(kind, text, None if kind == "harmless" else reach)
 

@@ -1,5 +1,6 @@
 """`train.split: measured`: each rank gets what it can compute in the time that the others take."""
 
+import time
 from collections.abc import Sequence
 from statistics import median
 
@@ -15,6 +16,8 @@ from segtrain.training.state import TrainState, use_split
 
 # A change stops the loader's workers and starts others, so it has to be worth it.
 _LEAST_GAIN = 1.1
+# Training between two measurements is at least so many times as long as one.
+_LEAST_REST = 20
 
 
 class MeasuredSplit:
@@ -34,6 +37,7 @@ class MeasuredSplit:
         self._state, self._config, self._device = state, config, device
         self._train_set, self.fields = train_set, None
         self._step_s: list[float] = []  # means of log intervals since the last change
+        self._rests_until = 0.0  # on rank 0, by time.perf_counter()
         if saved is not None and len(saved["counts"]) == dist.world_size() and any(saved["counts"]):
             self.fields = saved
             use_split(state, config, tuple(saved["counts"]))
@@ -47,10 +51,15 @@ class MeasuredSplit:
 
         Returns whether the split has changed, and lines for the log.
         """
+        began = time.perf_counter()
+        if not dist.run_on_rank0(lambda: began >= self._rests_until):
+            return False, []
         state, config, lines = self._state, self._config, self.reached()
         about_data = self._train_set.form, self._train_set.classes.num_classes
         here = measure_speed(state, config, *about_data, self._device)
         speeds = [Speed(*one) for one in dist.all_gather_object(here)]
+        ended = time.perf_counter()
+        self._rests_until = ended + _LEAST_REST * (ended - began)
         now = self._counts()
         best = fastest_split(sum(now), speeds, least=int(state.shares is not None))
         gain = step_time(now, speeds) / step_time(best, speeds)
