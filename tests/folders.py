@@ -16,7 +16,6 @@ _PAINT = np.array([(120, 150, 180), (190, 60, 60), (90, 90, 95), (40, 140, 60)],
 
 Truth = dict[str, np.ndarray]
 """The classes (H, W) uint8 of each image, by its path."""
-CASES: dict[str, Callable[[Path], Truth]] = {}
 
 
 def scene(seed: int, num_classes: int = 4) -> tuple[np.ndarray, np.ndarray]:
@@ -43,28 +42,32 @@ def save(path: Path, array: np.ndarray, **options: object) -> None:
         Image.fromarray(array).save(path, **options)
 
 
-def case(image: str, label: str, *, num_classes: int = 4, number: int = 8, **files: str):
-    """Registers a folder: `image` and `label` are names for `_fields`; `files` by name, `__` a dot.
+def _folder(
+    image: str,
+    label: str,
+    make: Callable[[np.ndarray], np.ndarray] = lambda classes: classes,
+    *,
+    num_classes: int = 4,
+    number: int = 8,
+    **files: str,
+) -> Callable[[Path], Truth]:
+    """A folder: `image` and `label` are names for `_fields`; `files` by name, `__` a dot.
 
-    The decorated function makes the content of the label file.
+    make: the content of a label file.
     """
 
-    def register(make: Callable[[np.ndarray], np.ndarray]):
-        def build(folder: Path) -> Truth:
-            truth = {}
-            for i in range(number):
-                pixels, classes = scene(i, num_classes)
-                save(folder / image.format(**_fields(i)), pixels)
-                save(folder / label.format(**_fields(i)), make(classes))
-                truth[image.format(**_fields(i))] = classes
-            for name, text in files.items():
-                (folder / name.replace("__", ".")).write_text(text)
-            return truth
+    def build(folder: Path) -> Truth:
+        truth = {}
+        for i in range(number):
+            pixels, classes = scene(i, num_classes)
+            save(folder / image.format(**_fields(i)), pixels)
+            save(folder / label.format(**_fields(i)), make(classes))
+            truth[image.format(**_fields(i))] = classes
+        for name, text in files.items():
+            (folder / name.replace("__", ".")).write_text(text)
+        return truth
 
-        CASES[make.__name__] = build
-        return build
-
-    return register
+    return build
 
 
 def _fields(i: int) -> dict[str, object]:
@@ -83,97 +86,57 @@ _MAP = "# label:color_rgb:parts:actions\n" + "".join(
 )
 
 
-@case("images/{i}.jpg", "labels/{i}.png", classes__txt="\n".join(NAMES))
-def ids_with_names(classes):
-    return classes
-
-
-@case("x{i}.jpg", "x{i}_mask.png", num_classes=2, classes__txt="crack")
-def mask_beside_the_image(classes):
+def _mask(classes: np.ndarray) -> np.ndarray:
     return classes * 255
 
 
-@case("train/c{i}.JPG", "train_masks/c{i}_mask.gif", num_classes=2)
-def masks_as_gif(classes):
-    return classes * 255
-
-
-@case("imgs/{i}.png", "masks/{i}_L.png", class_dict__csv=_TABLE)
-def colors_by_a_table(classes):
+def _colored(classes: np.ndarray) -> np.ndarray:
     return COLORS[classes]
 
 
-@case("JPEGImages/{i}.jpg", "SegmentationClass/{i}.png", labelmap__txt=_MAP)
-def colors_by_a_labelmap(classes):
-    return COLORS[classes]
-
-
-@case(
-    "imagesTr/c_{i:03}_0000.png",
-    "labelsTr/c_{i:03}.png",
-    dataset__json=json.dumps({"labels": {name: i for i, name in enumerate(NAMES)}}),
-)
-def channel_numbers(classes):
-    return classes
-
-
-@case(
-    "images/{split}/ADE_{short}_{i:05}.jpg", "annotations/{split}/ADE_{short}_{i:05}.png", number=12
-)
-def splits_in_the_names(classes):
-    return classes
-
-
-@case(
-    "images/{drive}_{i:05}.png",
-    "labels/{drive}_{i:05}_P.png",
-    number=12,
-    codes__txt="\n".join(NAMES),
-    valid__txt="0016E5_00001.png\n0001TP_00007.png\n",  # of fastai
-)
-def beginnings_of_drives(classes):
-    return classes
-
-
-@case("images/{i}.jpg", "masks/{i}.jpg", num_classes=2)
-def masks_as_jpeg(classes):
-    return classes * 255
-
-
-@case("scene_{scene}/rgb/{i:04}.png", "scene_{scene}/semantic/{i:04}.png")
-def scenes_in_sixteen_bits(classes):
-    return classes.astype(np.uint16) * 300 + 7
-
-
-@case("images/img_{i:03}.png", "masks/img_{i:03}.png")
-def a_word_for_images_in_both_names(classes):
-    return classes
-
-
-@case("pics/{i}.webp", "gt/{i}.npy")
-def one_hot(classes):
-    return np.eye(4, dtype=np.uint8)[classes]
-
-
-@case("a/{i}.tif", "annotations/{i}.bmp")
-def grey_in_three_channels(classes):
-    return np.repeat(classes[..., None], 3, axis=2)
-
-
-@case(
-    "images/{i}.jpg",
-    "labels/{i}.png",
-    labels__json=json.dumps(
-        [
-            {"name": n, "color": "#{:02x}{:02x}{:02x}".format(*c)}
-            for n, c in zip(NAMES, COLORS.tolist(), strict=True)
-        ]
-    ),
-)
-def a_shade_in_a_few_pixels(classes):
+def _shaded(classes: np.ndarray) -> np.ndarray:
     colors = COLORS[classes]
     colors[0, 6:8, 0] += 2  # of the car
     return colors
+
+
+_LISTED = "\n".join(NAMES)
+_NUMBERED = json.dumps({"labels": {name: i for i, name in enumerate(NAMES)}})
+_HEX = json.dumps(
+    [
+        {"name": n, "color": "#{:02x}{:02x}{:02x}".format(*c)}
+        for n, c in zip(NAMES, COLORS.tolist(), strict=True)
+    ]
+)
+_FASTAI = "0016E5_00001.png\n0001TP_00007.png\n"
+_ADE = "images/{split}/ADE_{short}_{i:05}.jpg", "annotations/{split}/ADE_{short}_{i:05}.png"
+_DRIVES = "images/{drive}_{i:05}.png", "labels/{drive}_{i:05}_P.png"
+_BESIDE, _GIFS = ("x{i}.jpg", "x{i}_mask.png"), ("train/c{i}.JPG", "train_masks/c{i}_mask.gif")
+_VOC = "JPEGImages/{i}.jpg", "SegmentationClass/{i}.png"
+_NNUNET = "imagesTr/c_{i:03}_0000.png", "labelsTr/c_{i:03}.png"
+_SCENES = "scene_{scene}/rgb/{i:04}.png", "scene_{scene}/semantic/{i:04}.png"
+CASES: dict[str, Callable[[Path], Truth]] = {
+    "ids_with_names": _folder("images/{i}.jpg", "labels/{i}.png", classes__txt=_LISTED),
+    "mask_beside_the_image": _folder(*_BESIDE, _mask, num_classes=2, classes__txt="crack"),
+    "masks_as_gif": _folder(*_GIFS, _mask, num_classes=2),
+    "colors_by_a_table": _folder(
+        "imgs/{i}.png", "masks/{i}_L.png", _colored, class_dict__csv=_TABLE
+    ),
+    "colors_by_a_labelmap": _folder(*_VOC, _colored, labelmap__txt=_MAP),
+    "channel_numbers": _folder(*_NNUNET, dataset__json=_NUMBERED),
+    "splits_in_the_names": _folder(*_ADE, number=12),
+    "beginnings_of_drives": _folder(*_DRIVES, number=12, codes__txt=_LISTED, valid__txt=_FASTAI),
+    "masks_as_jpeg": _folder("images/{i}.jpg", "masks/{i}.jpg", _mask, num_classes=2),
+    "scenes_in_sixteen_bits": _folder(*_SCENES, lambda x: x.astype(np.uint16) * 300 + 7),
+    "a_word_for_images_in_both_names": _folder("images/img_{i:03}.png", "masks/img_{i:03}.png"),
+    "one_hot": _folder("pics/{i}.webp", "gt/{i}.npy", lambda x: np.eye(4, dtype=np.uint8)[x]),
+    "grey_in_three_channels": _folder(
+        "a/{i}.tif", "annotations/{i}.bmp", lambda x: np.repeat(x[..., None], 3, axis=2)
+    ),
+    "a_shade_in_a_few_pixels": _folder(
+        "images/{i}.jpg", "labels/{i}.png", _shaded, labels__json=_HEX
+    ),
+}
 
 
 def _files_for_classes(form: str) -> Callable[[Path], Truth]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from segtrain.cli import main
 from segtrain.commands import bench
-from segtrain.commands.bench import Report, limit_of, lines_of
+from segtrain.commands.bench import Report, limit_of
 from segtrain.config import load_config
 from segtrain.models import build_model
 from segtrain.norm import make_norm
@@ -154,14 +154,6 @@ def report(**changes):
 )
 def test_limit_is_what_takes_the_time(changes, said):
     assert limit_of(report(**changes)).startswith(said)
-
-
-def test_report_gives_rates_of_all_ranks():
-    text = "\n".join(lines_of(report(device_busy=0.5)))
-    assert "2 x cpu, float32, batch 8 of 64x96" in text
-    assert "500.0 ms, 16.0 images/s, mean of 20 steps" in text
-    assert "3.0 GFLOP an image, 0.048 TFLOP/s: 12% of the 0.400" in text
-    assert "kernels    run 50% of the time" in text
 
 
 def test_bench_measures_every_part_of_real_steps(config, tmp_path, capsys):

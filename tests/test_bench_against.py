@@ -6,9 +6,7 @@ Peers that are not installed are left out here, and must be named by the tool.
 import importlib.util
 import json
 
-import against_start
 import pytest
-from against_data import samples, write_scenes
 from against_models import CASES, MMSEG, PACKAGES, SEGTRAIN, SMP, TORCHVISION, missing, work
 from against_steps import evaluation, training
 from bench_against import main
@@ -53,18 +51,6 @@ def test_every_contender_trains_and_counts_the_same_pixels(case):
     assert set(labelled.values()) == {2 * (64 - 6) * 96}, labelled
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_every_pipeline_makes_crops(tmp_path):
-    write_scenes(tmp_path, size=(128, 256), number=2)
-    common = {"root": str(tmp_path), "crop": (65, 97), "colors": False}
-    for name in ("segtrain", "torchvision", "semseg", "albumentations"):
-        for source in ("files", "decoded"):
-            sample, _ = samples(name, **common, source=source)(2)
-            image, label = (sample["image"], sample["mask"]) if name[0] == "a" else sample[:2]
-            assert sorted(image.shape) == [3, 65, 97], name
-            assert label.squeeze().shape == (65, 97), name
-
-
 def test_the_tool_measures_and_names_missing_peers(none_installed, tmp_path, capsys):
     case = "deeplabv3plus_mnv2 of smp"
     size = ("--sizes", "64:2", "--cases", case, "--json", str(tmp_path / "found.json"))
@@ -78,8 +64,3 @@ def test_the_tool_measures_and_names_missing_peers(none_installed, tmp_path, cap
     }
     assert "smp: not installed (segmentation_models_pytorch)" in table
     assert "mmseg: not installed (mmseg, mmengine, mmcv)" in table
-
-
-def test_the_first_step_of_a_command_is_noticed(tmp_path):
-    write_scenes(tmp_path, against_start.CROP, 8)
-    assert against_start.first_step_s(TORCHVISION, tmp_path) > 0

@@ -120,12 +120,6 @@ def test_scores_of_the_members_stand_beside(runs, capsys, options, members):
     assert [x for x in capsys.readouterr().out.splitlines() if " alone: " in x] == lines
 
 
-def test_images_that_trained_a_member_are_said(runs, capsys):
-    assert segtrain("eval", runs / "a", "--with", runs / "b", "--split", "train") == 0
-    said = capsys.readouterr().err
-    assert "4 of 4 images of split train trained a member of the ensemble" in said
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -1,6 +1,5 @@
 import argparse
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -168,26 +167,6 @@ def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, know_
     run_eval(arguments("run", save_predictions=str(tmp_path / "out")))
     with Image.open(tmp_path / "out" / "hall one" / "a.b.png") as picture:
         assert np.array_equal(np.array(picture), np.where(label == 8, 7, label))
-
-
-def test_scores_with_half_precision_say_so(command, capsys):
-    scores = command("eval.precision=bfloat16")
-    assert scores["inference"]["precision"] == scores["inference"]["autocast"] == "bfloat16"
-    assert np.array(scores["confusion_matrix"]).sum() == scores["num_pixels"]
-    assert "; bfloat16 autocast; trained with" in capsys.readouterr().out
-    exact = command()
-    assert exact["inference"]["precision"] == "float32"
-    assert exact["mIoU"] == pytest.approx(scores["mIoU"], abs=0.02)
-
-
-@pytest.mark.parametrize(("most_pixels", "number"), [(math.inf, 0), (0, len(NAMES))])
-def test_images_that_went_by_windows_are_counted_beside_the_mode(
-    command, cityscapes, know_the_colors, monkeypatch, most_pixels, number
-):
-    know_the_colors(config_of(cityscapes, mode="whole"), load_class_file("cityscapes"))
-    monkeypatch.setattr("segtrain.evaluation.dataset.fitting_pixels", lambda *_: most_pixels)
-    found = command()["inference"]
-    assert (found["mode"], found["images_by_windows"]) == ("whole", number)
 
 
 def test_table_lists_the_classes_in_their_order_and_the_means(command, capsys):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 from collections import Counter
 
 import cv2
@@ -24,12 +23,7 @@ from segtrain.types import IGNORE_INDEX
 SEQUENCES = ("a1", "b 2", "#c3", "d4", "e5")  # with four frames each
 
 
-@pytest.fixture(autouse=True)
-def _handlers_are_restored():
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("handlers")
 
 
 @pytest.fixture(scope="module")

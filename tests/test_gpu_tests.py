@@ -11,8 +11,6 @@ import sys
 import pytest
 from processes import REPOSITORY
 
-from segtrain.distributed.machine import is_alive
-
 
 def run_pytest(*arguments, where=REPOSITORY):
     """The exit code and the output; `arguments` are those of `pytest -m gpu`."""
@@ -66,59 +64,3 @@ def test_layers_and_steps_run_on_a_cpu(tmp_path):
 def test_commands_and_float16_run_on_a_cpu(tmp_path):
     found = on_the_cpu(tmp_path, "tests/gpu", "-k", SLOW)
     assert [test["outcome"] for test in found.values()] == ["passed"] * 10
-
-
-ENDINGS = """
-import os, subprocess, time
-import pytest
-
-@pytest.mark.gpu(limit_s=60)
-def test_passes(figures):
-    figures["x"] = 1.5
-
-@pytest.mark.gpu(limit_s=60)
-def test_fails():
-    assert 1 == 2
-
-@pytest.mark.gpu(limit_s=60)
-def test_crashes():
-    os.kill(os.getpid(), 11)
-
-@pytest.mark.gpu(limit_s=60)
-def test_leaves_a_process():
-    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
-    open("left", "w").write(str(child.pid))
-
-@pytest.mark.gpu(limit_s=6)
-def test_hangs():
-    print("so far", flush=True)
-    time.sleep(300)
-"""
-CONFTEST = """
-import pytest
-from gpu.isolation import pytest_configure, pytest_runtest_protocol
-
-@pytest.fixture
-def figures(request):
-    found = {}
-    request.node.user_properties.append(("figures", found))
-    return found
-
-def pytest_runtest_logreport(report):
-    if report.when == "call":
-        print(f"\\n{report.nodeid}: {report.outcome}, {dict(report.user_properties)}")
-"""
-
-
-def test_a_crash_or_a_hang_ends_no_other_test(tmp_path):
-    (tmp_path / "test_endings.py").write_text(ENDINGS)
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu(limit_s): a limit\n")
-    code, output = run_pytest(where=tmp_path)
-    assert code == pytest.ExitCode.TESTS_FAILED
-    assert "3 failed, 2 passed" in output
-    assert "test_endings.py::test_passes: passed, {'figures': {'x': 1.5}}" in output
-    assert "ended with -11" in output
-    assert "killed after 6 s; its output ends:\n" in output
-    assert "so far" in output
-    assert not is_alive(int((tmp_path / "left").read_text()))

@@ -78,16 +78,6 @@ def test_iiou_matches_a_loop_over_the_instances():
     assert math.isnan(found.iiou[16])  # train: neither
 
 
-def test_a_small_instance_weighs_as_much_as_a_large_one():
-    """20 of 20 pixels of one person and none of the 4 of another: the half, not five sixths."""
-    ids = np.full((4, 6), 24001, np.uint16)
-    ids[:, 5] = 24002
-    pred = np.where(ids == 24001, PERSON, ROAD).astype(np.uint8)
-    label = np.full((4, 6), PERSON, np.uint8)
-    found = scores_of([(pred, label, ids)])
-    assert found.iiou[PERSON] == pytest.approx(0.5, rel=1e-15)
-
-
 def test_the_iou_of_a_category_ignores_confusion_inside_it():
     label = np.array([[PERSON, RIDER, CAR, ROAD, 255, ROAD]], np.uint8)
     pred = np.array([[RIDER, PERSON, BUS, PERSON, CAR, ROAD]], np.uint8)

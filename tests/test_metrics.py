@@ -91,21 +91,6 @@ def test_class_predicted_but_absent_from_labels_scores_zero():
     assert scores.mean_recall == 3 / 4
 
 
-def test_predictions_on_ignored_pixels_count_for_nothing():
-    label = torch.tensor([[0, 1, IGNORE_INDEX, IGNORE_INDEX]], dtype=torch.uint8)
-    pred = torch.tensor([[0, 1, 0, 1]], dtype=torch.uint8)
-    assert matrix_of(pred, label, 2).counts.tolist() == [[1, 0], [0, 1]]
-
-
-def test_only_ignored_pixels_give_no_scores():
-    label = torch.full((3, 5), IGNORE_INDEX, dtype=torch.uint8)
-    scores = matrix_of(torch.zeros_like(label), label, 3).scores()
-    assert math.isnan(scores.mean_iou)
-    assert math.isnan(scores.pixel_acc)
-    assert math.isnan(scores.freq_weighted_iou)
-    assert scores.num_pixels == 0
-
-
 BYTES = torch.tensor([[0, 1]], dtype=torch.uint8)
 
 

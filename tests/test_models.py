@@ -101,27 +101,6 @@ def test_every_parameter_learns_and_logits_have_the_size_of_the_image(options):
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
-@pytest.mark.parametrize(("arch", "output_stride"), list(zip(ARCHS, (8, 16, 32), strict=True)))
-def test_images_of_any_size_are_accepted(arch, output_stride):
-    model = built(small(arch, output_stride=output_stride)).eval()
-    with torch.no_grad():
-        for height, width in ((output_stride, 2 * output_stride), (71, 33), (1, 5)):
-            logits = model(normal(1, 3, height, width))
-            assert logits.out.shape == (1, 5, height, width)
-
-
-@pytest.mark.parametrize(
-    ("output_stride", "rates"), [(8, [12, 24, 36]), (16, [6, 12, 18]), (32, [3, 6, 9])]
-)
-def test_aspp_rates_follow_the_stride(output_stride, rates):
-    for separable in (False, True):
-        config = small("deeplabv3", output_stride=output_stride, separable=separable)
-        aspp = on_meta(lambda: build_model(config, num_classes=5)).head.aspp  # noqa: B023
-        dilated = aspp.depthwise if separable else aspp.convs[1:4]
-        assert [conv.dilation for conv in dilated] == [(rate, rate) for rate in rates]
-        assert {conv.groups for conv in dilated} == {320 if separable else 1}
-
-
 def test_auxiliary_head_runs_in_training_only_and_its_keys_stay():
     without = built(small().model_copy(update={"aux_head": False})).train()
     assert without(normal(2, 3, 32, 40)).aux is None

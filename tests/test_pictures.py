@@ -5,12 +5,10 @@ from PIL import Image
 
 from segtrain.run.pictures import (
     class_labels,
-    colorize,
     error_map,
     legend,
     overlay,
     panel,
-    spread,
     text_mask,
     write_png,
 )
@@ -29,15 +27,6 @@ def labels(height, width, seed=0):
     return np.random.default_rng(seed).integers(0, 3, (height, width), dtype=np.uint8)
 
 
-def test_each_class_gets_its_colour_and_ignored_pixels_theirs():
-    picture = colorize(LABEL, PALETTE)
-    assert picture.dtype == np.uint8
-    assert picture.tolist() == [
-        [[128, 64, 128], [70, 130, 180], [0, 0, 142]],
-        [[0, 0, 0], [0, 0, 142], [128, 64, 128]],
-    ]
-
-
 def test_overlay_mixes_by_opacity_and_leaves_ignored_pixels_and_a_black_class_clear():
     """Tinted with black, the background would be half as bright."""
     image, label = noise(4, 6), labels(4, 6)
@@ -50,15 +39,6 @@ def test_overlay_mixes_by_opacity_and_leaves_ignored_pixels_and_a_black_class_cl
         expected = image[label == i] * 0.75 + np.array(palette[i]) * 0.25
         assert np.abs(picture[label == i] - expected).max() <= 1
     assert np.array_equal(overlay(image, label, palette, alpha=0.0), image)
-
-
-def test_errors_are_red_and_ignored_pixels_are_grey():
-    right, wrong, ignored = error_map(
-        np.array([[0, 1, IGNORE_INDEX]], dtype=np.uint8), np.array([[0, 2, 2]], dtype=np.uint8)
-    )[0].tolist()
-    assert wrong[0] > 200 > max(wrong[1:])
-    assert min(right) > 220
-    assert ignored == [128, 128, 128]
 
 
 @pytest.mark.parametrize("width", [60, 150, 700])
@@ -114,13 +94,6 @@ def test_panel_shows_title_image_errors_and_their_colours_in_their_places():
     assert np.array_equal(plain[-len(key) :], key)
     tall = panel(noise(700, 90), labels(700, 90), labels(700, 90), palette=PALETTE, names=NAMES)
     assert tall.shape[1] == 4 * 66 + 3 * 6  # 512 px high
-
-
-@pytest.mark.parametrize(
-    ("total", "num", "places"), [(3, 4, [0, 1, 2]), (101, 3, [0, 50, 100]), (9, 1, [0])]
-)
-def test_pictures_are_spread_evenly(total, num, places):
-    assert sorted(spread(total, num)) == places
 
 
 def test_written_pictures_are_read_back_as_they_were(tmp_path):

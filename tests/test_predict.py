@@ -306,15 +306,6 @@ def test_inputs_without_images_are_refused_together(run, tmp_path):
     assert "nowhere: no such file or folder" in str(refusal.value)
 
 
-def test_what_does_not_change_predictions_cannot_be_set(run, tmp_path, capsys):
-    path = save(tmp_path / "a.png", photo(30, 40))
-    run(path, set=["eval.mode=slide", "eval.crop_size=[16, 24]"])
-    assert "sliding window 16x24" in capsys.readouterr().out
-    assert np.array_equal(read(tmp_path / "out/labels/a.png"), RAW_IDS[photo(30, 40).argmax(2)])
-    with pytest.raises(ConfigError, match=r"--set optim\.lr=1: the checkpoint decides this"):
-        run(path, set=["optim.lr=1"], overwrite=True)
-
-
 WINDOWS = ["eval.crop_size=[16, 24]"]
 
 

@@ -43,19 +43,6 @@ def assert_filled(backbone, state):
     torch.testing.assert_close(backbone.state_dict(), expected, rtol=0, atol=0)
 
 
-def test_whole_classifier_is_loaded_and_its_last_layer_reported(
-    tmp_path, classifier_state, backbone
-):
-    path = saved(tmp_path / "weights.pth", classifier_state)
-    report = load_backbone(backbone, path)
-    assert_filled(backbone, classifier_state)
-    assert report.random == ()
-    assert report.lines() == [
-        f"pretrained  {path}  120 tensors",
-        "pretrained  ignored, of other parts: fc.weight, fc.bias",
-    ]
-
-
 def test_state_under_a_key_with_prefixes_is_found(tmp_path, classifier_state, backbone):
     """As is the backbone of a segmentation model, without its heads."""
     state = {f"module.{key}": value for key, value in classifier_state.items()}
@@ -152,12 +139,6 @@ def published(tmp_path, monkeypatch, classifier_state):
     weights = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
     monkeypatch.setattr(weights.value, "url", local.as_uri())
     return local
-
-
-def test_named_weights_are_fetched(published, classifier_state, backbone):
-    report = load_backbone(backbone, "DEFAULT")
-    assert_filled(backbone, classifier_state)
-    assert report.source == published.as_uri()
 
 
 def test_fetched_weights_with_a_wrong_hash_or_out_of_reach_are_refused(published, backbone):

@@ -57,14 +57,6 @@ def test_a_window_is_that_part_of_the_whole(tmp_path, way, dtype):
         np.testing.assert_array_equal(found, whole[top : top + height, left : left + width])
 
 
-def test_windows_cover_every_pixel_once():
-    count = np.zeros(SIZE, int)
-    for top, left, height, width in windows(SIZE, 64):
-        assert max(height, width) <= 64
-        count[top : top + height, left : left + width] += 1
-    assert (count == 1).all()
-
-
 @pytest.fixture
 def small_limits(monkeypatch):
     """Files of more than 40,000 pixels are rasters, with windows of 64 pixels and blocks of 80."""

@@ -63,7 +63,6 @@ segtrain runs
 segtrain runs --clear runs/mine
 """.strip().splitlines()
 NO_CITYSCAPES = "needs the images of Cityscapes; test_configs.py builds the model"
-NO_CAMVID = "needs the images of CamVid"
 NO_WEIGHTS = "needs weights of other programs; test_convert.py converts some"
 DRAWN = "test_annotations.py draws files of each format"
 SIDES = "test_results.py compares sides of several runs"
@@ -73,8 +72,6 @@ NODES = "test_two_nodes.py does, as root"
 NOT_RUN = {
     "train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
     "eval runs/cityscapes_pspnet_r50 --set eval.flip=true --json scores.json": NO_CITYSCAPES,
-    "train camvid_small --nproc 1 --set data.root=PATH": NO_CAMVID,
-    "train camvid_deeplabv3plus_r18 --nproc 1 --set data.root=PATH": NO_CAMVID,
     "convert deeplabv3_resnet50_coco.pth --classes voc --output v3.pt": NO_WEIGHTS,
     "convert deeplabv3plus_r101_mg124.pth --output v3plus.pt": NO_WEIGHTS,
     "convert theirs.pth --classes own.yaml --class-order theirs.yaml --output own.pt": NO_WEIGHTS,
@@ -83,10 +80,6 @@ NOT_RUN = {
     "data import instances_train.json --images train2017 --output drawn": DRAWN,
     "train mine --nproc 4": "four processes; test_launch.py starts two",
     "train runs/mine --nproc 4 --resume": "four processes; test_resume.py resumes on three",
-    "eval RUN --save-predictions DIR": "test_evaluate.py compares these files",
-    "eval RUN --split test --no-labels --save-predictions DIR": "test_evaluate.py predicts it",
-    "train RUN --resume": "stands for any run",
-    "runs --clear RUN": "stands for any run",
     "train mine --until 500": "test_until.py pauses runs",
     "train mine --set schedule.kind=constant --set checkpoint.keep_every_steps=2000": BRANCHES,
     "train runs/mine --finish 3000": BRANCHES,
@@ -96,19 +89,11 @@ NOT_RUN = {
     "folds mine -k 5": "test_folds.py trains folds",
     "folds runs/mine_folds --resume": "test_folds.py resumes folds",
     "bench mine": "test_bench.py measures steps",
-    "init FOLDER": "stands for any folder",
-    "train FOLDER": "stands for any folder",
     "train mine --fit": "test_fit.py fits trainings to limits",
-    "train CONFIG --fit": "stands for any config",
     "init photos --ignore 255": "test_init.py answers questions",
     "compare runs/a runs/a_seed1 runs/a_seed2 --with runs/b runs/b_seed1 runs/b_seed2": SIDES,
-    "compare A B": "stands for any runs",
-    "compare A B --steps": "stands for any runs",
-    "suspects RUN": "stands for any run",
     "suspects runs/mine": SUSPECTS,
     "suspects runs/mine --exclude wrong.yaml": SUSPECTS,
-    "verify RUN": "needs train.shares; test_verify.py verifies runs",
-    "verify RUN --steps 1: --nproc 2": "test_verify.py verifies on other ranks",
     "train config.yaml --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400": NODES,
     "train config.yaml --nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint 10.0.0.1:29400": NODES,
 }
@@ -204,6 +189,8 @@ def test_the_parser_takes_every_command(readme):
 
 def test_every_command_is_run_here_or_has_a_reason():
     found = {line for readme in READMES for line in commands(readme)}
+    # RUN, FOLDER, A and the like stand for any.
+    found = {line for line in found if not re.search(r"\b[A-Z]+\b", line)}
     listed = {shlex.join(shlex.split(line)) for line in (*RUN, *NOT_RUN)}
     assert found - listed == set(), "run them here, or say why not"
     assert listed - found == set(), "no README has these any more"

@@ -50,15 +50,6 @@ def test_a_name_is_a_config_everywhere_a_config_is_expected(capsys):
     assert place in capsys.readouterr().err
 
 
-def test_the_run_directory_has_the_name_of_the_config(capsys):
-    run = Path("runs/camvid_small")
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints" / "last.pt").touch()
-    shutil.copy(CONFIGS / "camvid_small.yaml", run / "config.yaml")
-    assert cli.main(["train", "camvid_small", "--nproc", "1"]) == 2
-    assert "segtrain: runs/camvid_small: holds a run already" in capsys.readouterr().err
-
-
 def test_a_file_of_that_name_goes_first_and_a_folder_does_not_count():
     Path("demo").mkdir()
     assert recipes.find("demo").path == CONFIGS / "demo.yaml"

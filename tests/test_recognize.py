@@ -3,10 +3,7 @@
 import pytest
 
 from segtrain import cli
-from segtrain.config import DataConfig
-from segtrain.data.read.layouts import list_split
 from segtrain.data.read.recognize import recognize
-from segtrain.errors import DataError
 
 
 def touch(root, files):
@@ -63,13 +60,3 @@ def test_training_on_a_folder_without_images_is_refused(tmp_path, monkeypatch, c
     assert cli.main(["train", "notes"]) == 3
     assert "notes: no images" in capsys.readouterr().err
     assert not (tmp_path / "notes_segtrain").exists()
-
-
-def test_a_config_that_does_not_fit_its_folder_is_told_what_is_there(tmp_path):
-    touch(tmp_path, "a.jpg a.json")
-    data = DataConfig(layout="folders", root=str(tmp_path), classes="voc")
-    with pytest.raises(DataError) as caught:
-        list_split(data, "train")
-    first, second = str(caught.value).splitlines()
-    assert first.endswith("images: no such folder; there are no folders in " + str(tmp_path))
-    assert second == recognize(tmp_path)
