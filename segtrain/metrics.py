@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from segtrain.distributed import collectives as dist
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, printable, table_lines
 from segtrain.types import IGNORE_INDEX
 
 
@@ -275,13 +275,8 @@ def score_table(
 
 def table(title: str, names: Sequence[str], columns: Mapping[str, Sequence[float]]) -> list[str]:
     """Lines of text with a row for each name and its values in percent."""
-    names = [printable(name, MAX_NAME) for name in names]
-    width = max(map(len, (title, *names)))
-    lines = ["  ".join([f"{title:<{width}}", *(f"{column:>6}" for column in columns)])]
-    for name, *values in zip(names, *columns.values(), strict=True):
-        cells = (f"{percent(x):>{len(c)}}" for c, x in zip(columns, values, strict=True))
-        lines.append("  ".join([f"{name:<{width}}", *cells]))
-    return lines
+    cells = ([column, *map(percent, values)] for column, values in columns.items())
+    return table_lines([[title, *names], *cells])
 
 
 def percent(value: float) -> str:

@@ -5,7 +5,7 @@ line, and characters that reverse its direction.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from unicodedata import category
 
 MAX_LINE = 5000  # longer than any path, so that no real one is cut
@@ -51,6 +51,17 @@ def first_of(items: Iterable[object], limit: int = 10, *, separator: str = ", ")
     items = list(items)
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(printable(item) for item in items[:limit]) + more
+
+
+def table_lines(columns: Iterable[Sequence[str]]) -> list[str]:
+    """A table from its columns, each with its title: names to the left, all others to the right."""
+    names, *columns = columns
+    names = [printable(name, MAX_NAME) for name in names]
+    first, *widths = (max(map(len, column)) for column in (names, *columns))
+    return [
+        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)])
+        for name, *cells in zip(names, *columns, strict=True)
+    ]
 
 
 def name_problem(name: str) -> str:

@@ -205,7 +205,7 @@ def test_other_options_are_refused_when_folds_go_on(own, stop, tmp_path, capsys)
     for line in ("-k: 2 there, 3 now", "--by: image there, sequence now", "optim.lr: 0.02 there"):
         assert line in said
     assert folds(own, "-k", 2, "--output", tmp_path) == 2
-    assert "is not empty; go on with folds by --resume" in capsys.readouterr().err
+    assert "is not empty; go on by --resume" in capsys.readouterr().err
 
 
 def test_groups_stay_whole_and_folds_are_even():

@@ -18,7 +18,7 @@ from segtrain.config.loading import with_places
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, UserError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.run.console import say
-from segtrain.text import counted, printable, printable_lines
+from segtrain.text import counted, printable, printable_lines, table_lines
 from segtrain.types import IGNORE_INDEX
 
 
@@ -30,7 +30,6 @@ def import_annotations(args: argparse.Namespace) -> int:
         DataError: annotations that are wrong or do not fit their images.
     """
     from segtrain.annotations import read_annotations, write
-    from segtrain.data.check.stats import class_column, table_lines
 
     found = read_annotations(args.sources, args.images)
     write.claim(args.output, found.folder, overwrite=args.overwrite)
@@ -42,7 +41,7 @@ def import_annotations(args: argparse.Namespace) -> int:
     ids |= {"(ignored)": IGNORE_INDEX} if pixels[IGNORE_INDEX] else {}
     percentages = [f"{100 * pixels[i] / pixels.sum():.3f} %" for i in ids.values()]
     shown = [str(images[i]) for i in ids.values()]
-    columns = class_column(list(ids)), ["pixels", *percentages], ["images", *shown]
+    columns = ["class", *ids], ["pixels", *percentages], ["images", *shown]
     print("\n".join(table_lines(columns)))
     print(
         f"{counted(len(found.images), 'label', 'labels')} from {found.format}, overlaps by "

@@ -16,15 +16,21 @@ import torch
 
 from segtrain import files
 from segtrain.commands.config import load_named, show_warnings
-from segtrain.commands.programs import News, Programs
-from segtrain.config import Config, config_to_yaml, load_config, override_config
-from segtrain.config.experiment import wrong_units
+from segtrain.commands.programs import (
+    News,
+    Programs,
+    check_new,
+    check_same,
+    refuse_ranks,
+    write_experiment,
+)
+from segtrain.config import Config, load_config, override_config
 from segtrain.config.loading import given_keys, yaml_value
 from segtrain.data.read.find import Pair, data_root
 from segtrain.data.read.layouts import list_split
 from segtrain.data.read.lists import list_pairs, list_text
-from segtrain.data.read.protect import check_pictures, check_run_directory
-from segtrain.distributed import signals, slurm
+from segtrain.data.read.protect import check_pictures
+from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.metrics import or_none
@@ -45,18 +51,13 @@ def main(args: argparse.Namespace) -> int:
 
     args: config, number (k), by, all, output, resume, save_predictions, set, nproc, device.
     """
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ or slurm.is_task(os.environ):
-        raise ConfigError(
-            "environment: torchrun or srun has started this as one of several ranks, and each "
-            "would train all folds; start it once, and --nproc gives each training ranks"
-        )
+    refuse_ranks()
     directory, config, division = _begin_or_resume(args)
     show_warnings(config)
     with RunLock(directory):
         if division is None:
             division = _divide(args, directory, config)
-        with files.os_errors_as(ExecutionError, directory / EXPERIMENT, "cannot be written"):
-            files.write_atomic(directory / EXPERIMENT, config_to_yaml(config))
+        write_experiment(directory, config)
         write_division(directory, division)
         if code := _train(args, directory, config, division):
             say(f"to go on: segtrain folds {shlex.quote(str(directory))} --resume")
@@ -93,8 +94,6 @@ def _begin_or_resume(args: argparse.Namespace) -> tuple[Path, Config, Division |
         return directory, config, division
     if args.resume:
         say(f"{directory}: nothing to resume; new folds start")
-    if wrong := wrong_units(config):
-        raise ConfigError("\n".join(wrong))
     if config.data.pack is not None:
         raise ConfigError("data.pack: holds the splits, not folds of them; --set data.pack=null")
     if config.train.init_from is not None:
@@ -102,13 +101,7 @@ def _begin_or_resume(args: argparse.Namespace) -> tuple[Path, Config, Division |
             "warning: train.init_from: if these weights have been trained on images of the folds, "
             "the scores are too good"
         )
-    files.check_utf8(directory)
-    check_run_directory(directory, config.data)
-    if directory.is_dir() and not all(_LEFT.fullmatch(path.name) for path in directory.iterdir()):
-        raise ConfigError(
-            f"{directory}: is not empty; go on with folds by --resume, or choose another directory "
-            "by --output"
-        )
+    check_new(directory, config, _LEFT)
     return directory, config, None
 
 
@@ -140,12 +133,7 @@ def _check_same(
         if value not in (None, there[option])
     ]
     differences += config_differences(load_config(directory / EXPERIMENT), config)
-    if differences:
-        listed = "\n  ".join(differences)
-        raise ConfigError(
-            f"{directory}: the folds were started otherwise\n  {listed}\nto go on as they were "
-            f"started: segtrain folds {shlex.quote(str(directory))} --resume"
-        )
+    check_same("folds", directory, differences)
 
 
 def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Division:

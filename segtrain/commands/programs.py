@@ -1,20 +1,26 @@
 """Commands of segtrain as programs of their own, for a command that trains several runs."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
+from segtrain import files
 from segtrain.commands.launch import safe_path
-from segtrain.config import Config
-from segtrain.config.experiment import config_warnings
-from segtrain.distributed import signals
-from segtrain.errors import EXIT_OK, EXIT_SYSTEM
+from segtrain.config import Config, config_to_yaml
+from segtrain.config.experiment import config_warnings, wrong_units
+from segtrain.data.read.protect import check_run_directory
+from segtrain.distributed import signals, slurm
+from segtrain.errors import EXIT_OK, EXIT_SYSTEM, ConfigError, ExecutionError
+from segtrain.run.folds import EXPERIMENT
 from segtrain.text import printable, say
 
 # `python -m segtrain`, which also stops in good order when this process is killed.
@@ -27,6 +33,41 @@ sys.exit(main())
 """
 # What is shown of a failure: the last lines of a traceback, or more than any message.
 _TAIL = 20
+
+
+def refuse_ranks() -> None:
+    """ConfigError if torchrun or srun has started this: each rank would train all of the runs."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ or slurm.is_task(os.environ):
+        what = "torchrun or srun has started this as one of several ranks"
+        raise ConfigError(f"environment: {what}; start it once, --nproc gives each training ranks")
+
+
+def check_new(directory: Path, config: Config, left: re.Pattern[str]) -> None:
+    """ConfigError if runs of `config` cannot begin in `directory`.
+
+    left: the names of what a killed process may leave there.
+    """
+    if wrong := wrong_units(config):
+        raise ConfigError("\n".join(wrong))
+    files.check_utf8(directory)
+    check_run_directory(directory, config.data)
+    if directory.is_dir() and not all(left.fullmatch(path.name) for path in directory.iterdir()):
+        repair = "go on by --resume, or choose another --output"
+        raise ConfigError(f"{directory}: is not empty; {repair}")
+
+
+def check_same(command: str, directory: Path, differences: Sequence[str]) -> None:
+    """ConfigError if options differ from those that `directory` was started with."""
+    if differences:
+        again = f"to go on as it was: segtrain {command} {shlex.quote(str(directory))} --resume"
+        lines = [f"{directory}: was started otherwise", *differences]
+        raise ConfigError("\n".join(["\n  ".join(lines), again]))
+
+
+def write_experiment(directory: Path, config: Config) -> None:
+    """Writes the config of all runs; ExecutionError if it cannot."""
+    with files.os_errors_as(ExecutionError, directory / EXPERIMENT, "cannot be written"):
+        files.write_atomic(directory / EXPERIMENT, config_to_yaml(config))
 
 
 class Programs:

@@ -113,7 +113,8 @@ def error_map(label: np.ndarray, pred: np.ndarray) -> np.ndarray:
 
 def legend(labels: Sequence[str], palette: Sequence[Rgb], width: int = 640) -> np.ndarray:
     """Colors and what they mean, in as many columns as fit into `width` pixels."""
-    column_px = max(map(_text_width, labels)) + _LINE_PX + 3 * _GAP_PX
+    text_px = max(text_mask(label, _FONT_PX).shape[1] for label in labels)
+    column_px = text_px + _LINE_PX + 3 * _GAP_PX
     num_rows = math.ceil(len(labels) / max(1, width // column_px))
     picture = Image.new("RGB", (width, num_rows * _LINE_PX + _GAP_PX), WHITE)
     draw = ImageDraw.Draw(picture)
@@ -122,7 +123,7 @@ def legend(labels: Sequence[str], palette: Sequence[Rgb], width: int = 640) -> n
         x = i // num_rows * column_px + _GAP_PX
         y = i % num_rows * _LINE_PX + _GAP_PX
         draw.rectangle((x, y, x + _FONT_PX, y + _FONT_PX), fill=tuple(color), outline=_INK)
-        _text(draw, (x + _LINE_PX, y + _FONT_PX // 2), label, anchor="lm")
+        _text(draw, (x + _LINE_PX, y + _FONT_PX // 2), label)
     return np.array(picture)
 
 
@@ -227,32 +228,14 @@ def _header(texts: Sequence[str], width: int, step_px: int) -> np.ndarray:
     for i, text in enumerate(texts):
         # From left to right: each hides the end of an overlong text before it.
         draw.rectangle((i * step_px, 0, width, _LINE_PX), fill=WHITE)
-        _text(draw, (i * step_px, _LINE_PX // 2), text, anchor="lm")
+        _text(draw, (i * step_px, _LINE_PX // 2), text)
     return np.array(picture)
 
 
-def _text_width(text: str) -> int:
-    return text_mask(text, _FONT_PX).shape[1]
-
-
-def _text(
-    draw: ImageDraw.ImageDraw,
-    place: tuple[int, int],
-    text: str,
-    *,
-    anchor: str,
-    fill: Rgb = _INK,
-    size_px: int = _FONT_PX,
-    upwards: bool = False,
-) -> None:
-    """Writes a line; `anchor` is the point of its box at `place`: l, m or r, then t, m or b."""
-    mask = text_mask(text, size_px)
-    if upwards:
-        mask = np.rot90(mask)
-    height, width = mask.shape
-    x = place[0] - {"l": 0, "m": width // 2, "r": width}[anchor[0]]
-    y = place[1] - {"t": 0, "m": height // 2, "b": height}[anchor[1]]
-    draw.bitmap((x, y), Image.fromarray(mask), fill=fill)
+def _text(draw: ImageDraw.ImageDraw, place: tuple[int, int], text: str) -> None:
+    """Writes a line; `place` is the middle of its left end."""
+    mask = text_mask(text, _FONT_PX)
+    draw.bitmap((place[0], place[1] - len(mask) // 2), Image.fromarray(mask), fill=_INK)
 
 
 KINDS = LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"

@@ -1,21 +1,18 @@
 """`segtrain population`: which population its arguments mean, new or resumed, and its result."""
 
 import argparse
-import os
+import re
 import shlex
 from pathlib import Path
 
-from segtrain import files
 from segtrain.commands.config import load_named, show_warnings
 from segtrain.commands.population import history as record
 from segtrain.commands.population.history import FACTORS, FILE, History, read, times, with_options
-from segtrain.commands.population.training import EXPERIMENT, Population
-from segtrain.config import Config, config_to_yaml, override_config
-from segtrain.config.experiment import wrong_units
+from segtrain.commands.population.training import Population
+from segtrain.commands.programs import check_new, check_same, refuse_ranks, write_experiment
+from segtrain.config import Config, override_config
 from segtrain.config.messages import did_you_mean
-from segtrain.data.read.protect import check_run_directory
-from segtrain.distributed import slurm
-from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
+from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.run.directory import LOCK, RunLock, config_differences, flat
 from segtrain.text import say
 
@@ -24,15 +21,12 @@ MEMBERS, PERTURB = 4, ("optim.lr", "optim.weight_decay")
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ or slurm.is_task(os.environ):
-        what = "torchrun or srun has started this as one of several ranks"
-        raise ConfigError(f"environment: {what}; start it once, --nproc gives each member ranks")
+    refuse_ranks()
     directory, history = _population(args)
     show_warnings(history.config)
     with RunLock(directory):
         record.write(directory, history)
-        with files.os_errors_as(ExecutionError, directory / EXPERIMENT, "cannot be written"):
-            files.write_atomic(directory / EXPERIMENT, config_to_yaml(history.config))
+        write_experiment(directory, history.config)
         code = Population(directory, history, args).train()
     if code == EXIT_OK:
         for line in record.table(history):
@@ -60,13 +54,7 @@ def _population(args: argparse.Namespace) -> tuple[Path, History]:
     if args.resume:
         say(f"{directory}: nothing to resume; a new population starts")
     history = _new(args, config)
-    files.check_utf8(directory)
-    check_run_directory(directory, config.data)
-    # A killed process may leave its lock.
-    if directory.is_dir() and any(path.name != LOCK for path in directory.iterdir()):
-        raise ConfigError(
-            f"{directory}: is not empty; go on by --resume, or choose another --output"
-        )
+    check_new(directory, config, re.compile(re.escape(LOCK)))
     return directory, history
 
 
@@ -81,10 +69,7 @@ def _resumed(
         if (value := getattr(args, name)) and value != getattr(history, name)
     ]
     differences += config_differences(history.config, config)
-    if differences:
-        again = f"to go on as it was: segtrain population {shlex.quote(str(directory))} --resume"
-        lines = [f"{directory}: the population was started otherwise", *differences]
-        raise ConfigError("\n".join(["\n  ".join(lines), again]))
+    check_same("population", directory, differences)
     history.config = config
     return history
 
@@ -97,8 +82,6 @@ def _with_cadences(config: Config, every: int) -> Config:
 
 def _new(args: argparse.Namespace, config: Config) -> History:
     """A new population; ConfigError if it cannot be one."""
-    if wrong := wrong_units(config):
-        raise ConfigError("\n".join(wrong))
     every, members = args.every or config.eval.every_steps, args.members or MEMBERS
     if every is None:
         raise ConfigError("--every: is needed where eval.every_steps is null")

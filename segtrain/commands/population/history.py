@@ -18,6 +18,7 @@ from segtrain.config.loading import yaml_value
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.run.directory import flat
 from segtrain.seed import population_rng
+from segtrain.text import table_lines
 
 FILE = "population.json"
 FACTORS = (0.8, 1.2)
@@ -169,8 +170,7 @@ def table(history: History) -> list[str]:
             options = [f"{row.options[key]:g}" for key in keys]
             cells = (number, past.step, member, score, *options, sources.get(member, ""))
             lines.append(tuple(map(str, cells)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(map(str.rjust, line, widths)) for line in lines]
+    return table_lines(zip(*lines, strict=True))
 
 
 def write(directory: Path, history: History) -> None:

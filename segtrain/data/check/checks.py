@@ -19,7 +19,7 @@ from segtrain.data.check.findings import (
     split_findings,
 )
 from segtrain.data.check.scan import SplitScan, scan_label, scan_pair, scan_split
-from segtrain.data.check.stats import class_column, counts_of, table_lines
+from segtrain.data.check.stats import counts_of
 from segtrain.data.pack.opening import dataset_of, open_dataset
 from segtrain.data.read.classes import ClassFile, load_class_file, read_by
 from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
@@ -31,7 +31,7 @@ from segtrain.data.read.layouts import scan_layout
 from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
-from segtrain.text import counted, printable
+from segtrain.text import counted, printable, table_lines
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class CheckResult:
         """For a terminal: a table of the classes, the findings, a verdict."""
         lines = [_split_line(scan) for scan in self.scans]
         if self.scans:
-            columns = [class_column(self.class_names)]
+            columns = [["class", *self.class_names]]
             for scan in self.scans:
                 total = max(1, int(scan.pixels.sum()))
                 percentages = [f"{100 * pixels / total:.3f} %" for pixels in scan.pixels]

@@ -18,7 +18,7 @@ from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.image import ImageForm, ValueRange
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import printable, table_lines
 
 # ENet's weights are 1 / ln(c + frequency); c = 1.02 keeps them within [1, 50] (arXiv:1606.02147).
 _ENET_CONSTANT = 1.02
@@ -119,12 +119,17 @@ class SplitStats:
         height, width = numbers["mean_size"]
         ignored = scan.ignored_pixels / (num_valid + scan.ignored_pixels)
         columns = [
-            class_column(self.class_names),
+            ["class", *self.class_names],
             ["pixels", *map(str, scan.pixels)],
             ["of valid", *(f"{100 * pixels / num_valid:.3f} %" for pixels in scan.pixels)],
             ["images", *map(str, scan.images)],
             *([name, *(f"{w:g}" for w in values)] for name, values in weights.items()),
         ]
+        (low, high), (black, white) = self.seen, self.value_range
+        parts = zip(_PERCENTILES, self.percentiles, strict=True)
+        sampled = ", ".join(f"{part:g} % up to {value:g}" for part, value in parts)
+        # mean and std below are for this range.
+        is_default = self.form.dtype.kind == "u" and self.value_range == self.form.limits
         notes = {"effective_number": f", beta 1 - {1 - self.beta:.3g}"}
         lines = [
             f"{printable(scan.split)}: {scan.num_pairs} images of {height:.1f}x{width:.1f} on "
@@ -132,9 +137,9 @@ class SplitStats:
             "",
             *table_lines(columns),
             "",
-            self._values_line(),
+            f"values: {self.form.dtype} from {low:g} to {high:g}; by a sample {sampled}",
             "for the data section, if the images are unlike those of the pretraining:",
-            *self._range_lines(),
+            *([] if is_default else [f"  value_range: [{black:g}, {white:g}]"]),
             f"  mean: {[round(value, 3) for value in numbers['mean']]}",
             f"  std: {[round(value, 3) for value in numbers['std']]}",
             "for the loss section, one of them if rare classes matter:",
@@ -144,18 +149,6 @@ class SplitStats:
             ),
         ]
         return "\n".join(lines)
-
-    def _values_line(self) -> str:
-        low, high = self.seen
-        parts = zip(_PERCENTILES, self.percentiles, strict=True)
-        shown = ", ".join(f"{part:g} % up to {value:g}" for part, value in parts)
-        return f"values: {self.form.dtype} from {low:g} to {high:g}; by a sample {shown}"
-
-    def _range_lines(self) -> list[str]:
-        """The lines about data.value_range, which mean and std of the lines below are for."""
-        low, high = self.value_range
-        is_default = self.form.dtype.kind == "u" and self.value_range == self.form.limits
-        return [] if is_default else [f"  value_range: [{low:g}, {high:g}]"]
 
     def as_json(self) -> str:
         """All numbers as one JSON object."""
@@ -196,20 +189,6 @@ def counts_of(scan: SplitScan, class_names: Sequence[str]) -> dict[str, Any]:
         "sizes": [[*size, count] for size, count in sorted(scan.sizes.items())],
         "classes": {name: {"pixels": n, "images": m} for name, n, m in counts},
     }
-
-
-def class_column(names: Sequence[str]) -> list[str]:
-    """The first column of a table of classes."""
-    return ["class", *(printable(name, MAX_NAME) for name in names)]
-
-
-def table_lines(columns: Sequence[Sequence[str]]) -> list[str]:
-    """A table from its columns, each with its title: the first to the left, others to the right."""
-    first, *widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)])
-        for name, *cells in zip(*columns, strict=True)
-    ]
 
 
 def _mean_and_std(
