@@ -231,29 +231,26 @@ class ReliabilityBin(NamedTuple):
     accuracy: float
 
 
-def reliability(counts: Tensor, num_bins: int = _RELIABILITY_BINS) -> list[ReliabilityBin]:
+def reliability(counts: Tensor) -> list[ReliabilityBin]:
     """The reliability curve of `Calibration.counts`, (2, 960), without empty bins."""
     wrong, right = counts.tolist()
     total = sum(wrong) + sum(right)
-    of_bin: dict[int, list[int]] = {}
-    for i in range(FINE_BINS):
-        of_bin.setdefault(i * num_bins // FINE_BINS, []).append(i)
     bins = []
-    for fine in of_bin.values():
-        pixels = [wrong[i] + right[i] for i in fine]
-        if size := sum(pixels):
-            middle = sum((i + 0.5) / FINE_BINS * n for i, n in zip(fine, pixels, strict=True))
+    width = FINE_BINS // _RELIABILITY_BINS
+    for fine in (range(start, start + width) for start in range(0, FINE_BINS, width)):
+        if size := sum(wrong[i] + right[i] for i in fine):
+            middle = sum((i + 0.5) / FINE_BINS * (wrong[i] + right[i]) for i in fine)
             correct = sum(right[i] for i in fine)
             bins.append(ReliabilityBin(size / total, middle / size, correct / size))
     return bins
 
 
-def calibration_error(counts: Tensor, num_bins: int = _RELIABILITY_BINS) -> float:
+def calibration_error(counts: Tensor) -> float:
     """The expected calibration error (arXiv:1706.04599, equation 3); NaN without pixels.
 
     counts: `Calibration.counts`. Right to 0.0005, half the width of the fine bins.
     """
-    bins = reliability(counts, num_bins)
+    bins = reliability(counts)
     return math.fsum(b.share * abs(b.accuracy - b.confidence) for b in bins) if bins else math.nan
 
 

@@ -66,16 +66,10 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ("train: null", "2: train: must be keys and values, got null"),
         ("augment:\n  scale_range: [2, 0.5]", "scale_range: the first number, 2.0, is larger th"),
         ("schedule:\n  warmup_steps: 10\ntrain: {steps: 10}", "3: schedule.warmup_steps: 10 must"),
-        ("train:\n  batch_size: 4\n  accumulate_steps: 3", "3: train.batch_size: a microbatch of"),
+        ("train:\n  batch_size: 4\n  accumulate_steps: 3", "3: train.batch_size: one image has"),
         ("optim:\n  nesterov: true\n  momentum: 0", "3: optim.nesterov: needs a momentum above 0"),
-        (
-            "model:\n  backbone: mobilenet_v2\n  stem: 64-64-128",
-            "model.stem: has no effect",
-        ),
-        (
-            "model: {backbone: resnet18, multi_grid: [1, 2, 4]}",
-            "multi_grid: expected 2 numbers",
-        ),
+        ("model:\n  backbone: mobilenet_v2\n  stem: 64-64-128", "model.stem: has no effect"),
+        ("model: {backbone: resnet18, multi_grid: [1, 2, 4]}", "multi_grid: expected 2 numbers"),
     ],
 )
 def test_a_mistake_names_line_key_expectation_and_repair(text, message):

@@ -52,5 +52,5 @@ def test_faults_are_real():
     _, patched = marked()
     assert patched == {
         # The packages are there; taking them away from one process takes a hook of its imports.
-        "test_export.py::test_a_missing_onnx_package_is_named_with_the_command_that_installs_it",
+        "test_export.py::test_a_missing_onnx_package_is_named_with_the_command_that_installs_it"
     }

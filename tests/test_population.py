@@ -26,6 +26,7 @@ from segtrain.commands.population.training import score, take_over
 from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
+from segtrain.run.folds import read_record, write_record
 
 LR, DECAY = "optim.lr", "optim.weight_decay"
 
@@ -274,11 +275,15 @@ def run(experiment, directory, *arguments):
     return cli.main([*words, "--members", "2", "--every", "2", *arguments])
 
 
+def read(directory):
+    return read_record(directory / history.FILE, History)
+
+
 def rows_of(directory):
     """(step, member, mIoU, options) of each member and round, in order."""
     return [
         (past.step, member, row.mean_iou, row.options)
-        for past in history.read(directory).rounds
+        for past in read(directory).rounds
         for member, row in sorted(past.rows.items())
     ]
 
@@ -287,7 +292,7 @@ def exchanges_of(directory):
     """{step: (member, source) of each takeover}."""
     return {
         past.step: [(one.member, one.source) for one in past.exchange]
-        for past in history.read(directory).rounds
+        for past in read(directory).rounds
         if past.exchange is not None
     }
 
@@ -320,7 +325,7 @@ def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
     members.clear()
     assert cli.main(["population", str(killed), "--resume", "--device", "cpu"]) == 0
 
-    assert history.read(killed) == history.read(alone)
+    assert read(killed) == read(alone)
     for name in ("member_0", "member_1"):
         assert bits(last(killed / name)) == bits(last(alone / name))
         assert losses(killed / name) == losses(alone / name)
@@ -436,14 +441,14 @@ def test_no_member_begins_after_another_failed_and_those_beside_it_count(
 
 def test_a_damaged_history_is_refused(tmp_path):
     found = population([[0.1, 0.4]])
-    history.write(tmp_path, found)
+    write_record(tmp_path / history.FILE, found)
     path = tmp_path / "population.json"
     whole = path.read_bytes()
-    assert history.read(tmp_path) == found
+    assert read(tmp_path) == found
     for content, said in ((whole[:-9], "Invalid JSON"), (whole.replace(b"10,", b"-,"), "Invalid")):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=f"json: damaged: .*{said}"):
-            history.read(tmp_path)
+            read(tmp_path)
 
 
 @pytest.mark.parametrize(

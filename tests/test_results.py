@@ -65,11 +65,7 @@ def test_dice_precision_and_recall_are_those_of_scikit_learn():
     precision, recall, f1, _ = precision_recall_fscore_support(
         label[valid], pred[valid], labels=range(4), zero_division=np.nan
     )
-    for ours, theirs in (
-        (scores.precision, precision),
-        (scores.recall, recall),
-        (scores.dice, f1),
-    ):
+    for ours, theirs in ((scores.precision, precision), (scores.recall, recall), (scores.dice, f1)):
         assert ours == pytest.approx(theirs, rel=1e-12, nan_ok=True)
     assert scores.mean_dice == pytest.approx(np.nanmean(f1), rel=1e-12)
     rows = list(csv.DictReader(io.StringIO(scores_csv(scores, NAMES))))
@@ -255,11 +251,7 @@ def test_a_report_reads_data_that_have_moved_and_never_shows_others(run, tmp_pat
     for file in moved.glob("*/val/0.png"):
         file.unlink()
     for option, found, said in (
-        (
-            f"data.root={moved}",
-            (0, 0),
-            "no pictures: .*split val has other images than",
-        ),
+        (f"data.root={moved}", (0, 0), "no pictures: .*split val has other images than"),
         (f"data.root={tmp_path}/x", (0, 0), r"no folder .*/x; if .* moved: --set data\.root="),
         ("data.train_split=val", (2, None), r"only data\.root can be set"),
     ):

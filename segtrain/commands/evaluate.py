@@ -54,14 +54,7 @@ from segtrain.norm import describe_norm
 from segtrain.results.images import Chosen
 from segtrain.results.records import Records, load_records
 from segtrain.run.log import say
-from segtrain.run.pictures import (
-    as_rgb,
-    panel,
-    raw_ids,
-    spread,
-    write_indexed_png,
-    write_png,
-)
+from segtrain.run.pictures import as_rgb, panel, raw_ids, spread, write_indexed_png, write_png
 from segtrain.text import counted, first_of, printable
 
 # Everything else was decided when the model was trained.
@@ -132,9 +125,7 @@ def run_eval(args: argparse.Namespace) -> int:
         outcome = evaluate(dataset, callbacks=[*writers, *counting])
         if instances is not None:
             instances.sum_over_ranks()
-        image_names = [dataset.name(i) for i in range(len(dataset))]
-        about = {"split": split, "step": loaded.step, "inference": settings.describe()}
-        records = Records.of(outcome, image_names, loaded.classes.names, **about)
+        records = Records.of(outcome, dataset, settings, loaded.step)
         if args.worst:
             chosen = Chosen(dataset, sorted(records.worst(args.worst)))
             draw = partial(_write_overlay, args.overlays, dataset, chosen.indices)
@@ -300,11 +291,10 @@ def picture_writers(
     args: argparse.Namespace, dataset: SegDataset, config: Config, split: str
 ) -> list[Writer]:
     """What writes the pictures of each prediction; their folders are made here."""
-    names = [dataset.name(i) for i in range(len(dataset))]
     folders = {"--save-predictions": args.save_predictions, "--overlays": args.overlays}
     folders = {option: Path(folder) for option, folder in folders.items() if folder}
     for option, folder in folders.items():
-        check_pictures(option, folder, names, config.data, splits=[split])
+        check_pictures(option, folder, dataset.names, config.data, splits=[split])
     for option, folder in folders.items():
         with os_errors_as(ConfigError, f"{option} {folder}", "cannot make this folder"):
             folder.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ from segtrain.results.folds import join_folds
 from segtrain.results.report import write_report
 from segtrain.results.sequences import sequences_of, show_sequences, without_split
 from segtrain.run.directory import CONFIG, LOCK, RunLock, config_differences, is_run
-from segtrain.run.folds import EXPERIMENT, Division, Fold, read_division, write_division
+from segtrain.run.folds import EXPERIMENT, FOLDS, Division, Fold, read_division, write_record
 from segtrain.text import counted, first_of, say
 
 NUMBER = 5
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         if division is None:
             division = _divide(args, directory, config)
         write_experiment(directory, config)
-        write_division(directory, division)
+        write_record(directory / FOLDS, division)
         if code := _train(args, directory, config, division):
             say(f"to go on: segtrain folds {shlex.quote(str(directory))} --resume")
             return code
@@ -261,7 +261,7 @@ def _train(args: argparse.Namespace, directory: Path, config: Config, division: 
             if code := run(words, partial(news.say, fold.run)):
                 return code
             fold.finished = True
-            write_division(directory, division)
+            write_record(directory / FOLDS, division)
         for fold in division.folds if args.save_predictions else ():
             words = ["eval", str(directory / fold.run), "--save-predictions"]
             if code := run([*words, str(args.save_predictions)], partial(news.say, fold.run)):
@@ -278,7 +278,7 @@ def _score(directory: Path, config: Config, division: Division, device: torch.de
         "folds": {one.run.name: one.records.scores.to_dict(classes) for one in found},
         **joined.records.scores.to_dict(classes),
     }
-    write_division(directory, division)
+    write_record(directory / FOLDS, division)
     lines = [*joined.words]
     if config.log.charts:
         with files.os_errors_as(ExecutionError, directory, "cannot be written"):

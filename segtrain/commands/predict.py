@@ -172,7 +172,8 @@ def main(args: argparse.Namespace) -> int:
 
     device = device_for(args.device)
     ready = make_ready(args.source, *args.others, settings=args.set, device=device)
-    check_pictures("--output", output, pictures.file_names(names), ready.config.data)
+    paths = [f"{kind}/{name}.png" for name in names for kind in pictures.KINDS]
+    check_pictures("--output", output, paths, ready.config.data)
     print(f"{ready.loaded.about}; {ready.settings.describe()}; {device}")
     for line in eval_precision_warnings(ready.config, device):
         print(f"warning: {line}")
@@ -341,7 +342,8 @@ def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
     """Neighbouring images with the same settings, up to `most`, whose views may share batches."""
     group: list[Photo] = []
     for photo in photos:
-        if group and _batch_key(photo) != _batch_key(group[0]):
+        new = photo.settings, photo.pixels.dtype
+        if group and new != (group[0].settings, group[0].pixels.dtype):
             yield group
             group = []
         group.append(photo)
@@ -350,10 +352,6 @@ def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
             group = []
     if group:
         yield group
-
-
-def _batch_key(photo: Photo) -> tuple[InferenceSettings, torch.dtype]:
-    return photo.settings, photo.pixels.dtype
 
 
 def _decode(

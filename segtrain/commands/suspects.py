@@ -91,8 +91,9 @@ def main(args: argparse.Namespace) -> int:
     if loaded.classes.names != dataset.classes.names:
         (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
         raise DataError(f"{difference}; bring the class file of the training back")
-    names = [dataset.name(i) for i in range(len(dataset))]
-    if names_digest(names) != checkpoint.sample_losses["names"] or sums.shape[1] != len(names):
+    if names_digest(dataset.names) != checkpoint.sample_losses["names"] or sums.shape[1] != len(
+        dataset
+    ):
         raise DataError(
             f"{args.run}: the losses are of other images than split {config.data.train_split} has "
             "now; bring these back, or train again"
@@ -103,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
             f"{args.run}: too little was measured to compare images; every class needs 8 images "
             "that show it, and training some epochs"
         )
-    counted = _counted(ranking, checkpoint.step, config, len(names))
+    counted = _counted(ranking, checkpoint.step, config, len(dataset))
     with closing(eval_differences(loaded, config.data, dataset)) as differences:
         lines = next(differences, [])
         findings = _findings(ranking.suspects[: args.number], loaded, dataset, device)

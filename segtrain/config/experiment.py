@@ -223,16 +223,11 @@ class Config(Section):
         if not norm.is_batch_norm:
             return
         images = train.batch_size // train.accumulate_steps
-        if images == 1 and self.model.pools_globally:
+        if 1 in (images, norm.images) and self.model.pools_globally:
             yield (
-                "train.batch_size: a microbatch of one image has one value a channel after global "
-                "pooling, and batch norm needs two; use at least 2 images a microbatch "
-                "(batch_size / accumulate_steps)"
-            )
-        elif norm.images == 1 and self.model.pools_globally:
-            yield (
-                "norm.images: one image has one value a channel after global pooling, and batch "
-                "norm needs two; use at least 2"
+                f"{'train.batch_size' if images == 1 else 'norm.images'}: one image has one value "
+                "a channel after global pooling, and batch norm needs two; use at least 2 images a "
+                "microbatch (batch_size / accumulate_steps) and group"
             )
         if norm.images != "all" and train.batch_size % (train.accumulate_steps * norm.images):
             yield (

@@ -30,10 +30,7 @@ Positives = Annotated[tuple[Positive, ...], Field(min_length=1)]
 # Options that have an effect only with another one: the one has this value, or any but null, 0 and
 # false. Where several are named, one of them is enough.
 NEEDS: dict[str, dict[str, str]] = {
-    "DataConfig": {
-        "images_dir": "layout=folders",
-        "labels_dir": "layout=folders layout=list",
-    },
+    "DataConfig": {"images_dir": "layout=folders", "labels_dir": "layout=folders layout=list"},
     "ModelConfig": {
         "stem num_stages multi_grid zero_init_residual": "backbone=resnet18 "
         "backbone=resnet34 backbone=resnet50 backbone=resnet101",
@@ -44,10 +41,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "low_level_channels": "arch=deeplabv3plus",
         "aux_channels": "aux_head",
     },
-    "NormConfig": {
-        "images precise_batches momentum": "kind=sync",
-        "num_groups": "kind=group",
-    },
+    "NormConfig": {"images precise_batches momentum": "kind=sync", "num_groups": "kind=group"},
     "AugmentConfig": {
         "rotate_prob": "rotate_deg",
         "rotate_deg": "rotate_prob",
@@ -65,11 +59,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "boundary_px": "kind=boundary_relaxation",
     },
     "LayerRule": {"lr_mult weight_decay decay_toward": "freeze=null freeze=false"},
-    "OptimConfig": {
-        "momentum nesterov": "kind=sgd",
-        "betas": "kind=adamw",
-        "sam_every": "sam_rho",
-    },
+    "OptimConfig": {"momentum nesterov": "kind=sgd", "betas": "kind=adamw", "sam_every": "sam_rho"},
     "ScheduleConfig": {
         "poly_power": "kind=poly",
         "min_lr after_warmup": "kind=poly kind=cosine finish_from",
@@ -94,23 +84,9 @@ NEEDS: dict[str, dict[str, str]] = {
 # cannot; a key alone: any value but its default.
 CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "TrainConfig": (
-        (
-            "compile",
-            "virtual_ranks",
-            "they wait for each other inside the model, and a compiled graph cannot",
-        ),
-        (
-            "shares",
-            "virtual_ranks",
-            "both cut the batch, and virtual ranks would cut it differently on another number of "
-            "ranks",
-        ),
-        (
-            "shares",
-            "compile",
-            "shares wait for each other inside the model, and a compiled graph cannot; what is "
-            "compiled may also add up in another order",
-        ),
+        ("compile", "virtual_ranks", "they wait inside the model, and a compiled graph cannot"),
+        ("shares", "virtual_ranks", "both cut the batch, of which only shares ignore the ranks"),
+        ("shares", "compile", "shares wait inside the model, and a compiled graph cannot"),
         (
             "shares split virtual_ranks accumulate_steps compile deterministic precision=float16",
             "parallel",
@@ -118,17 +94,9 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ),
     ),
     "Config": (
-        (
-            "augment.color_prob",
-            "data.channels",
-            "brightness, contrast, saturation and hue are those of RGB",
-        ),
+        ("augment.color_prob", "data.channels", "brightness, saturation and hue are those of RGB"),
         ("eval.precision", "train.precision=float64", "weights in float64 have no mixed precision"),
-        (
-            "model.recompute=blocks",
-            "train.compile",
-            "a compiled graph plans by itself what it computes again",
-        ),
+        ("model.recompute=blocks", "train.compile", "a compiled graph plans this by itself"),
         ("norm.images", "train.parallel", "every process has statistics of its own"),
         ("norm.precise_batches", "train.parallel", "its processes share running statistics"),
         (

@@ -23,15 +23,13 @@ _CURVE_INCHES, _SQUARE_INCHES = (5.2, 2.6), (3.4, 3.0)
 Curve = tuple[Sequence[float], Sequence[float]]
 
 
-def curves(title: str, found: Mapping[str, Curve], *, log: bool = False) -> str:
-    """SVG: values over steps, a line for each name. log: of the vertical axis."""
+def curves(title: str, found: Mapping[str, Curve]) -> str:
+    """SVG: values over steps, a line for each name."""
     figure, axes = _axes(_CURVE_INCHES)
     for (name, (steps, values)), color in zip(found.items(), _colors(len(found)), strict=True):
         marker = "o" if len(steps) < 30 else None
         axes.plot(steps, values, label=name, color=color, lw=1.4, marker=marker, ms=2.5)
     axes.set(title=title, xlabel="step")
-    if log and all(x > 0 for _, values in found.values() for x in values):
-        axes.set_yscale("log")
     if len(found) > 1:
         axes.legend(frameon=False, labelcolor=_INK, fontsize=8)
     return _svg(figure)
@@ -83,7 +81,8 @@ def _confusion(counts: np.ndarray, names: Sequence[str]) -> Any:
     totals = counts.sum(axis=1, keepdims=True)
     parts = np.divide(counts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
     size, has_text = len(names), len(names) <= _MOST_WITH_TEXT
-    labels = [_math_free(name[:_LABEL]) if has_text else "" for name in class_labels(names)]
+    # A dollar sign would begin a formula.
+    labels = [x[:_LABEL].replace("$", r"\$") if has_text else "" for x in class_labels(names)]
     side = 1.0 + 0.07 * max(map(len, labels)) + (0.32 if has_text else 0.08) * size
     figure, axes = _axes((side, side))
     axes.imshow(parts, cmap="Blues", vmin=0, vmax=1)
@@ -112,11 +111,6 @@ def _axes(inches: tuple[float, float]) -> tuple[Any, Any]:
     for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
         text.set(color=_INK, fontsize=9)
     return figure, axes
-
-
-def _math_free(text: str) -> str:
-    """`text` in which matplotlib sees no formulas."""
-    return text.replace("$", r"\$")
 
 
 def _colors(number: int) -> list[str]:

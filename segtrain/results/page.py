@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from segtrain import __version__
+from segtrain.config.loading import yaml_value
 from segtrain.text import printable
 
 
@@ -30,6 +31,7 @@ def _templates() -> Any:
     )
     found.filters |= {
         "percent": percent,
+        "yaml": yaml_value,
         "duration": lambda seconds: str(timedelta(seconds=round(seconds))),
         "gib": lambda number: "-" if number is None else f"{number:.2f} GiB",
         "webp": lambda data: "data:image/webp;base64," + base64.b64encode(data).decode(),

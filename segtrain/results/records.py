@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from segtrain.data.read.dataset import SegDataset
 from segtrain.errors import DataError
 from segtrain.evaluation.dataset import Outcome
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.files import os_errors_as, read_bytes, write_atomic
 from segtrain.metrics import FINE_BINS, ConfusionMatrix, Scores, or_none
 from segtrain.results.sequences import sequences_of
@@ -47,11 +49,13 @@ class Records:
 
     @classmethod
     def of(
-        cls, outcome: Outcome, names: Sequence[str], classes: Sequence[str], **about: Any
+        cls, outcome: Outcome, dataset: SegDataset, settings: InferenceSettings, step: int
     ) -> "Records":
-        """Those of an evaluation of images of these `names`."""
+        """Those of an evaluation of `dataset` by the model of `step`."""
+        about = {"split": dataset.split, "step": step, "inference": settings.describe()}
         counts = outcome.images, outcome.matrix.counts, outcome.calibration.counts
-        return cls(about, tuple(names), tuple(classes), *(x.cpu().numpy() for x in counts))
+        names = tuple(dataset.names)
+        return cls(about, names, dataset.classes.names, *(x.cpu().numpy() for x in counts))
 
     @classmethod
     def joined(cls, parts: Sequence["Records"], **about: Any) -> "Records":
@@ -151,11 +155,7 @@ class Records:
         text = np.frombuffer(json.dumps(about).encode(), np.uint8)
         data = io.BytesIO()
         np.savez_compressed(
-            data,
-            about=text,
-            images=self.images,
-            matrix=self.matrix,
-            calibration=self.calibration,
+            data, about=text, images=self.images, matrix=self.matrix, calibration=self.calibration
         )
         write_atomic(directory / EVALUATION, data.getvalue(), durable=False)
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from segtrain.checkpoint.loading import LoadedModel, load_model
-from segtrain.config.loading import yaml_value
 from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
 from segtrain.distributed import collectives as dist
@@ -64,7 +63,7 @@ def evaluated(directory: Path, device: torch.device, overrides: Sequence[str] = 
     fits = records is not None and records.about.get("step") == loaded.step
     try:
         dataset = open_dataset(data, split)
-        if fits and records.names != tuple(dataset.name(i) for i in range(len(dataset))):
+        if fits and records.names != tuple(dataset.names):
             raise DataError(f"{data.root}: split {split} has other images than were scored")
     except UserError as error:
         if not fits:
@@ -91,9 +90,7 @@ def evaluate(loaded: LoadedModel, dataset: SegDataset, device: torch.device) -> 
             num_classes=loaded.classes.num_classes,
             progress=True,
         )
-    names = [dataset.name(i) for i in range(len(dataset))]
-    about = {"split": dataset.split, "step": loaded.step, "inference": settings.describe()}
-    return Records.of(outcome, names, loaded.classes.names, **about)
+    return Records.of(outcome, dataset, settings, loaded.step)
 
 
 class Joined(NamedTuple):
@@ -132,10 +129,10 @@ def report_page(
         confusion=figures.pop("confusion", ""),
         reliability=figures.pop("reliability"),
         charts=list(figures.values()),
-        options=_shown(departures(runs[0].config)) if records else {},
+        options=departures(runs[0].config) if records else {},
         differing={
-            key: list(map(yaml_value, v))
-            for key, v in _differing(runs).items()
+            key: values
+            for key, values in _differing(runs).items()
             if not (joined and key.startswith("data."))  # the lists of the folds
         },
         **{"cards": {}, "worst": [], "best": [], "of_class": {}, "left_out": False} | pictures,
@@ -241,7 +238,3 @@ def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     if len(set(places)) > 1:
         found["segtrain"] = places
     return found
-
-
-def _shown(options: dict[str, Any]) -> dict[str, str]:
-    return {key: yaml_value(value) for key, value in options.items()}

@@ -5,7 +5,7 @@ and the runs fold_0, fold_1 ...
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,11 +17,16 @@ FOLDS, EXPERIMENT = "folds.json", "experiment.yaml"
 _MAX_BYTES = 1 << 30
 
 
-class _Strict(BaseModel):
+class Record(BaseModel):
+    """What several runs have in common, or a part of it."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Fold(_Strict):
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+class Fold(Record):
     """A part of the images, and the run that trains on all others.
 
     images: by name, the group that the image belongs to: a sequence, or the image itself.
@@ -32,7 +37,7 @@ class Fold(_Strict):
     finished: bool = False
 
 
-class Division(_Strict):
+class Division(Record):
     """The folds of an experiment.
 
     by: what is kept whole. all: whether the evaluation split is divided too.
@@ -53,17 +58,20 @@ def read_division(directory: Path) -> Division | None:
         CheckpointError: folds.json is damaged or cannot be read.
     """
     path = directory / FOLDS
-    if not path.is_file():
-        return None
+    return read_record(path, Division) if path.is_file() else None
+
+
+def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
+    """The record in a JSON file; CheckpointError if it cannot be read or is damaged."""
     with files.os_errors_as(CheckpointError, path):
         content = files.read_bytes(path, _MAX_BYTES)
     try:
-        return Division.model_validate_json(content)
+        return kind.model_validate_json(content)
     except ValidationError as error:
         raise CheckpointError(f"{path}: damaged: {printable(error, 300)}") from None
 
 
-def write_division(directory: Path, division: Division) -> None:
-    """Writes folds.json, whole; ExecutionError if it cannot."""
-    with files.os_errors_as(ExecutionError, directory / FOLDS, "cannot be written"):
-        files.write_atomic(directory / FOLDS, division.model_dump_json(indent=1) + "\n")
+def write_record(path: Path, record: Record) -> None:
+    """Writes the JSON file, whole; ExecutionError if it cannot."""
+    with files.os_errors_as(ExecutionError, path, "cannot be written"):
+        files.write_atomic(path, record.model_dump_json(indent=1) + "\n")

@@ -266,11 +266,6 @@ def make_tint(classes: ClassFile, opacity: float, clear: Sequence[str]) -> Tint:
     return Tint([BLACK if name in clear else color for name, color in pairs], opacity)
 
 
-def file_names(names: Sequence[str]) -> list[str]:
-    """The paths, relative to the directory, of the predictions for images of these names."""
-    return [f"{kind}/{name}.png" for name in names for kind in KINDS]
-
-
 def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None:
     """ConfigError if a directory already holds some of the predictions."""
     ends = (f"{LABELS}/", ".png"), (f"{LABELS}/", ".tif"), (f"{VIDEOS}/", ".mp4")

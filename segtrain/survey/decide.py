@@ -106,7 +106,9 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
             there = first_of(one.pattern for one in survey.sets) or "none"
             raise ConfigError(f"--labels {answers.labels}: no such labels; found {there}")
     if not sets:
-        raise DataError(_no_labels(survey))
+        found = f"{survey.root}: {len(survey.images)} images, and no labels that belong to them"
+        hint = "image and label share a part of their names: a.jpg with a.png or a_mask.png"
+        raise DataError("\n  ".join([found, *survey.notes, hint]))
     for is_other in (is_instances, _is_named_instances):
         sets = [one for one in sets if not is_other(one)] or sets
     for one in list(sets):
@@ -185,12 +187,6 @@ def is_instances(labels: LabelSet) -> bool:
     """Whether values look like `class * 1000 + number`, or numbers of objects."""
     ids = [value for value in labels.values if isinstance(value, int)]
     return len(ids) > MOST_CLASSES or sum(value >= 1000 for value in ids) > len(ids) / 2
-
-
-def _no_labels(survey: Survey) -> str:
-    found = f"{survey.root}: {len(survey.images)} images, and no labels that belong to them"
-    hint = "image and label share a part of their names: a.jpg with a.png or a_mask.png"
-    return "\n  ".join([found, *survey.notes, hint])
 
 
 def check_pairs(survey: Survey, labels: LabelSet, found: Comparison, answers: Answers) -> None:

@@ -66,7 +66,8 @@ def label_sets(
         if several and not (is_binary and _have_folders_of_their_own(by_image)):
             del sets[form]
             sets |= _grouped(by_image, lambda label: pairing.form_of(pattern_of[label]))
-    samples = {form: facts[pattern_of[_first(by_image)]] for form, by_image in sets.items()}
+    firsts = {form: next(iter(by_image.values()))[0] for form, by_image in sets.items()}
+    samples = {form: facts[pattern_of[first]] for form, first in firsts.items()}
     # Several sets of two values each, such as masks/car/ and masks/road/, are one label together.
     binary = {form: sets[form] for form, found in samples.items() if _is_binary(found)}
     classes = _differing_words(binary)
@@ -110,10 +111,6 @@ def _totals(found: Iterable[Mapping[Value, ValueFacts]]) -> dict[Value, ValueFac
             together = before.pixels + pixels, before.rim + rim, before.files + files
             sums[value] = ValueFacts(*together, before.example)
     return sums
-
-
-def _first(by_image: _ByImage) -> str:
-    return next(iter(by_image.values()))[0]
 
 
 # The names of sets

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from segtrain.commands.config import load_named, show_warnings
 from segtrain.commands.population import history as record
-from segtrain.commands.population.history import FACTORS, FILE, History, read, times, with_options
+from segtrain.commands.population.history import FACTORS, FILE, History, times, with_options
 from segtrain.commands.population.training import Population
 from segtrain.commands.programs import check_new, check_same, refuse_ranks, write_experiment
 from segtrain.config import Config, override_config
 from segtrain.config.messages import did_you_mean
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.run.directory import LOCK, RunLock, config_differences, flat
+from segtrain.run.folds import read_record, write_record
 from segtrain.text import say
 
 MEMBERS, PERTURB = 4, ("optim.lr", "optim.weight_decay")
@@ -25,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
     directory, history = _population(args)
     show_warnings(history.config)
     with RunLock(directory):
-        record.write(directory, history)
+        write_record(directory / FILE, history)
         write_experiment(directory, history.config)
         code = Population(directory, history, args).train()
     if code == EXIT_OK:
@@ -43,14 +44,15 @@ def _population(args: argparse.Namespace) -> tuple[Path, History]:
     """The directory and the history to begin or to go on with; CONFIG may be the directory."""
     directory = Path(args.config)
     if args.resume and (directory / FILE).exists():
-        history = read(directory)
+        history = read_record(directory / FILE, History)
         config = override_config(history.config, args.set, source=str(directory / FILE))
         return directory, _resumed(directory, history, args, config)
     config = load_named(args)
     ending = "alone" if args.alone else "population"
     directory = args.output or Path("runs") / f"{Path(args.config).stem}_{ending}"
     if args.resume and (directory / FILE).exists():
-        return directory, _resumed(directory, read(directory), args, config)
+        history = read_record(directory / FILE, History)
+        return directory, _resumed(directory, history, args, config)
     if args.resume:
         say(f"{directory}: nothing to resume; a new population starts")
     history = _new(args, config)

@@ -5,18 +5,16 @@ truncation selection, with quarters instead of fifths; explore by a factor of 0.
 """
 
 import math
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
-from segtrain import files
-from segtrain.checkpoint.format import first_problem
 from segtrain.config import Config, override_config
 from segtrain.config.loading import yaml_value
-from segtrain.errors import CheckpointError, ConfigError, ExecutionError
+from segtrain.errors import ConfigError
 from segtrain.run.directory import flat
+from segtrain.run.folds import Record
 from segtrain.seed import population_rng
 from segtrain.text import table_lines
 
@@ -27,18 +25,14 @@ Options = dict[str, float]
 """The values of the options that are searched, by their full names."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Row(_Part):
+class Row(Record):
     """A member at the end of a round; without a score it has diverged."""
 
     mean_iou: float | None
     options: Options  # with which it trained in this round
 
 
-class Takeover(_Part):
+class Takeover(Record):
     """`member` goes on with the weights of `source`, and with these options."""
 
     member: int
@@ -46,7 +40,7 @@ class Takeover(_Part):
     options: Options
 
 
-class Round(_Part):
+class Round(Record):
     """The training of all members to `step`, and the exchange that follows it.
 
     rows: by member, as they come.
@@ -54,11 +48,11 @@ class Round(_Part):
     """
 
     step: int
-    rows: dict[int, Row] = {}
+    rows: dict[int, Row] = Field(default_factory=dict)
     exchange: list[Takeover] | None = None
 
 
-class History(_Part):
+class History(Record):
     """What a population was started with, and its rounds: every one, also those to come."""
 
     format: Literal[3] = 3
@@ -66,7 +60,7 @@ class History(_Part):
     every: int
     perturb: list[str]
     alone: bool
-    rounds: list[Round] = []
+    rounds: list[Round] = Field(default_factory=list)
     config: Config
 
     def model_post_init(self, _: object) -> None:
@@ -171,19 +165,3 @@ def table(history: History) -> list[str]:
             cells = (number, past.step, member, score, *options, sources.get(member, ""))
             lines.append(tuple(map(str, cells)))
     return table_lines(zip(*lines, strict=True))
-
-
-def write(directory: Path, history: History) -> None:
-    """Writes population.json, whole; ExecutionError if it cannot."""
-    with files.os_errors_as(ExecutionError, directory / FILE, "cannot be written"):
-        files.write_atomic(directory / FILE, history.model_dump_json(indent=1))
-
-
-def read(directory: Path) -> History:
-    """The population in `directory`; CheckpointError if its file cannot be read or is damaged."""
-    path = directory / FILE
-    try:
-        with files.os_errors_as(CheckpointError, path):
-            return History.model_validate_json(files.read_bytes(path, 64 << 20))
-    except ValidationError as error:
-        raise CheckpointError(f"{path}: damaged: {first_problem(error)}") from None

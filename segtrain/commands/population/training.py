@@ -10,7 +10,7 @@ from pathlib import Path
 from segtrain import files
 from segtrain.checkpoint.format import LAST
 from segtrain.commands.population import history as record
-from segtrain.commands.population.history import History, Row, with_options
+from segtrain.commands.population.history import FILE, History, Row, with_options
 from segtrain.commands.programs import News, Programs, gpus_of_slots
 from segtrain.config import Config
 from segtrain.config.loading import yaml_value
@@ -26,7 +26,7 @@ from segtrain.files import manifest
 from segtrain.run import directory as run_directory
 from segtrain.run.console import log_only
 from segtrain.run.directory import RunLock
-from segtrain.run.folds import EXPERIMENT
+from segtrain.run.folds import EXPERIMENT, write_record
 from segtrain.run.log import RunLog
 from segtrain.text import say
 
@@ -107,7 +107,7 @@ class Population:
         options = self._history.options_of(member, number)
         value = score(run, step) if code == EXIT_OK else None
         self._history.rounds[number].rows[member] = Row(mean_iou=value, options=options)
-        record.write(self._directory, self._history)
+        write_record(self._directory / FILE, self._history)
         words = "has diverged" if value is None else f"mIoU {value:.4f}"
         values = "  ".join(f"{key} {option:g}" for key, option in options.items())
         say(f"step {step}  {run.name}  {words}  {values}")
@@ -128,7 +128,7 @@ class Population:
             take_over(loser, winner, config, step=this.step)
             say(f"step {this.step}  {loser.name} takes over from {winner.name}")
         this.exchange = takeovers
-        record.write(self._directory, history)
+        write_record(self._directory / FILE, history)
 
     def _run(self, member: int) -> Path:
         return self._directory / f"member_{member}"

@@ -89,12 +89,9 @@ def evaluate(run: TrainRun) -> bool:
 
 def _keep_records(run: TrainRun, outcome: Outcome) -> None:
     """Writes the scores of each image, for `segtrain report` and `compare`."""
-    found = run.eval_set
-    how = InferenceSettings.from_config(run.config).describe()
-    about = {"split": found.split, "step": run.state.step, "inference": how}
-    names = [found.name(i) for i in range(len(found))]
+    settings = InferenceSettings.from_config(run.config)
     try:
-        Records.of(outcome, names, found.classes.names, **about).save(run.directory)
+        Records.of(outcome, run.eval_set, settings, run.state.step).save(run.directory)
     except OSError as error:  # they can be computed again
         run.log.lines([f"warning: {EVALUATION} cannot be written: {error}"])
 

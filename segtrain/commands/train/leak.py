@@ -30,7 +30,7 @@ def leak_warning(train: SegDataset, evaluation: SegDataset) -> list[str]:
     """
     if train.split == evaluation.split:  # said elsewhere
         return []
-    shared = shared_sequences(*([s.name(i) for i in range(len(s))] for s in (train, evaluation)))
+    shared = shared_sequences(train.names, evaluation.names)
     least = max(1, _LEAST_PART * len(evaluation))
     named = [one for one in shared if one.by_name]
     if len(named) >= least:

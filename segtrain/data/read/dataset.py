@@ -111,6 +111,11 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         """The hash of all pixels where it is known, as of a pack; else empty."""
         return ""
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all images."""
+        return [pair.name for pair in self.pairs]
+
     def name(self, index: int) -> str:
         """The name of image `index`: unique in the split, a relative path without suffix."""
         return self.pairs[index].name

@@ -77,11 +77,6 @@ def read_bytes(path: str | Path) -> bytes:
     return data
 
 
-def decode_rgb(data: bytes, path: str | Path) -> np.ndarray:
-    """The image as (H, W, 3) uint8 RGB; grey and palette files become RGB, alpha is dropped."""
-    return decode_by_opencv(data, path, cv2.IMREAD_COLOR_RGB)
-
-
 def decode_by_opencv(data: bytes, path: str | Path, flags: int) -> np.ndarray:
     """The pixels of a PNG or JPEG as `flags` of cv2.imdecode ask; a damaged file is refused."""
     if data.startswith(_PNG):

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import cv2
 import numpy as np
 
 from segtrain.config import DataConfig
@@ -179,8 +180,8 @@ def _values(
             f"training, are {dtype}; convert all to one type"
         )
     if channels == 3 and info.depth <= 8 and formats.is_png_or_jpeg(path):
-        rgb = info._replace(channels=3)
-        return decode.checked_pixels(decode.decode_rgb(file.content, path), rgb, path), None
+        rgb = decode.decode_by_opencv(file.content, path, cv2.IMREAD_COLOR_RGB)
+        return decode.checked_pixels(rgb, info._replace(channels=3), path), None
     with np.errstate(over="ignore"):  # float64 beyond float32 is infinite
         pixels = file.pixels().astype(dtype, copy=False)
     missing = _missing(pixels, info)
