@@ -71,18 +71,15 @@ def _integer(text: str, *, least: int) -> int:
 positive, non_negative = partial(_integer, least=1), partial(_integer, least=0)
 
 
-def _fraction_below_1(text: str) -> float:
+def _fraction(text: str, *, below_1: bool) -> float:
     with suppress(ValueError):
-        if 0 <= (value := float(text)) < 1:
+        if 0 <= (value := float(text)) <= 1 and not (below_1 and value == 1):
             return value
-    raise argparse.ArgumentTypeError(f"expected a number of at least 0 and below 1: '{text}'")
+    words = "of at least 0 and below 1" if below_1 else "from 0 to 1"
+    raise argparse.ArgumentTypeError(f"expected a number {words}, got '{text}'")
 
 
-def _opacity(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= (value := float(text)) <= 1:
-            return value
-    raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got '{text}'")
+_fraction_below_1, _opacity = (partial(_fraction, below_1=below) for below in (True, False))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -160,6 +157,9 @@ _DEVICE = _argument(
 _JOBS = _argument("--jobs", "processes (default: one for each core)", "J", positive)
 _DATA_ROOT = _settings("only data.root=/elsewhere/data")
 _DATA_SETTINGS = _settings("data.root=/elsewhere/data, data.eval_split=test")
+_EXTENDING = {"nargs": "+", "action": "extend", "dest": "other", "default": []}
+_UNITS = ("image", "sequence")
+_BY_NAMES = "(default: sequences where the names of the images show"
 _OVERWRITE = _switch("--overwrite", "replace a file that is already there")
 
 
@@ -223,9 +223,7 @@ COMMANDS = (
         _argument("config", f"{_CONFIG_HELP}; with --resume also the directory", "CONFIG"),
         _argument("--members", "runs (default: 4)", "N", positive),
         _argument("--every", "steps of a round (default: eval.every_steps)", "N", positive),
-        _several(
-            "--perturb", "option to search (default: optim.lr and weight_decay)", "SECTION.KEY"
-        ),
+        _several("--perturb", "to search (default: optim.lr and weight_decay)", "SECTION.KEY"),
         _argument("--at-once", "members that train at the same time", "N", positive, default=1),
         _switch("--alone", "no exchange: the same members, for comparison"),
         _settings(),
@@ -247,11 +245,7 @@ COMMANDS = (
         "train on all images in turn, and score each by a model that has not seen it",
         _argument("config", f"{_CONFIG_HELP}; with --resume also the directory", "CONFIG"),
         _argument("-k", "folds (default: 5)", "K", partial(_integer, least=2), dest="number"),
-        _argument(
-            "--by",
-            "what stays in one fold (default: sequences where the names of the images show some)",
-            choices=("image", "sequence"),
-        ),
+        _argument("--by", f"what stays in one fold {_BY_NAMES} some)", choices=_UNITS),
         _switch("--all", "divide data.eval_split too, not only data.train_split"),
         _argument("--output", "directory (default: runs/<name of CONFIG>_folds)", "DIR", Path),
         _switch("--resume", "go on where the folds were left"),
@@ -300,12 +294,7 @@ COMMANDS = (
         _argument("--json", "write all scores as JSON", "FILE", Path),
         _argument("--overlays", "write pictures of image, label and prediction", "DIR", Path),
         _argument("--num-overlays", "how many (default: 8)", "N", positive, default=8),
-        _argument(
-            "--worst",
-            "overlays of the N worst images, one of neighbours in a sequence",
-            "N",
-            positive,
-        ),
+        _argument("--worst", "overlays of the N worst images, one of neighbours", "N", positive),
         _argument("--per-image", "write the scores of each image as CSV", "FILE", Path),
         description="Score a trained model: IoU, Dice, precision and recall of every class, their "
         "means,\npixel accuracy and calibration error.",
@@ -320,9 +309,7 @@ COMMANDS = (
         "commands.launch:verify",
         "compute steps of a run again and compare every bit",
         _argument("run", "run directory", "RUN", Path),
-        _argument(
-            "--steps", "first and last; default: the newest", "A:B", _steps, default=(None, None)
-        ),
+        _argument("--steps", "default: the newest", "A:B", _steps, default=(None, None)),
         _settings("data.root=/elsewhere/data, data.pack=null"),
         _NPROC,
         _DEVICE,
@@ -352,11 +339,7 @@ COMMANDS = (
         "commands.runs:main",
         "list runs, or clear what finished ones no longer need",
         _argument(
-            "directories",
-            "folder to search for runs (default: runs); with --clear a run",
-            "DIR",
-            Path,
-            nargs="*",
+            "directories", "to search (default: runs); with --clear a run", "DIR", Path, nargs="*"
         ),
         _switch(
             "--clear",
@@ -367,30 +350,15 @@ COMMANDS = (
         description="List the runs in folders: best mIoU and its step, steps done, hours of "
         "training, size on\ndisk, and how a stopped one goes on. --clear refuses runs that are not "
         "complete or in use.",
-        epilog="examples:\n  segtrain runs\n  segtrain runs --clear runs/own",
+        examples="segtrain runs\nsegtrain runs --clear runs/own",
     ),
     Command(
         "compare",
         "commands.compare:main",
         "say whether one model is better than another, or why two runs differ",
-        _argument(
-            "runs", "two runs, or two of segtrain folds; or all of side A", "RUN", Path, nargs="+"
-        ),
-        _argument(
-            "--with",
-            "the runs of side B",
-            "RUN",
-            Path,
-            nargs="+",
-            action="extend",
-            dest="other",
-            default=[],
-        ),
-        _argument(
-            "--by",
-            "what is drawn again (default: sequences where the names of the images show five)",
-            choices=("image", "sequence"),
-        ),
+        _argument("runs", "two runs or folds, or all of side A", "RUN", Path, nargs="+"),
+        _argument("--with", "the runs of side B", "RUN", Path, **_EXTENDING),
+        _argument("--by", f"what is drawn again {_BY_NAMES} five)", choices=_UNITS),
         _argument("--json", "write all figures as JSON", "FILE", Path),
         _switch("--steps", "say instead where the training of two runs parts, and why"),
         _DEVICE,
@@ -414,8 +382,8 @@ COMMANDS = (
         description="Rank the masks of the training split by the loss that training has measured "
         "for each image\nand class, and write one HTML file: image, mask, prediction, and where "
         "and how they\ndisagree: shifted, swapped, missing. The masks are not changed.",
-        epilog="examples:\n  segtrain suspects runs/own\n"
-        "  segtrain suspects runs/own --number 100 --exclude wrong.yaml",
+        examples="segtrain suspects runs/own\n"
+        "segtrain suspects runs/own --number 100 --exclude wrong.yaml",
     ),
     Command(
         "predict",
@@ -427,9 +395,7 @@ COMMANDS = (
         _argument("--output", "where to write the results", "DIR", Path, required=True),
         _switch("--overwrite", "replace results that are already there"),
         _argument("--probabilities", "also write those of every class", choices=("npz", "tif")),
-        _argument(
-            "--opacity", "of the colours in overlays (default: 0.5)", "X", _opacity, default=0.5
-        ),
+        _argument("--opacity", "of overlays (default: 0.5)", "X", _opacity, default=0.5),
         _argument("--clear", "classes that overlays leave clear", "A,B", _names, default=()),
         _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
         _DEVICE,
@@ -471,9 +437,7 @@ COMMANDS = (
         _argument("--output", "checkpoint to write, a .pt", "FILE", Path, required=True),
         _argument("--classes", "class file (default: the names in the file)", "NAME|FILE"),
         _argument(
-            "--class-order",
-            "class file in the order of the file's channels, or 'stored': the names in the file",
-            "NAME|FILE|stored",
+            "--class-order", "order of the channels: a class file, or stored", "NAME|FILE|stored"
         ),
         _argument("--entry", "which state dict to read, where the file holds several", "KEY"),
         _several("--ignore", "leave out keys that begin so; may be repeated", "PREFIX"),
