@@ -9,8 +9,7 @@ import bench_sync_bn
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_sync_bn import LOCAL, UnsharedBatchNorm2d, time_steps
-from rounds import estimate
+from bench_sync_bn import LOCAL, UnsharedBatchNorm2d
 from sync_bn_schemes import SCHEMES, SchemeBatchNorm2d
 
 from segtrain.distributed import collectives as dist
@@ -77,8 +76,7 @@ RUNS = [*((name, (2, 2)) for name in SCHEMES), *((name, (1, 3)) for name in EXAC
 
 def everything():
     """What the tests below ask of a rank, in one process group."""
-    steps = time_steps(CPU, "resnet18", 2, (40, 56), 1)
-    return {"schemes": [run_part(*run) for run in RUNS], "steps": steps}
+    return [run_part(*run) for run in RUNS]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +87,7 @@ def ranks(run_ranks):
 @pytest.mark.parametrize("number", range(len(RUNS)))
 def test_every_scheme_equals_the_whole_batch(ranks, number):
     name, splits = RUNS[number]
-    parts, counts = zip(*(rank["schemes"][number] for rank in ranks), strict=True)
+    parts, counts = zip(*(rank[number] for rank in ranks), strict=True)
     y, grad_x, grad_weight, grad_bias, *running = whole_batch(sum(splits))
     exact = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(torch.cat([part[0] for part in parts]), y, **exact)
@@ -105,21 +103,6 @@ def test_every_scheme_equals_the_whole_batch(ranks, number):
 def test_the_layer_that_sends_nothing_equals_batch_norm():
     results = run_layer(UnsharedBatchNorm2d(C).double(), *batch(4))
     torch.testing.assert_close(results, whole_batch(4), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("count", "low", "high"),
-    # Binomial tables: the largest k with P(B < k) <= 0.025.
-    [(30, 10, 21), (20, 6, 15), (10, 2, 9), (6, 1, 6), (3, 1, 3)],
-)
-def test_interval_of_a_median_lies_between_order_statistics(count, low, high):
-    values = list(range(1, count + 1))
-    assert estimate(values[::-1]) == ((count + 1) / 2, low, high)
-
-
-def test_steps_of_training_are_timed(ranks):
-    times = {name: len(values) for name, values in ranks[0]["steps"].items()}
-    assert times == {"sync": 1, "images": 1, "nn.BatchNorm2d": 1}
 
 
 def test_command_without_a_name_measures_layers(run_ranks, tmp_path, monkeypatch, capsys):

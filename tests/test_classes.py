@@ -19,21 +19,6 @@ def refusal(tmp_path, text):
     return str(caught.value).replace(f"{tmp_path}/", "").splitlines()
 
 
-def test_a_full_class_file(tmp_path):
-    found = load(
-        tmp_path,
-        "classes:\n- {name: road, color: [1, 2, 3], ids: [7, 8]}\n- {name: sky, ids: [23]}\n"
-        "ignore_ids: [0, 9]\nignore_color: [9, 9, 9]\n",
-    )
-    assert found.name == "own"
-    assert found.num_classes == 2
-    assert found.names == ("road", "sky")
-    assert found.palette == [(1, 2, 3), (0, 0, 0)]
-    assert found.train_id_of == {7: 0, 8: 0, 23: 1, 0: IGNORE_INDEX, 9: IGNORE_INDEX}
-    assert found.write_ids == [7, 23]
-    assert found.ignore_color == (9, 9, 9)
-
-
 def test_names_alone_are_enough_and_defaults_give_way_to_what_is_given(tmp_path):
     found = load(tmp_path, "classes: [background, crack, spalling]")
     assert [one.ids for one in found.classes] == [(0,), (1,), (2,)]

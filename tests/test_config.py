@@ -207,6 +207,9 @@ def test_the_schema_describes_every_option():
 
 
 # One of each form that a rule of NEEDS and CONFLICTS can have.
+COLORLESS = " ".join(f"augment.{k}=0" for k in ("brightness", "contrast", "saturation", "hue"))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -216,20 +219,13 @@ def test_the_schema_describes_every_option():
         ("optim.weight_decay=0 optim.decoupled_decay=true", "optim.decoupled_decay: has no effect"),
         ("checkpoint.keep_limit=2", "checkpoint.keep_limit: has no effect with keep_every_steps n"),
         ("model.aux_head=false loss.aux_weight=1", "loss.aux_weight: has no effect with model.aux"),
+        ("model.pretrained=DEFAULT model.zero_init_residual=true", "model.zero_init_residual: has"),
         (
-            "model.pretrained=DEFAULT model.zero_init_residual=true",
-            "model.zero_init_residual: has no effect with pretrained DEFAULT",
-        ),
-        (
-            "augment.color_prob=1 augment.brightness=0 augment.contrast=0 augment.saturation=0 "
-            "augment.hue=0",
-            "augment.color_prob: has no effect with brightness 0 and contrast 0 and saturation 0 a",
+            f"augment.color_prob=1 {COLORLESS}",
+            "augment.color_prob: has no effect with brightness 0",
         ),
         ("train.shares=3 train.compile=true", "train.shares: 3 cannot go with compile true"),
-        (
-            "norm.images=2 train.parallel=hogwild",
-            "norm.images: 2 cannot go with train.parallel hogwild",
-        ),
+        ("norm.images=2 train.parallel=hogwild", "norm.images: 2 cannot go with train.parallel h"),
         ("model.recompute=blocks train.compile=true", "model.recompute: blocks cannot go with tr"),
     ],
 )

@@ -205,15 +205,6 @@ def test_dilations_are_those_of_the_source(name):
     assert found == DILATIONS[name]
 
 
-def test_dilations_of_mobilenet_v2_are_mmsegmentations():
-    for name in ("cityscapes_pspnet_mobilenet_v2", "cityscapes_deeplabv3plus_mobilenet_v2"):
-        features = built(load(name)).backbone.features
-        depthwise = [m for m in features.modules() if isinstance(m, nn.Conv2d) and m.groups > 1]
-        blocks = zip((1, 2, 3, 4, 3, 3, 1), (1, 1, 1, 2, 2, 4, 4), strict=True)
-        expected = [dilation for number, dilation in blocks for _ in range(number)]
-        assert [conv.dilation[0] for conv in depthwise] == expected
-
-
 @pytest.mark.parametrize("name", sorted(GROUPS))
 def test_parameter_groups_are_those_of_the_source(name):
     config = load(name)
@@ -255,21 +246,6 @@ def test_the_recipes_of_mosaicml_are_theirs():
         sam = {"mild": (None, 1), "medium": (0.3, 2), "hot": (0.3, 1)}[kind]
         assert (optim.sam_rho, optim.sam_every) == sam
         assert config.augment.mixup_alpha == {"mild": None, "medium": 0.2, "hot": 0.5}[kind]
-
-
-def test_the_recipes_of_the_two_crops_differ_in_crop_and_windows_only():
-    for arch in ("pspnet", "deeplabv3", "deeplabv3plus"):
-        for depth in (50, 101):
-            one, other = (load(f"cityscapes_{arch}_r{depth}{end}") for end in ("", "_769"))
-            assert (other.eval.mode, other.model.align_corners) == ("slide", True)
-            # 513 pixels from window to window, as mmsegmentation's test_cfg.
-            assert math.ceil(769 * (1 - other.eval.overlap)) == 513
-            same = {
-                "model": one.model,
-                "augment": other.augment.model_copy(update={"crop_size": (512, 1024)}),
-                "eval": one.eval,
-            }
-            assert other.model_copy(update=same) == one
 
 
 @pytest.mark.parametrize(

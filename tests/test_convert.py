@@ -697,20 +697,6 @@ def test_keys_that_make_no_model_are_refused(smp_state):
             detect(keys, {}, ignored)
 
 
-def test_auxiliary_head_can_be_left_out(tmp_path, classes):
-    arguments = {"weights": None, "weights_backbone": None, "num_classes": K, "aux_loss": True}
-    build = torchvision.models.segmentation.deeplabv3_mobilenet_v3_large
-    reference = lively(lambda: build(**arguments)).state_dict()
-    state = {f"module.{key}": value for key, value in reference.items()}
-    torch.save(state, tmp_path / "theirs.pth")
-    options = {"classes": classes, "ignored": ["aux_classifier."]}
-    got = convert_file(tmp_path / "theirs.pth", tmp_path / "o.pt", **options)
-    assert got.model.aux_head is None
-    whole = logits(converted(reference, classes)[0])
-    torch.testing.assert_close(logits(got.model), whole, rtol=0, atol=0)
-    assert any(line.startswith("left out    8 tensors (--ignore)") for line in got.lines)
-
-
 def test_every_misfit_is_listed(smp_state, classes):
     """Also a tensor that --ignore takes, what a relative of ResNet has more, and integers."""
     state = dict(smp_state)

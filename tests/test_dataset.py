@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from segtrain.config import DataConfig
-from segtrain.data import SegDataset, open_dataset
+from segtrain.data import open_dataset
 from segtrain.errors import DataError
 
 
@@ -30,21 +30,6 @@ def write_split(root, split, sizes, *, values=(0, 1, 10, 11)):
 
 def config(root):
     return DataConfig(layout="camvid", root=str(root), classes="camvid")
-
-
-def test_items_are_the_written_pictures_with_train_ids(tmp_path):
-    written = write_split(tmp_path, "train", [(5, 8), (7, 4), (6, 9)])
-    dataset = open_dataset(config(tmp_path), "train")
-    assert isinstance(dataset, SegDataset)
-    assert len(dataset) == 3
-    for i, (image, label) in enumerate(dataset):
-        np.testing.assert_array_equal(image, written[i][0])
-        np.testing.assert_array_equal(label, np.where(written[i][1] == 11, 255, written[i][1]))
-        assert label.dtype == np.uint8
-        assert dataset.name(i) == str(i)
-    assert dataset.classes.num_classes == 11
-    with pytest.raises(IndexError):
-        dataset[3]
 
 
 def test_dataset_survives_the_way_to_a_loader_process_in_200_bytes_a_pair(tmp_path):

@@ -149,41 +149,6 @@ def test_scores_equal_the_official_evaluator_on_the_saved_predictions(
     assert 0.5 < by_name["road"] < 1
 
 
-def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, know_the_colors):
-    (tmp_path / "own.yaml").write_text(
-        "classes:\n"
-        "  - {name: floor, color: [128, 64, 128], ids: [300]}\n"
-        "  - {name: crack, color: [220, 20, 60], ids: [7, 8]}\n"
-    )
-    label = np.array([[300, 300, 7], [8, 300, 300]], dtype=np.uint16)
-    for kind in ("images", "labels"):
-        (tmp_path / kind / "val" / "hall one").mkdir(parents=True)
-    colors = np.where((label == 300)[..., None], (128, 64, 128), (220, 20, 60)).astype(np.uint8)
-    Image.fromarray(colors).save(tmp_path / "images/val/hall one/a.b.png")
-    Image.fromarray(label).save(tmp_path / "labels/val/hall one/a.b.png")
-    classes = load_class_file(str(tmp_path / "own.yaml"))
-    data = data_of(tmp_path, "folders", tmp_path / "own.yaml")
-    know_the_colors(Config(data=data), classes)
-    run_eval(arguments("run", save_predictions=str(tmp_path / "out")))
-    with Image.open(tmp_path / "out" / "hall one" / "a.b.png") as picture:
-        assert np.array_equal(np.array(picture), np.where(label == 8, 7, label))
-
-
-def test_table_lists_the_classes_in_their_order_and_the_means(command, capsys):
-    scores = command()
-    lines = capsys.readouterr().out.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("class "))
-    names = load_class_file("cityscapes").names
-    rows = zip(lines[start + 1 :], names, scores["classes"], strict=False)
-    for line, name, row in rows:
-        shown = ["-" if row[key] is None else f"{100 * row[key]:.2f}" for key in ("IoU", "iIoU")]
-        assert line.startswith(name)
-        assert [line.split()[-6], line.split()[-1]] == shown
-    text = "\n".join(lines)
-    assert f"mIoU  {100 * scores['mIoU']:.2f}" in text
-    assert "step 1200, 3 images of split val" in text
-
-
 @pytest.mark.parametrize("missing", [1, 3])
 def test_where_instance_maps_are_missing_no_score_is_of_the_rest(
     command, cityscapes, capsys, missing

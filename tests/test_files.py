@@ -99,18 +99,6 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypat
         files.check_output(tmp_path / "new")
 
 
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_what_is_no_file_or_no_folder_is_an_error_and_not_waited_for(tmp_path, make):
-    make(tmp_path / "name")
-    with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
-        files.read_bytes(tmp_path / "name")
-    with pytest.raises(OSError, match=r"No such device|Is a directory"):
-        files.open_regular(tmp_path / "name", "a")
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="Not a directory"):
-        list(files.walk(tmp_path / "file", hidden=True))
-
-
 @pytest.fixture
 def at_once():
     """What waits is told to stop."""

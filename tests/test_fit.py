@@ -94,19 +94,14 @@ def test_a_batch_that_fits_in_no_way_is_refused(monkeypatch, tmp_path):
 TEN_GIB = 10 << 30
 
 
+HOST = "9.10 of 10.00 GiB of host memory"
+
+
 @pytest.mark.parametrize(
     ("code", "found", "expected"),
     [
         (0, (9, None), Trial(0.5, "9.00 of 10.00 GiB of host memory", "")),
-        (
-            0,
-            (9.1, None),
-            Trial(
-                0.5,
-                "9.10 of 10.00 GiB of host memory",
-                "9.10 of 10.00 GiB of host memory, and 10% must stay free",
-            ),
-        ),
+        (0, (9.1, None), Trial(0.5, HOST, f"{HOST}, and 10% must stay free")),
         (0, (2, 7), Trial(0.5, "7.00 GiB of the GPU and 2.00 of 10.00 GiB of host memory", "")),
         (EXIT_MEMORY, None, Trial(None, "", "out of memory: cpu has 1 GiB")),
         (-signal.SIGKILL, None, Trial(None, "", "ended by SIGKILL")),

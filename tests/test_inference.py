@@ -172,19 +172,6 @@ def test_image_smaller_than_the_window_is_padded_with_the_mean_colour(local):
     assert window.count_nonzero() == inner.count_nonzero()
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.1, 1 / 3, 0.5, 0.9])
-def test_windows_cover_every_pixel_and_end_at_the_border(overlap):
-    for window in (1, 5, 8):
-        for length in range(window, 60):
-            starts = window_starts(length, window, overlap)
-            covered = {p for s in starts for p in range(s, s + window)}
-            assert covered == set(range(length))
-            assert starts == sorted(set(starts))
-            assert starts[-1] + window == length
-            steps = np.diff(starts)
-            assert all(window - step >= min(window * overlap, window - 1) - 1 for step in steps)
-
-
 @pytest.mark.parametrize(
     ("length", "window", "overlap", "starts"),
     [

@@ -78,16 +78,6 @@ def test_iiou_matches_a_loop_over_the_instances():
     assert math.isnan(found.iiou[16])  # train: neither
 
 
-def test_the_iou_of_a_category_ignores_confusion_inside_it():
-    label = np.array([[PERSON, RIDER, CAR, ROAD, 255, ROAD]], np.uint8)
-    pred = np.array([[RIDER, PERSON, BUS, PERSON, CAR, ROAD]], np.uint8)
-    found = scores_of([(pred, label, np.zeros((1, 6), np.uint16))])
-    by_name = dict(zip(found.categories, found.category_iou, strict=True))
-    assert (by_name["human"], by_name["vehicle"], by_name["flat"]) == (2 / 3, 1.0, 0.5)
-    assert math.isnan(by_name["sky"])
-    assert found.means["category_mIoU"] == pytest.approx((2 / 3 + 1 + 0.5) / 3, rel=1e-15)
-
-
 def test_without_instances_only_categories_are_scored():
     matrix, _ = counted(images(2))
     found = group_scores(matrix, CLASSES, None)

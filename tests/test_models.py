@@ -5,7 +5,6 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from experiments import on_meta
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -176,13 +175,6 @@ def test_without_masks_dropout_draws_whole_channels_from_torchs_generator():
     assert (first == first[..., :1, :1]).all()
 
 
-def test_model_without_dropout_asks_for_no_masks():
-    model = built(small(dropout=0.0)).train()
-    x = normal(2, 3, 32, 40)
-    assert model.dropout_channels == (None, None)
-    torch.testing.assert_close(model(x), model(x), rtol=0, atol=0)
-
-
 def test_logits_are_float32_under_autocast_and_float64_stays():
     model = built(small()).train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -238,14 +230,6 @@ def test_averaging_shortcut_is_the_mean_of_two_by_two_pixels_and_a_convolution()
     y = block.bn2(F.conv2d(y, block.conv2.weight, padding=1))
     with torch.no_grad():
         assert_same(block(x.clone()), F.relu(y + shortcut))
-
-
-def test_weights_of_strided_shortcuts_are_refused_by_averaging_ones():
-    """Their keys differ, as in mmsegmentation and timm: equal keys would load without a word."""
-    strided = on_meta(lambda: build_backbone(small(backbone="resnet18", stem="32-32-64")))
-    pooled = on_meta(lambda: build_backbone(small(backbone="resnet18", stem="32-32-64-avgpool")))
-    assert "layer2.0.downsample.0.weight" in strided.state_dict()
-    assert "layer2.0.downsample.0.weight" not in pooled.state_dict()
 
 
 def test_deeplabv3_may_join_its_branches_by_the_3x3_convolution_alone():

@@ -118,12 +118,6 @@ def test_the_description_tells_config_versions_devices_and_command(config, tmp_p
     assert {"segtrain", "python", "platform", "git", "command"} <= environment.keys()
 
 
-def test_where_the_config_is_missing_that_of_the_command_counts_as_changed(config, tmp_path):
-    checkpoint_in(tmp_path)
-    (line,) = check(tmp_path, config, resume=True)
-    assert line == "config.yaml: missing there, the config of this command now"
-
-
 def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
     """It may come from an unpacked data set, and git runs programs that its configuration names."""
     ran = tmp_path / "ran"

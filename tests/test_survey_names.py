@@ -42,17 +42,6 @@ def test_labels_are_found_by_names(pairs):
     assert (matches.unclear, matches.alone, matches.bands) == ([], [], {})
 
 
-def test_several_files_of_one_image_are_found_by_end_folder_or_the_folder_of_the_image():
-    images = [f"im/{i}.png" for i in FIVE]
-    for form in ("masks/{}_{}.png", "masks/{1}/{0}.png", "masks/{}/{}.png"):
-        labels = {
-            image: [form.format(i, c) for c in ("car", "road")]
-            for image, i in zip(images, FIVE, strict=True)
-        }
-        every = [label for found in labels.values() for label in found]
-        assert found(images, every).labels == labels
-
-
 def test_an_order_of_names_is_no_pairing():
     images, labels = [f"a/{i}.jpg" for i in "pqrst"], [f"b/{i}.png" for i in "uvwxy"]
     matches = found(images, labels)
@@ -74,6 +63,8 @@ def test_an_image_in_several_files_is_one_with_bands():
 ROAD_CAR = [("road", None, None), ("car", None, None)]
 VALUES = [("road", 3, None), ("car", 7, None)]
 COLORS = [("road", None, (128, 64, 128)), ("car", None, (0, 0, 142))]
+SUPERVISELY = """
+{"classes": [{"title": "road", "color": "#804080"}, {"title": "car", "color": "#00008E"}]}"""
 LEGENDS = [
     ("classes.txt", "road\ncar\n", ROAD_CAR),
     ("labels.txt", "3: road\n7: car\n", VALUES),
@@ -85,12 +76,7 @@ LEGENDS = [
     ("dataset.json", '{"labels": {"road": 3, "car": 7}, "numTraining": 9}', VALUES),
     ("dataset.json", '{"labels": {"3": "road", "7": "car"}}', VALUES),
     ("notes.json", '{"categories": [{"id": 3, "name": "road"}, {"id": 7, "name": "car"}]}', VALUES),
-    (
-        "meta.json",
-        '{"classes": [{"title": "road", "color": "#804080"},'
-        ' {"title": "car", "color": "#00008E"}]}',
-        COLORS,
-    ),
+    ("meta.json", SUPERVISELY, COLORS),
     ("palette.json", '{"road": [128, 64, 128], "car": [0, 0, 142]}', COLORS),
 ]
 
