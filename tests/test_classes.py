@@ -28,6 +28,7 @@ def test_names_alone_are_enough_and_defaults_give_way_to_what_is_given(tmp_path)
     assert found.palette == [(128, 0, 0), (0, 0, 0), (0, 128, 0)]
     found = load(tmp_path, "classes: [{name: no, ids: [0]}, {name: cell, ids: [255]}]")
     assert found.ignore_ids == ()
+    assert load(tmp_path, "classes: [a]\nignore_color: [9, 9, 9]").ignore_color == (9, 9, 9)
     assert found.train_id_of == {0: 0, 255: 1}
 
 

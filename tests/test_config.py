@@ -67,6 +67,7 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ("augment:\n  scale_range: [2, 0.5]", "scale_range: the first number, 2.0, is larger th"),
         ("schedule:\n  warmup_steps: 10\ntrain: {steps: 10}", "3: schedule.warmup_steps: 10 must"),
         ("train:\n  batch_size: 4\n  accumulate_steps: 3", "3: train.batch_size: one image has"),
+        ("norm:\n  images: 1", "3: norm.images: one image has one value a channel after global"),
         ("optim:\n  nesterov: true\n  momentum: 0", "3: optim.nesterov: needs a momentum above 0"),
         ("model:\n  backbone: mobilenet_v2\n  stem: 64-64-128", "model.stem: has no effect"),
         ("model: {backbone: resnet18, multi_grid: [1, 2, 4]}", "multi_grid: expected 2 numbers"),

@@ -821,8 +821,10 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
     """Also of a file in half precision and without batch counters."""
     half = {key: v.half() if v.is_floating_point() else v for key, v in smp_state.items()}
     del half["encoder.bn1.num_batches_tracked"]
+    half["loss.weight"] = torch.ones(K)
     torch.save({"best_score": np.float64(0.5), "net": half}, "theirs.pth")  # as VainF
     setting = ("--set", "model.align_corners=false", "--set", "data.mean=[1, 2, 3]")
+    setting += ("--ignore", "loss.")
     output = tmp_path / "ours.pt"
     assert run("theirs.pth", "--classes", classes, "--output", output, *setting) == 0
     said = capsys.readouterr().out
@@ -830,6 +832,7 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
     for line in (
         f"source      segmentation_models.pytorch: {len(half)} tensors under net",
         f"left out    {unused} tensors (the head reads layer2): encoder.layer3.0.",
+        "left out    1 tensors (--ignore): loss.weight",
         "  num_stages: 2",
         "\ndata:\n  mean: [1.0, 2.0, 3.0]\nwrote",
     ):
