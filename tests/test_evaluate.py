@@ -226,6 +226,16 @@ def test_voc_predictions_are_indices_into_the_palette_of_voc(tmp_path, know_the_
         assert np.array_equal(rgb, np.array(default_palette(256), np.uint8)[indices])
 
 
+def test_scores_say_their_precision_and_which_images_went_by_windows(
+    command, cityscapes, know_the_colors, monkeypatch
+):
+    know_the_colors(config_of(cityscapes, mode="whole"), load_class_file("cityscapes"))
+    monkeypatch.setattr("segtrain.evaluation.dataset.fitting_pixels", lambda *_: 0)
+    found = command("eval.precision=bfloat16")["inference"]
+    assert (found["mode"], found["images_by_windows"]) == ("whole", len(NAMES))
+    assert found["precision"] == found["autocast"] == "bfloat16"
+
+
 def test_overlays_are_spread_over_the_data_set(command, tmp_path):
     command(overlays=str(tmp_path / "overlays"), num_overlays=2)
     written = sorted(p.name for p in (tmp_path / "overlays").rglob("*.png"))

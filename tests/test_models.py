@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
+from experiments import on_meta
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -146,6 +147,12 @@ def test_norm_factory_makes_every_norm_layer_as_it_is(backbone, eps):
     assert set(map(id, layers)) <= set(map(id, made))
     assert {m.eps for m in layers} == eps
     assert {m.momentum for m in layers} == {0.3}
+
+
+@pytest.mark.parametrize(("output_stride", "rates"), [(16, [6, 12, 18]), (32, [3, 6, 9])])
+def test_aspp_rates_follow_the_stride(output_stride, rates):
+    aspp = on_meta(lambda: built(small("deeplabv3", output_stride=output_stride))).head.aspp
+    assert [conv.dilation[0] for conv in aspp.convs[1:4]] == rates
 
 
 def test_masks_replace_the_dropout_of_the_model():

@@ -261,6 +261,8 @@ def test_existing_predictions_are_kept_unless_told_otherwise_and_not_predicted(r
         run(tmp_path)
     assert run(tmp_path, overwrite=True) == 0
     assert names(tmp_path / "out/labels") == ["a.png"]
+    with pytest.raises(ConfigError, match=r"--set optim\.lr=1: the checkpoint decides this"):
+        run(tmp_path, set=["optim.lr=1"], overwrite=True)
 
 
 def test_nothing_is_written_through_links_or_into_pipes(run, tmp_path):
