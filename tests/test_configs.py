@@ -194,6 +194,8 @@ def test_rates_steps_batches_crops_and_scales_are_those_of_the_source(name):
     assert (steps, config.train.batch_size, config.augment.crop_size) == sizes
     assert config.augment.scale_range == (0.5, 2.0)
     assert config.optim.momentum == 0.9
+    if name.endswith("_769"):  # from window to window, as mmsegmentation's test_cfg
+        assert math.ceil(769 * (1 - config.eval.overlap)) == 513
 
 
 @pytest.mark.parametrize("name", sorted(DILATIONS))

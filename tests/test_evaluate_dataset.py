@@ -256,3 +256,14 @@ def test_after_an_error_the_model_has_its_modes_back_and_no_thread_is_left():
     assert set(model.modes) == {False}
     assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)
     assert threading.active_count() == before
+
+
+def test_a_label_smaller_than_the_image_is_compared_at_its_own_size():
+    class Halved(RedImages):
+        def __getitem__(self, index):
+            image, label = super().__getitem__(index)
+            return image.repeat(2, axis=0).repeat(2, axis=1), label
+
+    seen = []
+    evaluate(Halved(2), callbacks=[seen.append])
+    assert all(p.pred.shape == p.label.shape for p in seen)

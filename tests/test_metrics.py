@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from segtrain.metrics import ConfusionMatrix, _histogram_without_wait
+from segtrain.metrics import ConfusionMatrix, _histogram_without_wait, score_table
 from segtrain.types import IGNORE_INDEX
 
 NAMES = ["road", "sky", "car"]
@@ -115,6 +115,13 @@ def test_values_out_of_range_are_refused_and_nothing_is_counted(pred, label, mes
 def test_numbers_of_classes_that_bytes_cannot_hold_are_refused(num_classes):
     with pytest.raises(ValueError, match="num_classes"):
         ConfusionMatrix(num_classes)
+
+
+def test_the_table_has_the_scores_of_each_class_in_percent():
+    scores = scores_of([[3, 1, 0], [1, 3, 0], [0, 0, 0]])
+    _, *rows, _, _ = score_table(scores, NAMES, [0.25, 0.5, math.nan])
+    shown = [(row.split()[0], row.split()[1], row.split()[-1]) for row in rows]
+    assert shown == [("road", "60.00", "25.00"), ("sky", "60.00", "50.00"), ("car", "-", "-")]
 
 
 def test_scores_for_json_and_scalars_have_no_nan():

@@ -125,3 +125,4 @@ def test_an_installed_package_finds_its_own_configs_only(tmp_path):
         text=True,
     )
     assert [line.split()[0] for line in done.stdout.splitlines()] == recipes.names()
+    assert "  DeepLabV3+ on ResNet-101 on Pascal VOC 2012, augmented, crops" in done.stdout
