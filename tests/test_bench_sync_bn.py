@@ -9,7 +9,7 @@ import bench_sync_bn
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_sync_bn import LOCAL, UnsharedBatchNorm2d
+from bench_sync_bn import LOCAL
 from sync_bn_schemes import SCHEMES, SchemeBatchNorm2d
 
 from segtrain.distributed import collectives as dist
@@ -98,11 +98,6 @@ def test_every_scheme_equals_the_whole_batch(ranks, number):
     for part in parts:
         torch.testing.assert_close(part[4:], running, **exact)
     assert counts == (name.split()[0],) * 2
-
-
-def test_the_layer_that_sends_nothing_equals_batch_norm():
-    results = run_layer(UnsharedBatchNorm2d(C).double(), *batch(4))
-    torch.testing.assert_close(results, whole_batch(4), rtol=0, atol=1e-12)
 
 
 def test_command_without_a_name_measures_layers(run_ranks, tmp_path, monkeypatch, capsys):

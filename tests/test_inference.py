@@ -89,16 +89,6 @@ def test_whole_image_is_softmax_of_the_resized_logits(local, out_size, align_cor
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
-def test_label_is_the_most_probable_class_and_probabilities_sum_to_one(local, way):
-    for out_size in ((21, 34), (37, 50)):
-        probs = predict_probabilities(local, image(), settings(**way), out_size)
-        assert_close(probs.sum(1), torch.ones(1, *out_size, dtype=torch.float64))
-        label = predict_label(local, image(), settings(**way), out_size)
-        assert label.dtype == torch.uint8
-        assert torch.equal(label, probs[0].argmax(0).to(torch.uint8))
-
-
-@pytest.mark.parametrize("way", ALL_WAYS)
 def test_result_does_not_depend_on_the_size_of_tiles(local, way, monkeypatch):
     whole = predict_probabilities(local, image(), settings(**way), (47, 61))
     monkeypatch.setattr(windows, "TILE_ELEMENTS", 3 * CLASSES * 61)
