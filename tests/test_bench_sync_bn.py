@@ -15,7 +15,6 @@ from sync_bn_schemes import SCHEMES, SchemeBatchNorm2d
 from segtrain.distributed import collectives as dist
 
 C = 5
-CPU = torch.device("cpu")
 # Those that weigh ranks by their number of values.
 EXACT = ("1+1 all_reduce", "1+1 all_gather")
 

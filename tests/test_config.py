@@ -20,6 +20,7 @@ from segtrain.config.loading import with_places
 from segtrain.config.section import CONFLICTS, NEEDS, Section
 from segtrain.errors import ConfigError
 
+COLORLESS = " ".join(f"augment.{k}=0" for k in ("brightness", "contrast", "saturation", "hue"))
 DATA = "data: {layout: folders, root: /d, classes: voc}\n"
 
 
@@ -208,9 +209,6 @@ def test_the_schema_describes_every_option():
 
 
 # One of each form that a rule of NEEDS and CONFLICTS can have.
-COLORLESS = " ".join(f"augment.{k}=0" for k in ("brightness", "contrast", "saturation", "hue"))
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -153,9 +153,7 @@ def test_typical_mistakes_of_ids_are_recognized(saved, values, classes, hint):
 
 COLORS = class_file(0, 1, colors=[(1, 2, 3), (1, 2, 4)], ignore_color=(9, 9, 9))
 TRAIN_IDS = class_file(7, 8, 0, ignore=(1, 255))
-
-
-# Two colours, of which the second is not opaque.
+# Of two colours the second is not opaque.
 CLEAR = [(b"PLTE", bytes([1, 2, 4, 1, 2, 3])), (b"tRNS", bytes([255, 7]))]
 
 

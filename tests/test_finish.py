@@ -20,6 +20,8 @@ from segtrain.errors import ConfigError
 from segtrain.results.runs import summarize
 from segtrain.training.optim.schedule import learning_rate
 
+NODES = ("--nnodes", "2", "--node-rank", "0")
+
 
 def write(data, path, *, steps, **schedule):
     options = small(
@@ -105,16 +107,17 @@ def test_a_branch_falls_from_the_rate_of_the_checkpoint(schedule, step, rate):
     assert peaked[2 + 8] == pytest.approx(low + (0.04 - low) * (1 - (8 / 18) ** 0.5), rel=1e-12)
 
 
-NODES = ("--nnodes", "2", "--node-rank", "0")
-
-
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
         ("checkpoints/best.pt", [], "best.pt: holds no training state; name last.pt"),
         ("", ["--set", "optim.lr=1.0"], "--set optim.lr: the checkpoint decides this"),
         ("", ["--set", "schedule.finish_peak=0.01"], "0.01 must be larger than finish_lr, 0.02"),
-        ("", [*NODES, "--rdzv-endpoint", "a:1"], "first, alone: segtrain train"),
+        (
+            "",
+            [*NODES, "--rdzv-endpoint", "a:1"],
+            "first, alone: segtrain train",
+        ),
         ("", ["--output", "."], ": holds a run already"),
         ("", ["--output", ".", "--resume"], ": no branch (schedule.finish_from)"),
         ("../c.yaml", [], "c.yaml: expected a run, or a checkpoint of one, to finish"),

@@ -92,8 +92,6 @@ def test_a_batch_that_fits_in_no_way_is_refused(monkeypatch, tmp_path):
 
 
 TEN_GIB = 10 << 30
-
-
 HOST = "9.10 of 10.00 GiB of host memory"
 
 

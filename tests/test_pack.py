@@ -12,7 +12,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-import torch
 import yaml
 from experiments import bits, last, small, stopped_after, train, write_config
 from PIL import Image
@@ -31,7 +30,6 @@ from segtrain.data.read.image import RGB
 from segtrain.errors import ConfigError, DataError
 from segtrain.run.directory import RunLock
 
-CPU = torch.device("cpu")
 SIZES = {"a": (5, 8), "b c": (1, 1), "d/\udce4": (9, 4), "e": (7, 6), "f": (3, 11)}
 
 

@@ -16,7 +16,6 @@ from segtrain.types import IGNORE_INDEX
 
 NAMES = ["road", "sky", "car"]
 PALETTE = [(128, 64, 128), (70, 130, 180), (0, 0, 142)]
-LABEL = np.array([[0, 1, 2], [IGNORE_INDEX, 2, 0]], dtype=np.uint8)
 
 
 def noise(height, width, seed=0):
