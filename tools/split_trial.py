@@ -1,15 +1,15 @@
 """train.split on unequal ranks: throughput with even and with measured splits, and the losses.
 
-Two ranks train a config; the second is slowed: stopped and continued by signals, every 20 ms, so
-that it has a part of its time only.
+Two ranks train a config, each on a core of its own; on the second core runs an endless loop too, so
+that this rank has half of its time.
 
-    python tools/split_trial.py CONFIG --output DIR --speed 0.5 --set train.steps=100
+    python tools/split_trial.py CONFIG --output DIR --set train.steps=100
 """
 
 import argparse
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 import threading
@@ -18,21 +18,30 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-_PERIOD_S = 0.02
+CORES = sorted(os.sched_getaffinity(0))
 
 
 def main() -> None:
-    """Trains with each split and prints a line each."""
+    """Keeps the second core busy, and compares."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--speed", type=float, default=0.5, help="of rank 1, beside rank 0")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
+    loop = f"import os; os.sched_setaffinity(0, {{{CORES[1]}}})\nwhile True: pass"
+    beside = subprocess.Popen([sys.executable, "-c", loop])
+    try:
+        compare(args)
+    finally:
+        beside.kill()
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Trains with each split and prints a line each."""
     base = None
     for split in ("even", "measured"):
         directory = args.output / split
-        lines = train(args.config, directory, [*args.set, f"train.split={split}"], args.speed)
+        lines = train(args.config, directory, [*args.set, f"train.split={split}"])
         rates = [line["images_per_s"] for line in metrics(directory) if "images_per_s" in line]
         rate = median(rates[len(rates) // 2 :])
         base = base or rate
@@ -47,40 +56,30 @@ def main() -> None:
     print(f"losses differ by at most {apart:.1e} of themselves")
 
 
-def train(config: str, directory: Path, options: list[str], speed: float) -> list[str]:
-    """Trains on two ranks, of which the second is slowed; what the log says of the split."""
+def train(config: str, directory: Path, options: list[str]) -> list[str]:
+    """Trains on two ranks, of which the second is slow; what the log says of the split."""
     command = [sys.executable, "-m", "segtrain", "train", config, "--output", str(directory)]
     command += ["--nproc", "2", "--device", "cpu", *(f"--set={option}" for option in options)]
     process = subprocess.Popen(command)
-    threading.Thread(target=slow_down, args=(process, speed), daemon=True).start()
+    threading.Thread(target=pin_ranks, args=(process,), daemon=True).start()
     if process.wait():
         raise SystemExit(process.returncode)
     log = (directory / "train.log").read_text().splitlines()
-    words = ("split ", "weights ")
+    words = ("split ", "weights    sha256")
     return [line.partition(" INFO ")[2] for line in log if any(f"INFO {w}" in line for w in words)]
 
 
-def slow_down(launcher: subprocess.Popen, speed: float) -> None:
-    """Lets rank 1 have this part of its time, until it ends."""
+def pin_ranks(launcher: subprocess.Popen) -> None:
+    """Keeps all threads of rank i on the i-th core, until the launcher ends."""
     while launcher.poll() is None:
-        pid = rank_1(launcher.pid)
-        with suppress(ProcessLookupError):
-            while pid is not None:
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(_PERIOD_S * (1 - speed))
-                os.kill(pid, signal.SIGCONT)
-                time.sleep(_PERIOD_S * speed)
-        time.sleep(0.1)
-
-
-def rank_1(launcher: int) -> int | None:
-    """The process with RANK=1 among the children of the launcher."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError, IndexError):
-            parent = path.with_name("stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == launcher and b"\0RANK=1\0" in b"\0" + path.read_bytes():
-                return int(path.parent.name)
-    return None
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError, IndexError):
+                parent = path.with_name("stat").read_text().rpartition(")")[2].split()[1]
+                found = re.search(rb"(?:^|\0)RANK=(\d)\0", path.read_bytes())
+                if int(parent) == launcher.pid and found:
+                    for task in path.with_name("task").iterdir():
+                        os.sched_setaffinity(int(task.name), {CORES[int(found[1])]})
+        time.sleep(1)
 
 
 def metrics(directory: Path) -> list[dict]:
