@@ -1,11 +1,5 @@
 from segtrain.config import parse_config
-from segtrain.distributed.partition import (
-    divide,
-    even,
-    partition,
-    parts_of_rank,
-    shares_of_ranks,
-)
+from segtrain.distributed.partition import divide, even, partition, parts_of_rank, shares_of_ranks
 
 DATA = "data: {layout: folders, root: /data, classes: voc}\n"
 

@@ -6,16 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from experiments import (
-    bits,
-    experiment,
-    last,
-    logged,
-    losses,
-    stopped_after,
-    train,
-    write_config,
-)
+from experiments import bits, experiment, last, logged, losses, stopped_after, train, write_config
 
 from segtrain.commands.train import split as split_module
 from segtrain.config import load_config
@@ -28,11 +19,10 @@ from segtrain.training import speed
 from segtrain.training.speed import Speed, fastest_split, measure_speed, step_time
 from segtrain.training.state import make_state, use_split
 
-SMALL = {"num_stages": 2, "output_stride": 8, "head_channels": 8, "aux_channels": 8}
-
 
 def config_file(path, data, **sections):
-    sections = {"augment": {"crop_size": [25, 33]}, "model": SMALL} | sections
+    model = {"num_stages": 2, "output_stride": 8, "head_channels": 8, "aux_channels": 8}
+    sections = {"augment": {"crop_size": [25, 33]}, "model": model} | sections
     return write_config(path, experiment(data, **sections))
 
 
