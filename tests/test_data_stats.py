@@ -119,4 +119,4 @@ def test_beta_is_below_one(data, capsys):
     with pytest.raises(SystemExit) as caught:
         segtrain(["data", "stats", str(data[0]), "--beta", "1"])
     assert caught.value.code == 2
-    assert "below 1: '1'" in capsys.readouterr().err
+    assert "below 1, got '1'" in capsys.readouterr().err
