@@ -113,11 +113,7 @@ def test_a_branch_falls_from_the_rate_of_the_checkpoint(schedule, step, rate):
         ("checkpoints/best.pt", [], "best.pt: holds no training state; name last.pt"),
         ("", ["--set", "optim.lr=1.0"], "--set optim.lr: the checkpoint decides this"),
         ("", ["--set", "schedule.finish_peak=0.01"], "0.01 must be larger than finish_lr, 0.02"),
-        (
-            "",
-            [*NODES, "--rdzv-endpoint", "a:1"],
-            "first, alone: segtrain train",
-        ),
+        ("", [*NODES, "--rdzv-endpoint", "a:1"], "first, alone: segtrain train"),
         ("", ["--output", "."], ": holds a run already"),
         ("", ["--output", ".", "--resume"], ": no branch (schedule.finish_from)"),
         ("../c.yaml", [], "c.yaml: expected a run, or a checkpoint of one, to finish"),

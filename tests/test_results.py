@@ -342,17 +342,18 @@ def test_verdicts():
     rng = np.random.default_rng(1)
     first, better = pair(rng, gain=1.0)
     worse = [replace(first, images=first.images), first]
-    assert "one seed a side cannot tell" in verdict(compare([first], [better]), only_seed=False)
-    assert "only in their seed" in verdict(compare([first], [better]), only_seed=True)
+    assert "one seed a side cannot tell" in verdict(compare([first], [better]), {"optim.lr"})
+    assert "only in their seed" in verdict(compare([first], [better]), {"seed"})
+    assert "the configs are equal" in verdict(compare([first], [better]), {})
     found = compare(worse, [better, better])
     assert found.seed_std == 0
-    assert verdict(found, only_seed=False).startswith("B is better, beyond")
+    assert verdict(found, {"optim.lr"}).startswith("B is better, beyond")
     # Seeds that move the score by more than the recipe does.
     found = compare([first, better], [better, first])
     assert found.recipes.low < -0.01 < 0.01 < found.recipes.high
-    assert verdict(found, only_seed=False).startswith("images and seeds together")
+    assert verdict(found, {"optim.lr"}).startswith("images and seeds together")
     a, b = pair(rng)
-    assert verdict(compare([a], [b]), only_seed=False).startswith("the choice of images explains")
+    assert verdict(compare([a], [b]), {"optim.lr"}).startswith("the choice of images explains")
 
 
 def test_what_cannot_be_compared_is_refused(run, capsys):

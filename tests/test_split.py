@@ -139,10 +139,8 @@ def test_a_compiled_run_may_be_divided_more_often_than_torch_keeps_graphs(tmp_pa
 
 def test_measuring_takes_a_small_part_of_the_time(run_ranks, tmp_path, data):
     """A second measurement would have no speeds."""
-    train_options = {"steps": 4, "batch_size": 6, "split": "measured"}
-    config = config_file(
-        tmp_path / "c.yaml", data, train=train_options, checkpoint={"every_steps": 1}
-    )
+    options, every = {"steps": 4, "batch_size": 6, "split": "measured"}, {"every_steps": 1}
+    config = config_file(tmp_path / "c.yaml", data, train=options, checkpoint=every)
     plan, run = [(2, 1)], tmp_path / "run"
     assert run_ranks(2, measured, plan, train, config, run, rest=1e9) == [0] * 2
     assert (run / "train.log").read_text().count("instead of 3 + 3") == 1
@@ -153,6 +151,7 @@ def test_a_split_for_other_ranks_is_even_with_a_warning(run_ranks, tmp_path, dat
     assert run_ranks(2, train, config, tmp_path / "run") == [0] * 2
     log = (tmp_path / "run" / "train.log").read_text()
     assert "train.split: [5, 3, 1] is for 3 ranks, and there are 2" in log
+    assert "batch      5 images of 25x33, 3 + 2 of a microbatch to the ranks" in log
     for wrong, said in {"[0, 0]": "all numbers are 0", "[]": "at least 1", "fast": "split"}.items():
         with pytest.raises(ConfigError, match=said):
             load_config(config, [f"train.split={wrong}"])

@@ -101,6 +101,8 @@ def first_block(kind):
 TORCH = rewritten("environment.json", lambda text: text.replace('"torch": "', '"torch": "9'))
 PROCESSOR = saved(lambda it: it._replace(shares=it.shares | {"arithmetic": "0" * 16}))
 PIXELS = receipt(2, pixels="0" * 16)
+FLIPPED = config("flip: false", "flip: true")
+GAP = lines_of("receipts.jsonl", lambda one: one if one["step"] != 3 else None)
 LATE = lines_of("receipts.jsonl", lambda one: one if one["step"] > 2 else None)
 TWO_RANKS = rewritten("environment.json", lambda text: text.replace('"cpu"', '"cpu", "cpu"'))
 PLAIN = (lines_of("receipts.jsonl", lambda one: None), config("shares: 3", "shares: null"))
@@ -111,6 +113,8 @@ EQUAL = "the runs are equal in every bit of steps 1 to 4"
 CASES = [
     ((), EQUAL),
     ((config("num_workers: 0", "num_workers: 1"),), EQUAL),
+    ((FLIPPED,), f"{EQUAL}; scores may differ by eval.flip: false in A, true in B"),
+    ((GAP,), f"{EQUAL} but for 1 of them"),
     ((TORCH,), f"{EQUAL}; what differs: versions"),
     ((without("pixels", "start"),), EQUAL),
     ((LATE,), "the runs are equal in every bit of steps 3 to 4"),

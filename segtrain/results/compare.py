@@ -11,7 +11,7 @@ question: it needs several runs of a recipe. Their variance then joins that of t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,13 +149,18 @@ def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> l
     different = differing_recipes([runs[0].config for runs in (a, b)])
     for key, (before, after) in different.items():
         lines.append(f"config      {key}: {yaml_value(before)} in A, {yaml_value(after)} in B")
-    return [*lines, f"verdict     {verdict(found, only_seed=set(different) <= {'seed'})}"]
+    return [*lines, f"verdict     {verdict(found, different)}"]
 
 
-def verdict(found: Comparison, *, only_seed: bool) -> str:
-    """One sentence. only_seed: the configs differ in nothing else."""
+def verdict(found: Comparison, different: Collection[str]) -> str:
+    """One sentence. different: the options in which the configs differ."""
     better = "B" if found.models.value > 0 else "A"
-    if only_seed and found.models.value != 0:
+    if not different and found.models.value != 0:
+        return (
+            "the configs are equal, so it is no recipe that differs, but data, starting weights, "
+            "length or rounding: segtrain compare A B --steps says which"
+        )
+    if set(different) == {"seed"} and found.models.value != 0:
         return (
             f"the runs differ only in their seed, which alone moves mIoU by "
             f"{_points(abs(found.models.value))[1:]} points here: what changes less is no finding"

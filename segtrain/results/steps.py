@@ -108,6 +108,12 @@ def steps_lines(a: Path, b: Path) -> list[str]:
     else:
         others = first_of(dict.fromkeys(cause.kind for cause in causes if cause.reach))
         verdict = f"{first}; what differs: {others}" if others else first
+    scores = [cause.text for cause in causes if cause.kind == "scores"]
+    ends = [max(side.run.step, *side.receipts, *side.saved, 0) for side in sides]
+    if ends[0] != ends[1] and all(ends):
+        scores.append(f"the last step, {_in_both(ends)}")
+    if scores:
+        verdict += f"; scores may differ by {first_of(scores, 3, separator='; ')}"
     return [f"{label:<11} {text}" for label, text in (*lines, *more, ("verdict", verdict))]
 
 
@@ -115,7 +121,7 @@ def _read(directory: Path) -> Side:
     run, receipts = read_run(directory), directory / run_directory.RECEIPTS
     saved = dict(reversed(kept_checkpoints(directory / run_directory.CHECKPOINTS)))
     newest = (load(saved[max(saved)]), saved[max(saved)]) if saved else None
-    found = read_receipts(receipts) if receipts.exists() else {}
+    found = read_receipts(receipts) if receipts.is_file() else {}
     return Side(run, found, saved, newest, (newest and newest[0].shares) or {})
 
 
@@ -130,12 +136,12 @@ def _options(a: Side, b: Side) -> Iterator[Cause]:
         reach = next(_REACH[prefix] for prefix in _REACH if key.startswith(prefix))
         if key == "eval.every_steps" and configs[0].norm.precise_batches is not None:
             reach = "weights"  # an evaluation leaves other statistics
-        kind = "config" if reach and key in recipe else "harmless"
+        kind = "config" if reach and key in recipe else "scores" if reach is None else "harmless"
         # They change the order of sums, which shares fix.
         if key in ("train.compile", "train.split") and configs[0].train.shares is None:
             kind, reach = "rounding", "loss"
         text = f"{key}: {_in_both(map(yaml_value, values))}"
-        yield Cause(kind, text, None if kind == "harmless" else reach)
+        yield Cause(kind, text, None if kind in ("harmless", "scores") else reach)
 
 
 def _data(a: Side, b: Side) -> Iterator[Cause]:
@@ -149,16 +155,17 @@ def _data(a: Side, b: Side) -> Iterator[Cause]:
     reach = "pixels" if before.num_classes == now.num_classes else "start"
     for change in class_differences(before, now, a.run.config.data.label_format)[0]:
         yield Cause("data", f"{change} (there: A, now: B)", reach)
-    # A checkpoint knows no names of files.
-    one, other = (data.train for data in prints)
-    numbers = range(1, one.num_pairs + 1)
-    pairs = [SimpleNamespace(image=f"image {i}", label=f"label {i}") for i in numbers]
-    files, reach = SimpleNamespace(split="train", pairs=pairs), "samples"
-    change = file_difference(one, other, files)
-    if not change and other.labels is not None:
-        change, reach = label_difference(one, other.labels, files), "pixels"
-    if change:
-        yield Cause("data", f"{change} (there: A, now: B)", reach)
+    for split, kind in (("train", "data"), ("eval", "scores")):
+        # A checkpoint knows no names of files.
+        one, other = (getattr(data, split) for data in prints)
+        numbers = range(1, one.num_pairs + 1)
+        pairs = [SimpleNamespace(image=f"image {i}", label=f"label {i}") for i in numbers]
+        files, reach = SimpleNamespace(split=split, pairs=pairs), "samples"
+        change = file_difference(one, other, files)
+        if not change and other.labels is not None:
+            change, reach = label_difference(one, other.labels, files), "pixels"
+        if change:
+            yield Cause(kind, f"{change} (there: A, now: B)", reach if kind == "data" else None)
 
 
 def _versions(a: Side, b: Side) -> Iterator[Cause]:
@@ -190,15 +197,16 @@ def _by_receipts(a: Side, b: Side) -> tuple[list[tuple[str, str]], First | str]:
     """Lines, and where the receipts part, or else the verdict."""
     pairs = {s: (a.receipts[s], b.receipts[s]) for s in sorted(a.receipts.keys() & b.receipts)}
     begun = [min(side.receipts) for side in (a, b)]
-    span = f"{min(pairs)} to {max(pairs)}"
+    span, gaps = f"{min(pairs)} to {max(pairs)}", max(pairs) - min(pairs) + 1 - len(pairs)
+    but = f" but for {gaps} of them" if gaps else ""
     late = "" if begun == [1, 1] else f"; they begin at {_in_both(begun)}"
-    lines = [("steps", f"{span} have receipts in both runs{late}")]
+    lines = [("steps", f"{span} have receipts in both runs{but}{late}")]
     weights = list(a.newest[0].model) if a.newest else []
     names = {"gradients": list(a.shares.get("exponents", ())), "weights": weights}
     each = ((s, receipt_differences(*pairs[s], names, ("in A", "in B"))) for s in pairs)
     step, found = next(((s, found) for s, found in each if found), (0, {}))
     if not found:
-        return lines, f"the runs are equal in every bit of steps {span}"
+        return lines, f"the runs are equal in every bit of steps {span}{but}"
     lines += [(f"step {step}", line) for line in found.values()]
     texts = [{name: getattr(one, name) or "nan" for name in _NUMBERS} for one in pairs[step]]
     sizes = _sizes(*({name: float.fromhex(x) for name, x in one.items()} for one in texts))

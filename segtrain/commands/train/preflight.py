@@ -159,6 +159,9 @@ def start_lines(
     batch = f"{train.batch_size} images of {height}x{width}"
     if train.accumulate_steps > 1:
         batch += f" in {train.accumulate_steps} microbatches"
+    if not isinstance(train.split, str) and ranks > 1:
+        divided = map(sum, microbatch_parts(train, split_of(train, ranks)))
+        batch += f", {' + '.join(map(str, divided))} of a microbatch to the ranks"
     epochs = train.steps * train.batch_size / len(train_set.pairs)
     parameters = sum(p.numel() for p in model.parameters())
     return [
