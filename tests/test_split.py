@@ -134,7 +134,7 @@ def test_a_compiled_run_may_be_divided_more_often_than_torch_keeps_graphs(tmp_pa
     graph = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True, dynamic=False)
     for images in range(1, 11):
         use_split(SimpleNamespace(model=torch.nn.Identity()), config, (images,))
-        graph(torch.zeros(images))
+        assert graph(torch.zeros(images)).tolist() == [1.0] * images
 
 
 def test_measuring_takes_a_small_part_of_the_time(run_ranks, tmp_path, data):
