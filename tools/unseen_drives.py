@@ -6,6 +6,11 @@ CamVid's training split holds three drives, and its validation split continues o
 says little about streets that no one has seen. Here the images of both splits are divided by drive;
 `seen` stands for the ordinary splits. Runs are scored once, at their last step, and go on where
 they were stopped. `--recipe table` trains nothing: it prints what there is.
+
+Recipes are joined by `+`. `--recipe design` stands for seven such runs: with the base, each of
+seven recipes is in four runs of eight, and any two of them are together in two. So what a recipe
+adds is a difference of two means of four runs, which varies half as much as one of two runs. The
+table has these differences, by least squares over all runs of a drive, seed and length.
 """
 
 import argparse
@@ -13,6 +18,8 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+
+import numpy as np
 
 from segtrain.results.compare import compare
 from segtrain.results.records import load_records
@@ -34,7 +41,18 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "label_smoothing": ("loss.label_smoothing=0.1",),
     "dropout": ("model.dropout=0.3",),
     "mixup": ("augment.mixup_alpha=0.2",),
+    "boundary": ("loss.kind=boundary_relaxation",),
 }
+# The 2^(7-4) design of Box and Hunter (1961), with the base as its first row.
+DESIGN = (
+    "wide_scale+class_mix+large_crops+dropout",
+    "class_uniform+class_mix+boundary+dropout",
+    "color+large_crops+boundary+dropout",
+    "wide_scale+class_uniform+large_crops+boundary",
+    "wide_scale+color+class_mix+boundary",
+    "class_uniform+color+class_mix+large_crops",
+    "wide_scale+class_uniform+color+dropout",
+)
 
 
 def write_lists(root: Path, data: Path) -> None:
@@ -53,18 +71,29 @@ def write_lists(root: Path, data: Path) -> None:
 
 def options(recipe: str, drive: str, root: Path) -> list[str]:
     """The settings of a run beside its seed and length."""
-    found = [*RECIPES[recipe], "eval.every_steps=null", f"data.root={root}"]
+    parts = (text for part in recipe.split("+") for text in RECIPES[part])
+    found = [*parts, "eval.every_steps=null", f"data.root={root}"]
     if drive != "seen":
         lists = f"data.train_split={drive}_in.txt", f"data.eval_split={drive}_out.txt"
         found += ["data.layout=list", *lists]
     return found
 
 
+def effects(scores: dict[str, float]) -> dict[str, float]:
+    """What each recipe adds to the score, by least squares; empty if the runs cannot tell."""
+    parts = sorted({part for recipe in scores for part in recipe.split("+")} - {"base"})
+    rows = [[1.0, *(part in recipe.split("+") for part in parts)] for recipe in scores]
+    solution, _, rank, _ = np.linalg.lstsq(np.array(rows), np.array([*scores.values()]), rcond=None)
+    return dict(zip(parts, solution[1:], strict=True)) if rank == len(parts) + 1 else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="root of CamVid")
     parser.add_argument("--output", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--recipe", nargs="+", choices=(*RECIPES, "table"), default=["base"])
+    parser.add_argument(
+        "--recipe", nargs="+", default=["base"], help=f"{', '.join(RECIPES)}, design, table"
+    )
     parser.add_argument("--drive", nargs="+", choices=(*DRIVES, "seen"), default=[DRIVES[1]])
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=2250)
@@ -74,7 +103,10 @@ def main() -> None:
     args = parser.parse_args()
     root = args.output / "data"
     write_lists(root, args.data)
-    recipes = [recipe for recipe in args.recipe if recipe != "table"]
+    recipes = [recipe for recipe in args.recipe if recipe not in ("table", "design")]
+    recipes += DESIGN if "design" in args.recipe else ()
+    if unknown := {part for recipe in recipes for part in recipe.split("+")} - {*RECIPES}:
+        parser.error(f"unknown recipe: {', '.join(sorted(unknown))}")
     for seed, recipe, drive in itertools.product(args.seed, recipes, args.drive):
         run = args.output / f"{recipe}-{drive}-{seed}-{args.steps}"
         settings = [*options(recipe, drive, root), f"seed={seed}", f"train.steps={args.steps}"]
@@ -83,8 +115,9 @@ def main() -> None:
         # Only what nobody else needs of the machine.
         idle = ["chrt", "--idle", "0", "nice", "-n", "19"]
         subprocess.run([*idle, *command, "--output", str(run), "--resume"], check=True)
-    print("recipe           left out  seed  steps   mIoU  minus base, 95 %")
+    print(f"{'recipe':46} left out  seed  steps   mIoU  minus base, 95 %")
     found = {run.name: load_records(run) for run in sorted(args.output.glob("*-*-*-*"))}
+    groups: dict[tuple[str, ...], dict[str, float]] = {}
     for name, records in found.items():
         if records is None:
             continue
@@ -94,7 +127,11 @@ def main() -> None:
             value, low, high = (100 * x for x in compare([base], [records], by="image").models[:3])
             beside = f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
         mean = 100 * records.scores.mean_iou
-        print(f"{recipe:16} {drive:8} {seed:>5} {steps:>6}  {mean:5.1f}  {beside}")
+        groups.setdefault((drive, seed, steps), {})[recipe] = mean
+        print(f"{recipe:46} {drive:8} {seed:>5} {steps:>6}  {mean:5.1f}  {beside}")
+    for (drive, seed, steps), scores in groups.items():
+        for recipe, value in effects(scores).items():
+            print(f"with {recipe:41} {drive:8} {seed:>5} {steps:>6}  {value:+5.1f}  over all runs")
 
 
 if __name__ == "__main__":
