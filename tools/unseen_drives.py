@@ -31,6 +31,7 @@ GAMMA = "augment.extra=[{name: RandomGamma, args: {gamma_limit: [40, 200]}}]"
 RECIPES: dict[str, tuple[str, ...]] = {
     "base": (),
     "color": (*STRONG_COLOR, GAMMA),
+    "no_color": ("augment.color_prob=0.0",),
     "class_mix": ("augment.class_mix_prob=0.5",),
     "class_uniform": ("data.class_uniform=0.5",),
     "large_crops": ("augment.crop_size=[360, 480]", "train.batch_size=5"),
@@ -38,6 +39,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "stride_8": ("model.output_stride=8",),
     "four_stages": ("model.num_stages=4", "optim.weight_decay=0.1"),
     "deep_stem": ("model.stem=32-32-64",),
+    "fast": ("optim.lr=2.0e-3",),
     "label_smoothing": ("loss.label_smoothing=0.1",),
     "dropout": ("model.dropout=0.3",),
     "mixup": ("augment.mixup_alpha=0.2",),
@@ -47,11 +49,11 @@ RECIPES: dict[str, tuple[str, ...]] = {
 DESIGN = (
     "wide_scale+class_mix+large_crops+dropout",
     "class_uniform+class_mix+boundary+dropout",
-    "color+large_crops+boundary+dropout",
+    "no_color+large_crops+boundary+dropout",
     "wide_scale+class_uniform+large_crops+boundary",
-    "wide_scale+color+class_mix+boundary",
-    "class_uniform+color+class_mix+large_crops",
-    "wide_scale+class_uniform+color+dropout",
+    "wide_scale+no_color+class_mix+boundary",
+    "class_uniform+no_color+class_mix+large_crops",
+    "wide_scale+class_uniform+no_color+dropout",
 )
 
 
