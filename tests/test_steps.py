@@ -116,6 +116,8 @@ CASES = [
     ((FLIPPED,), f"{EQUAL}; scores may differ by eval.flip: false in A, true in B"),
     ((GAP,), f"{EQUAL} but for 1 of them"),
     ((TORCH,), f"{EQUAL}; what differs: versions"),
+    ((WEIGHTS,), "the update after step 4, whose gradients are equal: the optimizer's code, or we"),
+    ((WEIGHTS, RATE), "config: optim.lr: 0.02 in A, 0.03 in B; first seen at step 4: weights"),
     ((without("pixels", "start"),), EQUAL),
     ((LATE,), "the runs are equal in every bit of steps 3 to 4"),
     ((receipt(1, samples="0" * 16),), "samples: files were added"),
@@ -185,8 +187,7 @@ def test_what_differs_is_listed_with_the_names_of_tensors(run, tmp_path, capsys)
     number = len(load(run / "checkpoints/last.pt").shares["exponents"])
     assert "config      optim.lr: 0.02 in A, 0.03 in B" in lines
     assert "data        equal: classes, files by name and size, labels" in lines
-    begun = "they begin at 1 in A, 3 in B"
-    assert f"steps       3 to 4 have receipts in both runs; {begun}" in lines
+    assert "steps       3 to 4 have receipts in both runs; they begin at 1 in A, 3 in B" in lines
     gradients = f"gradients: 1 of {number} tensors differ; the first is "
     assert f"step 3      {gradients}backbone.conv1.weight" in lines
     shutil.rmtree(b / "checkpoints")
@@ -199,17 +200,16 @@ def test_what_differs_is_listed_with_the_names_of_tensors(run, tmp_path, capsys)
     PLAIN[0](bare)
     (bare / "metrics.jsonl").unlink()
     lines = compared(capsys, b, bare)
+    assert "steps       none has receipts in both runs; B lost them" in lines
     assert "versions    not known: a run has lost its environment.json" in lines
-    verdict = "not known: no checkpoints or losses of the same steps are left"
-    assert lines[-1] == f"verdict     {verdict}"
+    assert lines[-1].endswith("  not known: no checkpoints or losses of the same steps are left")
 
 
 @pytest.mark.parametrize("more", [["other"], ["--by", "image"], ["--json", "file"], []])
 def test_other_arguments_are_refused(run, tmp_path, capsys, more):
     assert cli.main(["compare", str(run), str(tmp_path), *more, "--steps"]) == 2
-    said = "--steps: expected two runs, without --by and --json"
-    expected = said if more else f"{tmp_path}: expected the directory of a run"
-    assert expected in capsys.readouterr().err
+    said = "--steps: expected two runs, without --by and" if more else f"{tmp_path}: expected"
+    assert said in capsys.readouterr().err
 
 
 def test_the_hash_of_pixels_sees_every_part_of_a_sample_and_its_place():

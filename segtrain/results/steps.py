@@ -206,7 +206,11 @@ def _by_receipts(a: Side, b: Side) -> tuple[list[tuple[str, str]], First | str]:
     each = ((s, receipt_differences(*pairs[s], names, ("in A", "in B"))) for s in pairs)
     step, found = next(((s, found) for s, found in each if found), (0, {}))
     if not found:
-        return lines, f"the runs are equal in every bit of steps {span}{but}"
+        step = max(pairs.keys() & a.saved.keys() & b.saved.keys(), default=0)
+        changed = _saved_differences(a, b, step) if step else None
+        if not changed:
+            return lines, f"the runs are equal in every bit of steps {span}{but}"
+        found = {"weights": f"checkpoints: {'; '.join(changed)}"}
     lines += [(f"step {step}", line) for line in found.values()]
     texts = [{name: getattr(one, name) or "nan" for name in _NUMBERS} for one in pairs[step]]
     sizes = _sizes(*({name: float.fromhex(x) for name, x in one.items()} for one in texts))
@@ -215,6 +219,15 @@ def _by_receipts(a: Side, b: Side) -> tuple[list[tuple[str, str]], First | str]:
     field = next(f for f in FIELDS if f in found)
     equal = frozenset(compared - found.keys())
     return lines, First(step, field, before, sizes, equal)
+
+
+def _saved_differences(a: Side, b: Side, step: int) -> list[str] | None:
+    """How the checkpoints of a step differ; None: they cannot be compared."""
+    pair = [load(side.saved[step]) for side in (a, b)]
+    # Precise statistics change the model after its step.
+    if pair[0].evaluated != pair[1].evaluated and a.run.config.norm.precise_batches is not None:
+        return None
+    return checkpoint_differences(*pair)
 
 
 def _logged(run: Run) -> dict[int, dict[str, float]]:
@@ -233,14 +246,15 @@ def _sizes(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
 
 def _by_logs(a: Side, b: Side) -> tuple[list[tuple[str, str]], First | str]:
     """As `_by_receipts`, of checkpoints and logged losses."""
-    lines = [("steps", f"none has receipts in both runs; {_TELL_MORE}")]
+    sides = {"A": a, "B": b}.items()
+    lost = [name for name, x in sides if x.run.config.train.shares and not x.receipts]
+    more = f"{' and '.join(lost)} lost them" if lost else _TELL_MORE
+    lines = [("steps", f"none has receipts in both runs; {more}")]
     equal, parted = 0, None
     for step in sorted(a.saved.keys() & b.saved):
-        pair = [load(side.saved[step]) for side in (a, b)]
-        # Precise statistics change the model after its step.
-        if pair[0].evaluated != pair[1].evaluated and a.run.config.norm.precise_batches is not None:
+        found = _saved_differences(a, b, step)
+        if found is None:
             continue
-        found = checkpoint_differences(*pair)
         lines += [(f"step {step}", f"checkpoints: {x}") for x in found or ["equal"]]
         if found:
             parted = First(step, "weights", "unknown")
@@ -312,9 +326,11 @@ def _large(first: First) -> str:
         return f"not known: rounding or another cause in the steps before, {hint}"
     if not first.equal:
         return f"more than rounding: images, starting weights or code; {_TELL_MORE}"
-    if first.before == "equal":
-        update = f"the update after step {first.step - 1}, whose gradients are equal"
-        return f"{update}: the optimizer's code, or weights changed between the steps"
+    is_after = first.field in ("weights", "average")
+    if is_after or first.before == "equal":
+        step = first.step if is_after else first.step - 1
+        update = f"the update after step {step}, whose gradients are equal"
+        return f"{update}: the optimizer's code, or weights that were changed since"
     if not first.equal >= {"pixels", "start"}:
         return "pixels, starting weights (older receipts do not hold them) or code"
     return "the code of model, loss or gradient: what goes into the step is equal"
