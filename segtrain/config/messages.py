@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -155,12 +156,14 @@ def validate(
     except ValidationError as error:
         errors = error.errors()
     mistakes: dict[Mistake, None] = {}  # in order, each once
-    for one in errors:
-        loc = one["loc"]
-        inner = any(e["loc"][: len(loc)] == loc and len(e["loc"]) > len(loc) for e in errors)
-        # A list whose items are all wrong counts as empty too, which is no second mistake.
-        if one["type"] != "too_short" or not inner:
-            mistakes |= dict.fromkeys(_describe(one, data, model, hints or {}))
+    paths = [_written(one["loc"], data) for one in errors]
+    for path, one in zip(paths, errors, strict=True):
+        inside = [e for p, e in zip(paths, errors, strict=True) if p[: len(path)] == path]
+        has_items = any(len(e["loc"]) > len(one["loc"]) for e in inside)
+        # A list whose items are wrong counts as empty too, and as no word of a union.
+        if one["type"] not in ("too_short", "literal_error") or not has_items:
+            same = [e for e in inside if e["input"] is one["input"]]
+            mistakes |= dict.fromkeys(_describe(one, same, path, model, hints or {}))
     return list(mistakes)
 
 
@@ -174,8 +177,9 @@ def _tuples(value: Any) -> Any:
 
 
 def _describe(
-    error: Any, data: Mapping[str, Any], model: type[BaseModel], hints: Mapping[str, str]
+    error: Any, same: list[Any], path: KeyPath, model: type[BaseModel], hints: Mapping[str, str]
 ) -> Iterator[Mistake]:
+    """The mistakes of an error; `same`: all errors of its value, one for each type of a union."""
     loc, kind = error["loc"], error["type"]
     if kind == "extra_forbidden":
         yield Mistake(loc, _unknown_key(loc, model, hints))
@@ -185,23 +189,25 @@ def _describe(
         for line in str(error["ctx"]["error"]).splitlines():
             yield _from_validator(line, loc, model)
     else:
-        message = error["msg"]
+        messages = [one["msg"] for one in same]
         for pattern, words in _WORDS:
-            message = re.sub(pattern, words, message)
+            messages = [re.sub(pattern, words, message) for message in messages]
         # "deeplabv3+" is the usual name of deeplabv3plus, and another network than deeplabv3.
-        choices = re.findall("'([^']*)'", error.get("ctx", {}).get("expected", ""))
+        expected = " ".join(one.get("ctx", {}).get("expected", "") for one in same)
+        choices = re.findall("'([^']*)'", expected)
         hint = did_you_mean(str(error["input"]).replace("+", "plus"), choices)
-        yield Mistake(_written(loc, data), f"{message}, got {show(error['input'])}{hint}")
+        message = " or ".join(dict.fromkeys(messages)).replace(" or must be ", " or ")
+        yield Mistake(path, f"{message}, got {show(error['input'])}{hint}")
 
 
 def _written(loc: KeyPath, data: Any) -> KeyPath:
     """`loc` without the names that pydantic gives to the types of a union."""
-    for i, part in enumerate(loc):
-        try:
+    found = []
+    for part in loc:
+        with suppress(KeyError, IndexError, TypeError):
             data = data[part]
-        except (KeyError, IndexError, TypeError):
-            return loc[:i]
-    return loc
+            found.append(part)
+    return tuple(found)
 
 
 def _from_validator(line: str, path: KeyPath, model: type[BaseModel]) -> Mistake:
