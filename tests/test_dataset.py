@@ -63,13 +63,16 @@ def test_a_damaged_training_image_can_be_left_out_by_the_option_that_is_named(tm
     write_split(tmp_path, "val", [(5, 8)])
     for path in (tmp_path / "images/train/1.png", tmp_path / "images/val/0.png"):
         path.write_bytes(path.read_bytes()[:-20])
-    data = config(tmp_path)
+    dataset = open_dataset(data := config(tmp_path), "train")
     with pytest.raises(DataError, match=r"train/1\.png: .*data\.train_exclude: \[1\]$"):
-        open_dataset(data, "train")[1]
+        dataset[1]
     with pytest.raises(DataError, match=r"val/0\.png: damaged image: [^;]*$"):
         open_dataset(data, "val")[0]
     (kept,) = open_dataset(data.model_copy(update={"train_exclude": ("1",)}), "train")
     assert kept[0].shape == (5, 8, 3)
+    (tmp_path / "images").rename(tmp_path / "away")
+    with pytest.raises(DataError, match=r"no such file or directory; there is no folder .*images$"):
+        dataset[1]
 
 
 def test_reading_data_needs_no_torch_and_class_files_need_no_opencv():

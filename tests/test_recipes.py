@@ -98,7 +98,7 @@ def test_a_copy_is_the_config_and_says_what_to_do_next(capsys):
     [
         ("demo", "there.yaml", "there.yaml: exists already; choose another name"),
         ("demo", "folder", "folder: expected a name that ends in .yaml"),
-        ("demo", "no/copy.yaml", "no/copy.yaml: cannot be written: no such file or directory"),
+        ("demo", "no/x.yaml", "no/x.yaml: cannot be written: no such file or directory; there is"),
         ("x", "copy.yaml", "x: no config of this name comes with segtrain; expected one of ade20k"),
     ],
 )

@@ -137,7 +137,6 @@ CASES = [
     ((without("start"), receipt(1, loss=1e-3)), "pixels, starting weights (older"),
     ((receipt(1, gradients=flip_bit, grad_norm=1e-7), TORCH), "only rounding: torch: 2"),
     ((receipt(1, loss=1e-9), PROCESSOR), "only rounding: bits of a small step: "),
-    ((receipt(1, loss=1e-3), PROCESSOR), "the code of model, loss"),
     (PLAIN, "the runs are equal as far as they can be compared, to step 4; what differs: config"),
 ]
 PLAIN_CASES = [
@@ -151,7 +150,6 @@ PLAIN_CASES = [
     ((WEIGHTS, logged(1, 1e-4), TWO_RANKS), "more than rounding"),
     ((WEIGHTS, logged(1, 1e-8), first_block("labels")), "data: split train: 1 labels hold"),
     ((WEIGHTS, logged(2, 1e-8), RATE), "config: optim.lr: 0.02 in A"),
-    ((WEIGHTS, logged(1, 1e-4), RATE), "more than rounding"),
 ]
 
 

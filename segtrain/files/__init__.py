@@ -37,6 +37,11 @@ def os_errors_as(
         yield
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
+        if isinstance(error, FileNotFoundError) and isinstance(error.filename, str | Path):
+            # A disk that is gone takes many files along, of which this is only the first.
+            parents = Path(error.filename).absolute().parents
+            if gone := [parent for parent in parents if not parent.exists()]:
+                reason += f"; there is no folder {printable(gone[-1])}"
         raise kind(f"{printable(place or error.filename)}: {what}: {reason}") from error
 
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +73,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         try:
             image = read_image(pair.images, self.form, pair.window)
         except DataError as error:
-            if not self.may_exclude:
+            # Without its folder all others are gone too.
+            if not (self.may_exclude and Path(pair.image).parent.is_dir()):
                 raise
             way = f"replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
             raise DataError(f"{error}; {way}") from error
