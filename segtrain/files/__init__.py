@@ -39,8 +39,8 @@ def os_errors_as(
         reason = (error.strerror or str(error)).lower()
         if isinstance(error, FileNotFoundError) and isinstance(error.filename, str | Path):
             # A disk that is gone takes many files along, of which this is only the first.
-            parents = Path(error.filename).absolute().parents
-            if gone := [parent for parent in parents if not parent.exists()]:
+            parents = Path(error.filename).parents
+            if gone := [parent for parent in parents if not os.path.exists(parent)]:
                 reason += f"; there is no folder {printable(gone[-1])}"
         raise kind(f"{printable(place or error.filename)}: {what}: {reason}") from error
 
