@@ -223,7 +223,9 @@ def _by_receipts(a: Side, b: Side) -> tuple[list[tuple[str, str]], First | str]:
 
 def _saved_differences(a: Side, b: Side, step: int) -> list[str] | None:
     """How the checkpoints of a step differ; None: they cannot be compared."""
-    pair = [load(side.saved[step]) for side in (a, b)]
+    pair = [
+        side.newest[0] if step == max(side.saved) else load(side.saved[step]) for side in (a, b)
+    ]
     # Precise statistics change the model after its step.
     if pair[0].evaluated != pair[1].evaluated and a.run.config.norm.precise_batches is not None:
         return None
