@@ -9,8 +9,8 @@ they were stopped. `--recipe table` trains nothing: it prints what there is.
 
 Recipes are joined by `+`. `--recipe design` stands for seven such runs: with the base, each of
 seven recipes is in four runs of eight, and any two of them are together in two. So what a recipe
-adds is a difference of two means of four runs, which varies half as much as one of two runs. The
-table has these differences, by least squares over all runs of a drive, seed and length.
+adds is a difference of two means of four runs, with half the standard deviation of one of two runs.
+The table has these differences, by least squares over all runs of a drive, seed and length.
 """
 
 import argparse
