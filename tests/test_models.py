@@ -126,8 +126,45 @@ def test_heads_that_run_together_have_the_logits_of_separate_calls():
     for logits, head, mask in zip(
         model(x, DropoutMasks(*masks)), (model.head, model.aux_head), masks, strict=True
     ):
-        alone = F.interpolate(head(features, mask), size=(33, 40), mode="bilinear")
-        torch.testing.assert_close(logits, alone, rtol=0, atol=0)
+        alone = F.interpolate(head(features, mask), scale_factor=head.stride, mode="bilinear")
+        torch.testing.assert_close(logits, alone[..., :33, :40], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"output_stride": 8},
+        {"output_stride": 32},
+        {"backbone": "mobilenet_v3_large", "output_stride": 16},
+        {"backbone": "resnet18", "num_stages": 3, "output_stride": 16},
+        {"backbone": "resnet18", "num_stages": 2, "output_stride": 8},
+    ],
+)
+def test_features_have_the_strides_of_their_backbone(options):
+    with torch.device("meta"):
+        backbone = build_backbone(small(**options))
+        features = backbone(torch.empty(1, 3, 257, 353))
+    for x, stride in zip(features, backbone.strides, strict=True):
+        assert x.shape[2:] == (-(-257 // stride), -(-353 // stride))
+
+
+def test_own_networks_see_things_where_they_are_at_any_size():
+    """41 pixels are 5 strides of 8 and one more; the others stretch 48 pixels over them."""
+    for variant, wrong in (("paper", 0), ("torchvision", 6)):
+        model = built(small("deeplabv3", variant=variant)).eval()
+        model.head.forward = lambda *_: (8 * torch.arange(6) + 3.5).expand(1, 1, 6, 6)  # centres
+        found = model(torch.zeros(1, 3, 41, 41)).out[0, 0, 0]
+        assert (found - torch.arange(41))[4:38].abs().max().round() == wrong
+
+
+def test_low_level_features_and_those_over_them_lie_over_the_same_pixels():
+    head = built(small("deeplabv3plus", output_stride=16, num_stages=4)).eval().head
+    head.aspp_conv = lambda _: (4 * torch.arange(6) + 1.5).expand(1, 8, 6, 6)
+    low = torch.arange(21.0).expand(1, 24, 21, 21)
+    seen = []
+    head.decoder[0].forward = lambda x: seen.append(x) or x
+    head.join(Features(low, low, normal(1, 320, 6, 6)))
+    assert torch.equal(seen[0][0, -1, 0, 2:], torch.arange(2.0, 21.0))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from segtrain.config import ModelConfig
 from segtrain.models import build_model
-from segtrain.models.resizing import _Resize, resize, resize_gradient
+from segtrain.models.resizing import _Resize, enlarge, resize, resize_gradient
 
 # Height and width in, height and width out: up, down, both, odd and even, by one, from and to one.
 SIZES = [
@@ -52,6 +52,13 @@ def test_the_result_has_the_bits_of_interpolate(dtype, layout):
         wanted = F.interpolate(x, size=(33, 40), mode="bilinear", align_corners=align_corners)
         assert torch.equal(resize(x, (33, 40), align_corners=align_corners), wanted)
         assert torch.equal(_Resize.apply(x, 33, 40, align_corners), wanted)
+
+
+@pytest.mark.parametrize("size", [(33, 40), (32, 41), (3, 1)])
+def test_values_stay_over_their_pixels_where_sides_are_no_multiples(size):
+    x = random(2, 3, *(-(-side // 4) for side in size))
+    wanted = F.interpolate(x, scale_factor=4, mode="bilinear")[..., : size[0], : size[1]]
+    assert torch.equal(enlarge(x, size, 4, align_corners=False), wanted)
 
 
 class Operations(TorchDispatchMode):

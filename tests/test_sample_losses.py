@@ -33,7 +33,7 @@ class Full(TwoHeads):
     def small_logits(self, images, dropout=None):
         return self.forward(images, dropout)
 
-    def full_size(self, logits, size):
+    def full_size(self, logits, size, head):
         return logits
 
 

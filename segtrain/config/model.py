@@ -60,8 +60,9 @@ class ModelConfig(Section):
     variant: Literal["paper", "torchvision", "semseg", "mmseg", "smp", "vainf"] = option(
         "paper",
         "whose form the network has where publishers differ: how dilation begins, which kernels "
-        "join the branches of the head, its last convolutions (segtrain/models/forms.py); weights "
-        "of a whole network need the form of their program",
+        "join the branches of the head, its last convolutions, whether features are stretched over "
+        "images of any size (segtrain/models/forms.py); weights of a whole network need the form "
+        "of their program",
     )
     stem: Literal["7x7", "64-64-128", "32-32-64", "32-32-64-avgpool"] = option(
         "7x7",

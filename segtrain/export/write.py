@@ -29,8 +29,9 @@ TOLERANCE = 1e-3
 
 # Height and width are unequal, and neither is a multiple of a pooling grid's bins.
 TRACED = Case(2, 104, 168)
-# Not traced, so a size that became a constant shows: wider and taller, odd, another batch.
-UNSEEN = (Case(1, 131, 222), Case(2, 225, 128))
+# Not traced, so a size that became a constant shows: wider and taller, odd, another batch, and
+# multiples of all strides.
+UNSEEN = (Case(1, 131, 222), Case(2, 225, 128), Case(1, 96, 160))
 
 
 class Comparison(NamedTuple):

@@ -4,6 +4,8 @@ A backbone is a module that maps images (N, 3, H, W) to `Features` (`stem` adapt
 convolution to other images) and has
 
     channels: FeatureChannels, the widths of the features
+    strides: FeatureStrides of features that have ceil(size / stride) pixels a side; None, or no
+        such attribute: they are stretched over the image
     name, classifier_keys, stem_keys: what pretrained.py needs to fill it
 
 A head derives from `blocks.Head`. To add either: one file, one line in the table below, and the
@@ -25,9 +27,10 @@ from segtrain.models.blocks import (
     run_together,
 )
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
+from segtrain.models.forms import form_of
 from segtrain.models.mobilenet import MobileNet
 from segtrain.models.pspnet import PSPHead
-from segtrain.models.resizing import resize
+from segtrain.models.resizing import enlarge
 from segtrain.models.resnet import ResNet
 from segtrain.models.stem import RGB_CHANNELS, set_channels
 from segtrain.models.timm_backbone import PREFIX, TimmBackbone
@@ -99,8 +102,9 @@ class SegModel(nn.Module):
             depend on the rank; a mask that is None is drawn from torch's generator.
         """
         size = images.shape[-2:]
-        small = self.small_logits(images, dropout)
-        return SegLogits(*(None if x is None else self.full_size(x, size) for x in small))
+        out, aux = self.small_logits(images, dropout)
+        full_aux = None if aux is None else self.full_size(aux, size, self.aux_head)
+        return SegLogits(self.full_size(out, size, self.head), full_aux)
 
     def small_logits(self, images: Tensor, dropout: DropoutMasks | None = None) -> SegLogits:
         """As `forward`, at the sizes and in the dtype of the heads."""
@@ -119,10 +123,11 @@ class SegModel(nn.Module):
         steps = zip(heads, xs, masks[: len(heads)], strict=True)
         return SegLogits(*(head.classifier(x, mask) for head, x, mask in steps))
 
-    def full_size(self, logits: Tensor, size: Sequence[int]) -> Tensor:
-        """`small_logits` (N, K, h, w) at `size` (H, W), in float32 or wider."""
+    def full_size(self, logits: Tensor, size: Sequence[int], head: Head) -> Tensor:
+        """The `small_logits` of `head`, (N, K, h, w), at `size` (H, W), in float32 or wider."""
         # Interpolating in half precision would make ties of neighbouring classes.
-        return resize(at_least_float32(logits), size, align_corners=self.align_corners)
+        wide = at_least_float32(logits)
+        return enlarge(wide, size, head.stride, align_corners=self.align_corners)
 
 
 def build_backbone(model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> nn.Module:
@@ -150,6 +155,9 @@ def build_model(
     options = {"num_classes": num_classes, "norm": norm}
     head = MODELS[model.arch](model, backbone.channels, **options)
     aux_head = AuxHead(model, backbone.channels, **options) if model.aux_head else None
+    if not (model.align_corners or form_of(model).stretch):
+        for one in (head, aux_head) if model.aux_head else (head,):
+            one.strides = getattr(backbone, "strides", None)
     return SegModel(
         backbone,
         head,

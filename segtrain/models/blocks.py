@@ -1,7 +1,7 @@
 """The pieces that backbones and heads share."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,7 @@ class Features(NamedTuple):
     """What every backbone returns, each (N, C, h, w) with h = ceil(H / stride)."""
 
     low: Tensor  # stride 4
-    aux: Tensor  # the stage before the last, stride min(16, output_stride)
+    aux: Tensor  # the stage before the last
     out: Tensor  # the last stage, stride output_stride
 
 
@@ -87,6 +87,19 @@ class FeatureChannels(NamedTuple):
     low: int
     aux: int
     out: int
+
+
+class FeatureStrides(NamedTuple):
+    """The pixels of the image, along a side, for one of each of the `Features`."""
+
+    low: int
+    aux: int
+    out: int
+
+
+def feature_strides(model: ModelConfig) -> FeatureStrides:
+    """Those of the ResNet or MobileNet that `model` describes."""
+    return FeatureStrides(4, min(2**model.num_stages, model.output_stride), model.output_stride)
 
 
 class StagePlan(NamedTuple):
@@ -271,10 +284,21 @@ class Head(nn.Module):
     """The base of all heads: `join`, then `conv`, then `classifier`.
 
     A subclass makes `conv` and `classifier`. `SegModel` runs the `conv` of both heads together.
+
+    over: which of the `Features` have the size of the logits; None: not known.
+    strides: of the features; None: features and logits are stretched over the image.
     """
 
     conv: ConvBlock
     classifier: Classifier
+    over: Literal["low", "aux", "out"] | None = None
+    strides: FeatureStrides | None = None
+
+    @property
+    def stride(self) -> int | None:
+        """The pixels of the image, along a side, under one of the logits; None: see `strides`."""
+        known = self.over is not None and self.strides is not None
+        return getattr(self.strides, self.over) if known else None
 
     def join(self, features: Features) -> Tensor:
         """One tensor made of the features: the input of `conv`."""
@@ -290,6 +314,8 @@ class Head(nn.Module):
 
 class AuxHead(Head):
     """The auxiliary classifier: 3x3 convolution, norm, ReLU, dropout, 1x1 (arXiv:1612.01105)."""
+
+    over = "aux"
 
     def __init__(
         self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory

@@ -18,7 +18,7 @@ from segtrain.models.blocks import (
     run_together,
 )
 from segtrain.models.forms import form_of
-from segtrain.models.resizing import resize
+from segtrain.models.resizing import enlarge
 from segtrain.norm import NormFactory
 
 # The papers' rates for strides 16 and 8; those for 32 have the same reach in image pixels.
@@ -89,6 +89,8 @@ class DeepLabV3Head(Head):
     In mmsegmentation's form the 3x3 convolution takes the branches themselves.
     """
 
+    over = "out"
+
     def __init__(
         self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
     ) -> None:
@@ -113,6 +115,8 @@ class DeepLabV3PlusHead(Head):
     Concatenated as [low-level, ASPP], the order of VainF and detectron2. The paper (table 2) has
     two convolutions.
     """
+
+    over = "low"
 
     def __init__(
         self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
@@ -139,7 +143,9 @@ class DeepLabV3PlusHead(Head):
         high, low = run_together([self.aspp.project, self.low], inputs)
         if self.aspp_conv is not None:
             high = self.aspp_conv(high)
-        high = resize(high, low.shape[-2:], align_corners=self.align_corners)
+        size, strides = low.shape[-2:], self.strides
+        stride = None if strides is None else strides.out // strides.low
+        high = enlarge(high, size, stride, align_corners=self.align_corners)
         joined = torch.cat([low, high], dim=1)
         for conv in list(self.decoder)[:-1]:
             joined = conv(joined)

@@ -28,6 +28,8 @@ class Form:
     aspp_conv: DeepLabV3+ has a 3x3 convolution between ASPP and the low-level features.
     decoder_convs: 3x3 convolutions of DeepLabV3+ after these are joined.
     separable_norm: norm and ReLU between the two parts of a separable convolution.
+    stretch: features and logits are stretched over the image where its sides are no multiples of
+        their stride; False: each value stays over its pixels, see `resizing.enlarge`.
     """
 
     contract_dilation: bool = True
@@ -42,10 +44,11 @@ class Form:
     aspp_conv: bool = False
     decoder_convs: int = 2
     separable_norm: bool = True
+    stretch: bool = True
 
 
 FORMS = {
-    "paper": Form(),
+    "paper": Form(stretch=False),
     "torchvision": Form(mobilenet_contract=False, mobilenet_v3_aux=4),
     "semseg": Form(contract_dilation=False, mobilenet_contract=False),
     "mmseg": Form(

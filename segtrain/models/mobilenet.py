@@ -4,7 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
-from segtrain.models.blocks import FeatureChannels, Features, initialize, plan_stages, recomputed
+from segtrain.models.blocks import (
+    FeatureChannels,
+    Features,
+    feature_strides,
+    initialize,
+    plan_stages,
+    recomputed,
+)
 from segtrain.models.forms import form_of
 from segtrain.norm import NormFactory
 
@@ -35,6 +42,7 @@ class MobileNet(nn.Module):
         self.features = _torchvision_features(name, norm)[:num_layers]
         places = (_LOW, self._aux, num_layers - 1)
         self.channels = FeatureChannels(*(self.features[i].out_channels for i in places))
+        self.strides = feature_strides(model)
         for module in self.modules():
             if isinstance(module, nn.ReLU6 | nn.Hardswish):
                 # Their gradient needs the input: in place, torch would copy it first.

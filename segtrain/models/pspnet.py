@@ -65,6 +65,8 @@ class PSPHead(Head):
     segmentation_models.pytorch has the kernels the other way round.
     """
 
+    over = "out"
+
     def __init__(
         self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
     ) -> None:

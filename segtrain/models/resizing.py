@@ -29,6 +29,25 @@ def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
     return y.to(x.dtype)
 
 
+def enlarge(x: Tensor, size: Sequence[int], stride: int | None, *, align_corners: bool) -> Tensor:
+    """`x` (N, C, h, w), which a network has made of something of `size` (H, W), at that size.
+
+    stride: of the network, so that h = ceil(H / stride). Each value is placed over `stride` pixels
+        a side, and what lies beyond the border is cut off. None: `x` is stretched over the size,
+        which moves the last values by stride * h - H pixels.
+    """
+    if stride is None:
+        return resize(x, size, align_corners=align_corners)
+    whole = [stride * side for side in x.shape[-2:]]
+    y = resize(x, whole, align_corners=False)
+    if torch.compiler.is_exporting():
+        # After a slice the graph would refuse sizes that need none. This is a copy.
+        return F.pad(y, (0, size[1] - whole[1], 0, size[0] - whole[0]))
+    if not torch.jit.is_tracing() and whole == [*size]:
+        return y  # the gradient of a slice would be a copy
+    return y[..., : size[0], : size[1]]
+
+
 class _Resize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, height: int, width: int, align_corners: bool) -> Tensor:

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
-from segtrain.models.blocks import FeatureChannels, Features, conv2d, plan_stages, recomputed
+from segtrain.models.blocks import (
+    FeatureChannels,
+    Features,
+    conv2d,
+    feature_strides,
+    plan_stages,
+    recomputed,
+)
 from segtrain.models.forms import form_of
 from segtrain.norm import NormFactory, norm_relu_conv, normalize_together
 
@@ -136,6 +143,7 @@ class ResNet(_ConvChain):
         self.name = model.backbone
         widths = stage_widths(model.backbone)[: model.num_stages]
         self.channels = FeatureChannels(widths[0], *widths[-2:])
+        self.strides = feature_strides(model)
         # The stages that the model does not have are no use for its weights either.
         left_out = (f"layer{i}." for i in range(model.num_stages + 1, 5))
         self.classifier_keys: tuple[str, ...] = ("fc.", *left_out)

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.config import ModelConfig
 from segtrain.config.messages import did_you_mean
 from segtrain.errors import ConfigError
-from segtrain.models.blocks import FeatureChannels, Features
+from segtrain.models.blocks import FeatureChannels, Features, FeatureStrides
 from segtrain.norm import NormFactory, is_batch_norm, keep_inside
 from segtrain.parts import draws_random_numbers
 from segtrain.text import MAX_NAME, printable
@@ -42,7 +42,7 @@ class TimmBackbone(nn.Module):
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
         super().__init__()
         self.name = model.backbone
-        self.network = _features_only(model)
+        self.network, rounds_down = _features_only(model)
         _replace_norms(self.network, norm, self.name)
         _refuse_random_layers(self.network, self.name)
         info = self.network.feature_info
@@ -55,6 +55,9 @@ class TimmBackbone(nn.Module):
         self._low, self._aux = strides.index(4), len(strides) - 2
         channels = info.channels()
         self.channels = FeatureChannels(channels[self._low], channels[self._aux], channels[-1])
+        self.strides = None
+        if not rounds_down:
+            self.strides = FeatureStrides(4, strides[self._aux], strides[-1])
 
     @property
     def weights(self) -> nn.Module:
@@ -126,8 +129,8 @@ def _timm_name(name: str) -> str:
     return arch
 
 
-def _features_only(model: ModelConfig) -> nn.Module:
-    """timm's network that returns a list of features."""
+def _features_only(model: ModelConfig) -> tuple[nn.Module, bool]:
+    """timm's network that returns a list of features, and `_rounds_down` of it."""
     arch, options = _timm_name(model.backbone), {}
     if model.output_stride != 32:
         options["output_stride"] = model.output_stride
@@ -136,8 +139,7 @@ def _features_only(model: ModelConfig) -> nn.Module:
     for wrapper in ({"feature_cls": "getter"}, {}):
         try:
             network = _timm().create_model(arch, features_only=True, **options, **wrapper)
-            _try(network)
-            return network
+            return network, _rounds_down(network)
         except _UNABLE as error:
             reason = str(error)
     raise ConfigError(
@@ -147,14 +149,18 @@ def _features_only(model: ModelConfig) -> nn.Module:
     )
 
 
-def _try(network: nn.Module) -> None:
-    """Raises an error unless images of odd sizes give features of the channels promised."""
+def _rounds_down(network: nn.Module) -> bool:
+    """Whether features of odd sizes are smaller than size / stride.
+
+    Raises an error unless images of odd sizes give features of the channels promised.
+    """
     shapes = copy.deepcopy(network).to("meta").eval()
     features = shapes(torch.empty(2, 3, 65, 97, device="meta"))
     info = network.feature_info
     for feature, channels, stride in zip(features, info.channels(), info.reduction(), strict=True):
         if feature.dim() != 4 or feature.shape[1] != channels or feature.shape[2] < 65 // stride:
             raise ValueError(f"features of shape {tuple(feature.shape)} at stride {stride}")
+    return any(f.shape[2] != -(-65 // s) for f, s in zip(features, info.reduction(), strict=True))
 
 
 def _replace_norms(network: nn.Module, norm: NormFactory, name: str) -> None:

@@ -75,14 +75,17 @@ class ModelWithLoss(nn.Module):
         with autocast(self.autocast_dtype, images.device):
             small = self.model.small_logits(images, dropout)
         if on_logits is not None:
-            on_logits(self.model.full_size(small.out.detach(), size), labels[0])
+            full = self.model.full_size(small.out.detach(), size, self.model.head)
+            on_logits(full, labels[0])
 
-        def sums(logits: Tensor, one_set: Tensor) -> Tensor:
-            return self.criterion.sums(self.model.full_size(logits, size), one_set)
+        def row(one_set: Tensor) -> Tensor:
+            def sums(logits: Tensor, head: nn.Module) -> Tensor:
+                return self.criterion.sums(self.model.full_size(logits, size, head), one_set)
 
-        heads = [logits for logits in small if logits is not None]
-        rows = [torch.stack([recomputed(sums, x, one_set) for x in heads]) for one_set in labels]
-        return torch.stack(rows)
+            heads = zip(small, (self.model.head, self.model.aux_head), strict=True)
+            return torch.stack([recomputed(sums, x, head) for x, head in heads if x is not None])
+
+        return torch.stack([row(one_set) for one_set in labels])
 
 
 def share_weights(model: nn.Module) -> None:
