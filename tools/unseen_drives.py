@@ -17,6 +17,7 @@ import argparse
 import itertools
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--drive", nargs="+", choices=(*DRIVES, "seen"), default=[DRIVES[1]])
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=2250)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, which share a GPU")
     parser.add_argument(
         "--set", action="append", default=[], help="for all runs, as segtrain train"
     )
@@ -109,7 +111,9 @@ def main() -> None:
     recipes += DESIGN if "design" in args.recipe else ()
     if unknown := {part for recipe in recipes for part in recipe.split("+")} - {*RECIPES}:
         parser.error(f"unknown recipe: {', '.join(sorted(unknown))}")
-    for seed, recipe, drive in itertools.product(args.seed, recipes, args.drive):
+
+    def train(one: tuple[int, str, str]) -> None:
+        seed, recipe, drive = one
         run = args.output / f"{recipe}-{drive}-{seed}-{args.steps}"
         settings = [*options(recipe, drive, root), f"seed={seed}", f"train.steps={args.steps}"]
         words = [word for text in (*settings, *args.set) for word in ("--set", text)]
@@ -117,6 +121,9 @@ def main() -> None:
         # Only what nobody else needs of the machine.
         idle = ["chrt", "--idle", "0", "nice", "-n", "19"]
         subprocess.run([*idle, *command, "--output", str(run), "--resume"], check=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(train, itertools.product(args.seed, recipes, args.drive)))
     print(f"{'recipe':46} left out  seed  steps   mIoU  minus base, 95 %")
     found = {run.name: load_records(run) for run in sorted(args.output.glob("*-*-*-*"))}
     groups: dict[tuple[str, ...], dict[str, float]] = {}
