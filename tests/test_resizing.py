@@ -59,6 +59,8 @@ def test_values_stay_over_their_pixels_where_sides_are_no_multiples(size):
     x = random(2, 3, *(-(-side // 4) for side in size))
     wanted = F.interpolate(x, scale_factor=4, mode="bilinear")[..., : size[0], : size[1]]
     assert torch.equal(enlarge(x, size, 4, align_corners=False), wanted)
+    with pytest.raises(ValueError, match=f"for {size[0]}x{size[1]}: the stride is not 2"):
+        enlarge(x, size, 2, align_corners=False)
 
 
 class Operations(TorchDispatchMode):

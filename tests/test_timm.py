@@ -43,6 +43,15 @@ def lively(module, seed=2):
     return module
 
 
+@pytest.mark.parametrize(
+    ("name", "strides"),
+    [(REGNET, (4, 16, 32)), (CONVNEXT, None), ("tf_mobilenetv3_small_minimal_100", None)],
+)
+def test_strides_are_known_where_features_lie_over_them(name, strides):
+    """Not where sizes are rounded down, or the padding follows the size."""
+    assert build_backbone(config_of(name)).strides == strides
+
+
 @pytest.mark.parametrize("output_stride", [8, 32])
 @pytest.mark.parametrize("name", NAMES)
 def test_features_are_those_of_timm(name, output_stride):

@@ -35,6 +35,9 @@ def enlarge(x: Tensor, size: Sequence[int], stride: int | None, *, align_corners
     stride: of the network, so that h = ceil(H / stride). Each value is placed over `stride` pixels
         a side, and what lies beyond the border is cut off. None: `x` is stretched over the size,
         which moves the last values by stride * h - H pixels.
+
+    Raises:
+        ValueError: h or w is that of another stride.
     """
     if stride is None:
         return resize(x, size, align_corners=align_corners)
@@ -43,8 +46,12 @@ def enlarge(x: Tensor, size: Sequence[int], stride: int | None, *, align_corners
     if torch.compiler.is_exporting():
         # After a slice the graph would refuse sizes that need none. This is a copy.
         return F.pad(y, (0, size[1] - whole[1], 0, size[0] - whole[0]))
-    if not torch.jit.is_tracing() and whole == [*size]:
-        return y  # the gradient of a slice would be a copy
+    if not torch.jit.is_tracing():
+        if not all(0 <= w - s < stride for w, s in zip(whole, size, strict=True)):
+            shapes = "x".join(map(str, x.shape[-2:])), "x".join(map(str, size))
+            raise ValueError("{} values for {}: the stride is not {}".format(*shapes, stride))
+        if whole == [*size]:
+            return y  # the gradient of a slice would be a copy
     return y[..., : size[0], : size[1]]
 
 

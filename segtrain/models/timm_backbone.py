@@ -42,7 +42,7 @@ class TimmBackbone(nn.Module):
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
         super().__init__()
         self.name = model.backbone
-        self.network, rounds_down = _features_only(model)
+        self.network, has_strides = _features_only(model)
         _replace_norms(self.network, norm, self.name)
         _refuse_random_layers(self.network, self.name)
         info = self.network.feature_info
@@ -56,7 +56,7 @@ class TimmBackbone(nn.Module):
         channels = info.channels()
         self.channels = FeatureChannels(channels[self._low], channels[self._aux], channels[-1])
         self.strides = None
-        if not rounds_down:
+        if has_strides:
             self.strides = FeatureStrides(4, strides[self._aux], strides[-1])
 
     @property
@@ -130,7 +130,7 @@ def _timm_name(name: str) -> str:
 
 
 def _features_only(model: ModelConfig) -> tuple[nn.Module, bool]:
-    """timm's network that returns a list of features, and `_rounds_down` of it."""
+    """timm's network that returns a list of features, and `_has_strides` of it."""
     arch, options = _timm_name(model.backbone), {}
     if model.output_stride != 32:
         options["output_stride"] = model.output_stride
@@ -139,7 +139,7 @@ def _features_only(model: ModelConfig) -> tuple[nn.Module, bool]:
     for wrapper in ({"feature_cls": "getter"}, {}):
         try:
             network = _timm().create_model(arch, features_only=True, **options, **wrapper)
-            return network, _rounds_down(network)
+            return network, _has_strides(network)
         except _UNABLE as error:
             reason = str(error)
     raise ConfigError(
@@ -149,8 +149,11 @@ def _features_only(model: ModelConfig) -> tuple[nn.Module, bool]:
     )
 
 
-def _rounds_down(network: nn.Module) -> bool:
-    """Whether features of odd sizes are smaller than size / stride.
+def _has_strides(network: nn.Module) -> bool:
+    """Whether features lie over their strides at any size.
+
+    Stems of patches round sizes down. Layers of TensorFlow's "same" padding pad the top and the
+    left more or less by the size of the image, so that all features move.
 
     Raises an error unless images of odd sizes give features of the channels promised.
     """
@@ -160,7 +163,9 @@ def _rounds_down(network: nn.Module) -> bool:
     for feature, channels, stride in zip(features, info.channels(), info.reduction(), strict=True):
         if feature.dim() != 4 or feature.shape[1] != channels or feature.shape[2] < 65 // stride:
             raise ValueError(f"features of shape {tuple(feature.shape)} at stride {stride}")
-    return any(f.shape[2] != -(-65 // s) for f, s in zip(features, info.reduction(), strict=True))
+    moves = any(type(layer).__name__.endswith("Same") for layer in network.modules())
+    sides = [feature.shape[2] for feature in features]
+    return not moves and sides == [-(-65 // stride) for stride in info.reduction()]
 
 
 def _replace_norms(network: nn.Module, norm: NormFactory, name: str) -> None:
