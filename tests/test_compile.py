@@ -194,7 +194,7 @@ VARIANTS = {
         "model": {"dropout": 0.0},
         "train": {"channels_last": False},
     },
-    "group norm": {"norm": {"kind": "group"}},
+    "group norm": {"norm": {"kind": "group", "num_groups": 1}},
     "sharpness aware": {"optim": {"sam_rho": 0.5, "sam_every": 2}},
 }
 

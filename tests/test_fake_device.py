@@ -75,7 +75,7 @@ NORMS = [
     {"images": 2, "running": "first"},
     {"images": 4, "running": "sequential"},
     {"kind": "frozen"},
-    {"kind": "group"},
+    {"kind": "group", "num_groups": 4},
 ]
 
 

@@ -8,8 +8,9 @@ from experiments import experiment, train, write_config
 from torch import nn
 
 from segtrain.checkpoint.format import load
-from segtrain.config import NormConfig, load_config
+from segtrain.config import ModelConfig, NormConfig, load_config
 from segtrain.errors import ConfigError
+from segtrain.models import build_model
 from segtrain.norm import (
     FrozenBatchNorm2d,
     SyncBatchNorm2d,
@@ -52,7 +53,7 @@ def test_frozen_statistics_stay_and_are_used_in_training():
 def test_the_config_chooses_the_layer_and_says_so(options, layer, words):
     config = NormConfig(**options)
     made = make_norm(config)(48)
-    assert type(made) is layer
+    assert isinstance(made, layer)
     assert vars(config).items() >= {(k, v) for k, v in vars(made).items() if k in options}
     assert re.search(words, describe_norm(config))
     # What is loaded for evaluation has the same keys and computes the same.
@@ -60,6 +61,25 @@ def test_the_config_chooses_the_layer_and_says_so(options, layer, words):
     plain.load_state_dict(made.state_dict())
     x = torch.randn(2, 48, 3, 3)
     close(plain.eval()(x), made.eval()(x), atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "width"), [("pspnet", "ppm_channels"), ("deeplabv3", "head_channels")]
+)
+def test_group_norm_of_single_values_is_refused_in_training(arch, width):
+    """The branch of one pixel would be a constant, with gradients that depend on rounding."""
+    options = {"arch": arch, "backbone": "resnet18", "num_stages": 2, "output_stride": 8, width: 32}
+    images = torch.randn(2, 3, 41, 57)
+    for groups, is_refused in ((32, True), (16, False)):
+        norm = make_norm(NormConfig(kind="group", num_groups=groups))
+        model = build_model(ModelConfig(**options), num_classes=4, norm=norm)
+        # Models trained before can still be scored.
+        assert model.eval()(images).out.shape == (2, 4, 41, 57)
+        if is_refused:
+            with pytest.raises(ConfigError, match="num_groups: a layer of 32 channels and one"):
+                model.train()(images)
+        else:
+            model.train()(images)
 
 
 def test_precise_statistics_do_not_see_the_ranks(run_ranks, tmp_path, data):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import NormConfig
+from segtrain.errors import ConfigError
 from segtrain.norm.sync import (
     Group,
     Running,
@@ -88,9 +89,27 @@ def freeze_statistics(layer: _BatchNorm) -> FrozenBatchNorm2d:
     return frozen
 
 
+class _GroupNorm(nn.GroupNorm):
+    """torch's group norm, which in training refuses groups of one value as batch norm does.
+
+    The result is the bias, whatever the value, and rounding decides which gradients the ReLU
+    after it lets through: another number of ranks would train another model.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` (N, C, *) normalized within each image and group."""
+        if self.training and input.shape[1:].numel() == self.num_groups:
+            raise ConfigError(
+                f"norm.num_groups: a layer of {self.num_channels} channels and one pixel, as after "
+                f"global pooling, is divided into {self.num_groups} groups of one value each, of "
+                "which group norm leaves nothing; use fewer groups or more channels"
+            )
+        return super().forward(input)
+
+
 def _group_norm(num_groups: int, channels: int, *, eps: float) -> nn.GroupNorm:
     # 48 channels cannot be divided into 32 groups, but into gcd(32, 48) = 16.
-    return nn.GroupNorm(math.gcd(num_groups, channels), channels, eps=eps)
+    return _GroupNorm(math.gcd(num_groups, channels), channels, eps=eps)
 
 
 _TO_SYNC = {
