@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import cv2
 import numpy as np
@@ -155,6 +155,25 @@ def _files_for_classes(form: str) -> Callable[[Path], Truth]:
 
 CASES["a_folder_for_each_class"] = _files_for_classes("masks/{name}/p{i}.png")
 CASES["an_end_for_each_class"] = _files_for_classes("masks/p{i}_{name}.png")
+
+
+def _cities(folder: Path) -> Truth:
+    """Cityscapes' names, in cities of 7, 2 and 1 images, which are numbered anew in each."""
+    truth, ids = {}, np.array([7, 11, 26, 23], np.uint8)
+    cities = ("train/aachen", 7), ("train/ulm", 1), ("val/bochum", 2), ("val/lindau", 3)
+    for city, number in cities:
+        for i in range(number):
+            pixels, classes = scene(len(truth))
+            name = f"{city}/{PurePosixPath(city).name}_{i:06}"
+            save(folder / f"leftImg8bit/{name}_leftImg8bit.png", pixels)
+            save(folder / f"gtFine/{name}_gtFine_labelIds.png", ids[classes])
+            save(folder / f"gtFine/{name}_gtFine_instanceIds.png", ids[classes] * np.uint16(1000))
+            save(folder / f"gtFine/{name}_gtFine_color.png", _colored(classes))
+            truth[f"leftImg8bit/{name}_leftImg8bit.png"] = classes
+    return truth
+
+
+CASES["cities_of_few_images"] = _cities
 
 
 def _objects(folder: Path) -> Truth:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -58,16 +58,19 @@ def label_sets(
 
     facts: of some files of each pattern.
     """
-    sets = _grouped(matches.labels, lambda label: _form(pattern_of[label]))
+    sets = _grouped(matches.labels, lambda image, label: _form(pattern_of[label], image))
     for form, by_image in list(sets.items()):
         several = any(len(labels) > 1 for labels in by_image.values())
         patterns = {pattern_of[label] for labels in by_image.values() for label in labels}
         is_binary = all(_is_binary(facts[pattern]) for pattern in patterns)
         if several and not (is_binary and _have_folders_of_their_own(by_image)):
             del sets[form]
-            sets |= _grouped(by_image, lambda label: pairing.form_of(pattern_of[label]))
-    firsts = {form: next(iter(by_image.values()))[0] for form, by_image in sets.items()}
-    samples = {form: facts[pattern_of[first]] for form, first in firsts.items()}
+            sets |= _grouped(by_image, lambda _, label: pairing.form_of(pattern_of[label]))
+    samples = {}
+    for form, by_image in sets.items():
+        of_set = (facts[pattern_of[label]] for labels in by_image.values() for label in labels)
+        # Patterns that differ in folders of splits share one list.
+        samples[form] = list(chain.from_iterable({id(found): found for found in of_set}.values()))
     # Several sets of two values each, such as masks/car/ and masks/road/, are one label together.
     binary = {form: sets[form] for form, found in samples.items() if _is_binary(found)}
     classes = _differing_words(binary)
@@ -93,12 +96,12 @@ def label_sets(
 
 
 def _grouped(
-    labels: Mapping[str, Sequence[str]], form_of: Callable[[str], str]
+    labels: Mapping[str, Sequence[str]], form_of: Callable[[str, str], str]
 ) -> dict[str, _ByImage]:
     found: dict[str, dict[str, tuple[str, ...]]] = defaultdict(lambda: defaultdict(tuple))
     for image, files in labels.items():
         for label in files:
-            found[form_of(label)][image] += (label,)
+            found[form_of(image, label)][image] += (label,)
     return {form: dict(by_image) for form, by_image in found.items()}
 
 
@@ -116,14 +119,16 @@ def _totals(found: Iterable[Mapping[Value, ValueFacts]]) -> dict[Value, ValueFac
 # The names of sets
 
 
-def _form(pattern: str) -> str:
+def _form(pattern: str, image: str) -> str:
     """The pattern without folders of splits and scenes: `labels/train/*.png` is `labels/*.png`."""
+    scenes = PurePosixPath(image).parts[:-1]
     *folders, name = pattern.split("/")
     kept = [x for x in folders if not pairing.is_split(x)]
     roles = [x for x in kept if set(pairing.words_of(x)) & pairing.LABEL_WORDS]
-    # Below the folder that says "labels", scenes come, which have numbers, or classes.
+    # Below the folder that says "labels", classes come, or scenes, which have numbers or are
+    # folders of the image too.
     below = kept[kept.index(roles[-1]) + 1 :] if roles else []
-    words = [x for x in below if not re.search(r"\d", x)]
+    words = [x for x in below if not re.search(r"\d", x) and x not in scenes]
     return "/".join([*(roles or kept[:1]), *words[:1], name])
 
 

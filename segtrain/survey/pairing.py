@@ -70,9 +70,13 @@ class FileName(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def words_of(text: str) -> tuple[str, ...]:
-    """Words in lower case: `imagesTr` and `img_dir` have two each."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)
-    return tuple(re.findall(r"[a-z0-9]+", spaced.lower()))
+    """Words in lower case: `imagesTr` and `img_dir` have two each, `labelIds` is one."""
+    found = []
+    for word in re.findall(r"[A-Za-z0-9]+", text):
+        is_known = word.lower() in ROLE_WORDS
+        spaced = word if is_known else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", word)
+        found += spaced.lower().split()
+    return tuple(found)
 
 
 def is_split(folder: str) -> bool:
@@ -149,7 +153,10 @@ def _without_affixes(
     found = []
     for kind, (before, core, after), (start, end) in zip(kinds, parts, cut, strict=True):
         most = sizes[kind] if sizes[kind] > 2 else float("inf")
-        is_start = _is_role(start) or starts[kind, start] >= _COMMON_START * most
+        # Of a scene, such as zurich/zurich_001, which its image has too.
+        is_scene = words_of(start) == words_of(PurePosixPath(kind[0]).name)
+        is_common_start = starts[kind, start] >= _COMMON_START * most and not is_scene
+        is_start = _is_role(start) or is_common_start
         is_rare_end = ends[kind, end] >= 2 and (kind, end) not in apart
         is_end = _is_role(end) or (kind, end) in common or is_rare_end
         start = start if is_start else ""
