@@ -43,6 +43,7 @@ from segtrain.run.directory import RunLock
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.run.trackers import Trackers, senders
+from segtrain.text import counted
 from segtrain.training.hogwild import HogwildBarrier, share_model
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
@@ -526,5 +527,8 @@ def _lines_on_earlier_run(request: TrainRequest, resumed: Resumed | None) -> lis
 
 
 def device_name(device: torch.device) -> str:
-    """The product name of a CUDA device; otherwise "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    """The product name of a CUDA device; of a CPU, what its rounding depends on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = counted(torch.get_num_threads(), "thread", "threads")
+    return f"cpu ({torch.backends.cpu.get_cpu_capability()}, {threads})"
