@@ -24,6 +24,8 @@ from segtrain.types import IGNORE_INDEX, SegLogits
 
 K, H, W = 4, 5, 7
 WEIGHTS = (1.0, 2.5, 0.25, 0.5)
+ADJUSTMENT = torch.tensor(WEIGHTS).double().log().view(-1, 1, 1)
+TWICE_THE_ODDS_OF_2 = torch.tensor((1.0, 1.0, 2.0, 1.0)).double().log().view(-1, 1, 1)
 CPU = torch.device("cpu")
 IMAGES = 5
 
@@ -165,6 +167,19 @@ CASES = {
     "focal, 0.5, weighted": (
         {"kind": "focal", "focal_gamma": 0.5, "class_weights": WEIGHTS},
         partial(focal, gamma=0.5, weights=WEIGHTS),
+    ),
+    "adjusted, weighted": (
+        {"class_weights": WEIGHTS, "logit_adjustment": 0.5},
+        lambda z, y: cross_entropy(z + 0.5 * ADJUSTMENT, y, WEIGHTS),
+    ),
+    "adjusted, a weight of 0": (
+        {"class_weights": (0.0, 1.0, 4.0, 1.0), "logit_adjustment": 0.5},
+        lambda z, y: cross_entropy(z + TWICE_THE_ODDS_OF_2, y, (0.0, 1.0, 4.0, 1.0)),
+    ),
+    "mined, adjusted, weighted": (
+        {"kind": "ohem", "ohem_threshold": 0.2, "ohem_min_kept": 3}
+        | {"class_weights": WEIGHTS, "logit_adjustment": 1.0},
+        lambda z, y: easy_left_out(z + ADJUSTMENT, y, 0.2, WEIGHTS),
     ),
     "smoothed, weighted": (
         {"label_smoothing": 0.1, "class_weights": WEIGHTS},
@@ -314,6 +329,7 @@ REFUSED = [
     ({"also": ({"kind": "dice", "ohem_min_kept": 5},)}, "ohem_min_kept: has no effect with kind"),
     ({"also": ({"weight": 5.0},)}, "kind"),
     ({"also": ({"kind": "focal", "class_weights": (0.0,)},)}, "all weights are 0"),
+    ({"logit_adjustment": 0.5}, "logit_adjustment: has no effect with class_weights null"),
 ]
 
 

@@ -45,6 +45,9 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "dropout": ("model.dropout=0.3",),
     "mixup": ("augment.mixup_alpha=0.2",),
     "boundary": ("loss.kind=boundary_relaxation",),
+    "group_norm": ("norm.kind=group",),
+    "images_2": ("norm.images=2",),
+    "adjusted": ("loss.logit_adjustment=0.5",),
 }
 # The 2^(7-4) design of Box and Hunter (1961), with the base as its first row.
 DESIGN = (

@@ -45,6 +45,12 @@ class BaseLoss(Section):
         "one weight a class, in the order of the class file; null: all 1; "
         "'segtrain data stats' prints some",
     )
+    logit_adjustment: Fraction = option(
+        0.0,
+        "how much of class_weights is undone in the predictions. 0: classes of large weights are "
+        "predicted more often than they occur; 1: as often. All pixels train the model with their "
+        "weights either way (arXiv:2007.07314)",
+    )
     label_smoothing: FractionBelow1 = option(
         0.0, "cross_entropy: this part of each label is spread over all classes, as in torch"
     )

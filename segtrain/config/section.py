@@ -50,6 +50,7 @@ NEEDS: dict[str, dict[str, str]] = {
     },
     "BaseLoss": {
         "class_weights": "kind=cross_entropy kind=ohem kind=focal kind=boundary_relaxation",
+        "logit_adjustment": "class_weights",
         "label_smoothing": "kind=cross_entropy",
         "focal_gamma": "kind=focal",
         "ohem_fraction ohem_threshold ohem_min_kept": "kind=ohem",

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segtrain.config import LossConfig
+from segtrain.models.blocks import at_least_float32
 from segtrain.training.losses.base import Loss, LossOptions, pixel_weights
 from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
@@ -44,6 +45,30 @@ class WeightedSum:
         return torch.stack([w * loss.loss_from_sums(part) for loss, w, part in terms]).sum()
 
 
+class Adjusted:
+    """The loss of scores z + t log(w), of class weights w and t = `logit_adjustment`.
+
+    Weighted cross entropy is least where softmax(z) is in proportion to w p, the weight times the
+    probability of a class. Here that is softmax(z + t log(w)), so softmax(z) is in proportion to
+    w^(1 - t) p, while every pixel still trains with its weight. Menon et al. (arXiv:2007.07314,
+    section 4.2) adjust by the frequencies of classes instead. A weight of 0 adjusts nothing.
+    """
+
+    def __init__(self, loss: Loss, class_weights: Tensor, power: float) -> None:
+        self._loss, self.num_sums = loss, loss.num_sums
+        logs = class_weights.double().log().nan_to_num(neginf=0.0)
+        self._offsets = power * logs.view(-1, 1, 1)
+
+    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The sums of the loss, of adjusted scores."""
+        wide = at_least_float32(logits)
+        return self._loss.sums(wide + self._offsets.to(wide.dtype), labels)
+
+    def loss_from_sums(self, totals: Tensor) -> Tensor:
+        """The loss, of sums of adjusted scores."""
+        return self._loss.loss_from_sums(totals)
+
+
 class SegLoss:
     """The training loss of a config: the same loss for the head and the auxiliary head.
 
@@ -56,7 +81,10 @@ class SegLoss:
         for term in config.terms:
             weights = term.class_weights
             weights = None if weights is None else torch.tensor(weights, device=device)
-            losses.append(LOSSES[term.kind](LossOptions(term, weights, microbatches)))
+            loss = LOSSES[term.kind](LossOptions(term, weights, microbatches))
+            if weights is not None and term.logit_adjustment:
+                loss = Adjusted(loss, weights, term.logit_adjustment)
+            losses.append(loss)
             if self._class_weights is None:  # `Config` sees to it that microbatches have no others
                 self._class_weights = weights
         self._loss = losses[0]
