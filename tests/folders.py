@@ -114,6 +114,10 @@ _DRIVES = "images/{drive}_{i:05}.png", "labels/{drive}_{i:05}_P.png"
 _BESIDE, _GIFS = ("x{i}.jpg", "x{i}_mask.png"), ("train/c{i}.JPG", "train_masks/c{i}_mask.gif")
 _VOC = "JPEGImages/{i}.jpg", "SegmentationClass/{i}.png"
 _NNUNET = "imagesTr/c_{i:03}_0000.png", "labelsTr/c_{i:03}.png"
+_YEARS = "images/{short}2017/{i}.jpg", "annotations/{short}2017/{i}.png"
+_CROPS = "{short}crop/{i}_1_2.jpg", "{short}crop/{i}_1_2.png"
+_STEMS = "{short}_{i}.bmp", "{short}_{i}_anno.bmp"
+_TILES = "top/top_mosaic_area{i}.tif", "gts_for_all/top_mosaic_area{i}.tif"
 _SCENES = "scene_{scene}/rgb/{i:04}.png", "scene_{scene}/semantic/{i:04}.png"
 CASES: dict[str, Callable[[Path], Truth]] = {
     "ids_with_names": _folder("images/{i}.jpg", "labels/{i}.png", classes__txt=_LISTED),
@@ -126,6 +130,10 @@ CASES: dict[str, Callable[[Path], Truth]] = {
     "channel_numbers": _folder(*_NNUNET, dataset__json=_NUMBERED),
     "splits_in_the_names": _folder(*_ADE, number=12),
     "beginnings_of_drives": _folder(*_DRIVES, number=12, codes__txt=_LISTED, valid__txt=_FASTAI),
+    "splits_with_years": _folder(*_YEARS, number=12),
+    "splits_and_crops": _folder(*_CROPS, number=12),
+    "splits_in_the_stems": _folder(*_STEMS, number=12),
+    "a_folder_named_as_its_images_begin": _folder(*_TILES, _colored),
     "masks_as_jpeg": _folder("images/{i}.jpg", "masks/{i}.jpg", _mask, num_classes=2),
     "scenes_in_sixteen_bits": _folder(*_SCENES, lambda x: x.astype(np.uint16) * 300 + 7),
     "a_word_for_images_in_both_names": _folder("images/img_{i:03}.png", "masks/img_{i:03}.png"),

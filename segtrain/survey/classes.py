@@ -1,6 +1,6 @@
 """The decision: what the values of labels mean; a pure function of the survey."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -100,11 +100,12 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
         )
     shades = {v: [s for s, main in meaning.items() if v == main != s] for v in (*names, *ignored)}
     reasons += _about_shades(labels, shades)
+    colors = _colors(names, named, labels.palette)
     classes = [
         Class(
             name,
             (value, *shades[value]),
-            _color(value, named, labels.palette),
+            colors[value],
             sum(labels.values[v].pixels for v in (value, *shades[value]) if v in labels.values),
         )
         for value, name in names.items()
@@ -278,15 +279,22 @@ def _strays(labels: LabelSet, values: Sequence[Value]) -> Iterator[str]:
             )
 
 
-def _color(
-    value: Value, named: Mapping[Value, NamedClass], palette: Sequence[Color]
-) -> Color | None:
-    """The colour of a class: its value, else the list's, else that of the palette."""
-    if not isinstance(value, int):
-        return value
-    if value in named and named[value].color:
-        return named[value].color
-    return palette[value] if value < len(palette) and len(set(palette)) > 1 else None
+def _colors(
+    values: Iterable[Value], named: Mapping[Value, NamedClass], palette: Sequence[Color]
+) -> dict[Value, Color | None]:
+    """The colour of each class: its value, else the list's, else that of the palette.
+
+    None: there is none, or a class before it has it.
+    """
+    found: dict[Value, Color | None] = {}
+    for value in values:
+        color = named[value].color if value in named else None
+        if not isinstance(value, int):
+            color = value
+        elif color is None and value < len(palette) and len(set(palette)) > 1:
+            color = palette[value]
+        found[value] = None if color in found.values() else color
+    return found
 
 
 def _given(names: tuple[str, ...], number: int, what: str) -> tuple[str, ...]:

@@ -135,26 +135,29 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
 
 
 def _restricted(labels: LabelSet, wanted: str) -> LabelSet | None:
-    """The part of a set that `wanted` names: a folder, a part of a name or a pattern; or None."""
-    wanted = wanted.strip("/")
-    if wanted == labels.pattern:
+    """The part of a set that `wanted` names: a folder, a part of a name or a pattern; or None.
+
+    Patterns of `_joined` sets stand beside each other: `train/*.png, val/*.png`.
+    """
+    parts = [part.strip("/") for part in wanted.split(", ")]
+    if labels.pattern in (wanted, *parts):
         return labels
 
-    def fits(file: str) -> bool:
-        below = file.startswith(f"{wanted}/") or f"/{wanted}/" in f"/{file}"
-        return below or fnmatchcase(file, f"*{wanted}*" if "*" not in wanted else wanted)
+    def fits(file: str, part: str) -> bool:
+        below = file.startswith(f"{part}/") or f"/{part}/" in f"/{file}"
+        return below or fnmatchcase(file, f"*{part}*" if "*" not in part else part)
 
     kept = {
         image: found
         for image, files in labels.labels.items()
-        if (found := tuple(file for file in files if fits(file)))
+        if (found := tuple(file for file in files if any(fits(file, part) for part in parts)))
     }
     if not kept:
         return None
     if any(len(files) > 1 for files in kept.values()):
         return replace(labels, labels=kept)
     pattern = wanted if len(labels.classes) > 1 else labels.pattern
-    return replace(labels, pattern=pattern, labels=kept, classes=())
+    return replace(labels, pattern=pattern, labels=kept, classes=(), palette=())
 
 
 def _joined(sets: Sequence[LabelSet]) -> list[LabelSet]:

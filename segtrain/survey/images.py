@@ -83,7 +83,6 @@ def with_headers(
             twins.append(" and ".join(files))  # no bands, but other pictures of the same name
             files, infos = files[:1], infos[:1]
         folders = PurePosixPath(name.path).parent.parts
-        said = pairing.ROLE_WORDS | pairing.SPLIT_WORDS.keys()
         found.append(
             Image(
                 files=files,
@@ -92,7 +91,7 @@ def with_headers(
                 alpha=infos[-1].alpha,
                 dtype=str(infos[0].dtype),
                 split=name.split,
-                scene="/".join(x for x in folders if not set(pairing.words_of(x)) <= said),
+                scene="/".join(x for x in folders if not all(map(_is_said, pairing.words_of(x)))),
                 sequence=re.sub(r"\d+\D*$", "", name.core),
             )
         )
@@ -100,6 +99,11 @@ def with_headers(
     what = "label fits", "labels fit"
     note_all(notes, twins, *(f"{one} several pictures, the first is used" for one in what))
     return found
+
+
+def _is_said(word: str) -> bool:
+    """Whether a word of a folder says a role or a split, and no scene."""
+    return word in pairing.ROLE_WORDS or pairing.split_of(word) is not None
 
 
 def facts_of(folder: Path, images: Sequence[Image], notes: list[str]) -> dict[str, ImageFacts]:
@@ -150,7 +154,7 @@ def with_splits(
     sources = []
     for path in lists:
         words = pairing.words_of(PurePosixPath(path).stem)
-        split = next((pairing.SPLIT_WORDS[w] for w in words if w in pairing.SPLIT_WORDS), None)
+        split = next(filter(None, map(pairing.split_of, words)), None)
         indices = list(_listed(folder / path, by_name)) if split else []
         if indices and None not in indices:
             sources.append(path)

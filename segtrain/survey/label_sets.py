@@ -59,13 +59,19 @@ def label_sets(
     facts: of some files of each pattern.
     """
     sets = _grouped(matches.labels, lambda image, label: _form(pattern_of[label], image))
+
+    def is_binary(by_image: _ByImage) -> bool:
+        patterns = {pattern_of[label] for files in by_image.values() for label in files}
+        return all(_is_binary(facts[pattern]) for pattern in patterns)
+
     for form, by_image in list(sets.items()):
-        several = any(len(labels) > 1 for labels in by_image.values())
-        patterns = {pattern_of[label] for labels in by_image.values() for label in labels}
-        is_binary = all(_is_binary(facts[pattern]) for pattern in patterns)
-        if several and not (is_binary and _have_folders_of_their_own(by_image)):
+        if _several(by_image) and not (is_binary(by_image) and _have_own_folders(by_image)):
             del sets[form]
             sets |= _grouped(by_image, lambda _, label: pairing.form_of(pattern_of[label]))
+    for form, by_image in list(sets.items()):  # versions: v1.2/labels/ and v2.0/labels/
+        if _several(by_image) and not is_binary(by_image):
+            del sets[form]
+            sets |= _grouped(by_image, lambda _, label: pattern_of[label])
     samples = {}
     for form, by_image in sets.items():
         of_set = (facts[pattern_of[label]] for labels in by_image.values() for label in labels)
@@ -84,14 +90,13 @@ def label_sets(
         yield LabelSet(" + ".join(binary), "ids", dict(together), {}, (), classes, class_of)
     for form, by_image in sets.items():
         found = [one for one in samples[form] if one.kind != "picture"]
-        several = any(len(files) > 1 for files in by_image.values())
         yield LabelSet(
             pattern=form,
             kind=Counter(one.kind for one in found).most_common(1)[0][0],
             labels=by_image,
             values=_totals(one.values for one in found),
             palette=next((one.palette for one in found if one.palette), ()),
-            classes=("foreground",) if several else (),
+            classes=("foreground",) if _several(by_image) else (),
         )
 
 
@@ -149,7 +154,12 @@ def _is_binary(facts: Sequence[LabelFacts]) -> bool:
     return bool(found) and all(len(values | {0}) <= 2 for values in found)
 
 
-def _have_folders_of_their_own(by_image: _ByImage) -> bool:
+def _several(by_image: _ByImage) -> bool:
+    """Whether any image has several files."""
+    return any(len(files) > 1 for files in by_image.values())
+
+
+def _have_own_folders(by_image: _ByImage) -> bool:
     """Whether the labels of each image lie in one folder, which no other image shares."""
     folders = [{PurePosixPath(label).parent for label in files} for files in by_image.values()]
     is_one = all(len(found) == 1 for found in folders)
@@ -303,6 +313,10 @@ def _problem(facts: LabelFacts | str, file: str, palette: Sequence[Color], kinds
     if facts.kind not in kinds and not (facts.is_rgb and "colors" in kinds):
         wanted = contents.KINDS[min(kinds)]
         return f"{file}: holds {contents.KINDS[facts.kind]}, other labels hold {wanted}"
+    if facts.kind != "two" and "two" in kinds and len(facts.values.keys() | {0}) > 2:
+        return (
+            f"{file}: holds {len(facts.values)} values, where each of several files shows one class"
+        )
     colors = list(zip(palette, facts.palette, strict=False))
     if any(v < len(colors) and colors[v][0] != colors[v][1] for v in facts.values if colors):
         return f"{file}: its palette gives the same values other colours than those before it"

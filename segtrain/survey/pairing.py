@@ -39,6 +39,8 @@ SPLIT_WORDS = {
     **dict.fromkeys(("val", "valid", "validation", "dev", "va"), "val"),
     **dict.fromkeys(("test", "testing", "tst", "ts", "te"), "test"),
 }
+# `train2017`, `traincrop`
+_GLUED = re.compile(r"(train|training|val|valid|validation|test|testing)(\d+|crops?|set)")
 # A beginning or end counts as one if so many names of a folder have it; role words always do.
 _COMMON_START, _COMMON_END = 0.9, 0.1
 _MOST_AFFIXES = 4
@@ -49,7 +51,7 @@ class FileName(NamedTuple):
 
     core: the stem without the beginnings and ends that many names share.
     pattern: of its group, such as `masks/*_mask.png`: the same folder, beginning, end and suffix.
-    folders: words of the folders, without those that say a role.
+    folders: words of the folders, without those that say a role; the split, if the stem says it.
     words: of the stem.
     """
 
@@ -62,7 +64,7 @@ class FileName(NamedTuple):
     @property
     def split(self) -> str | None:
         """train, val or test, if a folder says so."""
-        found = {SPLIT_WORDS[word] for word in self.folders if word in SPLIT_WORDS}
+        found = {split for word in self.folders if (split := split_of(word))}
         if found == {"train", "val"}:  # train_val
             return "train"
         return found.pop() if len(found) == 1 else None
@@ -79,9 +81,15 @@ def words_of(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def split_of(word: str) -> str | None:
+    """The split that a word in lower case says: `train`, and so do `train2017` and `traincrop`."""
+    glued = _GLUED.fullmatch(word)
+    return SPLIT_WORDS.get(glued[1] if glued else word)
+
+
 def is_split(folder: str) -> bool:
     """Whether all words of a folder say a split."""
-    return set(words_of(folder)) <= SPLIT_WORDS.keys()
+    return all(map(split_of, words_of(folder)))
 
 
 def form_of(pattern: str) -> str:
@@ -111,9 +119,10 @@ def parse_names(paths: Sequence[str]) -> list[FileName]:
     # Where two names of a group would have one core, all keep their whole stems.
     count = Counter(zip(patterns, cores, strict=True))
     clashing = {pattern for (pattern, _), number in count.items() if number > 1}
+    splits = _splits_of_stems(places)
     names = []
     for place, pattern, core in zip(places, patterns, cores, strict=True):
-        words = set(words_of(str(place.parent)))
+        words = {*words_of(str(place.parent)), *splits.get(place, ())}
         names.append(
             FileName(
                 path=str(place),
@@ -124,6 +133,21 @@ def parse_names(paths: Sequence[str]) -> list[FileName]:
             )
         )
     return names
+
+
+def _splits_of_stems(places: Sequence[PurePosixPath]) -> dict[PurePosixPath, tuple[str]]:
+    """The split of each name, of folders in which all names begin with one, and with several."""
+    found: dict[PurePosixPath, dict[PurePosixPath, str | None]] = defaultdict(dict)
+    for place in places:
+        first, *_ = (*words_of(place.stem), "")
+        found[place.parent][place] = split_of(first)
+    said = [splits for splits in found.values() if len({*splits.values()}) > 1]
+    return {
+        place: (split,)
+        for splits in said
+        if None not in splits.values()
+        for place, split in splits.items()
+    }
 
 
 def _without_affixes(
@@ -150,11 +174,13 @@ def _without_affixes(
         for kind, (_, core, _), (_, end) in zip(kinds, parts, cut, strict=True)
         if (kind, core.removesuffix(end)) not in cores
     }
+    folders = Counter(PurePosixPath(folder).name for folder in {folder for folder, _ in kinds})
     found = []
     for kind, (before, core, after), (start, end) in zip(kinds, parts, cut, strict=True):
         most = sizes[kind] if sizes[kind] > 2 else float("inf")
         # Of a scene, such as zurich/zurich_001, which its image has too.
-        is_scene = words_of(start) == words_of(PurePosixPath(kind[0]).name)
+        name = PurePosixPath(kind[0]).name
+        is_scene = folders[name] > 1 and words_of(start) == words_of(name)
         is_common_start = starts[kind, start] >= _COMMON_START * most and not is_scene
         is_start = _is_role(start) or is_common_start
         is_rare_end = ends[kind, end] >= 2 and (kind, end) not in apart

@@ -69,6 +69,9 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
 
     notes: list[str] = []
     images = with_headers(folder, image_names, matches, notes)
+    there = {image.path for image in images}
+    kept = {path: files for path, files in matches.labels.items() if path in there}
+    matches = matches._replace(labels=kept)
     facts = facts_of(folder, images, notes)
     if not facts:
         raise DataError(f"{folder}: no image can be read; {first_of(notes)}")
