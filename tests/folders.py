@@ -10,6 +10,8 @@ import tifffile
 from PIL import Image
 from pycocotools.mask import encode
 
+from segtrain.data.read.classes import load_class_file
+
 NAMES = ("background", "car", "road", "tree")
 COLORS = np.array([(0, 0, 0), (200, 30, 30), (90, 90, 100), (20, 160, 60)], np.uint8)
 _PAINT = np.array([(120, 150, 180), (190, 60, 60), (90, 90, 95), (40, 140, 60)], float)
@@ -117,7 +119,7 @@ _NNUNET = "imagesTr/c_{i:03}_0000.png", "labelsTr/c_{i:03}.png"
 _YEARS = "images/{short}2017/{i}.jpg", "annotations/{short}2017/{i}.png"
 _CROPS = "{short}crop/{i}_1_2.jpg", "{short}crop/{i}_1_2.png"
 _STEMS = "{short}_{i}.bmp", "{short}_{i}_anno.bmp"
-_TILES = "top/top_mosaic_area{i}.tif", "gts_for_all/top_mosaic_area{i}.tif"
+_TILES = "top/top_mosaic_09cm_area{i}.tif", "gts/top_mosaic_09cm_area{i}.tif"
 _SCENES = "scene_{scene}/rgb/{i:04}.png", "scene_{scene}/semantic/{i:04}.png"
 CASES: dict[str, Callable[[Path], Truth]] = {
     "ids_with_names": _folder("images/{i}.jpg", "labels/{i}.png", classes__txt=_LISTED),
@@ -182,6 +184,27 @@ def _cities(folder: Path) -> Truth:
 
 
 CASES["cities_of_few_images"] = _cities
+
+
+def _known_colors(folder: Path) -> Truth:
+    """KITTI: ids of Cityscapes, and their colours; ids 0 and 1 have no class, and are black."""
+    truth, classes = {}, load_class_file("cityscapes").classes
+    ids = np.array([one.ids[0] for one in classes], np.uint8)
+    colors = np.array([*(one.color for one in classes), (0, 0, 0)], np.uint8)
+    for i in range(8):
+        pixels, drawn = scene(i, 4)
+        labels = np.repeat(np.arange(16, dtype=np.uint8), 5)[None] % 15 + drawn
+        without = np.zeros_like(labels, dtype=bool)
+        without[:4] = True
+        stored = np.where(without, np.arange(80, dtype=np.uint8) % 2, ids[labels])
+        save(folder / f"image_2/{i:06}_10.png", pixels)
+        save(folder / f"semantic/{i:06}_10.png", stored)
+        save(folder / f"semantic_rgb/{i:06}_10.png", colors[np.where(without, 19, labels)])
+        truth[f"image_2/{i:06}_10.png"] = np.where(without, 255, labels)
+    return truth
+
+
+CASES["ids_of_cityscapes_and_their_colors"] = _known_colors
 
 
 def _objects(folder: Path) -> Truth:

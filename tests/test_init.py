@@ -11,7 +11,7 @@ from PIL import Image
 from segtrain.cli import main
 from segtrain.config import load_config
 from segtrain.data import open_dataset
-from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.classes import load_class_file, says_no_class
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +98,24 @@ def two_versions(folder):
             save(folder / f"{split}/v2.0/labels/{i}.png", np.minimum(classes, 2))
 
 
+def numbered(folder):
+    """A number for each object, some more than others."""
+    for i in range(8):
+        pixels, _ = scene(i, 2)
+        objects = np.arange(80)[None] // 8 * (np.arange(64)[:, None] > 20)
+        objects[objects > 3 + i % 4] = 0
+        save(folder / f"images/{i}.png", pixels)
+        save(folder / f"labels/{i}.png", objects.astype(np.uint8))
+
+
+def less_one(folder):
+    """Labels hold the number of a name less 1, and 255, as those of COCO-Stuff do."""
+    with_list(
+        "0: unlabeled\n1: a\n2: b\n3: c\n4: d",
+        make=lambda x: np.where(x < 3, x, 255).astype(np.uint8),
+    )(folder)
+
+
 def with_list(text, name="classes.txt", make=lambda classes: classes):
     def build(folder):
         write(folder, make)
@@ -123,6 +141,7 @@ TABLE = "name,r,g,b\n" + "".join(
     f"{NAMES[i]},{','.join(map(str, COLORS[i].tolist()))}\n" for i in range(3)
 )
 unnamed_color = with_list(TABLE, "class_dict.csv", lambda classes: COLORS[classes])
+more_names = with_list("a\nb\nc\nvoid\nd\ne", make=lambda classes: classes + 1)
 three_greys = labelled(lambda x: np.array([0, 128, 255], np.uint8)[x], num_classes=3)
 no_data_or_class = labelled(lambda x: np.array([0, 1, 255], np.uint8)[x], num_classes=3)
 trimap = labelled(lambda classes: classes + 1, num_classes=3, label="trimaps/{}.png")
@@ -130,6 +149,10 @@ VERSION = ["--labels", "training/v2.0/labels/*.png, validation/v2.0/labels/*.png
 QUESTIONS = [
     (with_list("a\nb\n"), "names 2 classes: they do not fit", ["--names", "a,b,c,d"], 4),
     (two_lists, "several files name the classes differently", ["--names", "a,b,c,d"], 4),
+    (numbered, "numbers of objects, or classes?", ["--ignore", "none"], 7),
+    (less_one, "may hold its values less 1", ["--ignore", "255", "--names", "a,b,c"], 3),
+    (less_one, "may hold its values less 1", ["--ignore", "0,255"], 2),
+    (more_names, "counted from 0 or from 1?", ["--ignore", "3", "--names", "b,c,d"], 3),
     (three_greys, "128 is usually the uncertain border", ["--ignore", "128"], 2),
     (two_sets, "2 sets of labels fit the images", ["--labels", "fine/labels"], 4),
     (two_versions, "2 sets of labels fit the images", VERSION, 3),
@@ -180,6 +203,21 @@ def test_where_two_readings_fit_it_stops_and_the_option_goes_on(
     values = set().union(*(set(np.unique(label).tolist()) for label in found.values()))
     assert len(values - {255}) == num_classes
     assert not list(output.glob("reading_*"))
+
+
+@pytest.mark.parametrize("make", dict.fromkeys(make for make, *_ in QUESTIONS))
+def test_all_options_that_a_question_offers_are_taken(tmp_path, capsys, make):
+    folder = tmp_path / "data"
+    make(folder)
+    init(folder, code=2)
+    options = re.findall(r"^(?:segtrain:)?  .*?: (--.*)$", capsys.readouterr().err, re.MULTILINE)
+    assert options
+    for number, option in enumerate(options):
+        if "VALUES" not in option:
+            output = tmp_path / f"{number}"
+            words = ["init", str(folder), "--output", str(output), *shlex.split(option)]
+            assert main(words) == 0, option
+            assert not any(map(says_no_class, load_class_file(str(output / "classes.yaml")).names))
 
 
 def shifted(folder):

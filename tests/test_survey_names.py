@@ -63,6 +63,7 @@ def test_an_image_in_several_files_is_one_with_bands():
 ROAD_CAR = [("road", None, None), ("car", None, None)]
 VALUES = [("road", 3, None), ("car", 7, None)]
 COLORS = [("road", None, (128, 64, 128)), ("car", None, (0, 0, 142))]
+NUMBERED = [("road", 3, (1, 2, 3)), ("car", 7, (4, 5, 6))]
 SUPERVISELY = """
 {"classes": [{"title": "road", "color": "#804080"}, {"title": "car", "color": "#00008E"}]}"""
 LEGENDS = [
@@ -71,6 +72,9 @@ LEGENDS = [
     ("labelmap.txt", "# label:color_rgb:parts:actions\nroad:128,64,128::\ncar:0,0,142::\n", COLORS),
     ("_classes.csv", "Pixel Value, Class\n 3, road\n 7, car\n", VALUES),
     ("class_dict.csv", "name,r,g,b\nroad,128,64,128\ncar,0,0,142\n", COLORS),
+    ("class_dict_seg.csv", "name, r, g, b\nroad, 128, 64, 128\ncar, 0, 0, 142\n", COLORS),
+    ("label_colors.txt", "128 64 128\troad\n0 0 142\t\tcar\n", COLORS),
+    ("a-colormap.txt", "3 road 1 2 3\n7 car 4 5 6\n", NUMBERED),
     ("data.yaml", "train: ../train\nnc: 2\nnames: [road, car]\n", ROAD_CAR),
     ("data.yaml", "names: {3: road, 7: car}\n", VALUES),
     ("dataset.json", '{"labels": {"road": 3, "car": 7}, "numTraining": 9}', VALUES),
@@ -97,6 +101,8 @@ def test_names_values_and_colours_come_from_what_tools_leave(tmp_path, name, tex
         ("settings.yaml", "lr: 0.1\n"),
         ("classes.csv", "a,b\n1,2\n"),
         ("classes.txt", "road\nroad\n"),
+        ("class_statistics.csv", "class,pixels\nroad,3\ncar,7\n"),
+        ("colors.txt", "128 64 128 road\nand more\n"),
     ],
 )
 def test_other_files_are_no_lists_of_classes(tmp_path, name, text):

@@ -160,7 +160,31 @@ def _ignored(known: _Known) -> tuple[list[Value], list[str]]:
         if reason := _why_no_data(labels, left, [v for v in left if v not in named], bool(named)):
             ignored.append(255)
             reasons.append(f"ignored: 255: {reason}")
+            _check_count(known, ignored)
     return ignored, reasons
+
+
+def _check_count(known: _Known, ignored: Sequence[Value]) -> None:
+    """Stops where a list begins with a 0 that means no class, and labels have 255 for it.
+
+    So they may hold the values of the list less 1, as those of COCO-Stuff do.
+
+    Raises:
+        UndecidedError: the labels hold no value that the list could not have less 1.
+    """
+    labels, named = known.labels, known.named
+    values = [v for v in known.there if v != 255]
+    if not (0 in named and named[0].means_no_class) or not {v + 1 for v in values} <= named.keys():
+        return
+    less = names_option(named[v + 1].name for v in values)
+    raise UndecidedError(
+        f"{labels.pattern}: 255 means no data, and so does 0 in {known.source} "
+        f"({named[0].name}): the labels may hold its values less 1",
+        [
+            Reading(f"0 is {named[0].name}", ignore_option(ignored)),
+            Reading(f"0 is {named[1].name}", f"{ignore_option([255])} {less}"),
+        ],
+    )
 
 
 def _unnamed(known: _Known, ignored: Sequence[Value], left: Sequence[Value]) -> UndecidedError:

@@ -171,7 +171,7 @@ def _kind(stored: np.ndarray, path: Path) -> Kind:
         low, high = channel.min(), channel.max()  # NaN if there is any
         is_whole = channel.dtype.kind != "f" or bool((channel == np.round(channel)).all())
         return "ids" if low >= 0 and high <= 65535 and is_whole else "picture"
-    top, is_color = stored.max(), stored.dtype == np.uint8 and _without_alpha(stored).shape[2] == 3
+    top, is_color = stored.max(), stored.dtype == np.uint8 and without_alpha(stored).shape[2] == 3
     if top > 0 and ((stored == 0) | (stored == top)).all():
         is_red = is_color and top > 1  # or green, or blue: an area of one class
         if (np.count_nonzero(stored, axis=2) == 1).all() and not is_red:
@@ -181,12 +181,12 @@ def _kind(stored: np.ndarray, path: Path) -> Kind:
 
 def _single(stored: np.ndarray) -> np.ndarray | None:
     """The one channel of (H, W, C), also if all three of RGB are equal; None: there are more."""
-    colors = _without_alpha(stored)
+    colors = without_alpha(stored)
     is_one = colors.shape[2] in (1, 3) and (colors[..., :1] == colors).all()
     return colors[..., 0] if is_one else None
 
 
-def _without_alpha(stored: np.ndarray) -> np.ndarray:
+def without_alpha(stored: np.ndarray) -> np.ndarray:
     """(H, W, C) without an alpha channel that is opaque everywhere."""
     is_opaque = stored.shape[2] in (2, 4) and stored.dtype.kind in "ui"
     if is_opaque and (stored[..., -1] == np.iinfo(stored.dtype).max).all():

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from segtrain.errors import ConfigError, DataError
 from segtrain.survey.contents import Value, word
 from segtrain.survey.label_sets import OWN, Comparison, LabelSet
+from segtrain.survey.pairing import split_of, words_of
 from segtrain.survey.survey import Survey
 from segtrain.text import counted, first_of
 
@@ -116,7 +117,10 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
         others = [o for o in sets if frozenset((one.pattern, o.pattern)) in survey.equal_sets]
         if any(o.kind == "ids" or one.kind != "ids" for o in others):
             sets.remove(one)
-    sets = _joined(sets)
+    for i, one in enumerate(sets):
+        colors = (found for pair, found in survey.equal_sets.items() if one.pattern in pair)
+        sets[i] = replace(one, twin=next(filter(None, colors), {}))
+    sets = _joined(sets, always=answers.labels is not None)
     most = max(len(one.labels) for one in sets)
     sets = [one for one in sets if 10 * len(one.labels) >= most]
     if len(sets) > 1:
@@ -157,15 +161,19 @@ def _restricted(labels: LabelSet, wanted: str) -> LabelSet | None:
     if any(len(files) > 1 for files in kept.values()):
         return replace(labels, labels=kept)
     pattern = wanted if len(labels.classes) > 1 else labels.pattern
-    return replace(labels, pattern=pattern, labels=kept, classes=(), palette=())
+    return replace(labels, pattern=pattern, labels=kept, classes=())
 
 
-def _joined(sets: Sequence[LabelSet]) -> list[LabelSet]:
-    """The sets, those of one kind that label different images as one."""
+def _joined(sets: Sequence[LabelSet], *, always: bool) -> list[LabelSet]:
+    """The sets, those of one kind that label different images as one.
+
+    always: even if neither their folders nor what surrounds the names are alike, but for splits.
+    """
     found: list[LabelSet] = []
     for one in sorted(sets, key=lambda one: -len(one.labels)):
         for i, other in enumerate(found):
             alike = (one.kind, one.classes) == (other.kind, other.classes)
+            alike = alike and (always or _have_alike_names(one, other))
             if alike and not one.labels.keys() & other.labels.keys():
                 found[i] = replace(
                     other,
@@ -173,7 +181,6 @@ def _joined(sets: Sequence[LabelSet]) -> list[LabelSet]:
                     labels={**other.labels, **one.labels},
                     values={**one.values, **other.values},
                     class_of={**one.class_of, **other.class_of},
-                    palette=other.palette or one.palette,
                 )
                 break
         else:
@@ -181,9 +188,22 @@ def _joined(sets: Sequence[LabelSet]) -> list[LabelSet]:
     return found
 
 
+def _have_alike_names(*sets: LabelSet) -> bool:
+    """Whether folders or names are the same without words of splits."""
+    parts = []
+    for one in sets:
+        *folders, name = one.pattern.split(", ")[0].split("/")
+        words = (
+            [w for x in part for w in words_of(x) if not split_of(w)] for part in (folders, [name])
+        )
+        parts.append([*words])
+    return any(one == other for one, other in zip(*parts, strict=True))
+
+
 def _is_named_instances(labels: LabelSet) -> bool:
-    words = set(re.findall("[a-z]+", labels.pattern.lower()))
-    return bool(words & {"segmentationobject", "object", "objects", "instance", "instances"})
+    words = re.findall("[a-z]+", labels.pattern.lower())
+    other = {"segmentationobject", "object", "objects", "inst", "panoptic"}
+    return any(word in other or word.startswith("instance") for word in words)
 
 
 def is_instances(labels: LabelSet) -> bool:
@@ -197,7 +217,7 @@ def check_pairs(survey: Survey, labels: LabelSet, found: Comparison, answers: An
 
     Raises:
         DataError: labels fit the images of their neighbours better than their own.
-        UndecidedError: 0 lies where images are black.
+        UndecidedError: 0 lies where images are black, or values may number objects.
     """
     own = found.scores.get(OWN, 1.0)
     words, best = max(found.scores.items(), key=lambda pair: pair[1], default=(OWN, own))
@@ -207,6 +227,15 @@ def check_pairs(survey: Survey, labels: LabelSet, found: Comparison, answers: An
             f"{labels.pattern}: labels fit {which} better than their own: edges are {best:.2f} "
             f"times as strong along their borders there, {own:.2f} times here; names, order or "
             "orientation were mixed up"
+        )
+    if found.are_numbered and not survey.legends and answers.ignore is answers.names is None:
+        raise UndecidedError(
+            f"{labels.pattern}: each label has about one area of each value from 1 on, some "
+            "more than others: numbers of objects, or classes?",
+            [
+                Reading("objects of one class: make all but 0 equal first", "no option does it"),
+                Reading("classes", ignore_option([])),
+            ],
         )
     is_named = any(one.value == 0 for legend in survey.legends for one in legend.classes)
     if found.black > _BLACK and 0 in labels.values and answers.ignore is None and not is_named:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain, combinations
 from pathlib import Path, PurePosixPath
 
+import cv2
 import numpy as np
 
 from segtrain.data.read import formats
@@ -24,6 +25,8 @@ from segtrain.text import counted, first_of
 SAMPLE, _COMPARED = 6, 24
 # Two masks that share so much of their area are two labels of one thing.
 _SAME_AREA = 0.5
+# Objects that are numbered from 1 have so many areas each, at most.
+_MOST_NUMBERS, _AREAS = 255, 1.1
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,23 @@ class LabelSet:
     values: of the sample; after `count_values`, of all files.
     classes: with several files an image, the word that each stands for; their place among these,
         from 1, by file, if there are several words.
+    palette: the colours of ids, known after `count_values`.
+    twin: the colours of ids in a set that divides the images alike, in a sample.
     """
 
     pattern: str
     kind: Kind
     labels: Mapping[str, tuple[str, ...]]
     values: Mapping[Value, ValueFacts]
-    palette: tuple[Color, ...] = ()
     classes: tuple[str, ...] = ()
     class_of: Mapping[str, int] = field(default_factory=dict)
+    palette: tuple[Color, ...] = ()
+    twin: Mapping[int, Color] = field(default_factory=dict)
 
 
 _ByImage = Mapping[str, tuple[str, ...]]
+Equal = tuple[frozenset[str], dict[int, Color]]
+"""Patterns of two sets that divide the images alike, and the colours of ids if one has colours."""
 
 
 def label_sets(
@@ -87,7 +95,7 @@ def label_sets(
             for image, files in sets.pop(form).items():
                 together[image] += files
                 class_of |= dict.fromkeys(files, number)
-        yield LabelSet(" + ".join(binary), "ids", dict(together), {}, (), classes, class_of)
+        yield LabelSet(" + ".join(binary), "ids", dict(together), {}, classes, class_of)
     for form, by_image in sets.items():
         found = [one for one in samples[form] if one.kind != "picture"]
         yield LabelSet(
@@ -95,7 +103,6 @@ def label_sets(
             kind=Counter(one.kind for one in found).most_common(1)[0][0],
             labels=by_image,
             values=_totals(one.values for one in found),
-            palette=next((one.palette for one in found if one.palette), ()),
             classes=("foreground",) if _several(by_image) else (),
         )
 
@@ -186,24 +193,39 @@ def _show_the_same(folder: Path, one: _ByImage, other: _ByImage, *_: _ByImage) -
 # Comparisons
 
 
-def equal_sets(folder: Path, sets: Sequence[LabelSet]) -> Iterator[frozenset[str]]:
-    """Patterns of two sets whose labels divide the images alike: ids and the same in colours."""
+def equal_sets(folder: Path, sets: Sequence[LabelSet]) -> Iterator[Equal]:
+    """Two sets whose labels divide the images alike: ids and the same in colours."""
     for one, other in combinations(sets, 2):
         shared = spread(sorted(one.labels.keys() & other.labels.keys()), SAMPLE)
         files = [(folder / one.labels[x][0], folder / other.labels[x][0]) for x in shared]
-        if files and all(_divide_alike(*pair) for pair in files):
-            yield frozenset((one.pattern, other.pattern))
+        pairs = [_pairs_of_values(*two) for two in files]
+        if pairs and all(found is not None for found in pairs):
+            kinds = one.kind, other.kind
+            rows = np.concatenate(pairs) if kinds in (("ids", "colors"), ("colors", "ids")) else ()
+            ids, colors = (0, slice(-3, None)) if kinds[0] == "ids" else (-1, slice(3))
+            both = {int(row[ids]): tuple(row[colors].tolist()) for row in rows}
+            yield frozenset((one.pattern, other.pattern)), both
 
 
-def _divide_alike(*paths: Path) -> bool:
+def _pairs_of_values(*paths: Path) -> np.ndarray | None:
+    """Values that two labels have in the same place, (N, channels of both); None: they divide the
+    image into other areas."""
     try:
         stored = [formats.read_stored(path) for path in paths]
     except DataError:
-        return False
+        return None
     if stored[0].shape[:2] != stored[1].shape[:2]:
-        return False
+        return None
+    stored = [contents.without_alpha(one) for one in stored]
     kinds, both = [len(_pixel_values(x)) for x in stored], _pixel_values(np.dstack(stored))
-    return kinds == [len(both)] * 2
+    if max(kinds) < len(both):
+        return None
+    # In a picture in colours, several ids without a class may be black together.
+    channels = stored[kinds.index(min(kinds))].shape[2]
+    colors = both[:, :channels] if kinds[0] < kinds[1] else both[:, -channels:]
+    found, count = np.unique(colors, axis=0, return_counts=True)
+    is_alike = min(kinds) == len(both) or (channels > 1 and not found[count > 1].any())
+    return both if is_alike else None
 
 
 def _pixel_values(stored: np.ndarray) -> np.ndarray:
@@ -218,10 +240,12 @@ class Comparison:
     scores: how much stronger the edges of an image are along the borders of its own label, of its
         neighbours' by name, and of its own when turned, than elsewhere; medians by these words.
     black: of the pixels labelled 0, the part that is black or NaN in the image.
+    are_numbered: whether each label has an area of each value from 1 to a number of its own.
     """
 
     scores: Mapping[str, float]
     black: float
+    are_numbered: bool
 
 
 OWN = "their own"
@@ -236,13 +260,14 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> Compari
         if len(labels.labels.get(image.path, ())) == 1
     ]
     scores: dict[str, list[float]] = defaultdict(list)
-    black, zeros = 0, 0
+    black, zeros, numbers = 0, 0, []
     for i in spread(range(len(pairs)), _COMPARED) if len(pairs) > 2 else ():
         with suppress(DataError):
             before, own, after = (
                 contents.read_bands(pairs[k % len(pairs)][0]) for k in (i - 1, i, i + 1)
             )
             label = contents.read_label_part(pairs[i][1])
+            numbers.append(_numbers(label) if labels.kind == "ids" else None)
             for words, image in ((OWN, own), ("the next", before), ("the previous", after)):
                 scores[words].append(contents.alignment(image, label))
             for words, (down, right) in _TURNS.items():
@@ -253,7 +278,25 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> Compari
                 zeros += int(zero.sum())
     known = {words: [x for x in found if not np.isnan(x)] for words, found in scores.items()}
     medians = {words: float(np.median(found)) for words, found in known.items() if found}
-    return Comparison(medians, black / zeros if zeros else 0.0)
+    return Comparison(medians, black / zeros if zeros else 0.0, _are_numbered(numbers))
+
+
+def _numbers(label: np.ndarray) -> tuple[int, int] | None:
+    """k and the number of areas if a label (H, W, C) holds 1 to k, and else 0 alone."""
+    channel = np.ascontiguousarray(label[..., 0])
+    values = np.setdiff1d(channel, 0)
+    if len(values) > _MOST_NUMBERS or (values != np.arange(1, len(values) + 1)).any():
+        return None
+    parts = (cv2.connectedComponents((channel == value).astype(np.uint8))[0] for value in values)
+    return len(values), sum(part - 1 for part in parts)
+
+
+def _are_numbered(numbers: Sequence[tuple[int, int] | None]) -> bool:
+    """Whether labels number objects, nearly all of which are one area; numbers: of `_numbers`."""
+    if not numbers or None in numbers:
+        return False
+    most, areas = zip(*numbers, strict=True)
+    return len(set(most)) > 1 and max(most) > 2 and sum(areas) <= _AREAS * sum(most)
 
 
 # All files of a set
@@ -276,7 +319,7 @@ def count_values(
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     kind = "colors" if is_colored else labels.kind
     kinds = {"ids", "two"} if labels.classes and not is_colored else {kind}
-    palette, counts, unfit, wrong = labels.palette, [], [], []
+    palette, counts, unfit, wrong = (), [], [], []
     for (image, file), facts in zip(files, read, strict=True):
         if problem := _problem(facts, file, palette, kinds):
             unfit.append(problem)

@@ -4,7 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from segtrain.data.read.classes import known_names, load_class_file
 from segtrain.survey.contents import Value
-from segtrain.survey.decide import Answers, Reading, UndecidedError, default_names, names_option
+from segtrain.survey.decide import (
+    Answers,
+    Reading,
+    UndecidedError,
+    default_names,
+    ignore_option,
+    names_option,
+)
 from segtrain.survey.label_sets import LabelSet
 from segtrain.survey.names import Legend, NamedClass
 from segtrain.survey.shades import is_close
@@ -42,7 +49,7 @@ def named_values(
 def _for_colors(legends: Sequence[Legend], labels: LabelSet) -> Legend | None:
     """The list whose colours are those of the labels: of the folder, else of a known data set."""
     pixels = {color: facts.pixels for color, facts in labels.values.items()}
-    known = list(_known_colors()) if len(pixels) >= _MIN_KNOWN_COLORS else []
+    known = list(_known_colors(labels)) if len(pixels) >= _MIN_KNOWN_COLORS else []
     for legend in (*legends, *known):
         if legend.has_colors:
             colors = [one.color for one in legend.classes]
@@ -52,8 +59,10 @@ def _for_colors(legends: Sequence[Legend], labels: LabelSet) -> Legend | None:
     return None
 
 
-def _known_colors() -> Iterator[Legend]:
+def _known_colors(labels: LabelSet) -> Iterator[Legend]:
     for name in known_names():
+        if name == "voc" and "segmentationclass" not in labels.pattern.lower():
+            continue  # annotation tools draw other classes in these colours too
         file = load_class_file(name)
         has_own = all(not one.more_colors for one in file.classes)
         if has_own and len(file.given_colors) == file.num_classes:
@@ -109,7 +118,7 @@ def _placed(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None
             [
                 Reading(
                     f"{low} is {legend.classes[0].name}",
-                    names_option(legend.classes[v - low].name for v in sorted(plain)),
+                    _options(_valued("", legend.classes, range(low, low + number)), values),
                 )
                 for low in (0, 1)
             ],
@@ -134,15 +143,26 @@ def _agreeing(fitting: list[Legend], values: set[int]) -> list[Legend]:
             return found
     raise UndecidedError(
         f"several files name the classes differently: {first_of(one.source for one in fitting)}",
-        [Reading(one.source, names_option(c.name for c in one.classes)) for one in fitting],
+        [Reading(one.source, _options(one, values)) for one in fitting],
     )
 
 
+def _options(legend: Legend, values: set[int]) -> str:
+    """The options that say of labels of these values what the list says."""
+    named = {one.value: one for one in legend.classes}
+    without = {v for v in values if (named[v].means_no_class if v in named else v == 255)}
+    left = sorted(values - without)
+    names = [named[v].name if v in named else default_names([v])[0] for v in left]
+    return f"{ignore_option(sorted(without))} {names_option(names)}"
+
+
 def _known_ids(labels: LabelSet, values: set[int]) -> list[Legend]:
-    """The classes of a known data set, if names and values of the labels are its own."""
+    """The classes of a known data set, if the labels have its names or colours, and its values."""
     for part, name in _KNOWN_PATTERNS.items():
-        if part in labels.pattern.lower():
-            file = load_class_file(name)
+        file = load_class_file(name)
+        colors = {value: c.color for c in file.classes for value in c.ids if value in labels.twin}
+        is_own = len(colors) >= _MIN_KNOWN_COLORS and colors.items() <= labels.twin.items()
+        if part in labels.pattern.lower() or is_own:
             named = [NamedClass(c.name, value) for c in file.classes for value in c.ids]
             ignored = [NamedClass(f"id {value}", value, None, True) for value in file.ignore_ids]
             if values <= {one.value for one in (*named, *ignored)}:

@@ -1,9 +1,9 @@
 """Names, values and colours of classes from the files that annotation tools leave beside images.
 
 Text: a name a line (classes.txt), CVAT's labelmap.txt, tables with a header (class_dict.csv,
-Roboflow's _classes.csv). YAML: `names` of YOLO's data.yaml, or a class file of segtrain. JSON:
-nnU-Net's dataset.json, COCO's and Label Studio's categories, Mapillary's config, Supervisely's
-meta.
+Roboflow's _classes.csv) or of colours without one (CamVid's label_colors.txt). YAML: `names` of
+YOLO's data.yaml, or a class file of segtrain. JSON: nnU-Net's dataset.json, COCO's and Label
+Studio's categories, Mapillary's config, Supervisely's meta.
 """
 
 import csv
@@ -84,7 +84,9 @@ def _parser(stem: str, suffix: str) -> Callable[[str], Iterable[NamedClass]] | N
     if suffix in (".txt", ".names") and stem in _LISTS:
         return _lines
     if suffix in (".csv", ".txt") and stem.endswith(_TABLES):
-        return _table
+        return lambda text: _colored_lines(text) or _table(text)
+    if suffix == ".csv" and _ABOUT_CLASSES.search(stem):  # statistics have no colours
+        return lambda text: [one for one in _table(text) if one.color]
     if suffix in (".yaml", ".yml"):
         return _yaml
     if suffix == ".json" and _ABOUT_CLASSES.search(stem):
@@ -127,6 +129,26 @@ def _labelmap(text: str) -> Iterator[NamedClass]:
         if not line.startswith("#"):
             name, _, rest = line.partition(":")
             yield NamedClass(name.strip(), None, color_of(rest.partition(":")[0]))
+
+
+def _colored_lines(text: str) -> list[NamedClass]:
+    """`64 128 64 Animal`, `Animal,64,128,64` or `0 Animal 64 128 64` in each line; else nothing."""
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        before = re.fullmatch(r"(\d+)[\s,;]+(\d+)[\s,;]+(\d+)[\s,;]+(\D.*)", line)
+        after = re.fullmatch(
+            r"(?:(\d+)[\s,;:]+)?(\D.*?)[\s,;:]+(\d+)[\s,;]+(\d+)[\s,;]+(\d+)", line
+        )
+        if before:
+            found.append(
+                NamedClass(before[4].strip(), None, color_of([*map(int, before.groups()[:3])]))
+            )
+        elif after:
+            value = None if after[1] is None else int(after[1])
+            found.append(NamedClass(after[2], value, color_of([*map(int, after.groups()[2:])])))
+        elif not line.startswith("#"):
+            return []
+    return found if all(one.color for one in found) else []
 
 
 def _table(text: str) -> list[NamedClass]:

@@ -15,7 +15,7 @@ from segtrain.data.read import formats
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.survey import contents, pairing
-from segtrain.survey.contents import ImageFacts, LabelFacts, spread
+from segtrain.survey.contents import Color, ImageFacts, LabelFacts, spread
 from segtrain.survey.images import (
     Image,
     facts_of,
@@ -40,7 +40,7 @@ class Survey:
     root: Path
     images: tuple[Image, ...]
     sets: tuple[LabelSet, ...]
-    equal_sets: frozenset[frozenset[str]]  # patterns of two sets that divide the images alike
+    equal_sets: Mapping[frozenset[str], Mapping[int, Color]]  # as `label_sets.equal_sets` has them
     legends: tuple[Legend, ...]
     facts: Mapping[str, ImageFacts]  # of a sample of images
     similar: frozenset[tuple[str, str]]  # images that are nearly alike, by their paths
@@ -101,7 +101,7 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
         root=folder,
         images=tuple(images),
         sets=sets,
-        equal_sets=frozenset(equal_sets(folder, sets)),
+        equal_sets=dict(equal_sets(folder, sets)),
         legends=tuple(filter(None, legends)),
         facts=facts,
         similar=similar,
