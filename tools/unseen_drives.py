@@ -126,7 +126,15 @@ def main() -> None:
         subprocess.run([*idle, *command, "--output", str(run), "--resume"], check=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(train, itertools.product(args.seed, recipes, args.drive)))
+        runs = [
+            pool.submit(train, one) for one in itertools.product(args.seed, recipes, args.drive)
+        ]
+        try:
+            for run in runs:
+                run.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # a run that was stopped stops those after it
+            raise
     print(f"{'recipe':46} left out  seed  steps   mIoU  minus base, 95 %")
     found = {run.name: load_records(run) for run in sorted(args.output.glob("*-*-*-*"))}
     groups: dict[tuple[str, ...], dict[str, float]] = {}
