@@ -84,6 +84,28 @@ def labelled(make, **options):
     return lambda folder: write(folder, make, **options)
 
 
+def test_lists_of_splits_are_those_of_the_task(tmp_path):
+    """VOC has lists for boxes, too; with SBD's labels, trainaug names more images than train."""
+    folder = tmp_path / "data"
+    write(folder, lambda classes: classes, label="SegmentationClass/{}.png")
+    lists = {
+        "Main/train": "012345",
+        "Main/val": "67",
+        "Segmentation/train": "01",
+        "Segmentation/trainaug": "01234",
+        "Segmentation/trainval": "0156",
+        "Segmentation/val": "56",
+    }
+    for name, images in lists.items():
+        path = folder / "ImageSets" / f"{name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(images))
+    _, config = labels_of(init(folder))
+    for split, images in ((config.data.train_split, "01234"), (config.data.eval_split, "56")):
+        pairs = open_dataset(config.data, split).pairs
+        assert sorted(pair.image.stem for pair in pairs) == list(images)
+
+
 def two_sets(folder):
     write(folder, lambda classes: classes, label="fine/labels/{}.png")
     write(folder, lambda classes: np.minimum(classes, 2), label="coarse/labels/{}.png")

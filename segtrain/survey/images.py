@@ -151,16 +151,21 @@ def with_splits(
     """What says the splits, and the images with them: list files, else folders."""
     by_name = _by_name(images)
     found: dict[int, str] = {}
-    sources = []
-    for path in lists:
-        words = pairing.words_of(PurePosixPath(path).stem)
+    named: dict[PurePosixPath, dict[str, tuple[str, list[int]]]] = defaultdict(dict)
+    for path in map(PurePosixPath, lists):
+        words = pairing.words_of(path.stem)
         split = next(filter(None, map(pairing.split_of, words)), None)
         indices = list(_listed(folder / path, by_name)) if split else []
         if indices and None not in indices:
-            sources.append(path)
-            if twice := [images[i].name for i in indices if found.get(i, split) != split]:
-                notes.append(f"{path} and another list name the same images: {first_of(twice, 3)}")
-            found |= dict.fromkeys(indices, split)
+            named[path.parent][str(path)] = split, indices
+    task = max(named, key=lambda task: _fitness(task, named[task]), default=None)
+    sources = named[task] if task else {}
+    if {"train", "val"} <= {PurePosixPath(path).stem for path in sources}:
+        sources = {k: v for k, v in sources.items() if PurePosixPath(k).stem != "trainval"}
+    for path, (split, indices) in sources.items():
+        if twice := [images[i].name for i in indices if found.get(i, split) != split]:
+            notes.append(f"{path} and another list name the same images: {first_of(twice, 3)}")
+        found |= dict.fromkeys(indices, split)
     if set(found.values()) == {"val"} and 2 * len(found) < len(images):
         found = dict.fromkeys(range(len(images)), "train") | found  # fastai's valid.txt
     if len(set(found.values())) > 1:
@@ -168,6 +173,15 @@ def with_splits(
         return ", ".join(sources), marked
     has_folders = len({image.split for image in images} - {None}) > 1
     return ("folders" if has_folders else ""), images
+
+
+def _fitness(task: PurePosixPath, lists: Mapping[str, tuple[str, list[int]]]) -> tuple[bool, int]:
+    """What the lists of a folder are chosen by, where several hold some, as those of VOC's tasks.
+
+    Whether it is called after labels (ImageSets/Segmentation), then how many images it names.
+    """
+    named = {i for _, indices in lists.values() for i in indices}
+    return bool(pairing.LABEL_WORDS & set(pairing.words_of(task.name))), len(named)
 
 
 def split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:

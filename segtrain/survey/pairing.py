@@ -39,8 +39,8 @@ SPLIT_WORDS = {
     **dict.fromkeys(("val", "valid", "validation", "dev", "va"), "val"),
     **dict.fromkeys(("test", "testing", "tst", "ts", "te"), "test"),
 }
-# `train2017`, `traincrop`
-_GLUED = re.compile(r"(train|training|val|valid|validation|test|testing)(\d+|crops?|set)")
+# `train2017`, `traincrop`, `trainaug`
+_GLUED = re.compile(r"(train|training|val|valid|validation|test|testing)(\d+|crops?|set|aug)")
 # A beginning or end counts as one if so many names of a folder have it; role words always do.
 _COMMON_START, _COMMON_END = 0.9, 0.1
 _MOST_AFFIXES = 4
