@@ -47,7 +47,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "boundary": ("loss.kind=boundary_relaxation",),
     "group_norm": ("norm.kind=group",),
     "images_2": ("norm.images=2",),
-    "adjusted": ("loss.logit_adjustment=0.5",),
+    "no_adjustment": ("loss.logit_adjustment=0.0",),
 }
 # The 2^(7-4) design of Box and Hunter (1961), with the base as its first row.
 DESIGN = (
