@@ -120,6 +120,7 @@ _YEARS = "images/{short}2017/{i}.jpg", "annotations/{short}2017/{i}.png"
 _CROPS = "{short}crop/{i}_1_2.jpg", "{short}crop/{i}_1_2.png"
 _STEMS = "{short}_{i}.bmp", "{short}_{i}_anno.bmp"
 _TILES = "top/top_mosaic_09cm_area{i}.tif", "gts/top_mosaic_09cm_area{i}.tif"
+_CARVANA = "segmentation/train/c{i}.jpg", "segmentation/train_masks/c{i}.png"
 _SCENES = "scene_{scene}/rgb/{i:04}.png", "scene_{scene}/semantic/{i:04}.png"
 CASES: dict[str, Callable[[Path], Truth]] = {
     "ids_with_names": _folder("images/{i}.jpg", "labels/{i}.png", classes__txt=_LISTED),
@@ -137,6 +138,7 @@ CASES: dict[str, Callable[[Path], Truth]] = {
     "splits_in_the_stems": _folder(*_STEMS, number=12),
     "a_folder_named_as_its_images_begin": _folder(*_TILES, _colored),
     "masks_as_jpeg": _folder("images/{i}.jpg", "masks/{i}.jpg", _mask, num_classes=2),
+    "a_word_for_labels_above_all_files": _folder(*_CARVANA),
     "scenes_in_sixteen_bits": _folder(*_SCENES, lambda x: x.astype(np.uint16) * 300 + 7),
     "a_word_for_images_in_both_names": _folder("images/img_{i:03}.png", "masks/img_{i:03}.png"),
     "one_hot": _folder("pics/{i}.webp", "gt/{i}.npy", lambda x: np.eye(4, dtype=np.uint8)[x]),
@@ -184,6 +186,20 @@ def _cities(folder: Path) -> Truth:
 
 
 CASES["cities_of_few_images"] = _cities
+
+
+def _named_otherwise(folder: Path) -> Truth:
+    """MoNuSeg: the images of the test set are beside their masks, those to train on are not."""
+    for i in range(3):
+        pixels, classes = scene(8 + i, 2)
+        save(folder / f"MoNuSegTestData/TCGA-{i}.tif", pixels)
+        save(folder / f"MoNuSegTestData/TCGA-{i}_bin_mask.png", _mask(classes))
+    train = "MoNuSeg 2018 Training Data/"
+    names = train + "Tissue Images/TCGA-A{i}.tif", train + "Binary Masks/TCGA-A{i}.png"
+    return _folder(*names, _mask, num_classes=2)(folder)
+
+
+CASES["a_test_set_named_otherwise"] = _named_otherwise
 
 
 def _known_colors(folder: Path) -> Truth:

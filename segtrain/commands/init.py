@@ -162,7 +162,8 @@ def _lines(plan: "Plan", machine: "Machine") -> list[str]:
         f"{plan.splits.reason}"
     )
     notes = [*plan.classes.warnings, *plan.splits.warnings, *survey.notes]
-    without = [image.path for image in survey.images if image.path not in labels.labels]
+    others = [image for image in survey.images if image.split != "test"]
+    without = [image.path for image in others if image.path not in labels.labels]
     if without:
         found = counted(len(without), "image has no label", "images have no label")
         notes.append(f"{found}: {first_of(without, 3)}")

@@ -5,7 +5,7 @@ that are going to be used are counted whole, since one rare value decides whethe
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -135,19 +135,14 @@ def _matched(
     names: Sequence[FileName], samples: Mapping[str, Sequence[LabelFacts]]
 ) -> tuple[dict[str, str], list[FileName], list[FileName], Matches]:
     """The role of each pattern, names of images and of labels, and which belong together."""
-    for trusts_images in (True, False):  # a word in all names says nothing about the role
-        roles = {
-            pattern: _role(pattern, facts, trusts_images) for pattern, facts in samples.items()
-        }
-        images = [name for name in names if roles[name.pattern] == "image"]
-        labels = [name for name in names if roles[name.pattern] == "label"]
-        matches = pairing.match(images, labels)
-        if len(matches.labels) < len(images) / 2 and matches.alone:
-            renamed, by_channel = pairing.match_channels(images, labels)
-            if len(by_channel.labels) > len(matches.labels):
-                images, matches = renamed, by_channel
-        if matches.labels:
-            break
+    roles = _roles(samples)
+    images = [name for name in names if roles[name.pattern] == "image"]
+    labels = [name for name in names if roles[name.pattern] == "label"]
+    matches = pairing.match(images, labels)
+    if len(matches.labels) < len(images) / 2 and matches.alone:
+        renamed, by_channel = pairing.match_channels(images, labels)
+        if len(by_channel.labels) > len(matches.labels):
+            images, matches = renamed, by_channel
     return roles, images, labels, matches
 
 
@@ -169,24 +164,32 @@ def _samples(folder: Path, names: Sequence[FileName]) -> dict[str, list[LabelFac
     return found
 
 
-def _said(part: str) -> set[str]:
-    """The roles that the words of a folder or of a pattern say."""
-    words = set(pairing.words_of(part.replace("*", " ")))
-    return {role for role, known in _ROLES.items() if words & known}
+def _roles(samples: Mapping[str, Sequence[LabelFacts]]) -> dict[str, str]:
+    """image, label or made, of each pattern; a word that all of them have says nothing."""
+    words = [set(_words(pattern)) for pattern in samples]
+    shared = set.intersection(*words) if len(words) > 1 else set()
+    return {pattern: _role(pattern, facts, shared) for pattern, facts in samples.items()}
 
 
-def _role(pattern: str, facts: Sequence[LabelFacts], trusts_images: bool) -> str:
-    """image, label or made; by words in the name and the nearest folder, and by what files hold.
+def _words(part: str) -> tuple[str, ...]:
+    return pairing.words_of(part.replace("*", " "))
+
+
+def _role(pattern: str, facts: Sequence[LabelFacts], shared: Set[str]) -> str:
+    """By words in the name and the nearest folder, and by what files hold.
 
     A label must look like one: what is called so and does not was made for people, or blurred.
-    trusts_images: whether a word in the name makes an image of what looks like a label.
+    shared: words that say nothing.
     """
-    name, *folders = (_said(part) for part in reversed(pattern.split("/")))
-    of_folder = next(filter(None, folders), set())
-    if "made" in set().union(name, *folders):
+    said = []  # the roles that the words of the name and of each folder say, from the nearest on
+    for part in reversed(pattern.split("/")):
+        words = set(_words(part)) - shared
+        said.append({role for role, known in _ROLES.items() if words & known})
+    name, *folders = said
+    either = name | next(filter(None, folders), set())
+    if "made" in set().union(*said):
         return "made"
-    said = of_folder | (name if trusts_images else name - {"image"})
     like_label = sum(one.kind != "picture" for one in facts) > len(facts) / 2
-    if "label" in said and (like_label or "image" not in said):
+    if "label" in either and (like_label or "image" not in either):
         return "label" if like_label else "made"
-    return "image" if "image" in said or not like_label else "label"
+    return "image" if "image" in either or not like_label else "label"
