@@ -365,6 +365,12 @@ def test_a_damaged_image_is_left_out_and_classes_of_one_colour_have_it_once(tmp_
     assert (colors[0], *colors[2:]) == ((0, 0, 0), (2, 0, 0), (3, 0, 0))
 
 
+def test_what_may_be_unlabelled_is_named_at_both_ends(tmp_path, capsys):
+    write(tmp_path / "data", lambda classes: classes)
+    init(tmp_path / "data")
+    assert "if one means no data, add --ignore 0 or --ignore 3" in capsys.readouterr().out
+
+
 def test_a_label_in_one_grey_is_one_of_colours_beside_others_in_colours(tmp_path):
     folder = tmp_path / "data"
     write(folder, lambda classes: COLORS[classes])

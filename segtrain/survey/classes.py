@@ -221,7 +221,9 @@ def _names(
         return names, f"names and {what} from {source}", warnings
     warnings = list(_strays(labels, left))
     if left[:1] == [0] and len(left) > 2:
-        warnings.append("0 is taken for a class of its own; if it means no data, add --ignore 0")
+        last = left[-1]  # lists have what is unlabelled first or, as CamVid's, last
+        ways = f"{ignore_option([0])} or {ignore_option([last])}"
+        warnings.append(f"0 and {last} are taken for classes; if one means no data, add {ways}")
     if left[:1] == [_BLACK]:
         option = ignore_option([_BLACK])
         warnings.append(f"black is taken for a class; if it means no data, add {option}")
