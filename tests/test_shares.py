@@ -81,6 +81,7 @@ CASES = {
             ],
         },
         "train": {"batch_size": 5, "shares": 3},
+        "optim": {"kind": "muon", "lr": 1e-3},
     },
     # Passes of 4, 3 and 3 images.
     "deeplabv3, dice, three passes, float64, precise statistics, NCHW": {

@@ -41,6 +41,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "four_stages": ("model.num_stages=4", "optim.weight_decay=0.1"),
     "deep_stem": ("model.stem=32-32-64",),
     "fast": ("optim.lr=2.0e-3",),
+    "muon": ("optim.kind=muon",),
     "label_smoothing": ("loss.label_smoothing=0.1",),
     "dropout": ("model.dropout=0.3",),
     "mixup": ("augment.mixup_alpha=0.2",),

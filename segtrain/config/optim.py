@@ -48,7 +48,11 @@ class LayerRule(Section):
 class OptimConfig(Section):
     """How gradients change the weights."""
 
-    kind: Literal["sgd", "adamw"] = option("sgd", "how gradients change weights")
+    kind: Literal["sgd", "adamw", "muon"] = option(
+        "sgd",
+        "how gradients change weights; muon: Muon for kernels of convolutions, but those that "
+        "give the classes, AdamW for the rest, both with lr and weight_decay of AdamW",
+    )
     lr: PositiveFloat = option(0.01, "learning rate after warmup")
     lr_batch_size: Positive | None = option(
         None, "lr is meant for this batch size and scaled linearly to batch_size; null: as is"
@@ -57,16 +61,17 @@ class OptimConfig(Section):
     momentum: FractionBelow1 = option(0.9, "SGD")
     nesterov: bool = option(False, "SGD: Nesterov's momentum")
     betas: tuple[FractionBelow1, FractionBelow1] = option(
-        (0.9, 0.999), "AdamW: decay of the averages of gradient and squared gradient"
+        (0.9, 0.999),
+        "AdamW, also beside Muon: decay of the averages of gradient and squared gradient",
     )
     weight_decay: NonNegativeFloat = option(
         1e-4,
-        "SGD: L2, decay * weight joins the gradient; AdamW: decoupled, lr * decay * weight is "
-        "taken away",
+        "SGD: L2, decay * weight joins the gradient; AdamW and Muon: decoupled, lr * decay * "
+        "weight is taken away",
     )
     decoupled_decay: bool = option(
         False,
-        "decay * lr / (lr after warmup) * weight is taken away in each step, by SGD and AdamW "
+        "decay * lr / (lr after warmup) * weight is taken away in each step, by all kinds "
         "(arXiv:1711.05101; MosaicML's DecoupledSGDW and DecoupledAdamW)",
     )
     decay_norm_and_bias: bool = option(

@@ -60,7 +60,11 @@ NEEDS: dict[str, dict[str, str]] = {
         "boundary_px": "kind=boundary_relaxation",
     },
     "LayerRule": {"lr_mult weight_decay decay_toward": "freeze=null freeze=false"},
-    "OptimConfig": {"momentum nesterov": "kind=sgd", "betas": "kind=adamw", "sam_every": "sam_rho"},
+    "OptimConfig": {
+        "momentum nesterov": "kind=sgd",
+        "betas": "kind=adamw kind=muon",
+        "sam_every": "sam_rho",
+    },
     "ScheduleConfig": {
         "poly_power": "kind=poly",
         "min_lr after_warmup": "kind=poly kind=cosine finish_from",

@@ -109,7 +109,7 @@ def network_bytes(config: Config, num_classes: int, images: int, device: torch.d
             # What is counted lives as long as the graph: no two have the same address.
             graph = model.small_logits(crops)
         del graph
-    moments = {"sgd": bool(optim.momentum), "adamw": 2}.get(optim.kind, 0)
+    moments = {"sgd": bool(optim.momentum), "adamw": 2, "muon": 1}.get(optim.kind, 0)
     copies = 1 + moments + bool(optim.ema_decay)
     features = sum(size for storage, size in kept.items() if storage not in own)
     features //= 2 if is_fused else 1

@@ -17,6 +17,7 @@ from segtrain.config.messages import did_you_mean
 from segtrain.errors import ConfigError
 from segtrain.norm import freeze_statistics
 from segtrain.text import MAX_NAME, first_of, printable
+from segtrain.training.optim.muon import muon_names
 
 
 class Settings(NamedTuple):
@@ -27,6 +28,7 @@ class Settings(NamedTuple):
     lr_mult: float
     decay: float
     toward_start: bool  # decay toward the weights that training started from (L2-SP), not toward 0
+    muon: bool  # by Muon; with optim.kind muon the other weights go by AdamW
 
 
 def parameter_groups(
@@ -41,10 +43,12 @@ def parameter_groups(
     loaded: the names of the weights that come from a file; None: all. The others are new layers.
     """
     groups: dict[Settings, dict] = {}
+    by_muon = muon_names(model) if optim.kind == "muon" else set()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        settings = _settings(name, parameter, optim, is_old=loaded is None or name in loaded)
+        is_old = loaded is None or name in loaded
+        settings = _settings(name, parameter, optim, is_old=is_old)._replace(muon=name in by_muon)
         by_torch = not (settings.toward_start or optim.decoupled_decay)
         group = groups.setdefault(
             settings,
@@ -55,6 +59,7 @@ def parameter_groups(
                 "weight_decay": settings.decay if by_torch else 0.0,
                 "pull": 0.0 if by_torch else settings.decay,
                 "toward_start": settings.toward_start,
+                "muon": settings.muon,
             },
         )
         group["params"].append(parameter)
@@ -76,7 +81,7 @@ def _settings(name: str, parameter: nn.Parameter, optim: OptimConfig, *, is_old:
         )
     undecayed = _norm_or_bias(name, parameter) and not optim.decay_norm_and_bias
     decay = 0.0 if undecayed else decay
-    return Settings(in_backbone, undecayed, lr_mult, decay, toward == "start" and decay > 0)
+    return Settings(in_backbone, undecayed, lr_mult, decay, toward == "start" and decay > 0, False)
 
 
 def _of_rules(key: str, name: str, optim: OptimConfig, default: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from segtrain.config import Config
 from segtrain.training.optim.layers import InitialWeights, parameter_groups
+from segtrain.training.optim.muon import Muon
 from segtrain.training.optim.schedule import base_lr
 
 
@@ -56,6 +57,8 @@ def build_optimizer(
     fused = _may_be_fused(model, config, groups) or None  # None: as torch chooses
     if optim.kind == "adamw":
         optimizer = torch.optim.AdamW(groups, lr, betas=optim.betas, fused=fused)
+    elif optim.kind == "muon":
+        optimizer = Muon(groups, lr, betas=optim.betas)
     else:
         options = {"momentum": optim.momentum, "nesterov": optim.nesterov, "fused": fused}
         optimizer = torch.optim.SGD(groups, lr, **options)
@@ -102,7 +105,7 @@ def _pull(
     """The decay that torch's `weight_decay` cannot do; s is 0 or the starting weight.
 
         SGD:                    gradient += decay * (w - s)            L2, L2-SP (arXiv:1802.01483)
-        AdamW:                  w -= decay * lr * (w - s)              arXiv:1711.05101
+        AdamW, Muon:            w -= decay * lr * (w - s)              arXiv:1711.05101
         optim.decoupled_decay:  w -= decay * lr / base_lr * (w - s)    arXiv:1711.05101, as composer
 
     base_lr is the rate after warmup, so the last form follows the schedule and not the rate.
