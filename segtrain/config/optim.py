@@ -50,8 +50,8 @@ class OptimConfig(Section):
 
     kind: Literal["sgd", "adamw", "muon"] = option(
         "sgd",
-        "how gradients change weights; muon: Muon for kernels of convolutions, but those that "
-        "give the classes, AdamW for the rest, both with lr and weight_decay of AdamW",
+        "how gradients change weights; muon: Muon for kernels of convolutions and of linear "
+        "layers, but those that give the classes, AdamW for the rest; lr as for AdamW",
     )
     lr: PositiveFloat = option(0.01, "learning rate after warmup")
     lr_batch_size: Positive | None = option(

@@ -28,7 +28,7 @@ class Settings(NamedTuple):
     lr_mult: float
     decay: float
     toward_start: bool  # decay toward the weights that training started from (L2-SP), not toward 0
-    muon: bool  # by Muon; with optim.kind muon the other weights go by AdamW
+    muon: bool = False  # with optim.kind muon the other weights go by AdamW
 
 
 def parameter_groups(
@@ -81,7 +81,7 @@ def _settings(name: str, parameter: nn.Parameter, optim: OptimConfig, *, is_old:
         )
     undecayed = _norm_or_bias(name, parameter) and not optim.decay_norm_and_bias
     decay = 0.0 if undecayed else decay
-    return Settings(in_backbone, undecayed, lr_mult, decay, toward == "start" and decay > 0, False)
+    return Settings(in_backbone, undecayed, lr_mult, decay, toward == "start" and decay > 0)
 
 
 def _of_rules(key: str, name: str, optim: OptimConfig, default: Any) -> Any:
