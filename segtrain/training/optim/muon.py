@@ -22,6 +22,7 @@ _ITERATIONS = 5
 _MOMENTUM = 0.95
 _RMS = 0.2
 _EPS = 1e-8
+_LEAST_NORM = 1e-7  # as in torch.optim.Muon; the square of a norm of 1e-23 is 0 in float32
 
 
 def muon_names(model: nn.Module) -> set[str]:
@@ -90,13 +91,14 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(matrix: Tensor) -> Tensor:
     """About U V' of the singular value decomposition U S V' of `matrix` (rows, columns).
 
-    Singular values of 0.68 to 1.21, but for those below 0.3 % of the root of the sum of squares.
+    Singular values of 0.68 to 1.21, but for those below 0.3 % of the root of the sum of squares,
+    and for matrices whose root is below 1e-7, as where no gradient has come for long.
     The Newton-Schulz iterations x = (a + b x x' + c (x x')^2) x are done on x x', which is small:
     kernels of 3x3 have nine times as many columns as rows.
     """
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonalized(matrix.T).T
-    x = matrix / matrix.norm().clamp(min=torch.finfo(matrix.dtype).tiny)
+    x = matrix / matrix.norm().clamp(min=_LEAST_NORM)
     gram, product = x @ x.T, None  # (rows, rows), symmetric; all factors commute
     for _ in range(_ITERATIONS):
         factor = torch.addmm(gram, gram, gram, beta=_B, alpha=_C)
