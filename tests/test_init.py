@@ -286,6 +286,17 @@ def other_palettes(folder):
         picture.save(path)
 
 
+def short_palette(folder):
+    """The first palette has no colours for the values whose colours are others in one file."""
+    write(folder, lambda classes: classes)
+    for path in (folder / "labels").iterdir():
+        number = int(path.stem)
+        picture = Image.fromarray(np.minimum(scene(number)[1], 1 if number == 0 else 3))
+        colors = COLORS[[0, 1, 3, 2]] if number == 5 else COLORS[: 4 if number else 2]
+        picture.putpalette(colors.reshape(-1).tolist())
+        picture.save(path)
+
+
 def two_kinds(folder):
     write(folder, lambda classes: np.eye(4, dtype=np.uint8)[classes], label="labels/{}.npy")
     save(folder / "labels/3.npy", scene(3)[1])
@@ -299,6 +310,7 @@ def several_values(folder):
 
 
 OBJECTS = np.kron(np.arange(320).reshape(16, 20), np.ones((4, 4))).astype("u2")
+one_shown = with_list("void\nroad\ncrack", make=lambda classes: np.minimum(classes, 1))
 turned = labelled(lambda classes: classes[::-1, ::-1].copy(), number=12)
 blurred = labelled(lambda classes: COLORS[classes], label="labels/{}.jpg")
 BAD = [
@@ -313,6 +325,8 @@ BAD = [
     (cut_off("images/*", -200), "no image can be read; 8 images are damaged"),
     (two_kinds, "3.npy: holds one channel of numbers, other labels hold a channel for each class"),
     (other_palettes, "its palette gives the same values other colours"),
+    (short_palette, "its palette gives the same values other colours"),
+    (one_shown, "one class only, road"),
     (several_values, "holds 4 values, where each of several files shows one class"),
     (blurred, "JPEG has blurred their values"),
 ]
@@ -365,6 +379,41 @@ def test_a_damaged_image_is_left_out_and_classes_of_one_colour_have_it_once(tmp_
     assert (colors[0], *colors[2:]) == ((0, 0, 0), (2, 0, 0), (3, 0, 0))
 
 
+def test_turned_images_and_a_list_that_is_not_read_are_named(tmp_path, capsys):
+    folder = tmp_path / "data"
+    write(folder, lambda classes: classes)
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    Image.open(folder / "images/3.png").save(folder / "images/3.png", exif=exif)
+    (folder / "classes.txt").write_text("a\na\n")
+    init(folder)
+    said = capsys.readouterr().out
+    assert "warning: 1 image carries an EXIF orientation, which is ignored" in said
+    assert "stored: images/3.png" in said
+    assert "warning: 1 file has no names of classes: classes.txt" in said
+
+
+@pytest.mark.parametrize(
+    ("label", "code"), [("{}_labelTrainIds.png", 0), ("{}_labelIds.png", 0), ("labels/{}.png", 2)]
+)
+def test_a_table_of_ids_and_train_ids_names_those_of_the_labels(tmp_path, capsys, label, code):
+    """Which they hold, their name says, or a question is asked."""
+    folder = tmp_path / "data"
+    write(folder, lambda classes: classes, label=label)
+    rows = ["name,id,trainId", "void,0,255", "car,1,0", "road,2,1", "tree,3,2", "van,4,3"]
+    (folder / "classes.csv").write_text("\n".join(rows))
+    output = init(folder, code=code)
+    if code:
+        assert "classes.csv (train ids)" in capsys.readouterr().err
+        return
+    classes = load_class_file(str(output / "classes.yaml"))
+    names = ("car", "road", "tree", "van")
+    assert classes.names == names
+    assert [one.ids for one in classes.classes] == [
+        (i + ("TrainIds" not in label),) for i in range(4)
+    ]
+
+
 def test_what_may_be_unlabelled_is_named_at_both_ends(tmp_path, capsys):
     write(tmp_path / "data", lambda classes: classes)
     init(tmp_path / "data")
@@ -386,7 +435,12 @@ def test_a_file_for_each_class_may_be_rare_and_may_mean_no_class(tmp_path):
     for i in range(40):
         image, classes = scene(i)
         save(folder / f"images/p{i}_a.png", image)
-        shows = {"road": classes == 1, "roof": classes == 2, "tree": classes == 3}
+        shows = {
+            "background": classes == 0,
+            "road": classes == 1,
+            "roof": classes == 2,
+            "tree": classes == 3,
+        }
         shows["void"] = np.indices(classes.shape)[0] > 60
         for name, shown in shows.items():
             if name != "tree" or i < 2:

@@ -22,6 +22,7 @@ PAIRS = {
         for c, number in (("aachen", 5), ("ulm", 2), ("jena", 1))
         for i in FIVE[:number]
     ],
+    "signs": [(f"{i}.jpg", f"{i}_mask.png") for i in ("img-1", "img_1", "img 1", "img-2", "img_2")],
     "upper case": [(f"train/DSC{i}.JPG", f"train_masks/dsc{i}_mask.gif") for i in FIVE],
     "several roots": [
         (f"{r}/deep/photos/{i}.jpg", f"{r}/masks/{i}.png") for r in ("north", "south") for i in FIVE
@@ -68,9 +69,11 @@ SUPERVISELY = """
 {"classes": [{"title": "road", "color": "#804080"}, {"title": "car", "color": "#00008E"}]}"""
 LEGENDS = [
     ("classes.txt", "road\ncar\n", ROAD_CAR),
+    ("classes.txt", "lane 1\nlane 2\n", [("lane 1", None, None), ("lane 2", None, None)]),
     ("labels.txt", "3: road\n7: car\n", VALUES),
     ("labelmap.txt", "# label:color_rgb:parts:actions\nroad:128,64,128::\ncar:0,0,142::\n", COLORS),
     ("_classes.csv", "Pixel Value, Class\n 3, road\n 7, car\n", VALUES),
+    ("class_dict.csv", "name;r;g;b\nroad;128;64;128\ncar;0;0;142\n", COLORS),
     ("class_dict.csv", "name,r,g,b\nroad,128,64,128\ncar,0,0,142\n", COLORS),
     ("class_dict_seg.csv", "name, r, g, b\nroad, 128, 64, 128\ncar, 0, 0, 142\n", COLORS),
     ("label_colors.txt", "128 64 128\troad\n0 0 142\t\tcar\n", COLORS),
@@ -90,6 +93,13 @@ def test_names_values_and_colours_come_from_what_tools_leave(tmp_path, name, tex
     (tmp_path / name).write_text(text)
     legend = read_legend(tmp_path / name, name)
     assert [one[:3] for one in legend.classes] == wanted
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-8-sig"])
+def test_lists_that_excel_writes_are_read(tmp_path, encoding):
+    (tmp_path / "classes.csv").write_text("name,value\nStraße,3\n", encoding)
+    legend = read_legend(tmp_path / "classes.csv", "classes.csv")
+    assert [one[:3] for one in legend.classes] == [("Straße", 3, None)]
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,10 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     if named and not named.keys() >= set(left):
         raise _unnamed(known, ignored, left)
     names, reason, warnings = _names(known, ignored, left)
-    if len(names) < 2:
-        only = first_of(names.values())
-        raise DataError(
-            f"{place}: one class only, {only}; segmentation needs two, such as background"
-        )
+    shown = [name for value, name in names.items() if value in left]
+    if len(shown) < 2:
+        what = f"one class only, {first_of(shown)}; segmentation needs two, such as background"
+        raise DataError("\n  ".join([f"{place}: {what}", *reasons, reason]))
     shades = {v: [s for s, main in meaning.items() if v == main != s] for v in (*names, *ignored)}
     reasons += _about_shades(labels, shades)
     colors = _colors(names, named, labels.palette)
@@ -120,7 +119,8 @@ def _by_file(labels: LabelSet, answers: Answers) -> Classes:
         raise ConfigError(f"--ignore: {labels.pattern}: a file for each class holds no such value")
     numbers = range(1, len(labels.classes) + 1)
     without = [i for i in numbers if says_no_class(labels.classes[i - 1])]
-    kept = [0, *(i for i in numbers if i not in without)]
+    background = [i for i in numbers if labels.classes[i - 1].lower() == "background"]
+    kept = [0, *(i for i in numbers if i not in (*without, *background))]
     names = ("background", *(labels.classes[i - 1] for i in kept[1:]))
     if answers.names is not None:
         names = _given(answers.names, len(names), "a background and each file")
@@ -131,10 +131,11 @@ def _by_file(labels: LabelSet, answers: Answers) -> Classes:
     )
     shown = first_of(labels.classes[i - 1] for i in without)
     reasons = (reason, f"ignored: {shown}, by name") if without else (reason,)
-    found = [
-        Class(name, (i,), None, labels.values[i].pixels if i in labels.values else 0)
-        for i, name in zip(kept, names, strict=True)
-    ]
+    found = []
+    for i, name in zip(kept, names, strict=True):
+        values = (i,) if i else (0, *background)
+        pixels = sum(labels.values[v].pixels for v in values if v in labels.values)
+        found.append(Class(name, values, None, pixels))
     return Classes(tuple(found), tuple(without), reasons)
 
 

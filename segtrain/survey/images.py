@@ -69,7 +69,7 @@ def with_headers(
 ) -> list[Image]:
     """The images with their headers; those that cannot be read and oddities go into `notes`."""
     further = {band for bands in matches.bands.values() for band in bands}
-    found, unreadable, twins = [], [], []
+    found, unreadable, twins, turned = [], [], [], []
     for name in names:
         if name.path in further:
             continue
@@ -82,6 +82,8 @@ def with_headers(
         if len({info.size for info in infos}) > 1 or any(i.channels > 1 for i in infos[1:]):
             twins.append(" and ".join(files))  # no bands, but other pictures of the same name
             files, infos = files[:1], infos[:1]
+        if infos[0].orientation != 1:
+            turned.append(name.path)
         folders = PurePosixPath(name.path).parent.parts
         found.append(
             Image(
@@ -98,6 +100,8 @@ def with_headers(
     note_all(notes, unreadable, "image is left out", "images are left out")
     what = "label fits", "labels fit"
     note_all(notes, twins, *(f"{one} several pictures, the first is used" for one in what))
+    what = "an EXIF orientation, which is ignored: pixels count as stored"
+    note_all(notes, turned, f"image carries {what}", f"images carry {what}")
     return found
 
 

@@ -319,15 +319,16 @@ def count_values(
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     kind = "colors" if is_colored else labels.kind
     kinds = {"ids", "two"} if labels.classes and not is_colored else {kind}
-    palette, counts, unfit, wrong = (), [], [], []
+    palette, shown, counts, unfit, wrong = (), {}, [], [], []
     for (image, file), facts in zip(files, read, strict=True):
-        if problem := _problem(facts, file, palette, kinds):
+        if problem := _problem(facts, file, shown, kinds):
             unfit.append(problem)
             continue
         if facts.size != sizes[image]:
             sides = ["x".join(map(str, size)) for size in (facts.size, sizes[image])]
             wrong.append(f"{file}: {sides[0]}, image {sides[1]}")
-        palette = palette or facts.palette
+        palette = max(palette, facts.palette, key=len)
+        shown |= _shown(facts)
         is_grey = is_colored and facts.kind == "ids"
         if labels.classes:
             number = labels.class_of.get(file, 1)
@@ -346,11 +347,22 @@ def count_values(
         pixels = sum(height * width for height, width in map(sizes.__getitem__, labels.labels))
         rest = max(0, pixels - sum(one.pixels for one in values.values()))
         values = {0: ValueFacts(rest, 0, len(labels.labels), ""), **values}
+    palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
     return replace(labels, kind=kind, values=values, palette=palette)
 
 
-def _problem(facts: LabelFacts | str, file: str, palette: Sequence[Color], kinds: Set[Kind]) -> str:
-    """Why a file does not belong to the labels beside it, which are of these kinds, or empty."""
+def _shown(facts: LabelFacts) -> dict[int, Color]:
+    """The colours of the values in a file; none if it has no palette."""
+    return {v: facts.palette[v] for v in facts.values if facts.palette and v < len(facts.palette)}
+
+
+def _problem(
+    facts: LabelFacts | str, file: str, shown: Mapping[int, Color], kinds: Set[Kind]
+) -> str:
+    """Why a file does not belong to the labels beside it, or empty.
+
+    shown: the colours of values in those before it. kinds: of them.
+    """
     if isinstance(facts, str):
         return facts
     if facts.kind not in kinds and not (facts.is_rgb and "colors" in kinds):
@@ -360,8 +372,7 @@ def _problem(facts: LabelFacts | str, file: str, palette: Sequence[Color], kinds
         return (
             f"{file}: holds {len(facts.values)} values, where each of several files shows one class"
         )
-    colors = list(zip(palette, facts.palette, strict=False))
-    if any(v < len(colors) and colors[v][0] != colors[v][1] for v in facts.values if colors):
+    if any(shown.get(value, color) != color for value, color in _shown(facts).items()):
         return f"{file}: its palette gives the same values other colours than those before it"
     return ""
 

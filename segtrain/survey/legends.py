@@ -72,6 +72,11 @@ def _known_colors(labels: LabelSet) -> Iterator[Legend]:
 
 def _for_ids(legends: Sequence[Legend], labels: LabelSet, values: set[int]) -> Legend | None:
     """The list that fits the values, with a value for each class."""
+    by_train_ids = [found for one in legends if (found := one.by_train_ids())]
+    if "trainid" in labels.pattern.lower():
+        legends = by_train_ids or legends
+    elif "labelid" not in labels.pattern.lower():
+        legends = [*legends, *by_train_ids]
     fitting = [fit for one in legends if (fit := _with_values(one, values, labels))]
     fitting = _agreeing(fitting, values) or _known_ids(labels, values)
     lists = [one for one in legends if not (one.has_values or one.has_colors)]

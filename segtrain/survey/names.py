@@ -6,10 +6,11 @@ YOLO's data.yaml, or a class file of segtrain. JSON: nnU-Net's dataset.json, COC
 Studio's categories, Mapillary's config, Supervisely's meta.
 """
 
+import codecs
 import csv
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import yaml
@@ -21,22 +22,28 @@ Color = tuple[int, int, int]
 
 _MAX_BYTES = 4 << 20
 _MAX_CLASSES = 4096
+_NO_TRAIN_ID = 255
 _LISTS = ("classes", "class_names", "labels", "label_names", "names", "obj", "categories", "codes")
 _TABLES = ("class_dict", "_classes", "classes", "labels", "colors", "colormap", "palette", "legend")
 _ABOUT_CLASSES = re.compile(r"class|label|categor|palette|colou?r|legend")
 _OTHER_JSON = ("meta", "dataset", "config", "info", "notes", "config_v1.2", "config_v2.0")
 _NAME_KEYS = ("readable", "name", "title", "class", "class_name", "label", "category", "value")
 _ID_KEYS = ("id", "pixel value", "pixel", "value", "index", "label_id", "class_id", "grey", "gray")
+_TRAIN_ID_KEYS = ("trainid", "train_id", "train id")
 _COLOR_KEYS = ("color", "colour", "rgb", "background")
 
 
 class NamedClass(NamedTuple):
-    """value: in labels, None where the file gives only an order. ignored: the file says so."""
+    """value: in labels, None where the file gives only an order. ignored: the file says so.
+
+    train_id: in labels that hold train ids, as Cityscapes' *_labelTrainIds.png.
+    """
 
     name: str
     value: int | None = None
     color: Color | None = None
     ignored: bool = False
+    train_id: int | None = None
 
     @property
     def means_no_class(self) -> bool:
@@ -61,6 +68,16 @@ class Legend(NamedTuple):
         colors = [one.color for one in self.classes]
         return None not in colors and len(set(colors)) == len(colors)
 
+    def by_train_ids(self) -> "Legend | None":
+        """The classes with their train ids as values; None: the file has none, or the same."""
+        known: dict[int, NamedClass] = {}
+        for one in self.classes:
+            if one.train_id is not None and 0 <= one.train_id < _NO_TRAIN_ID:
+                known.setdefault(one.train_id, one._replace(value=one.train_id))
+        if all(known.get(one.train_id, one).value == one.value for one in self.classes):
+            return None
+        return Legend(f"{self.source} (train ids)", tuple(known[i] for i in sorted(known)))
+
 
 def read_legend(path: Path, source: str) -> Legend | None:
     """The classes in a file; None if it does not look like a list of classes.
@@ -69,12 +86,28 @@ def read_legend(path: Path, source: str) -> Legend | None:
     """
     parse = _parser(path.stem.lower(), path.suffix.lower())
     try:
-        classes = list(parse(read_bytes(path, _MAX_BYTES).decode("utf-8-sig")) if parse else ())
+        classes = list(parse(_decoded(read_bytes(path, _MAX_BYTES))) if parse else ())
     except (OSError, ValueError, yaml.YAMLError, RecursionError, csv.Error):
         return None
     names = [one.name for one in classes]
     fits = 1 <= len(names) <= _MAX_CLASSES and all(names) and len(set(names)) == len(names)
     return Legend(source, tuple(classes)) if fits else None
+
+
+def is_called_legend(path: str) -> bool:
+    """Whether a file of this name should be a list of classes."""
+    name = PurePath(path.lower())
+    return name.suffix in (".txt", ".names", ".csv") and name.stem.endswith((*_LISTS, *_TABLES))
+
+
+def _decoded(content: bytes) -> str:
+    """UTF-8, UTF-16 with a mark, or what Excel writes in western Europe."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return content.decode("utf-16")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("cp1252")
 
 
 def _parser(stem: str, suffix: str) -> Callable[[str], Iterable[NamedClass]] | None:
@@ -108,19 +141,22 @@ def color_of(value: Any) -> Color | None:
     return tuple(value[:3])
 
 
-def _lines(text: str) -> Iterator[NamedClass]:
-    """`road`, `0 road`, `0: road` or `road 0` a line."""
-    for line in filter(None, map(str.strip, text.splitlines())):
-        if line.startswith("#"):
-            continue
-        found = re.fullmatch(r"(\d+)\s*[:,;\t ]\s*(\D.*)", line)
+def _lines(text: str) -> list[NamedClass]:
+    """`road`, `0 road`, `0: road` or `road 0` a line; `lane 1` and `lane 2` are names."""
+    lines = [line for x in text.splitlines() if (line := x.strip()) and line[0] != "#"]
+    found = []
+    for line in lines:
+        before = re.fullmatch(r"(\d+)\s*[:,;\t ]\s*(\D.*)", line)
         after = re.fullmatch(r"(.*\D)\s*[:,;\t ]\s*(\d+)", line)
-        if found:
-            yield NamedClass(found[2].strip(), int(found[1]))
+        if before:
+            found.append(NamedClass(before[2].strip(), int(before[1])))
         elif after:
-            yield NamedClass(after[1].strip(" :,;\t"), int(after[2]))
+            found.append(NamedClass(after[1].strip(" :,;\t"), int(after[2])))
         else:
-            yield NamedClass(line)
+            found.append(NamedClass(line))
+    is_mixed = len({one.value is None for one in found}) > 1
+    is_unique = len({one.name for one in found}) == len(found)
+    return found if is_unique and not is_mixed else [NamedClass(line) for line in lines]
 
 
 def _labelmap(text: str) -> Iterator[NamedClass]:
@@ -154,7 +190,9 @@ def _colored_lines(text: str) -> list[NamedClass]:
 def _table(text: str) -> list[NamedClass]:
     """A table with a header: a name, and a value or three colours."""
     entries = []
-    for row in csv.DictReader(text.splitlines(), restval=""):
+    lines = text.splitlines()
+    delimiter = max(",;\t", key="".join(lines[:1]).count)
+    for row in csv.DictReader(lines, restval="", delimiter=delimiter):
         cells = {str(key).strip().lower(): str(cell).strip() for key, cell in row.items()}
         entry: dict[str, Any] = {k: int(x) if x.isdigit() else x for k, x in cells.items()}
         rgb = [entry.get(name[0], entry.get(name)) for name in ("red", "green", "blue")]
@@ -192,9 +230,10 @@ def _of_entries(entries: Sequence[Mapping[str, Any]]) -> list[NamedClass]:
             return []
         ids = plain.get("ids") if isinstance(plain.get("ids"), list) else []
         value = next((plain[k] for k in _ID_KEYS if type(plain.get(k)) is int), (ids or [None])[0])
+        train_id = next((plain[k] for k in _TRAIN_ID_KEYS if type(plain.get(k)) is int), None)
         color = next((c for k in _COLOR_KEYS if (c := color_of(plain.get(k)))), None)
         left_out = plain.get("evaluate") is False or plain.get("ignoreineval") is True
-        found.append(NamedClass(name, value, color, left_out))
+        found.append(NamedClass(name, value, color, left_out, train_id))
     return found
 
 

@@ -277,7 +277,11 @@ def _nearest(label: FileName, images: Collection[FileName]) -> list[FileName]:
         (len(image.folders & label.folders), len(image.words & label.words)) for image in images
     ]
     best = max(scores)
-    return [image for image, score in zip(images, scores, strict=True) if score == best]
+    images = [image for image, score in zip(images, scores, strict=True) if score == best]
+    if len({image.words for image in images}) == 1:  # `img-1` and `img_1` differ in a sign
+        stem = PurePosixPath(label.path).stem
+        images = [one for one in images if PurePosixPath(one.path).stem in stem] or images
+    return images
 
 
 def _by_number(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[str, str]:

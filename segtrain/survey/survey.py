@@ -26,7 +26,7 @@ from segtrain.survey.images import (
     with_splits,
 )
 from segtrain.survey.label_sets import SAMPLE, LabelSet, equal_sets, label_sets
-from segtrain.survey.names import Legend, read_legend
+from segtrain.survey.names import Legend, is_called_legend, read_legend
 from segtrain.survey.pairing import FileName, Matches
 from segtrain.text import first_of
 
@@ -59,7 +59,7 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
         DataError: the folder cannot be read, or there is no image in it.
     """
     pictures, others = _files(folder)
-    legends = [read_legend(folder / path, path) for path in others]
+    legends = {path: read_legend(folder / path, path) for path in others}
 
     names = pairing.parse_names(pictures)
     samples = _samples(folder, names)
@@ -95,6 +95,9 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
             "save them as PNG"
         )
     note_all(notes, made, "kind of picture is not used", "kinds of pictures are not used")
+    if not any(legends.values()):
+        unread = [path for path in others if is_called_legend(path)]
+        note_all(notes, unread, *(f"{x} no names of classes" for x in ("file has", "files have")))
     pattern_of = {name.path: name.pattern for name in label_names}
     sets = tuple(label_sets(folder, matches, pattern_of, samples))
     return Survey(
@@ -102,7 +105,7 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
         images=tuple(images),
         sets=sets,
         equal_sets=dict(equal_sets(folder, sets)),
-        legends=tuple(filter(None, legends)),
+        legends=tuple(filter(None, legends.values())),
         facts=facts,
         similar=similar,
         moving=moving,

@@ -44,7 +44,7 @@ _MIN_TELLING = 0.25
 # What a few pairs can tell.
 _KINDS = {
     *("unreadable", "values", "palette", "palettes", "one class", "train ids"),
-    *("range", "faint", "dropped band", "white", "outside"),
+    *("range", "faint", "dropped band", "white", "outside", "orientation"),
 }
 
 

@@ -93,8 +93,8 @@ def for_each_pair(
         yield from tqdm(results, printable(what), len(pairs), **options)
     except BrokenProcessPool as error:
         raise ExecutionError(
-            "a process was killed, probably for lack of memory; use fewer --jobs (a script that calls "
-            "segtrain from its top level needs `if __name__ == '__main__':`)"
+            "a process was killed, probably for lack of memory; use fewer --jobs (a script that "
+            "calls segtrain from its top level needs `if __name__ == '__main__':`)"
         ) from error
     except BaseException:
         if pool is not None:
