@@ -313,6 +313,8 @@ OBJECTS = np.kron(np.arange(320).reshape(16, 20), np.ones((4, 4))).astype("u2")
 one_shown = with_list("void\nroad\ncrack", make=lambda classes: np.minimum(classes, 1))
 turned = labelled(lambda classes: classes[::-1, ::-1].copy(), number=12)
 blurred = labelled(lambda classes: COLORS[classes], label="labels/{}.jpg")
+see_through = labelled(lambda classes: np.dstack([COLORS[classes], 80 * classes]))
+below_0 = labelled(lambda classes: classes.astype(np.int16) - 1, label="labels/{}.npy")
 BAD = [
     (shifted, "fit the previous image better than their own"),
     (other_size, "labels/3.png: 60x80, image 64x80"),
@@ -328,7 +330,9 @@ BAD = [
     (short_palette, "its palette gives the same values other colours"),
     (one_shown, "one class only, road"),
     (several_values, "holds 4 values, where each of several files shows one class"),
-    (blurred, "JPEG has blurred their values"),
+    (blurred, "*.jpg (JPEG has blurred their values: save labels as PNG)"),
+    (see_through, "*.png (their transparency varies: save labels without it)"),
+    (below_0, "*.npy (values below 0, above 65535 or between whole numbers)"),
 ]
 
 

@@ -32,6 +32,7 @@ LOSSY = (".jpg", ".jpeg", ".jfif")
 # A drawn area is flat: most pixels are as their right neighbour.
 _FLAT = 0.7
 _MANY_VALUES = 4096
+_TOO_MANY = "too many values for labels"
 # JPEG blurs the two values of a mask by this much, at most of so many pixels.
 _TWO_VALUES_PX, _BLURRED = 32, 0.03
 _THRESHOLD = 128
@@ -71,6 +72,7 @@ class LabelFacts(NamedTuple):
 
     palette: the colours of the ids, if the file has a palette.
     is_rgb: whether ids are greys of an RGB file: beside files in colours, they are colours.
+    why: a picture is no label.
     """
 
     kind: Kind
@@ -78,6 +80,7 @@ class LabelFacts(NamedTuple):
     values: Mapping[Value, ValueFacts]
     palette: tuple[Color, ...] = ()
     is_rgb: bool = False
+    why: str = ""
 
 
 def label_facts(folder: Path, file: str) -> LabelFacts:
@@ -96,7 +99,7 @@ def label_facts(folder: Path, file: str) -> LabelFacts:
     ]
     kinds = {part.kind for part in parts}
     if "picture" in kinds:
-        return LabelFacts("picture", size, {})
+        return next(part for part in parts if part.kind == "picture")._replace(size=size)
     if len(kinds) > 1:
         raise DataError(f"{path}: ids and colours in one raster; cut it into tiles")
     values: dict[Value, ValueFacts] = {}
@@ -112,11 +115,11 @@ def _facts_of(stored: np.ndarray, path: Path, file: str) -> LabelFacts:
     size = stored.shape[:2]
     kind = _kind(stored, path)
     if kind == "picture":
-        return LabelFacts(kind, size, {})
+        return LabelFacts(kind, size, {}, why=_why_no_label(stored, path))
     values = label_values(stored, kind)
     counts = _counted(values, file)
     if counts is None:
-        return LabelFacts("picture", size, {})
+        return LabelFacts("picture", size, {}, why=_TOO_MANY)
     if kind == "colors":
         counts = {(v >> 16, v >> 8 & 255, v & 255): count for v, count in counts.items()}
     palette = formats.read_palette(path) if kind == "ids" else ()
@@ -177,6 +180,17 @@ def _kind(stored: np.ndarray, path: Path) -> Kind:
         if (np.count_nonzero(stored, axis=2) == 1).all() and not is_red:
             return "onehot"
     return "colors" if is_color else "picture"
+
+
+def _why_no_label(stored: np.ndarray, path: Path) -> str:
+    """Why `_kind` takes the pixels for a picture."""
+    if path.suffix.lower() in LOSSY:
+        return "JPEG has blurred their values: save labels as PNG"
+    if _single(stored) is not None:
+        return "values below 0, above 65535 or between whole numbers"
+    if without_alpha(stored).shape[2] in (2, 4):
+        return "their transparency varies: save labels without it"
+    return _TOO_MANY
 
 
 def _single(stored: np.ndarray) -> np.ndarray | None:

@@ -88,12 +88,9 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
     note_all(notes, matches.alone, f"{one}, but has no image", f"{many}, but have no image")
     note_all(notes, matches.unclear, "label fits several images", "labels fit several images")
     made = sorted(pattern for pattern, role in roles.items() if role == "made")
-    blurred = [pattern for pattern in made if pattern.endswith(contents.LOSSY)]
-    if blurred and not label_names:
-        notes.append(
-            f"{first_of(blurred, 3)} are called labels, but JPEG has blurred their values: "
-            "save them as PNG"
-        )
+    for i, pattern in enumerate(made):
+        reasons = [one.why for one in samples[pattern] if one.why]
+        made[i] += f" ({reasons[0]})" if reasons else ""
     note_all(notes, made, "kind of picture is not used", "kinds of pictures are not used")
     if not any(legends.values()):
         unread = [path for path in others if is_called_legend(path)]
