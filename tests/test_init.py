@@ -5,6 +5,7 @@ import shlex
 
 import numpy as np
 import pytest
+import tifffile
 from folders import CASES, COLORS, NAMES, save, scene
 from PIL import Image
 
@@ -416,6 +417,25 @@ def test_a_table_of_ids_and_train_ids_names_those_of_the_labels(tmp_path, capsys
     assert [one.ids for one in classes.classes] == [
         (i + ("TrainIds" not in label),) for i in range(4)
     ]
+
+
+@pytest.mark.parametrize(("mark", "tag"), [(200, b"200"), (65535, b"nan"), (0, b"0")])
+def test_the_number_of_a_tiff_for_no_data_is_no_class_or_a_question(tmp_path, capsys, mark, tag):
+    """0 is often left there from the image. 65535 is to 16 bits what 255 is to 8."""
+    folder = tmp_path / "data"
+    write(folder, lambda classes: classes, label="labels/{}.png")
+    for path in (folder / "labels").iterdir():
+        stored = np.array(Image.open(path), np.uint16)
+        stored[:6] = mark
+        path.unlink()
+        nodata = (42113, "s", 0, tag, True)
+        tifffile.imwrite(path.with_suffix(".tif"), stored, extratags=[nodata])
+    output = init(folder, code=2 * (mark == 0))
+    if mark == 0:
+        assert "GDAL_NODATA of the files is 0" in capsys.readouterr().err
+        return
+    classes = load_class_file(str(output / "classes.yaml"))
+    assert (len(classes.names), classes.ignore_ids) == (4, (mark,))
 
 
 def test_what_may_be_unlabelled_is_named_at_both_ends(tmp_path, capsys):

@@ -30,6 +30,7 @@ from segtrain.text import counted, first_of
 _THIN = 0.3
 _STRAY = 1e-5
 _BLACK = (0, 0, 0)
+_LAST_OF_16_BITS = 65535
 
 
 class Class(NamedTuple):
@@ -157,10 +158,17 @@ def _ignored(known: _Known) -> tuple[list[Value], list[str]]:
     shown = first_of(f"{word(v)} ({named[v].name})" for v in ignored)
     reasons = [f"ignored: {shown}, by name"] if ignored else []
     if known.has_ids:
+        marked = [v for v in there if v in labels.no_data and v not in named]
+        if marked == [0]:
+            raise _class_or_not(labels, "GDAL_NODATA of the files is 0", 0)
+        ignored += marked
+        reasons += [f"ignored: {v}: GDAL_NODATA of the files" for v in marked]
         left = [v for v in there if v not in ignored]
-        if reason := _why_no_data(labels, left, [v for v in left if v not in named], bool(named)):
-            ignored.append(255)
-            reasons.append(f"ignored: 255: {reason}")
+        unsure = [v for v in left if v not in named]
+        last = _LAST_OF_16_BITS if _LAST_OF_16_BITS in unsure else 255
+        if reason := _why_no_data(labels, left, unsure, last, has_names=bool(named)):
+            ignored.append(last)
+            reasons.append(f"ignored: {last}: {reason}")
             _check_count(known, ignored)
     return ignored, reasons
 
@@ -247,15 +255,15 @@ def _about_shades(labels: LabelSet, shades: Mapping[Value, Sequence[Value]]) -> 
 
 
 def _why_no_data(
-    labels: LabelSet, values: Sequence[int], unsure: Sequence[int], has_names: bool
+    labels: LabelSet, values: Sequence[int], unsure: Sequence[int], last: int, *, has_names: bool
 ) -> str:
-    """Why 255 means no data, or empty.
+    """Why the `last` value of the type, such as 255, means no data, or empty.
 
     values: those that may be classes. unsure: those of them that no list names.
 
     Raises:
         DataError: some labels hold 0 and 255, the others 0 and 1.
-        UndecidedError: 255, or the border of a trimap, may be a class or not.
+        UndecidedError: it, or the border of a trimap, may be a class or not.
     """
     is_trimap = "trimap" in labels.pattern.lower() or values in ([0, 127, 255], [0, 128, 255])
     if is_trimap and len(values) == 3:
@@ -264,24 +272,24 @@ def _why_no_data(
             found = f"three values, {first_of(values)}; {border} is usually the uncertain border"
             raise _class_or_not(labels, found, border)
         return ""
-    others = [v for v in values if v != 255]
-    if 255 not in unsure or others in ([], [0]):
+    others = [v for v in values if v != last]
+    if last not in unsure or others in ([], [0]):
         return ""
     if others == [0, 1]:
-        files = [labels.values[v].files for v in (1, 255)]
+        files = [labels.values[v].files for v in (1, last)]
         if sum(files) <= sum(map(len, labels.labels.values())):
             raise DataError(
-                f"{labels.pattern}: {files[1]} labels hold 0 and 255, {files[0]} others 0 and 1: "
-                "make them equal first, or say by --ignore what 255 means"
+                f"{labels.pattern}: {files[1]} labels hold 0 and {last}, {files[0]} others 0 and "
+                f"1: make them equal first, or say by --ignore what {last} means"
             )
-    if has_names or labels.values[255].rim >= _THIN * labels.values[255].pixels:
+    if has_names or labels.values[last].rim >= _THIN * labels.values[last].pixels:
         return "beside other ids it means no data, as in VOC and Cityscapes"
     if len(others) >= 3 and others[0] <= 1 and others[-1] - others[0] == len(others) - 1:
         return f"beside {others[0]} to {others[-1]} it means no data, as in VOC and Cityscapes"
     if len(values) > 3 and len({b - a for a, b in pairwise(values)}) == 1:
         return ""  # grey levels: 0, 85, 170, 255
-    found = f"the labels hold {first_of(values)}: 255 may be a class, or mean no data"
-    raise _class_or_not(labels, found, 255)
+    found = f"the labels hold {first_of(values)}: {last} may be a class, or mean no data"
+    raise _class_or_not(labels, found, last)
 
 
 def _class_or_not(labels: LabelSet, found: str, value: int) -> UndecidedError:

@@ -72,7 +72,7 @@ class LabelFacts(NamedTuple):
 
     palette: the colours of the ids, if the file has a palette.
     is_rgb: whether ids are greys of an RGB file: beside files in colours, they are colours.
-    why: a picture is no label.
+    why: a picture is no label. no_data: the value that a TIFF marks as none (GDAL_NODATA).
     """
 
     kind: Kind
@@ -81,6 +81,7 @@ class LabelFacts(NamedTuple):
     palette: tuple[Color, ...] = ()
     is_rgb: bool = False
     why: str = ""
+    no_data: float | None = None
 
 
 def label_facts(folder: Path, file: str) -> LabelFacts:
@@ -91,8 +92,9 @@ def label_facts(folder: Path, file: str) -> LabelFacts:
     """
     path = folder / file
     size = raster_size(path)
+    no_data = formats.read_info(path).no_data
     if size is None:
-        return _facts_of(formats.read_stored(path), path, file)
+        return _facts_of(formats.read_stored(path), path, file)._replace(no_data=no_data)
     parts = [
         _facts_of(formats.open_stored(path, window).pixels(), path, file)
         for window in windows(size)
@@ -107,7 +109,7 @@ def label_facts(folder: Path, file: str) -> LabelFacts:
         before = values.get(value)
         pixels, rim = (0, 0) if before is None else (before.pixels, before.rim)
         values[value] = found._replace(pixels=pixels + found.pixels, rim=rim + found.rim)
-    return parts[0]._replace(size=size, values=values)
+    return parts[0]._replace(size=size, values=values, no_data=no_data)
 
 
 def _facts_of(stored: np.ndarray, path: Path, file: str) -> LabelFacts:

@@ -39,6 +39,7 @@ class LabelSet:
         from 1, by file, if there are several words.
     palette: the colours of ids, known after `count_values`.
     twin: the colours of ids in a set that divides the images alike, in a sample.
+    no_data: values that files mark as none, known after `count_values`.
     """
 
     pattern: str
@@ -49,6 +50,7 @@ class LabelSet:
     class_of: Mapping[str, int] = field(default_factory=dict)
     palette: tuple[Color, ...] = ()
     twin: Mapping[int, Color] = field(default_factory=dict)
+    no_data: frozenset[float] = frozenset()
 
 
 _ByImage = Mapping[str, tuple[str, ...]]
@@ -348,7 +350,8 @@ def count_values(
         rest = max(0, pixels - sum(one.pixels for one in values.values()))
         values = {0: ValueFacts(rest, 0, len(labels.labels), ""), **values}
     palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
-    return replace(labels, kind=kind, values=values, palette=palette)
+    no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
+    return replace(labels, kind=kind, values=values, palette=palette, no_data=no_data)
 
 
 def _shown(facts: LabelFacts) -> dict[int, Color]:
