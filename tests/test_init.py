@@ -537,6 +537,15 @@ def test_from_inside_the_data_the_experiment_goes_beside_them(tmp_path, monkeypa
     assert (tmp_path / "data_segtrain" / "config.yaml").exists()
 
 
+def test_a_class_that_only_images_to_evaluate_on_show_is_named(tmp_path, capsys):
+    folder = tmp_path / "data"
+    write(folder, lambda classes: classes)
+    save(folder / "labels/3.png", np.where(scene(3)[1] == 3, 7, scene(3)[1]).astype(np.uint8))
+    (tmp_path / "val.txt").write_text("3.png\n4.png\n")
+    init(folder, "--val", str(tmp_path / "val.txt"))
+    assert "warning: no image to train on shows class_7\n" in capsys.readouterr().out
+
+
 def test_sequences_stay_together_and_a_split_that_leaks_is_named(tmp_path, capsys):
     folder = tmp_path / "data"
     for sequence in range(6):

@@ -162,6 +162,12 @@ def _lines(plan: "Plan", machine: "Machine") -> list[str]:
         f"{plan.splits.reason}"
     )
     notes = [*plan.classes.warnings, *plan.splits.warnings, *survey.notes]
+    if labels.shown_in:
+        train = {image.path for image in plan.splits.train}
+        shown = {value for value, where in labels.shown_in.items() if where & train}
+        lost = [x.name for x in plan.classes.classes if x.pixels and not shown & {*x.values}]
+        if lost:
+            notes.append(f"no image to train on shows {first_of(lost)}")
     others = [image for image in survey.images if image.split != "test"]
     without = [image.path for image in others if image.path not in labels.labels]
     if without:

@@ -39,7 +39,8 @@ class LabelSet:
         from 1, by file, if there are several words.
     palette: the colours of ids, known after `count_values`.
     twin: the colours of ids in a set that divides the images alike, in a sample.
-    no_data: values that files mark as none, known after `count_values`.
+    no_data, shown_in: values that files mark as none; the images that show each value. Both are
+        known after `count_values`.
     """
 
     pattern: str
@@ -51,6 +52,7 @@ class LabelSet:
     palette: tuple[Color, ...] = ()
     twin: Mapping[int, Color] = field(default_factory=dict)
     no_data: frozenset[float] = frozenset()
+    shown_in: Mapping[Value, Set[str]] = field(default_factory=dict)
 
 
 _ByImage = Mapping[str, tuple[str, ...]]
@@ -322,6 +324,7 @@ def count_values(
     kind = "colors" if is_colored else labels.kind
     kinds = {"ids", "two"} if labels.classes and not is_colored else {kind}
     palette, shown, counts, unfit, wrong = (), {}, [], [], []
+    shown_in: dict[Value, set[str]] = defaultdict(set)
     for (image, file), facts in zip(files, read, strict=True):
         if problem := _problem(facts, file, shown, kinds):
             unfit.append(problem)
@@ -334,9 +337,12 @@ def count_values(
         is_grey = is_colored and facts.kind == "ids"
         if labels.classes:
             number = labels.class_of.get(file, 1)
-            counts += [{number: n} for v, n in facts.values.items() if v != 0]
+            found = [(number, n) for v, n in facts.values.items() if v != 0]
         else:
-            counts.append({(v,) * 3 if is_grey else v: n for v, n in facts.values.items()})
+            found = [((v,) * 3 if is_grey else v, n) for v, n in facts.values.items()]
+        for value, count in found:
+            counts.append({value: count})
+            shown_in[value].add(image)
     for found, one, many, repair in (
         (unfit, "label cannot", "labels cannot", "be read: {}; replace them or move them away"),
         (wrong, "label has", "labels have", "another size than the image: {}"),
@@ -349,9 +355,11 @@ def count_values(
         pixels = sum(height * width for height, width in map(sizes.__getitem__, labels.labels))
         rest = max(0, pixels - sum(one.pixels for one in values.values()))
         values = {0: ValueFacts(rest, 0, len(labels.labels), ""), **values}
+        shown_in[0] = set(labels.labels)
     palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
     no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
-    return replace(labels, kind=kind, values=values, palette=palette, no_data=no_data)
+    known = {"palette": palette, "no_data": no_data, "shown_in": shown_in}
+    return replace(labels, kind=kind, values=values, **known)
 
 
 def _shown(facts: LabelFacts) -> dict[int, Color]:
