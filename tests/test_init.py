@@ -85,8 +85,11 @@ def labelled(make, **options):
     return lambda folder: write(folder, make, **options)
 
 
-def test_lists_of_splits_are_those_of_the_task(tmp_path):
-    """VOC has lists for boxes, too; with SBD's labels, trainaug names more images than train."""
+def test_lists_of_splits_are_those_of_the_task(tmp_path, capsys):
+    """VOC has lists for boxes, too; with SBD's labels, trainaug names more images than train.
+
+    One names an image that is not there any more.
+    """
     folder = tmp_path / "data"
     write(folder, lambda classes: classes, label="SegmentationClass/{}.png")
     lists = {
@@ -95,13 +98,14 @@ def test_lists_of_splits_are_those_of_the_task(tmp_path):
         "Segmentation/train": "01",
         "Segmentation/trainaug": "01234",
         "Segmentation/trainval": "0156",
-        "Segmentation/val": "56",
+        "Segmentation/val": "569",
     }
     for name, images in lists.items():
         path = folder / "ImageSets" / f"{name}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(images))
     _, config = labels_of(init(folder))
+    assert "Segmentation/val.txt: 1 line names no image, or several" in capsys.readouterr().out
     for split, images in ((config.data.train_split, "01234"), (config.data.eval_split, "56")):
         pairs = open_dataset(config.data, split).pairs
         assert sorted(pair.image.stem for pair in pairs) == list(images)
@@ -164,6 +168,10 @@ TABLE = "name,r,g,b\n" + "".join(
     f"{NAMES[i]},{','.join(map(str, COLORS[i].tolist()))}\n" for i in range(3)
 )
 unnamed_color = with_list(TABLE, "class_dict.csv", lambda classes: COLORS[classes])
+# Black, most of the labels, is not in the list.
+no_background = with_list(
+    "name,hex\ncar,#c81e1e\nroad,#5a5a64\ntree,#14a03c\n", "classes.csv", lambda x: COLORS[x]
+)
 more_names = with_list("a\nb\nc\nvoid\nd\ne", make=lambda classes: classes + 1)
 three_greys = labelled(lambda x: np.array([0, 128, 255], np.uint8)[x], num_classes=3)
 no_data_or_class = labelled(lambda x: np.array([0, 1, 255], np.uint8)[x], num_classes=3)
@@ -185,6 +193,7 @@ QUESTIONS = [
     (trimap, "3 is usually the uncertain border", ["--ignore", "3"], 2),
     (with_list("car\nroad\ntree"), "which classes.txt does not name", ["--ignore", "0"], 3),
     (unnamed_color, "which class_dict.csv does not name", ["--ignore", "#14a03c"], 3),
+    (no_background, "which classes.csv does not name", ["--ignore", "#000000"], 3),
     (fourth_channel, "the fourth varies: a band, or transparency?", ["--channels", "4"], 4),
 ]
 
@@ -396,6 +405,15 @@ def test_turned_images_and_a_list_that_is_not_read_are_named(tmp_path, capsys):
     assert "warning: 1 image carries an EXIF orientation, which is ignored" in said
     assert "stored: images/3.png" in said
     assert "warning: 1 file has no names of classes: classes.txt" in said
+
+
+def test_a_list_that_does_not_fit_the_labels_is_named(tmp_path, capsys):
+    folder = tmp_path / "data"
+    write(folder, lambda classes: classes)
+    (folder / "colors.json").write_text('{"#800000": "a", "#008000": "b"}')
+    init(folder)
+    wanted = "warning: names of classes that do not fit the labels: colors.json"
+    assert wanted in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

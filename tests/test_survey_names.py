@@ -84,6 +84,7 @@ LEGENDS = [
     ("dataset.json", '{"labels": {"3": "road", "7": "car"}}', VALUES),
     ("notes.json", '{"categories": [{"id": 3, "name": "road"}, {"id": 7, "name": "car"}]}', VALUES),
     ("meta.json", SUPERVISELY, COLORS),
+    ("palette.json", '{"#804080": "road", "#00008E": "car"}', COLORS),
     ("palette.json", '{"road": [128, 64, 128], "car": [0, 0, 142]}', COLORS),
 ]
 

@@ -94,6 +94,9 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     if named and not named.keys() >= set(left):
         raise _unnamed(known, ignored, left)
     names, reason, warnings = _names(known, ignored, left)
+    if survey.legends and not source and answers.names is None:
+        others = first_of(one.source for one in survey.legends)
+        warnings = [*warnings, f"names of classes that do not fit the labels: {others}"]
     shown = [name for value, name in names.items() if value in left]
     if len(shown) < 2:
         what = f"one class only, {first_of(shown)}; segmentation needs two, such as background"

@@ -156,17 +156,23 @@ def with_splits(
     by_name = _by_name(images)
     found: dict[int, str] = {}
     named: dict[PurePosixPath, dict[str, tuple[str, list[int]]]] = defaultdict(dict)
+    lost: dict[str, int] = {}
     for path in map(PurePosixPath, lists):
         words = pairing.words_of(path.stem)
         split = next(filter(None, map(pairing.split_of, words)), None)
-        indices = list(_listed(folder / path, by_name)) if split else []
-        if indices and None not in indices:
+        lines = list(_listed(folder / path, by_name)) if split else []
+        indices = [i for i in lines if i is not None]
+        if indices and 2 * len(indices) >= len(lines):
             named[path.parent][str(path)] = split, indices
+            lost[str(path)] = len(lines) - len(indices)
     task = max(named, key=lambda task: _fitness(task, named[task]), default=None)
     sources = named[task] if task else {}
     if {"train", "val"} <= {PurePosixPath(path).stem for path in sources}:
         sources = {k: v for k, v in sources.items() if PurePosixPath(k).stem != "trainval"}
     for path, (split, indices) in sources.items():
+        if lost[path]:
+            lines = counted(lost[path], "line names", "lines name")
+            notes.append(f"{path}: {lines} no image, or several")
         if twice := [images[i].name for i in indices if found.get(i, split) != split]:
             notes.append(f"{path} and another list name the same images: {first_of(twice, 3)}")
         found |= dict.fromkeys(indices, split)

@@ -21,6 +21,8 @@ from segtrain.text import first_of
 _KNOWN_PATTERNS = {"_labelids": "cityscapes", "ade_": "ade20k"}
 # So much of the labels must be in the colours of a list: of one of the folder, of a known data set.
 _FITS, _FITS_KNOWN, _MIN_KNOWN_COLORS = 0.5, 0.99, 5
+# Or so many of the colours of a list of the folder are on labels.
+_SHOWN = 0.5
 
 
 def named_values(
@@ -54,7 +56,9 @@ def _for_colors(legends: Sequence[Legend], labels: LabelSet) -> Legend | None:
         if legend.has_colors:
             colors = [one.color for one in legend.classes]
             near = sum(n for c, n in pixels.items() if any(is_close(c, one) for one in colors))
-            if near >= (_FITS_KNOWN if legend in known else _FITS) * sum(pixels.values()):
+            shown = sum(any(is_close(c, one) for c in pixels) for one in colors)
+            fits = near >= (_FITS_KNOWN if legend in known else _FITS) * sum(pixels.values())
+            if fits or (legend not in known and shown >= _SHOWN * len(colors)):
                 return legend
     return None
 

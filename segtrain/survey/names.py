@@ -30,7 +30,7 @@ _OTHER_JSON = ("meta", "dataset", "config", "info", "notes", "config_v1.2", "con
 _NAME_KEYS = ("readable", "name", "title", "class", "class_name", "label", "category", "value")
 _ID_KEYS = ("id", "pixel value", "pixel", "value", "index", "label_id", "class_id", "grey", "gray")
 _TRAIN_ID_KEYS = ("trainid", "train_id", "train id")
-_COLOR_KEYS = ("color", "colour", "rgb", "background")
+_COLOR_KEYS = ("color", "colour", "rgb", "hex", "background")
 
 
 class NamedClass(NamedTuple):
@@ -64,9 +64,10 @@ class Legend(NamedTuple):
 
     @property
     def has_colors(self) -> bool:
-        """Whether the file gives a colour of its own to each class."""
-        colors = [one.color for one in self.classes]
-        return None not in colors and len(set(colors)) == len(colors)
+        """Whether the file gives a colour of its own to each class; void and such may share one."""
+        kept = {one.color for one in self.classes if one.means_no_class}
+        kept = [*kept, *(one.color for one in self.classes if not one.means_no_class)]
+        return None not in kept and len(set(kept)) == len(kept)
 
     def by_train_ids(self) -> "Legend | None":
         """The classes with their train ids as values; None: the file has none, or the same."""
@@ -196,7 +197,7 @@ def _table(text: str) -> list[NamedClass]:
         cells = {str(key).strip().lower(): str(cell).strip() for key, cell in row.items()}
         entry: dict[str, Any] = {k: int(x) if x.isdigit() else x for k, x in cells.items()}
         rgb = [entry.get(name[0], entry.get(name)) for name in ("red", "green", "blue")]
-        entries.append(entry | {"color": rgb})
+        entries.append(entry if None in rgb else entry | {"color": rgb})
     return _of_entries(entries)
 
 
@@ -238,7 +239,7 @@ def _of_entries(entries: Sequence[Mapping[str, Any]]) -> list[NamedClass]:
 
 
 def _of_mapping(mapping: Any) -> list[NamedClass]:
-    """`{name: value}`, `{value: name}`, `{name: colour}` or `{value: {name, ...}}`."""
+    """`{name: value}`, `{value: name}`, `{name: colour}`, `{colour: name}` or `{value: {name}}`."""
     found = []
     for key, value in mapping.items() if isinstance(mapping, dict) else ():
         number = int(key) if re.fullmatch(r"\d+", str(key)) else None
@@ -246,6 +247,8 @@ def _of_mapping(mapping: Any) -> list[NamedClass]:
             found.append(NamedClass(value, number))
         elif number is not None and isinstance(value, dict) and _of_entries([value]):
             found.append(_of_entries([value])[0]._replace(value=number))
+        elif isinstance(value, str) and str(key).startswith("#") and color_of(str(key)):
+            found.append(NamedClass(value, None, color_of(str(key))))
         elif type(value) is int:
             found.append(NamedClass(str(key), value, None, str(key).lower() == "ignore"))
         elif isinstance(value, list) and len(value) == 1 and type(value[0]) is int:
