@@ -303,7 +303,7 @@ def test_images_without_regions_and_upright_rectangles_are_noted(tmp_path):
         (["train/a.png", "val/a.png"], "a.png", "annotations/instances_val", "val/a.png"),
         (["x/a.png", "y/a.png"], "a.png", "", "may be x/a.png, y/a.png; name the folder"),
         (["imgs/a.png"], "images/a.png", "", "no such image in ROOT, but imgs/a.png; name"),
-        (["a.png"], "c.png", "", "no such image in ROOT; name the folder of the images by"),
+        (["a.png"], "c.png", "", "no such image in ROOT; name the folder of the images: "),
         (["a.png"], "", "", "no such image"),
     ],
 )

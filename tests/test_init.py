@@ -3,6 +3,7 @@
 import re
 import shlex
 
+import cv2
 import numpy as np
 import pytest
 import tifffile
@@ -109,6 +110,25 @@ def test_lists_of_splits_are_those_of_the_task(tmp_path, capsys):
     for split, images in ((config.data.train_split, "01234"), (config.data.eval_split, "56")):
         pairs = open_dataset(config.data, split).pairs
         assert sorted(pair.image.stem for pair in pairs) == list(images)
+
+
+@pytest.mark.parametrize("start", ["", "C:\\work\\data\\"])
+def test_a_list_may_pair_images_and_labels(tmp_path, start):
+    """Against their names, and where these have nothing in common; as another machine wrote it."""
+    folder, truth, lines = tmp_path / "data", {}, []
+    for i in range(8):
+        image, label = f"images/{chr(97 + i)}.png", f"labels/{7 - i}x.png"
+        image = "images/7.png" if i == 1 else image
+        pixels, truth[image] = scene(i)
+        save(folder / image, pixels)
+        save(folder / label, truth[image])
+        lines.append(f"{image}\t{label}")
+    for name, some in (("train", lines[:5]), ("val", lines[5:])):
+        text = "\n".join(start + line.replace("\t", f"\t{start}") for line in some)
+        (folder / f"{name}.txt").write_text(text.replace("/", "\\") if start else text)
+    found, config = labels_of(init(folder))
+    assert_same_division(found, truth)
+    assert len(open_dataset(config.data, config.data.eval_split)) == 3
 
 
 def two_sets(folder):
@@ -323,6 +343,8 @@ OBJECTS = np.kron(np.arange(320).reshape(16, 20), np.ones((4, 4))).astype("u2")
 one_shown = with_list("void\nroad\ncrack", make=lambda classes: np.minimum(classes, 1))
 turned = labelled(lambda classes: classes[::-1, ::-1].copy(), number=12)
 blurred = labelled(lambda classes: COLORS[classes], label="labels/{}.jpg")
+smooth = labelled(lambda x: cv2.GaussianBlur((x > 0) * np.uint8(255), (3, 3), 0))
+smooth_colors = with_list(TABLE, "class_dict.csv", lambda x: cv2.blur(COLORS[x], (3, 3)))
 see_through = labelled(lambda classes: np.dstack([COLORS[classes], 80 * classes]))
 below_0 = labelled(lambda classes: classes.astype(np.int16) - 1, label="labels/{}.npy")
 BAD = [
@@ -341,6 +363,8 @@ BAD = [
     (one_shown, "one class only, road"),
     (several_values, "holds 4 values, where each of several files shows one class"),
     (blurred, "*.jpg (JPEG has blurred their values: save labels as PNG)"),
+    (smooth, "values between 0 and 255, most on few pixels: edges were smoothed"),
+    (smooth_colors, "colours, most on few pixels: edges were smoothed"),
     (see_through, "*.png (their transparency varies: save labels without it)"),
     (below_0, "*.npy (values below 0, above 65535 or between whole numbers)"),
 ]

@@ -20,6 +20,7 @@ _MARGIN = 0.1
 _MAX_OUTLINE_PX = 10_000_000  # pycocotools takes 100 bytes for each pixel of its length
 # Label Studio puts eight digits before the name of an uploaded file.
 _UPLOAD = re.compile(r"^[0-9a-f]{8}-")
+_ELSEWHERE = "name the folder of the images: segtrain data import --images FOLDER"
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 
@@ -34,7 +35,9 @@ def place_images(
     by_name: dict[str, list[str]] = {}
     for file in visible_files(folder):
         if file.lower().endswith(IMAGE_SUFFIXES):
-            by_name.setdefault(file.rpartition("/")[2], []).append(file)
+            name = file.rpartition("/")[2]
+            for key in (name, _uploaded(name)):
+                by_name.setdefault(key, []).append(file)
     found: dict[str, Annotated] = {}
     for image in images:
         file, problem = _file_of(image, folder, by_name)
@@ -52,7 +55,7 @@ def place_images(
         else:
             checked = (_checked(region, image, findings) for region in image.regions)
             placed.append(image._replace(regions=[region for region in checked if region]))
-    return placed, sum(map(len, by_name.values())) - len(found)
+    return placed, len({file for files in by_name.values() for file in files}) - len(found)
 
 
 def _file_of(image: Annotated, folder: Path, by_name: dict[str, list[str]]) -> tuple[str, str]:
@@ -63,17 +66,22 @@ def _file_of(image: Annotated, folder: Path, by_name: dict[str, list[str]]) -> t
     """
     parts = [x for x in PurePosixPath(image.name.replace("\\", "/")).parts if x not in "/.."]
     base = parts[-1] if parts else ""
-    named = by_name.get(base) or by_name.get(_UPLOAD.sub("", base), [])
+    own = _UPLOAD.sub("", base)
+    named = by_name.get(base) or by_name.get(own) or by_name.get(_uploaded(own), [])
     files = [file for file in named if _is_end(parts[:-1], file.split("/")[:-1])]
     ranks = [_nearness(folder / file, image.source) for file in files]
     best = [file for file, rank in zip(files, ranks, strict=True) if rank == max(ranks)]
     if len(best) == 1:
         return best[0], "" if best[0].isprintable() else "a name with control characters; rename it"
     if best:
-        return "", f"may be {first_of(best, 3)}; name the folder of the images by --images"
+        return "", f"may be {first_of(best, 3)}; {_ELSEWHERE}"
     others = f", but {first_of(named, 3)}" if named else ""
-    repair = "name the folder of the images by --images"
-    return "", f"no such image in {printable(folder)}{others}; {repair}"
+    return "", f"no such image in {printable(folder)}{others}; {_ELSEWHERE}"
+
+
+def _uploaded(name: str) -> str:
+    """A key for the name that Label Studio stores, by Django's `get_valid_filename`; no name."""
+    return "/" + re.sub(r"[^-\w.]", "", name.strip().replace(" ", "_"))
 
 
 def _is_end(a: Sequence[str], b: Sequence[str]) -> bool:

@@ -80,7 +80,7 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     if labels.classes:
         return _by_file(labels, answers)
     place = f"{survey.root}: {labels.pattern}"
-    if len(labels.values) > MOST_CLASSES + 1 or (labels.kind == "ids" and is_instances(labels)):
+    if labels.kind == "ids" and (len(labels.values) > MOST_CLASSES + 1 or is_instances(labels)):
         raise DataError(
             f"{place}: {len(labels.values)} different values, up to {word(max(labels.values))}: "
             f"numbers of objects, or no labels of classes; segtrain trains on at most "

@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -212,13 +213,40 @@ def _by_name(images: Sequence[Image]) -> dict[str, list[int]]:
     return found
 
 
+def listed_pairs(
+    folder: Path, lists: Sequence[str], images: Sequence[FileName], labels: Sequence[FileName]
+) -> dict[str, str]:
+    """The label of each image, by path, of lists whose lines name both, as PaddleSeg's do."""
+    known_images, known_labels = (
+        {name.path.lower(): name.path for name in x} for x in (images, labels)
+    )
+    found: dict[str, str] = {}
+    for path in lists:
+        for line in _lines_of(folder / path):
+            image, label, *_ = (*re.split(r"[\t,; ]+", line.lower()), "")
+            image, label = _place_of(image, known_images), _place_of(label, known_labels)
+            if image and label:
+                found.setdefault(image, label)
+    return found
+
+
+def _place_of(listed: str, known: Mapping[str, str]) -> str | None:
+    """The file that a list names, perhaps with folders above this one, as of another machine."""
+    parts = PurePosixPath(listed).parts
+    ends = ("/".join(parts[i:]) for i in range(len(parts)))
+    return next((known[end] for end in ends if end in known), None)
+
+
+def _lines_of(path: Path) -> Iterator[str]:
+    """The lines of a list, with `/` between folders; none if it is unreadable."""
+    with suppress(OSError, ValueError):
+        text = read_bytes(path, _MAX_LIST_BYTES).decode("utf-8-sig").replace("\\", "/")
+        yield from filter(None, map(str.strip, text.splitlines()))
+
+
 def _listed(path: Path, by_name: Mapping[str, list[int]]) -> Iterator[int | None]:
     """The image that each line names; None for a line that names none, or several."""
-    try:
-        lines = read_bytes(path, _MAX_LIST_BYTES).decode("utf-8-sig").splitlines()
-    except (OSError, ValueError):
-        return
-    for line in filter(None, map(str.strip, lines)):
+    for line in _lines_of(path):
         first = re.split(r"[\t,; ]", line)[0].lower()
         plain = str(PurePosixPath(first).with_suffix("")) if "." in first else first
         keys = (plain, PurePosixPath(plain).name)

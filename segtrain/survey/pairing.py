@@ -8,7 +8,7 @@ none is chosen: an order of names is never taken for a pairing.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -249,6 +249,28 @@ def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
     found.alone.extend(label.path for label in left)
     order = [image.path for image in images if image.path in found.labels]
     return found._replace(labels={path: sorted(found.labels[path]) for path in order})
+
+
+def with_pairs(
+    matches: Matches,
+    images: Sequence[FileName],
+    pairs: Mapping[str, str],
+    pattern_of: Mapping[str, str],
+) -> Matches:
+    """`matches`, but the label of an image in `pairs` is that, and no other of its pattern."""
+    placed = set(pairs.values())
+    labels = {}
+    for image in images:
+        own = pairs.get(image.path)
+        found = [x for x in matches.labels.get(image.path, ()) if x not in placed]
+        if own is not None:
+            found = [*(x for x in found if pattern_of[x] != pattern_of[own]), own]
+        if found:
+            labels[image.path] = sorted(found)
+    unclear, alone = (
+        [x for x in one if x not in placed] for one in (matches.unclear, matches.alone)
+    )
+    return matches._replace(labels=labels, unclear=unclear, alone=alone)
 
 
 def match_channels(

@@ -9,8 +9,9 @@ from segtrain.survey.label_sets import LabelSet
 
 # A colour this close to another one, and this much rarer, is a shade of it.
 _CLOSE, _RARE = 8, 0.01
-# So many colours without names come from smoothed edges.
-_SMOOTHED = 32
+# So many colours without names come from smoothed edges, or more than so many levels of a mask
+# whose others lie beside another value.
+_SMOOTHED, _LEVELS, _BESIDE = 32, 4, 0.9
 
 
 def distance(one: Color, other: Color) -> int:
@@ -33,6 +34,8 @@ def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict
         UndecidedError: colours differ by a shade, and both are frequent.
     """
     if labels.kind != "colors":
+        if _is_smoothed_mask(labels) and answers.ignore is answers.names is None:
+            raise _smoothed(labels, "values between 0 and 255", "make them 0 or 255")
         return {value: value for value in labels.values}
     colors = sorted(labels.values, key=lambda color: -labels.values[color].pixels)
     main = named or _frequent(labels, colors, answers)
@@ -41,7 +44,26 @@ def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict
         near = min(main, key=lambda one: distance(one, color))
         is_own = color in (*main, *(answers.ignore or ())) or not is_close(near, color)
         found[color] = color if is_own else near
+    if named and len({*found.values()} - {*named}) > _SMOOTHED and answers.ignore is None:
+        raise _smoothed(labels, "colours", "save masks without that")
     return found
+
+
+def _smoothed(labels: LabelSet, what: str, repair: str) -> DataError:
+    return DataError(
+        f"{labels.pattern}: {len(labels.values)} {what}, most on few pixels: edges were smoothed "
+        f"or resized; {repair}"
+    )
+
+
+def _is_smoothed_mask(labels: LabelSet) -> bool:
+    """Whether labels are black and white, with greys along the edges only."""
+    between = [facts for value, facts in labels.values.items() if value not in (0, 255)]
+    if len(labels.values) <= _LEVELS or not labels.values.keys() >= {0, 255}:
+        return False
+    pixels = sum(facts.pixels for facts in between)
+    is_few = pixels < min(labels.values[value].pixels for value in (0, 255))
+    return is_few and sum(facts.rim for facts in between) >= _BESIDE * pixels
 
 
 def _frequent(labels: LabelSet, colors: Sequence[Color], answers: Answers) -> list[Color]:
@@ -55,10 +77,8 @@ def _frequent(labels: LabelSet, colors: Sequence[Color], answers: Answers) -> li
             main.append(color)
             clash = clash or (() if near is None else (near, color))
     if len(main) > _SMOOTHED and answers.names is None:
-        raise DataError(
-            f"{labels.pattern}: {len(pixels)} colours, most on few pixels: edges were smoothed or "
-            "resized; save masks without that, or name the classes in class_dict.csv"
-        )
+        repair = "save masks without that, or name the classes in class_dict.csv"
+        raise _smoothed(labels, "colours", repair)
     if clash and (answers.names is None or len(answers.names) != len(main)):
         names = names_option(default_names(sorted(main)))
         raise UndecidedError(

@@ -19,6 +19,7 @@ from segtrain.survey.contents import Color, ImageFacts, LabelFacts, spread
 from segtrain.survey.images import (
     Image,
     facts_of,
+    listed_pairs,
     note_all,
     similar_images,
     split_by,
@@ -68,6 +69,10 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
 
     notes: list[str] = []
+    lists = [path for path in others if path.endswith((".txt", ".csv"))]
+    pattern_of = {name.path: name.pattern for name in label_names}
+    if listed := listed_pairs(folder, lists, image_names, label_names):
+        matches = pairing.with_pairs(matches, image_names, listed, pattern_of)
     images = with_headers(folder, image_names, matches, notes)
     there = {image.path for image in images}
     kept = {path: files for path, files in matches.labels.items() if path in there}
@@ -78,7 +83,6 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
     if any(one.has_nan for one in facts.values()):
         notes.append("images hold NaN: such pixels count as no data")
     if val_list is None:
-        lists = [path for path in others if path.endswith((".txt", ".csv"))]
         split_source, images = with_splits(folder, images, lists, notes)
     else:
         split_source, images = str(val_list), split_by(val_list, images)
@@ -95,7 +99,6 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
     if not any(legends.values()):
         unread = [path for path in others if is_called_legend(path)]
         note_all(notes, unread, *(f"{x} no names of classes" for x in ("file has", "files have")))
-    pattern_of = {name.path: name.pattern for name in label_names}
     sets = tuple(label_sets(folder, matches, pattern_of, samples))
     return Survey(
         root=folder,
