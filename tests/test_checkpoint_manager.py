@@ -58,8 +58,23 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(small_disk, room
 def test_free_space_is_checked_before_anything_is_written(small_disk):
     store = store_in(small_disk / "run")
     store.check_space(checkpoint(model=weights(1 << 20)))
-    with pytest.raises(ExecutionError, match=r"two checkpoints take 6\.\d MB .* by --output"):
+    with pytest.raises(ExecutionError, match=r"2 checkpoints take 6\.\d MB .* by --output"):
         store.check_space(checkpoint(model=weights(3 << 20)))
+    for step in (1, 2):  # the third replaces the first
+        store.save_last(checkpoint(step=step, model=weights(1 << 20)))
+    fill(small_disk, 3 << 19)
+    store.check_space(checkpoint(model=weights(1 << 20)))
+    with pytest.raises(ExecutionError, match=r"1 checkpoint takes 2\.\d MB"):
+        store.check_space(checkpoint(model=weights(1 << 21)))
+
+
+def test_weights_that_are_not_finite_are_no_newest_checkpoint(tmp_path):
+    store = store_in(tmp_path)
+    for step, value in ((1, 0.5), (2, torch.inf)):
+        store.save_last(checkpoint(step=step, model={"a": torch.full((3,), value)}))
+    path, (problem,) = store.newest()
+    assert path.name == "previous.pt"
+    assert problem.endswith("last.pt: damaged: numbers that are not finite in a")
 
 
 @pytest.mark.fault(35)

@@ -120,6 +120,17 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_images(run_ranks, tmp_pat
     assert "ended by NonFiniteError: step" in (run / "train.log").read_text()
 
 
+def test_weights_that_an_update_made_infinite_are_not_saved(run_ranks, tmp_path, data):
+    """Loss and gradient of the step are finite; the next step would be too late."""
+    options = small(data, train={"precision": "float32"}, eval={"every_steps": 1})
+    options["optim"] = {"lr": 1e38, "weight_decay": 100.0}
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    for kind, code, said in run_ranks(2, refusal, train, config, run):
+        assert (kind, code) == ("NonFiniteError", 5)
+        assert said.startswith("step 1: the weights are not finite")
+    assert not (run / "checkpoints" / "last.pt").exists()
+
+
 def wait_for_another(port, pipe):
     group = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in group.items()})

@@ -10,12 +10,15 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from torch import Tensor
+
 from segtrain import files
 from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, num_bytes, write_temporary
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
 from segtrain.files.manifest import MANIFEST, Entry
 from segtrain.run.console import say
+from segtrain.text import counted, first_of
 
 PREVIOUS = "previous.pt"
 
@@ -89,7 +92,7 @@ class CheckpointManager:
         problems = []
         for path in self._newest_first():
             try:
-                load(path)
+                _check_finite(load(path), path)
                 return path, problems
             except CheckpointError as error:
                 problems.append(str(error))
@@ -134,14 +137,20 @@ class CheckpointManager:
         return freed
 
     def check_space(self, checkpoint: Checkpoint) -> None:
-        """Raises ExecutionError if the disk has no room for two checkpoints of this size."""
+        """Raises ExecutionError if the disk has no room for the checkpoints of a run.
+
+        These are two of this size; one, if it has two already, of which it replaces one.
+        """
         with files.os_errors_as(ExecutionError, self.directory, "cannot be used"):
             self.directory.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.directory).free / 1e6
-        needed = 2 * num_bytes(checkpoint) / 1e6
+        number = 1 if self._is_own(PREVIOUS) else 2
+        needed = number * num_bytes(checkpoint) / 1e6
         if free < needed:
-            what = f"two checkpoints take {needed:.1f} MB and the disk has {free:.1f} MB left"
-            raise ExecutionError(f"{self.directory}: {what}; choose another disk by --output")
+            what = counted(number, "checkpoint takes", "checkpoints take")
+            what = f"{what} {needed:.1f} MB and the disk has {free:.1f} MB left"
+            repair = "free some, or choose another disk by --output"
+            raise ExecutionError(f"{self.directory}: {what}; {repair}")
 
     def _save(self, name: str, checkpoint: Checkpoint, *, keep_as: str | None = None) -> None:
         """Writes the file `name`; the old one, if it is the run's, is renamed to `keep_as`."""
@@ -221,6 +230,13 @@ def kept_checkpoints(directory: Path) -> list[tuple[int, Path]]:
             known = entries.get(path.name)
             found.append((known[-1].step if known else load(path).step, path))
     return sorted(found, key=lambda pair: (pair[0], not _KEPT.fullmatch(pair[1].name), pair[1]))
+
+
+def _check_finite(checkpoint: Checkpoint, path: Path) -> None:
+    """CheckpointError: no run can go on with these weights."""
+    known = {key: x for key, x in checkpoint.model.items() if isinstance(x, Tensor)}
+    if odd := [key for key, x in known.items() if not x.isfinite().all()]:
+        raise CheckpointError(f"{path}: damaged: numbers that are not finite in {first_of(odd, 3)}")
 
 
 def _set_aside(path: Path) -> None:

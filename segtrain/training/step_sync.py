@@ -79,7 +79,7 @@ class StepSync:
             self._act(*before)
 
     def check_finite(self) -> None:
-        """Acts on the newest flags too: afterwards the weights are known to be good (collective).
+        """Acts on the newest flags too: afterwards losses and gradients were good (collective).
 
         Raises:
             NonFiniteError: as `record`.

@@ -1,10 +1,14 @@
 """Checkpoints of a run. Nothing is saved before the weights and the data are known to be good."""
 
+import torch
+
 from segtrain.checkpoint.format import Checkpoint, experiment_fields
 from segtrain.checkpoint.restore import initial_weights_fields, shares_fields
 from segtrain.commands.train.setup import DATA_PATIENCE_S, TrainRun
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
+from segtrain.errors import NonFiniteError
+from segtrain.training.state import TrainState
 
 # How long a run that was asked to stop waits for the hashes of the labels before it saves.
 STOP_PATIENCE_S = 15.0
@@ -34,11 +38,12 @@ def settle(run: TrainRun) -> None:
     """Returns when the newest step is known to be finite and the labels were compared (collective).
 
     Raises:
-        NonFiniteError: a loss or gradient is not finite.
+        NonFiniteError: a loss, a gradient or a weight is not finite.
         ConfigError, DataError: as `DatasetGuard.wait_for_hashes`.
     """
     flush_receipts(run)
     run.step_sync.check_finite()
+    _check_weights(run.state)
 
     def stopping(seconds: float) -> bool:
         asked = run.step_sync.stopped or run.signal_flags.stop_requested()
@@ -49,6 +54,16 @@ def settle(run: TrainRun) -> None:
         if not run.data.wait_for_hashes(stopping):
             run.log.lines(["warning: stopped before all labels were hashed; they may have changed"])
     run.log.lines(run.data.pop_log_lines())
+
+
+def _check_weights(state: TrainState) -> None:
+    """Raises NonFiniteError, on all ranks, for an update that finite gradients made infinite."""
+    values = [x for x in state.model.state_dict().values() if x.is_floating_point()]
+    if not torch.stack([x.isfinite().all() for x in values]).all():
+        raise NonFiniteError(
+            f"step {state.step}: the weights are not finite, though loss and gradient are; they "
+            "are not saved; a lower optim.lr or schedule.warmup_steps usually help"
+        )
 
 
 def checkpoint_of(run: TrainRun) -> Checkpoint:
