@@ -486,6 +486,22 @@ def test_what_may_be_unlabelled_is_named_at_both_ends(tmp_path, capsys):
     assert "if one means no data, add --ignore 0 or --ignore 3" in capsys.readouterr().out
 
 
+def test_grey_images_among_others_count_in_the_mean(tmp_path, capsys):
+    folder, means = tmp_path / "data", []
+    write(folder, lambda classes: classes)
+    for path in (folder / "images").iterdir():
+        pixels = np.array(Image.open(path))
+        if path.stem != "5":
+            pixels = pixels[..., 0]
+            save(path, pixels)
+        means.append(np.broadcast_to(pixels.T, (3, 80, 64) if pixels.ndim == 2 else pixels.T.shape))
+    _, config = labels_of(init(folder))
+    assert config.data.mean == pytest.approx(np.mean(means, axis=(0, 2, 3)), abs=1e-3)
+    output = str(tmp_path / "four")
+    assert main(["init", str(folder), "--output", output, "--channels", "4"]) == 2
+    assert "--channels 4: the images have 1, 3" in capsys.readouterr().err
+
+
 def test_a_label_in_one_grey_is_one_of_colours_beside_others_in_colours(tmp_path):
     folder = tmp_path / "data"
     write(folder, lambda classes: COLORS[classes])

@@ -59,7 +59,7 @@ def choose_pixels(
     """How the images are read; one scale for all of them.
 
     Raises:
-        ConfigError: they differ in their channels or types.
+        ConfigError: they differ in their channels or types, or have fewer than asked for.
         UndecidedError: a fourth channel may be a band or mean nothing.
     """
     dtypes = {image.dtype for image in images}
@@ -72,7 +72,9 @@ def choose_pixels(
     facts = [survey.facts[image.path] for image in images if image.path in survey.facts]
     numbers = sorted({image.channels for image in images})
     channels = answers.channels or _channels(survey, images, numbers)
-    usable = [one for one in facts if len(one.mean) == numbers[-1]] or facts
+    usable = [found for one in facts if (found := _in_channels(one, channels))]
+    if not usable:
+        raise ConfigError(f"--channels {channels}: the images have {first_of(numbers)}")
     found = ImageForm(channels, set_dtype(np.dtype(dtype)))
     options = [Option("data.channels", channels, "as the files hold")] if channels != 3 else []
     if dtype != "uint8":
@@ -115,6 +117,18 @@ def _channels(survey: Survey, images: Sequence[Image], numbers: list[int]) -> in
     return numbers[0]
 
 
+def _in_channels(facts: ImageFacts, channels: int) -> ImageFacts | None:
+    """The facts as an image of so many channels has them; None: it has too few."""
+    there = len(facts.mean)
+    if there < channels == 3:  # grey, perhaps with alpha, becomes RGB
+        taken = [x[:1] * channels for x in facts[:4]]
+    elif there < channels:
+        return None
+    else:
+        taken = [x[:channels] for x in facts[:4]]
+    return ImageFacts(*taken, facts.has_nan)
+
+
 def _value_range(dtype: np.dtype, low: float, high: float) -> tuple[float, float]:
     """The range that becomes 0..255; whole numbers of n bits are from 0 to 2^n - 1."""
     if dtype.kind in "ui" and low >= 0:
@@ -131,12 +145,10 @@ def _statistics(
     means, stds = (np.array([getattr(one, key) for one in facts]) for key in ("mean", "std"))
     mean = means.mean(axis=0)
     std = np.sqrt((stds**2 + means**2).mean(axis=0) - mean**2)
-    if len(mean) < form.channels:  # grey, perhaps with alpha
-        mean, std = (np.repeat(x[:1], form.channels) for x in (mean, std))
     low, high = form.limits
     factor = 255 / (high - low)
     return tuple(
-        tuple(round(max(float(x), least), 3) for x in found[: form.channels])
+        tuple(round(max(float(x), least), 3) for x in found)
         for found, least in (((mean - low) * factor, -np.inf), (std * factor, 1e-3))
     )
 
