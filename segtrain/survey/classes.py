@@ -162,7 +162,7 @@ def _ignored(known: _Known) -> tuple[list[Value], list[str]]:
     reasons = [f"ignored: {shown}, by name"] if ignored else []
     if known.has_ids:
         marked = [v for v in there if v in labels.no_data and v not in named]
-        if marked == [0]:
+        if 0 in marked:
             raise _class_or_not(labels, "GDAL_NODATA of the files is 0", 0)
         ignored += marked
         reasons += [f"ignored: {v}: GDAL_NODATA of the files" for v in marked]

@@ -22,6 +22,7 @@ _SAMPLE = 200
 _ALIKE_BESIDE = 0.15
 _NEAREST, _MOST_THUMBS = 3, 4000
 _MAX_LIST_BYTES = 64 << 20
+_LIST_WORDS = {"list", "lists", "filelist", "pairs"}
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,9 @@ def listed_pairs(
     )
     found: dict[str, str] = {}
     for path in lists:
+        words = pairing.words_of(PurePosixPath(path).stem)
+        if not any(map(pairing.split_of, words)) and not _LIST_WORDS & {*words}:
+            continue  # there may be a file for each image
         for line in _lines_of(folder / path):
             image, label, *_ = (*re.split(r"[\t,; ]+", line.lower()), "")
             image, label = _place_of(image, known_images), _place_of(label, known_labels)
