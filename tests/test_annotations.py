@@ -298,6 +298,8 @@ def test_images_without_regions_and_upright_rectangles_are_noted(tmp_path):
         (["a.png", "old/a.png"], "a.png", "", "a.png"),
         (["x/a.png"], "C:\\me\\x\\a.png", "", "x/a.png"),
         (["x/a.png"], "../x/a.png", "", "x/a.png"),
+        (["a 1(x).png"], "upload/0a1b2c3d-a_1x.png", "", "a 1(x).png"),
+        (["a 1.png", "a_1.png"], "a_1.png", "", "a_1.png"),
         (["train/a.png", "val/a.png"], "train/a.png", "", "train/a.png"),
         (["train/a.png", "val/a.png"], "a.png", "val", "val/a.png"),
         (["train/a.png", "val/a.png"], "a.png", "annotations/instances_val", "val/a.png"),
