@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from segtrain import files, text
 from segtrain.checkpoint import load_model
@@ -67,49 +68,33 @@ def run_eval(args: argparse.Namespace) -> int:
     args: checkpoint (run directory or file), others (of an ensemble), set, split, device, json,
         per_image, save_predictions, overlays, num_overlays, worst, no_labels.
     """
-    # 1. The model, the experiment and the data.
+    # 1. The model, the experiment and the data; what cannot work is refused at once.
     _check_options(args)
     device = device_for(args.device)
     loaded = load_model(args.checkpoint, *args.others, device=device)
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
     split = args.split or config.data.eval_split
     dataset = _open_split(args, config.data, split)
-
-    # 2. What cannot work is refused before it takes time.
+    _check_classes(loaded, dataset)
     num_classes = loaded.classes.num_classes
-    if loaded.classes.names != dataset.classes.names:
-        (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
-        raise DataError(
-            f"{difference}; evaluate with the class file of the training, --set data.classes=..."
-        )
     check_windows(config, num_classes, device, dist.local_world_size())
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
+    _check_files(args)
 
     with ExitStack() as stack:
-        for option, file in (("--json", args.json), ("--per-image", args.per_image)):
-            if file:
-                # Refused now, rather than after the evaluation.
-                with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    files.check_output(file)
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         stack.enter_context(float32_products(for_evaluation(config)))
         _check_same_step(args.checkpoint, loaded.steps)
 
-        # 3. What differs from the training; for labels that are still hashed, at the end.
-        differences: Iterator[list[str]] = iter(())
+        # 2. What differs from the training; for labels that are still hashed, at the end.
+        found = _differences(loaded, config, dataset, device, no_labels=args.no_labels)
+        differences = stack.enter_context(closing(found))
         if dist.is_main():
-            if not args.no_labels:
-                found = eval_differences(loaded, config.data, dataset)
-                differences = stack.enter_context(closing(found))
-            lines = [*changed_normalization(loaded.config, config), *next(differences, [])]
-            lines += _seen_in_training(loaded, config.data, dataset)
-            warnings = (f"warning: {line}" for line in eval_precision_warnings(config, device))
-            for line in (*lines, *warnings):
+            for line in next(differences):
                 text.say(line)
 
-        # 4. All ranks predict and count.
+        # 3. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
         evaluate = partial(
             evaluate_dataset,
@@ -134,7 +119,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 what = f"{len(chosen.indices)} worst images (neighbours of a sequence count once)"
                 say(f"overlays of the {what}: {args.overlays}")
 
-        # 5. Rank 0 reports.
+        # 4. Rank 0 reports.
         if dist.is_main():
             calibration = calibration_error(outcome.calibration.counts)
             report = make_report(
@@ -155,7 +140,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 how,
             ):
                 say(line)
-            for line in next(differences, []):
+            for line in next(differences):
                 text.say(line)
             if args.json:
                 found = _json(args.checkpoint, loaded, config, dataset, report, outcome)
@@ -221,6 +206,24 @@ def _check_options(args: argparse.Namespace) -> None:
             raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
 
 
+def _check_files(args: argparse.Namespace) -> None:
+    """ConfigError: a file of scores cannot be written; makes its folder."""
+    for option, file in (("--json", args.json), ("--per-image", args.per_image)):
+        if file:
+            with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                files.check_output(file)
+
+
+def _check_classes(loaded: LoadedModel, dataset: SegDataset) -> None:
+    """DataError: the data set has other classes than the model."""
+    if loaded.classes.names != dataset.classes.names:
+        (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
+        raise DataError(
+            f"{difference}; evaluate with the class file of the training, --set data.classes=..."
+        )
+
+
 def _open_split(args: argparse.Namespace, data: DataConfig, split: str) -> SegDataset:
     """As `open_dataset`; no message shows what is in a text file that the checkpoint names.
 
@@ -237,6 +240,27 @@ def _open_split(args: argparse.Namespace, data: DataConfig, split: str) -> SegDa
             f"{error.quotes}: mistakes in the file that the checkpoint names, or in what that "
             f"lists; they are shown if you name it yourself, by --set {error.quotes}=..."
         ) from None
+
+
+def _differences(
+    loaded: LoadedModel,
+    config: Config,
+    dataset: SegDataset,
+    device: torch.device,
+    *,
+    no_labels: bool,
+) -> Iterator[list[str]]:
+    """What to say before the evaluation; then, of labels that were hashed meanwhile, after it."""
+    before = changed_normalization(loaded.config, config)
+    warnings = [f"warning: {line}" for line in eval_precision_warnings(config, device)]
+    if no_labels:
+        yield [*before, *warnings]
+        yield []
+        return
+    with closing(eval_differences(loaded, config.data, dataset)) as found:
+        before += next(found, [])
+        yield [*before, *_seen_in_training(loaded, config.data, dataset), *warnings]
+        yield next(found, [])
 
 
 def _seen_in_training(loaded: LoadedModel, data: DataConfig, dataset: SegDataset) -> list[str]:

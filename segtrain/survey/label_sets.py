@@ -322,44 +322,61 @@ def count_values(
         read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     kind = "colors" if is_colored else labels.kind
+    found = [(*names, facts) for names, facts in zip(files, read, strict=True)]
     kinds = {"ids", "two"} if labels.classes and not is_colored else {kind}
-    palette, shown, counts, unfit, wrong = (), {}, [], [], []
-    shown_in: dict[Value, set[str]] = defaultdict(set)
-    for (image, file), facts in zip(files, read, strict=True):
-        if problem := _problem(facts, file, shown, kinds):
-            unfit.append(problem)
-            continue
-        if facts.size != sizes[image]:
-            sides = ["x".join(map(str, size)) for size in (facts.size, sizes[image])]
-            wrong.append(f"{file}: {sides[0]}, image {sides[1]}")
-        palette = max(palette, facts.palette, key=len)
-        shown |= _shown(facts)
-        is_grey = is_colored and facts.kind == "ids"
-        if labels.classes:
-            number = labels.class_of.get(file, 1)
-            found = [(number, n) for v, n in facts.values.items() if v != 0]
-        else:
-            found = [((v,) * 3 if is_grey else v, n) for v, n in facts.values.items()]
-        for value, count in found:
+    shown = _checked(folder, found, kinds, sizes)
+    counts, shown_in = [], defaultdict(set)
+    for image, file, facts in found:
+        for value, count in facts.values.items():
+            if labels.classes:
+                if value == 0:
+                    continue
+                value = labels.class_of.get(file, 1)
+            elif is_colored and facts.kind == "ids":
+                value = (value,) * 3
             counts.append({value: count})
             shown_in[value].add(image)
-    for found, one, many, repair in (
-        (unfit, "label cannot", "labels cannot", "be read: {}; replace them or move them away"),
-        (wrong, "label has", "labels have", "another size than the image: {}"),
-    ):
-        if found:
-            what = counted(len(found), one, many)
-            raise DataError(f"{folder}: {what} {repair.format(first_of(found, 5))}")
     values = dict(sorted(_totals(counts).items()))
     if labels.classes:  # what no file shows is background; where several do, it counts too little
         pixels = sum(height * width for height, width in map(sizes.__getitem__, labels.labels))
         rest = max(0, pixels - sum(one.pixels for one in values.values()))
         values = {0: ValueFacts(rest, 0, len(labels.labels), ""), **values}
         shown_in[0] = set(labels.labels)
+    palette = max((facts.palette for facts in read), key=len, default=())
     palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
     no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
     known = {"palette": palette, "no_data": no_data, "shown_in": shown_in}
     return replace(labels, kind=kind, values=values, **known)
+
+
+def _checked(
+    folder: Path,
+    found: Iterable[tuple[str, str, LabelFacts | str]],
+    kinds: Set[Kind],
+    sizes: Mapping[str, tuple[int, int]],
+) -> dict[int, Color]:
+    """The colours that palettes give to the values; found: image, file and facts of each label.
+
+    Raises:
+        DataError: as `count_values`.
+    """
+    shown, unfit, wrong = {}, [], []
+    for image, file, facts in found:
+        if problem := _problem(facts, file, shown, kinds):
+            unfit.append(problem)
+        elif facts.size != sizes[image]:
+            sides = ["x".join(map(str, size)) for size in (facts.size, sizes[image])]
+            wrong.append(f"{file}: {sides[0]}, image {sides[1]}")
+        else:
+            shown |= _shown(facts)
+    for files, one, many, repair in (
+        (unfit, "label cannot", "labels cannot", "be read: {}; replace them or move them away"),
+        (wrong, "label has", "labels have", "another size than the image: {}"),
+    ):
+        if files:
+            what = counted(len(files), one, many)
+            raise DataError(f"{folder}: {what} {repair.format(first_of(files, 5))}")
+    return shown
 
 
 def _shown(facts: LabelFacts) -> dict[int, Color]:
