@@ -1,3 +1,4 @@
+import copy
 import json
 import math
 import re
@@ -382,6 +383,15 @@ def test_momenta_find_their_weights_by_name_in_other_groups():
     assert [group["lr_mult"] for group in other.param_groups] == [3.0, 1.0]
     for weight, momentum in wanted.items():
         assert torch.equal(other.state[weight]["momentum_buffer"], momentum)
+    # torch's fused updates take a momentum in the memory format of its weight only.
+    turned = copy.deepcopy(model)
+    turned["d"].weight.data = turned["d"].weight.data.T.contiguous().T
+    assert turned["d"].weight.stride() == (1, 2)
+    again = optimizer_of(turned)
+    restore_optimizer(again, one.state_dict())
+    momentum = again.state[turned["d"].weight]["momentum_buffer"]
+    assert momentum.stride() == (1, 2)
+    assert torch.equal(momentum, wanted[model["d"].weight])
     # A frozen weight has left, so the numbers of those behind it have changed.
     model["a"].requires_grad_(False)
     third = optimizer_of(model)

@@ -18,7 +18,7 @@ from segtrain.cli import main as segtrain
 from segtrain.commands.train import finish
 from segtrain.errors import ConfigError
 from segtrain.results.runs import summarize
-from segtrain.training.optim.schedule import learning_rate
+from segtrain.training.optim.schedule import base_lr, learning_rate
 
 NODES = ("--nnodes", "2", "--node-rank", "0")
 
@@ -105,6 +105,13 @@ def test_a_branch_falls_from_the_rate_of_the_checkpoint(schedule, step, rate):
     peaked = rates("schedule.finish_peak=0.04")
     assert peaked[:3] == pytest.approx([rate, (rate + 0.04) / 2, 0.04], rel=1e-12)
     assert peaked[2 + 8] == pytest.approx(low + (0.04 - low) * (1 - (8 / 18) ** 0.5), rel=1e-12)
+
+
+def test_another_batch_leaves_the_rate_of_the_checkpoint_and_what_decay_divides_it_by():
+    options = {"lr": 0.02, "lr_batch_size": 16, "batch_size": 8, "decoupled_decay": True}
+    before = settings(steps=20, schedule="constant", **options)
+    config = finish._branch_config(before, 10, 20, ["train.batch_size=4"], source="x")
+    assert base_lr(config) == base_lr(before) == config.schedule.finish_lr == 0.01
 
 
 @pytest.mark.parametrize(

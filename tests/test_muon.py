@@ -1,6 +1,7 @@
 """Muon against torch's own and the singular value decomposition; AdamW for what is no kernel."""
 
 import copy
+import math
 
 import torch
 from experiments import settings
@@ -8,6 +9,7 @@ from torch import nn
 
 from segtrain.config import ModelConfig
 from segtrain.models import build_model
+from segtrain.models.precision import float32_products
 from segtrain.norm import SyncBatchNorm2d
 from segtrain.training.optim.muon import muon_names, orthogonalized
 from segtrain.training.optim.optimizer import build_optimizer
@@ -55,6 +57,34 @@ def test_the_step_has_the_singular_vectors_of_the_momentum_and_equal_singular_va
         assert values.max() < 1.22
         torch.testing.assert_close(inside, values.diag(), rtol=0, atol=1e-7)
         torch.testing.assert_close(u @ inside @ v, found, rtol=0, atol=1e-7)
+
+
+def test_products_are_those_of_float32_even_if_others_are_tf32(monkeypatch):
+    """As a device would compute them: TF32 keeps 10 bits of the factors of a product."""
+
+    def rounded(*factors):
+        if not torch.backends.cuda.matmul.allow_tf32:
+            return factors
+        bits = [(x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF for x in factors]
+        return [x.view(torch.float32) for x in bits]
+
+    product, addmm = torch.Tensor.__matmul__, torch.addmm
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: product(*rounded(a, b)))
+    monkeypatch.setattr(torch, "addmm", lambda x, a, b, **by: addmm(x, *rounded(a, b), **by))
+    model = Mixed()
+    torch.manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(16, 72), full_matrices=False)
+    falling = (u * torch.arange(1, 17) ** -3.0) @ v
+    with float32_products(settings(precision="tf32").train):
+        assert torch.linalg.matrix_norm(orthogonalized(falling), 2) > 2
+        before = model.wide.weight.detach().clone()
+        optimizer = build_optimizer(model, settings(optimizer="muon", weight_decay=0.0))
+        model.wide.weight.grad = falling.view_as(before)
+        optimizer.step()
+        assert torch.backends.cuda.matmul.allow_tf32
+    lr = optimizer.param_groups[0]["lr"]
+    moved = (before - model.wide.weight).detach().flatten(1) / (lr * 0.2 * math.sqrt(72))
+    assert torch.linalg.matrix_norm(moved, 2) < 1.22
 
 
 def test_a_momentum_that_has_died_away_changes_nothing():

@@ -183,6 +183,10 @@ def test_a_rule_is_for_weights_and_for_modules_and_stars_fit_anything():
     assert rates["backbone.0.0.bias"] == 3.0  # of two rules the later one
     decays = found(TinyModel(), train, "weight_decay")
     assert {n for n, x in decays.items() if x == 0.5} == {n.format(1) for n in kernel_and_norm}
+    freeze_layers(TinyModel(), train.optim)
+    train = rules({"names": ("backbone.0.1",), "weight_decay": 0.5}, decay_norm_and_bias=False)
+    with pytest.raises(ConfigError, match=r"layers\[0\]\.weight_decay: has no effect on norm"):
+        freeze_layers(TinyModel(), train.optim)
 
 
 @pytest.mark.parametrize(

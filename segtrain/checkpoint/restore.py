@@ -194,7 +194,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
     """Loads the state of each weight by its name; settings stay as configured.
 
     torch goes by the order of weights alone: with other groups it would give a weight the momentum
-    of another.
+    of another. And it keeps the memory format of the checkpoint, while its fused updates take no
+    other than that of the weight.
     """
     groups = optimizer.state_dict()["param_groups"]
     own = [name for group in groups for name in group["param_names"]]
@@ -207,9 +208,12 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
     state = {i: states[name] for i, name in enumerate(own) if name in states}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for i, values in state.items():
+        state[i] = dict(values)
         for name, value in values.items():
             if value is not None:  # that of SGD without momentum
                 _check_shape(name, value, () if name == "step" else parameters[i].shape)
+                if name != "step":
+                    state[i][name] = torch.empty_like(parameters[i]).copy_(value)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -35,7 +35,9 @@ class LayerRule(Section):
         None, "learning rate factor, instead of 1 or optim.head_lr_mult"
     )
     weight_decay: NonNegativeFloat | None = option(
-        None, "instead of optim.weight_decay and optim.new_weight_decay"
+        None,
+        "instead of optim.weight_decay and optim.new_weight_decay; norm layers and biases follow "
+        "decay_norm_and_bias still",
     )
     decay_toward: Literal["zero", "start"] | None = option(None, "instead of optim.decay_toward")
 

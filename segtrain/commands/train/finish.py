@@ -109,6 +109,9 @@ def _branch_config(
     )
     config = before.model_copy(update={"schedule": schedule})
     config = override_config(config, [f"train.steps={step + steps}", *overrides], source=source)
+    if base_lr(config) != base_lr(before):  # another batch; optim.decoupled_decay divides by it
+        optim = config.optim.model_copy(update={"lr": base_lr(before), "lr_batch_size": None})
+        config = config.model_copy(update={"optim": optim})
     usual, now = base_lr(config), config.schedule
     if (now.finish_peak or now.finish_lr or 0) < _LEAST_RATE * usual:
         raise ConfigError(

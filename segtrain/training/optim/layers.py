@@ -79,7 +79,7 @@ def _settings(name: str, parameter: nn.Parameter, optim: OptimConfig, *, is_old:
             f"optim.layers: decay_toward start: {name} starts from random numbers; "
             "leave it out of names"
         )
-    undecayed = _norm_or_bias(name, parameter) and not optim.decay_norm_and_bias
+    undecayed = _is_undecayed(name, parameter, optim)
     decay = 0.0 if undecayed else decay
     return Settings(in_backbone, undecayed, lr_mult, decay, toward == "start" and decay > 0)
 
@@ -90,9 +90,11 @@ def _of_rules(key: str, name: str, optim: OptimConfig, default: Any) -> Any:
     return next((value for value in reversed(found) if value is not None), default)
 
 
-def _norm_or_bias(name: str, parameter: nn.Parameter) -> bool:
+def _is_undecayed(name: str, parameter: nn.Parameter, optim: OptimConfig) -> bool:
+    """Whether it belongs to a norm layer or is a bias, and these are spared the decay."""
     # Norm layers are recognized by their shape, whatever their class: a number a channel.
-    return parameter.dim() <= 1 or name.split(".")[-1] == "bias"
+    is_norm_or_bias = parameter.dim() <= 1 or name.split(".")[-1] == "bias"
+    return is_norm_or_bias and not optim.decay_norm_and_bias
 
 
 def matches(rule: LayerRule, name: str) -> bool:
@@ -113,9 +115,10 @@ def freeze_layers(
     loaded: the names of the weights that come from a file; None: all.
 
     Raises:
-        ConfigError: a pattern fits nothing, or a frozen weight is random.
+        ConfigError: a pattern fits nothing, a decay has no effect, or a frozen weight is random.
     """
     names = [name for name, _ in model.named_parameters()]
+    undecayed = {n for n, p in model.named_parameters() if _is_undecayed(n, p, optim)}
     modules = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
     for number, rule in enumerate(optim.layers):
         for pattern in rule.names:
@@ -126,6 +129,11 @@ def freeze_layers(
                     f"optim.layers[{number}].names: {printable(pattern, MAX_NAME)} fits no weight "
                     f"of the model{hint}"
                 )
+        if rule.weight_decay and all(name in undecayed for name in names if matches(rule, name)):
+            raise ConfigError(
+                f"optim.layers[{number}].weight_decay: has no effect on norm layers and biases "
+                "with optim.decay_norm_and_bias false; remove it"
+            )
     frozen = {name for name in names if _of_rules("freeze", name, optim, False)}
     random = sorted(frozen.difference(loaded)) if loaded is not None else []
     if random:

@@ -50,9 +50,15 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """One update by the gradients."""
-        for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            (self._muon if group["muon"] else self._adamw)(group, weights)
+        # TF32 would leave eigenvalues below 0 in `orthogonalized`, which grow: steps twice as long.
+        matmul = torch.backends.cuda.matmul
+        before, matmul.allow_tf32 = matmul.allow_tf32, False
+        try:
+            for group in self.param_groups:
+                weights = [weight for weight in group["params"] if weight.grad is not None]
+                (self._muon if group["muon"] else self._adamw)(group, weights)
+        finally:
+            matmul.allow_tf32 = before
 
     def _muon(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         for weight in weights:
@@ -100,9 +106,9 @@ def orthogonalized(matrix: Tensor) -> Tensor:
         return orthogonalized(matrix.T).T
     x = matrix / matrix.norm().clamp(min=_LEAST_NORM)
     gram, product = x @ x.T, None  # (rows, rows), symmetric; all factors commute
-    for _ in range(_ITERATIONS):
+    for left in reversed(range(_ITERATIONS)):
         factor = torch.addmm(gram, gram, gram, beta=_B, alpha=_C)
         factor.diagonal().add_(_A)
         product = factor if product is None else factor @ product
-        gram = factor @ gram @ factor
+        gram = factor @ gram @ factor if left else None
     return product @ x
