@@ -21,7 +21,7 @@ from segtrain.commands.predict import make_ready
 from segtrain.commands.train.start import branch_directory, named_config, resolve_run
 from segtrain.config import Config, config_to_yaml
 from segtrain.config.loading import override_config
-from segtrain.data.check.findings import find_darkness
+from segtrain.data.check.findings import photo_findings
 from segtrain.data.check.values import image_values
 from segtrain.data.read.image import form_of, ignore_missing, set_dtype
 from segtrain.distributed import signals
@@ -95,7 +95,10 @@ class Predictor:
         return self._predict(image, probabilities="none")
 
     def probabilities(self, image: np.ndarray) -> np.ndarray:
-        """The probability of every class, (K, H, W) float32; `image` and errors as of a call."""
+        """The probability of every class, (K, H, W) float32; NaN where the image has no value.
+
+        image and errors: as of a call.
+        """
         return self._predict(image, probabilities="all")
 
     def _predict(self, image: np.ndarray, *, probabilities: Literal["none", "all"]) -> np.ndarray:
@@ -110,7 +113,7 @@ class Predictor:
                 "were computed in float16, use the setting train.precision=bfloat16"
             )
         if probability is not None:
-            return probability.float().numpy()
+            return np.where(missing, np.float32(np.nan), probability.float().numpy())
         return np.maximum(label.numpy(), missing)
 
     def _checked(self, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -137,8 +140,8 @@ class Predictor:
         image = np.require(image, form.dtype, ["C", "W"])
         if form.dtype.kind == "f":
             image = np.where(np.isfinite(image), image, np.float32(np.nan))
-        if dark := find_darkness([image_values(image, form, "image")]):
-            warnings.warn(dark.text, stacklevel=4)
+        for found in photo_findings([image_values(image, form, "image")]):
+            warnings.warn(found.text, stacklevel=4)
         return ignore_missing(image, np.zeros(image.shape[:2], np.uint8), form)
 
 

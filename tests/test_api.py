@@ -170,10 +170,14 @@ def test_a_model_of_a_value_range_takes_floats_without_values(predictor, image, 
     values[5, 7, 1] = np.inf
     filled = values.copy()
     filled[5, 7, 1] = config.data.mean[1]
-    np.testing.assert_array_equal(predictor.probabilities(values), predictor.probabilities(filled))
+    found, expected = predictor.probabilities(values), predictor.probabilities(filled)
+    expected[:, 5, 7] = np.nan
+    np.testing.assert_array_equal(found, expected)
     label = predictor(filled)
     label[5, 7] = 255
     np.testing.assert_array_equal(predictor(values), label)
+    with pytest.warns(UserWarning, match=r"more than 10% of the samples outside of \[0, 255\]"):
+        predictor(values * 100)
 
 
 def test_scores_that_are_not_finite_are_refused(run, image):

@@ -1,5 +1,7 @@
 import argparse
 import os
+import resource
+import signal
 
 import cv2
 import numpy as np
@@ -11,6 +13,7 @@ from torch import nn
 
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import predict
+from segtrain.commands.video import overlay_video
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.errors import ConfigError, DataError, ExecutionError, MemoryLimitError
@@ -172,19 +175,43 @@ def test_a_video_becomes_a_video_of_overlays(run, tmp_path, capsys):
         run(tmp_path / "cut.mp4")
 
 
+def test_a_video_for_which_the_disk_has_no_room_is_an_error(tmp_path):
+    write_video(tmp_path / "drive.mp4", [(200, 20, 30), (20, 200, 30)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+        with pytest.raises(ExecutionError, match=r"x\.mp4: cannot be written: 0 of 2 frames"):
+            overlay_video(tmp_path / "drive.mp4", tmp_path / "x.mp4", lambda frame: frame)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["drive.mp4"]
+
+
 def test_pixels_that_a_tiff_marks_as_no_data_are_written_as_ignored(run, tmp_path):
+    """With the georeference as it is, in any encoding; probabilities there are NaN."""
     image = photo(20, 30)
     image[:, :7] = 255
     scale = (33550, "d", 3, (10.0, 10.0, 0.0), True)
-    tags = [scale, (42113, "s", 0, "255", True)]
+    words = "Gauß-Krüger|".encode("latin-1") + b"\0"
+    tags = [scale, (34737, "s", 0, words, True), (42113, "s", 0, "255", True)]
     tifffile.imwrite(tmp_path / "x.tif", image, photometric="rgb", extratags=tags)
-    assert run(tmp_path / "x.tif") == 0
+    assert run(tmp_path / "x.tif", probabilities="tif") == 0
     label, expected = read(tmp_path / "out/labels/x.png"), RAW_IDS[image.argmax(2)]
     expected[:, :7] = CLASSES.ignore_ids[0]
     np.testing.assert_array_equal(label, expected)
     with tifffile.TiffFile(tmp_path / "out/labels/x.tif") as written:
         np.testing.assert_array_equal(written.asarray(), label)
-        assert written.pages[0].tags["GDAL_NODATA"].value == str(CLASSES.ignore_ids[0])
+        tags = written.pages[0].tags
+        assert tags["GDAL_NODATA"].value == str(CLASSES.ignore_ids[0])
+        written.filehandle.seek(tags[34737].valueoffset)
+        assert written.filehandle.read(len(words)) == words
+    with tifffile.TiffFile(tmp_path / "out/probabilities/x.tif") as written:
+        found = written.asarray()
+        assert written.pages[0].tags["GDAL_NODATA"].value == "nan"
+    assert np.isnan(found[:, :, :7]).all()
+    np.testing.assert_allclose(found[:, :, 7:].sum(0), 1, atol=1e-5)
 
 
 def save_as(path, image, **options):
@@ -248,10 +275,12 @@ def test_images_with_one_name_get_names_of_their_own(run, tmp_path):
     one = save(tmp_path / "a" / "x.png", photo(8, 9))
     other = save(tmp_path / "b" / "x.png", photo(10, 11, seed=1))
     save(tmp_path / "b" / "X.bmp", photo(12, 13, seed=2))
+    (tmp_path / "b" / "equal.png").symlink_to(one)
     assert run(one, tmp_path / "a", tmp_path / "b", other) == 0
     labels = tmp_path / "out/labels"
     sizes = {name: read(labels / name).shape for name in names(labels)}
-    assert sizes == {"x.png": (8, 9), "X_bmp.png": (12, 13), "x_png.png": (10, 11)}
+    expected = {"x.png": (8, 9), "X_bmp.png": (12, 13), "x_png.png": (10, 11)}
+    assert sizes == expected | {"equal.png": (8, 9)}
 
 
 def test_existing_predictions_are_kept_unless_told_otherwise_and_not_predicted(run, tmp_path):
@@ -259,8 +288,17 @@ def test_existing_predictions_are_kept_unless_told_otherwise_and_not_predicted(r
     assert run(tmp_path) == 0
     with pytest.raises(ConfigError, match=r"labels/a\.png: exists already; .*--overw"):
         run(tmp_path)
+    for name in ("labels/a.tif", "probabilities/a.npz"):  # of an earlier image, say
+        path = tmp_path / "out" / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
     assert run(tmp_path, overwrite=True) == 0
-    assert names(tmp_path / "out/labels") == ["a.png"]
+    assert [x.name for x in (tmp_path / "out/labels").iterdir()] == ["a.png"]
+    assert not path.exists()
+    path.touch()
+    (tmp_path / "out/labels/a.png").unlink()
+    with pytest.raises(ConfigError, match=r"probabilities/a\.npz: exists already"):
+        run(tmp_path)
     with pytest.raises(ConfigError, match=r"--set optim\.lr=1: the checkpoint decides this"):
         run(tmp_path, set=["optim.lr=1"], overwrite=True)
 
@@ -397,7 +435,13 @@ def test_what_is_skipped_in_folders_is_named(run, tmp_path, capsys):
     assert f"\nskipped 4 files: {folder}/LICENCE, {folder}/b.EXR, {folder}/notes.txt, " in said
 
 
-def test_values_of_12_bits_in_files_of_16_are_warned_about(run, tmp_path, capsys):
+@pytest.mark.parametrize("large", [False, True])
+def test_values_of_12_bits_in_files_of_16_are_warned_about(
+    run, tmp_path, capsys, monkeypatch, large
+):
+    if large:  # each is a raster, of which blocks are read
+        monkeypatch.setattr("segtrain.data.read.raster._MIN_BYTES", 0)
+        monkeypatch.setattr(predict, "MAX_PHOTO_PIXELS", 50)
     values = np.random.default_rng(0).integers(0, 4096, (8, 9, 3)).astype(np.uint16)
     dark, full = tmp_path / "dark.tif", tmp_path / "full.tif"
     assert cv2.imwrite(str(dark), values)

@@ -137,7 +137,7 @@ def predicted(tmp_path, image, form, **options):
         limits=BatchLimits(1, 1),
         ids=np.array([7, 300, *[9] * 254], np.uint16),
         device=torch.device("cpu"),
-        on_block=lambda: None,
+        on_block=lambda _: None,
     )
     return output
 

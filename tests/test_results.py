@@ -369,7 +369,8 @@ def test_what_cannot_be_compared_is_refused(run, capsys):
         with pytest.raises(ConfigError, match=match):
             compare([a], [other])
     assert segtrain("compare", run) == 2
-    assert segtrain("compare", run, "--with", run, "--with", "b") == 2
+    away = run.parent / "x" / ".." / run.name
+    assert segtrain("compare", run, "--with", away, "--with", "b") == 2
     assert "on both sides" in capsys.readouterr().err
 
 
@@ -384,3 +385,6 @@ def test_compare_prints_and_writes(run, tmp_path, capsys):
     assert "B - A       +0.00 (+0.00 to +0.00) points" in said
     assert "config      seed: 0 in A, 7 in B" in said
     assert json.loads((tmp_path / "c.json").read_text())["models"][0] == 0
+    shutil.copytree(run, tmp_path / "third")
+    assert segtrain("compare", run, tmp_path / "third", "--with", second) == 2
+    assert "several of one side have seed 0" in capsys.readouterr().err

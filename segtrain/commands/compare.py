@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def main(args: argparse.Namespace) -> int:
         if len(a) != 2:
             raise ConfigError("expected two runs, or several a side: compare A A2 --with B B2")
         a, b = a[:1], a[1:]
-    if both := set(a) & set(b):
+    places = [{path.resolve() for path in side} for side in (a, b)]
+    if both := places[0] & places[1]:
         raise ConfigError(f"{first_of(both)}: on both sides")
     if args.json:
         with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
@@ -49,6 +51,12 @@ def main(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{first_of(one.run.directory for one in side)}: runs of one side may differ in "
                 f"their seed only, and these do in {first_of(sorted(different), 3)}"
+            )
+        seeds = Counter(one.run.config.seed for one in side)
+        if again := [seed for seed, number in seeds.items() if number > 1]:
+            raise ConfigError(
+                f"{first_of(one.run.directory for one in side)}: several of one side have seed "
+                f"{again[0]}, and would count as if they were independent: name one of them"
             )
     try:
         found = compare(*([one.records for one in side] for side in sides), by=args.by)

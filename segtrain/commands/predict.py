@@ -22,11 +22,12 @@ from segtrain.checkpoint.loading import LoadedModel, load_model
 from segtrain.commands.video import overlay_video
 from segtrain.config import Config
 from segtrain.config.loading import given_keys
-from segtrain.data.check.findings import find_darkness
-from segtrain.data.check.values import ImageValues, image_values
+from segtrain.data.check.findings import photo_findings
+from segtrain.data.check.values import ImageValues, image_values, joined_values
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import VIDEO_SUFFIXES, first_lines
+from segtrain.data.read.formats import read_info
 from segtrain.data.read.image import ImageForm, form_of, ignore_missing
 from segtrain.data.read.photos import Source, find_images, form_of_file, read_photo
 from segtrain.data.read.protect import check_pictures
@@ -199,9 +200,9 @@ def main(args: argparse.Namespace) -> int:
             )
         whole = [source for source in images if source not in rasters]
         notes = predict_images(ready, whole, output, tint, probabilities=args.probabilities)
-        notes += predict_rasters(ready, rasters, output)
+        of_rasters = predict_rasters(ready, rasters, output)
         of_videos = predict_videos(ready, videos, output, tint)
-    _summarize(notes, of_videos, output)
+    _summarize(notes, of_rasters, of_videos, output)
     return EXIT_OK
 
 
@@ -249,7 +250,8 @@ def predict_images(
                     in_parts=photo.settings.mode != settings.usual.mode,
                 )
                 image = pictures.as_rgb(photo.pixels.numpy(), form.value_range)
-                known = None if known is None else known.float().numpy()
+                if known is not None:
+                    known = np.where(photo.missing, np.float32(np.nan), known.float().numpy())
                 yield photo.source, image, np.maximum(label.numpy(), photo.missing), known
                 bar.update()
 
@@ -257,15 +259,20 @@ def predict_images(
         source, image, label, known = prediction
         pictures.write_prediction(output, source.name, image, label, classes, tint)
         tags = geo_tags(source.path)
-        if known is not None:
-            path = output / pictures.PROBABILITIES / f"{source.name}.{probabilities}"
+        for ending in pictures.PROBABILITY_ENDINGS:
+            path = output / pictures.PROBABILITIES / f"{source.name}.{ending}"
             with os_errors_as(ExecutionError, path, "cannot be written"):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_probabilities(path, known, classes.names, tags)
-        if tags:
-            path = output / pictures.LABELS / f"{source.name}.tif"
-            with os_errors_as(ExecutionError, path, "cannot be written"):
+                if ending == probabilities:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_probabilities(path, known, classes.names, tags)
+                else:  # of an earlier prediction
+                    path.unlink(missing_ok=True)
+        path = output / pictures.LABELS / f"{source.name}.tif"
+        with os_errors_as(ExecutionError, path, "cannot be written"):
+            if tags:
                 write_label(path, label, pictures.raw_ids(classes), tags)
+            else:
+                path.unlink(missing_ok=True)
 
     with bar, closing(decoded), closing(prefetch(write, finished(), _THREADS)) as written:
         for _ in written:
@@ -278,37 +285,49 @@ def predict_rasters(ready: ReadyModel, rasters: Mapping[Source, Size], output: P
 
     Each is a tiled TIFF with the georeference of its image. Colours and overlays are left out.
     """
-    settings, notes = ready.settings, []
+    notes = []
     for source, size in rasters.items():
-        bar = ProgressBar(
-            num_blocks(size), 0, "raster", enabled=True, unit="block", last_line=False
-        )
-        bar.describe(printable(source.name))
         path = output / pictures.LABELS / f"{source.name}.tif"
         try:
-            refuse_short_side(source.path, settings.usual.short_side_px)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with bar:
-                is_finite = predict_raster(
-                    ready.model,
-                    source.path,
-                    size,
-                    path,
-                    form=form_of_file(source.path, ready.form),
-                    settings=settings,
-                    limits=ready.limits,
-                    ids=pictures.raw_ids(ready.loaded.classes),
-                    device=ready.device,
-                    on_block=bar.update,
-                )
+            notes.append(_predict_raster(ready, source, size, path))
         except DataError as error:
             notes.append(Notes(str(error)))
         except OSError as error:
             raise ExecutionError(f"{printable(path)}: cannot be written: {error}") from error
-        else:
-            in_parts = settings.usual.mode == "whole"
-            notes.append(Notes(is_finite=is_finite, in_parts=in_parts))
     return notes
+
+
+def _predict_raster(ready: ReadyModel, source: Source, size: Size, path: Path) -> Notes:
+    settings, values = ready.settings, []
+    refuse_short_side(source.path, settings.usual.short_side_px)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    form = form_of_file(source.path, ready.form)
+    bar = ProgressBar(num_blocks(size), 0, "raster", enabled=True, unit="block", last_line=False)
+    bar.describe(printable(source.name))
+
+    def add(block: np.ndarray) -> None:
+        values.append(image_values(block, form, printable(source.path)))
+        bar.update()
+
+    with bar:
+        is_finite = predict_raster(
+            ready.model,
+            source.path,
+            size,
+            path,
+            form=form,
+            settings=settings,
+            limits=ready.limits,
+            ids=pictures.raw_ids(ready.loaded.classes),
+            device=ready.device,
+            on_block=add,
+        )
+    return Notes(
+        turned=read_info(source.path).orientation != 1,
+        in_parts=settings.usual.mode == "whole",
+        values=joined_values(values),
+        is_finite=is_finite,
+    )
 
 
 def predict_videos(
@@ -382,12 +401,18 @@ def _predict(
         return ready.labels(images, place, transfer, probabilities=wanted, **asked)
 
 
-def _summarize(images: Sequence[Notes], videos: Sequence[Notes], output: Path) -> None:
+def _summarize(
+    images: Sequence[Notes], rasters: Sequence[Notes], videos: Sequence[Notes], output: Path
+) -> None:
     """Prints what was done; raises DataError for files that cannot be read."""
-    notes = [*images, *videos]
+    notes = [*images, *rasters, *videos]
     values = [note.values for note in notes if note.values is not None]
     kinds = f"{{{','.join(pictures.KINDS)}}}"
-    for found, what, where in ((images, "images", kinds), (videos, "videos", pictures.VIDEOS)):
+    for found, what, where in (
+        (images, "images", kinds),
+        (rasters, "rasters", pictures.LABELS),
+        (videos, "videos", pictures.VIDEOS),
+    ):
         if found:
             num_done = sum(not note.problem for note in found)
             print(f"{num_done} of {len(found)} {what}: {printable(output)}/{where}")
@@ -399,8 +424,8 @@ def _summarize(images: Sequence[Notes], videos: Sequence[Notes], output: Path) -
     for note in notes:
         if note.cut_short:
             print(f"warning: {note.cut_short}")
-    if dark := find_darkness(values):
-        print(f"warning: {dark.lines()[0]}")
+    for finding in photo_findings(values):
+        print(f"warning: {finding.lines()[0]}")
     if infinite := sum(not note.is_finite for note in notes):
         print(
             f"warning: the scores of {counted(infinite, 'file', 'files')} are not finite, and "

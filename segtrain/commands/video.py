@@ -51,6 +51,13 @@ def overlay_video(path: Path, output: Path, draw: Callable[[np.ndarray], np.ndar
             if writer is None:
                 raise DataError(f"{printable(path)}: a video without frames")
             writer.release()
+            # OpenCV says nothing of a full disk.
+            written = cv2.VideoCapture(str(draft))
+            num_written = max(0, int(written.get(cv2.CAP_PROP_FRAME_COUNT)))
+            written.release()
+            if num_written != count:
+                what = f"{num_written} of {count} frames arrived; is the disk full?"
+                raise ExecutionError(f"{printable(output)}: cannot be written: {what}")
             os.replace(draft, output)
     if count < number:
         there = counted(count, "frame", "frames")

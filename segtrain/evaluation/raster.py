@@ -39,8 +39,14 @@ def geo_tags(path: Path) -> GeoTags:
         return []
     with os_errors_as(DataError, path), open_regular(path) as file, opened_tiff(file, path) as tiff:
         tags = tiff.keyframe.tags
-        found = (tags[code] for code in _GEO_TAGS if code in tags)
-        return [(tag.code, int(tag.dtype), tag.count, tag.value, True) for tag in found]
+        found = [tags[code] for code in _GEO_TAGS if code in tags]
+        values = [tag.value for tag in found]
+        for i, tag in enumerate(found):
+            if isinstance(tag.value, str):  # as its bytes: it may be in any encoding
+                file.seek(tag.valueoffset)
+                values[i] = file.read(tag.valuebytecount)
+        both = zip(found, values, strict=True)
+        return [(tag.code, int(tag.dtype), tag.count, value, True) for tag, value in both]
 
 
 def write_label(path: Path, label: np.ndarray, ids: np.ndarray, tags: GeoTags) -> None:
@@ -56,7 +62,7 @@ def write_probabilities(
 ) -> None:
     """Writes (K, H, W) float32 atomically: as NPZ with the names, or as TIFF with these tags.
 
-    NPZ: `probabilities`, float16, and `classes`. TIFF: a band a class, float32.
+    NPZ: `probabilities`, float16, and `classes`. TIFF: a band a class, float32; NaN is no data.
     """
     import tifffile
 
@@ -66,7 +72,8 @@ def write_probabilities(
             np.savez_compressed(draft, **values)
         else:
             options = {"photometric": "minisblack", "planarconfig": "separate", "metadata": None}
-            tifffile.imwrite(draft, probabilities, compression="deflate", extratags=tags, **options)
+            options["extratags"] = [*tags, (_NO_DATA, "s", 0, "nan", True)]
+            tifffile.imwrite(draft, probabilities, compression="deflate", **options)
         os.replace(draft, path)
 
 
@@ -81,11 +88,12 @@ def predict_raster(
     limits: BatchLimits,
     ids: np.ndarray,
     device: torch.device,
-    on_block: Callable[[], object],
+    on_block: Callable[[np.ndarray], object],
 ) -> bool:
     """Writes the ids of the TIFF at `path`, (height, width) `size`, as a tiled TIFF.
 
-    ids: as of `write_label`. form: of the file. on_block: called after each block.
+    ids: as of `write_label`. form: of the file. on_block: called after each block with what the
+        network saw, as `read_image` gives it.
 
     Returns whether all scores were finite numbers; elsewhere the prediction means nothing.
 
@@ -99,14 +107,15 @@ def predict_raster(
         for top in range(0, size[0], BLOCK_PX):
             for left in range(0, size[1], BLOCK_PX):
                 seen, core = _around((top, left), size)
-                image = read_image([path], form, seen)
-                image, missing = ignore_missing(image, np.zeros(image.shape[:2], np.uint8), form)
+                stored = read_image([path], form, seen)
+                nowhere = np.zeros(stored.shape[:2], np.uint8)
+                image, missing = ignore_missing(stored, nowhere, form)
                 label, finite = _predict(model, image, settings, limits, device)
                 is_finite = is_finite and finite
                 block = np.zeros((BLOCK_PX, BLOCK_PX), ids.dtype)
                 part = ids[np.maximum(label, missing)[core]]
                 block[: part.shape[0], : part.shape[1]] = part
-                on_block()
+                on_block(stored)
                 yield block
 
     options = {"shape": size, "dtype": ids.dtype, "tile": (BLOCK_PX, BLOCK_PX), "maxworkers": 1}

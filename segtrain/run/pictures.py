@@ -240,6 +240,7 @@ def _text(draw: ImageDraw.ImageDraw, place: tuple[int, int], text: str) -> None:
 
 KINDS = LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
 VIDEOS, PROBABILITIES = "videos", "probabilities"
+PROBABILITY_ENDINGS = "npz", "tif"
 
 
 class Tint(NamedTuple):
@@ -268,8 +269,9 @@ def make_tint(classes: ClassFile, opacity: float, clear: Sequence[str]) -> Tint:
 
 def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None:
     """ConfigError if a directory already holds some of the predictions."""
-    ends = (f"{LABELS}/", ".png"), (f"{LABELS}/", ".tif"), (f"{VIDEOS}/", ".mp4")
-    paths = (output / f"{start}{name}{end}" for name in names for start, end in ends)
+    ends = [f"{LABELS}/*.png", f"{LABELS}/*.tif", f"{VIDEOS}/*.mp4"]
+    ends += [f"{PROBABILITIES}/*.{ending}" for ending in PROBABILITY_ENDINGS]
+    paths = (output / end.replace("*", name) for name in names for end in ends)
     there = [path for path in paths if os.path.lexists(path)]
     if there and not overwrite:
         repair = "choose another directory or pass --overwrite"

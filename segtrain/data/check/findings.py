@@ -29,6 +29,8 @@ _DARK = 16
 # half of all.
 _MANY_WHITE = 0.25
 _MANY_OUTSIDE = 0.01
+# Of the samples of one image to predict.
+_MOSTLY_OUTSIDE = 0.1
 # Of the samples of an image that is stretched.
 _FEW_WHITE = 0.001
 # Fewer images may have the same least and largest values by chance.
@@ -113,6 +115,20 @@ def find_darkness(images: Sequence[ImageValues], split: str = "") -> Finding | N
         )
         return Finding("error", split, "faint", text, {"": [one.name for one in images]})
     return None
+
+
+def photo_findings(images: Sequence[ImageValues]) -> Iterator[Finding]:
+    """What tells that images to predict hold other values than those of the training."""
+    if dark := find_darkness(images):
+        yield dark
+    if names := [one.name for one in images if one.outside > _MOSTLY_OUTSIDE]:
+        low, high = images[0].form.limits
+        which = counted(len(names), "image has", "images have")
+        text = (
+            f"{which} more than {_MOSTLY_OUTSIDE:.0%} of the samples outside of [{low:g}, {high:g}]"
+            ", the data.value_range of the training: convert them to its unit"
+        )
+        yield Finding("warning", "", "outside", text, {"": names})
 
 
 def _value_findings(images: Sequence[ImageValues], split: str) -> Iterator[Finding]:

@@ -74,6 +74,13 @@ def image_values(
     return ImageValues(name, form, peak, spans, *shares, keeps_all, loses_band)
 
 
+def joined_values(blocks: Sequence[ImageValues]) -> ImageValues:
+    """Of an image by blocks of equal size: those of the brightest, and means of the shares."""
+    brightest = max(blocks, key=lambda one: -math.inf if math.isnan(one.peak) else one.peak)
+    white, outside = np.mean([(one.white, one.outside) for one in blocks], axis=0).tolist()
+    return brightest._replace(white=white, outside=outside)
+
+
 def _histogram(image: np.ndarray) -> np.ndarray:
     """Samples of each value in each channel of an image (H, W, C) uint8 or uint16, (C, values)."""
     whole, size = np.ascontiguousarray(image), np.iinfo(image.dtype).max + 1

@@ -119,7 +119,8 @@ def _with_unique_names(found: Iterable[Source]) -> list[Source]:
     sources: dict[Path, Source] = {}
     taken: set[str] = set()
     for path, name in found:
-        if path.resolve() in sources:
+        place = path.parent.resolve() / path.name  # links of a store of equal files are images too
+        if place in sources:
             continue
         unique, number = name, 2
         while unique.casefold() in taken:
@@ -127,5 +128,5 @@ def _with_unique_names(found: Iterable[Source]) -> list[Source]:
             unique = f"{name}_{number if number > 2 else path.suffix[1:].lower()}"
             number += 1
         taken.add(unique.casefold())
-        sources[path.resolve()] = Source(path, unique)
+        sources[place] = Source(path, unique)
     return list(sources.values())
