@@ -112,6 +112,14 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """A clock that stands still; `now[0] += 1` lets a second pass."""
+    found = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: found[0])
+    return found
+
+
+@pytest.fixture
 def fake() -> Any:
     """Rank 0 of 8 on a CUDA device that does not exist; see fake_device.py."""
     from fake_device import fake_ranks

@@ -358,3 +358,23 @@ def enliven(module, *, seed=1):
 def fill(disk: Path, room: int = 0) -> None:
     """Leaves `room` bytes free on a small disk."""
     (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - room))
+
+
+def flip_bit(path, place=0.5):
+    """Damages a file; `place` is a byte, or a share of them."""
+    content = bytearray(path.read_bytes())
+    content[place if isinstance(place, int) else int(place * len(content))] ^= 4
+    path.write_bytes(content)
+
+
+def segtrain(*words):
+    """The exit code of a command, in this process."""
+    from segtrain import cli
+
+    return cli.main([str(word) for word in words])
+
+
+def contents(directory):
+    """The bytes of all files below it, by their path there."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as torch_dist
+from cuda_standins import _accumulates_in
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,10 +27,6 @@ aten = torch.ops.aten
 
 # What operations need on fake tensors; torch has none for these.
 _LIBRARY = torch.library.Library("aten", "IMPL", "Meta")
-
-
-def _accumulates_in(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _update_stats(x, running_mean, running_var, momentum):

@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from experiments import last, settings, small, write_config, write_data
+from experiments import last, settings, small, write_config
 from processes import REPOSITORY
 
 import segtrain
@@ -27,16 +27,9 @@ FOREVER = {"steps": 100_000}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def run(root, tmp_path_factory):
+def run(data, tmp_path_factory):
     """Trained from options by section, as in a notebook: a loop runs, stdout has no fileno."""
-    options = small(root, train={"steps": 1})
+    options = small(data, train={"steps": 1})
     directory = tmp_path_factory.mktemp("runs") / "mine"
 
     async def cell():
@@ -55,8 +48,8 @@ def predictor(run):
 
 
 @pytest.fixture
-def image(root):
-    return cv2.imread(str(root / "images/val/0.png"))[..., ::-1]
+def image(data):
+    return cv2.imread(str(data / "images/val/0.png"))[..., ::-1]
 
 
 def started(config, output):
@@ -147,9 +140,9 @@ def test_an_image_of_another_form_is_refused(predictor, image, change, message):
         predictor(change(image))
 
 
-def test_an_image_in_place_of_a_model_is_refused(root):
+def test_an_image_in_place_of_a_model_is_refused(data):
     with pytest.raises(CheckpointError, match=r"0\.png: this is an image; name a run directory"):
-        segtrain.Predictor(root / "images/val/0.png")
+        segtrain.Predictor(data / "images/val/0.png")
 
 
 def test_values_of_8_bits_in_16_are_warned_of(predictor, image):
@@ -188,25 +181,25 @@ def test_scores_that_are_not_finite_are_refused(run, image):
         predictor(image)
 
 
-def test_a_failure_of_training_is_raised_in_words_of_python(root, run, tmp_path, capsys):
-    options = small(root, data={"train_split": "nowhere"})
+def test_a_failure_of_training_is_raised_in_words_of_python(data, run, tmp_path, capsys):
+    options = small(data, data={"train_split": "nowhere"})
     with pytest.raises(DataError, match="nowhere") as failure:
         segtrain.train(write_config(tmp_path / "x.yaml", options), output=tmp_path / "x")
     assert failure.value.exit_code == 3
     assert "segtrain: " not in str(failure.value)
     assert str(failure.value).splitlines()[0] in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"^config: optim.lr: .*'fast'"):
-        segtrain.train(small(root, optim={"lr": "fast"}), output=tmp_path / "y")
+        segtrain.train(small(data, optim={"lr": "fast"}), output=tmp_path / "y")
     with pytest.raises(DataError, match=r"^config: data.root: there is no folder"):
-        segtrain.train(small(root, data={"root": "nowhere"}), output=tmp_path / "y")
+        segtrain.train(small(data, data={"root": "nowhere"}), output=tmp_path / "y")
     with pytest.raises(ConfigError, match="\nfrom Python: --resume is resume=True, --output is "):
         segtrain.train(run.directory)
     with pytest.raises(ConfigError, match="output: expected a directory"):
         segtrain.train(settings())
     with pytest.raises(ConfigError, match=r"^argument --nproc: expected an integer"):
-        segtrain.train(small(root), output=tmp_path / "y", nproc=-1)
+        segtrain.train(small(data), output=tmp_path / "y", nproc=-1)
     with pytest.raises(ConfigError, match=r"^overrides: expected a list such as \['optim.lr=1'\]"):
-        segtrain.train(small(root), output=tmp_path / "y", overrides="optim.lr=1")
+        segtrain.train(small(data), output=tmp_path / "y", overrides="optim.lr=1")
     assert not (tmp_path / "y").exists()
 
 
@@ -220,8 +213,8 @@ def test_a_run_is_prolonged_as_a_run_of_its_own(run):
         segtrain.train(run.directory, finish=3, resume=True)
 
 
-def test_an_interrupt_saves_the_step_and_training_goes_on_from_there(root, tmp_path):
-    config = write_config(tmp_path / "x.yaml", small(root, train=FOREVER))
+def test_an_interrupt_saves_the_step_and_training_goes_on_from_there(data, tmp_path):
+    config = write_config(tmp_path / "x.yaml", small(data, train=FOREVER))
     output = tmp_path / "x"
 
     def interrupt():
@@ -243,8 +236,8 @@ def test_an_interrupt_saves_the_step_and_training_goes_on_from_there(root, tmp_p
         segtrain.train(config, output=output, overrides=overrides, resume=True)
 
 
-def test_training_is_saved_and_stops_with_a_process_that_dies(root, tmp_path):
-    config = write_config(tmp_path / "x.yaml", small(root, train=FOREVER))
+def test_training_is_saved_and_stops_with_a_process_that_dies(data, tmp_path):
+    config = write_config(tmp_path / "x.yaml", small(data, train=FOREVER))
     process = started(config, tmp_path / "x")
     process.kill()
     process.wait()

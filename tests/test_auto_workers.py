@@ -14,14 +14,6 @@ from segtrain.distributed import collectives as dist
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def now(monkeypatch):
-    """A clock that stands still; `now[0] += 1` lets a second pass."""
-    found = [0.0]
-    monkeypatch.setattr(auto_workers.time, "perf_counter", lambda: found[0])
-    return found
-
-
 def measured(now, steps_s, *, made_s, images=4):
     """A measurement of steps that took so long; the loader was waited for in between."""
     measurement = Measurement(CPU)

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from memory import LiveBytes
-from torch import nn
+from test_inference import TinyModel, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.config import load_config
 from segtrain.evaluation import settings as evaluation_settings
 from segtrain.evaluation.inference import predict_label, predict_labels
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings, batch_limits
+from segtrain.evaluation.settings import BatchLimits, batch_limits
 from segtrain.evaluation.windows import num_windows
 from segtrain.models import build_model
 from segtrain.types import SegLogits
@@ -22,23 +22,15 @@ CLASSES = 5
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-class Recording(nn.Module):
-    """A convolution, in float64, which remembers the shapes that it was given."""
+class Recording(TinyModel):
+    """The one with a kernel of 3x3."""
 
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(3, CLASSES, 3, padding=1)
-        self.double().eval()
-        self.shapes = []
+        super().__init__(3)
 
-    def forward(self, images):
-        self.shapes.append(tuple(images.shape))
-        return SegLogits(self.conv(images))
-
-
-def settings(**changes):
-    return InferenceSettings(mean=(120,) * 3, std=(60,) * 3, **{"crop_size": (8, 12), **changes})
+    @property
+    def shapes(self):
+        return [tuple(images.shape) for images in self.inputs]
 
 
 def images(sizes):

@@ -18,7 +18,6 @@ from segtrain.commands.bench import Report, limit_of
 from segtrain.config import load_config
 from segtrain.models import build_model
 from segtrain.norm import make_norm
-from segtrain.training import measure as clocks
 from segtrain.training.measure import (
     BACKWARD,
     COMMUNICATION,
@@ -43,14 +42,6 @@ def config(tmp_path, data):
         train={"steps": 4, "batch_size": 4, "precision": "float32"},
     )
     return write_config(tmp_path / "c.yaml", options)
-
-
-@pytest.fixture
-def now(monkeypatch):
-    """A clock that stands still; `now[0] += 1` lets a second pass."""
-    found = [0.0]
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: found[0])
-    return found
 
 
 def test_time_belongs_to_one_part_and_sums_over_ranks_come_first(now):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from experiments import fill
+from experiments import fill, flip_bit
 from test_checkpoint import checkpoint, names
 
 from segtrain.checkpoint.format import load, save, write_temporary
@@ -26,12 +26,6 @@ def store_in(directory):
 
 def weights(num_bytes):
     return {"weight": torch.zeros(num_bytes // 4)}
-
-
-def flip_a_bit(path, where):
-    content = bytearray(path.read_bytes())
-    content[int(where * len(content))] ^= 4
-    path.write_bytes(content)
 
 
 @pytest.mark.fault(25)
@@ -83,7 +77,7 @@ def test_a_flipped_bit_is_found_anywhere_in_the_file(tmp_path, where):
     """torch.load alone would load it as a weight."""
     store = store_in(tmp_path)
     store.save_last(checkpoint(step=1, model=weights(100_000)))
-    flip_a_bit(store.last, where)
+    flip_bit(store.last, where)
     with pytest.raises(CheckpointError, match=r"last\.pt: damaged: these are not the bytes"):
         load(store.last)
 
@@ -93,7 +87,7 @@ def test_a_damaged_last_is_skipped_for_the_previous_and_does_not_replace_it(tmp_
     store = store_in(tmp_path)
     for step in (1, 2, 3):
         store.save_last(checkpoint(step=step))
-    flip_a_bit(store.last, 0.5)
+    flip_bit(store.last, 0.5)
     store = store_in(tmp_path)
     path, (problem,) = store.newest()
     assert (path.name, load(path).step) == ("previous.pt", 2)
@@ -111,7 +105,7 @@ def test_the_newest_good_one_is_found_by_its_step_not_by_the_clock(tmp_path):
         store.keep(checkpoint(step=step + 1))
     assert store_in(tmp_path).newest()[0].name == "step_0000021.pt"
     for name in ("last.pt", "step_0000021.pt"):
-        flip_a_bit(tmp_path / name, 0.5)
+        flip_bit(tmp_path / name, 0.5)
     os.utime(tmp_path / "previous.pt", (4e9, 4e9))
     os.utime(tmp_path / "step_0000011.pt", (0, 0))
     path, problems = store_in(tmp_path).newest()

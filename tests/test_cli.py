@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from segtrain import cli
-from segtrain.commands import exit_code, launch
+from segtrain.commands import exit_code
 from segtrain.config import load_config
 from segtrain.errors import CheckpointError, DataError
 from segtrain.run.directory import write_description
@@ -63,17 +63,6 @@ def test_threads_that_wait_leave_the_cores_to_others_unless_the_user_decides(mon
             monkeypatch.delenv("OMP_WAIT_POLICY")
         assert cli.main(["config", "show", str(config)]) == 0
         assert os.environ["OMP_WAIT_POLICY"] == wanted
-
-
-def test_train_gets_its_arguments_and_its_ranks(config, monkeypatch):
-    calls = []
-    monkeypatch.setattr(launch, "start_ranks", lambda *args: calls.append(args) or 7)
-    argv = ["train", str(config), "--set", "seed=3", "--nproc", "2", "--output", "r", "--resume"]
-    assert cli.main(argv) == 7
-    ((args, ranks),) = calls
-    assert (ranks, args.set) == (2, ["seed=3"])
-    assert (args.nproc, args.nnodes, args.max_restarts, args.device) == (2, 1, 0, "auto")
-    assert (str(args.output), args.resume, args.argv) == ("r", True, argv)
 
 
 @pytest.mark.parametrize(

@@ -7,25 +7,18 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
+from test_data_check import write_pair
 
 from segtrain.config import DataConfig
 from segtrain.data import open_dataset
 from segtrain.errors import DataError
 
 
-def write_split(root, split, sizes, *, values=(0, 1, 10, 11)):
+def write_split(root, split, sizes):
     """Random images and labels of the given (height, width) in the CamVid layout."""
     rng = np.random.default_rng(0)
-    for kind in ("images", "labels"):
-        (root / kind / split).mkdir(parents=True)
-    written = []
     for i, size in enumerate(sizes):
-        image = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
-        label = rng.choice(np.array(values, np.uint8), size)
-        Image.fromarray(image).save(root / f"images/{split}/{i}.png")
-        Image.fromarray(label).save(root / f"labels/{split}/{i}.png")
-        written.append((image, label))
-    return written
+        write_pair(root, split, i, rng.choice([0, 1, 10, 11], size))
 
 
 def config(root):

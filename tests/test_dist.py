@@ -2,13 +2,10 @@
 
 import os
 import pickle
-import subprocess
-import sys
-import textwrap
 
 import pytest
 from experiments import small, write_config
-from processes import Command
+from processes import Command, run_python
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness, machine, process_group
@@ -114,11 +111,5 @@ def test_no_thread_of_the_group_outlives_it():
     """
     group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, **group, **store},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python(script, **group, **store)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

@@ -8,17 +8,12 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from experiments import experiment, train, write_config, write_data
+from experiments import experiment, segtrain, train, write_config, write_data
 from torch import nn
 
-from segtrain import cli
 from segtrain.checkpoint.loading import load_model
 from segtrain.models.ensemble import Ensemble
 from segtrain.types import SegLogits
-
-
-def segtrain(*words):
-    return cli.main([str(word) for word in words])
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,9 @@
 """`segtrain train RUN --finish STEPS`: a branch is the run that was planned with its end."""
 
-import hashlib
-
 import pytest
 from experiments import (
     assert_same_state,
+    contents,
     last,
     losses,
     settings,
@@ -36,11 +35,6 @@ def write(data, path, *, steps, **schedule):
     return write_config(path, options)
 
 
-def hashes(run):
-    files = (path for path in run.rglob("*") if path.is_file())
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 @pytest.fixture(scope="module")
 def trunk(run_ranks, tmp_path_factory, data):
     """A run of 6 steps at a constant rate, and its config; step 4 is kept."""
@@ -58,12 +52,12 @@ def test_a_branch_has_the_bits_of_one_run_with_the_same_end_and_the_trunk_its_ow
     assert run_ranks(1, train, planned, tmp_path / "planned") == [0]
     run, branch = tmp_path / "run", tmp_path / "run_finish"
     assert run_ranks(1, train, trunk[0], run, until=4) == [0]
-    before = hashes(run)
+    before = contents(run)
     finish.begin(run, None, branch, steps=3, overrides=())
     config = branch / "config.yaml"
     assert run_ranks(1, stopped_after, 5, config, branch, True) == [143]
     assert run_ranks(2, train, config, branch, True) == [0, 0]
-    assert hashes(run) == before
+    assert contents(run) == before
 
     found, whole = last(branch), last(tmp_path / "planned")
     assert_same_state(found, whole)
@@ -131,10 +125,10 @@ def test_what_cannot_be_finished_is_refused_and_nothing_is_made(
 ):
     run = trunk[1]
     monkeypatch.chdir(run)
-    before = hashes(run.parent)
+    before = contents(run.parent)
     assert segtrain(["train", str(run / name), "--finish", "3", *options]) in (2, 4)
     assert said in capsys.readouterr().err
-    assert hashes(run.parent) == before
+    assert contents(run.parent) == before
     assert not run.with_name("run_finish").exists()
 
 

@@ -167,10 +167,7 @@ CLASHING = [f"{kind}/train/{name}.png" for kind in ("images", "labels") for name
         (A, None),
         ([*A, "images/train/a.tga", "images/train/notes.txt"], None),  # a is there as PNG
         ([*A, "labels/train/b.png"], "1 label has no image and is not used: ROOT/labels/tra"),
-        (
-            [*A, *UNREADABLE],
-            "4 images are left out, no reader has the format: ROOT/images/tra",
-        ),
+        ([*A, *UNREADABLE], "4 images are left out, no reader has the format: ROOT/images/tra"),
         (CLASHING, "names differ in case only: Ab = aB"),
     ],
 )

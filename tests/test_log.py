@@ -17,7 +17,6 @@ from tensorboard.summary.writer import event_file_writer
 from segtrain.run import console
 from segtrain.run.console import ProgressBar, progress_words, say
 from segtrain.run.log import RunLog
-from segtrain.run.receipts import Receipt
 
 
 def lines(directory):
@@ -213,23 +212,6 @@ def test_on_a_terminal_progress_is_a_bar_and_the_log_file_has_plain_lines(tmp_pa
     assert "train 3/3  loss" not in shown  # the plain form
     kept = [line.split(" INFO ")[1] for line in (tmp_path / "train.log").read_text().splitlines()]
     assert kept == [f"train {i + 1}/3  loss 0.{i}" for i in range(3)] + ["a line"]
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path, capsys, make):
-    for name in ("metrics.jsonl", "train.log", "receipts.jsonl"):
-        make(tmp_path / name)
-    with RunLog(tmp_path, enabled=True, start_step=2) as run:
-        for step in (3, 4):
-            run.scalars(step, {"train/loss": 1.0})
-            run.receipts([Receipt(step, "00", "0x1p-1", None, "0x1p+1", "AAA=")])
-            run.lines([f"step {step}"])
-    said = capsys.readouterr()
-    warnings = [line for line in said.out.splitlines() if line.startswith("warning")]
-    names = ["metrics.jsonl", "receipts.jsonl", "train.log"]
-    assert sorted(line.split()[1] for line in warnings) == names
-    assert said.err == ""
-    assert [point[0] for point in points(board(tmp_path), "train/loss")] == [3, 4]
 
 
 @pytest.mark.fault(26)

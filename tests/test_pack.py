@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 import pytest
 import yaml
-from experiments import bits, last, small, stopped_after, train, write_config
+from experiments import bits, flip_bit, last, small, stopped_after, train, write_config
 from PIL import Image
 from safetensors import safe_open
 from test_fingerprint import on_a_machine_of_its_own
@@ -112,12 +112,6 @@ def first_image(content):
 
 def errors_of(result):
     return [finding for finding in result.findings if finding.severity == "error"]
-
-
-def flip_bit(path, place):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
 
 
 # What comes out.

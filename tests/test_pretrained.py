@@ -6,6 +6,7 @@ import pathlib
 import pytest
 import torch
 import torchvision
+from experiments import flip_bit
 from safetensors.torch import save_file
 
 from segtrain.config import ModelConfig
@@ -154,8 +155,6 @@ def test_fetched_weights_that_were_damaged_since_are_refused(published, backbone
     """torch compares the hash of a download, not of its copy in the cache."""
     load_backbone(backbone, "IMAGENET1K_V1")
     (copy,) = (published.parent / "cache").rglob("*.pth")
-    content = bytearray(copy.read_bytes())
-    content[len(content) // 2] ^= 0x40
-    copy.write_bytes(content)
+    flip_bit(copy)
     with pytest.raises(CheckpointError, match=rf"{copy.name}: .*Bad CRC-32"):
         load_backbone(backbone, "IMAGENET1K_V1")

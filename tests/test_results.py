@@ -14,11 +14,10 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from experiments import experiment, train, write_config, write_data
+from experiments import experiment, segtrain, train, write_config, write_data
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import precision_recall_fscore_support
 
-from segtrain import cli
 from segtrain.config import Config, DataConfig
 from segtrain.errors import ConfigError, DataError
 from segtrain.metrics import Calibration, ConfusionMatrix, calibration_error, reliability
@@ -37,12 +36,6 @@ from segtrain.results.report import evaluated, report_page
 from segtrain.results.runs import Run, departures, differing, read_run
 from segtrain.run.directory import EVALUATION
 from segtrain.types import IGNORE_INDEX
-
-
-def segtrain(*words):
-    """The exit code of a command, in this process."""
-    return cli.main([str(word) for word in words])
-
 
 NAMES = ["road", "<b>sky", "car", "never"]
 

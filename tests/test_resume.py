@@ -12,6 +12,7 @@ from experiments import (
     assert_same_state,
     bits,
     curve,
+    flip_bit,
     last,
     losses,
     refusal,
@@ -144,9 +145,7 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, forkserv
     # What was saved before each death: a step less where it came before or in the saving.
     assert steps == [None, 1, 2, 4, 5]
     path = killed / "checkpoints" / "last.pt"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_bit(path)
     assert run_ranks(1, train, config, killed, True) == [0]
     assert_same_state(last(killed), last(alone))
     assert last(killed).best == last(alone).best

@@ -5,9 +5,8 @@ import os
 import re
 
 import pytest
-from experiments import refusal, small, train, write_config, write_data
+from experiments import refusal, segtrain, small, train, write_config, write_data
 
-from segtrain import cli
 from segtrain.errors import CheckpointError
 from segtrain.files import manifest
 from segtrain.files.manifest import Entry
@@ -15,11 +14,6 @@ from segtrain.results.runs import read_run
 from segtrain.run.directory import RunLock
 
 LOCK = range(1, 100)  # bytes of the file
-
-
-def segtrain(*words):
-    """The exit code of a command, in this process."""
-    return cli.main([str(word) for word in words])
 
 
 def sizes(directory):

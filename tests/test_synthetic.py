@@ -7,6 +7,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from experiments import contents
 
 from segtrain.data.read.classes import load_class_file
 from segtrain.errors import DataError
@@ -18,10 +19,6 @@ JUDGED = {
     *("road", "sidewalk", "building", "pole", "traffic sign", "vegetation", "terrain"),
     *("sky", "person", "car", "bus"),
 }
-
-
-def files(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
 def write(root: Path, num_train: int = 5, **changes: object) -> int:
@@ -60,7 +57,7 @@ def test_a_small_set_holds_every_class_of_the_demo_and_something_to_ignore():
 
 def test_files_have_the_names_and_places_of_cityscapes(written):
     """And hold the scene in RGB."""
-    names = set(files(written)) - {"synthetic.json"}
+    names = set(contents(written)) - {"synthetic.json"}
     images = {n for n in names if n.startswith("leftImg8bit/")}
     assert len(images) == 7
     assert "leftImg8bit/train/ashdown/ashdown_000000_000019_leftImg8bit.png" in images
@@ -70,7 +67,7 @@ def test_files_have_the_names_and_places_of_cityscapes(written):
     assert names == images | {
         f"gtFine/{stem}_gtFine_{kind}.png" for stem in stems for kind in kinds
     }
-    assert len({files(written)[name] for name in images}) == 7  # train and val share no picture
+    assert len({contents(written)[name] for name in images}) == 7  # train and val share no picture
     place = "{}/val/dunmore/dunmore_000001_000019_{}.png"
     scene = draw_scene(np.random.default_rng((3, 2, 1)), SIZE)
     places = [("leftImg8bit",) * 2, *(("gtFine", f"gtFine_{kind}") for kind in kinds)]
@@ -85,20 +82,20 @@ def test_bytes_depend_neither_on_processes_nor_on_the_number_of_scenes(written, 
     options = {"num_train": 17, "num_val": 2, "size": [48, 96], "seed": 3, "jobs": 2}
     assert main(argparse.Namespace(root=root, **options)) == 0
     assert "17 train and 2 val scenes of 48x96, 19 drawn, 0 there" in capsys.readouterr().out
-    less, more = files(written), files(root)
+    less, more = contents(written), contents(root)
     assert all(more[name] == less[name] for name in less if name != "synthetic.json")
 
 
 def test_only_what_is_missing_is_drawn_again(tmp_path):
     root = tmp_path / "a"
     write(root)
-    whole = files(root)
+    whole = contents(root)
     record = json.loads(whole["synthetic.json"])
     assert (record["seed"], record["size"], record["num_train"]) == (3, [48, 96], 5)
     assert write(root) == 0
     (root / "gtFine/train/ashdown/ashdown_000003_000019_gtFine_labelIds.png").unlink()
     assert write(root) == 1
-    assert files(root) == whole
+    assert contents(root) == whole
     with pytest.raises(DataError, match=r"'seed': 4.*name another folder"):
         write(root, seed=4)
 
@@ -110,4 +107,4 @@ def test_other_content_is_refused_and_left_alone(tmp_path, name, root):
     (tmp_path / name).write_text("[1,")
     with pytest.raises(DataError, match="expected an empty folder"):
         write(tmp_path / root)
-    assert files(tmp_path) == {name: b"[1,"}
+    assert contents(tmp_path) == {name: b"[1,"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cv2
 import pytest
-from experiments import small, train, write_config, write_data
+from experiments import flip_bit, small, train, write_config, write_data
 from processes import Command
 
 from segtrain import cli
@@ -198,9 +198,7 @@ def test_a_damaged_checkpoint_is_found_before_and_another_arithmetic_told(run_ra
     for name in ("damaged", "other"):
         copied = shutil.copytree(run, tmp_path / name)
         paths.append(Path(copied, "checkpoints/step_0000002.pt"))
-    content = bytearray(paths[0].read_bytes())
-    content[len(content) // 2] ^= 1
-    paths[0].write_bytes(content)
+    flip_bit(paths[0])
     change_checkpoint(paths[1], lambda checkpoint: checkpoint.shares.update(arithmetic="0" * 16))
     calls = [("damaged", "1:2"), ("damaged", "3:"), ("other", "3:3")]
     calls = [(tmp_path / name, "--steps", steps) for name, steps in calls]
