@@ -287,8 +287,15 @@ def test_images_without_regions_and_upright_rectangles_are_noted(tmp_path):
     assert not found.images[1].regions
     assert found.notes == [
         "images/b.png: no region, so all of it is background",
-        "every outline: is an upright rectangle; boxes of a detector train wrong",
+        "every outline: is a rectangle; boxes of a detector train wrong",
     ]
+    corners = np.array([[4, 2], [10, 6], [8, 9], [2, 5]]) / (W, H)
+    yolo(tmp_path, f"0 {' '.join(f'{x:.4f} {y:.4f}' for x, y in corners)}\n")
+    assert read_annotations([tmp_path]).notes[-1] == found.notes[-1]  # of a box that is turned
+    path = yolo(tmp_path)
+    path.write_text(path.read_text() + "kpt_shape: [17, 3]\n")
+    with pytest.raises(DataError, match="key points, which are no outlines"):
+        read_annotations([tmp_path])
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,21 @@ def test_one_split_for_both_purposes_is_a_warning(root):
     assert quick_check(train, train) == [finding(result, "one split").text]
 
 
+def test_images_of_both_lists_are_a_warning_before_training(root):
+    for split, names in (("train", "abc"), ("val", "cde")):
+        folders = ("train" if name in "abc" else "val" for name in names)
+        pairs = [f"{folder}/{name}.png" for folder, name in zip(folders, names, strict=True)]
+        lines = "".join(f"images/{pair} labels/{pair}\n" for pair in pairs)
+        (root / f"{split}.txt").write_text(lines)
+    data = config(root).model_copy(update={"layout": "list"})
+    lists = {"train_split": "train.txt", "eval_split": "val.txt"}
+    data = data.model_copy(update=lists)
+    (line,) = quick_check(*(open_dataset(data, split) for split in lists.values()))
+    assert line == "1 image is in both splits, so the scores will be too good: " + str(
+        root / "images/train/c.png"
+    )
+
+
 # Labels in colours.
 
 

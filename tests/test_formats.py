@@ -176,6 +176,7 @@ REFUSED = [
     ("two.npz", lambda p: _archive(p, np.eye(3), np.eye(3)), "expected one array, found 2"),
     ("scaled.pgm", lambda p: p.write_bytes(b"P5 2 2 3 \0\1\2\3"), "255 or 65535"),
     ("cmyk.tif", lambda p: Image.new("CMYK", (9, 9)).save(p), "SEPARATED"),
+    ("video.tif", lambda p: Image.new("YCbCr", (9, 9)).save(p), "YCBCR"),
     ("text.tif", lambda p: p.write_text("no image"), "damaged TIFF: not a TIFF file"),
     ("empty.tif", lambda p: p.write_bytes(b"II*\0" + bytes(60)), "damaged TIFF: it ends early"),
     ("x.txt", lambda p: p.write_text("no image"), "expected a file .png"),

@@ -89,8 +89,9 @@ def test_bands_in_files_of_their_own_are_joined_in_their_order(tmp_path):
     form = ImageForm(3, np.dtype(np.uint16))
     np.testing.assert_array_equal(read_image(paths, form), image[..., [2, 0, 1]])
     tifffile.imwrite(paths[0], image[:-1, :, 0])
-    with pytest.raises(DataError, match="files of this image have sizes 23x40, 24x40, 24x40"):
-        read_image(paths, form)
+    for window in (None, Window(0, 0, 8, 8)):  # which lies in all of them
+        with pytest.raises(DataError, match="files of this image have sizes 23x40, 24x40, 24x40"):
+            read_image(paths, form, window)
 
 
 def test_pixels_without_a_value_are_ignored_and_become_the_mean(tmp_path):

@@ -104,7 +104,8 @@ def test_lists_of_splits_are_those_of_the_task(tmp_path, capsys):
     for name, images in lists.items():
         path = folder / "ImageSets" / f"{name}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(images))
+        # As PowerShell writes it.
+        path.write_text("\n".join(images), "utf-16" if name == "Segmentation/val" else "utf-8")
     _, config = labels_of(init(folder))
     assert "Segmentation/val.txt: 1 line names no image, or several" in capsys.readouterr().out
     for split, images in ((config.data.train_split, "01234"), (config.data.eval_split, "56")):
@@ -502,6 +503,20 @@ def test_grey_images_among_others_count_in_the_mean(tmp_path, capsys):
     assert "--channels 4: the images have 1, 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mode", ["1", "P"])
+def test_the_mean_is_that_of_the_levels_and_colours_that_training_sees(tmp_path, mode):
+    folder = tmp_path / "data"
+    write(folder, lambda classes: classes)
+    for path in (folder / "images").iterdir():
+        Image.open(path).convert(mode).save(path)
+    _, config = labels_of(init(folder))
+    data = open_dataset(config.data, config.data.train_split)
+    data = [*data, *open_dataset(config.data, config.data.eval_split)]
+    wanted = np.mean([image for image, _ in data], axis=(0, 1, 2))
+    assert config.data.mean == pytest.approx(wanted, abs=1e-3)
+    assert max(config.data.std) > 10
+
+
 def test_a_label_in_one_grey_is_one_of_colours_beside_others_in_colours(tmp_path):
     folder = tmp_path / "data"
     write(folder, lambda classes: COLORS[classes])
@@ -566,6 +581,17 @@ def test_the_images_to_evaluate_on_may_be_named_in_a_file(tmp_path, capsys):
     dataset = open_dataset(config.data, config.data.eval_split)
     assert [pair.name for pair in dataset.pairs] == ["images/3", "images/5"]
     assert len(found) == 8
+    # Nor does one of a test split train then.
+    for kind in ("images", "labels"):
+        for i in range(8):
+            path = folder / kind / f"{i}.png"
+            (path.parent / "test").mkdir(exist_ok=True)
+            path.rename(path.parent / ("test" if i < 2 else "") / path.name)
+    for number, val in enumerate((names, 0.3)):
+        output = tmp_path / str(number)
+        assert main(["init", str(folder), "--output", str(output), "--val", str(val)]) == 0
+        assert len(labels_of(output)[0]) == 6
+        assert "2 of test are not used" in capsys.readouterr().out
     names.write_text("3.png\nmissing\n")
     assert main(["init", str(folder), "--output", str(tmp_path / "b"), "--val", str(names)]) == 2
     assert "line 2 names no image" in capsys.readouterr().err

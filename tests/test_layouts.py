@@ -126,6 +126,11 @@ def test_voc_counts_missing_images_and_labels(tmp_path):
         list_pairs(config(tmp_path, "voc"), "v")
     parts = ("4 problems", "v.txt:3", "v.txt:4", "a.jpg: no label", "JPEGImages/b.jpg")
     assert [part for part in parts if part not in str(caught.value)] == []
+    touch(tmp_path, "JPEGImages/b.jpg", "JPEGImages/b.bmp")
+    with pytest.raises(DataError, match=r"JPEGImages: b\.bmp, b\.jpg have one name; keep one"):
+        list_pairs(config(tmp_path, "voc"), "v")
+    for name in "jpg", "bmp":
+        (tmp_path / f"JPEGImages/b.{name}").unlink()
     with pytest.raises(DataError, match=r"3 problems\n(.*\n)*.*no image .*/JPEGImages/b\.jpg"):
         list_split(config(tmp_path, "voc"), "v", labelled=False)
 

@@ -52,6 +52,43 @@ def test_an_order_of_names_is_no_pairing():
     assert (matches.labels, matches.alone) == ({}, ["labels/val/1.png"])
 
 
+SCENES = [(f"scene_{s}/img/{i}.png", f"scene_{s}/mask/{i}.png") for s in (1, 2, 3) for i in FIVE]
+
+
+@pytest.mark.parametrize(
+    ("gone", "unclear", "alone"),
+    [
+        # One image: its label fits the images of that name in both other scenes.
+        (lambda x: x == "scene_3/img/002.png", ["scene_3/mask/002.png"], []),
+        # A scene of labels alone, and one of images alone.
+        (lambda x: x.startswith(("scene_2/img", "scene_3/mask")), "scene_2", []),
+        # The only label of its name, beside the only image of its name.
+        (
+            lambda x: (
+                x.startswith("scene_3") or x in ("scene_1/mask/002.png", "scene_2/img/002.png")
+            ),
+            [],
+            ["scene_2/mask/002.png"],
+        ),
+    ],
+)
+def test_a_label_is_not_given_to_another_scene(gone, unclear, alone):
+    images, labels = ([x for x in side if not gone(x)] for side in zip(*SCENES, strict=True))
+    matches = found(images, labels)
+    pairs = {image: [label] for image, label in SCENES if not (gone(image) or gone(label))}
+    assert matches.labels == pairs
+    unclear = [f"scene_2/mask/{i}.png" for i in FIVE] if unclear == "scene_2" else unclear
+    assert (matches.unclear, matches.alone, matches.bands) == (unclear, alone, {})
+
+
+def test_labels_of_several_people_go_to_images_of_several_cameras():
+    """All names differ, so each is the label of its image, however the folders divide them."""
+    images = [f"cam{i % 2}/photo/{i:03}.jpg" for i in range(12)]
+    labels = [f"{'ann' if i < 7 else 'bob'}/masks/{i:03}.png" for i in range(12)]
+    wanted = {image: [label] for image, label in zip(images, labels, strict=True)}
+    assert found(sorted(images), labels).labels == wanted
+
+
 def test_an_image_in_several_files_is_one_with_bands():
     bands = [f"s2/t{i}_B0{b}.tif" for i in FIVE for b in (2, 3, 4)]
     matches = found(bands, [f"mask/t{i}.png" for i in FIVE])

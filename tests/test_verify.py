@@ -71,7 +71,7 @@ def change_receipt(run, step, change):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def flip_bit(receipt, field, byte):
+def flip_digest_bit(receipt, field, byte):
     values = bytearray(base64.b64decode(receipt[field]))
     values[byte] ^= 1
     receipt[field] = base64.b64encode(values).decode()
@@ -120,15 +120,15 @@ def test_a_changed_receipt_is_named_with_step_and_tensor(run_ranks, run, tmp_pat
         ),
         "pixels": (lambda receipt: receipt.update(pixels="0" * 16), "pixels: the same samples, "),
         "both": (
-            lambda receipt: [flip_bit(receipt, "gradients", byte) for byte in (2, -1)],
+            lambda receipt: [flip_digest_bit(receipt, "gradients", byte) for byte in (2, -1)],
             f"gradients: 2 of {parameters} tensors differ; the first is {names[-1]}",
         ),
         "weights": (
-            lambda receipt: [flip_bit(receipt, "weights", byte) for byte in (8, 16)],
+            lambda receipt: [flip_digest_bit(receipt, "weights", byte) for byte in (8, 16)],
             f"weights: 2 of {len(names)} tensors differ; the first is {names[1]}",
         ),
         "average": (
-            lambda receipt: flip_bit(receipt, "average", -1),
+            lambda receipt: flip_digest_bit(receipt, "average", -1),
             f"average: 1 of {len(names)} tensors differ; the first is {names[-1]}",
         ),
     }

@@ -24,6 +24,8 @@ MAX_CLASSES = 255  # train ids have 8 bits, and 255 is ignored
 BACKGROUND = "background"
 
 _SNIFFED_BYTES = 1 << 16
+# By how much, of a diagonal, the corners of a rectangle may be off.
+_RECTANGLE = 0.02
 # Other files that come with COCO: no outlines of objects, or the same ones once more.
 _OTHER_COCO = ("captions_", "image_info_", "panoptic_", "person_keypoints_")
 
@@ -217,9 +219,15 @@ def _note_doubts(
         if not image.regions:
             findings.note(image.name, "no region, so all of it is background")
     polygons = [polygon for image in images for r in image.regions for polygon in r.polygons]
-    # The four corners of a box, and perhaps the first once more.
-    if polygons and all(
-        len(polygon) in (4, 5) and all(len(np.unique(axis)) == 2 for axis in polygon.T)
-        for polygon in polygons
-    ):
-        findings.note("every outline", "is an upright rectangle; boxes of a detector train wrong")
+    if polygons and all(map(_is_rectangle, polygons)):
+        findings.note("every outline", "is a rectangle; boxes of a detector train wrong")
+
+
+def _is_rectangle(polygon: np.ndarray) -> bool:
+    """Whether diagonals are equal and halve each other; the first corner may be there twice."""
+    if len(polygon) not in (4, 5) or (len(polygon) == 5 and (polygon[0] != polygon[4]).any()):
+        return False
+    a, b, c, d = polygon[:4]
+    one, other = np.linalg.norm(a - c), np.linalg.norm(b - d)
+    apart = max(abs(one - other), np.linalg.norm(a + c - b - d))
+    return apart <= _RECTANGLE * max(one, other)

@@ -46,13 +46,17 @@ def _class_names(path: Path) -> dict[int, str]:
     """The names by number, from a list or a mapping."""
     try:
         # All values as text: a class may be called `no`.
-        names = yaml.load(read_text(path), yaml.BaseLoader)["names"]
+        content = yaml.load(read_text(path), yaml.BaseLoader)
+        names = content["names"]
         if isinstance(names, str):
             raise ValueError
         pairs = names.items() if isinstance(names, dict) else enumerate(names)
-        return {int(number): name for number, name in pairs}
+        found = {int(number): name for number, name in pairs}
     except (yaml.YAMLError, LookupError, TypeError, ValueError, RecursionError):
         raise ValueError("expected `names`, a list of class names") from None
+    if "kpt_shape" in content:
+        raise ValueError("kpt_shape: key points, which are no outlines")
+    return found
 
 
 def _regions(path: Path, names: dict[int, str], findings: Findings) -> list[Region]:

@@ -14,6 +14,7 @@ from segtrain.errors import ConfigError, DataError
 from segtrain.files import read_bytes
 from segtrain.survey import contents, pairing
 from segtrain.survey.contents import ImageFacts, spread
+from segtrain.survey.names import decoded
 from segtrain.survey.pairing import FileName, Matches
 from segtrain.text import counted, first_of
 
@@ -197,13 +198,14 @@ def _fitness(task: PurePosixPath, lists: Mapping[str, tuple[str, list[int]]]) ->
 
 
 def split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:
-    """The images that the file names to evaluate on, the others to train on."""
+    """The images that the file names to evaluate on, others to train on; test images stay so."""
     indices = list(_listed(val_list, _by_name(images)))
     if not indices or None in indices:
         line = indices.index(None) + 1 if indices else 1
         raise ConfigError(f"--val {val_list}: line {line} names no image, or several")
     chosen = set(indices)
-    return [replace(x, split="val" if i in chosen else "train") for i, x in enumerate(images)]
+    rest = ["test" if image.split == "test" else "train" for image in images]
+    return [replace(x, split="val" if i in chosen else rest[i]) for i, x in enumerate(images)]
 
 
 def _by_name(images: Sequence[Image]) -> dict[str, list[int]]:
@@ -244,7 +246,7 @@ def _place_of(listed: str, known: Mapping[str, str]) -> str | None:
 def _lines_of(path: Path) -> Iterator[str]:
     """The lines of a list, with `/` between folders; none if it is unreadable."""
     with suppress(OSError, ValueError):
-        text = read_bytes(path, _MAX_LIST_BYTES).decode("utf-8-sig").replace("\\", "/")
+        text = decoded(read_bytes(path, _MAX_LIST_BYTES)).replace("\\", "/")
         yield from filter(None, map(str.strip, text.splitlines()))
 
 

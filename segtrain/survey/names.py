@@ -87,7 +87,7 @@ def read_legend(path: Path, source: str) -> Legend | None:
     """
     parse = _parser(path.stem.lower(), path.suffix.lower())
     try:
-        classes = list(parse(_decoded(read_bytes(path, _MAX_BYTES))) if parse else ())
+        classes = list(parse(decoded(read_bytes(path, _MAX_BYTES))) if parse else ())
     except (OSError, ValueError, yaml.YAMLError, RecursionError, csv.Error):
         return None
     names = [one.name for one in classes]
@@ -101,7 +101,7 @@ def is_called_legend(path: str) -> bool:
     return name.suffix in (".txt", ".names", ".csv") and name.stem.endswith((*_LISTS, *_TABLES))
 
 
-def _decoded(content: bytes) -> str:
+def decoded(content: bytes) -> str:
     """UTF-8, UTF-16 with a mark, or what Excel writes in western Europe."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return content.decode("utf-16")

@@ -3,7 +3,8 @@
 A name has a core, which image and label share, and what surrounds it: folders, and a beginning or
 an end that says the role, as in `masks/0001_mask.png`. A label belongs to the one image with the
 same core that has the most folders and words in common with it. If there are several such images,
-none is chosen: an order of names is never taken for a pairing.
+none is chosen: an order of names is never taken for a pairing. Nor is a label given to an image of
+another scene, whose folders go with each other otherwise.
 """
 
 import re
@@ -230,9 +231,15 @@ def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
         by_core[image.core].append(image)
     found = Matches(defaultdict(list), {}, [], [])
     left = []
-    for label in labels:
-        candidates = _nearest(label, by_core.get(label.core, ()))
-        if candidates and len({image.pattern for image in candidates}) == len(candidates):
+    fitting = [(label, _nearest(label, by_core.get(label.core, ()))) for label in labels]
+    partners = _Partners(fitting)
+    for label, candidates in fitting:
+        strays = [image for image in candidates if partners.are_others(label, image)]
+        if strays and len(candidates) == 1:
+            found.alone.append(label.path)
+        elif strays:
+            found.unclear.append(label.path)
+        elif candidates and len({image.pattern for image in candidates}) == len(candidates):
             first, *bands = sorted(image.path for image in candidates)
             found.labels[first].append(label.path)
             if bands:
@@ -304,6 +311,38 @@ def _nearest(label: FileName, images: Collection[FileName]) -> list[FileName]:
         stem = PurePosixPath(label.path).stem
         images = [one for one in images if PurePosixPath(one.path).stem in stem] or images
     return images
+
+
+class _Partners:
+    """Which folders go together: those of labels with the folders of their only images."""
+
+    def __init__(self, fitting: Iterable[tuple[FileName, Sequence[FileName]]]) -> None:
+        self._of_labels: dict[str, Counter[str]] = defaultdict(Counter)
+        self._of_images: dict[str, Counter[str]] = defaultdict(Counter)
+        self._cores: dict[str, set[str]] = defaultdict(set)  # in folders of images
+        for label, images in fitting:
+            for image in images:
+                self._cores[_folder(image)].add(image.core)
+                if len(images) == 1:
+                    self._of_labels[_folder(label)][_folder(image)] += 1
+                    self._of_images[_folder(image)][_folder(label)] += 1
+
+    def are_others(self, label: FileName, image: FileName) -> bool:
+        """Whether the folders of both go with others, in which the same names come again."""
+        here, there = _folder(label), _folder(image)
+        own, others = self._of_labels[here], self._of_images[there]
+        if not others or _is_first(own, there) or _is_first(others, here):
+            return False
+        repeated = self._cores[there] - {image.core}
+        return not own or any(self._cores[one] & repeated for one in own if _is_first(own, one))
+
+
+def _folder(name: FileName) -> str:
+    return name.path.rpartition("/")[0]
+
+
+def _is_first(counts: Counter[str], key: str) -> bool:
+    return key in counts and counts[key] == max(counts.values())
 
 
 def _by_number(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[str, str]:

@@ -73,6 +73,9 @@ def _divided(
 ) -> tuple[list[Image], list[Image], str]:
     """A division by a hash of names; what belongs together stays together."""
     share = answers.val if isinstance(answers.val, float) else DEFAULT_VAL
+    rest = [image for image in images if image.split != "test"]
+    unused = len(images) - len(rest) if len(rest) > 1 else 0
+    images = rest if unused else images
     key, what = _grouping(survey, images)
     groups: dict[str, list[Image]] = defaultdict(list)
     for image in images:
@@ -87,6 +90,7 @@ def _divided(
     train = [image for image in images if key(image) not in chosen]
     val = [image for image in images if key(image) in chosen]
     reason = f"{len(val)} of {len(images)} images, {what}, chosen by a hash of the names (--val)"
+    reason += f"; {unused} of test are not used" if unused else ""
     return train, val, reason
 
 

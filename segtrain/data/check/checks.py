@@ -13,6 +13,7 @@ from segtrain.config import DataConfig
 from segtrain.data.check.findings import (
     ONE_SPLIT,
     Finding,
+    both_splits,
     file_findings,
     refuse_errors,
     shared_image_findings,
@@ -26,7 +27,7 @@ from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
 from segtrain.data.read.formats import read_info
-from segtrain.data.read.image import RGB, ImageForm
+from segtrain.data.read.image import RGB, ImageForm, other_sizes
 from segtrain.data.read.layouts import scan_layout
 from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
@@ -138,7 +139,10 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
     """
     if train.split == evaluation.split:
         return [ONE_SPLIT, *check_split(train)]
-    return check_split(train) + check_split(evaluation)
+    trained = {(pair.image, pair.window) for pair in train.pairs}
+    both = [x.image for x in evaluation.pairs if (x.image, x.window) in trained]
+    both = [finding.lines()[0] for finding in both_splits([printable(path) for path in both])]
+    return both + check_split(train) + check_split(evaluation)
 
 
 def check_split(dataset: SegDataset) -> list[str]:
@@ -207,7 +211,9 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
     """What is wrong with a pair, as far as its headers tell, and the bit depth of its image."""
     scan, path, depth = SplitScan("", 1, num_classes), pair.image, 0
     try:
-        image, *_ = map(read_info, pair.images)
+        image, *more = map(read_info, pair.images)
+        if problem := other_sizes([image, *more]):
+            raise DataError(f"{printable(path)}: {problem}")
         depth, path = image.depth, pair.label
         label = read_info(path)
         if problem := label_problem(label, label_format):

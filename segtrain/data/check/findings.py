@@ -213,8 +213,13 @@ def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> 
             for digest, names in first.items()
             if digest in second
         ]
-        words = "image is", "images are", "in both splits, so the scores will be too good"
-        yield from _counted("warning", "", "both splits", {"": shared}, *words)
+        yield from both_splits(shared)
+
+
+def both_splits(names: Sequence[str]) -> Iterator[Finding]:
+    """About images to train on that are to be evaluated on too."""
+    words = "image is", "images are", "in both splits, so the scores will be too good"
+    yield from _counted("warning", "", "both splits", {"": names}, *words)
 
 
 def _counted(

@@ -133,6 +133,13 @@ def files_by_name(folder: Path, suffixes: Sequence[str], end: str = "") -> dict[
     return found
 
 
+def one_name(files: Sequence[Path]) -> str:
+    """What is wrong with several files of one name; empty for one file, or none."""
+    names = ", ".join(printable(file.name) for file in files)
+    where = printable(files[0].parent) if files else ""
+    return f"{where}: {names} have one name; keep one" if len(files) > 1 else ""
+
+
 def visible_files(folder: Path) -> list[str]:
     """All files below `folder`, relative to it, sorted; links to folders are followed.
 
@@ -174,10 +181,7 @@ def match_folders(
             return Listing([], [_none_of(labels_dir, "labels (JPEG changes ids) as", kinds)])
     pairs, problems, missing = [], [], []
     for name, files in images.items():
-        for found in (files, labels.get(name, [])):
-            if len(found) > 1:
-                names = ", ".join(printable(file.name) for file in found)
-                problems.append(f"{printable(found[0].parent)}: {names} have one name; keep one")
+        problems += filter(None, map(one_name, (files, labels.get(name, []))))
         if name in labels:
             pairs.append(Pair(files[0], labels[name][0], name))
         else:

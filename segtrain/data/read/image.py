@@ -118,17 +118,15 @@ def read_image(
     Raises:
         DataError: a file cannot be read, or it does not have the form.
     """
-    bands, missing = [], []
+    files = [
+        formats.open_stored(path, window, content=content, max_pixels=max_pixels)
+        for path, content in zip(paths, contents or [None] * len(paths), strict=True)
+    ]
+    if problem := other_sizes([file.info for file in files]):
+        raise DataError(f"{printable(paths[0])}: {problem}")
     # Of several files none becomes RGB by itself.
     wanted = form.channels if len(paths) == 1 else None
-    for path, content in zip(paths, contents or [None] * len(paths), strict=True):
-        file = formats.open_stored(path, window, content=content, max_pixels=max_pixels)
-        pixels, without_value = _values(file, form.dtype, wanted)
-        bands.append(pixels)
-        missing.append(without_value)
-    if len({band.shape[:2] for band in bands}) > 1:
-        sizes = first_of("x".join(map(str, band.shape[:2])) for band in bands)
-        raise DataError(f"{printable(paths[0])}: the files of this image have sizes {sizes}")
+    bands, missing = zip(*(_values(file, form.dtype, wanted) for file in files), strict=True)
     image = bands[0] if len(bands) == 1 else np.concatenate(bands, axis=2)
     if image.shape[2] != form.channels:
         raise DataError(_other_channels(paths, image.shape[2], form.channels))
@@ -152,6 +150,12 @@ def ignore_missing(
     if image.dtype.kind == form.dtype.kind:
         return image, label
     return np.rint(image).astype(form.dtype), label
+
+
+def other_sizes(infos: Sequence[Info]) -> str:
+    """What is wrong with the sizes of the files of one image; empty if they are equal."""
+    sizes = ["x".join(map(str, info.size)) for info in infos]
+    return f"the files of this image have sizes {first_of(sizes)}" if len({*sizes}) > 1 else ""
 
 
 def drops_alpha(info: Info, channels: int | None) -> bool:
@@ -187,15 +191,23 @@ def _values(
     missing = _missing(pixels, info)
     if dtype.kind == "f" and missing is not None:
         pixels[missing] = np.nan
+    pixels = _levels(pixels, info, path)
     if info.palette:
-        return formats.palette_colors(pixels, path), missing
-    if info.depth in (1, 2, 4):
-        pixels = pixels * np.uint8(255 // (2**info.depth - 1))
+        return pixels, missing
     if drops_alpha(info, channels):
         pixels = pixels[..., :-1]
     if channels == 3 and pixels.shape[2] == 1:
         pixels = np.repeat(pixels, 3, axis=2)
     return pixels, missing
+
+
+def _levels(pixels: np.ndarray, info: Info, path: Path) -> np.ndarray:
+    """The colours of a palette file; grey levels of few bits over 0..255; else `pixels`."""
+    if info.palette:
+        return formats.palette_colors(pixels, path)
+    if info.depth in (1, 2, 4):
+        return pixels * np.uint8(255 // (2**info.depth - 1))
+    return pixels
 
 
 def _missing(pixels: np.ndarray, info: Info) -> np.ndarray | None:
@@ -217,13 +229,15 @@ def _missing(pixels: np.ndarray, info: Info) -> np.ndarray | None:
 
 
 def read_values(path: Path, window: Window | None = None) -> np.ndarray:
-    """The pixels as stored, (H, W, C); as floats with NaN where some have no value.
+    """The pixels (H, W, C) of a file, or of this window of a raster, in their own type.
 
-    Of a file, or of this window of a raster.
+    Colours of a palette, and grey levels of few bits, are those that training sees. As floats with
+    NaN where some have no value.
     """
     file = formats.open_stored(path, window)
     pixels = file.pixels()
     missing = _missing(pixels, file.info)
+    pixels = _levels(pixels, file.info, path)
     return pixels if missing is None else np.where(missing, np.float32(np.nan), pixels)
 
 

@@ -24,6 +24,7 @@ from segtrain.data.read.find import (
     files_by_name,
     first_lines,
     match_folders,
+    one_name,
     split_folder,
 )
 from segtrain.data.read.lists import list_file_words, list_pairs
@@ -249,6 +250,7 @@ def _voc(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
         elif not label:
             problems.append(f"{printable(image[0])}: no label {printable(folder / name)}.png")
         else:
+            problems += filter(None, map(one_name, (image, label)))
             pairs.append(Pair(image[0], label[0], name))
     notes = []
     if split == "val" and folder.name == "SegmentationClassAug":

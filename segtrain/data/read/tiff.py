@@ -22,6 +22,7 @@ _MINISWHITE, _MINISBLACK, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
 _ALPHA_SAMPLES = {1, 2}  # values of ExtraSamples
 # None, CCITT, LZW, deflate, PackBits, LZMA and zstd: what keeps every number.
 _LOSSLESS = {1, 2, 3, 4, 5, 8, 32773, 32946, 34925, 50000}
+_JPEG = {6, 7, 33007}  # whose decoder makes RGB of YCbCr
 
 
 @contextmanager
@@ -45,7 +46,9 @@ def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
             shape = "x".join(map(str, pictures[0].shape))
             found = f"{len(pictures)}" if len(pictures) > 1 else f"{shape} ({pictures[0].axes})"
             problem = f"the TIFF has several pictures: {found}; store each in a file of its own"
-        elif page.photometric not in (_MINISWHITE, _MINISBLACK, _RGB, _PALETTE, _YCBCR):
+        elif page.photometric not in (_MINISWHITE, _MINISBLACK, _RGB, _PALETTE) and not (
+            page.photometric == _YCBCR and page.compression in _JPEG
+        ):
             problem = f"the TIFF has colours {page.photometric.name}; convert it to RGB"
         elif page.dtype is None or page.dtype.kind not in "buif":
             problem = "expected whole numbers or floats of one type in all channels"
