@@ -11,6 +11,7 @@ import pytest
 from processes import REPOSITORY
 
 from segtrain import cli
+from segtrain.commands.launch import num_ranks_here
 from segtrain.run.environment import library_version
 
 REPAIR = "pip install --force-reinstall --no-deps opencv-python-headless"
@@ -77,5 +78,20 @@ def test_a_library_that_is_missing_is_an_error(tmp_path):
 
 def test_a_compiler_that_is_missing_is_a_warning(monkeypatch, doctor):
     monkeypatch.setattr("segtrain.commands.doctor._COMPILER", "no-such-compiler")
+    monkeypatch.setenv("CC", "no-such-c")
     _, said = doctor()
     assert "warning: no-such-compiler: not found; train.compile needs a C++ compiler" in said
+    assert "no-such-c:" not in said  # which only a GPU needs
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "warning: no-such-c: not found; on CUDA train.compile needs it" in doctor()[1]
+
+
+def test_devices_that_torch_cannot_use_do_not_count(monkeypatch, doctor):
+    """With an old driver there are so many all the same."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    code, said = doctor()
+    assert code == 0
+    assert re.search(r"^CUDA devices +none$", said, re.MULTILINE)
+    assert num_ranks_here("auto", "auto") == 1
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert [num_ranks_here("auto", device) for device in ("auto", "cuda", "cpu")] == [8, 8, 1]

@@ -535,6 +535,14 @@ CALLS = {
 }
 
 
+def test_a_batch_without_values_does_not_count_on_one_rank_either():
+    layer = SyncBatchNorm2d(2, momentum=None)
+    for value, number in ((1.0, 4), (2.0, 0), (3.0, 4)):
+        assert layer(torch.full((number, 2, 3, 3), value)).shape == (number, 2, 3, 3)
+    assert layer.num_batches_tracked == 2
+    assert layer.running_mean.tolist() == [2, 2]
+
+
 @pytest.fixture(scope="module")
 def results(run_ranks):
     """What the ranks return for each of CALLS, by its name."""

@@ -466,6 +466,7 @@ def test_members_share_the_gpus(monkeypatch, visible, count, at_once, wanted):
     if not visible:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(children.torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(children.torch.cuda, "is_available", lambda: True)
     assert children.gpus_of_slots(at_once, "auto") == wanted
     assert children.gpus_of_slots(at_once, "cpu") == [None] * at_once
 

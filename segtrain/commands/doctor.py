@@ -5,7 +5,9 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
 from segtrain import __version__
 from segtrain.distributed.machine import SHARED_MEMORY, num_cores, unusable_device
@@ -48,7 +50,9 @@ def _facts() -> Iterator[tuple[str, str]]:
     if library_version("torch") is not None:
         import torch
 
-        devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        # The driver counts devices although torch cannot use them.
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        devices = [torch.cuda.get_device_name(i) for i in range(count)]
         yield "CUDA devices", ", ".join(devices) or "none"
 
 
@@ -62,7 +66,21 @@ def _problems() -> Iterator[str]:
             "pip uninstall -y opencv-python; "
             "pip install --force-reinstall --no-deps opencv-python-headless"
         )
-    if library_version("torch") is not None and (problem := unusable_device()):
-        yield f"warning: {problem}"
+    if library_version("torch") is not None:
+        import torch
+
+        if problem := unusable_device():
+            yield f"warning: {problem}"
+        if torch.cuda.is_available() and (missing := missing_for_triton()):
+            yield f"warning: {missing}: not found; on CUDA train.compile needs it"
     if shutil.which(_COMPILER) is None:
         yield f"warning: {_COMPILER}: not found; train.compile needs a C++ compiler (CXX names it)"
+
+
+def missing_for_triton() -> str:
+    """What Triton lacks to build what it compiles; empty if it lacks nothing."""
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
+        return named or "a C compiler (gcc, clang, or what CC names)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.is_file() else f"{header} (in Debian a part of python3-dev)"

@@ -25,7 +25,7 @@ _GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_P
 def _on_this_machine(place: str, args: argparse.Namespace) -> int:
     """Starts ranks, or is one and calls the function `module:name` of this folder."""
     if not adopt_environment():
-        num_ranks = num_ranks_here(args.nproc)
+        num_ranks = num_ranks_here(args.nproc, args.device)
         if num_ranks > 1:
             return start_ranks(args, num_ranks)
         # Only where no other rank is: a rank that waits inside a library would not come to it.
@@ -61,13 +61,15 @@ def adopt_environment() -> bool:
     return True
 
 
-def num_ranks_here(nproc: str) -> int:
-    """Ranks on this machine: a number, or for "auto" one for each CUDA device."""
+def num_ranks_here(nproc: str, device: str) -> int:
+    """Ranks on this machine: a number, or for "auto" one for each CUDA device that is used."""
     if nproc != "auto":
         return int(nproc)
     import torch
 
-    return max(1, torch.cuda.device_count())
+    # The driver counts devices although torch cannot use them.
+    is_used = device != "cpu" and torch.cuda.is_available()
+    return max(1, torch.cuda.device_count()) if is_used else 1
 
 
 def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:

@@ -141,7 +141,8 @@ def gpus_of_slots(at_once: int, device: str) -> list[str | None]:
 
     Each gets its part of the GPUs, or shares one with others; None: whatever there is.
     """
-    if at_once == 1 or device == "cpu" or not (count := torch.cuda.device_count()):
+    count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if at_once == 1 or not count:
         return [None] * at_once
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",")[:count] if visible else [str(i) for i in range(count)]

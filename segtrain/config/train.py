@@ -51,7 +51,7 @@ class TrainConfig(Section):
     compile: bool = option(
         False,
         "torch.compile the model with its loss, into one graph; the first step takes "
-        "minutes, and a C++ compiler is needed",
+        "minutes, and a C++ compiler is needed, on CUDA one for C and Python's headers too",
     )
     channels_last: bool = option(True, "NHWC memory format for images and convolutions")
     init_from: str | None = option(

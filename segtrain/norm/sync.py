@@ -102,7 +102,8 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training:
             return self._evaluate(input)
         if self.images is None and dist.group_size(self._group()) == 1:
-            if is_tracked() or self.running_mean is None:
+            # Without values a batch does not count, as among several ranks.
+            if self.running_mean is None or (is_tracked() and input.numel()):
                 return super().forward(input)
             # Copies, not None: checkpointing compares the saved tensors with the first pass's.
             buffers = self.weight, self.bias, self.running_mean.clone(), self.running_var.clone()

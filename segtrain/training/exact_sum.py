@@ -197,5 +197,5 @@ def _bit_length(values: Tensor) -> Tensor:
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """2**exponents, float64, exactly."""
-    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
+    """2**exponents (int64) as float64, by its bits: older torch's ldexp has them from float32."""
+    return (exponents.clamp(-1022, 1023) + 1023 << 52).view(torch.float64)

@@ -16,6 +16,7 @@ from segtrain.config import Config
 from segtrain.data.read.image import ImageForm
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import Split, microbatch_parts
+from segtrain.training.measure import synchronize
 from segtrain.training.microbatches import compute_alone, local_microbatches
 from segtrain.training.state import TrainState
 from segtrain.types import Batch
@@ -79,7 +80,8 @@ def measure_speed(
     while len(measured) <= _REPEATS or sum(measured[1:]) < _LEAST_S:
         began = time.perf_counter()
         compute_alone(state, part, sizes)
-        dist.wait_for_device(device)
+        dist.wait_for_device(device)  # nothing on one rank
+        synchronize(device)
         measured.append(time.perf_counter() - began)
     seconds = median(measured[1:])
     units, at_once = sum(sizes), 1

@@ -21,6 +21,7 @@ from gpu.watching import (
     num_kernels,
     one_rank,
 )
+from segtrain.commands.doctor import missing_for_triton
 from segtrain.data.read.image import ImageForm
 from segtrain.training.speed import measure_speed
 
@@ -120,6 +121,8 @@ def test_a_rank_measures_its_speed_and_what_fits_its_memory(device, figures):
 def test_compiled_training_is_equal_and_one_graph(device, figures, precision, size, rtol):
     if device.type == "cpu":
         pytest.skip("test_compile.py compiles for CPUs")
+    if missing := missing_for_triton():
+        pytest.skip(f"{missing}: not found")
     from torch._dynamo.utils import counters
 
     trainings, losses = {}, {}

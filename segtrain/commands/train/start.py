@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
         run_directory.check_directory(
             target.directory, config, resume=resume, accept_changes=args.accept_changes
         )
-        num_ranks = launch.num_ranks_here(args.nproc)
+        num_ranks = launch.num_ranks_here(args.nproc, args.device)
         starts_ranks = num_ranks > 1 or args.nnodes > 1
         if starts_ranks:
             findings = batch_findings(config, args.nnodes * num_ranks)
