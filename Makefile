@@ -10,7 +10,7 @@ help:
 	@echo "make demo      train, evaluate, export and predict on synthetic street scenes (5 minutes)"
 	@echo "make test      the tests (make test-all: the slow ones too)"
 	@echo "make test-gpu  what only a CUDA device can answer (tests/README.md)"
-	@echo "make coverage  the tests, and which lines of segtrain they run"
+	@echo "make coverage  the tests, and which lines of segtrain they do not run"
 	@echo "make lint      ruff and the import layers (make format: repair what can be repaired)"
 	@echo "make upgrade   newest versions of everything; kept in $(CONSTRAINTS) if the tests pass"
 	@echo "make clean     remove what these made, VENV=$(VENV) included"
@@ -48,7 +48,7 @@ test-gpu: install
 	$(BIN)/python -m pytest -m gpu
 
 coverage: install
-	$(BIN)/python -m pytest -q -n auto -m "not slow" --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -q -n auto -m "not slow" --cov --cov-report=term-missing:skip-covered
 
 lint: install
 	$(BIN)/ruff check .

@@ -529,6 +529,14 @@ def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monke
     # Where the data lie is no matter, and is taken from the new command line.
     assert run(experiment, directory, "--resume", "--set", "log.every_steps=2") == 143
     assert load_config(directory / "experiment.yaml").log.every_steps == 2
+    # An experiment of `init` is a folder.
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(experiment, folder / "config.yaml")
+    with monkeypatch.context() as inside:
+        inside.chdir(tmp_path)
+        assert cli.main(["population", "mine", "--members", "2", "--every", "2"]) == 143
+    assert (tmp_path / "runs/mine_population/experiment.yaml").exists()
     new = tmp_path / "new"
     assert run(experiment, new, "--resume") == 143
     assert f"{new}: nothing to resume; a new population starts" in capsys.readouterr().err

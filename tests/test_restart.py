@@ -153,18 +153,23 @@ def test_a_loader_worker_that_hangs_ends_the_run_and_is_named(tmp_path, data, ra
 
 
 @pytest.mark.fault(2)
-@pytest.mark.parametrize("trials", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_the_second_attempt_comes_up_with_the_same_weights(run_ranks, tmp_path, data, trials):
+@pytest.mark.parametrize(
+    ("num_ranks", "trials"), [(1, 1), (2, 1), pytest.param(2, 20, marks=pytest.mark.slow)]
+)
+def test_the_second_attempt_comes_up_with_the_same_weights(
+    run_ranks, tmp_path, data, num_ranks, trials
+):
     """A rank is killed somewhere, and torch elastic starts the ranks again."""
     options = small(
         data, data={"num_workers": 1}, train={"steps": 8}, checkpoint={"every_steps": 2}
     )
     config, rng = write_config(tmp_path / "c.yaml", options), random.SystemRandom()
-    assert run_ranks(2, train, config, tmp_path / "alone") == [0, 0]
+    assert run_ranks(num_ranks, train, config, tmp_path / "alone") == [0] * num_ranks
     for trial in range(trials):
-        run, step, victim = tmp_path / f"run{trial}", rng.randint(1, 6), rng.randint(0, 1)
+        run, step = tmp_path / f"run{trial}", rng.randint(1, 6)
+        victim = rng.randrange(num_ranks)
         print(f"trial {trial}: SIGKILL to rank {victim} after step {step}")
-        words = ("train", config, "--nproc", 2, "--max-restarts", 1, "--output", run)
+        words = ("train", config, "--nproc", num_ranks, "--max-restarts", 1, "--output", run)
         command = Command(tmp_path, *words)
         command.wait_for_step(run, step)
         os.kill(command.ranks()[victim], signal.SIGKILL)

@@ -388,9 +388,9 @@ COMMANDS = (
     Command(
         "predict",
         "commands.predict:main",
-        "segment images of any size: label maps, colour maps and overlays",
+        "segment images of any size, and videos: label maps, colour maps and overlays",
         _SOURCE,
-        _argument("inputs", "image, or folder of images", "INPUT", Path, nargs="+"),
+        _argument("inputs", "image, video, or folder of them", "INPUT", Path, nargs="+"),
         _WITH,
         _argument("--output", "where to write the results", "DIR", Path, required=True),
         _switch("--overwrite", "replace results that are already there"),
@@ -501,7 +501,7 @@ COMMANDS = (
         _DATA_SETTINGS,
         _JOBS,
         description="Decode both splits of a config into a folder of safetensors shards, which "
-        "training,\nevaluation and check read by data.pack: DIR. A pixel takes 4 bytes.",
+        "training,\nevaluation and check read by data.pack: DIR. A pixel of RGB takes 4 bytes.",
         examples="segtrain data pack own.yaml --output packs/own\n"
         "segtrain train own.yaml --set data.pack=packs/own",
     ),

@@ -125,7 +125,9 @@ class EvalConfig(Section):
         "whole", "the image at once, or windows of crop_size whose results are averaged"
     )
     crop_size: Size | None = option(
-        None, "sliding window, also of predict on large images; null: the training crop"
+        None,
+        "sliding window; null: the training crop, and for images too large to go as a whole at "
+        "least 1024 px a side",
     )
     overlap: FractionBelow1 = option(1 / 3, "share of a window that its neighbour repeats")
     scales: tuple[Scale, ...] = option((1.0,), "image scales to average", min_length=1)
@@ -152,7 +154,8 @@ class LogConfig(Section):
 
     every_steps: Positive = option(20, "scalars this often")
     charts: bool = option(
-        True, "draw the confusion matrix in TensorBoard, and write report.html at the end"
+        True,
+        "draw the confusion matrix in TensorBoard; write report.html and results.csv at the end",
     )
     sample_losses: bool = option(
         True,

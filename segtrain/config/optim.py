@@ -77,7 +77,7 @@ class OptimConfig(Section):
         "(arXiv:1711.05101; MosaicML's DecoupledSGDW and DecoupledAdamW)",
     )
     decay_norm_and_bias: bool = option(
-        True, "false: weight decay on convolution weights only, none on batch norm and biases"
+        True, "false: weight decay on the kernels of layers only, none on batch norm and biases"
     )
     decay_toward: Literal["zero", "start"] = option(
         "zero",

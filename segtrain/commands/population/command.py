@@ -13,7 +13,7 @@ from segtrain.commands.programs import check_new, check_same, refuse_ranks, writ
 from segtrain.config import Config, override_config
 from segtrain.config.messages import did_you_mean
 from segtrain.errors import EXIT_OK, ConfigError
-from segtrain.run.directory import LOCK, RunLock, config_differences, flat
+from segtrain.run.directory import CONFIG, LOCK, RunLock, config_differences, flat
 from segtrain.run.folds import read_record, write_record
 from segtrain.text import say
 
@@ -48,8 +48,9 @@ def _population(args: argparse.Namespace) -> tuple[Path, History]:
         config = override_config(history.config, args.set, source=str(directory / FILE))
         return directory, _resumed(directory, history, args, config)
     config = load_named(args)
-    ending = "alone" if args.alone else "population"
-    directory = args.output or Path("runs") / f"{Path(args.config).stem}_{ending}"
+    found, ending = Path(args.config), "alone" if args.alone else "population"
+    name = found.parent.name if found.name == CONFIG else found.stem
+    directory = args.output or Path("runs") / f"{name}_{ending}"
     if args.resume and (directory / FILE).exists():
         history = read_record(directory / FILE, History)
         return directory, _resumed(directory, history, args, config)

@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
             target.directory, config, resume=resume, accept_changes=args.accept_changes
         )
         num_ranks = launch.num_ranks_here(args.nproc, args.device)
-        starts_ranks = num_ranks > 1 or args.nnodes > 1
+        starts_ranks = num_ranks > 1 or args.nnodes > 1 or args.max_restarts > 0
         if starts_ranks:
             findings = batch_findings(config, args.nnodes * num_ranks)
             if findings:
