@@ -37,6 +37,7 @@ segtrain data synth runs/street --num-train 20 --num-val 4
 segtrain init my_data --output mine
 segtrain data check mine
 segtrain data stats mine
+segtrain config show mine
 segtrain data pack mine --output packs/mine
 segtrain data check mine --set data.pack=packs/mine
 segtrain train mine
