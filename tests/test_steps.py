@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from experiments import small, train, write_config
-from test_verify import OPTIONS, STEPS, flip_bit
+from test_verify import OPTIONS, STEPS, flip_digest_bit
 
 from segtrain import cli
 from segtrain.checkpoint.format import load, save
@@ -54,10 +54,10 @@ def receipt(step, **fields):
         for field, value in fields.items() if values["step"] >= step else ():
             if isinstance(value, float):
                 values[field] = (float.fromhex(values[field]) * (1 + value)).hex()
-            elif value is not flip_bit:
+            elif value is not flip_digest_bit:
                 values[field] = value
             elif field in values:
-                flip_bit(values, field, 0)
+                flip_digest_bit(values, field, 0)
         return values
 
     return lines_of("receipts.jsonl", change)
@@ -131,11 +131,11 @@ CASES = [
     ((PIXELS, config("flip_prob: 0.5", "flip_prob: 0.4")), "config: augment.flip_prob: 0.5 in A"),
     ((receipt(2, loss=1e-6), RATE), "config: optim.lr: 0.02 in A, 0.03 in B; first seen at step 2"),
     ((receipt(1, loss=1e-3), RATE), "the code of model, loss"),
-    ((receipt(1, start=flip_bit, loss=1e-9),), "starting weights: "),
+    ((receipt(1, start=flip_digest_bit, loss=1e-9),), "starting weights: "),
     ((receipt(3, loss=1e-9),), "the update after step 2, whose gradients are equal"),
     ((LATE, receipt(3, loss=1e-3)), "not known: rounding or another cause in the steps before"),
     ((without("start"), receipt(1, loss=1e-3)), "pixels, starting weights (older"),
-    ((receipt(1, gradients=flip_bit, grad_norm=1e-7), TORCH), "only rounding: torch: 2"),
+    ((receipt(1, gradients=flip_digest_bit, grad_norm=1e-7), TORCH), "only rounding: torch: 2"),
     ((receipt(1, loss=1e-9), PROCESSOR), "only rounding: bits of a small step: "),
     (PLAIN, "the runs are equal as far as they can be compared, to step 4; what differs: config"),
 ]
@@ -179,7 +179,7 @@ def edited(run, directory, *edits):
 
 
 def test_what_differs_is_listed_with_the_names_of_tensors(run, tmp_path, capsys):
-    edits = receipt(2, gradients=flip_bit, grad_norm=1e-7), LATE, RATE, WEIGHTS
+    edits = receipt(2, gradients=flip_digest_bit, grad_norm=1e-7), LATE, RATE, WEIGHTS
     b = edited(run, tmp_path / "b", *edits)
     lines = compared(capsys, run, "--with", b)
     number = len(load(run / "checkpoints/last.pt").shares["exponents"])
@@ -190,7 +190,7 @@ def test_what_differs_is_listed_with_the_names_of_tensors(run, tmp_path, capsys)
     assert f"step 3      {gradients}backbone.conv1.weight" in lines
     shutil.rmtree(b / "checkpoints")
     (b / "checkpoints").mkdir()
-    bare = edited(b, tmp_path / "bare", receipt(3, gradients=flip_bit))
+    bare = edited(b, tmp_path / "bare", receipt(3, gradients=flip_digest_bit))
     lines = compared(capsys, b, bare)
     assert "data        not known: a run has no checkpoint that tells" in lines
     assert f"step 3      {gradients}number 1" in lines
