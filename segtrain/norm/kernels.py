@@ -187,7 +187,8 @@ def input_gradient(
         grad_x = torch.addcmul(_along(x, shift), x, _along(x, slope), value=-1)
     else:
         ones, shift = torch.ones_like(mean), -mean_grad * scale
-        grad_x = F.batch_norm(x, mean, ones, weight=slope.neg_(), bias=shift, eps=0.0)
+        # Not that of torch.nn.functional, which in older torch refuses an eps of 0.
+        grad_x = torch.batch_norm(x, slope.neg_(), shift, mean, ones, False, 0.0, 0.0, False)
     return grad_x.addcmul_(grad, _along(x, scale))
 
 

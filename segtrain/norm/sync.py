@@ -75,8 +75,10 @@ class SyncBatchNorm(_BatchNorm):
         images: int | None = None,
         running: Running = "pooled",
     ) -> None:
-        options = {"device": device, "dtype": dtype, "bias": bias}
+        options = {"device": device, "dtype": dtype}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
+        if not bias:
+            self.register_parameter("bias", None)  # older torch has no such option
         if images is not None and process_group is not None:
             raise TypeError("expected images or a process_group: groups of images find their ranks")
         if images is not None and (type(images) is not int or images < 1):
