@@ -4,6 +4,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from itertools import chain
 
 import cv2
@@ -289,3 +290,21 @@ def test_a_killed_worker_is_a_failure_of_the_system_with_advice(workers):
     assert kind == "ExecutionError"
     assert "killed by signal" in message or "exited unexpectedly" in message
     assert "data.num_workers" in message
+
+
+def test_the_thread_that_pins_ends_without_a_traceback_and_others_with_one(monkeypatch, capsys):
+    def _pin_memory_loop():
+        raise EOFError("a worker is gone")
+
+    def other():
+        raise EOFError("another thread")
+
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    loader_module._silence_pinning.__wrapped__()
+    for target in (_pin_memory_loop, other):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    told = capsys.readouterr().err
+    assert "another thread" in told
+    assert "a worker is gone" not in told

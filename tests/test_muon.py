@@ -14,7 +14,8 @@ from segtrain.norm import SyncBatchNorm2d
 from segtrain.training.optim.muon import muon_names, orthogonalized
 from segtrain.training.optim.optimizer import build_optimizer
 
-SHAPES = [(16, 144), (64, 27), (48, 48), (1, 9)]
+# Two of them have 48 rows or columns.
+SHAPES = [(16, 144), (64, 27), (48, 48), (1, 9), (99, 48)]
 
 
 class Mixed(nn.Module):
@@ -46,11 +47,14 @@ def steps(model, optimizer, number=4):
 
 def test_the_step_has_the_singular_vectors_of_the_momentum_and_equal_singular_values():
     torch.manual_seed(0)
+    matrices, parts = [], []
     for shape in SHAPES:
         # Condition number 100: all values above what five iterations can lift.
         u, s, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
         s = torch.logspace(0, -2, len(s), dtype=torch.float64)
-        found = orthogonalized(1e3 * (u * s) @ v)
+        matrices.append(1e3 * (u * s) @ v)
+        parts.append((u, v))
+    for (u, v), found in zip(parts, orthogonalized(matrices), strict=True):
         inside = u.T @ found @ v.T
         values = inside.diagonal()
         assert values.min() > 0.65
@@ -68,15 +72,15 @@ def test_products_are_those_of_float32_even_if_others_are_tf32(monkeypatch):
         bits = [(x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF for x in factors]
         return [x.view(torch.float32) for x in bits]
 
-    product, addmm = torch.Tensor.__matmul__, torch.addmm
+    product, baddbmm = torch.Tensor.__matmul__, torch.baddbmm
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: product(*rounded(a, b)))
-    monkeypatch.setattr(torch, "addmm", lambda x, a, b, **by: addmm(x, *rounded(a, b), **by))
+    monkeypatch.setattr(torch, "baddbmm", lambda x, a, b, **by: baddbmm(x, *rounded(a, b), **by))
     model = Mixed()
     torch.manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(16, 72), full_matrices=False)
     falling = (u * torch.arange(1, 17) ** -3.0) @ v
     with float32_products(settings(precision="tf32").train):
-        assert torch.linalg.matrix_norm(orthogonalized(falling), 2) > 2
+        assert torch.linalg.matrix_norm(*orthogonalized([falling]), 2) > 2
         before = model.wide.weight.detach().clone()
         optimizer = build_optimizer(model, settings(optimizer="muon", weight_decay=0.0))
         model.wide.weight.grad = falling.view_as(before)
@@ -90,7 +94,8 @@ def test_products_are_those_of_float32_even_if_others_are_tf32(monkeypatch):
 def test_a_momentum_that_has_died_away_changes_nothing():
     """Of a layer without a gradient for 900 steps; in float32 its sum of squares is 0."""
     for norm in (0, 1e-45, 1e-24, 1e-15):
-        assert orthogonalized(norm * torch.ones(3, 5)).abs().max() < 1e-4
+        (found,) = orthogonalized([norm * torch.ones(3, 5)])
+        assert found.abs().max() < 1e-4
 
 
 def test_kernels_go_as_torchs_muon_takes_them(monkeypatch):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from itertools import cycle, product
 
 import cv2
@@ -111,6 +112,8 @@ def train_loader(
         UserError: from the data set, such as a DataError for a file that cannot be read.
         ExecutionError: a worker was killed or hangs.
     """
+    if pin_memory:
+        _silence_pinning()
     parts = product(range(start_step, steps), indices)
     # A rank without an image makes one all the same, whose shape and types an empty batch has.
     keys = ([(step, position) for position in part or [0]] for step, part in parts)
@@ -157,6 +160,18 @@ def worker_failures() -> Iterator[None]:
         if not str(error).startswith("DataLoader ") and not _PINNING.search(str(error)):
             raise
         raise _worker_died(str(error).splitlines()[0]) from error
+
+
+@cache
+def _silence_pinning() -> None:
+    """Lets Python print no traceback of the thread that pins: `worker_failures` tells of it."""
+    others = threading.excepthook
+
+    def hook(failure: threading.ExceptHookArgs) -> None:
+        if failure.thread is None or "_pin_memory_loop" not in failure.thread.name:
+            others(failure)
+
+    threading.excepthook = hook
 
 
 def _worker_died(what: str) -> ExecutionError:

@@ -10,6 +10,7 @@ the same learning rate and decay. torch.optim.Muon takes matrices only, and roun
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,15 +62,20 @@ class Muon(torch.optim.Optimizer):
             matmul.allow_tf32 = before
 
     def _muon(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        if not weights:
+            return
         for weight in weights:
-            state, grad = self.state[weight], weight.grad
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(weight)
-            velocity = state["momentum_buffer"].lerp_(grad, 1 - _MOMENTUM)
-            ahead = grad.lerp(velocity, _MOMENTUM).flatten(1)
-            step = orthogonalized(ahead).view(weight.shape)
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.add_(step, alpha=-group["lr"] * _RMS * math.sqrt(max(ahead.shape)))
+            if not self.state[weight]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        velocities = [self.state[weight]["momentum_buffer"] for weight in weights]
+        grads = [weight.grad for weight in weights]
+        torch._foreach_lerp_(velocities, grads, 1 - _MOMENTUM)
+        ahead = [one.flatten(1) for one in torch._foreach_lerp(grads, velocities, _MOMENTUM)]
+        steps = orthogonalized(ahead)
+        scales = [-group["lr"] * _RMS * math.sqrt(max(step.shape)) for step in steps]
+        torch._foreach_mul_(steps, scales)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, [s.view(w.shape) for s, w in zip(steps, weights, strict=True)])
 
     def _adamw(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         for weight in weights:
@@ -94,21 +100,29 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """About U V' of the singular value decomposition U S V' of `matrix` (rows, columns).
+def orthogonalized(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """About U V' of the singular value decomposition U S V' of each of `matrices`.
 
     Singular values of 0.68 to 1.21, but for those below 0.3 % of the root of the sum of squares,
     and for matrices whose root is below 1e-7, as where no gradient has come for long.
     The Newton-Schulz iterations x = (a + b x x' + c (x x')^2) x are done on x x', which is small:
-    kernels of 3x3 have nine times as many columns as rows.
+    kernels of 3x3 have nine times as many columns as rows. Those with equally many rows go
+    together, whatever their columns: a GPU is faster than a host that starts 30 kernels for each.
     """
-    if matrix.shape[0] > matrix.shape[1]:
-        return orthogonalized(matrix.T).T
-    x = matrix / matrix.norm().clamp(min=_LEAST_NORM)
-    gram, product = x @ x.T, None  # (rows, rows), symmetric; all factors commute
-    for left in reversed(range(_ITERATIONS)):
-        factor = torch.addmm(gram, gram, gram, beta=_B, alpha=_C)
-        factor.diagonal().add_(_A)
-        product = factor if product is None else factor @ product
-        gram = factor @ gram @ factor if left else None
-    return product @ x
+    wide = [one.T if one.shape[0] > one.shape[1] else one for one in matrices]
+    norms = torch.stack(torch._foreach_norm(wide)).clamp(min=_LEAST_NORM)
+    wide = [one / norm for one, norm in zip(wide, norms, strict=True)]
+    results: list[Tensor | None] = [None] * len(wide)
+    for rows in {len(one) for one in wide}:
+        alike = [i for i, one in enumerate(wide) if len(one) == rows]
+        # (n, rows, rows), symmetric; all factors commute
+        gram, product = torch.stack([wide[i] @ wide[i].T for i in alike]), None
+        for left in reversed(range(_ITERATIONS)):
+            factor = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+            factor.diagonal(dim1=1, dim2=2).add_(_A)
+            product = factor if product is None else factor @ product
+            gram = factor @ gram @ factor if left else None
+        for i, one in zip(alike, product, strict=True):
+            found = one @ wide[i]
+            results[i] = found.T if matrices[i].shape[0] > rows else found
+    return results
