@@ -44,7 +44,9 @@ def packed_moments(xs: Sequence[Tensor]) -> Tensor:
     values = torch.cat(pieces)
     sizes = [2 * x.shape[1] + 1 for x in xs]
     whole = torch.empty_like(values, dtype=torch.float64)
-    for x, part, out in zip(xs, values.split(sizes), whole.split(sizes), strict=True):
+    for x, part, out in zip(
+        xs, values.split_with_sizes(sizes), whole.split_with_sizes(sizes), strict=True
+    ):
         channels = x.shape[1]
         num_values = x.numel() / channels or _NO_VALUES
         torch.mul(part, constant([num_values], torch.float64, x.device), out=out)
@@ -103,9 +105,9 @@ def backward_sums(
 def packed_sums(sums: Sequence[LayerSums]) -> Tensor:
     """As in `kernels`."""
     parts = [part for layer in sums for part in layer.parts]
-    sizes = [len(part) for part in parts]
+    sizes = [part.numel() for part in parts]
     whole = parts[0].new_empty(sum(sizes), dtype=torch.float64)
-    torch._foreach_copy_(list(whole.split(sizes)), parts)
+    torch._foreach_copy_(whole.split_with_sizes(sizes), parts)
     return whole
 
 

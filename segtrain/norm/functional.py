@@ -198,7 +198,7 @@ def _global_moments(xs: Sequence[Tensor], sharing: Sharing) -> list[Moments]:
     local = _kernels_for(xs[0])
     xs = sharing.cut(xs)
     whole = sharing.sum(local.packed_moments(xs))
-    parts = whole.split([2 * x.shape[1] + 1 for x in xs])
+    parts = whole.split_with_sizes([2 * x.shape[1] + 1 for x in xs])
     wide = [torch.promote_types(x.dtype, torch.float32) for x in xs]
     return [Moments(*local.unpacked_moments(*pair)) for pair in zip(parts, wide, strict=True)]
 
@@ -230,7 +230,9 @@ def _norm_gradients(
     xs.clear()
     del x
     # Also if this rank needs no gradient of x: the others would wait for it.
-    totals = sharing.sum(local.packed_sums(sums)).split([2 * len(one.mean) for one in moments])
+    totals = sharing.sum(local.packed_sums(sums)).split_with_sizes(
+        [2 * one.mean.numel() for one in moments]
+    )
     results: list[Tensor | None] = []
     for k in range(num):
         needs_x, needs_weight, needs_bias = needed[3 * k : 3 * k + 3]
