@@ -54,6 +54,25 @@ def test_the_result_has_the_bits_of_interpolate(dtype, layout):
         assert torch.equal(_Resize.apply(x, 33, 40, align_corners), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last", "a slice of channels"])
+def test_on_a_cpu_the_gradient_of_any_layout_is_that_of_interpolate(layout, dtype):
+    x = random(2, 3, 9, 11, dtype=dtype).requires_grad_()
+    grad = random(2, 5, 33, 40, dtype=dtype)
+    if layout != "contiguous":
+        grad = grad.contiguous(memory_format=torch.channels_last)
+    grad = grad[:, :3] if "slice" in layout else grad[:, :3].clone()
+    exact = x.detach().double().requires_grad_()
+    wanted = F.interpolate(exact, size=grad.shape[-2:], mode="bilinear")
+    (wanted,) = torch.autograd.grad(wanted, exact, grad.double())
+    # Backward passes may run inside of autocast.
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        (found,) = torch.autograd.grad(resize(x, grad.shape[-2:], align_corners=False), x, grad)
+    assert (found.dtype, found.shape) == (dtype, x.shape)
+    error = (found.double() - wanted).abs().max() / wanted.abs().max()
+    assert error <= {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+
+
 @pytest.mark.parametrize("size", [(33, 40), (32, 41), (3, 1)])
 def test_values_stay_over_their_pixels_where_sides_are_no_multiples(size):
     x = random(2, 3, *(-(-side // 4) for side in size))

@@ -1,9 +1,10 @@
-"""Bilinear resizing whose backward pass gives the same bits every time, on CUDA too.
+"""Bilinear resizing with a backward pass of its own: bits that never change, and speed on CPUs.
 
 torch's own backward pass on CUDA adds with atomics, in an order that changes from run to run. With
 `torch.use_deterministic_algorithms` F.interpolate takes another, slow way, with other bits in the
-forward pass. Along each axis resizing is a product with a matrix of two values a row, so its
-gradient is two products with the transposed ones.
+forward pass. On a CPU it goes value by value, unless channels lie side by side and are many. Along
+each axis resizing is a product with a matrix of two values a row, so its gradient is two products
+with the transposed ones.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
@@ -21,7 +23,11 @@ def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
     same in every run.
     """
     height, width = size
-    if not x.is_cpu and torch.are_deterministic_algorithms_enabled():
+    if x.is_cpu:
+        is_ours = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+    else:
+        is_ours = torch.are_deterministic_algorithms_enabled()
+    if is_ours:
         y = _Resize.apply(x, height, width, align_corners)
     else:
         y = F.interpolate(x, size=(height, width), mode="bilinear", align_corners=align_corners)
@@ -63,23 +69,33 @@ class _Resize(torch.autograd.Function):
         return torch._C._nn.upsample_bilinear2d(x, (height, width), align_corners, None)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        grad_x = resize_gradient(grad, ctx.shape[-2:], align_corners=ctx.align_corners)
+        size, align_corners = ctx.shape[-2:], ctx.align_corners
+        if grad.is_cpu and grad.stride(1) == 1:
+            # torch knows a fast way for whole pixels, which a slice of channels does not have.
+            whole = grad.contiguous(memory_format=torch.channels_last)
+            grad_x = torch.ops.aten.upsample_bilinear2d_backward(
+                whole, grad.shape[-2:], ctx.shape, align_corners
+            )
+        else:
+            # On a device neither autocast nor TF32 shortens the numbers of float64.
+            wide = torch.promote_types(grad.dtype, torch.float32) if grad.is_cpu else torch.float64
+            with torch.autocast(grad.device.type, enabled=False):
+                grad_x = resize_gradient(grad.to(wide), size, align_corners=align_corners)
         return grad_x.to(ctx.dtype), None, None, None
 
 
 def resize_gradient(grad: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
-    """The gradient (N, C, h, w) of the input of `resize`, of `size` (h, w), in float64.
+    """The gradient (N, C, h, w) of the input of `resize`, of `size` (h, w), like `grad`.
 
     grad: of its output, (N, C, H, W).
     """
-    # In float64 neither autocast nor TF32 shortens the numbers.
     rows, columns = (
-        _weights(n_out, n_in, grad.device, align_corners=align_corners)
+        _weights(n_out, n_in, grad.device, align_corners=align_corners).to(grad.dtype)
         for n_out, n_in in zip(grad.shape[-2:], size, strict=True)
     )
-    wide = grad.to(torch.float64, memory_format=torch.contiguous_format)
-    return rows.mT @ (wide @ columns)
+    return rows.mT @ (grad.contiguous() @ columns)
 
 
 def _weights(out: int, size: int, device: torch.device, *, align_corners: bool) -> Tensor:
