@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from segtrain.norm import SyncBatchNorm2d
-from segtrain.norm.functional import Moments, dense_like
+from segtrain.norm.functional import Moments, NormInput, dense_like
 from segtrain.norm.kernels import (
     backward_sums,
     input_gradient,
@@ -70,7 +70,8 @@ class _SchemeFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, var, count)
         ctx.eps, ctx.scheme = eps, scheme
         ctx.mark_non_differentiable(mean, var, count)
-        return normalized(x, weight, bias, mean, var, eps), mean, var, count
+        inv_std = (var + eps).rsqrt_()
+        return normalized(NormInput(x, weight, bias, eps), mean, var, inv_std), mean, var, count
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""The arithmetic of a layer on CUDA, in few kernels: 10 forward, 6 backward, without collectives.
+"""The arithmetic of a layer on CUDA, in few kernels: 10 forward, 4 backward, without collectives.
 
 Launching a kernel takes the host some microseconds, however small the work, and a layer has much
 small work on vectors of one value per channel. The input itself is read and written 3 + 5 times, by
@@ -12,6 +12,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class NormInput(NamedTuple):
+    """The input and the parameters of one layer."""
+
+    x: Tensor  # (N, C, ...) floating point; N may differ between ranks and be 0
+    weight: Tensor | None  # (C,)
+    bias: Tensor | None  # (C,)
+    eps: float
+
 
 # Stands for no values in the place of a count. Sums of it vanish beside a real count, and it needs
 # no kernel that protects a division.
@@ -35,32 +45,20 @@ def takes(x: Tensor) -> bool:
     return x.device.type == "cuda" and not torch.compiler.is_compiling()
 
 
-def packed_moments(xs: Sequence[Tensor]) -> Tensor:
+def packed_moments(x: Tensor) -> Tensor:
     """As in `kernels`."""
-    one = constant([1.0], _wide(xs[0]), xs[0].device)
-    pieces: list[Tensor] = []
-    for x in xs:
-        pieces += [*_local_moments(x), one]
-    values = torch.cat(pieces)
-    sizes = [2 * x.shape[1] + 1 for x in xs]
-    whole = torch.empty_like(values, dtype=torch.float64)
-    for x, part, out in zip(
-        xs, values.split_with_sizes(sizes), whole.split_with_sizes(sizes), strict=True
-    ):
-        channels = x.shape[1]
-        num_values = x.numel() / channels or _NO_VALUES
-        torch.mul(part, constant([num_values], torch.float64, x.device), out=out)
-        # n var becomes n var + (n mean) mean.
-        out[channels:-1].addcmul_(out[:channels], part[:channels])
-    return whole
-
-
-def _local_moments(x: Tensor) -> tuple[Tensor, ...]:
-    """Mean and biased variance of this rank's values, (2 C,) in one or two tensors."""
+    channels, wide = x.shape[1], torch.promote_types(x.dtype, torch.float32)
+    whole = torch.empty(2 * channels + 1, dtype=torch.float64, device=x.device)
     if x.numel() == 0:
-        return (x.new_zeros(2 * x.shape[1], dtype=_wide(x)),)
+        whole.fill_(0)[-1].fill_(_NO_VALUES)
+        return whole
     # Unlike the CPU's, this kernel returns float32 for narrow input.
-    return torch.batch_norm_update_stats(x, None, None, 0.0)
+    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    values = torch.cat((mean, var, constant((1.0,), wide, x.device)))
+    torch.mul(values, constant((x.numel() / channels,), torch.float64, x.device), out=whole)
+    # n var becomes n var + (n mean) mean.
+    whole[channels:-1].addcmul_(whole[:channels], mean)
+    return whole
 
 
 def unpacked_moments(total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,14 +73,14 @@ def unpacked_moments(total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return mean, var, count
 
 
-def normalized(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
-) -> Tensor:
+def normalized(layer: NormInput, mean: Tensor, var: Tensor, inv_std: Tensor) -> Tensor:
     """As in `kernels`."""
+    x, weight, bias, eps = layer
     if x.numel() == 0:
         return torch.empty_like(x)
-    weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
-    return torch.batch_norm_elemt(x, weight, bias, mean, (var + eps).rsqrt_(), eps)
+    weight = None if weight is None else weight.to(mean.dtype)
+    bias = None if bias is None else bias.to(mean.dtype)
+    return torch.batch_norm_elemt(x, weight, bias, mean, inv_std, eps)
 
 
 def backward_sums(
@@ -102,12 +100,11 @@ def backward_sums(
     return LayerSums((total, dot), grad_weight, grad_bias)
 
 
-def packed_sums(sums: Sequence[LayerSums]) -> Tensor:
+def packed_sums(sums: LayerSums) -> Tensor:
     """As in `kernels`."""
-    parts = [part for layer in sums for part in layer.parts]
-    sizes = [part.numel() for part in parts]
-    whole = parts[0].new_empty(sum(sizes), dtype=torch.float64)
-    torch._foreach_copy_(whole.split_with_sizes(sizes), parts)
+    channels = sums.grad_bias.numel()
+    whole = torch.empty(2 * channels, dtype=torch.float64, device=sums.grad_bias.device)
+    torch._foreach_copy_(whole.split_with_sizes((channels, channels)), sums.parts)
     return whole
 
 
@@ -131,10 +128,6 @@ def input_gradient(
     return torch.batch_norm_backward_elemt(
         grad, x, mean, inv_std, scale, mean_grad, mean_dot, divisor
     )
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 _constants: dict[tuple[object, ...], Tensor] = {}

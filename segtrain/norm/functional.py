@@ -26,8 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import offload, reload
 from segtrain.norm import cuda_kernels, kernels
+from segtrain.norm.cuda_kernels import NormInput
 from segtrain.norm.groups import Sharing
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -44,13 +46,60 @@ class Moments(NamedTuple):
     count: Tensor  # () float64, the number of values per channel; below 1: none
 
 
-class NormInput(NamedTuple):
-    """The input and the parameters of one layer."""
+def sync_batch_norm(layer: NormInput, ranks: dist.Group | None) -> tuple[Tensor, Moments]:
+    """`sync_batch_norms` of one layer over all images, in less time of the host (collective).
 
-    x: Tensor  # (N, C, ...) floating point; N may differ between ranks and be 0
-    weight: Tensor | None  # (C,)
-    bias: Tensor | None  # (C,)
-    eps: float
+    On a GPU the host may be slower than the device: without lists of layers and of groups, a layer
+    takes it a fifth to a quarter less time. Not for virtual ranks, whose inputs wait on the host.
+
+    ranks: those that share statistics; None: all.
+    """
+    y, *moments = _SyncBatchNorm.apply(*layer, ranks)
+    return y, Moments(*moments)
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """`_SyncBatchNorms` of one layer: the same kernels, the same collectives, the same bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        ranks: dist.Group | None,
+    ) -> tuple[Tensor, ...]:
+        layer, local = NormInput(dense_like(x, x), weight, bias, eps), _kernels_for(x)
+        total = dist.all_reduce_sum(local.packed_moments(layer.x), ranks)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mean, var, count = local.unpacked_moments(total, wide)
+        inv_std = (var + eps).rsqrt_()
+        ctx.save_for_backward(layer.x, weight, bias, mean, inv_std, count)
+        ctx.ranks = ranks
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mean, var, count)
+        return local.normalized(layer, mean, var, inv_std), mean, var, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, inv_std, count = ctx.saved_tensors
+        local = _kernels_for(x)
+        # Used by nobody: the sums are zeros, like those of a rank without values.
+        grad = torch.zeros_like(x) if grad is None else dense_like(grad, x)
+        sums = local.backward_sums(grad, x, weight, mean, inv_std)
+        # Also if this rank needs no gradient of x: the others would wait for it.
+        total = dist.all_reduce_sum(local.packed_sums(sums), ctx.ranks)
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        statistics = mean, inv_std, total, count
+        return (
+            local.input_gradient(grad, x, weight, *statistics) if needs_x else None,
+            sums.grad_weight.to(weight.dtype) if needs_weight else None,
+            sums.grad_bias.to(bias.dtype) if needs_bias else None,
+            None,
+            None,
+        )
 
 
 def sync_batch_norms(
@@ -180,9 +229,9 @@ def _normalized(
     """Every y; moments: those of all layers for one group of images after another."""
     ys, num = [], len(layers)
     for i, x in enumerate(sharing.cut([layer.x for layer in layers])):
-        _, weight, bias, eps = layers[i % num]
+        layer = layers[i % num]._replace(x=x)
         mean, var, _ = moments[i]
-        ys.append(_kernels_for(x).normalized(x, weight, bias, mean, var, eps))
+        ys.append(_kernels_for(x).normalized(layer, mean, var, (var + layer.eps).rsqrt_()))
     return _joined(ys, num)
 
 
@@ -193,11 +242,15 @@ def _joined(pieces: Sequence[Tensor], num_layers: int) -> list[Tensor]:
     return [torch.cat(pieces[i::num_layers]) for i in range(num_layers)]
 
 
+def _whole(vectors: list[Tensor]) -> Tensor:
+    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
+
+
 def _global_moments(xs: Sequence[Tensor], sharing: Sharing) -> list[Moments]:
     """The moments of every layer for one group of images after another, by one all_reduce."""
     local = _kernels_for(xs[0])
     xs = sharing.cut(xs)
-    whole = sharing.sum(local.packed_moments(xs))
+    whole = sharing.sum(_whole([local.packed_moments(x) for x in xs]))
     parts = whole.split_with_sizes([2 * x.shape[1] + 1 for x in xs])
     wide = [torch.promote_types(x.dtype, torch.float32) for x in xs]
     return [Moments(*local.unpacked_moments(*pair)) for pair in zip(parts, wide, strict=True)]
@@ -230,7 +283,7 @@ def _norm_gradients(
     xs.clear()
     del x
     # Also if this rank needs no gradient of x: the others would wait for it.
-    totals = sharing.sum(local.packed_sums(sums)).split_with_sizes(
+    totals = sharing.sum(_whole([local.packed_sums(one) for one in sums])).split_with_sizes(
         [2 * one.mean.numel() for one in moments]
     )
     results: list[Tensor | None] = []

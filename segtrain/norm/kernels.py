@@ -6,18 +6,16 @@ float32 sum over all pixels, so a mean of 10,000 standard deviations makes the v
 too large.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segtrain.norm.cuda_kernels import LayerSums
+from segtrain.norm.cuda_kernels import LayerSums, NormInput
 
 
-def packed_moments(xs: Sequence[Tensor]) -> Tensor:
-    """[n mean, n (var + mean^2), n] of every layer's input, float64, to be added over ranks."""
-    return torch.cat([packed(*local_moments(x), x.numel() // x.shape[1]) for x in xs])
+def packed_moments(x: Tensor) -> Tensor:
+    """[n mean, n (var + mean^2), n] of `x`, (2 C + 1,) float64, to be added over ranks."""
+    return packed(*local_moments(x), x.numel() // x.shape[1])
 
 
 def packed(mean: Tensor, var: Tensor, num_values: int) -> Tensor:
@@ -130,17 +128,14 @@ def _merged(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.addcmul(variances, gaps, gaps).mean(0)
 
 
-def normalized(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
-) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias."""
+def normalized(layer: NormInput, mean: Tensor, var: Tensor, inv_std: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias; inv_std: 1 / sqrt(var + eps)."""
+    x, weight, bias, eps = layer
     # A parameter may be float16 (module.half()); the kernels expect the dtype of the statistics.
     weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
     if not _is_pixelwise(x, mean):
         return F.batch_norm(x, mean, var, weight, bias, eps=eps)
-    scale = (var + eps).rsqrt_()
-    if weight is not None:
-        scale.mul_(weight)
+    scale = inv_std if weight is None else inv_std * weight
     shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
     return torch.addcmul(_along(x, shift), x, _along(x, scale))
 
@@ -159,9 +154,9 @@ def backward_sums(
     return LayerSums((total, dot), grad_weight=dot, grad_bias=total)
 
 
-def packed_sums(sums: Sequence[LayerSums]) -> Tensor:
-    """The parts of every layer in one float64 vector."""
-    return torch.cat([part for layer in sums for part in layer.parts]).double()
+def packed_sums(sums: LayerSums) -> Tensor:
+    """The parts in one vector (2 C,) float64."""
+    return torch.cat(sums.parts).double()
 
 
 def input_gradient(

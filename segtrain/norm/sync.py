@@ -18,7 +18,13 @@ from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
 from segtrain.distributed.shares import Shares
 from segtrain.norm.cuda_kernels import constant, takes
-from segtrain.norm.functional import Moments, NormInput, norm_relu_conv2d, sync_batch_norms
+from segtrain.norm.functional import (
+    Moments,
+    NormInput,
+    norm_relu_conv2d,
+    sync_batch_norm,
+    sync_batch_norms,
+)
 from segtrain.norm.groups import Groups, Sharing, groups_here
 from segtrain.norm.kernels import packed, unbiased, unpacked_moments
 
@@ -103,7 +109,8 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return self._evaluate(input)
-        if self.images is None and dist.group_size(self._group()) == 1:
+        ranks = self._group() if self.images is None else None
+        if self.images is None and dist.group_size(ranks) == 1:
             # Without values a batch does not count, as among several ranks.
             if self.running_mean is None or (is_tracked() and input.numel()):
                 return super().forward(input)
@@ -113,7 +120,12 @@ class SyncBatchNorm(_BatchNorm):
             # measured alone may have one image.
             by_cudnn = torch.backends.cudnn.enabled
             return torch.batch_norm(input, *buffers, True, 0.0, self.eps, by_cudnn)
-        return synchronized([(input, self)])[0]
+        if self.images is not None or virtual_ranks.current() is not None:
+            return synchronized([(input, self)])[0]
+        layer = NormInput(input, self.weight, self.bias, self.eps)
+        output, moments = sync_batch_norm(layer, ranks)
+        self._track([moments], None)
+        return output
 
     def _evaluate(self, input: Tensor) -> Tensor:
         if _waiting is not None and any(layer is self for layer, _ in _waiting):
