@@ -223,8 +223,8 @@ def _optim_options(machine: Machine, steps: int, batch: int) -> Iterator[Option]
         yield Option("optim.weight_decay", 5e-4, "small data sets")
     else:
         recipe = "from random weights, as recipe camvid_deeplabv3plus_r18"
-        yield Option("optim.kind", "adamw", recipe)
-        yield Option("optim.lr", 0.001)
+        yield Option("optim.kind", "muon", recipe)
+        yield Option("optim.lr", 0.002)
         yield Option("optim.weight_decay", 0.05)
         yield Option("optim.decay_norm_and_bias", False)
         yield Option("optim.ema_decay", 0.99 if steps < 3000 else 0.999, "averages the last steps")
