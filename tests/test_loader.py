@@ -293,18 +293,20 @@ def test_a_killed_worker_is_a_failure_of_the_system_with_advice(workers):
 
 
 def test_the_thread_that_pins_ends_without_a_traceback_and_others_with_one(monkeypatch, capsys):
-    def _pin_memory_loop():
-        raise EOFError("a worker is gone")
+    def _pin_memory_loop(error):
+        raise error
 
     def other():
         raise EOFError("another thread")
 
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     loader_module._silence_pinning.__wrapped__()
-    for target in (_pin_memory_loop, other):
-        thread = threading.Thread(target=target)
+    errors = EOFError("a worker is gone"), OSError("too many open files")
+    threads = [threading.Thread(target=_pin_memory_loop, args=[error]) for error in errors]
+    for thread in (*threads, threading.Thread(target=other)):
         thread.start()
         thread.join()
     told = capsys.readouterr().err
     assert "another thread" in told
+    assert "too many open files" in told
     assert "a worker is gone" not in told

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
@@ -23,11 +22,7 @@ def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
     same in every run.
     """
     height, width = size
-    if x.is_cpu:
-        is_ours = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
-    else:
-        is_ours = torch.are_deterministic_algorithms_enabled()
-    if is_ours:
+    if _is_faster(x) if x.is_cpu else torch.are_deterministic_algorithms_enabled():
         y = _Resize.apply(x, height, width, align_corners)
     else:
         y = F.interpolate(x, size=(height, width), mode="bilinear", align_corners=align_corners)
@@ -61,6 +56,19 @@ def enlarge(x: Tensor, size: Sequence[int], stride: int | None, *, align_corners
     return y[..., : size[0], : size[1]]
 
 
+# The products take time in proportion to the columns of the input, torch's way does not.
+_MOST_COLUMNS = 256
+
+
+def _is_faster(x: Tensor) -> bool:
+    """Whether a gradient of `x`, on a CPU, is going to be asked for, and ours is faster."""
+    if not (torch.is_grad_enabled() and x.requires_grad) or x.dtype == torch.float64:
+        return False
+    # They know what to make of torch's operations.
+    transformed = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+    return x.shape[-1] <= _MOST_COLUMNS and not transformed and not torch.jit.is_tracing()
+
+
 class _Resize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, height: int, width: int, align_corners: bool) -> Tensor:
@@ -69,7 +77,6 @@ class _Resize(torch.autograd.Function):
         return torch._C._nn.upsample_bilinear2d(x, (height, width), align_corners, None)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         size, align_corners = ctx.shape[-2:], ctx.align_corners
         if grad.is_cpu and grad.stride(1) == 1:

@@ -164,11 +164,16 @@ def worker_failures() -> Iterator[None]:
 
 @cache
 def _silence_pinning() -> None:
-    """Lets Python print no traceback of the thread that pins: `worker_failures` tells of it."""
+    """Lets Python print no traceback where the thread that pins sees first that a worker died.
+
+    `worker_failures` tells of it.
+    """
     others = threading.excepthook
 
     def hook(failure: threading.ExceptHookArgs) -> None:
-        if failure.thread is None or "_pin_memory_loop" not in failure.thread.name:
+        name = "" if failure.thread is None else failure.thread.name
+        is_known = issubclass(failure.exc_type, (EOFError, ConnectionError, FileNotFoundError))
+        if "_pin_memory_loop" not in name or not is_known:
             others(failure)
 
     threading.excepthook = hook
