@@ -45,20 +45,32 @@ def takes(x: Tensor) -> bool:
     return x.device.type == "cuda" and not torch.compiler.is_compiling()
 
 
-def packed_moments(x: Tensor) -> Tensor:
+def packed_moments(xs: Sequence[Tensor]) -> Tensor:
     """As in `kernels`."""
-    channels, wide = x.shape[1], torch.promote_types(x.dtype, torch.float32)
-    whole = torch.empty(2 * channels + 1, dtype=torch.float64, device=x.device)
-    if x.numel() == 0:
-        whole.fill_(0)[-1].fill_(_NO_VALUES)
-        return whole
-    # Unlike the CPU's, this kernel returns float32 for narrow input.
-    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-    values = torch.cat((mean, var, constant((1.0,), wide, x.device)))
-    torch.mul(values, constant((x.numel() / channels,), torch.float64, x.device), out=whole)
-    # n var becomes n var + (n mean) mean.
-    whole[channels:-1].addcmul_(whole[:channels], mean)
+    one = constant([1.0], _wide(xs[0]), xs[0].device)
+    pieces: list[Tensor] = []
+    for x in xs:
+        pieces += [*_local_moments(x), one]
+    values = torch.cat(pieces)
+    sizes = [2 * x.shape[1] + 1 for x in xs]
+    whole = torch.empty_like(values, dtype=torch.float64)
+    for x, part, out in zip(
+        xs, values.split_with_sizes(sizes), whole.split_with_sizes(sizes), strict=True
+    ):
+        channels = x.shape[1]
+        num_values = x.numel() / channels or _NO_VALUES
+        torch.mul(part, constant([num_values], torch.float64, x.device), out=out)
+        # n var becomes n var + (n mean) mean.
+        out[channels:-1].addcmul_(out[:channels], part[:channels])
     return whole
+
+
+def _local_moments(x: Tensor) -> tuple[Tensor, ...]:
+    """Mean and biased variance of this rank's values, (2 C,) in one or two tensors."""
+    if x.numel() == 0:
+        return (x.new_zeros(2 * x.shape[1], dtype=_wide(x)),)
+    # Unlike the CPU's, this kernel returns float32 for narrow input.
+    return torch.batch_norm_update_stats(x, None, None, 0.0)
 
 
 def unpacked_moments(total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,11 +112,12 @@ def backward_sums(
     return LayerSums((total, dot), grad_weight, grad_bias)
 
 
-def packed_sums(sums: LayerSums) -> Tensor:
+def packed_sums(sums: Sequence[LayerSums]) -> Tensor:
     """As in `kernels`."""
-    channels = sums.grad_bias.numel()
-    whole = torch.empty(2 * channels, dtype=torch.float64, device=sums.grad_bias.device)
-    torch._foreach_copy_(whole.split_with_sizes((channels, channels)), sums.parts)
+    parts = [part for layer in sums for part in layer.parts]
+    sizes = [part.numel() for part in parts]
+    whole = parts[0].new_empty(sum(sizes), dtype=torch.float64)
+    torch._foreach_copy_(whole.split_with_sizes(sizes), parts)
     return whole
 
 
@@ -128,6 +141,10 @@ def input_gradient(
     return torch.batch_norm_backward_elemt(
         grad, x, mean, inv_std, scale, mean_grad, mean_dot, divisor
     )
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 _constants: dict[tuple[object, ...], Tensor] = {}

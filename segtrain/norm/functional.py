@@ -71,7 +71,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         ranks: dist.Group | None,
     ) -> tuple[Tensor, ...]:
         layer, local = NormInput(dense_like(x, x), weight, bias, eps), _kernels_for(x)
-        total = dist.all_reduce_sum(local.packed_moments(layer.x), ranks)
+        total = dist.all_reduce_sum(local.packed_moments([layer.x]), ranks)
         wide = torch.promote_types(x.dtype, torch.float32)
         mean, var, count = local.unpacked_moments(total, wide)
         inv_std = (var + eps).rsqrt_()
@@ -90,7 +90,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         grad = torch.zeros_like(x) if grad is None else dense_like(grad, x)
         sums = local.backward_sums(grad, x, weight, mean, inv_std)
         # Also if this rank needs no gradient of x: the others would wait for it.
-        total = dist.all_reduce_sum(local.packed_sums(sums), ctx.ranks)
+        total = dist.all_reduce_sum(local.packed_sums([sums]), ctx.ranks)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         statistics = mean, inv_std, total, count
         return (
@@ -242,15 +242,11 @@ def _joined(pieces: Sequence[Tensor], num_layers: int) -> list[Tensor]:
     return [torch.cat(pieces[i::num_layers]) for i in range(num_layers)]
 
 
-def _whole(vectors: list[Tensor]) -> Tensor:
-    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
-
-
 def _global_moments(xs: Sequence[Tensor], sharing: Sharing) -> list[Moments]:
     """The moments of every layer for one group of images after another, by one all_reduce."""
     local = _kernels_for(xs[0])
     xs = sharing.cut(xs)
-    whole = sharing.sum(_whole([local.packed_moments(x) for x in xs]))
+    whole = sharing.sum(local.packed_moments(xs))
     parts = whole.split_with_sizes([2 * x.shape[1] + 1 for x in xs])
     wide = [torch.promote_types(x.dtype, torch.float32) for x in xs]
     return [Moments(*local.unpacked_moments(*pair)) for pair in zip(parts, wide, strict=True)]
@@ -283,7 +279,7 @@ def _norm_gradients(
     xs.clear()
     del x
     # Also if this rank needs no gradient of x: the others would wait for it.
-    totals = sharing.sum(_whole([local.packed_sums(one) for one in sums])).split_with_sizes(
+    totals = sharing.sum(local.packed_sums(sums)).split_with_sizes(
         [2 * one.mean.numel() for one in moments]
     )
     results: list[Tensor | None] = []

@@ -6,6 +6,8 @@ float32 sum over all pixels, so a mean of 10,000 standard deviations makes the v
 too large.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,9 +15,9 @@ from torch import Tensor
 from segtrain.norm.cuda_kernels import LayerSums, NormInput
 
 
-def packed_moments(x: Tensor) -> Tensor:
-    """[n mean, n (var + mean^2), n] of `x`, (2 C + 1,) float64, to be added over ranks."""
-    return packed(*local_moments(x), x.numel() // x.shape[1])
+def packed_moments(xs: Sequence[Tensor]) -> Tensor:
+    """[n mean, n (var + mean^2), n] of every layer's input, float64, to be added over ranks."""
+    return torch.cat([packed(*local_moments(x), x.numel() // x.shape[1]) for x in xs])
 
 
 def packed(mean: Tensor, var: Tensor, num_values: int) -> Tensor:
@@ -154,9 +156,9 @@ def backward_sums(
     return LayerSums((total, dot), grad_weight=dot, grad_bias=total)
 
 
-def packed_sums(sums: LayerSums) -> Tensor:
-    """The parts in one vector (2 C,) float64."""
-    return torch.cat(sums.parts).double()
+def packed_sums(sums: Sequence[LayerSums]) -> Tensor:
+    """The parts of every layer in one float64 vector."""
+    return torch.cat([part for layer in sums for part in layer.parts]).double()
 
 
 def input_gradient(
