@@ -59,7 +59,7 @@ def sync_batch_norm(layer: NormInput, ranks: dist.Group | None) -> tuple[Tensor,
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """`_SyncBatchNorms` of one layer: the same kernels, the same collectives, the same bits."""
+    """`_SyncBatchNorms` of one layer: the same collectives and bits, with two kernels less."""
 
     @staticmethod
     def forward(
