@@ -17,7 +17,7 @@ from experiments import last, refusal, small, stopped_after, train, write_config
 from processes import logged_steps
 
 from segtrain import cli
-from segtrain.checkpoint.format import load, parse_data, save
+from segtrain.checkpoint.format import config_field, load, parse_data, save
 from segtrain.checkpoint.loading import load_initial
 from segtrain.config import load_config
 from segtrain.data import open_dataset
@@ -323,14 +323,16 @@ def test_labels_that_differ_end_a_run_that_has_gone_on_before_anything_is_saved(
 ):
     """As in a data set so large that its labels are not hashed before the first step."""
     config = other_data(data, tmp_path, exchange_labels, steps=500)
-    saved = (run / "checkpoints" / "last.pt").read_bytes()
-    text = (run / "config.yaml").read_text().replace("steps: 6", "steps: 500")
-    (run / "config.yaml").write_text(text)
+    path = run / "checkpoints" / "last.pt"
+    checkpoint = last(run)._replace(config=config_field(load_config(config)))
+    (run / "checkpoints" / "manifest.json").unlink()
+    save(path, checkpoint)
+    saved = path.read_bytes()
     found = run_ranks(2, slow_labels, 2, refusal, train, config, run, True)
     assert found[0] == found[1]
     assert found[0][:2] == ("ConfigError", 2)
     assert "2 labels hold something else" in found[0][2]
-    assert (run / "checkpoints" / "last.pt").read_bytes() == saved
+    assert path.read_bytes() == saved
     assert 3 < max(logged_steps(run)) < 50
 
 

@@ -98,6 +98,9 @@ def test_folds_that_are_killed_and_resumed_end_with_the_same_bits(own, stop, tmp
     assert cli.main(["report", str(cut), "--figures", str(tmp_path / "figures")]) == 0
     assert (cut / "report.html").read_text() == before
     check_comparison(whole, cut, tmp_path, capsys)
+    trained = len(ran)
+    check_changes(cut, own.parent / "labels/train/d4_000.png", capsys)
+    assert len(ran) == trained
 
     found = json.loads((whole / "folds.json").read_text())
     check_division(found, whole)
@@ -160,6 +163,29 @@ def check_comparison(whole, cut, folder, capsys):
     for command in (["compare"], ["report", "--output", str(folder / "x.html")]):
         assert cli.main([*command, str(whole), str(cut / "fold_0")]) == 2
         assert f"{whole}" in capsys.readouterr().err
+
+
+def check_changes(directory, label, capsys):
+    """Folds of another config or of other labels are not joined, though nothing is left to do."""
+    experiment = directory / "experiment.yaml"
+    for path, change, said in (
+        (
+            experiment,
+            lambda old: old.replace(b"  lr: 0.02\n", b"  lr: 0.5\n"),
+            "optim.lr: 0.02 there",
+        ),
+        (label, lambda old: old + b" ", "names, sizes or order of the files differ"),
+        (label, lambda old: old[:-1] + b" ", "labels hold something else; the first is"),
+    ):
+        before, score = path.read_bytes(), (directory / "folds.json").read_text()
+        path.write_bytes(change(before))
+        assert folds(directory, "--resume") == 2
+        error = capsys.readouterr().err
+        assert f"{directory}: was started otherwise" in error
+        assert f"fold_0: {'' if path == experiment else 'split '}" in error
+        assert said in error
+        path.write_bytes(before)
+        assert (directory / "folds.json").read_text() == score
 
 
 def check_ensemble(directory, capsys):

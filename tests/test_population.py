@@ -17,7 +17,7 @@ import pytest
 from experiments import bits, last, losses, sections, small, train_member, write_config
 
 from segtrain import cli
-from segtrain.checkpoint.format import Checkpoint
+from segtrain.checkpoint.format import Checkpoint, config_field, load
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.commands import programs as children
 from segtrain.commands.population import history, training
@@ -25,7 +25,6 @@ from segtrain.commands.population.history import History, Row
 from segtrain.commands.population.training import score, take_over
 from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError, ExecutionError
-from segtrain.files import manifest
 from segtrain.run.folds import read_record, write_record
 
 LR, DECAY = "optim.lr", "optim.weight_decay"
@@ -167,7 +166,12 @@ def test_an_exchange_makes_the_checkpoints_those_of_the_winner(tmp_path):
     after = files_of(loser)
     assert after.pop("mine.txt") == b"not of a run"
     assert after.keys() == before.keys()
-    assert {name for name in before if before[name] != after[name]} <= {manifest.MANIFEST}
+    assert before["best.pt"] == after["best.pt"]
+    for name in ("last.pt", "previous.pt", "step_0000003.pt"):
+        there, here = (load(run / "checkpoints" / name) for run in (winner, loser))
+        assert here.config == config_field(config(lr=0.5))
+        assert here.model["w"].equal(there.model["w"])
+        assert here.step == there.step
     assert_goes_on_from_last(loser)
     assert load_config(loser / "config.yaml") == config(lr=0.5)
     assert (
@@ -526,6 +530,12 @@ def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monke
         capsys.readouterr()
         assert run(experiment, directory, *arguments) == 2
         assert said in capsys.readouterr().err
+    edited = directory / "experiment.yaml"
+    before = edited.read_text()
+    edited.write_text(before.replace("lr: 0.02\n", "lr: 0.5\n"))
+    assert cli.main(["population", str(directory), "--resume"]) == 2
+    assert "optim.lr: 0.02 there, 0.5 now" in capsys.readouterr().err
+    edited.write_text(before)
     # Where the data lie is no matter, and is taken from the new command line.
     assert run(experiment, directory, "--resume", "--set", "log.every_steps=2") == 143
     assert load_config(directory / "experiment.yaml").log.every_steps == 2

@@ -272,6 +272,24 @@ def alone_with_evaluations(run_ranks, tmp_path_factory):
     return config, root / "alone"
 
 
+@pytest.mark.fault(42)
+def test_a_config_edited_in_the_run_is_refused_and_written_anew(
+    run_ranks, tmp_path, alone_with_evaluations
+):
+    """The checkpoint says what the run was trained with."""
+    config, alone = alone_with_evaluations
+    run = shutil.copytree(alone, tmp_path / "run")
+    edited, written = run / "config.yaml", (run / "config.yaml").read_text()
+    edited.write_text(written.replace("  lr: 0.02\n", "  lr: 0.5\n"))
+    ((kind, code, said),) = run_ranks(1, refusal, train, edited, run, True)
+    assert (kind, code) == ("ConfigError", 2)
+    assert "\n  optim.lr: 0.02 there, 0.5 now\n" in said
+    (run / "checkpoints" / "last.pt").unlink()  # something is left to do
+    assert run_ranks(1, train, config, run, True) == [0]
+    assert edited.read_text() == written
+    assert "and is written anew: optim.lr: 0.5 there, 0.02 now\n" in (run / "train.log").read_text()
+
+
 @pytest.mark.fault(7)
 @pytest.mark.parametrize(
     ("where", "number", "code", "step", "evaluated"),

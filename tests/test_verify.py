@@ -255,6 +255,15 @@ def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_
     assert (code, said) == (0, "")
 
 
+def test_a_config_edited_after_training_is_told(run_ranks, run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = copy / "config.yaml"
+    path.write_text(path.read_text().replace("  lr: 0.02\n", "  lr: 0.5\n"))
+    ((code, printed, said),) = run_ranks(1, verify, copy)
+    assert (code, "step 4 differs from its receipt" in said) == (4, True)
+    assert "warning: config.yaml has been edited: optim.lr: 0.02 there, 0.5 now\n" in printed
+
+
 @pytest.mark.parametrize("text", ["0", "a", "-1", "0:", "4:3", "a:b", ":-1"])
 def test_steps_in_another_form_are_refused(text, capsys):
     assert cli._parser().parse_args(["verify", "RUN", "--steps=3"]).steps == (3, 3)

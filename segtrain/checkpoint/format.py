@@ -219,13 +219,18 @@ def _parse(content: Any) -> Checkpoint:
 _CLASS_FILE = TypeAdapter(ClassFile)
 
 
+def config_field(config: Config) -> str:
+    """The field `config` of a Checkpoint."""
+    # Indented, because `torch_file` refuses a long text without blanks.
+    return config.model_dump_json(indent=1)
+
+
 def experiment_fields(config: Config, classes: ClassFile) -> dict[str, str]:
     """The fields `config` and `classes` of a Checkpoint."""
     # Without an ignored colour, leave the key out: the default colour may be that of a class.
     default = set() if classes.ignores_color else {"ignore_color"}
-    # Indented, because `torch_file` refuses a long text without blanks.
     return {
-        "config": config.model_dump_json(indent=1),
+        "config": config_field(config),
         "classes": _CLASS_FILE.dump_json(
             classes, indent=1, exclude=default, exclude_defaults=True
         ).decode(),

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import math
 import os
 import re
 import shlex
@@ -9,12 +10,16 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from segtrain import files
+from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
+from segtrain.checkpoint.format import BEST, load, parse_experiment
+from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.commands.config import load_named, show_warnings
 from segtrain.commands.programs import (
     News,
@@ -26,6 +31,8 @@ from segtrain.commands.programs import (
 )
 from segtrain.config import Config, load_config, override_config
 from segtrain.config.loading import given_keys, yaml_value
+from segtrain.data import open_dataset
+from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair, data_root
 from segtrain.data.read.layouts import list_split
 from segtrain.data.read.lists import list_pairs, list_text
@@ -37,7 +44,7 @@ from segtrain.metrics import or_none
 from segtrain.results.folds import join_folds
 from segtrain.results.report import write_report
 from segtrain.results.sequences import sequences_of, show_sequences, without_split
-from segtrain.run.directory import CONFIG, LOCK, RunLock, config_differences, is_run
+from segtrain.run.directory import CHECKPOINTS, CONFIG, LOCK, RunLock, config_differences, is_run
 from segtrain.run.folds import EXPERIMENT, FOLDS, Division, Fold, read_division, write_record
 from segtrain.text import counted, first_of, say
 
@@ -57,11 +64,14 @@ def main(args: argparse.Namespace) -> int:
     with RunLock(directory):
         if division is None:
             division = _divide(args, directory, config)
+        else:
+            _check_trained(directory, config, division)
         write_experiment(directory, config)
         write_record(directory / FOLDS, division)
         if code := _train(args, directory, config, division):
             say(f"to go on: segtrain folds {shlex.quote(str(directory))} --resume")
             return code
+        _check_trained(directory, config, division)  # labels may have changed meanwhile
         # Nothing is left to save.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signals.exit_at_once)
@@ -134,6 +144,40 @@ def _check_same(
     ]
     differences += config_differences(load_config(directory / EXPERIMENT), config)
     check_same("folds", directory, differences)
+
+
+def _check_trained(directory: Path, config: Config, division: Division) -> None:
+    """Refuses folds that were trained by another config or on other data than those to come.
+
+    Raises:
+        ConfigError: one was, so no score is of all of them.
+        CheckpointError: a checkpoint is damaged.
+    """
+    for fold in division.folds:
+        folder = directory / fold.run / CHECKPOINTS
+        newest = CheckpointManager(folder, keep_limit=1).newest
+        path = folder / BEST if fold.finished else newest()[0]
+        if path is None:
+            continue
+        resumed = Resumed(load(path), path)
+        now, sets = _opened(directory, fold.run, config)
+        found = config_differences(parse_experiment(*resumed)[0], now)
+        guard = DatasetGuard(sets, now.data.root, resumed, accept_changes=True)
+        with closing(guard):
+            guard.start(math.inf)
+            lines = guard.pop_log_lines()
+        found += [x.removeprefix("changed").strip() for x in lines if x.startswith("changed")]
+        check_same("folds", directory, [f"{fold.run}: {line}" for line in found])
+
+
+def _opened(
+    directory: Path, run: str, config: Config
+) -> tuple[Config, tuple[SegDataset, SegDataset]]:
+    """The config of a fold's run, and its splits."""
+    options = _options(directory, run, config.data.labels_dir)
+    config = override_config(config, options, source=str(directory / EXPERIMENT))
+    train, evaluation = config.data.train_split, config.data.eval_split
+    return config, (open_dataset(config.data, train), open_dataset(config.data, evaluation))
 
 
 def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Division:

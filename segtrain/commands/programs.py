@@ -59,7 +59,8 @@ def check_new(directory: Path, config: Config, left: re.Pattern[str]) -> None:
 def check_same(command: str, directory: Path, differences: Sequence[str]) -> None:
     """ConfigError if options differ from those that `directory` was started with."""
     if differences:
-        again = f"to go on as it was: segtrain {command} {shlex.quote(str(directory))} --resume"
+        again = f"segtrain {command} {shlex.quote(str(directory))} --resume"
+        again = f"to go on as it was: {again} (if {EXPERIMENT} or data changed, undo that first)"
         lines = [f"{directory}: was started otherwise", *differences]
         raise ConfigError("\n".join(["\n  ".join(lines), again]))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
-from segtrain.checkpoint.format import Checkpoint, load
+from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import kept_checkpoints
 from segtrain.checkpoint.restore import initial_weights_fields
 from segtrain.commands.train.evaluate import take_precise_statistics
@@ -187,6 +187,9 @@ def _set_up(
     state = build_state(config, device, start, train_set, notes)
     # 3. What differs from the run is told, not refused: perhaps it is what is looked for.
     notes += other_arithmetic(state, known and known.checkpoint)
+    if known is not None:
+        others = run_directory.config_differences(parse_experiment(*known)[0], config)
+        notes += [f"warning: {run_directory.CONFIG} has been edited: {line}" for line in others]
     data = DatasetGuard((train_set, eval_set), config.data.root, known, accept_changes=True)
     stack.callback(data.close)
     data.start(DATA_PATIENCE_S)

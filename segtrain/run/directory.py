@@ -108,35 +108,48 @@ HARMLESS = (
 )
 
 
-def check_directory(
-    directory: Path, config: Config, *, resume: bool, accept_changes: bool = False
-) -> list[str]:
+def check_directory(directory: Path, config: Config, *, resume: bool) -> None:
     """Refuses a directory that this run must not write into.
 
-    A new run may replace a run that has saved no checkpoint; with `resume` too. Returns the
-    differences from the config of the resumed run, one line per option; only `accept_changes` lets
-    it go on with any. If that config is missing, `config` counts, and this is the only line.
+    A new run may replace a run that has saved no checkpoint; with `resume` too.
 
     Raises:
-        ConfigError: it holds a run with checkpoints, or data is read from there; with `resume`, the
-            config of the run that has saved them differs.
+        ConfigError: it holds a run with checkpoints, or data is read from there.
     """
     files.check_utf8(directory)
     if not (resume and has_saved(directory)):
         _check_new(directory, config)
-        return []
-    if not (directory / CONFIG).exists():
-        return [f"{CONFIG}: missing there, the config of this command now"]
-    differences = config_differences(load_config(directory / CONFIG), config)
+
+
+def check_config(
+    directory: Path, saved: Config, config: Config, *, accept_changes: bool
+) -> list[str]:
+    """How `config` differs from that of the checkpoint to go on from, a line for each option.
+
+    What the checkpoint says counts, because config.yaml may have been edited since.
+
+    Raises:
+        ConfigError: it differs, and `accept_changes` is not set.
+    """
+    differences = config_differences(saved, config)
     if differences and not accept_changes:
-        listed = "\n  ".join(differences)
+        listed, run = "\n  ".join(differences), shlex.quote(str(directory))
         raise ConfigError(
             f"{directory}: the run was started with another config\n  {listed}\n"
-            f"to go on as it was started: segtrain train {shlex.quote(str(directory))} --resume\n"
+            f"to go on as it was started: segtrain train {run} --resume (if its {CONFIG} has been "
+            "edited, undo that first)\n"
             "if the changes are meant: add --accept-changes\n"
             "to start a new run: --output DIR instead of --resume"
         )
     return differences
+
+
+def edits(directory: Path, config: Config) -> list[str]:
+    """How config.yaml differs from `config`, which the run goes on with; it may be gone."""
+    try:
+        return config_differences(load_config(directory / CONFIG), config)
+    except ConfigError as error:
+        return [str(error)]
 
 
 def is_run(directory: Path) -> bool:

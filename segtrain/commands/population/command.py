@@ -10,11 +10,11 @@ from segtrain.commands.population import history as record
 from segtrain.commands.population.history import FACTORS, FILE, History, times, with_options
 from segtrain.commands.population.training import Population
 from segtrain.commands.programs import check_new, check_same, refuse_ranks, write_experiment
-from segtrain.config import Config, override_config
+from segtrain.config import Config, load_config
 from segtrain.config.messages import did_you_mean
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.run.directory import CONFIG, LOCK, RunLock, config_differences, flat
-from segtrain.run.folds import read_record, write_record
+from segtrain.run.folds import EXPERIMENT, read_record, write_record
 from segtrain.text import say
 
 MEMBERS, PERTURB = 4, ("optim.lr", "optim.weight_decay")
@@ -26,8 +26,8 @@ def main(args: argparse.Namespace) -> int:
     directory, history = _population(args)
     show_warnings(history.config)
     with RunLock(directory):
-        write_record(directory / FILE, history)
         write_experiment(directory, history.config)
+        write_record(directory / FILE, history)
         code = Population(directory, history, args).train()
     if code == EXIT_OK:
         for line in record.table(history):
@@ -45,7 +45,7 @@ def _population(args: argparse.Namespace) -> tuple[Path, History]:
     directory = Path(args.config)
     if args.resume and (directory / FILE).exists():
         history = read_record(directory / FILE, History)
-        config = override_config(history.config, args.set, source=str(directory / FILE))
+        config = load_config(directory / EXPERIMENT, args.set)
         return directory, _resumed(directory, history, args, config)
     config = load_named(args)
     found, ending = Path(args.config), "alone" if args.alone else "population"
@@ -57,7 +57,7 @@ def _population(args: argparse.Namespace) -> tuple[Path, History]:
     if args.resume:
         say(f"{directory}: nothing to resume; a new population starts")
     history = _new(args, config)
-    check_new(directory, config, re.compile(re.escape(LOCK)))
+    check_new(directory, config, re.compile(f"{re.escape(LOCK)}|{re.escape(EXPERIMENT)}"))
     return directory, history
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from segtrain import files
-from segtrain.checkpoint.format import LAST
+from segtrain.checkpoint.format import BEST, LAST, config_field, load, write_temporary
 from segtrain.commands.population import history as record
 from segtrain.commands.population.history import FILE, History, Row, with_options
 from segtrain.commands.programs import News, Programs, gpus_of_slots
@@ -149,8 +149,8 @@ def take_over(loser: Path, winner: Path, config: Config, *, step: int) -> None:
     """Gives the run in `loser` the checkpoints of the run in `winner`, and `config`.
 
     The winner is only read, so after an interruption the same call completes the exchange. Files
-    in `loser` that no run has written stay. config.yaml is replaced, rather than given by
-    --accept-changes, because the run must still refuse data that have changed.
+    in `loser` that no run has written stay. Its checkpoints say `config`, rather than that it is
+    given by --accept-changes, because the run must still refuse data that have changed.
 
     step: that of the winner's last.pt; CheckpointError if it is of another.
     """
@@ -166,7 +166,13 @@ def take_over(loser: Path, winner: Path, config: Config, *, step: int) -> None:
             for name in manifest.read_entries(target).keys() - known.keys():
                 (target / name).unlink(missing_ok=True)
             for name in known:
-                files.write_atomic(target / name, (source / name).read_bytes())
+                if name == BEST:  # nothing goes on from it
+                    files.write_atomic(target / name, (source / name).read_bytes())
+                    continue
+                saved = load(source / name)._replace(config=config_field(config))
+                with write_temporary(target / name, saved) as (temporary, entry):
+                    temporary.replace(target / name)
+                known[name] = [entry]
             manifest.write(target, known)
             run_directory.write_config(loser, config)
         with RunLog(loser, enabled=True):

@@ -38,7 +38,7 @@ def begin(
         ConfigError: `directory` holds a run, an override cannot be meant, or nothing would change.
         CheckpointError: there is no checkpoint with the state of the training.
     """
-    from segtrain.checkpoint.format import load, parse_experiment
+    from segtrain.checkpoint.format import config_field, load, parse_experiment
     from segtrain.checkpoint.manager import CheckpointManager
     from segtrain.run.log import RunLog, drop_later, say
 
@@ -70,7 +70,7 @@ def begin(
         stack.enter_context(RunLog(directory, enabled=True))
         checkpoints.clean_up()
         checkpoints.check_space(saved)
-        checkpoints.keep(saved._replace(best=None, ending=None))
+        checkpoints.keep(saved._replace(config=config_field(config), best=None, ending=None))
         with files.os_errors_as(ExecutionError, directory, "cannot be written"):
             for name in (ENVIRONMENT, run_directory.METRICS):
                 with suppress(FileNotFoundError):

@@ -12,7 +12,7 @@ import torch
 
 from segtrain import seed
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
-from segtrain.checkpoint.format import Checkpoint, load
+from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
@@ -357,12 +357,15 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     make_repeatable(config, device)
 
     # 1. The run directory belongs to this run alone.
-    notes, changes = dist.run_on_rank0(lambda: _take_directory(request, stack))
+    dist.run_on_rank0(lambda: _take_directory(request, stack))
+    notes: list[str] = []
     folder, limit = directory / run_directory.CHECKPOINTS, config.checkpoint.keep_limit
     checkpoints = CheckpointManager(folder, keep_limit=limit)
-    # 2. The checkpoint to go on from, if there is one.
+    # 2. The checkpoint to go on from, if there is one; is it one of this config?
     resumed = _find_checkpoint(checkpoints, request, notes)
     saved = resumed and resumed.checkpoint
+    changes = dist.run_on_rank0(lambda: _config_changes(request, resumed))
+    notes += [f"changed    {change}" for change in changes]
     # 3. The data; does it fit the config and this machine?
     train_set, eval_set = open_data(config, device, notes)
     lines = precision_warnings(config.train, device)
@@ -398,7 +401,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     changes += others
     # 7. Directory and log say what this run is; a resumed run changes them at its first step.
     devices = dist.all_gather_object(device_name(device))
-    earlier = dist.run_on_rank0(lambda: _lines_on_earlier_run(request, resumed))
+    earlier = dist.run_on_rank0(lambda: _lines_on_earlier_run(request, resumed, changes))
     notes += earlier
     describe = partial(run_directory.write_description, directory, config, devices)
     if resumed is None:
@@ -475,16 +478,10 @@ def _keeping_together(
     return step_sync, HogwildBarrier(step_sync, step=state.step, timeout_s=timeout_s, **requests)
 
 
-def _take_directory(request: TrainRequest, stack: ExitStack) -> tuple[list[str], list[str]]:
-    """Locks the directory on rank 0; returns notes, and what differs from the run's own config."""
+def _take_directory(request: TrainRequest, stack: ExitStack) -> None:
+    """Locks the directory; on rank 0."""
     stack.enter_context(RunLock(request.directory))
-    changes = run_directory.check_directory(
-        request.directory,
-        request.config,
-        resume=request.resume,
-        accept_changes=request.accept_changes,
-    )
-    return [f"changed    {change}" for change in changes], changes
+    run_directory.check_directory(request.directory, request.config, resume=request.resume)
 
 
 def _find_checkpoint(
@@ -513,11 +510,27 @@ def _find_checkpoint(
     return resumed
 
 
-def _lines_on_earlier_run(request: TrainRequest, resumed: Resumed | None) -> list[str]:
-    """What there is to say about the run that `directory` held before."""
+def _config_changes(request: TrainRequest, resumed: Resumed | None) -> list[str]:
+    """How the config differs from that of the checkpoint; ConfigError if that is not accepted."""
+    if resumed is None:
+        return []
+    before, _ = parse_experiment(*resumed)
+    accept = request.accept_changes
+    return run_directory.check_config(
+        request.directory, before, request.config, accept_changes=accept
+    )
+
+
+def _lines_on_earlier_run(
+    request: TrainRequest, resumed: Resumed | None, changes: Sequence[str]
+) -> list[str]:
+    """What there is to say about the run that `directory` held before; `changes`: of its config."""
     if resumed is not None:
         others = changed_versions(request.directory)
-        return [f"warning: the run had {other}: numbers may differ" for other in others]
+        lines = [f"warning: the run had {other}: numbers may differ" for other in others]
+        edited = [] if changes else run_directory.edits(request.directory, request.config)
+        what = f"{run_directory.CONFIG} is not what the checkpoint says, and is written anew"
+        return lines + [f"warning: {what}: {line}" for line in edited]
     if (request.directory / run_directory.CONFIG).exists():
         return [
             "warning: a run began in this directory and there is no checkpoint of it: "

@@ -73,9 +73,7 @@ def main(args: argparse.Namespace) -> int:
         config = _refined(args, target, fit.kept(target.directory))
     if not is_rank:
         # Before anything slow; the ranks check the directory again.
-        run_directory.check_directory(
-            target.directory, config, resume=resume, accept_changes=args.accept_changes
-        )
+        run_directory.check_directory(target.directory, config, resume=resume)
         num_ranks = launch.num_ranks_here(args.nproc, args.device)
         starts_ranks = num_ranks > 1 or args.nnodes > 1 or args.max_restarts > 0
         if starts_ranks:
