@@ -234,6 +234,17 @@ def test_other_options_are_refused_when_folds_go_on(own, stop, tmp_path, capsys)
     assert "is not empty; go on by --resume" in capsys.readouterr().err
 
 
+def test_a_fold_without_labels_is_refused_before_any_trains(stop, tmp_path, capsys):
+    write_data(tmp_path, num_images=4, num_val=1)
+    cv2.imwrite(str(tmp_path / "labels/train/3.png"), np.full((56, 72), 255, np.uint8))
+    config = write_config(tmp_path / "c.yaml", small(tmp_path))
+    for _ in range(2):
+        assert folds(config, "-k", 4, "--output", tmp_path / "out") == 3
+        said = capsys.readouterr().err
+        assert re.search(r"fold_\d: .*\n?.*all other pixels are ignored", said)
+    assert stop["ran"] == []
+
+
 def test_groups_stay_whole_and_folds_are_even():
     sizes = {f"s{i}": n for i, n in enumerate((40, 3, 17, 17, 9, 1, 30, 8, 8, 2))}
     groups = [name for name, size in sizes.items() for _ in range(size)]

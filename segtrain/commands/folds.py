@@ -32,6 +32,7 @@ from segtrain.commands.programs import (
 from segtrain.config import Config, load_config, override_config
 from segtrain.config.loading import given_keys, yaml_value
 from segtrain.data import open_dataset
+from segtrain.data.check.checks import quick_check
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair, data_root
 from segtrain.data.read.layouts import list_split
@@ -39,7 +40,7 @@ from segtrain.data.read.lists import list_pairs, list_text
 from segtrain.data.read.protect import check_pictures
 from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
-from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
+from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.metrics import or_none
 from segtrain.results.folds import join_folds
 from segtrain.results.report import write_report
@@ -170,6 +171,16 @@ def _check_trained(directory: Path, config: Config, division: Division) -> None:
         check_same("folds", directory, [f"{fold.run}: {line}" for line in found])
 
 
+def _check_labels(directory: Path, config: Config, folds: Sequence[Fold]) -> None:
+    """Refuses a fold that could not train, before the others have; DataError."""
+    for fold in folds:
+        try:
+            quick_check(*_opened(directory, fold.run, config)[1])
+        except DataError as error:
+            repair = "divide otherwise (-k, --by), or leave out images whose labels are all ignored"
+            raise DataError(f"{fold.run}: {error}\nno fold has trained: {repair}") from None
+
+
 def _opened(
     directory: Path, run: str, config: Config
 ) -> tuple[Config, tuple[SegDataset, SegDataset]]:
@@ -185,6 +196,7 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
 
     Raises:
         ConfigError: there are fewer groups than folds, or a list cannot name a file.
+        DataError: a fold cannot train.
     """
     data, number = config.data, args.number or NUMBER
     splits = [data.train_split, data.eval_split] if args.all else [data.train_split]
@@ -212,6 +224,7 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
         say(f"fold_{i}: {counted(len(own), 'image', 'images')}{units}")
     if len({name for fold in found for name in fold.images}) < len(pairs):
         raise ConfigError("--all: both splits have images whose names differ in the suffix only")
+    _check_labels(directory, config, found)
     return Division(by=by, all=args.all, folds=found)
 
 
