@@ -202,6 +202,21 @@ def test_a_run_in_use_is_refused_and_the_lock_of_a_dead_run_is_taken_over(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_a_lock_on_a_file_that_another_run_has_just_removed_does_not_count(tmp_path, monkeypatch):
+    lock, path = fcntl.flock, tmp_path / ".lock"
+    ended = []
+
+    def lock_after_its_end(*args):
+        if not ended:
+            ended.append(path.unlink())
+        return lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_its_end)
+    in_use = pytest.raises(ConfigError, match="in use by process")
+    with RunLock(tmp_path), in_use, RunLock(tmp_path):
+        pytest.fail("two runs in one directory")
+
+
 def test_the_user_s_own_files_are_neither_counted_nor_removed(tmp_path):
     """Under any name, even under that of a checkpoint of the run."""
     store = store_in(tmp_path)

@@ -290,6 +290,37 @@ def test_a_config_edited_in_the_run_is_refused_and_written_anew(
     assert "and is written anew: optim.lr: 0.5 there, 0.02 now\n" in (run / "train.log").read_text()
 
 
+def in_a_directory_made_anew(config, directory):
+    """The `refusal` of a run in whose directory another one begins, and whether it left anything.
+
+    The other one ends without a file of its own, and so takes an empty directory with it.
+    """
+    from segtrain.commands.train import loop
+    from segtrain.run.directory import RunLock
+
+    train_steps = loop.train_steps
+
+    def remade(*args, **kwargs):
+        shutil.rmtree(directory)
+        with RunLock(directory):
+            yield from train_steps(*args, **kwargs)
+
+    loop.train_steps = remade
+    return refusal(train, config, directory), directory.exists()
+
+
+@pytest.mark.fault(29)
+def test_a_run_whose_directory_was_made_anew_saves_nothing_into_it(
+    run_ranks, tmp_path, alone_with_evaluations
+):
+    """The lock that it still has is on a file that was deleted."""
+    config, _ = alone_with_evaluations
+    (((kind, code, said), left),) = run_ranks(1, in_a_directory_made_anew, config, tmp_path / "run")
+    assert (kind, code) == ("ExecutionError", 6)
+    assert "run: was deleted during the run and made anew by another run" in said
+    assert not left
+
+
 @pytest.mark.fault(7)
 @pytest.mark.parametrize(
     ("where", "number", "code", "step", "evaluated"),

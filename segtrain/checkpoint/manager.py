@@ -7,6 +7,7 @@ the manifest; no other file is ever counted, removed or overwritten.
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,10 +32,14 @@ class CheckpointManager:
     """Writes last.pt, previous.pt, best.pt and some step_N.pt, and finds the newest good one.
 
     Only one process writes; it calls `clean_up` first. `keep_limit` step_N.pt are kept.
+    `check_lock` is called before each file is written, and raises if another run has taken over.
     """
 
-    def __init__(self, directory: Path, *, keep_limit: int) -> None:
+    def __init__(
+        self, directory: Path, *, keep_limit: int, check_lock: Callable[[], None] = lambda: None
+    ) -> None:
         self.directory = directory
+        self._check_lock = check_lock
         self.last = directory / LAST
         self.keep_limit = keep_limit
         self._entries: dict[str, Entry] = {}  # what each file should be
@@ -155,6 +160,7 @@ class CheckpointManager:
     def _save(self, name: str, checkpoint: Checkpoint, *, keep_as: str | None = None) -> None:
         """Writes the file `name`; the old one, if it is the run's, is renamed to `keep_as`."""
         path = self.directory / name
+        self._check_lock()  # before a folder is made there
         with write_temporary(path, checkpoint) as (temporary, entry):
             self._check_sole_writer()
             # Until the files are renamed, old and new content are valid under both names.
@@ -179,7 +185,8 @@ class CheckpointManager:
             files.sync_directory(self.directory)
 
     def _check_sole_writer(self) -> None:
-        """Refuses to write after another run has written into the directory."""
+        """Refuses to write after another run has begun, or written, in the directory."""
+        self._check_lock()
         now = manifest.read_raw(self.directory)
         if now is not None and now != self._manifest:
             what = "another run has written checkpoints; this run stops before it replaces them"

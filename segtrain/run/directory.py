@@ -13,7 +13,7 @@ from segtrain import files
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.config.loading import yaml_value
 from segtrain.data.read.protect import check_run_directory
-from segtrain.errors import ConfigError
+from segtrain.errors import ConfigError, ExecutionError
 from segtrain.files.manifest import MANIFEST
 from segtrain.run.environment import ENVIRONMENT, environment_json
 from segtrain.text import MAX_NAME, printable
@@ -26,7 +26,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system ha
 class RunLock:
     """A context in which no other run can use `directory`, which is made if need be.
 
-    The kernel releases the lock when the process ends. Some file systems have no locks.
+    The kernel releases the lock when the process ends. Some file systems have no locks. It is on
+    the file that was there then: `check` whether another run has made the directory anew.
     elsewhere: what else to do where another run uses it.
     """
 
@@ -39,6 +40,24 @@ class RunLock:
         """Locks the directory; ConfigError if another run uses it or it cannot be written."""
         # If there is a lock file already, a killed run made the directory.
         self._made = not self._directory.exists() or self._path.exists()
+        self._lock()
+        # A run that ended just now may have removed the file before it was locked here.
+        while not files.is_same_file(self._handle, self._path):
+            os.close(self._handle)
+            self._lock()
+        with suppress(OSError):  # a full disk; the name is only for people
+            os.truncate(self._handle, 0)
+            name = f"process {os.getpid()} on {socket.gethostname()}\n"
+            os.write(self._handle, name.encode())
+        return self
+
+    def check(self) -> None:
+        """Raises ExecutionError if another run has begun in a new directory of the same name."""
+        if os.path.lexists(self._path) and not files.is_same_file(self._handle, self._path):
+            what = "was deleted during the run and made anew by another run"
+            raise ExecutionError(f"{self._directory}: {what}; this one stops and saves no more")
+
+    def _lock(self) -> None:
         with files.os_errors_as(ConfigError, self._directory, _UNWRITABLE):
             self._directory.mkdir(parents=True, exist_ok=True)
         with files.os_errors_as(ConfigError, self._path, _UNWRITABLE):
@@ -56,11 +75,6 @@ class RunLock:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-            os.truncate(self._handle, 0)
-            with suppress(OSError):  # a full disk; the name is only for people
-                name = f"process {os.getpid()} on {socket.gethostname()}\n"
-                os.write(self._handle, name.encode())
-        return self
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # the directory was deleted meanwhile, or is not empty

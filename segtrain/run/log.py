@@ -131,6 +131,7 @@ class RunLog:
         # Slow to import, and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
+        self._check_not_deleted()
         # By `purge_step` TensorBoard drops what it has read of later steps.
         self._board = SummaryWriter(str(self._directory), purge_step=purge_step)
 

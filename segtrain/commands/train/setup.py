@@ -357,10 +357,10 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     make_repeatable(config, device)
 
     # 1. The run directory belongs to this run alone.
-    dist.run_on_rank0(lambda: _take_directory(request, stack))
-    notes: list[str] = []
+    lock, notes = RunLock(directory), []
+    dist.run_on_rank0(lambda: _take_directory(request, lock, stack))
     folder, limit = directory / run_directory.CHECKPOINTS, config.checkpoint.keep_limit
-    checkpoints = CheckpointManager(folder, keep_limit=limit)
+    checkpoints = CheckpointManager(folder, keep_limit=limit, check_lock=lock.check)
     # 2. The checkpoint to go on from, if there is one; is it one of this config?
     resumed = _find_checkpoint(checkpoints, request, notes)
     saved = resumed and resumed.checkpoint
@@ -478,9 +478,9 @@ def _keeping_together(
     return step_sync, HogwildBarrier(step_sync, step=state.step, timeout_s=timeout_s, **requests)
 
 
-def _take_directory(request: TrainRequest, stack: ExitStack) -> None:
+def _take_directory(request: TrainRequest, lock: RunLock, stack: ExitStack) -> None:
     """Locks the directory; on rank 0."""
-    stack.enter_context(RunLock(request.directory))
+    stack.enter_context(lock)
     run_directory.check_directory(request.directory, request.config, resume=request.resume)
 
 
