@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import os
 import random
@@ -173,6 +174,37 @@ def test_killed_at_any_moment_of_saving_a_checkpoint_can_be_loaded(tmp_path, for
                 load(tmp_path / name)
         assert loaded.step >= step - 1
         step = loaded.step + 1
+
+
+def test_a_reader_finds_the_last_checkpoint_whole_while_it_is_saved_anew(tmp_path, forkserver):
+    """It races a writer for at least 20 savings: between two loads it looks all the time."""
+    store_in(tmp_path).save_last(checkpoint(step=1))
+    path, steps = tmp_path / "last.pt", [1]
+    writer = forkserver.Process(target=save_forever, args=(tmp_path, 2))
+    writer.start()
+    deadline = time.monotonic() + 60
+    try:
+        while len(set(steps)) < 20 and time.monotonic() < deadline:
+            for _ in range(1000):
+                path.stat()
+            steps.append(load(path).step)
+    finally:
+        writer.kill()
+        writer.join()
+    assert steps == sorted(steps)
+    assert len(set(steps)) == 20
+
+
+def test_without_hard_links_the_last_checkpoint_becomes_the_previous_one(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", fail)
+    store = store_in(tmp_path)
+    for step in (1, 2, 3):
+        store.save_last(checkpoint(step=step))
+    found = [load(tmp_path / name).step for name in ("previous.pt", "last.pt")]
+    assert (found, len(names(tmp_path))) == ([2, 3], 3)
 
 
 def hold(directory, pipe):

@@ -4,6 +4,7 @@ The directory may also hold the user's own files. A file is the run's if its SHA
 the manifest; no other file is ever counted, removed or overwritten.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from segtrain.text import counted, first_of
 PREVIOUS = "previous.pt"
 
 _KEPT = re.compile(r"step_(\d{7,})\.pt")
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 # As `files.temporary` names them: those of other programs are left alone.
 _TEMPORARY = re.compile(r"\.((last|previous|best|step_\d{7,})\.pt|manifest\.json)\.\d+\.tmp")
 
@@ -47,7 +49,7 @@ class CheckpointManager:
         self._manifest: bytes | None = None  # as this process last saw or wrote it
 
     def save_last(self, checkpoint: Checkpoint) -> None:
-        """Replaces last.pt; the old one becomes previous.pt."""
+        """Replaces last.pt, which a reader finds at any moment; the old one becomes previous.pt."""
         self._save(LAST, checkpoint, keep_as=PREVIOUS)
 
     def save_best(self, checkpoint: Checkpoint) -> None:
@@ -158,7 +160,7 @@ class CheckpointManager:
             raise ExecutionError(f"{self.directory}: {what}; {repair}")
 
     def _save(self, name: str, checkpoint: Checkpoint, *, keep_as: str | None = None) -> None:
-        """Writes the file `name`; the old one, if it is the run's, is renamed to `keep_as`."""
+        """Writes the file `name`; the old one, if it is the run's, stays as `keep_as`."""
         path = self.directory / name
         self._check_lock()  # before a folder is made there
         with write_temporary(path, checkpoint) as (temporary, entry):
@@ -178,7 +180,7 @@ class CheckpointManager:
                     _set_aside(self.directory / keep_as)
             self._manifest = manifest.write(self.directory, pending)
             if keep_as is not None:
-                path.replace(self.directory / keep_as)
+                _also_call(path, self.directory / keep_as)
                 self._set_entry(keep_as, old)
             temporary.replace(path)
             self._set_entry(name, entry)
@@ -244,6 +246,19 @@ def _check_finite(checkpoint: Checkpoint, path: Path) -> None:
     known = {key: x for key, x in checkpoint.model.items() if isinstance(x, Tensor)}
     if odd := [key for key, x in known.items() if not x.isfinite().all()]:
         raise CheckpointError(f"{path}: damaged: numbers that are not finite in {first_of(odd, 3)}")
+
+
+def _also_call(path: Path, other: Path) -> None:
+    """Gives a file a second name, in place of what had it; moves it where links are unsupported."""
+    with files.temporary(other) as draft:
+        try:
+            os.link(path, draft)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            path.replace(other)
+        else:
+            draft.replace(other)
 
 
 def _set_aside(path: Path) -> None:
