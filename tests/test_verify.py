@@ -15,7 +15,8 @@ from processes import Command
 
 from segtrain import cli
 from segtrain.checkpoint.format import load, save
-from segtrain.errors import UserError
+from segtrain.commands.verify import _plan
+from segtrain.errors import CheckpointError, UserError
 
 STEPS = 4
 OPTIONS = {
@@ -237,8 +238,7 @@ def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_
     (plain / "config.yaml").write_text(text.replace("  shares: 3\n", ""))
     (bare / "receipts.jsonl").unlink()
     lines = (lost / "receipts.jsonl").read_text().splitlines(keepends=True)
-    foreign = [json.dumps(last_receipt(run) | {"step": step}) + "\n" for step in (0, STEPS + 1)]
-    (lost / "receipts.jsonl").write_text("".join([*lines[:1], *lines[2:], *foreign]))
+    (lost / "receipts.jsonl").write_text("".join([*lines[:1], *lines[2:]]))
     refused = {
         (tmp_path / "nowhere",): (2, "nowhere/config.yaml: cannot be read: no such file"),
         (plain,): (2, "start it with --set train.shares=N"),
@@ -253,6 +253,16 @@ def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_
         assert (code, expected in said) == (wanted, True), said
     ((code, _, said),) = run_ranks(1, all_of, (lost, "--steps", "3:"))[0]
     assert (code, said) == (0, "")
+
+
+@pytest.mark.parametrize("step", [0, STEPS + 1])
+def test_a_receipt_of_a_step_that_the_run_has_not_is_refused(run, tmp_path, step):
+    copy = shutil.copytree(run, tmp_path / "run")
+    with (copy / "receipts.jsonl").open("a") as file:
+        file.write(json.dumps(last_receipt(run) | {"step": step}) + "\n")
+    said = rf"receipts\.jsonl: has receipts of 1 step that the run has not, as {step}: it ends at"
+    with pytest.raises(CheckpointError, match=said):
+        _plan(copy, (3, None), STEPS, {})
 
 
 def test_a_config_edited_after_training_is_told(run_ranks, run, tmp_path):

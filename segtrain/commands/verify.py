@@ -42,6 +42,7 @@ from segtrain.results.differences import checkpoint_differences, receipt_differe
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, say
 from segtrain.run.receipts import Receipt, read_receipts
+from segtrain.text import counted
 from segtrain.training.engine import train_steps
 from segtrain.training.receipts import ReceiptMeter, weights_lines
 from segtrain.training.state import TrainState
@@ -79,7 +80,8 @@ def run_verify(args: argparse.Namespace) -> int:
     """Verifies as the command line says and returns the exit code (collective).
 
     Raises:
-        CheckpointError: something differs from the run, or a checkpoint is damaged.
+        CheckpointError: something differs from the run, a checkpoint is damaged, or a receipt is of
+            a step that the run has not.
         ConfigError: these steps cannot be verified.
     """
     device = device_for(args.device)
@@ -115,12 +117,19 @@ def _plan(
 
     Without a last step, it is that of the newest receipt; without a first one, that after the
     newest checkpoint before the last step.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged, or a receipt is of a step that the run has not.
+        ConfigError: these steps cannot be verified.
     """
     path = run / run_directory.RECEIPTS
     none_yet = "no receipts yet (the run writes them every log.every_steps)"
     with os_errors_as(ConfigError, path, none_yet):
-        found = read_receipts(path)
-    receipts.update({step: found[step] for step in found if 1 <= step <= num_steps})
+        receipts.update(read_receipts(path))
+    foreign = [step for step in sorted(receipts) if not 1 <= step <= num_steps]
+    if foreign:
+        what = f"has receipts of {counted(len(foreign), 'step', 'steps')} that the run has not"
+        raise CheckpointError(f"{path}: {what}, as {foreign[0]}: it ends at step {num_steps}")
     if not receipts:
         raise ConfigError(f"{path}: {none_yet}")
     first, last = steps
