@@ -107,7 +107,7 @@ def test_whatever_lies_in_a_run_directory_there_is_a_message_or_the_run_goes_on(
             if name.endswith("/last.pt"):
                 assert "previous.pt instead, step 2" in log
             if name == "config.yaml":
-                assert "changed    config.yaml: missing there, the config of this command" in log
+                assert "checkpoint says, and is written anew: it was missing" in log
             if (name, kind) == ("metrics.jsonl", "folder"):
                 assert "metrics.jsonl " in log
                 assert "warning: " in log

@@ -46,7 +46,6 @@ class RunLock:
             os.close(self._handle)
             self._lock()
         with suppress(OSError):  # a full disk; the name is only for people
-            os.truncate(self._handle, 0)
             name = f"process {os.getpid()} on {socket.gethostname()}\n"
             os.write(self._handle, name.encode())
         return self
@@ -75,6 +74,7 @@ class RunLock:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
+            os.truncate(self._handle, 0)  # not for a pipe
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # the directory was deleted meanwhile, or is not empty
@@ -159,11 +159,13 @@ def check_config(
 
 
 def edits(directory: Path, config: Config) -> list[str]:
-    """How config.yaml differs from `config`, which the run goes on with; it may be gone."""
-    try:
-        return config_differences(load_config(directory / CONFIG), config)
-    except ConfigError as error:
-        return [str(error)]
+    """How config.yaml differs from `config`, which the run goes on with; it may be gone.
+
+    ConfigError if it cannot be read.
+    """
+    if not (directory / CONFIG).exists():
+        return ["it was missing"]
+    return config_differences(load_config(directory / CONFIG), config)
 
 
 def is_run(directory: Path) -> bool:
