@@ -200,6 +200,15 @@ def test_a_checkpoint_restores_the_whole_state(small, tmp_path):
         ("", "model.dropout=0.3", []),
         ("", "train.precision=float64", []),
         ("", "optim.sam_rho=0.1", []),
+        ("", "optim.layers=[{names: [head], lr_mult: 2.0}]", []),
+        (
+            "",
+            "optim.layers=[{zero: ['head.a[0]']}]",
+            [
+                "optim.layers: [] there, [{names: [], freeze: null, lr_mult: null, weight_decay: "
+                'null, decay_toward: null, keep_zeros: null, zero: ["head.a[0]"]}] now'
+            ],
+        ),
         ("", "train.shares=5", []),
         ("", "optim.ema_decay=null", []),
     ],
@@ -226,6 +235,16 @@ def test_changed_options_that_need_another_state_are_refused_by_name(small, othe
         "to start a new run with its weights: --output DIR --set train.init_from=runs/my instead "
         "of --resume",
     ]
+
+
+def test_masks_that_a_pruned_run_has_lost_are_missed(small):
+    config, classes, saved = small
+    pruned = override_config(config, ["optim.layers=[{zero: ['head.a[0]']}]"], source="c.yaml")
+    model = build_model(pruned.model, num_classes=classes.num_classes, norm=make_norm(pruned.norm))
+    saved = saved._replace(**experiment_fields(pruned, classes))
+    with pytest.raises(CheckpointError, match=r"^a\.pt: damaged: no masks of the weights that st"):
+        check_changes(model, saved, Path("a.pt"), pruned, classes)
+    check_changes(model, saved._replace(start={"held": {}}), Path("a.pt"), pruned, classes)
 
 
 @pytest.mark.fault(41)

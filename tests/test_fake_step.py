@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from segtrain.training import microbatches
 from segtrain.training.engine import _update
 from segtrain.training.losses import SegLoss
+from segtrain.training.optim.layers import make_initial_weights
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer
 from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.step_sync import StepSync
@@ -25,6 +26,7 @@ UPDATES = [
     {"precision": "float16", "ema_decay": 0.9},
     {"precision": "float16", "optimizer": "adamw"},
     {"decoupled_decay": True},
+    {"layers": ({"zero": ("0.weight[:, 1]", "1.bias[2]")},), "precision": "float16"},
 ]
 
 
@@ -37,11 +39,12 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
         nn.Sequential(nn.Conv2d(3, 4, 3, device="cuda"), nn.BatchNorm2d(4, device="cuda"))
         for _ in range(2)
     )
+    start = make_initial_weights(model, optim, None)
     average = WeightAverage(nn.Identity(), 0.9)
     average.model = averaged.requires_grad_(False)
     state = SimpleNamespace(
         model=model,
-        optimizer=build_optimizer(model, whole),
+        optimizer=build_optimizer(model, whole, start=start),
         scaler=torch.amp.GradScaler("cuda", enabled=train.precision == "float16"),
         average=average if optim.ema_decay else None,
         step=0,
@@ -50,6 +53,7 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
     for parameter in model.parameters():
         parameter.grad = torch.rand_like(parameter)
     with fake:
+        start.hold_gradients(model)
         _update(state, 0.1, optim.clip_grad_norm)
     fused = [name for name in fake.seen if name.startswith("_fused_")]
     assert fused == [f"_fused_{optim.kind}_"]

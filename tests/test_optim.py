@@ -235,6 +235,10 @@ DATA = "data: {layout: folders, root: x, classes: y}\n"
         ("layers: [{names: [head]}]", "nothing is said about these weights; set one of freeze"),
         ("layers: [{names: [a], freeze: true, lr_mult: 2.0}]", "lr_mult: has no effect with fre"),
         ("layers: [{names: [a], freeze: true}]", "name some in model.pretrained"),
+        ("layers: [{names: [a], keep_zeros: true}]", "name some in model.pretrained"),
+        ("layers: [{names: [a], zero: ['a[0]']}]", "nothing is said about these weights"),
+        ("layers: [{lr_mult: 2.0}]", "names: expected the weights that lr_mult is for"),
+        ("layers: [{names: [a], freeze: true, zero: ['a[0]']}]", "zero: has no effect with free"),
         ("decay_toward: start", "optim.decay_toward: is about weights that are loaded"),
     ],
 )

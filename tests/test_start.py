@@ -1,6 +1,9 @@
-"""Decay toward the start and frozen weights in whole runs: ranks, shares, resume, verify."""
+"""Decay toward the start, frozen weights and weights held at 0 in whole runs: ranks, shares,
+resume, verify.
+"""
 
 import copy
+import re
 import shutil
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from experiments import bits, last, small, stopped_after, train, write_config
 from test_verify import change_checkpoint, verify
 
+from segtrain import cli
 from segtrain.checkpoint.format import load
 from segtrain.commands.train.setup import _load_initial
 from segtrain.config import Config, DataConfig, ModelConfig, load_config
@@ -15,6 +19,7 @@ from segtrain.models import build_backbone, build_model
 from segtrain.training.optim.schedule import learning_rate
 
 FROZEN = "backbone.layer1.0"
+PRUNED, CUT = "backbone.layer2.0.conv2.weight", "backbone.layer2.1.conv1.weight"
 # The last steps of a one-cycle are small: what a resumed run forgets must show before.
 EVERYTHING = {
     "train": {"steps": 4, "batch_size": 6, "shares": 3, "accumulate_steps": 2},
@@ -28,6 +33,7 @@ EVERYTHING = {
         "layers": [
             {"names": [FROZEN], "freeze": True},
             {"names": ["backbone.layer2.1", "head"], "lr_mult": 0.5},
+            {"names": ["backbone"], "keep_zeros": True, "zero": [f"{CUT}[:, 3:5]"]},
         ],
     },
     "schedule": {"kind": "one_cycle", "cycle_rise": 0.8},
@@ -41,6 +47,7 @@ def weights_file(tmp_path_factory):
     torch.manual_seed(3)
     backbone = build_backbone(ModelConfig(backbone="resnet18", num_stages=2, output_stride=8))
     state = backbone.state_dict()
+    state[PRUNED.removeprefix("backbone.")][torch.rand(128, 128, 3, 3) < 0.5] = 0
     path = tmp_path_factory.mktemp("weights") / "weights.pth"
     torch.save(state, path)
     return path, {f"backbone.{key}": value for key, value in state.items()}
@@ -64,10 +71,17 @@ def alone(run_ranks, data, weights_file, tmp_path_factory):
 
 def test_frozen_weights_keep_the_values_of_the_file_and_others_move(alone, weights_file):
     found, start = last(alone[1]), weights_file[1]
+    held = found.start["held"]
+    assert held.keys() == {PRUNED, CUT}
+    assert torch.equal(held[PRUNED], start[PRUNED] == 0)
+    assert held[CUT][:, 3:5].all()
+    assert held[CUT].sum() == 128 * 2 * 9
     for weights in (found.model, found.average):
         for key, value in start.items():
             if key.startswith(FROZEN):
                 assert torch.equal(weights[key], value), key
+            elif key in held:
+                assert torch.equal(weights[key] == 0, held[key]), key
             elif value.is_floating_point():
                 assert not torch.equal(weights[key], value), key
 
@@ -78,7 +92,10 @@ def test_frozen_weights_keep_the_values_of_the_file_and_others_move(alone, weigh
     kept = found.start["weights"]
     kernels = {k for k, v in start.items() if k.endswith("weight") and v.dim() > 1}
     assert kept.keys() == {key for key in kernels if not key.startswith(FROZEN)}
-    assert all(torch.equal(value, start[key]) for key, value in kept.items())
+    cut = start[CUT].masked_fill(held[CUT], 0)
+    assert all(torch.equal(value, (start | {CUT: cut})[key]) for key, value in kept.items())
+    count = sum(int(mask.sum()) for mask in held.values())
+    assert f"zeros      {count:,} of " in (alone[1] / "train.log").read_text()
     assert load(alone[1] / "checkpoints" / "best.pt").start is None
 
 
@@ -108,8 +125,18 @@ def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_pa
         assert code == 4
         what, line = said.splitlines()
         assert what.endswith("last.pt differs from the weights of its step, 4")
-        assert line.strip().startswith("start: 1 of ")
+        assert line.strip().startswith("start weights: 1 of ")
         assert "backbone.layer2.0.conv1.weight" in line
+
+
+def test_eval_and_export_say_how_much_is_zero(alone, tmp_path, capsys):
+    run, file = str(alone[1]), str(tmp_path / "x.safetensors")
+    assert cli.main(["eval", run, "--device", "cpu"]) == 0
+    assert cli.main(["export", run, "--format", "safetensors", "--output", file]) == 0
+    found = re.findall(r"^zeros: ([\d.]+)% of the kernels \(", capsys.readouterr().out, re.M)
+    held = sum(int(mask.sum()) for mask in last(alone[1]).start["held"].values())
+    kernels = [value for value in last(alone[1]).model.values() if value.dim() > 1]
+    assert found == [f"{100 * held / sum(map(torch.numel, kernels)):.2f}"] * 2
 
 
 def test_weights_that_no_file_has_are_new_layers(tmp_path):

@@ -32,6 +32,9 @@ from segtrain.run.directory import CONFIG, flat, is_run
 from segtrain.run.folds import EXPERIMENT, read_division
 from segtrain.text import first_of
 
+# The share of zeros in kernels that is told although no option has asked for zeros.
+_MANY_ZEROS = 0.01
+
 
 class Member(NamedTuple):
     """One of the models of an ensemble: where it came from, and what it was trained with."""
@@ -71,6 +74,15 @@ class LoadedModel(NamedTuple):
             return f"step {self.step}"
         each = first_of((f"{one.source} step {one.step}" for one in self.members), 5)
         return f"mean probability of {len(self.members)} models: {each}"
+
+    def zeros(self) -> list[str]:
+        """A line that says how much of the kernels is 0, where that is meant or stands out."""
+        kernels = [weight for weight in self.model.parameters() if weight.dim() > 1]
+        count = sum(int((weight == 0).sum()) for weight in kernels)
+        whole = sum(weight.numel() for weight in kernels)
+        if count < _MANY_ZEROS * whole and not any(c.optim.prunes for c in self.configs):
+            return []
+        return [f"zeros: {100 * count / whole:.2f}% of the kernels ({count:,} of {whole:,})"]
 
 
 def load_model(

@@ -118,6 +118,10 @@ def check_changes(
     guilty = ["optim.kind:"]
     if checkpoint.average is None:
         guilty.append("optim.ema_decay:")
+    if _pruning(before) != _pruning(config):
+        guilty.append("optim.layers:")
+    elif config.optim.prunes and "held" not in (checkpoint.start or {}):
+        raise CheckpointError(f"{path}: damaged: no masks of the weights that stay 0")
     try:
         check_fit(model, checkpoint.model, path)
     except CheckpointError:
@@ -138,11 +142,18 @@ def check_changes(
         )
 
 
+def _pruning(config: Config) -> list[tuple[Any, ...]]:
+    """What of the rules for layers decides which weights stay 0."""
+    rules = config.optim.layers
+    return [(rule.names, rule.keep_zeros, rule.zero) for rule in rules if rule.prunes]
+
+
 def initial_weights_fields(state: TrainState) -> dict[str, Any] | None:
     """What a checkpoint keeps of the weights that training started from; None if it needs nothing.
 
     loaded: the names of the weights that came from a file; None: all.
     weights: the starting values of those that decay pulls toward them, by name.
+    held: bool masks of the weights that stay 0, by name.
     """
     initial = state.initial_weights
     if not initial.is_needed:
@@ -150,6 +161,7 @@ def initial_weights_fields(state: TrainState) -> dict[str, Any] | None:
     return {
         "loaded": None if initial.loaded is None else sorted(initial.loaded),
         "weights": dict(initial.weights),
+        "held": dict(initial.held),
     }
 
 
@@ -167,6 +179,10 @@ def restore_initial_weights(state: TrainState, saved: dict[str, Any] | None) -> 
     for name, value in initial.weights.items():
         _check_shape(name, saved["weights"][name], value.shape)
         value.copy_(saved["weights"][name])
+    for name, mask in saved.get("held", {}).items():
+        parameter = state.model.get_parameter(name)
+        _check_shape(name, mask, parameter.shape)
+        initial.held[name] = torch.empty_like(parameter, dtype=torch.bool).copy_(mask)
 
 
 def shares_fields(state: TrainState) -> dict[str, Any] | None:

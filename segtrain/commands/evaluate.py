@@ -138,6 +138,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
                 *(f"{name} alone: mIoU {percent(score)}" for name, score in alone.items()),
                 how,
+                *loaded.zeros(),
             ):
                 say(line)
             for line in next(differences):

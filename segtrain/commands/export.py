@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
         print("\n".join(_table(compared)))
         if args.size is None and (least := min_side_px(loaded, args.format)) > 1:
             print(f"takes images of at least {least} px a side (metadata: min_side_px)")
-    print(_how_to_use(loaded, any_size=args.size is None))
+    print("\n".join([*loaded.zeros(), _how_to_use(loaded, any_size=args.size is None)]))
     opset = f", opset {ONNX_OPSET}" if args.format == "onnx" else ""
     mib = output.stat().st_size / 2**20
     print(f"wrote {printable(output)} ({args.format}{opset}, {mib:.1f} MiB)")

@@ -297,7 +297,7 @@ class Config(Section):
         needs = {
             "decay_toward": any(x.decay_toward == "start" for x in (optim, *optim.layers)),
             "new_weight_decay": optim.new_weight_decay is not None,
-            "layers": any(rule.freeze for rule in optim.layers),
+            "layers": any(rule.freeze or rule.keep_zeros for rule in optim.layers),
         }
         for key in (key for key, needed in needs.items() if needed):
             yield (

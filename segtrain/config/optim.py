@@ -1,10 +1,12 @@
 """Options of the optimizer and of the learning rate's schedule."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from segtrain.config.messages import show
 from segtrain.config.section import (
     Fraction,
     FractionBelow1,
@@ -19,12 +21,27 @@ from segtrain.config.section import (
 
 Name = Annotated[str, Field(min_length=1)]
 
+_SLICE = re.compile(r"([\w.]+)\[([^\[\]]+)\]", re.ASCII)
+_INDEX = re.compile(r"(-?\d{1,9})|(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8}))?", re.ASCII)
+
+
+def parse_slice(text: str) -> tuple[str, tuple[int | slice, ...]] | None:
+    """The name of a weight and the index in `NAME[:, 2:4, -1]`; None: it has another form."""
+    whole = _SLICE.fullmatch(text)
+    parts = [_INDEX.fullmatch(one.strip()) for one in whole[2].split(",")] if whole else []
+    if whole is None or None in parts:
+        return None
+    numbers = [[None if x is None else int(x) for x in part.groups()] for part in parts]
+    return whole[1], tuple(slice(*rest) if one is None else one for one, *rest in numbers)
+
 
 class LayerRule(Section):
     """What holds for chosen weights; where two rules set the same, the later one counts."""
 
-    names: Annotated[tuple[Name, ...], Field(min_length=1)] = option(
-        ..., "weights or modules by name, such as backbone.layer1 or '*.bn1'; * fits anything"
+    names: tuple[Name, ...] = option(
+        (),
+        "weights or modules by name, such as backbone.layer1 or '*.bn1'; * fits anything; not "
+        "needed for zero",
     )
     freeze: bool | None = option(
         None,
@@ -40,11 +57,35 @@ class LayerRule(Section):
         "decay_norm_and_bias still",
     )
     decay_toward: Literal["zero", "start"] | None = option(None, "instead of optim.decay_toward")
+    keep_zeros: bool | None = option(
+        None,
+        "true: elements of these kernels that are 0 when training starts stay 0 (pruning); those "
+        "of norm layers and biases, which often start at 0, move",
+    )
+    zero: tuple[Name, ...] = option(
+        (),
+        "slices of weights to set to 0 when training starts and to keep there, such as "
+        "'backbone.layer1.0.conv2.weight[:, 29]'",
+    )
+
+    @property
+    def prunes(self) -> bool:
+        """Whether it says something about weights that stay 0."""
+        return self.keep_zeros is not None or bool(self.zero)
 
     def _mistakes(self) -> Iterator[str]:
-        if self.model_dump(exclude_defaults=True).keys() == {"names"}:
+        said = self.model_dump(exclude_defaults=True).keys() - {"zero"}
+        if said == {"names"} or not (said or self.zero):
             settings = ", ".join(key for key in type(self).model_fields if key != "names")
             yield f"names: nothing is said about these weights; set one of {settings}"
+        elif said and not self.names:
+            yield f"names: expected the weights that {', '.join(sorted(said))} is for"
+        for text in self.zero:
+            if parse_slice(text) is None:
+                yield (
+                    f"zero: {show(text)}: expected the name of a weight and a slice of it, such as "
+                    "'backbone.layer1.0.conv2.weight[:, 29]'"
+                )
 
 
 class OptimConfig(Section):
@@ -90,7 +131,8 @@ class OptimConfig(Section):
         "classes in a classifier do; null: weight_decay",
     )
     layers: tuple[LayerRule, ...] = option(
-        (), "rules for chosen weights: freeze, lr_mult, weight_decay, decay_toward"
+        (),
+        "rules for chosen weights: freeze, lr_mult, weight_decay, decay_toward, keep_zeros, zero",
     )
     clip_grad_norm: PositiveFloat | None = option(None, "largest norm of the gradient")
     sam_rho: PositiveFloat | None = option(
@@ -102,6 +144,11 @@ class OptimConfig(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = option(
         None, "keep an exponential moving average of the weights and evaluate it"
     )
+
+    @property
+    def prunes(self) -> bool:
+        """Whether weights stay 0."""
+        return any(rule.prunes for rule in self.layers)
 
     def _mistakes(self) -> Iterator[str]:
         rates = (self.weight_decay, self.new_weight_decay, *(r.weight_decay for r in self.layers))

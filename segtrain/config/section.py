@@ -59,7 +59,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "lovasz_per_image": "kind=lovasz",
         "boundary_px": "kind=boundary_relaxation",
     },
-    "LayerRule": {"lr_mult weight_decay decay_toward": "freeze=null freeze=false"},
+    "LayerRule": {"lr_mult weight_decay decay_toward keep_zeros zero": "freeze=null freeze=false"},
     "OptimConfig": {
         "momentum nesterov": "kind=sgd",
         "betas": "kind=adamw kind=muon",

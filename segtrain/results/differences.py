@@ -53,7 +53,8 @@ def checkpoint_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     pairs = {"model": (a.model, b.model), "average": (a.average or {}, b.average or {})}
     if a.optimizer is not None and b.optimizer is not None:
         pairs["optimizer"] = _moments(a.optimizer), _moments(b.optimizer)
-        pairs["start"] = tuple((one.start or {}).get("weights", {}) for one in (a, b))
+        for field in ("weights", "held"):
+            pairs[f"start {field}"] = tuple((one.start or {}).get(field, {}) for one in (a, b))
     lines = [_tensors(what, *pair) for what, pair in pairs.items()]
     return [line for line in lines if line]
 

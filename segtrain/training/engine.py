@@ -105,6 +105,7 @@ def _gradient(
         while not state.gradients.finish():
             with untracked():
                 losses = accumulate_gradients(state, counted, config, step_sync)
+        state.initial_weights.hold_gradients(state.model)
         return losses
 
     losses = summed(microbatches)

@@ -158,7 +158,7 @@ def make_state(
     if train.channels_last:
         model.to(memory_format=layout)
     share_weights(model)
-    initial_weights = make_initial_weights(model, optim, loaded)
+    initial_weights = make_initial_weights(model, optim, loaded, resumed=resumed)
     if optim.sam_rho is not None:
         refuse_layers(model, "optim.sam_rho")
     data = config.data

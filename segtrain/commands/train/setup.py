@@ -178,6 +178,7 @@ def build_state(
         last_update = min(state.step, config.train.steps) - 1
         if last_update >= 0:
             set_learning_rate(state.optimizer, learning_rate(config, last_update))
+    notes += state.initial_weights.lines(model)
     if config.log.sample_losses:
         state.sample_losses, lines = _sample_losses(config, device, train_set, resumed)
         notes += lines

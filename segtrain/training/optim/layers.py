@@ -1,7 +1,7 @@
-"""What each weight is subject to: learning rate, decay, or nothing at all (frozen).
+"""What each weight is subject to: learning rate, decay, or nothing at all (frozen, held at 0).
 
 Decay may pull toward the weights that training started from (L2-SP, arXiv:1802.01483), which are a
-part of the checkpoint then.
+part of the checkpoint then; so are the masks of weights that are held at 0.
 """
 
 from collections.abc import Collection
@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import LayerRule, OptimConfig
 from segtrain.config.messages import did_you_mean
+from segtrain.config.optim import parse_slice
 from segtrain.errors import ConfigError
 from segtrain.norm import freeze_statistics
 from segtrain.text import MAX_NAME, first_of, printable
@@ -156,11 +158,14 @@ class InitialWeights:
 
     loaded: the names of the weights that came from a file; None: all.
     weights: the values at the start of those that decay pulls toward them.
+    held: bool masks of the weights that stay 0. They are kept, because a weight that is 0 by chance
+        where a run goes on is not one of them.
     is_needed: whether updates depend on anything here, so that a checkpoint must hold it.
     """
 
     loaded: frozenset[str] | None
     weights: dict[str, Tensor]
+    held: dict[str, Tensor]
     is_needed: bool
 
     def points(self, model: nn.Module) -> dict[nn.Parameter, Tensor]:
@@ -168,17 +173,97 @@ class InitialWeights:
         parameters = dict(model.named_parameters())
         return {parameters[name]: value for name, value in self.weights.items()}
 
+    @torch.no_grad()
+    def hold_gradients(self, model: nn.Module) -> None:
+        """Takes held weights out of gradients: no norm, momentum or perturbation counts them."""
+        for name, mask in self.held.items():
+            if (grad := model.get_parameter(name).grad) is not None:
+                grad.masked_fill_(mask, 0)
 
-def make_initial_weights(
-    model: nn.Module, optim: OptimConfig, loaded: Collection[str] | None
-) -> InitialWeights:
-    """What `optim` needs of the weights that `model` has now.
+    @torch.no_grad()
+    def hold_weights(self, model: nn.Module) -> None:
+        """Sets held weights to 0 after an update, whatever moved them."""
+        for name, mask in self.held.items():
+            model.get_parameter(name).masked_fill_(mask, 0)
+
+    def lines(self, model: nn.Module) -> list[str]:
+        """For the log: how many weights are held; nothing where none is."""
+        if not self.held:
+            return []
+        count = sum(int(mask.sum()) for mask in self.held.values())
+        whole = sum(weight.numel() for weight in model.parameters())
+        return [f"zeros      {count:,} of {whole:,} weights stay 0 (optim.layers)"]
+
+
+def zero_masks(model: nn.Module, optim: OptimConfig) -> dict[str, Tensor]:
+    """Sets slices to 0 as `optim.layers` says; returns masks of all weights that stay 0, by name.
 
     The ranks must have equal weights already.
 
     Raises:
-        ConfigError: there are no new weights.
+        ConfigError: a slice does not fit the model, or there is no zero to keep.
     """
+    masks: dict[str, Tensor] = {}
+    for number, rule in enumerate(optim.layers):
+        for text in rule.zero:
+            where = f"optim.layers[{number}].zero: {printable(text, MAX_NAME)}"
+            name, index = _fitting_slice(where, text, model)
+            weight = model.get_parameter(name)
+            masks.setdefault(name, torch.zeros_like(weight, dtype=torch.bool))[index] = True
+            weight.detach().masked_fill_(masks[name], 0)
+    zeros = {
+        name: weight.detach() == 0
+        for name, weight in model.named_parameters()
+        # Norm layers and biases may start at 0 without being pruned.
+        if weight.dim() > 1 and weight.requires_grad and _of_rules("keep_zeros", name, optim, False)
+    }
+    zeros = {name: mask for name, mask in zeros.items() if mask.any()}
+    for number, rule in enumerate(optim.layers):
+        if rule.keep_zeros and not any(matches(rule, name) for name in zeros):
+            raise ConfigError(
+                f"optim.layers[{number}].keep_zeros: no trained kernel under these names has a 0 "
+                "at the start; start from pruned weights, or name slices under zero"
+            )
+    return masks | zeros
+
+
+def _fitting_slice(where: str, text: str, model: nn.Module) -> tuple[str, tuple[int | slice, ...]]:
+    """The name and the index in `text`; ConfigError if `model` has no such elements to train."""
+    name, index = parse_slice(text)
+    weights = dict(model.named_parameters())
+    if name not in weights:
+        raise ConfigError(f"{where}: the model has no such weight{did_you_mean(name, [*weights])}")
+    shape = tuple(weights[name].shape)
+    if not weights[name].requires_grad:
+        raise ConfigError(f"{where}: this weight is frozen by another rule; remove one of the two")
+    if len(index) > len(shape):
+        raise ConfigError(f"{where}: {len(index)} indices for a weight of shape {shape}")
+    for one, size in zip(index, shape, strict=False):
+        bounds = (one.start, one.stop) if isinstance(one, slice) else (one, one + (one >= 0))
+        if any(bound is not None and not -size <= bound <= size for bound in bounds):
+            raise ConfigError(f"{where}: out of range for a weight of shape {shape}")
+        if isinstance(one, slice) and not range(*one.indices(size)):
+            raise ConfigError(f"{where}: an empty slice of a weight of shape {shape}")
+    return name, index
+
+
+def make_initial_weights(
+    model: nn.Module,
+    optim: OptimConfig,
+    loaded: Collection[str] | None,
+    *,
+    resumed: bool = False,
+) -> InitialWeights:
+    """What `optim` needs of the weights that `model` has now; what is to be 0 is set to 0.
+
+    The ranks must have equal weights already.
+
+    resumed: a checkpoint is going to be restored, with the masks.
+
+    Raises:
+        ConfigError: as `zero_masks`, or there are no new weights.
+    """
+    held = {} if resumed else zero_masks(model, optim)
     weights = {
         name: parameter.detach().clone()
         for group in parameter_groups(model, optim, loaded)
@@ -192,4 +277,5 @@ def make_initial_weights(
         raise ConfigError(
             "optim.new_weight_decay: has no effect: no weight starts from random numbers; remove it"
         )
-    return InitialWeights(names, weights, toward or optim.new_weight_decay is not None)
+    is_needed = toward or optim.new_weight_decay is not None or optim.prunes
+    return InitialWeights(names, weights, held, is_needed)

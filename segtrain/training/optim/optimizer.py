@@ -50,7 +50,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of the config; `set_learning_rate` gives it a rate before every step.
 
-    start: from `make_initial_weights`; None: decay pulls toward 0.
+    start: from `make_initial_weights`; None: decay pulls toward 0, and no weight is held there.
     """
     optim, lr = config.optim, base_lr(config)
     groups = parameter_groups(model, optim, None if start is None else start.loaded)
@@ -67,6 +67,8 @@ def build_optimizer(
     if any(group["pull"] for group in groups):
         points = {} if start is None else start.points(model)
         optimizer.register_step_pre_hook(partial(_pull, config, points))
+    if start is not None and optim.prunes:
+        optimizer.register_step_post_hook(lambda *_: start.hold_weights(model))
     return optimizer
 
 

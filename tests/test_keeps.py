@@ -1,0 +1,75 @@
+"""What segtrain exists for: things that may change their names and places, but not disappear."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from experiments import settings
+
+from segtrain.cli.table import COMMANDS
+from segtrain.config import load_config, parse_config
+from segtrain.training.losses import LOSSES, SegLoss
+from segtrain.types import SegLogits
+
+TESTS = Path(__file__).parent
+DATA = "data: {layout: folders, root: x, classes: y}\n"
+L2_SP = "cityscapes_pspnet_r50_l2sp"
+HELD = "optim.layers=[{names: [a], keep_zeros: true}, {zero: ['a.weight[:, 29, 13]']}]"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "norm.kind=sync",  # statistics of batch norm shared inside of a layer
+        "norm.images=2 norm.running=first",  # batch norm of each device alone
+        "norm.images=2 norm.running=mean",  # all of them update, by three estimators
+        "norm.images=2 norm.running=sequential",
+        "norm.images=2 norm.running=pooled",
+        "train.init_from=x optim.decay_toward=start",  # L2-SP
+        "train.parallel=sync",  # synchronous SGD, gradients summed while they are computed
+        # Large minibatches.
+        "optim.lr_batch_size=16 schedule.warmup_steps=9 schedule.warmup_start=0.1 norm.images=2 "
+        "optim.decay_norm_and_bias=false optim.momentum=0.8",
+        "train.parallel=hogwild",  # asynchronous SGD
+        "data.num_workers=4",  # read beside training
+        "data.pack=x",  # from a decoded store
+        "train.compile=true",  # on the device from one end of a step to the other
+    ],
+)
+def test_it_is_an_option(options):
+    parse_config(DATA, source="c.yaml", overrides=options.split())
+
+
+def test_weights_are_held_at_0_while_others_train():
+    """How is in test_zeros.py."""
+    parse_config(DATA, source="c.yaml", overrides=["train.init_from=x", HELD])
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("train", ["--nproc", "--device"]),  # statistics gathered on CPUs, too
+        ("data pack", []),
+        ("population", ["--members"]),  # networks that learn from each other
+    ],
+)
+def test_it_is_a_command(command, options):
+    (found,) = (one for one in COMMANDS if one.name == command)
+    assert {*options} <= {argument.name for argument in found.arguments}
+
+
+def test_it_comes_with_segtrain():
+    assert load_config(TESTS.parent / f"configs/{L2_SP}.yaml").optim.decay_toward == "start"
+    assert (TESTS.parent / "tools/norm_simulation.py").is_file()  # of the three estimators
+    assert (TESTS / "fixtures/keras_sync_batch_norm.npz").is_file()  # parity with Keras
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_is_taken_from_logits(kind):
+    """Their probabilities are 0 and 1 in float32, and the logarithm of 0 has no gradient."""
+    logits = torch.tensor([-300.0, 300.0, 0.0]).view(1, 3, 1, 1).requires_grad_()
+    loss = settings().loss.model_copy(update={"kind": kind})
+    criterion = SegLoss(loss, torch.device("cpu"))
+    sums = criterion(SegLogits(logits, None), torch.zeros(1, 1, 1, dtype=torch.int64))
+    criterion.objective(sums, sums.detach()).backward()
+    assert logits.grad.isfinite().all()
