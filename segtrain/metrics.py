@@ -47,6 +47,10 @@ class Scores:
         values = {**self.means(), **classes}
         return {f"eval/{tag}": value for tag, value in values.items() if not math.isnan(value)}
 
+    def mean_iou_of(self, indices: Sequence[int]) -> float:
+        """The mean IoU of some classes, over those that are not NaN."""
+        return mean_of_present([self.iou[i] for i in indices])
+
     def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The scores for a JSON file; NaN becomes None, because JSON has no NaN."""
         means = {name: or_none(value) for name, value in self.means().items()}

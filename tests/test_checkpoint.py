@@ -33,7 +33,7 @@ def checkpoint(step=3, **fields):
         "average": None,
         "optimizer": {"state": {0: {"momentum": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]},
         "scaler": {},
-        "best": {"step": min(2, step), "mean_iou": 0.25},
+        "best": {"step": min(2, step), "by": "mIoU", "score": 0.25},
         "evaluated": min(2, step),
     }
     return Checkpoint(step=step, **values | fields)
@@ -52,7 +52,10 @@ def test_what_cannot_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
     """weights_only refuses a NumPy array, which torch.save accepts."""
     save(tmp_path / "a.pt", checkpoint(step=1))
     with pytest.raises(CheckpointError, match="more than tensors and plain data"):
-        save(tmp_path / "a.pt", checkpoint(step=2, best={"step": 2, "mean_iou": np.ones(1)}))
+        save(
+            tmp_path / "a.pt",
+            checkpoint(step=2, best={"step": 2, "by": "mIoU", "score": np.ones(1)}),
+        )
     assert load(tmp_path / "a.pt").step == 1
     assert names(tmp_path) == ["a.pt"]
 
@@ -72,7 +75,7 @@ def test_what_cannot_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
             checkpoint_fields(ending={"hours": math.nan, "evaluations": 1}),
             r"ending\.hours: .* fini",
         ),
-        (checkpoint_fields(best={"step": 2}), r"damaged: best\.mean_iou: Field required"),
+        (checkpoint_fields(best={"step": 2}), r"damaged: best\.by: Field required"),
     ],
 )
 def test_files_that_are_no_checkpoint_are_refused_with_what_was_found(tmp_path, content, said):

@@ -51,7 +51,7 @@ def population(scores, *, alone=False, **train):
     for number, values in enumerate(scores):
         this = found.rounds[number]
         for i, value in reversed([*enumerate(values)]):  # the last member comes first
-            this.rows[i] = Row(options=found.options_of(i, number), mean_iou=value)
+            this.rows[i] = Row(options=found.options_of(i, number), score=value)
         this.exchange = history.decide(found, number)
     return found
 
@@ -127,7 +127,9 @@ def checkpoint(step, value):
     import torch
 
     weights = {"w": torch.full((3,), float(value))}
-    return Checkpoint(step, "{}", "{}", weights, None, {}, {}, {"step": step, "mean_iou": 0.5})
+    return Checkpoint(
+        step, "{}", "{}", weights, None, {}, {}, {"step": step, "by": "mIoU", "score": 0.5}
+    )
 
 
 def run_with(directory, *values, keep=()):
@@ -262,8 +264,8 @@ def programs(monkeypatch, run_segtrain):
     )
 
 
-def score_with_bonus(run, step):
-    return score(run, step) + (BONUS if run.name == "member_1" else 0)
+def score_with_bonus(run, step, tag):
+    return score(run, step, tag) + (BONUS if run.name == "member_1" else 0)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +288,7 @@ def read(directory):
 def rows_of(directory):
     """(step, member, mIoU, options) of each member and round, in order."""
     return [
-        (past.step, member, row.mean_iou, row.options)
+        (past.step, member, row.score, row.options)
         for past in read(directory).rounds
         for member, row in sorted(past.rows.items())
     ]

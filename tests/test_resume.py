@@ -197,7 +197,10 @@ def test_a_best_score_of_nan_is_replaced_by_the_first_number(score, best, better
     """NaN is the score of a split that was ignored everywhere; nothing is above it."""
     from segtrain.commands.train.evaluate import is_better
 
-    assert is_better(score, None if best is None else {"step": 1, "mean_iou": best}) == better
+    assert (
+        is_better(score, None if best is None else {"step": 1, "by": "mIoU", "score": best})
+        == better
+    )
 
 
 @pytest.mark.fault(42)

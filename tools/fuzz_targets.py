@@ -228,7 +228,7 @@ def checkpoint_content() -> dict[str, Any]:
         average=state.model.state_dict(),
         optimizer=state.optimizer.state_dict(),
         scaler=state.scaler.state_dict(),
-        best={"step": 2, "mean_iou": 0.5},
+        best={"step": 2, "by": "mIoU", "score": 0.5},
     )
     return {"format": FORMAT_VERSION, "segtrain": "0", **checkpoint._asdict()}
 

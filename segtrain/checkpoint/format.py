@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
@@ -34,7 +34,15 @@ class BestScore(TypedDict):
     """The best evaluation of a run."""
 
     step: int
-    mean_iou: float
+    by: str  # `EvalConfig.best_name`: which score it is
+    score: float
+
+
+def _named(best: Any) -> Any:
+    """The best evaluation in a file of version 0.2.0 or older, which knows mIoU alone."""
+    if isinstance(best, dict) and "mean_iou" in best:
+        return {"by": "mIoU", "score": best["mean_iou"]} | best
+    return best
 
 
 class Ending(TypedDict):
@@ -63,7 +71,7 @@ class Checkpoint(NamedTuple):
     average: dict[str, Any] | None  # the averaged weights, if the run keeps them
     optimizer: dict[str, Any] | None  # it and `scaler` are None if the file is for inference only
     scaler: dict[str, Any] | None
-    best: BestScore | None
+    best: Annotated[BestScore | None, BeforeValidator(_named)]
     evaluated: int = 0  # the step of the newest evaluation; 0: none
     data: str | None = None  # the DataFingerprint as JSON; None: the model comes from elsewhere
     shares: dict[str, Any] | None = None  # see `restore.shares_fields`

@@ -118,6 +118,8 @@ def check_changes(
     guilty = ["optim.kind:"]
     if checkpoint.average is None:
         guilty.append("optim.ema_decay:")
+    if checkpoint.best is not None:  # another score may have been best at another step
+        guilty.append("eval.best:")
     if _pruning(before) != _pruning(config):
         guilty.append("optim.layers:")
     elif config.optim.prunes and "held" not in (checkpoint.start or {}):

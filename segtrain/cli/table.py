@@ -347,7 +347,7 @@ COMMANDS = (
             "cannot be trained on, nor read by segtrain suspects",
         ),
         _argument("--json", "write the list as JSON", "FILE", Path),
-        description="List the runs in folders: best mIoU and its step, steps done, hours of "
+        description="List the runs in folders: best score and its step, steps done, hours of "
         "training, size on\ndisk, and how a stopped one goes on. --clear refuses runs that are not "
         "complete or in use.",
         examples="segtrain runs\nsegtrain runs --clear runs/own",

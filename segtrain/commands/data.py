@@ -68,6 +68,8 @@ def check(args: argparse.Namespace) -> int:
             extra_transforms(config.augment, result.form)
         except ConfigError as error:
             result.findings.append(Finding("error", "", "augment", str(error)))
+        for line in config.eval.unknown_classes(result.class_names):
+            result.findings.append(Finding("error", "", "eval", line))
         placed = [
             replace(finding, text=with_places(finding.text, args.config, args.set))
             for finding in result.findings

@@ -16,7 +16,7 @@ from segtrain.run.folds import FOLDS
 from segtrain.text import counted, printable
 from segtrain.training.stop_criteria import StopCriteria
 
-_COLUMNS = ("run", "best mIoU", "at step", "steps", "hours", "GB", "state")
+_COLUMNS = ("run", "best", "at step", "steps", "hours", "GB", "state")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -49,7 +49,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _row(run: Summary) -> tuple[str, ...]:
-    step, score = ("-", "-") if run.best is None else (str(run.best[0]), f"{run.best[1]:.4f}")
+    step, score = "-", "-"
+    if run.best is not None:
+        step, score = str(run.best[0]), f"{printable(run.best_by, 30)} {run.best[1]:.4f}"
     steps = f"{run.step}/{'?' if run.steps is None else run.steps}"
     state = run.state
     if state == "stopped":

@@ -2,15 +2,15 @@
 options that probably do not do what is meant.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from segtrain.config.data import AugmentConfig, DataConfig
-from segtrain.config.messages import show
+from segtrain.config.messages import did_you_mean, show
 from segtrain.config.model import ModelConfig, NormConfig
-from segtrain.config.optim import OptimConfig, ScheduleConfig
+from segtrain.config.optim import Name, OptimConfig, ScheduleConfig
 from segtrain.config.section import (
     NEEDS,
     Fraction,
@@ -24,7 +24,7 @@ from segtrain.config.section import (
     option,
 )
 from segtrain.config.train import TrainConfig
-from segtrain.text import counted
+from segtrain.text import MAX_NAME, counted, first_of, printable
 
 LossKind = Literal["cross_entropy", "ohem", "dice", "focal", "lovasz", "boundary_relaxation"]
 
@@ -117,10 +117,18 @@ class LossConfig(BaseLoss):
         return (self, *self.also)
 
 
+_SCORES = {"miou": "mIoU", "mdice": "mDice"}
+
+
 class EvalConfig(Section):
     """How an image is turned into a prediction, and when training does it."""
 
     every_steps: Positive | None = option(4000, "evaluate this often; null: at the end only")
+    best: Literal["miou", "mdice"] | Annotated[tuple[Name, ...], Field(min_length=1)] = option(
+        "miou",
+        "the score that chooses best.pt, and that train.patience waits for: mIoU, mDice, or the "
+        "mean IoU of these classes, such as [person, rider]",
+    )
     mode: Literal["whole", "slide"] = option(
         "whole", "the image at once, or windows of crop_size whose results are averaged"
     )
@@ -147,6 +155,34 @@ class EvalConfig(Section):
         "images of equal size, or sliding windows, that go through the network together; null: "
         "up to 8, in a quarter of the GPU's memory; on a CPU 1 image, up to 4 windows",
     )
+
+    def _mistakes(self) -> Iterator[str]:
+        if len(set(self.best_classes)) < len(self.best_classes):
+            yield "best: expected each class once"
+
+    @property
+    def best_classes(self) -> tuple[str, ...]:
+        """Those whose mean IoU chooses best.pt; empty if another score does."""
+        return () if isinstance(self.best, str) else self.best
+
+    @property
+    def best_name(self) -> str:
+        """The score that chooses best.pt, in words."""
+        return f"IoU of {', '.join(self.best)}" if self.best_classes else _SCORES[self.best]
+
+    @property
+    def best_tag(self) -> str:
+        """The same in metrics.jsonl."""
+        return f"eval/{'IoU_of_best' if self.best_classes else _SCORES[self.best]}"
+
+    def unknown_classes(self, known: Sequence[str]) -> list[str]:
+        """A line for each class that the score is of and that is not one of `known`."""
+        return [
+            f"eval.best: no class {printable(name, MAX_NAME)}{did_you_mean(name, known)}; "
+            f"the classes are {first_of(known, 30)}"
+            for name in self.best_classes
+            if name not in known
+        ]
 
 
 class LogConfig(Section):

@@ -66,7 +66,8 @@ class TrainConfig(Section):
         "follow: it is that of steps; null: no limit",
     )
     patience: Positive | None = option(
-        None, "end after so many evaluations in a row without a better mIoU; null: never"
+        None,
+        "end after so many evaluations in a row without a better score (eval.best); null: never",
     )
     deterministic: bool = option(
         False,

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from segtrain.config import Config, override_config
+from segtrain.config.loading import given_keys
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import Values
 from segtrain.models.memory import memory_bytes, rank_bytes
@@ -35,6 +36,8 @@ def set_after_training(
     if foreign:
         what = f"the checkpoint decides this; only {', '.join(settable)} can be set"
         raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
+    if idle := sorted(given_keys(overrides) & {"eval.best", "eval.every_steps"}):
+        raise ConfigError(f"--set {idle[0]}: is about evaluations while a model is trained")
     check_eval_precision(overrides, config)
     return config
 

@@ -130,7 +130,9 @@ def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> l
     for letter, runs, scores in zip("AB", (a, b), found.scores, strict=True):
         each = ", ".join(f"{100 * score:.2f}" for score in scores)
         names = first_of((run.directory for run in runs), 3)
-        lines.append(f"{letter}           {names}: mIoU {each}")
+        by = runs[0].config.eval
+        chosen = "" if by.best == "miou" else f"; best.pt chosen by {printable(by.best_name, 80)}"
+        lines.append(f"{letter}           {names}: mIoU {each}{chosen}")
     lines.append(f"B - A       {found.models} points of mIoU, {CONFIDENCE:.0%} interval over")
     lines[-1] += f" {found.unit}"
     if found.seed_std is not None:

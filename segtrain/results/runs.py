@@ -13,7 +13,7 @@ import yaml
 from pydantic_core import PydanticUndefined
 
 from segtrain.checkpoint.format import BEST, LAST
-from segtrain.config import Config, load_config
+from segtrain.config import Config, EvalConfig, load_config
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import open_regular, os_errors_as, parse_json, read_bytes, walk
 from segtrain.files.manifest import read_entries
@@ -37,7 +37,9 @@ class Run:
 
     def __repr__(self) -> str:
         """In one line: a notebook shows what a cell returns, and curves are long."""
-        best = "" if self.best is None else f", best mIoU {self.best[1]:.4f} at step {self.best[0]}"
+        best, by = "", self.config.eval.best_name
+        if self.best is not None:
+            best = f", best {printable(by)} {self.best[1]:.4f} at step {self.best[0]}"
         return f"Run({str(self.directory)!r}, step {self.step} of {self.config.train.steps}{best})"
 
     @property
@@ -52,8 +54,8 @@ class Run:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and mIoU of the best evaluation; None before the first one."""
-        steps, values = self.curves.get("eval/mIoU", ([], []))
+        """Step and score (eval.best) of the best evaluation; None before the first one."""
+        steps, values = self.curves.get(self.config.eval.best_tag, ([], []))
         return max(zip(steps, values, strict=True), key=lambda one: one[1], default=None)
 
     @property
@@ -78,7 +80,8 @@ class Summary:
     state: training, complete, complete and cleared, stopped (it can go on), or why it cannot be
         read. step: the last one logged, or, of a stopped run, saved, where --resume goes on.
     steps: train.steps; None: its config does not say.
-    best: (step, mIoU) of the best evaluation. training_s: as `Run.training_s`.
+    best: (step, score) of the best evaluation. best_by: the score that chooses it, in words.
+    training_s: as `Run.training_s`.
     """
 
     directory: Path
@@ -86,6 +89,7 @@ class Summary:
     step: int = 0
     steps: int | None = None
     best: tuple[int, float] | None = None
+    best_by: str = "mIoU"
     training_s: float = 0.0
     num_bytes: int = 0
 
@@ -114,15 +118,16 @@ def summarize(directory: Path) -> Summary:
         metrics = b""
         with suppress(FileNotFoundError):  # no step is done yet
             metrics = read_bytes(directory / run_directory.METRICS)
-        num_bytes, steps = disk_bytes(directory), _steps_of(directory)
+        num_bytes, (steps, by) = disk_bytes(directory), _options_of(directory)
         folder = directory / run_directory.CHECKPOINTS
         entries = read_entries(folder)
     except (OSError, CheckpointError) as error:
         return Summary(directory, f"cannot be read: {printable(error)}")
     lines = metrics.splitlines()
-    scores, seconds = (list(_points(lines, tag)) for tag in (b"eval/mIoU", b"time/step_s"))
-    step = max((step for step, _ in (*seconds, *scores)), default=0)
-    evaluated = max((step for step, _ in scores), default=0)
+    tags = b"eval/mIoU", b"time/step_s", by.best_tag.encode()
+    evaluations, seconds, scores = (list(_points(lines, tag)) for tag in tags)
+    step = max((step for step, _ in (*seconds, *evaluations)), default=0)
+    evaluated = max((step for step, _ in evaluations), default=0)
     if run_directory.is_locked(directory):
         state = "training"
     elif evaluated and (evaluated == steps or (evaluated == step and _has_ended(directory))):
@@ -138,6 +143,7 @@ def summarize(directory: Path) -> Summary:
         step,
         steps,
         max(scores, key=lambda one: one[1], default=None),
+        by.best_name,
         _training_s(seconds),
         num_bytes,
     )
@@ -198,17 +204,22 @@ def disk_bytes(directory: Path) -> int:
     return sum(os.lstat(path).st_size for path in files)
 
 
-def _steps_of(directory: Path) -> int | None:
-    """train.steps; a config of another version, which `load_config` would refuse, says it too."""
+def _options_of(directory: Path) -> tuple[int | None, EvalConfig]:
+    """train.steps, and what says eval.best.
+
+    A config of another version, which `load_config` would refuse, says both too.
+    """
+    steps, by = None, EvalConfig()
     try:
         config = yaml.load(
             read_bytes(directory / run_directory.CONFIG, 1 << 20),
             Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
         )
         steps = config["train"]["steps"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return None
-    return steps if isinstance(steps, int) else None
+        by = EvalConfig.model_validate({"best": config["eval"]["best"]}, strict=False)
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+        pass
+    return steps if isinstance(steps, int) else None, by
 
 
 def _points(lines: Iterable[bytes], tag: bytes) -> Iterator[tuple[int, float]]:

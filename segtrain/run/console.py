@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from segtrain.text import printable_lines
+from segtrain.text import MAX_NAME, printable, printable_lines
 
 log_files: list[Callable[[str], None]] = []
 """What writes a line to the log file of a run; filled while a run is open."""
@@ -95,10 +95,10 @@ class ProgressBar:
 
 
 def score_text(best: dict[str, Any] | None) -> str:
-    """Such as `best mIoU 0.7123 at step 4000`."""
+    """Such as `best mIoU 0.7123 at step 4000`; the score is that of eval.best."""
     if best is None:
         return "not evaluated yet"
-    return f"best mIoU {best['mean_iou']:.4f} at step {best['step']}"
+    return f"best {printable(best['by'], MAX_NAME)} {best['score']:.4f} at step {best['step']}"
 
 
 def progress_words(values: Mapping[str, float], best: dict[str, Any] | None) -> list[str]:
@@ -106,7 +106,7 @@ def progress_words(values: Mapping[str, float], best: dict[str, Any] | None) -> 
     digits, exponent = f"{values['train/lr']:.1e}".split("e")
     return [
         f"loss {values['train/loss']:.4f}",
-        *([] if best is None else [f"best mIoU {best['mean_iou']:.3f}"]),
+        *([] if best is None else [f"best {printable(best['by'], 20)} {best['score']:.3f}"]),
         f"lr {digits}e{int(exponent)}",
         f"{values['images_per_s']:.1f} img/s",
     ]

@@ -13,13 +13,14 @@ from segtrain.config import TrainConfig
 
 
 class StopCriteria:
-    """Counts hours, and evaluations without a better mIoU, over all resumptions of a run.
+    """Counts hours, and evaluations without a better score, over all resumptions of a run.
 
     The hours are those of rank 0, which asks all ranks to end (`StepSync`): of training,
     evaluations and checkpoints, not of starting nor between interruptions. The evaluations are
     counted alike on all ranks, which have the same scores.
 
     saved: `fields` of a checkpoint; None: nothing was counted yet.
+    score: which one must get better, in words (eval.best).
     clock: seconds, never running backwards.
     """
 
@@ -28,10 +29,11 @@ class StopCriteria:
         train: TrainConfig,
         saved: dict[str, Any] | None,
         *,
+        score: str = "mIoU",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_hours, self._patience = train.max_hours, train.patience
-        self._steps = train.steps
+        self._steps, self._score = train.steps, score
         self._hours_before = 0.0 if saved is None else saved["hours"]
         self.evaluations = 0 if saved is None else saved["evaluations"]
         self._clock = clock
@@ -63,7 +65,7 @@ class StopCriteria:
     def reason(self) -> str:
         """Why the run ends early, in words; empty if it does not."""
         if self.is_out_of_patience():
-            return f"no better mIoU in {self.evaluations} evaluations (train.patience)"
+            return f"no better {self._score} in {self.evaluations} evaluations (train.patience)"
         if self.is_out_of_time():
             return f"{self._max_hours:g} hours of training are used up (train.max_hours)"
         return ""

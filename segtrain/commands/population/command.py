@@ -15,7 +15,7 @@ from segtrain.config.messages import did_you_mean
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.run.directory import CONFIG, LOCK, RunLock, config_differences, flat
 from segtrain.run.folds import EXPERIMENT, read_record, write_record
-from segtrain.text import say
+from segtrain.text import MAX_NAME, printable, say
 
 MEMBERS, PERTURB = 4, ("optim.lr", "optim.weight_decay")
 
@@ -34,7 +34,8 @@ def main(args: argparse.Namespace) -> int:
             print(line)
         member, value, step = history.best()
         run = directory / f"member_{member}"
-        print(f"best: {run.name}, mIoU {value:.4f} at step {step}")
+        by = printable(history.config.eval.best_name, MAX_NAME)
+        print(f"best: {run.name}, {by} {value:.4f} at step {step}")
         print(f"all scores of it: segtrain eval {shlex.quote(str(run))}")
         print(f"history {directory / FILE}")
     return code

@@ -8,7 +8,7 @@ import math
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from segtrain.config import Config, override_config
 from segtrain.config.loading import yaml_value
@@ -16,7 +16,7 @@ from segtrain.errors import ConfigError
 from segtrain.run.directory import flat
 from segtrain.run.folds import Record
 from segtrain.seed import population_rng
-from segtrain.text import table_lines
+from segtrain.text import MAX_NAME, printable, table_lines
 
 FILE = "population.json"
 FACTORS = (0.8, 1.2)
@@ -26,9 +26,9 @@ Options = dict[str, float]
 
 
 class Row(Record):
-    """A member at the end of a round; without a score it has diverged."""
+    """A member at the end of a round; without a score (eval.best) it has diverged."""
 
-    mean_iou: float | None
+    score: float | None = Field(validation_alias=AliasChoices("score", "mean_iou"))
     options: Options  # with which it trained in this round
 
 
@@ -90,15 +90,15 @@ class History(Record):
             return False
         before = self.rounds[number - 1]
         took_over = any(takeover.member == member for takeover in before.exchange or ())
-        return before.rows[member].mean_iou is None and not took_over
+        return before.rows[member].score is None and not took_over
 
     def best(self) -> tuple[int, float, int]:
         """The member whose best.pt has the highest score, that score, and its step."""
         kept: list[tuple[float, int]] = [(-math.inf, 0)] * self.members
         for past in self.rounds:
             for member, row in past.rows.items():
-                if row.mean_iou is not None and row.mean_iou > kept[member][0]:
-                    kept[member] = (row.mean_iou, past.step)
+                if row.score is not None and row.score > kept[member][0]:
+                    kept[member] = (row.score, past.step)
             before = list(kept)
             for takeover in past.exchange or ():
                 kept[takeover.member] = before[takeover.source]
@@ -138,7 +138,7 @@ def decide(history: History, number: int) -> list[Takeover]:
     which the members came to their ends does not matter.
     """
     rows, quarter = history.rounds[number].rows, max(1, history.members // 4)
-    values = (rows[i].mean_iou for i in range(history.members))
+    values = (rows[i].score for i in range(history.members))
     scores = [-math.inf if value is None else value for value in values]
     ranking = sorted(range(history.members), key=lambda i: scores[i], reverse=True)
     best = [i for i in ranking[:quarter] if scores[i] > -math.inf]
@@ -156,11 +156,12 @@ def decide(history: History, number: int) -> list[Takeover]:
 def table(history: History) -> list[str]:
     """A line of titles, and one for each member and round, for a terminal."""
     keys = history.perturb
-    lines = [("round", "step", "member", "mIoU", *keys, "takes_from")]
+    by = printable(history.config.eval.best_name, MAX_NAME)
+    lines = [("round", "step", "member", by, *keys, "takes_from")]
     for number, past in enumerate(history.rounds, start=1):
         sources = {takeover.member: takeover.source for takeover in past.exchange or ()}
         for member, row in sorted(past.rows.items()):
-            score = "" if row.mean_iou is None else f"{row.mean_iou:.4f}"
+            score = "" if row.score is None else f"{row.score:.4f}"
             options = [f"{row.options[key]:g}" for key in keys]
             cells = (number, past.step, member, score, *options, sources.get(member, ""))
             lines.append(tuple(map(str, cells)))

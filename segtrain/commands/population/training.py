@@ -105,17 +105,18 @@ class Population:
             )
             return
         options = self._history.options_of(member, number)
-        value = score(run, step) if code == EXIT_OK else None
-        self._history.rounds[number].rows[member] = Row(mean_iou=value, options=options)
+        by = self._history.config.eval
+        value = score(run, step, by.best_tag) if code == EXIT_OK else None
+        self._history.rounds[number].rows[member] = Row(score=value, options=options)
         write_record(self._directory / FILE, self._history)
-        words = "has diverged" if value is None else f"mIoU {value:.4f}"
+        words = "has diverged" if value is None else f"{by.best_name} {value:.4f}"
         values = "  ".join(f"{key} {option:g}" for key, option in options.items())
         say(f"step {step}  {run.name}  {words}  {values}")
 
     def _exchange(self, number: int) -> None:
         """The exchange after a round, unless it was done before an interruption."""
         history, this = self._history, self._history.rounds[number]
-        if all(row.mean_iou is None for row in this.rows.values()):
+        if all(row.score is None for row in this.rows.values()):
             what = f"no member has a score at step {this.step}; use a smaller optim.lr"
             raise NonFiniteError(f"{self._directory}: {what}")
         if this.exchange is not None:
@@ -134,15 +135,15 @@ class Population:
         return self._directory / f"member_{member}"
 
 
-def score(run: Path, step: int) -> float | None:
-    """The mIoU of a run's evaluation at `step`; None: no number. ExecutionError: there is none."""
+def score(run: Path, step: int, tag: str = "eval/mIoU") -> float | None:
+    """That of a run's evaluation at `step`; None: no number. ExecutionError: there is none."""
     path = run / run_directory.METRICS
     try:
         lines = map(files.parse_json, files.read_bytes(path).splitlines())
-        scores = [one["eval/mIoU"] for one in lines if one["step"] == step and "eval/mIoU" in one]
+        scores = [one[tag] for one in lines if one["step"] == step and tag in one]
         return scores[-1]
     except (OSError, ValueError, LookupError, TypeError):
-        raise ExecutionError(f"{path}: has no eval/mIoU of step {step}") from None
+        raise ExecutionError(f"{path}: has no {tag} of step {step}") from None
 
 
 def take_over(loser: Path, winner: Path, config: Config, *, step: int) -> None:

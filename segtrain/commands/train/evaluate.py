@@ -28,7 +28,7 @@ from segtrain.evaluation.dataset import (
     settings_by_size,
 )
 from segtrain.evaluation.settings import InferenceSettings, view_sizes
-from segtrain.metrics import calibration_error
+from segtrain.metrics import Scores, calibration_error
 from segtrain.models.blocks import Normalize
 from segtrain.models.precision import (
     autocast,
@@ -43,6 +43,7 @@ from segtrain.results.records import Records
 from segtrain.run.console import score_text
 from segtrain.run.directory import EVALUATION
 from segtrain.run.pictures import NUM_IMAGES, as_rgb, panel, spread, to_png
+from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.training.step_sync import LateVote
 
 
@@ -66,25 +67,42 @@ def evaluate(run: TrainRun) -> bool:
     scores = outcome.matrix.scores()
     run.evaluated = step
     error = calibration_error(outcome.calibration.counts)
-    log.scalars(step, scores.scalars(classes.names) | {"eval/calibration_error": error})
+    by, score = config.eval.best_name, _score(run, scores)
+    more = {"eval/calibration_error": error, config.eval.best_tag: score}
+    log.scalars(step, scores.scalars(classes.names) | more)
     if log.enabled and config.log.charts:
         confusion = confusion_picture(outcome.matrix.counts.cpu().numpy(), classes.names)
         log.picture(step, "eval/confusion", confusion)
     _show(run, pictures)
-    better = is_better(scores.mean_iou, run.best)
+    better = is_better(score, run.best)
     # Do not count the extra evaluation of an early stop.
     if step % (config.eval.every_steps or config.train.steps) == 0:
         run.stop_criteria.count(better=better)
     if run.stop_criteria.is_out_of_patience():
         run.step_sync.ask(end=True)
     if better:
-        run.best = {"step": step, "mean_iou": scores.mean_iou}
+        run.best = {"step": step, "by": by, "score": score}
         if dist.is_main():
             run.checkpoints.save_best(save.checkpoint_of(run))
             _keep_records(run, outcome)
     precision = "" if config.eval.precision is None else f" ({config.eval.precision})"
-    log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}{precision}  {score_text(run.best)}"])
+    words = f"mIoU {scores.mean_iou:.4f}"
+    if config.eval.best != "miou":
+        words += f"  {printable(by, MAX_NAME)} {score:.4f}"
+    log.lines([f"step {step}  {words}{precision}  {score_text(run.best)}"])
     return True
+
+
+def _score(run: TrainRun, scores: Scores) -> float:
+    """The one that chooses best.pt (eval.best)."""
+    by, names = run.config.eval, run.eval_set.classes.names
+    if not by.best_classes:
+        return scores.mean_dice if by.best == "mdice" else scores.mean_iou
+    if run.best is None:
+        unseen = [name for name in by.best_classes if not scores.class_frequency[names.index(name)]]
+        what = f"no label of {run.eval_set.split} shows {first_of(unseen)}"
+        run.log.lines([f"warning: eval.best: {what}: this score says little"] if unseen else [])
+    return scores.mean_iou_of([names.index(name) for name in by.best_classes])
 
 
 def _keep_records(run: TrainRun, outcome: Outcome) -> None:
@@ -160,12 +178,12 @@ def _evaluated(run: TrainContext, samples: Sequence[Sample], **options: Any) -> 
         )
 
 
-def is_better(mean_iou: float, best: dict[str, Any] | None) -> bool:
+def is_better(score: float, best: dict[str, Any] | None) -> bool:
     """Whether a score is above the best one; any number is better than NaN."""
     if best is None:
         return True
-    was_nan = math.isnan(best["mean_iou"])
-    return mean_iou > best["mean_iou"] or (was_nan and not math.isnan(mean_iou))
+    was_nan = math.isnan(best["score"])
+    return score > best["score"] or (was_nan and not math.isnan(score))
 
 
 def _show(run: TrainRun, pictures: dict[int, str]) -> None:

@@ -51,7 +51,8 @@ def run(request: TrainRequest) -> int:
     if reports:
         _report(this)
     best, page = this.best, this.directory / run_directory.REPORT
-    results = {} if best is None else {"best/mIoU": best["mean_iou"], "best/step": best["step"]}
+    tag = config.eval.best_tag.replace("eval/", "best/")
+    results = {} if best is None else {tag: best["score"], "best/step": best["step"]}
     files = [page] if reports and page.is_file() else []
     this.log.trackers.finish("FINISHED" if is_complete else "KILLED", results, files)
     return code

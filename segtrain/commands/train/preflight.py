@@ -55,6 +55,7 @@ def check_experiment(
                 f"{key}.class_weights: {len(weights)} numbers for the {num_classes} classes of "
                 f"{config.data.classes}"
             )
+    findings += config.eval.unknown_classes(train_set.classes.names)
     if config.train.compile:
         findings += _cache_findings()
     if findings:

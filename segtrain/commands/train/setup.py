@@ -382,7 +382,8 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         share_model(state.model)
         notes.append(hogwild_line(dist.world_size()))
     evaluated = 0 if saved is None else saved.evaluated
-    stop_criteria = StopCriteria(config.train, saved and saved.ending)
+    by = config.eval.best_name
+    stop_criteria = StopCriteria(config.train, saved and saved.ending, score=by)
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
     data = DatasetGuard(
         (train_set, eval_set), config.data.root, resumed, accept_changes=request.accept_changes

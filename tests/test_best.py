@@ -1,0 +1,147 @@
+"""eval.best: which evaluation is the best one, and that all who ask agree on it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from experiments import last, refusal, segtrain, small, train, write_config, write_data
+
+from segtrain.checkpoint.format import BEST, Checkpoint, load, save
+from segtrain.commands.population.history import Row
+from segtrain.commands.population.training import score
+from segtrain.config import TrainConfig, load_config, override_config
+from segtrain.errors import ConfigError
+from segtrain.evaluation.settings import set_after_training
+from segtrain.metrics import ConfusionMatrix
+from segtrain.results.report import evaluated, report_page
+from segtrain.results.runs import read_run, summarize
+from segtrain.training.stop_criteria import StopCriteria
+
+CLASSES = ["water", "sand"]
+# What the evaluations after steps 1, 2 and 3 find: each score is highest at another step.
+IOU = [(0.9, 0.9, 0.1, 0.1), (0.1, 0.1, 0.3, 0.5), (0.2, 0.2, 0.2, 0.2)]
+DICE = [0.1, 0.2, 0.3]
+BEST_OF = {  # eval.best: the step, the score and its name
+    "miou": (1, 0.5, "mIoU"),
+    "mdice": (3, 0.3, "mDice"),
+    "classes": (2, 0.4, "IoU of water, sand"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same training, three times, with each way to choose."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "data").mkdir()
+    write_data(home / "data")
+    scores, patch = ConfusionMatrix.scores, pytest.MonkeyPatch()
+    for name in BEST_OF:
+        found = iter(zip(IOU, DICE, strict=True))
+
+        def scripted(matrix, found=found):
+            iou, dice = next(found)
+            return replace(scores(matrix), iou=iou, mean_iou=sum(iou) / 4, mean_dice=dice)
+
+        best = CLASSES if name == "classes" else name
+        options = small(home / "data", train={"steps": 3}, eval={"every_steps": 1, "best": best})
+        with patch.context() as context:
+            context.setattr(ConfusionMatrix, "scores", scripted)
+            config = write_config(home / f"{name}.yaml", options)
+            assert train(config, home / name) == 0
+    return home
+
+
+@pytest.mark.parametrize("name", BEST_OF)
+def test_the_score_of_the_config_chooses_and_all_agree(runs, name):
+    step, value, by = BEST_OF[name]
+    run = runs / name
+    found = last(run).best
+    assert found == {"step": step, "by": by, "score": pytest.approx(value)}
+    assert load(run / "checkpoints" / BEST).step == step
+    assert read_run(run).best == summarize(run).best == (step, pytest.approx(value))
+    assert repr(read_run(run)).endswith(f", best {by} {value:.4f} at step {step})")
+    assert summarize(run).best_by == by
+    assert score(run, step, read_run(run).config.eval.best_tag) == pytest.approx(value)
+    log = (run / "train.log").read_text()
+    assert log.count(f"  best {by} {value:.4f} at step {step}\n") == 4 - step
+    assert f"step 1  mIoU 0.5000  {'' if name == 'miou' else by}" in log
+    assert "eval.best" not in log  # all classes are labelled
+
+
+def test_runs_compare_and_report_name_the_score(runs, capsys):
+    assert segtrain("runs", runs) == 0
+    listed = capsys.readouterr().out
+    for step, value, by in BEST_OF.values():
+        assert re.search(rf"  {by} {value:.4f} +{step} +3/3  ", listed)
+    assert segtrain("compare", runs / "mdice", runs / "classes", "--device", "cpu") == 0
+    a, b, *lines = capsys.readouterr().out.splitlines()
+    assert a.endswith("; best.pt chosen by mDice")
+    assert b.endswith("; best.pt chosen by IoU of water, sand")
+    assert "config      eval.best: mdice in A, [water, sand] in B" in lines
+    page = report_page([evaluated(runs / "mdice", torch.device("cpu"))], torch.device("cpu"))
+    assert "of 3 steps, the best by mDice</div>" in page
+
+
+def test_patience_waits_for_the_score():
+    ended = StopCriteria(TrainConfig(patience=2), {"hours": 0, "evaluations": 2}, score="mDice")
+    assert ended.reason() == "no better mDice in 2 evaluations (train.patience)"
+
+
+def test_files_of_older_versions_are_of_miou(tmp_path):
+    options = {"classes": "{}", "config": "{}", "model": {"w": torch.zeros(1)}}
+    rest = dict.fromkeys(("average", "optimizer", "scaler"))
+    old = Checkpoint(4, **options, **rest, best={"step": 2, "mean_iou": 0.5})
+    save(tmp_path / "a.pt", old)
+    assert load(tmp_path / "a.pt").best == {"step": 2, "by": "mIoU", "score": 0.5}
+    assert Row.model_validate_json('{"mean_iou": 0.5, "options": {}}').score == 0.5
+    (tmp_path / "config.yaml").write_text("train: {steps: 4}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "eval/mIoU": 0.5, "eval/mDice": 0.7}\n')
+    assert summarize(tmp_path).best == (4, 0.5)
+    assert summarize(tmp_path).steps == 4
+
+
+def test_a_run_cannot_go_on_with_another_score(runs, tmp_path):
+    """Whether an earlier evaluation would have been the best is lost."""
+    config = override_config(load_config(runs / "miou.yaml"), ["eval.best=mdice"], source="c")
+    written = write_config(tmp_path / "c.yaml", json.loads(config.model_dump_json()))
+    (kind, _, said) = refusal(lambda: train(written, runs / "miou", True, accept_changes=True))
+    assert kind == "CheckpointError"
+    assert "does not hold the state that these changes need\n  eval.best: miou there, mdice" in said
+
+
+def test_a_class_that_does_not_exist_is_refused_with_those_that_do(runs, tmp_path):
+    options = small(runs / "data", eval={"best": ["water", "sands"]})
+    config = write_config(tmp_path / "c.yaml", options)
+    said = "eval.best: no class sands; did you mean sand?; the classes are ground, plant, water, "
+    kind, _, found = refusal(train, config, tmp_path / "run")
+    assert kind == "ConfigError"
+    assert said in found
+    assert segtrain("data", "check", config, "--json", tmp_path / "x.json") == 3
+    assert said in (tmp_path / "x.json").read_text()
+
+
+def test_a_score_of_classes_that_no_label_shows_is_doubted(runs, tmp_path):
+    data = Path(runs / "data")
+    options = small(data, train={"steps": 1}, eval={"best": ["mud"]})
+    options["data"]["classes"] = str(tmp_path / "classes.yaml")
+    text = (data / "classes.yaml").read_text().replace("sand]", "sand, mud]")
+    (tmp_path / "classes.yaml").write_text(text)
+    assert train(write_config(tmp_path / "c.yaml", options), tmp_path / "run") == 0
+    log = (tmp_path / "run/train.log").read_text()
+    assert "warning: eval.best: no label of val shows mud: this score says little" in log
+
+
+@pytest.mark.parametrize("best", [[], ["sand", "sand"], "mIoU", "sand", [""], 3])
+def test_anything_else_is_refused(runs, tmp_path, best):
+    config = write_config(tmp_path / "c.yaml", small(runs / "data", eval={"best": best}))
+    (kind, _, said) = refusal(load_config, config)
+    assert (kind, "eval.best" in said) == ("ConfigError", True)
+
+
+def test_an_evaluation_of_a_finished_model_chooses_nothing(runs):
+    config = load_config(runs / "miou.yaml")
+    with pytest.raises(ConfigError, match=r"^--set eval\.best: is about evaluations while a model"):
+        set_after_training(config, ["eval.best=mdice"], ("eval.",), source="run")
