@@ -1,7 +1,9 @@
 """eval.best: which evaluation is the best one, and that all who ask agree on it."""
 
+import argparse
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +12,21 @@ import torch
 from experiments import last, refusal, segtrain, small, train, write_config, write_data
 
 from segtrain.checkpoint.format import BEST, Checkpoint, load, save
-from segtrain.commands.population.history import Row
-from segtrain.commands.population.training import score
-from segtrain.config import TrainConfig, load_config, override_config
+from segtrain.commands.population.history import History, Row, table
+from segtrain.commands.population.training import Population, score
+from segtrain.config import load_config, override_config
 from segtrain.errors import ConfigError
 from segtrain.evaluation.settings import set_after_training
 from segtrain.metrics import ConfusionMatrix
 from segtrain.results.report import evaluated, report_page
 from segtrain.results.runs import read_run, summarize
-from segtrain.training.stop_criteria import StopCriteria
+from segtrain.run.trackers import Trackers
 
 CLASSES = ["water", "sand"]
 # What the evaluations after steps 1, 2 and 3 find: each score is highest at another step.
 IOU = [(0.9, 0.9, 0.1, 0.1), (0.1, 0.1, 0.3, 0.5), (0.2, 0.2, 0.2, 0.2)]
 DICE = [0.1, 0.2, 0.3]
+TOLD = {}  # to trackers, at the end of each run
 BEST_OF = {  # eval.best: the step, the score and its name
     "miou": (1, 0.5, "mIoU"),
     "mdice": (3, 0.3, "mDice"),
@@ -33,7 +36,7 @@ BEST_OF = {  # eval.best: the step, the score and its name
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The same training, three times, with each way to choose."""
+    """The same training, three times, with each way to choose; one ends early by it."""
     home = tmp_path_factory.mktemp("home")
     (home / "data").mkdir()
     write_data(home / "data")
@@ -46,9 +49,13 @@ def runs(tmp_path_factory):
             return replace(scores(matrix), iou=iou, mean_iou=sum(iou) / 4, mean_dice=dice)
 
         best = CLASSES if name == "classes" else name
-        options = small(home / "data", train={"steps": 3}, eval={"every_steps": 1, "best": best})
+        steps = {"steps": 4, "patience": 1} if name == "classes" else {"steps": 3}
+        options = small(home / "data", train=steps, eval={"every_steps": 1, "best": best})
         with patch.context() as context:
             context.setattr(ConfusionMatrix, "scores", scripted)
+            context.setattr(
+                Trackers, "finish", lambda _, *told, name=name: TOLD.update({name: told})
+            )
             config = write_config(home / f"{name}.yaml", options)
             assert train(config, home / name) == 0
     return home
@@ -69,13 +76,17 @@ def test_the_score_of_the_config_chooses_and_all_agree(runs, name):
     assert log.count(f"  best {by} {value:.4f} at step {step}\n") == 4 - step
     assert f"step 1  mIoU 0.5000  {'' if name == 'miou' else by}" in log
     assert "eval.best" not in log  # all classes are labelled
+    tag = {"miou": "mIoU", "mdice": "mDice", "classes": "IoU_of_best"}[name]
+    assert TOLD[name][1] == {f"best/{tag}": pytest.approx(value), "best/step": step}
+    if name == "classes":
+        assert f"ended after 3 of 4 steps: no better {by} in 1 evaluations" in log
 
 
 def test_runs_compare_and_report_name_the_score(runs, capsys):
     assert segtrain("runs", runs) == 0
     listed = capsys.readouterr().out
     for step, value, by in BEST_OF.values():
-        assert re.search(rf"  {by} {value:.4f} +{step} +3/3  ", listed)
+        assert re.search(rf"  {by} {value:.4f} +{step} +3/[34]  ", listed)
     assert segtrain("compare", runs / "mdice", runs / "classes", "--device", "cpu") == 0
     a, b, *lines = capsys.readouterr().out.splitlines()
     assert a.endswith("; best.pt chosen by mDice")
@@ -85,9 +96,15 @@ def test_runs_compare_and_report_name_the_score(runs, capsys):
     assert "of 3 steps, the best by mDice</div>" in page
 
 
-def test_patience_waits_for_the_score():
-    ended = StopCriteria(TrainConfig(patience=2), {"hours": 0, "evaluations": 2}, score="mDice")
-    assert ended.reason() == "no better mDice in 2 evaluations (train.patience)"
+def test_a_population_goes_by_the_score(runs, tmp_path, capsys):
+    config = load_config(runs / "mdice.yaml")
+    history = History(members=2, every=2, perturb=[], alone=False, config=config)
+    shutil.copytree(runs / "mdice", tmp_path / "member_1")
+    args = argparse.Namespace(nproc=1, device="cpu", at_once=1)
+    Population(tmp_path, history, args)._record(1, 0, 0)
+    assert history.rounds[0].rows[1].score == DICE[1]
+    assert capsys.readouterr().err == "segtrain: step 2  member_1  mDice 0.2000  \n"
+    assert table(history)[0].split() == ["round", "step", "member", "mDice", "takes_from"]
 
 
 def test_files_of_older_versions_are_of_miou(tmp_path):

@@ -47,10 +47,14 @@ def test_a_single_process_is_a_single_rank_bit_for_bit(tmp_path, data):
 
 
 def test_processes_share_weights_and_statistics_and_do_not_wait(run_ranks, tmp_path, data):
-    file = config(data, tmp_path, every_steps=2)
+    held = {"zero": ["backbone.layer1.0.conv2.weight[:, 29]"]}
+    file = config(data, tmp_path, every_steps=2, optimizer="muon", layers=[held])
     assert run_ranks(2, train, file, tmp_path / "run") == [0, 0]
     record = last(tmp_path / "run")
     assert record.step == STEPS
+    kernel = record.model["backbone.layer1.0.conv2.weight"]
+    assert (kernel[:, 29] == 0).all()
+    assert (kernel[:, 28] != 0).all()
     # Each alone would have counted to STEPS; some updates may be lost.
     assert all(STEPS < counter <= 2 * STEPS for counter in counters(record.model))
     assert all(torch.isfinite(value).all() for value in record.model.values())
