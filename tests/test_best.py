@@ -78,7 +78,9 @@ def test_the_score_of_the_config_chooses_and_all_agree(runs, name):
     assert "eval.best" not in log  # all classes are labelled
     tag = {"miou": "mIoU", "mdice": "mDice", "classes": "IoU_of_best"}[name]
     assert TOLD[name][1] == {f"best/{tag}": pytest.approx(value), "best/step": step}
-    if name == "classes":
+    if name != "classes":  # the line of the last step
+        assert re.search(rf"train 3/3  loss .*  best {by} 0\.\d\d\d  lr ", log)
+    else:
         assert f"ended after 3 of 4 steps: no better {by} in 1 evaluations" in log
 
 
