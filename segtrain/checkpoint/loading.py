@@ -80,7 +80,7 @@ class LoadedModel(NamedTuple):
         kernels = [weight for weight in self.model.parameters() if weight.dim() > 1]
         count = sum(int((weight == 0).sum()) for weight in kernels)
         whole = sum(weight.numel() for weight in kernels)
-        if count < _MANY_ZEROS * whole and not any(c.optim.prunes for c in self.configs):
+        if count <= _MANY_ZEROS * whole and not any(c.optim.prunes for c in self.configs):
             return []
         return [f"zeros: {100 * count / whole:.2f}% of the kernels ({count:,} of {whole:,})"]
 
