@@ -236,7 +236,6 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
     x = images[:2].detach()
     x = torch.cat([x, x.flip(-1), x.roll(1, -1), x.roll(2, -1)])[:4]
     x = (x if x.is_floating_point() else x.float()).requires_grad_()
-    labels = tree_map(lambda t: torch.cat([t[:2], t[:2]])[:2], labels)
     norms = [m for m in model.modules() if isinstance(m, SyncBatchNorm) and m.training]
     hooks = [norm.register_forward_hook(_scaled, prepend=True) for norm in norms]
     calls = [partial(_try_part, model, loss, x, labels, slot, thread) for slot in range(2)]
@@ -315,12 +314,25 @@ def _sum_and_weight(loss: Loss, outputs: Any, labels: Any) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def _try_loss(loss: Loss, outputs: Any, labels: Any) -> None:
+    """Raises ValueError unless `loss` of two images is that of the first plus that of the second.
+
+    outputs: of two images. labels: of all images of this rank. A loss that is not finite, such as a
+        mean over no valid pixel, decides nothing: the labels of the next two images are taken.
+    """
     cuts = slice(0, 2), slice(0, 1), slice(1, 2)
-    pairs = [tree_map(lambda t, cut=cut: t[cut].clone(), (outputs, labels)) for cut in cuts]
-    found = [[float(value) for value in _sum_and_weight(loss, *pair)] for pair in pairs]
-    for name, (both, first, second) in zip(
-        ("sum", "weight"), zip(*found, strict=True), strict=True
-    ):
+    for i in range(0, max(map(len, tree_leaves(labels)), default=1), 2):
+        two = tree_map(lambda t, i=i: torch.cat([t[i : i + 2], t[i : i + 2]])[:2], labels)
+        pairs = [tree_map(lambda t, cut=cut: t[cut].clone(), (outputs, two)) for cut in cuts]
+        rows = [[*map(float, _sum_and_weight(loss, *pair))] for pair in pairs]
+        found = torch.tensor(rows, dtype=torch.float64)  # (3, 2): sum and weight of each cut
+        if found.isfinite().all():
+            break
+    else:
+        raise ValueError(
+            "loss: not finite for any two images of the batch: return a sum, which is 0 where no "
+            "pixel is valid, and what to divide it by"
+        )
+    for name, (both, first, second) in zip(("sum", "weight"), found.T.tolist(), strict=True):
         if abs(both - first - second) > 1e-3 * (abs(first) + abs(second)):
             raise ValueError(
                 f"loss: the {name} of two images is {both:.6g}, of each alone {first:.6g} and "

@@ -228,6 +228,23 @@ def test_a_loss_that_is_no_sum_is_refused(value):
         backward(convert(net()), loss, IMAGES, LABELS)
 
 
+def test_a_loss_is_tried_with_images_for_which_it_is_finite():
+    """The mean over the pixels of an image without valid ones is NaN, and equals nothing."""
+
+    def mean(outputs, labels):
+        total, weight = pixels(outputs, labels)
+        return total / weight, weight
+
+    empty_first, empty = LABELS.clone(), torch.full_like(LABELS, 255)
+    empty_first[0] = 255
+    with pytest.raises(ValueError, match="the sum of two images is"):
+        backward(convert(net()), mean, IMAGES, empty_first)
+    backward(convert(net()), pixels, IMAGES, empty_first)
+    with pytest.raises(ValueError, match="loss: not finite for any two images"):
+        backward(convert(net()), mean, IMAGES, empty)
+    assert backward(convert(net()), pixels, IMAGES, empty) == 0
+
+
 def test_random_layers_in_evaluation_pass_until_they_train():
     model = convert(net(Random()))
     model[3].eval()
