@@ -56,6 +56,14 @@ def test_help_and_a_wrong_config_import_nothing_heavy(tmp_path):
     assert run_watched(*([*words, str(path)] for words in commands)) == [[2, said, []]] * 3
 
 
+def test_steps_wait_for_no_import_of_what_comes_after_them():
+    """The report and its statistics take a second to import."""
+    later = {"scipy", "matplotlib", "jinja2", "tensorboard", "torch._dynamo", "torch._inductor"}
+    code = f"import sys, segtrain.commands.train.loop; print({later!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_threads_that_wait_leave_the_cores_to_others_unless_the_user_decides(monkeypatch, config):
     for given, wanted in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
         monkeypatch.setenv("OMP_WAIT_POLICY", given or "")

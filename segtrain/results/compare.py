@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.special import ndtr, stdtrit
 
 from segtrain.config.loading import yaml_value
 from segtrain.errors import ConfigError
@@ -233,12 +233,12 @@ def _with_seeds(
     variance = squares / freedom
     of_seeds = variance * sum(1 / len(side) for side in scores)
     half = (models.high - models.low) / 2
-    of_images = (half / stats.t.ppf(0.5 + CONFIDENCE / 2, number - 1)) ** 2
+    of_images = (half / stdtrit(number - 1, 0.5 + CONFIDENCE / 2)) ** 2
     total = of_seeds + of_images
     if total == 0:
         return 0.0, Interval(value, value, value)
     degrees = total**2 / (of_seeds**2 / freedom + of_images**2 / (number - 1))
-    wide = stats.t.ppf(0.5 + CONFIDENCE / 2, degrees) * math.sqrt(total)
+    wide = stdtrit(degrees, 0.5 + CONFIDENCE / 2) * math.sqrt(total)
     return math.sqrt(variance), Interval(value, value - wide, value + wide)
 
 
@@ -247,8 +247,8 @@ def _interval(value: float, drawn: np.ndarray, number: int) -> Interval:
     drawn = drawn[np.isfinite(drawn)]
     if number < 2 or not len(drawn):
         return Interval(value, math.nan, math.nan)
-    quantile = stats.t.ppf(0.5 - CONFIDENCE / 2, number - 1) * math.sqrt(number / (number - 1))
-    tail = stats.norm.cdf(quantile)
+    quantile = stdtrit(number - 1, 0.5 - CONFIDENCE / 2) * math.sqrt(number / (number - 1))
+    tail = ndtr(quantile)
     low, high = np.quantile(drawn, [tail, 1 - tail])
     return Interval(value, float(low), float(high))
 

@@ -21,7 +21,6 @@ from segtrain.distributed.signals import exit_code
 from segtrain.errors import EXIT_OK
 from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products
-from segtrain.results.report import evaluated, write_report
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, progress_words, say, score_text
 from segtrain.run.pictures import training_picture
@@ -60,6 +59,8 @@ def run(request: TrainRequest) -> int:
 
 def _report(run: TrainRun) -> None:
     """Writes the page about the run, which is complete without it, whatever goes wrong."""
+    from segtrain.results.report import evaluated, write_report
+
     try:
         found = [evaluated(run.directory, run.device)]
         say(f"report     {write_report(run.directory, found, run.device)}")

@@ -132,7 +132,9 @@ def make_repeatable(config: Config, device: torch.device) -> None:
     is_deterministic = config.train.deterministic or on_device
     if is_deterministic and os.environ.get(_WORKSPACE) not in _WORKSPACES:
         os.environ[_WORKSPACE] = _WORKSPACES[0]
-    torch.use_deterministic_algorithms(is_deterministic)
+    # The call imports torch's compiler, which takes a second.
+    if is_deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(is_deterministic)
 
 
 def open_data(
