@@ -1,5 +1,7 @@
 import pickle
+import random
 
+import albumentations
 import cv2
 import numpy as np
 import pytest
@@ -308,6 +310,47 @@ def test_each_extra_transform_tosses_its_own_coin():
     results = {int(crop[0, 0, 0]) for crop, _ in found}
     assert results == {200, 55, 128, 0}
     assert not np.any([crop_label for _, crop_label in found])
+
+
+def edge_shift_px(transform, seed):
+    """By how many columns the image moves: where its edge at column 37 is afterwards.
+
+    The area under the profile across the edge, which a symmetric blur leaves as it is.
+    """
+    image = np.full((48, 160, 3), 70, np.uint8)
+    image[:, 37:] = 180
+    transform.set_random_state(rng(seed), random.Random(seed))
+    profile = transform(image=image, force_apply=True)["image"][8:40, 7:67].mean((0, 2))
+    low, high = profile[:6].mean(), profile[-6:].mean()
+    return 30 - ((profile - low) / (high - low)).sum()
+
+
+STILL = {"allow_shifted": False, "direction_range": (0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "moving", "way"),
+    [
+        ("MotionBlur", {}, r"give it args: \{allow_shifted: false, direction_range: \[0, 0\]\}"),
+        ("MotionBlur", STILL | {"allow_shifted": True}, "give it args"),
+        ("MotionBlur", {"allow_shifted": False, "blur_limit": (15, 15)}, "give it args"),
+        ("Downscale", {"scale_range": (0.3, 0.3)}, "remove it"),
+        ("GlassBlur", {}, "remove it"),
+        ("ZoomBlur", {}, "remove it"),
+    ],
+)
+def test_an_extra_transform_that_moves_the_image_under_its_label_is_refused(name, moving, way):
+    moved = [edge_shift_px(getattr(albumentations, name)(**moving), seed) for seed in range(16)]
+    assert np.abs(moved).max() > 0.5
+    said = rf"augment\.extra\[0\] \({name}\): moves the image and leaves its label .*; {way}"
+    with pytest.raises(ConfigError, match=said):
+        make(crop_size=(16, 20), extra=({"name": name, "args": moving},))
+
+
+def test_motion_blur_about_each_pixel_is_taken():
+    make(crop_size=(16, 20), extra=({"name": "MotionBlur", "args": STILL},))
+    blur = albumentations.MotionBlur(**STILL, blur_limit=(15, 15))
+    assert max(abs(edge_shift_px(blur, seed)) for seed in range(16)) < 0.02
 
 
 @pytest.mark.parametrize(
