@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 import warnings
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from segtrain.commands.launch import safe_path
+from segtrain.commands.launch import interpreter
 from segtrain.commands.predict import make_ready
 from segtrain.commands.train.start import branch_directory, named_config, resolve_run
 from segtrain.config import Config, config_to_yaml
@@ -191,7 +190,7 @@ def train(
         options += ["--resume"] if resume else []
         options += [] if finish is None else ["--finish", str(finish)]
         options += [word for text in overrides for word in ("--set", text)]
-        command = [sys.executable, *safe_path(), "-m", "segtrain", "train", source, *options]
+        command = [*interpreter(), "-m", "segtrain", "train", source, *options]
         _run(command, made=source if source.startswith(folder) else "")
         place = None if output is None else Path(output)
         if finish is not None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:  # reading a class file needs IGNORE_INDEX, but not the seconds of this import
     from torch import Tensor
 
 # Labels are train ids 0 .. K-1 in one byte each; this value marks pixels that count for nothing.
 IGNORE_INDEX = 255
+
+Choice = TypeVar("Choice")
+
+
+class Choices(dict[str, Choice]):
+    """What the names of an option stand for."""
+
+    def __init__(self, entries: Mapping[str, Choice]) -> None:
+        super().__init__(entries)
+        self._first = dict(entries)
+
+    def changed(self) -> list[str]:
+        """The names that were added, taken away or given to something else in this process."""
+        names = sorted(self.keys() | self._first.keys())
+        return [name for name in names if self.get(name) is not self._first.get(name)]
 
 
 class Batch(NamedTuple):

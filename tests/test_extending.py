@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from experiments import small, write_config
 
+from segtrain.api import train
+from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, TrainConfig
 from segtrain.data import open_dataset
 from segtrain.data.read.image import RGB
 from segtrain.data.read.layouts import LAYOUTS
 from segtrain.data.sample.transforms import TrainTransform
+from segtrain.errors import ConfigError
 from segtrain.models import BACKBONES, MODELS, build_backbone, build_model
 from segtrain.training.engine import train_steps
 from segtrain.training.losses import LOSSES
@@ -81,6 +85,21 @@ def test_the_loss_trains_and_is_more_than_cross_entropy():
     add("A loss")
     plain = train_one_step(config())
     assert plain < train_one_step(config(loss__kind="poly1")) < plain + 1.4
+
+
+@pytest.mark.parametrize("table", [LOSSES, BACKBONES, MODELS, LAYOUTS])
+def test_a_choice_that_other_processes_would_not_know_is_refused_where_they_start(
+    table, tmp_path, data, capsys
+):
+    """Two ranks and `segtrain.train` would train the shipped one."""
+    config = write_config(tmp_path / "c.yaml", small(data))
+    name, *_, other = table
+    table[name] = table[other]
+    assert segtrain(["train", str(config), "--nproc", "2", "--output", str(tmp_path / "run")]) == 2
+    assert f"{name} changed in this process, and those that" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"{name} changed in this process"):
+        train(config, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_backbone_trains_and_keeps_its_strides():

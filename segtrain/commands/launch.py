@@ -79,7 +79,7 @@ def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
         signal.signal(number, signals.exit_at_once)
     from segtrain.distributed.launcher import Machines, run_ranks
 
-    command = [sys.executable, *safe_path(), "-m", "segtrain", *args.argv]
+    command = [*interpreter(), "-m", "segtrain", *args.argv]
     machines = None
     if getattr(args, "nnodes", 1) > 1:  # only `segtrain train` has it
         run_id, secret = args.rdzv_id or "segtrain", Path(args.output, SECRET_FILE)
@@ -88,13 +88,33 @@ def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
     return run_ranks(command, num_ranks, max_restarts=max_restarts, machines=machines)
 
 
-def safe_path() -> list[str]:
-    """Python's option that keeps the current folder out of the ranks' import path.
+# Where the names of options stand that a program may give to something of its own.
+_CHOICES = (
+    ("segtrain.training.losses.total", "LOSSES"),
+    ("segtrain.models", "BACKBONES"),
+    ("segtrain.models", "MODELS"),
+    ("segtrain.data.read.layouts", "LAYOUTS"),
+)
 
-    Otherwise the ranks would import a yaml.py that happens to lie there. Only a checkout that was
-    not installed needs the current folder to find segtrain.
+
+def interpreter() -> list[str]:
+    """The command line of Python for a process of segtrain's own.
+
+    `-P` keeps the current folder out of its import path, or it would import a yaml.py that happens
+    to lie there. Only a checkout that was not installed needs the folder to find segtrain.
+
+    Raises:
+        ConfigError: this process has entries in tables of choices that a new one would not have.
     """
+    for module, table in _CHOICES:
+        loaded = sys.modules.get(module)
+        if loaded is not None and (changed := getattr(loaded, table).changed()):
+            raise ConfigError(
+                f"{module}.{table}: {', '.join(changed)} changed in this process, and those that "
+                "segtrain starts would train without the change: call segtrain.cli.main(['train', "
+                "CONFIG, '--nproc', '1']), which starts none, or change segtrain's own files"
+            )
     home = Path(segtrain.__file__).resolve().parent.parent
     first, *others = [Path(entry).resolve() for entry in sys.path]
     needs_it = not sys.flags.safe_path and home == first and home not in others
-    return [] if needs_it else ["-P"]
+    return [sys.executable, *([] if needs_it else ["-P"])]

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from queue import SimpleQueue
 import torch
 
 from segtrain import files
-from segtrain.commands.launch import safe_path
+from segtrain.commands.launch import interpreter
 from segtrain.config import Config, config_to_yaml
 from segtrain.config.experiment import config_warnings, wrong_units
 from segtrain.data.read.protect import check_run_directory
@@ -108,7 +107,7 @@ class Programs:
                 if self._received:
                     return signals.exit_code(self._received[-1])
                 process = subprocess.Popen(
-                    [sys.executable, *safe_path(), "-c", PROGRAM, *arguments],
+                    [*interpreter(), "-c", PROGRAM, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

@@ -35,21 +35,21 @@ from segtrain.models.resnet import ResNet
 from segtrain.models.stem import RGB_CHANNELS, set_channels
 from segtrain.models.timm_backbone import PREFIX, TimmBackbone
 from segtrain.norm import NormFactory
-from segtrain.types import DropoutMasks, SegLogits
+from segtrain.types import Choices, DropoutMasks, SegLogits
 
 __all__ = ["BACKBONES", "MODELS", "DropoutChannels", "SegModel", "build_backbone", "build_model"]
 
-BACKBONES: dict[str, Callable[..., nn.Module]] = {
-    **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101"), ResNet),
-    **dict.fromkeys(("mobilenet_v2", "mobilenet_v3_large"), MobileNet),
-}
+BACKBONES: Choices[Callable[..., nn.Module]] = Choices(
+    {
+        **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101"), ResNet),
+        **dict.fromkeys(("mobilenet_v2", "mobilenet_v3_large"), MobileNet),
+    }
+)
 """`model.backbone`: what is called with (model config, norm=factory). timm/NAME: `TimmBackbone`."""
 
-MODELS: dict[str, Callable[..., Head]] = {
-    "pspnet": PSPHead,
-    "deeplabv3": DeepLabV3Head,
-    "deeplabv3plus": DeepLabV3PlusHead,
-}
+MODELS: Choices[Callable[..., Head]] = Choices(
+    {"pspnet": PSPHead, "deeplabv3": DeepLabV3Head, "deeplabv3plus": DeepLabV3PlusHead}
+)
 """`model.arch`: what is called with (model config, channels, num_classes=K, norm=factory)."""
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from segtrain.commands.launch import safe_path
+from segtrain.commands.launch import interpreter
 from segtrain.config import Config, load_config
 from segtrain.distributed.machine import MEMORY_MARGIN, available_memory, process_memory
 from segtrain.errors import (
@@ -141,7 +141,7 @@ def _try(
     """Trains a few steps in other processes, which get at most `num_bytes` of host memory."""
     with tempfile.TemporaryDirectory() as folder:
         result, errors = Path(folder, "result.json"), Path(folder, "errors.txt")
-        command = [sys.executable, *safe_path(), "-m", "segtrain", "bench", str(source)]
+        command = [*interpreter(), "-m", "segtrain", "bench", str(source)]
         command += ["--memory", "--json", str(result), "--device", device]
         command += ["--nproc", str(num_ranks)]
         for override in (*args.set, *overrides):

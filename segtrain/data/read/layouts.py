@@ -32,6 +32,7 @@ from segtrain.data.read.recognize import with_recognized
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
 from segtrain.text import counted, first_of, printable
+from segtrain.types import Choices
 
 Scan = Callable[[Path, DataConfig, str, bool], Listing]
 """(root, data, split, labelled) -> the listing of the split.
@@ -271,22 +272,31 @@ def _voc_labels(root: Path, names: Sequence[str]) -> tuple[Path, dict[str, list[
     return min(found, key=lambda pair: sum(name not in pair[1] for name in names))
 
 
-LAYOUTS: dict[str, Layout] = {
-    "cityscapes": Layout(
-        _cityscapes,
-        lambda *_: ("leftImg8bit", "gtFine", "gtCoarse"),
-        lambda label: label.with_name(f"{label.stem.rpartition('_')[0]}_instanceIds.png"),
-    ),
-    "camvid": Layout(
-        _camvid,
-        lambda root, data, split: ("images", "labels", split, f"{split}annot", f"{split}_labels"),
-    ),
-    "voc": Layout(
-        _voc, lambda *_: ("JPEGImages", "SegmentationClass", "SegmentationClassAug", "ImageSets")
-    ),
-    "ade20k": Layout(_ade20k, lambda *_: ("images", "annotations")),
-    "folders": Layout(
-        _folders, lambda root, data, split: (data.images_dir, data.labels_dir or _LABELS_DIR)
-    ),
-    "list": Layout(_list, lambda *_: ()),
-}
+LAYOUTS: Choices[Layout] = Choices(
+    {
+        "cityscapes": Layout(
+            _cityscapes,
+            lambda *_: ("leftImg8bit", "gtFine", "gtCoarse"),
+            lambda label: label.with_name(f"{label.stem.rpartition('_')[0]}_instanceIds.png"),
+        ),
+        "camvid": Layout(
+            _camvid,
+            lambda root, data, split: (
+                "images",
+                "labels",
+                split,
+                f"{split}annot",
+                f"{split}_labels",
+            ),
+        ),
+        "voc": Layout(
+            _voc,
+            lambda *_: ("JPEGImages", "SegmentationClass", "SegmentationClassAug", "ImageSets"),
+        ),
+        "ade20k": Layout(_ade20k, lambda *_: ("images", "annotations")),
+        "folders": Layout(
+            _folders, lambda root, data, split: (data.images_dir, data.labels_dir or _LABELS_DIR)
+        ),
+        "list": Layout(_list, lambda *_: ()),
+    }
+)

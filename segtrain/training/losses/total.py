@@ -13,16 +13,18 @@ from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntr
 from segtrain.training.losses.dice import Dice
 from segtrain.training.losses.lovasz import lovasz
 from segtrain.training.losses.ohem import OHEM
-from segtrain.types import SegLogits
+from segtrain.types import Choices, SegLogits
 
-LOSSES: dict[str, Callable[[LossOptions], Loss]] = {
-    "cross_entropy": CrossEntropy,
-    "ohem": OHEM,
-    "dice": Dice,
-    "focal": Focal,
-    "lovasz": lovasz,
-    "boundary_relaxation": BoundaryRelaxation,
-}
+LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
+    {
+        "cross_entropy": CrossEntropy,
+        "ohem": OHEM,
+        "dice": Dice,
+        "focal": Focal,
+        "lovasz": lovasz,
+        "boundary_relaxation": BoundaryRelaxation,
+    }
+)
 """`loss.kind`: what is called with `LossOptions`."""
 
 
