@@ -3,6 +3,7 @@
 So a checkpoint from a stranger cannot run code.
 """
 
+import json
 import os
 import pickle
 from collections.abc import Iterator
@@ -199,6 +200,7 @@ def _load_exported(path: Path) -> Checkpoint:
     step = about["step"]  # `_parse` refuses text
     fields["step"] = int(step) if step.isdecimal() and len(step) < 17 else step
     content = {"format": FORMAT_VERSION, "model": kernels, **fields}
+    content["segtrain"] = about["segtrain_version"]
     return _parse(content | {key: about[key] for key in ("config", "classes")})
 
 
@@ -216,12 +218,28 @@ def _parse(content: Any) -> Checkpoint:
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
+    fields = {key: content[key] for key in Checkpoint._fields if key in content}
+    if content.get("segtrain") == "0.1.0" and isinstance(fields.get("config"), str):
+        fields["config"] = _with_its_network(fields["config"])
     try:
-        return _CHECKPOINT.validate_python(
-            {key: content[key] for key in Checkpoint._fields if key in content}
-        )
+        return _CHECKPOINT.validate_python(fields)
     except ValidationError as error:
         raise _ForeignError(f"damaged: {first_problem(error)}") from None
+
+
+def _with_its_network(config: str) -> str:
+    """A config of segtrain 0.1.0, as one that describes the same network today.
+
+    It stretched features over images whose sides are no multiples of the stride.
+    """
+    try:
+        options = json.loads(config)
+        model = options.get("model", {})
+        if model.get("variant", "paper") == "paper" and not model.get("align_corners"):
+            options["model"] = model | {"variant": "paper_stretched"}
+        return json.dumps(options, indent=1)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return config  # `parse_experiment` says what is wrong with it
 
 
 _CLASS_FILE = TypeAdapter(ClassFile)
