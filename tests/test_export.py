@@ -8,6 +8,7 @@ import math
 import cv2
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 from processes import REPOSITORY
@@ -24,7 +25,7 @@ from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.export import formats, write
 from segtrain.export.formats import Case, ExportModel
-from segtrain.export.write import export_graph, export_weights
+from segtrain.export.write import export_graph, export_weights, preprocessing
 from segtrain.models import SegModel, build_model
 from segtrain.models.blocks import ConvNormReLU, FeatureChannels, Features
 from segtrain.models.deeplab import DeepLabV3PlusHead
@@ -54,9 +55,9 @@ CLASSES = ClassFile(
 class Tiny(nn.Module):
     """Seconds instead of minutes where the architecture does not matter."""
 
-    def __init__(self):
+    def __init__(self, channels=3):
         super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.conv = nn.Conv2d(channels, 3, 3, padding=1)
         self.norm = nn.BatchNorm2d(3)
 
     def forward(self, images):
@@ -99,7 +100,8 @@ def loaded_model(model=None, **architecture):
         model = build_model(config.model, num_classes=3)
     model.train()
     with torch.no_grad():
-        model(torch.randn(2, 3, 64, 96))  # running statistics other than 0 and 1
+        channels = model.conv.in_channels if isinstance(model, Tiny) else 3
+        model(torch.randn(2, channels, 64, 96))  # running statistics other than 0 and 1
     return LoadedModel(model.eval(), config, CLASSES, step=1200)
 
 
@@ -537,11 +539,116 @@ def test_the_command_writes_every_format_and_says_what_predict_does_to_images(
     )
     metadata = metadata_of(file, format)
     assert_metadata(metadata)
+    assert json.loads(metadata["preprocessing"]) == preprocessing(loaded)
     assert json.loads(metadata["short_side_px"]) == short_side_px
     how = json.loads(metadata["inference"])
     wanted = {"mode": "slide", "crop_size": [64, 96], "scales": [0.5, 1.0], "flip": True}
     assert {key: how[key] for key in wanted} == wanted
     assert how["overlap"] == pytest.approx(1 / 3)
+
+
+def rgb_turned_by_exif(file):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(NOISE).save(file.with_suffix(".png"), exif=exif)
+
+
+def few_colours(file):
+    Image.fromarray(NOISE).quantize(9).save(file.with_suffix(".png"))
+
+
+def with_alpha(file):
+    Image.fromarray(np.dstack([NOISE, NOISE[..., :1]]), "RGBA").save(file.with_suffix(".png"))
+
+
+def grey_of_16_bits(file):
+    cv2.imwrite(str(file.with_suffix(".png")), NOISE[..., 0].astype(np.uint16) * 16)
+
+
+def bands_of_12_bits(file):
+    bands = np.dstack([NOISE, NOISE[..., :2]]).astype(np.uint16) * 16
+    bands[2:5, 3:9] = 7
+    tag = (42113, "s", 0, "7", True)  # GDAL_NODATA
+    tifffile.imwrite(file.with_suffix(".tif"), bands, extratags=[tag], planarconfig="contig")
+
+
+def heights_with_nan(file):
+    heights = NOISE[..., 0].astype(np.float32) * 4 - 100
+    heights[4:9, 5:7] = np.nan
+    heights[0, 0] = np.inf
+    tifffile.imwrite(file.with_suffix(".tif"), heights)
+
+
+NOISE = np.random.default_rng(5).integers(0, 256, (21, 34, 3), dtype=np.uint8)
+KINDS = [
+    (rgb_turned_by_exif, {}),
+    (rgb_turned_by_exif, {"short_side_px": 40}),
+    (few_colours, {}),
+    (with_alpha, {}),
+    (grey_of_16_bits, {"short_side_px": 30}),
+    (grey_of_16_bits, {"channels": 1, "value_range": (0.0, 4095.0)}),
+    (bands_of_12_bits, {"channels": 5, "value_range": (100.0, 4095.0)}),
+    (heights_with_nan, {"channels": 1, "value_range": (-100.0, 900.0), "short_side_px": 17}),
+]
+
+
+def followed(steps, file):
+    """What the steps of the metadata make of a file, (1, C, H, W); without code of segtrain."""
+    read, fill, *others = steps
+    assert (read["step"], read["exif_orientation"], fill["step"]) == ("read", "ignored", "fill")
+    if file.suffix == ".tif":
+        stored, no_data = tifffile.imread(file), tifffile.TiffFile(file).pages[0].tags.get(42113)
+    else:
+        picture, no_data = Image.open(file), None
+        stored = np.array(picture.convert("RGB") if picture.mode == "P" else picture)
+    stored = stored.reshape(*stored.shape[:2], -1)
+    if read["channels"] == 3:
+        assert (read["order"], read["grey"], read["alpha"]) == ("RGB", "three times", "dropped")
+        stored = np.repeat(stored, 3, 2) if stored.shape[2] == 1 else stored[..., :3]
+    whole = stored.dtype.kind == "u"
+    x, low = stored.astype(np.float32), fill["low"]
+    high = fill["high"] or np.iinfo(stored.dtype).max
+    value = low + np.array(fill["scaled"]) * (high - low) / 255
+    missing = ~np.isfinite(x)
+    if no_data is not None:
+        missing |= (stored == int(no_data.value)).all(2, keepdims=True)
+    x = np.where(missing, np.round(value) if whole else value, x)
+    for step in others:
+        if step["step"] == "scale":
+            x = (x - step["low"]) / (high - step["low"]) * 255
+        elif step["step"] == "resize":
+            ratio = step["short_side_px"] / min(x.shape[:2])
+            size = [int(side * ratio + 0.5) for side in x.shape[:2]]
+            x = cv2.resize(x, size[::-1], interpolation=cv2.INTER_LINEAR).reshape(*size, -1)
+        else:
+            assert step["step"] == "normalize"
+            x = (x - np.array(step["mean"])) / np.array(step["std"])
+    return torch.from_numpy(x.transpose(2, 0, 1)[None]).float()
+
+
+@pytest.mark.parametrize(("draw", "data"), KINDS)
+def test_the_steps_of_the_metadata_make_what_predict_gives_the_network(
+    draw, data, tmp_path, monkeypatch
+):
+    channels = data.get("channels", 3)
+    model = Tiny(channels)
+    statistics = {name: (start,) * channels for name, start in (("mean", 90.5), ("std", 50.0))}
+    loaded = with_data(loaded_model(model), **statistics, **data)
+    (tmp_path / "in").mkdir()
+    draw(tmp_path / "in" / "photo")
+    (file,) = (tmp_path / "in").iterdir()
+    seen = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    monkeypatch.setattr(predict, "load_model", lambda *sources, device: loaded)
+    words = ["predict", "run", file, "--output", tmp_path / "out", "--device", "cpu"]
+    assert predict.main(cli._parser().parse_args([str(word) for word in words])) == 0
+    torch.testing.assert_close(followed(preprocessing(loaded), file), seen[-1], rtol=0, atol=2e-5)
+
+    graph = formats.ExportModel(
+        model, *statistics.values(), data.get("value_range"), normalize="float32"
+    )
+    graph(followed(preprocessing(loaded, normalize="float32"), file))
+    torch.testing.assert_close(seen[-1], seen[-2], rtol=0, atol=2e-5)
 
 
 def with_data(loaded, **changes):

@@ -89,7 +89,9 @@ class ExportModel(nn.Module):
 
     def describe(self, *, fixed_size: tuple[int, int] | None, min_side_px: int) -> dict[str, str]:
         """Input and output in words, for the file's metadata."""
-        value, stored = "float32, (pixel - mean) / std by channel", self.normalization.value_range
+        stored = self.normalization.value_range
+        unit = "pixel" if stored is None else "value scaled from {:g}..{:g} to 0..255"
+        value = f"float32, ({unit.format(*stored or ())} - mean) / std by channel"
         if self.normalize:
             scale = (
                 "values as stored, {:g}..{:g}"

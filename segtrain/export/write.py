@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -20,6 +20,7 @@ from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, Case, ExportModel, Run, quiet
 from segtrain.files import os_errors_as, temporary
+from segtrain.models.stem import RGB_CHANNELS
 from segtrain.text import first_of
 
 # Largest difference allowed, as a share of the largest logit. Runtimes add in another order, which
@@ -123,7 +124,8 @@ def export_graph(
         model, data.mean, data.std, data.value_range, normalize=normalize, argmax=argmax
     )
     least = min_side_px(loaded, format) if size is None else 1
-    metadata = {**_metadata(loaded), **graph.describe(fixed_size=size, min_side_px=least)}
+    steps = {"preprocessing": json.dumps(preprocessing(loaded, normalize=normalize, size=size))}
+    metadata = _metadata(loaded) | steps | graph.describe(fixed_size=size, min_side_px=least)
     batches = cases(size, least)
     example = graph.example(batches[0])
     with _replaced(output) as draft:
@@ -164,7 +166,8 @@ def export_weights(loaded: LoadedModel, output: Path, *, half: bool = False) -> 
         if too_large := [k for k, t in copies.items() if t.dim() > 1 and not t.isfinite().all()]:
             what = f"not written: too large for float16 (--half): {first_of(too_large)}"
             raise ExecutionError(f"{output}: {what}")
-    metadata = {**_metadata(loaded), **experiment_fields(loaded.config, loaded.classes)}
+    steps = {"preprocessing": json.dumps(preprocessing(loaded))}
+    metadata = _metadata(loaded) | steps | experiment_fields(loaded.config, loaded.classes)
     content = save(copies, metadata=metadata)
     with _replaced(output) as draft:
         draft.write_bytes(content)  # by Python, which reports a full disk as what it is
@@ -193,6 +196,42 @@ def _refusal(output: Path, format: str, compared: list[Comparison]) -> str:
             batch, height, width = one.case
             lines.append(f"  at {height}x{width}, batch {batch}: {one.problem or far}")
     return "\n".join([*lines, "  --size HEIGHT WIDTH writes a file for that one size"])
+
+
+def preprocessing(
+    loaded: LoadedModel,
+    *,
+    normalize: Literal["uint8", "float32"] | None = None,
+    size: tuple[int, int] | None = None,
+) -> list[dict[str, Any]]:
+    """The steps from a stored image to the input of the network, in order, for the metadata.
+
+    As `segtrain predict` takes them, on numbers of float32. A null as `high` stands for the largest
+    value of 8 or 16 bits. The arguments are those of `export_graph`: what the graph does itself is
+    left out.
+    """
+    data = loaded.config.data
+    low, high = data.value_range or (0.0, None)
+    channels = {"channels": data.channels, "order": "as stored", "exif_orientation": "ignored"}
+    if data.channels == RGB_CHANNELS:
+        channels |= {"order": "RGB", "grey": "three times", "palette": "its colours"}
+    channels["alpha"] = "a channel" if data.channels in (2, 4) else "dropped"
+    # In stored units, since images of whole numbers get a whole number.
+    fill = {"where": "not finite, or a TIFF's number for no data", "low": low, "high": high}
+    steps = [
+        {"step": "read", **channels},
+        {"step": "fill", **fill, "scaled": list(data.mean), "whole_numbers": "rounded"},
+    ]
+    if normalize is None or data.value_range is None:
+        steps.append({"step": "scale", "low": low, "high": high, "to": [0, 255]})
+    short_side = InferenceSettings.from_config(loaded.config).short_side_px
+    if size is not None or short_side is not None:
+        to = {"short_side_px": short_side, "sides": "floor(side * short_side_px / shorter + 0.5)"}
+        to = to if size is None else {"height_width": list(size)}
+        steps.append({"step": "resize", **to, "method": "bilinear, no antialiasing"})
+    if normalize is None:
+        steps.append({"step": "normalize", "mean": list(data.mean), "std": list(data.std)})
+    return steps
 
 
 def _metadata(loaded: LoadedModel) -> dict[str, str]:
