@@ -1,6 +1,7 @@
 """Which list of classes belongs to the labels: the one that fits the values they hold."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 from segtrain.data.read.classes import known_names, load_class_file
 from segtrain.survey.contents import Value
@@ -23,6 +24,8 @@ _KNOWN_PATTERNS = {"_labelids": "cityscapes", "ade_": "ade20k"}
 _FITS, _FITS_KNOWN, _MIN_KNOWN_COLORS = 0.5, 0.99, 5
 # Or so many of the colours of a list of the folder are on labels.
 _SHOWN = 0.5
+# Those files do not change while a program runs, and every folder is compared with them.
+_known_file = cache(load_class_file)
 
 
 def named_values(
@@ -67,7 +70,7 @@ def _known_colors(labels: LabelSet) -> Iterator[Legend]:
     for name in known_names():
         if name == "voc" and "segmentationclass" not in labels.pattern.lower():
             continue  # annotation tools draw other classes in these colours too
-        file = load_class_file(name)
+        file = _known_file(name)
         has_own = all(not one.more_colors for one in file.classes)
         if has_own and len(file.given_colors) == file.num_classes:
             classes = [NamedClass(one.name, None, one.color) for one in file.classes]
@@ -168,7 +171,7 @@ def _options(legend: Legend, values: set[int]) -> str:
 def _known_ids(labels: LabelSet, values: set[int]) -> list[Legend]:
     """The classes of a known data set, if the labels have its names or colours, and its values."""
     for part, name in _KNOWN_PATTERNS.items():
-        file = load_class_file(name)
+        file = _known_file(name)
         colors = {value: c.color for c in file.classes for value in c.ids if value in labels.twin}
         is_own = len(colors) >= _MIN_KNOWN_COLORS and colors.items() <= labels.twin.items()
         if part in labels.pattern.lower() or is_own:

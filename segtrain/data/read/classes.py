@@ -21,7 +21,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -124,10 +124,15 @@ def default_palette(num_colors: int) -> list[Color]:
 
     Bit 3 i + c of the index becomes bit 7 - i of channel c (VOC development kit, VOClabelcolormap).
     """
-    return [
+    return list(_voc_palette()[:num_colors])
+
+
+@cache
+def _voc_palette() -> tuple[Color, ...]:
+    return tuple(
         tuple(sum((k >> (3 * i + c) & 1) << (7 - i) for i in range(8)) for c in range(3))
-        for k in range(num_colors)
-    ]
+        for k in range(256)
+    )
 
 
 def read_by(classes: ClassFile, label_format: str) -> ClassFile:
