@@ -3,6 +3,7 @@
 import math
 import re
 from contextlib import nullcontext
+from functools import cache
 from itertools import islice, repeat
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from experiments import on_meta
 from torch import nn
 
 from segtrain.checkpoint import load_model
-from segtrain.config import Config, load_config, recipes
+from segtrain.config import Config, ModelConfig, load_config, recipes
 from segtrain.config.experiment import config_warnings
 from segtrain.data.read.classes import load_class_file
 from segtrain.models import build_model
-from segtrain.norm import NormFactory, make_norm
+from segtrain.norm import make_norm
 from segtrain.training.engine import train_steps
 from segtrain.training.optim.layers import parameter_groups
 from segtrain.training.optim.schedule import learning_rate
@@ -43,7 +44,12 @@ def load(name: str) -> Config:
 
 
 def num_classes(config: Config) -> int:
-    return load_class_file(config.data.classes).num_classes
+    return num_classes_of(config.data.classes)
+
+
+@cache
+def num_classes_of(classes: str) -> int:
+    return load_class_file(classes).num_classes
 
 
 @every_config
@@ -67,9 +73,7 @@ def test_its_model_gives_one_logit_for_each_class_and_its_numbers_fit(path, monk
     monkeypatch.setattr("segtrain.models.pspnet.without_autocast", lambda _: nullcontext())
     config = load_config(path)
     crop = config.augment.crop_size
-    with torch.device("meta"):
-        model = build_model(config.model, num_classes=num_classes(config))
-        logits = model(torch.empty(2, 3, *crop))
+    logits = built(config).train()(torch.empty(2, 3, *crop, device="meta"))
     assert logits.out.shape == (2, num_classes(config), *crop)
     assert (logits.aux is not None) == config.model.aux_head
     if config.loss.class_weights is not None:
@@ -146,9 +150,14 @@ GROUPS = {
 }
 
 
-def built(config: Config, norm: NormFactory = nn.BatchNorm2d) -> nn.Module:
-    """The model of a config without numbers, at full size."""
-    return on_meta(lambda: build_model(config.model, num_classes=num_classes(config), norm=norm))
+def built(config: Config) -> nn.Module:
+    """The model of a config without numbers, at full size, to look at."""
+    return built_once(config.model, num_classes(config))
+
+
+@cache  # many recipes share a model
+def built_once(model: ModelConfig, num_classes: int) -> nn.Module:
+    return on_meta(lambda: build_model(model, num_classes=num_classes))
 
 
 def loaded_names(config: Config, model: nn.Module) -> list[str]:
@@ -267,7 +276,8 @@ def test_it_takes_a_step(path):
         small.append("eval.crop_size=[33, 33]")
     config = load_config(path, small)
     torch.manual_seed(0)
-    model = filled(built(config, make_norm(config.norm)))
+    options = {"num_classes": num_classes(config), "norm": make_norm(config.norm)}
+    model = filled(on_meta(lambda: build_model(config.model, **options)))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = make_state(
         model, config, torch.device("cpu"), loaded=loaded_names(config, model) or None

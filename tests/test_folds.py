@@ -38,7 +38,7 @@ def own(tmp_path_factory):
         for i in range(2):
             (root / kind / "val" / f"{i}.png").rename(root / kind / "val" / f"a1_{10 + i:03d}.png")
     model = {"head_channels": 16, "num_stages": 2, "output_stride": 8, "backbone": "resnet18"}
-    train = {"steps": 6, "batch_size": 2}
+    train = {"steps": 4, "batch_size": 2}
     options = small(root, train=train, model=model, eval={"every_steps": 2})
     options["augment"]["crop_size"] = [25, 33]
     return write_config(root / "own.yaml", options)

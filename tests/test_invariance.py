@@ -5,7 +5,7 @@ import pytest
 import torch
 from experiments import experiment, last, losses, stopped_after, train, write_config
 
-STEPS = 6
+STEPS = 4
 
 
 def curve(run_ranks, tmp_path, options, ranks):
@@ -28,7 +28,6 @@ def test_ranks_train_alike_with_everything_at_once(run_ranks, tmp_path, data):
             "ohem_min_kept": 4500,  # of 6765 pixels: more than any of 2 ranks has
             "class_weights": [1.0, 2.0, 0.5, 1.5],
         },
-        model={"num_stages": 2, "output_stride": 8},
         train={"steps": STEPS},
         optim={"clip_grad_norm": 0.93, "ema_decay": 0.9},
     )
@@ -54,7 +53,7 @@ def test_a_run_that_goes_on_on_fewer_ranks_does_not_show_them_either(run_ranks, 
         augment={"crop_size": [25, 33], "mixup_alpha": 3.0, "class_mix_prob": 0.5},
         train={"steps": 4, "accumulate_steps": 2, "batch_size": 7},
         optim={"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 1.0, "ema_decay": 0.9},
-        model={"arch": "deeplabv3plus", "num_stages": 2, "output_stride": 8},
+        model={"arch": "deeplabv3plus"},
         loss={"also": [{"kind": "dice"}]},
     )
     config = write_config(tmp_path / "c.yaml", options)
@@ -74,7 +73,6 @@ def test_a_run_that_goes_on_on_fewer_ranks_does_not_show_them_either(run_ranks, 
     [
         {
             "augment": {"mixup_alpha": 3.0},
-            "model": {"num_stages": 2},
             "loss": {
                 "kind": "ohem",
                 "ohem_min_kept": 700,
@@ -88,7 +86,7 @@ def test_a_run_that_goes_on_on_fewer_ranks_does_not_show_them_either(run_ranks, 
             "optim": {"sam_rho": 0.05},
         },
         {
-            "model": {"arch": "deeplabv3plus", "num_stages": 2, "recompute": "norm"},
+            "model": {"arch": "deeplabv3plus", "recompute": "norm"},
             "norm": {"images": 2, "precise_batches": 1},
             "train": {"batch_size": 4, "accumulate_steps": 2},
         },
@@ -99,10 +97,9 @@ def test_a_run_that_goes_on_on_fewer_ranks_does_not_show_them_either(run_ranks, 
     ],
 )
 def test_ranks_without_an_image_train_alike(run_ranks, tmp_path, data, sections):
-    options = experiment(data, augment={"crop_size": [25, 33]}, model={"output_stride": 8})
-    for section, values in sections.items():
-        options.setdefault(section, {}).update(values)
-    options["train"]["steps"] = 3
+    augment = {"crop_size": [25, 33]} | sections.get("augment", {})
+    train = {"steps": 2} | sections["train"]
+    options = experiment(data, **sections | {"augment": augment, "train": train})
     one, norms = curve(run_ranks, tmp_path, options, 1)
     found, norms_found = curve(run_ranks, tmp_path, options, 3)
     idle = 3 - options["train"]["batch_size"] // options["train"].get("accumulate_steps", 1)

@@ -78,8 +78,8 @@ def model_step(recompute, options):
 
 
 MODELS = [
-    {"backbone": "resnet18", "arch": "deeplabv3plus"},
-    {"backbone": "resnet50", "stem": "64-64-128"},
+    {"backbone": "resnet18", "arch": "deeplabv3plus", "num_stages": 2, "output_stride": 8},
+    {"backbone": "resnet50", "stem": "64-64-128", "num_stages": 2, "output_stride": 8},
     {"backbone": "mobilenet_v3_large", "aux_head": False},
 ]
 

@@ -23,17 +23,21 @@ from segtrain.errors import ConfigError
 from segtrain.training import state as training_state
 from segtrain.training.exact_sum import ExactGradientSum
 
-SMALL = {"head_channels": 8, "aux_channels": 8, "output_stride": 16}
 WEIGHTS = [1.0, 2.3, 0.4, 1.7]
 
 
 def options(data, sections):
     """Augmentation, dropout, an auxiliary loss, and `sections`."""
-    values = experiment(data, augment={"crop_size": [33, 41]}, model=SMALL)
-    values["train"] = {"steps": 2, "batch_size": 5}
-    for section, changed in copy.deepcopy(sections).items():
-        values.setdefault(section, {}).update(changed)
-    return values
+    changed = copy.deepcopy(sections)
+    model = {"head_channels": 8, "aux_channels": 8} | changed.pop("model", {})
+    train = {"steps": 2, "batch_size": 5, "precision": "float32"} | changed.pop("train")
+    return experiment(
+        data,
+        augment={"crop_size": [33, 41]} | changed.pop("augment", {}),
+        model=model,
+        train=train,
+        **changed,
+    )
 
 
 def run(run_ranks, directory, config, ranks, function=trained_bits, *args):
@@ -47,7 +51,7 @@ def run(run_ranks, directory, config, ranks, function=trained_bits, *args):
 CASES = {
     # 3 + 2 + 2 images: one rank has them all, two have 5 + 2, three have 3 + 2 + 2.
     "pspnet, ohem, sam": {
-        "model": {"arch": "pspnet", "num_stages": 3},
+        "model": {"arch": "pspnet"},
         "loss": {
             "kind": "ohem",
             "ohem_threshold": 0.3,
@@ -85,7 +89,7 @@ CASES = {
     },
     # Passes of 4, 3 and 3 images.
     "deeplabv3, dice, three passes, float64, precise statistics, NCHW": {
-        "model": {"arch": "deeplabv3", "num_stages": 2, "output_stride": 8, "recompute": "blocks"},
+        "model": {"arch": "deeplabv3", "recompute": "blocks"},
         "loss": {"kind": "dice"},
         "norm": {"precise_batches": 2},
         "train": {
@@ -103,7 +107,6 @@ CASES = {
     # and losses are added up in it, and rounding to float32 would hide most differences. The
     # gradient of a mean over pixels contains their number alone, that of dice all of its sums.
     "dice and lovasz, float64": {
-        "model": {"num_stages": 2, "output_stride": 8},
         "loss": {"kind": "dice", "also": [{"kind": "lovasz", "lovasz_per_image": False}]},
         "norm": {"precise_batches": 1},
         "train": {"steps": 1, "batch_size": 7, "shares": 5, "precision": "float64"},
@@ -113,7 +116,6 @@ CASES = {
     # of the passes for both labels.
     "mining and mixup, float64": {
         "augment": {"crop_size": [25, 33], "mixup_alpha": 4.0},
-        "model": {"num_stages": 2, "output_stride": 8},
         "loss": {
             "kind": "ohem",
             "ohem_threshold": 0.0,
@@ -130,12 +132,12 @@ CASES = {
     },
     # Shares of 3, 3 and 2 images, of which the second group of two has one in each.
     "statistics over two images": {
-        "model": {"arch": "pspnet", "num_stages": 2, "output_stride": 8, "recompute": "norm"},
+        "model": {"arch": "pspnet", "recompute": "norm"},
         "norm": {"images": 2, "running": "sequential", "precise_batches": 1},
         "train": {"batch_size": 8, "shares": 3},
     },
     "group norm, float16": {
-        "model": {"arch": "deeplabv3plus", "backbone": "mobilenet_v2"},
+        "model": {"arch": "deeplabv3plus"},
         "norm": {"kind": "group", "num_groups": 4},
         "train": {"batch_size": 4, "shares": 4, "precision": "float16"},
         "optim": {"clip_grad_norm": 0.5},
@@ -162,7 +164,6 @@ def test_a_run_that_goes_on_on_other_numbers_of_ranks_ends_with_the_same_bits(
     """Three ranks are stopped, one goes on and is stopped, two finish; so are the means of several
     steps in the log, of which an interruption cuts two in half."""
     sections = {
-        "model": {"num_stages": 2, "output_stride": 8},
         "loss": {"kind": "ohem", "ohem_min_kept": 4000},
         "train": {"steps": 7, "shares": 4},
         "optim": {"ema_decay": 0.9, "clip_grad_norm": 1.0},
@@ -195,7 +196,6 @@ def test_shares_at_the_same_time_are_shares_one_after_another(
     run_ranks, tmp_path, data, precision, threads
 ):
     sections = {
-        "model": {"num_stages": 2, "output_stride": 8},
         "norm": {"precise_batches": 2},
         "train": {"shares": 5, "precision": precision},
         "optim": {"ema_decay": 0.9},
@@ -226,7 +226,7 @@ def trained_twice(config, directory):
 
 def test_a_step_that_is_computed_again_changes_nothing(run_ranks, tmp_path, data):
     """Running statistics above all. A single share has torch's own batch norm."""
-    sections = {"model": {"num_stages": 2, "output_stride": 8}, "train": {"shares": 1}}
+    sections = {"train": {"shares": 1}}
     config = write_config(tmp_path / "c.yaml", options(data, sections))
     once = run(run_ranks, tmp_path / "once", config, 1)
     assert run(run_ranks, tmp_path / "again", config, 1, trained_twice) == once
@@ -269,7 +269,7 @@ def with_digits(digits, function, *args):
 
 
 def test_the_log_warns_of_ranks_and_checkpoints_with_other_arithmetic(run_ranks, tmp_path, data):
-    sections = {"model": {"num_stages": 2, "output_stride": 8}, "train": {"shares": 3, "steps": 4}}
+    sections = {"train": {"shares": 3, "steps": 4}}
     config = write_config(tmp_path / "c.yaml", options(data, sections))
     others, saved = "compute other bits than rank 0", "than the one that trained"
 
