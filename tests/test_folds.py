@@ -193,7 +193,7 @@ def check_ensemble(directory, capsys):
     capsys.readouterr()
     assert cli.main(["eval", str(directory)]) == 0
     said = capsys.readouterr()
-    assert f"mean probability of 3 models: {directory / 'fold_0'} step 6" in said.out
+    assert f"mean probability of 3 models: {directory / 'fold_0'} step 4" in said.out
     assert "2 images of split val" in said.out
     assert "trained a member" not in said.err
     assert cli.main(["eval", str(directory), "--split", "train"]) == 0
