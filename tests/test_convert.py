@@ -28,7 +28,7 @@ from segtrain.checkpoint import load_model
 from segtrain.checkpoint.loading import load_initial
 from segtrain.config import override_config
 from segtrain.convert.classes import choose_classes
-from segtrain.convert.converter import convert_file, detect, load_plan, make_config
+from segtrain.convert.converter import convert_file, detect, load_plan, make_config, translate
 from segtrain.convert.layout import Plan
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import torch_file
@@ -121,6 +121,16 @@ def test_torchvisions_logits_are_those_of_the_converted_model(name, width, class
         return list(reference.to(dtype)(x).values())
 
     assert_equal(model, theirs, (33, width))
+
+
+@pytest.fixture(scope="module")
+def torchvisions():
+    """The keys and shapes of torchvision's DeepLabV3 with an auxiliary head."""
+    with torch.device("meta"):
+        network = torchvision.models.get_model(
+            "deeplabv3_resnet50", weights=None, weights_backbone=None, aux_loss=True
+        )
+    return network.state_dict()
 
 
 # semseg
@@ -726,7 +736,23 @@ def test_damaged_numbers_are_refused(smp_state, classes):
     ("keys", "message"),
     [
         ("module.layer1.0.conv1", "no model that is read"),
-        ("backbone.high_level_features.4 classifier.aspp.convs.0.0", "has [0, 0, 0, 0] blocks"),
+        (
+            "model.backbone.high_level_features.4 classifier.aspp.convs.0.0",
+            "VainF's MobileNetV2: it pads",
+        ),
+        ("encoder.features.18.0 segmentation_head.0", "segmentation_models.pytorch's MobileNetV2"),
+        (
+            "decoder.aspp.convs.1.0.0 decoder.aspp.project.0 segmentation_head.0",
+            "DeepLabV3 with decoder_aspp_separable",
+        ),
+        (
+            "decoder.0.convs.1.0.0 decoder.0.project.0 segmentation_head.0",
+            "DeepLabV3 with decoder_aspp_separable",
+        ),
+        (
+            "decoder.aspp.0.convs.1.0 decoder.aspp.0.project.0 segmentation_head.0",
+            "DeepLabV3+ without decoder_aspp_separable",
+        ),
         ("encoder.conv1 segmentation_head.0 decoder.blocks.0.conv1.0", "missing: decoder."),
         # mmsegmentation's FCN
         ("backbone.conv1 decode_head.conv_seg decode_head.convs.0.conv", "missing: decode_head."),
@@ -736,6 +762,68 @@ def test_models_that_segtrain_does_not_have_are_refused(keys, message):
     state = {f"{key}.weight": torch.ones(5, 8, 1, 1) for key in keys.split()}
     with pytest.raises(CheckpointError, match=re.escape(message)):
         detect(state, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("fcn_resnet50", "FCN"), ("lraspp_mobilenet_v3_large", "LRASPP")]
+)
+def test_heads_of_torchvision_that_segtrain_does_not_have_are_named(name, message):
+    """With prefixes too."""
+    with torch.device("meta"):
+        network = torchvision.models.get_model(name, weights=None, weights_backbone=None)
+    for prefix in ("", "module."):
+        state = {f"{prefix}{key}": value for key, value in network.state_dict().items()}
+        with pytest.raises(CheckpointError, match=f"this is a file of torchvision's {message}: "):
+            detect(state, {})
+
+
+# What the user sets
+
+
+@pytest.mark.parametrize(
+    ("setting", "decided"),
+    [
+        *((f"model.variant={name}", "torchvision") for name in ("paper", "semseg", "vainf", "smp")),
+        ("model.backbone=resnet101", "resnet50"),
+        ("model.head_channels=128", "256"),
+        ("model.aux_channels=128", "256"),
+    ],
+)
+def test_options_that_contradict_the_keys_are_refused(setting, decided, torchvisions):
+    """Weights of torchvision fit four other forms, and give other predictions in each."""
+    with pytest.raises(ConfigError, match=f"--set {setting}: .* say {decided}; leave it"):
+        make_config(detect(torchvisions, {}).plan, "voc", [setting])
+
+
+def test_auxiliary_head_is_left_out_as_set(tmp_path, classes):
+    """Also one of another width than segtrain's."""
+    options = {"weights": None, "weights_backbone": None, "num_classes": K, "aux_loss": True}
+    network = torchvision.models.get_model("deeplabv3_mobilenet_v3_large", **options)
+    torch.save(network.state_dict(), "theirs.pth")
+    settings = ["model.aux_head=false"]
+    made = convert_file(Path("theirs.pth"), Path("o.pt"), classes=classes, overrides=settings)
+    assert made.model.aux_head is None
+    line = "left out    8 tensors (--set model.aux_head=false): aux_classifier.0.weight"
+    assert any(said.startswith(line) for said in made.lines)
+
+
+def test_what_the_file_has_no_name_for_is_named_by_the_model(torchvisions):
+    found = detect(torchvisions, {})
+    config = make_config(found.plan, "voc", ["model.separable=true"])
+    model = build_model(config.model, num_classes=21).to("meta")
+    with pytest.raises(CheckpointError, match=r"depthwise\.0\.weight, which torchvision does"):
+        translate(found, model.state_dict())
+
+
+def test_option_that_contradicts_the_config_of_the_file_is_shown(mmseg_model, classes):
+    torch.save({"state_dict": mmseg_model.float().state_dict(), **meta()}, "theirs.pth")
+    settings = ["model.align_corners=false", "data.std=[50, 60, 70]"]
+    lines = convert_file(
+        Path("theirs.pth"), Path("o.pt"), classes=classes, overrides=settings
+    ).lines
+    assert [line for line in lines if "--set" in line] == [
+        "warning: --set model.align_corners=false: the config of the file says true"
+    ]
 
 
 # Classes

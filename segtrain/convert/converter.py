@@ -1,5 +1,6 @@
 """Converts a file of another program: finds the program by its keys, moves every tensor."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -33,6 +34,22 @@ PROGRAMS: dict[str, Callable[[State, Mapping[str, Any]], Plan]] = {
 }
 """A key that only files of one program have, and the function that makes the plan of the state
 dict and what the file stores beside it."""
+
+_BOTH_OR_NONE = "model.separable makes the ASPP and the convolution after it separable, or neither"
+# What is not read, by a part of a key with a dot before it. VainF's heads have two "classifier".
+_OTHERS = {
+    r"\.classifier\.cbr\.0\.": "torchvision's LRASPP: segtrain does not have its head",
+    r"(?<!\.classifier)\.classifier\.1\.running_mean$": "torchvision's FCN: segtrain has its "
+    "head as the auxiliary one alone",
+    r"\.backbone\.high_level_features\.": "VainF's MobileNetV2: it pads each block before its "
+    "first 1x1 convolution",
+    r"\.encoder\.features\.18\.": "segmentation_models.pytorch's MobileNetV2: its heads read 1280 "
+    "channels that segtrain leaves out",
+    r"\.decoder\.(aspp|0)\.convs\.1\.0\.0\.": "segmentation_models.pytorch's DeepLabV3 with "
+    f"decoder_aspp_separable: {_BOTH_OR_NONE}",
+    r"\.decoder\.aspp\.0\.convs\.1\.0\.weight$": "segmentation_models.pytorch's DeepLabV3+ without "
+    f"decoder_aspp_separable: {_BOTH_OR_NONE}",
+}
 
 # Counters of averages (torch.optim.swa_utils, mmengine's EMAHook), which no model has.
 _COUNTERS = ("n_averaged", "steps")
@@ -72,6 +89,9 @@ def detect(state: State, beside: Mapping[str, Any], ignored: Sequence[str] = ())
 
 def _marker(keys: Sequence[str]) -> tuple[str, str]:
     """The key of `PROGRAMS` that one of `keys` ends in, and what stands before it."""
+    for part, what in _OTHERS.items():
+        if any(re.search(part, f".{key}") for key in keys):
+            raise CheckpointError(f"by its keys this is a file of {what}, so it is not converted")
     for marker in PROGRAMS:
         prefixes = [key.removesuffix(marker) for key in keys if f".{key}".endswith(f".{marker}")]
         if len(prefixes) > 1:
@@ -99,7 +119,7 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
 
     Raises:
         CheckpointError: an option of `plan` has a value that segtrain does not have.
-        ConfigError: a wrong override.
+        ConfigError: a wrong override, or one that contradicts what the keys of the file decide.
     """
     path = Path(classes)
     name = path.name.removesuffix(".yaml").removesuffix(".yml").removesuffix(".classes")
@@ -119,7 +139,17 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
     except ValidationError as error:
         what = "the file describes a model that segtrain lacks"
         raise CheckpointError(f"{what}: {first_problem(error)}") from None
-    return override_config(config, overrides, source="the converted model")
+    config = override_config(config, overrides, source="the converted model")
+    for key, decided in plan.found.items():
+        if (chosen := _option(config, key)) != decided:
+            what = f"the keys and shapes of the file say {yaml_value(decided)}"
+            raise ConfigError(f"--set {key}={yaml_value(chosen)}: {what}; leave it out")
+    return config
+
+
+def _option(config: Config, key: str) -> Any:
+    section, _, option = key.partition(".")
+    return getattr(getattr(config, section), option)
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -160,7 +190,8 @@ def translate(found: Found, wanted: State) -> tuple[dict[str, Tensor], list[str]
         if tensor is None and key.endswith("num_batches_tracked"):
             weights[key] = torch.zeros(own.shape, dtype=own.dtype)
         elif tensor is None:
-            missing.append(f"{theirs} (for {key})")
+            none = f"{key}, which {found.plan.source} does not have"
+            missing.append(f"{theirs} (for {key})" if theirs else none)
         else:
             used.add(theirs)
             weights[key] = found.plan.rotated(key, tensor)
@@ -219,6 +250,8 @@ def convert_file(
     source = read_file(path, entry)
     try:
         found = detect(source.state, source.beside, ignored)
+        if "model.aux_head=false" in ("".join(text.split()) for text in overrides):
+            found = found._replace(plan=found.plan.without_aux_head())
         own = output.with_suffix(".classes.yaml")
         choice = choose_classes(found.plan, classes, class_order, own=own)
         if choice.text is not None and own.exists() and not overwrite:
@@ -285,7 +318,11 @@ def _report(
         ("stated", plan.stated, "by the config of the file"),
         ("assumed", assumed, defaults),
     ):
-        options = [key.split(".") for key in keys if key not in overridden]
-        shown = [f"{s}.{key}={yaml_value(getattr(getattr(config, s), key))}" for s, key in options]
+        shown = [f"{k}={yaml_value(_option(config, k))}" for k in keys if k not in overridden]
         lines += [f"{kind:<11} {' '.join(shown)} ({about})"] if shown else []
-    return lines
+    return lines + [
+        f"warning: --set {key}={yaml_value(_option(config, key))}: the config of the file says "
+        f"{yaml_value(value)}"
+        for key, value in plan.stated.items()
+        if key in overridden and _option(config, key) != value
+    ]

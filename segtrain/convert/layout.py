@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -54,6 +54,13 @@ class Plan:
     def options(self) -> Options:
         """All options; what keys decide cannot be stated or assumed otherwise."""
         return {**self.assumed, **self.stated, **self.found}
+
+    def without_aux_head(self) -> "Plan":
+        """The same model without its auxiliary head, whose tensors are left out."""
+        found = {k: v for k, v in self.found.items() if not k.startswith("model.aux_")}
+        theirs = (f"{theirs}." for ours, theirs in self.keys.items() if ours.startswith("aux_head"))
+        left_out = {**self.left_out, **dict.fromkeys(theirs, "--set model.aux_head=false")}
+        return replace(self, found={**found, "model.aux_head": False}, left_out=left_out)
 
     def their_key(self, key: str) -> str | None:
         """The key in the file of our `key`; None if the plan has no place for it."""
