@@ -38,7 +38,8 @@ def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
         {**aspp(state, "classifier.0"), **KEYS},
         assumed=_MOBILENET if mobilenet else _RESNET,
         notes=(
-            "note        torchvision's transforms antialias where they shrink an image to 520 px, "
-            "and data.short_side_px does not: the predictions of larger images differ a little",
+            "note        torchvision's transforms round an image resized to 520 px to whole grey "
+            "levels, and antialias where they shrink it; data.short_side_px does neither: the "
+            "predictions of images of other sizes differ a little",
         ),
     )

@@ -16,8 +16,9 @@ What is averaged, for comparison with published numbers:
 - semseg's published single-scale numbers include the mirror image: `slide` with `flip: true`.
 
 Every view is resized from the stored image in one step: bilinear, half-pixel centres, no
-antialiasing, like cv2.INTER_LINEAR. A view smaller than the window gets a border of the mean colour
-on both sides, which is cut off the result.
+antialiasing, like cv2.INTER_LINEAR of floats. It is not rounded to whole grey levels, as views of
+mmcv and Pillow and the crops of training are. A view smaller than the window gets a border of the
+mean colour on both sides, which is cut off the result.
 
 Views of equal size, and the windows of a view, go through the network in batches. Each sum is taken
 image by image in the same order, so a batch changes a result only if the network's own kernels do.
