@@ -1,7 +1,10 @@
 """Pairs by names alone, and names of classes from the files that tools leave behind."""
 
+import signal
+
 import pytest
 
+from segtrain.config.strict_yaml import foreign_yaml
 from segtrain.survey.names import read_legend
 from segtrain.survey.pairing import match, parse_names
 
@@ -131,6 +134,44 @@ def test_names_values_and_colours_come_from_what_tools_leave(tmp_path, name, tex
     (tmp_path / name).write_text(text)
     legend = read_legend(tmp_path / name, name)
     assert [one[:3] for one in legend.classes] == wanted
+
+
+# Of merge keys in merge keys, PyYAML makes 4 ** 12 copies.
+MERGED = "l0: &l0 {a: 1}\n" + "".join(
+    f"l{i}: &l{i} {{<<: [*l{i - 1}, *l{i - 1}, *l{i - 1}, *l{i - 1}]}}\n" for i in range(1, 13)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("data.yaml", MERGED + "names: [road, car]\n"),
+        *(("classes.txt", f"a{50_000 * filler}b\n") for filler in (" ", "1 ", ", ", "\t:", '"')),
+        *(("colors.txt", f"a{50_000 * filler}b\n") for filler in (" ", "1 ", ", ", "\t:", '"')),
+        ("labelmap.txt", f"a{50_000 * ':'}\n"),
+        ("class_dict.csv", f"name,value\n{50_000 * ','}\n"),
+    ],
+)
+def test_no_list_takes_longer_than_its_length(tmp_path, name, text):
+    """Squares of such lengths take a minute, cubes a year; an alarm ends the test."""
+    (tmp_path / name).write_text(text)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(20)
+    try:
+        read_legend(tmp_path / name, name)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_yaml_of_others_is_read_without_guesses(tmp_path):
+    text = "names: {0: 'no', 1: no, 2: 1.5, 3: [10, 010, true, ~]}\nempty:\n"
+    names = {"0": "no", "1": "no", "2": 1.5, "3": [10, "010", True, None]}
+    assert foreign_yaml(text) == {"names": names, "empty": None}
+    assert foreign_yaml("[yes, 1]", as_text=True) == ["yes", "1"]
+    for wrong in ("a: &x 1", "a: !!python/name:os.system", "[1, 2", "? [1]\n: 2", "[" * 50):
+        with pytest.raises(ValueError, match=r"not allowed|not YAML|nested deeper"):
+            foreign_yaml(wrong)
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-8-sig"])

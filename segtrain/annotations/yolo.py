@@ -7,9 +7,9 @@ text file, or with an empty one, is background.
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from segtrain.annotations.regions import Annotated, Findings, Region, read_text
+from segtrain.config.strict_yaml import foreign_yaml
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
 
 _BOX_COLUMNS = 5
@@ -46,13 +46,13 @@ def _class_names(path: Path) -> dict[int, str]:
     """The names by number, from a list or a mapping."""
     try:
         # All values as text: a class may be called `no`.
-        content = yaml.load(read_text(path), yaml.BaseLoader)
+        content = foreign_yaml(read_text(path), as_text=True)
         names = content["names"]
         if isinstance(names, str):
             raise ValueError
         pairs = names.items() if isinstance(names, dict) else enumerate(names)
         found = {int(number): name for number, name in pairs}
-    except (yaml.YAMLError, LookupError, TypeError, ValueError, RecursionError):
+    except (LookupError, TypeError, ValueError):
         raise ValueError("expected `names`, a list of class names") from None
     if "kpt_shape" in content:
         raise ValueError("kpt_shape: key points, which are no outlines")

@@ -126,6 +126,55 @@ def parse_value(text: str, *, source: str) -> Any:
     return value
 
 
+def foreign_yaml(text: str, *, as_text: bool = False) -> Any:
+    """What another program, or another version of this one, wrote; by fewer rules than our files.
+
+    Keys are text. Values are what `plain_value` makes of them, or text where it refuses, or all
+    text. Of a repeated key the last counts. Anchors, aliases and tags are refused here too: a few
+    hundred bytes of nested merge keys would take hours.
+
+    Raises:
+        ValueError: it is not YAML, or has those, or is nested too deeply.
+    """
+    # libyaml is ten times as fast, and `segtrain runs` reads the configs of hundreds of runs.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    open_nodes: list[Any] = [[]]  # lists; of a mapping, its keys and values in turn
+    try:
+        for event in yaml.parse(text, Loader=loader):
+            if getattr(event, "anchor", None) or getattr(event, "tag", None):
+                raise ValueError("anchors, aliases and tags are not allowed")
+            if isinstance(event, yaml.ScalarEvent):
+                is_key = isinstance(open_nodes[-1], _Pairs) and len(open_nodes[-1]) % 2 == 0
+                is_text = as_text or is_key or bool(event.style)  # quotes or a block
+                open_nodes[-1].append(event.value if is_text else _lenient(event.value))
+            elif isinstance(event, yaml.CollectionStartEvent):
+                if len(open_nodes) > _MAX_DEPTH:
+                    raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
+                is_mapping = isinstance(event, yaml.MappingStartEvent)
+                open_nodes.append(_Pairs() if is_mapping else [])
+            elif isinstance(event, yaml.CollectionEndEvent):
+                node = open_nodes.pop()
+                if isinstance(node, _Pairs):
+                    node = dict(zip(node[::2], node[1::2], strict=True))
+                open_nodes[-1].append(node)
+            elif isinstance(event, yaml.DocumentEndEvent):
+                break
+    except (yaml.YAMLError, TypeError) as error:  # TypeError: a list or mapping as a key
+        raise ValueError(f"not YAML: {printable(error, MAX_SHOWN)}") from None
+    return open_nodes[0][0] if open_nodes[0] else None
+
+
+class _Pairs(list[Any]):
+    """Keys and values of a mapping that is not complete yet."""
+
+
+def _lenient(text: str) -> str | int | float | bool | None:
+    try:
+        return plain_value(text)
+    except ValueError:
+        return text or None
+
+
 def plain_value(text: str) -> str | int | float | bool | None:
     """What `text` without quotes means; ValueError: it is refused."""
     if text == "":

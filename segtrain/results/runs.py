@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic_core import PydanticUndefined
 
 from segtrain.checkpoint.format import BEST, LAST
 from segtrain.config import Config, EvalConfig, load_config
+from segtrain.config.strict_yaml import foreign_yaml
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import open_regular, os_errors_as, parse_json, read_bytes, walk
 from segtrain.files.manifest import read_entries
@@ -211,13 +211,10 @@ def _options_of(directory: Path) -> tuple[int | None, EvalConfig]:
     """
     steps, by = None, EvalConfig()
     try:
-        config = yaml.load(
-            read_bytes(directory / run_directory.CONFIG, 1 << 20),
-            Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-        )
+        config = foreign_yaml(read_bytes(directory / run_directory.CONFIG, 1 << 20).decode())
         steps = config["train"]["steps"]
         by = EvalConfig.model_validate({"best": config["eval"]["best"]}, strict=False)
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+    except (OSError, KeyError, TypeError, ValueError):
         pass
     return steps if isinstance(steps, int) else None, by
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-import yaml
-
+from segtrain.config.strict_yaml import foreign_yaml
 from segtrain.data.read.classes import says_no_class
 from segtrain.files import parse_json, read_bytes
 
@@ -88,7 +87,7 @@ def read_legend(path: Path, source: str) -> Legend | None:
     parse = _parser(path.stem.lower(), path.suffix.lower())
     try:
         classes = list(parse(decoded(read_bytes(path, _MAX_BYTES))) if parse else ())
-    except (OSError, ValueError, yaml.YAMLError, RecursionError, csv.Error):
+    except (OSError, ValueError, RecursionError, csv.Error):
         return None
     names = [one.name for one in classes]
     fits = 1 <= len(names) <= _MAX_CLASSES and all(names) and len(set(names)) == len(names)
@@ -147,14 +146,8 @@ def _lines(text: str) -> list[NamedClass]:
     lines = [line for x in text.splitlines() if (line := x.strip()) and line[0] != "#"]
     found = []
     for line in lines:
-        before = re.fullmatch(r"(\d+)\s*[:,;\t ]\s*(\D.*)", line)
-        after = re.fullmatch(r"(.*\D)\s*[:,;\t ]\s*(\d+)", line)
-        if before:
-            found.append(NamedClass(before[2].strip(), int(before[1])))
-        elif after:
-            found.append(NamedClass(after[1].strip(" :,;\t"), int(after[2])))
-        else:
-            found.append(NamedClass(line))
+        name, (value,) = _numbers_before(line, 1) or _numbers_behind(line, 1) or (line, [None])
+        found.append(NamedClass(name, value))
     is_mixed = len({one.value is None for one in found}) > 1
     is_unique = len({one.name for one in found}) == len(found)
     return found if is_unique and not is_mixed else [NamedClass(line) for line in lines]
@@ -172,20 +165,44 @@ def _colored_lines(text: str) -> list[NamedClass]:
     """`64 128 64 Animal`, `Animal,64,128,64` or `0 Animal 64 128 64` in each line; else nothing."""
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
-        before = re.fullmatch(r"(\d+)[\s,;]+(\d+)[\s,;]+(\d+)[\s,;]+(\D.*)", line)
-        after = re.fullmatch(
-            r"(?:(\d+)[\s,;:]+)?(\D.*?)[\s,;:]+(\d+)[\s,;]+(\d+)[\s,;]+(\d+)", line
-        )
-        if before:
-            found.append(
-                NamedClass(before[4].strip(), None, color_of([*map(int, before.groups()[:3])]))
-            )
-        elif after:
-            value = None if after[1] is None else int(after[1])
-            found.append(NamedClass(after[2], value, color_of([*map(int, after.groups()[2:])])))
+        if before := _numbers_before(line, 3):
+            found.append(NamedClass(before[0], None, color_of(before[1])))
+        elif after := _numbers_behind(line, 3):
+            name, (value,) = _numbers_before(after[0], 1) or (after[0], [None])
+            found.append(NamedClass(name, value, color_of(after[1])))
         elif not line.startswith("#"):
             return []
     return found if all(one.color for one in found) else []
+
+
+# By strip and not by regular expressions, which need the square or the cube of a line's length.
+_DIGITS, _SEPARATORS = "0123456789", " \t,;:"
+
+
+def _numbers_before(line: str, count: int) -> tuple[str, list[int]] | None:
+    """`7, 8 lane` with count 2: ("lane", [7, 8]); None: it does not begin so."""
+    numbers = []
+    for _ in range(count):
+        behind = line.lstrip(_DIGITS)
+        rest = behind.lstrip(_SEPARATORS)
+        if behind in (line, rest):
+            return None
+        numbers.append(int(line[: len(line) - len(behind)]))
+        line = rest
+    return None if line[:1].isdigit() else (line, numbers)
+
+
+def _numbers_behind(line: str, count: int) -> tuple[str, list[int]] | None:
+    """`lane 7, 8` with count 2: ("lane", [7, 8]); None: it does not end so."""
+    numbers = []
+    for _ in range(count):
+        before = line.rstrip(_DIGITS)
+        rest = before.rstrip(_SEPARATORS)
+        if before in (line, rest) or not rest:
+            return None
+        numbers.insert(0, int(line[len(before) :]))
+        line = rest
+    return line, numbers
 
 
 def _table(text: str) -> list[NamedClass]:
@@ -202,7 +219,7 @@ def _table(text: str) -> list[NamedClass]:
 
 
 def _yaml(text: str) -> list[NamedClass]:
-    content = yaml.safe_load(text)
+    content = foreign_yaml(text)
     known = {"names", "classes"} & content.keys() if isinstance(content, dict) else ()
     return _of_json({key: content[key] for key in known})
 
