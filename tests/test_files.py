@@ -93,6 +93,16 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypat
         files.check_output(tmp_path / "new")
 
 
+def test_an_output_replaces_nothing_but_an_earlier_one(tmp_path):
+    for content, begins in ((b"", ()), (b"", ("x",)), (b"{ours} 1", ("{theirs}", "{ours}"))):
+        (tmp_path / "there").write_bytes(content)
+        files.check_output(tmp_path / "there", *begins)
+    for content, begins in ((b"0", ()), (b"\x89PNG", ("{ours}",)), (b"{our", ("{ours}",))):
+        (tmp_path / "there").write_bytes(content)
+        with pytest.raises(OSError, match="exists, and is no earlier file of this option; remove"):
+            files.check_output(tmp_path / "there", *begins)
+
+
 def test_a_file_is_read_up_to_its_bound(tmp_path):
     (tmp_path / "x").write_bytes(b"12345")
     assert files.read_bytes(tmp_path / "x", 5) == b"12345"

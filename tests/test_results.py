@@ -166,6 +166,31 @@ def test_training_leaves_a_page_whose_numbers_are_those_of_eval(run):
     assert (run / "results.csv").read_text() == scores_csv(kept.scores, kept.classes)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "report RUN --output",
+        "runs RUN --json",
+        "eval RUN --json",
+        "eval RUN --per-image",
+        "config schema --output",
+        "data check RUN/config.yaml --json",
+        "data stats RUN/config.yaml --jobs 1 --json",
+    ],
+)
+def test_an_option_replaces_what_it_wrote_and_nothing_else(run, tmp_path, capsys, words):
+    file, words = tmp_path / "there", words.replace("RUN", str(run)).split()
+    for there in ((run.parent / "data/labels/val/0.png").read_bytes(), b'{"shapes": []}'):
+        file.write_bytes(there)
+        assert segtrain(*words, file) == 2
+        assert (
+            f"{words[-1]} {file}: cannot be written: exists, and is no" in capsys.readouterr().err
+        )
+        assert file.read_bytes() == there
+    file.unlink()
+    assert [segtrain(*words, file) for _ in range(2)] == [0, 0]
+
+
 def test_figures_have_the_numbers_of_eval(run, tmp_path):
     assert segtrain("eval", run, "--json", tmp_path / "s.json") == 0
     assert segtrain("report", run, "--figures", tmp_path / "f") == 0
@@ -373,7 +398,9 @@ def test_compare_prints_and_writes(run, tmp_path, capsys):
     shutil.copytree(run, second)
     text = (second / "config.yaml").read_text()
     (second / "config.yaml").write_text(text.replace("\nseed: 0\n", "\nseed: 7\n"))
-    assert segtrain("compare", run, second, "--json", tmp_path / "c.json") == 0
+    for _ in range(2):  # the second replaces the first
+        capsys.readouterr()
+        assert segtrain("compare", run, second, "--json", tmp_path / "c.json") == 0
     said = capsys.readouterr().out
     assert "B - A       +0.00 (+0.00 to +0.00) points" in said
     assert "config      seed: 0 in A, 7 in B" in said

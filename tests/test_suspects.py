@@ -191,6 +191,9 @@ def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path
     first, second, *_ = capsys.readouterr().out.splitlines()
     mended = next((moved / "labels/train").iterdir())
     cv2.imwrite(str(mended), cv2.imread(str(mended), cv2.IMREAD_UNCHANGED)[::-1])
+    assert suspects(run, *words, "--set", f"data.root={moved}") == 2  # it may have been edited
+    listed.unlink()
+    capsys.readouterr()
     assert suspects(run, *words, "--set", f"data.root={moved}") == 0
     assert "not the data of the training" in capsys.readouterr().out
     assert {tuple(line.split()[1:3]) for line in (first, second)} == {("*", "3"), ("*", "17")}

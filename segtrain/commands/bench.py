@@ -149,6 +149,11 @@ def _ms(seconds: float) -> str:
 
 _WARMUP = 5  # steps: libraries choose kernels, the allocator gets its memory
 _PROFILED = 3  # steps in a trace
+# Of the files that it writes, of which it replaces earlier ones; a trace may be packed by gzip.
+_BEGINS = {
+    "--json": ('{\n  "device": ', '{\n  "step_s": '),
+    "--profile": ('{\n  "schemaVersion": ', "\x1f\x8b"),
+}
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -174,7 +179,7 @@ def run_bench(args: argparse.Namespace) -> int:
         for option, file in (("--json", args.json), ("--profile", args.profile)):
             if file is not None and dist.is_main():
                 with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
-                    check_output(file)
+                    check_output(file, *_BEGINS[option])
         make_repeatable(config, device)
         with worker_failures():
             if args.memory:

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{first_of(both)}: on both sides")
     if args.json:
         with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
-            check_output(args.json)
+            check_output(args.json, '{\n  "scores": ')
     device = device_for(args.device)
     sides = [[evaluated_whole(path, device) for path in side] for side in (a, b)]
     for side in sides:

@@ -71,6 +71,6 @@ def write_schema(args: argparse.Namespace) -> int:
         print(text, end="")
         return EXIT_OK
     with os_errors_as(ConfigError, f"--output {args.output}", "cannot be written"):
-        check_output(args.output)
+        check_output(args.output, '{\n  "$schema": ')
         write_output(args.output, text)
     return EXIT_OK

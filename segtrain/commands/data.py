@@ -76,7 +76,7 @@ def check(args: argparse.Namespace) -> int:
         ]
         return replace(result, findings=placed)
 
-    return EXIT_OK if _reported(find, args.json).ok else EXIT_DATA
+    return EXIT_OK if _reported(find, args.json, "ok").ok else EXIT_DATA
 
 
 def stats(args: argparse.Namespace) -> int:
@@ -85,12 +85,14 @@ def stats(args: argparse.Namespace) -> int:
     from segtrain.data.check.stats import measure
 
     split = args.split or data.train_split
-    _reported(partial(measure, data, split, beta=args.beta, jobs=args.jobs), args.json)
+    _reported(partial(measure, data, split, beta=args.beta, jobs=args.jobs), args.json, "split")
     return EXIT_OK
 
 
-def _reported(work: Callable[[], Any], path: Path | None) -> Any:
+def _reported(work: Callable[[], Any], path: Path | None, first_key: str) -> Any:
     """The CheckResult or SplitStats of `work`, printed, and written to `path` if that is given.
+
+    first_key: of the JSON that is written.
 
     Raises:
         ConfigError: `path` cannot be written; as far as possible before `work` begins.
@@ -98,7 +100,7 @@ def _reported(work: Callable[[], Any], path: Path | None) -> Any:
     errors = partial(os_errors_as, ConfigError, f"--json {path}", "cannot be written")
     if path is not None:
         with errors():
-            check_output(path)
+            check_output(path, f'{{\n  "{first_key}": ')
     result = work()
     # First what can be read at once: the disk may be full.
     text = result.as_text()

@@ -209,11 +209,13 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _check_files(args: argparse.Namespace) -> None:
     """ConfigError: a file of scores cannot be written; makes its folder."""
-    for option, file in (("--json", args.json), ("--per-image", args.per_image)):
+    begins = '{\n  "checkpoint": ', "image,IoU,accuracy,"
+    options = ("--json", args.json), ("--per-image", args.per_image)
+    for (option, file), begin in zip(options, begins, strict=True):
         if file:
             with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
                 file.parent.mkdir(parents=True, exist_ok=True)
-                files.check_output(file)
+                files.check_output(file, begin)
 
 
 def _check_classes(loaded: LoadedModel, dataset: SegDataset) -> None:

@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     device = device_for(args.device)
     output = output or runs[0] / REPORT
     with os_errors_as(ConfigError, f"--output {output}", "cannot be written"):
-        check_output(output)
+        check_output(output, "<!DOCTYPE html>")
     if args.figures:
         with os_errors_as(ConfigError, f"--figures {args.figures}", "cannot make this folder"):
             args.figures.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
         return _clear_all(args.directories, args.json)
     if args.json:
         with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
-            check_output(args.json)
+            check_output(args.json, '[\n  {\n    "directory": ', "[]")
     folders = args.directories or [Path("runs")]
     found = [summarize(directory) for directory in find_runs(folders)]
     rows = [_COLUMNS, *map(_row, found)]

@@ -79,10 +79,14 @@ def main(args: argparse.Namespace) -> int:
     if not is_run(args.run):
         raise ConfigError(f"{args.run}: expected the directory of a run")
     output = args.output or args.run / SUSPECTS
-    for option, file in (("--output", output), ("--exclude", args.exclude)):
+    # A config that is there may have been edited.
+    for option, file, *begins in (
+        ("--output", output, "<!DOCTYPE html>"),
+        ("--exclude", args.exclude),
+    ):
         if file is not None:
             with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
-                check_output(file)
+                check_output(file, *begins)
     checkpoint, config, sums = _losses(args.run)
     config = set_after_training(config, args.set, ("data.root",), source=str(args.run))
     device = device_for(args.device)

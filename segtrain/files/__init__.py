@@ -185,9 +185,13 @@ def write_output(path: Path, content: str | bytes) -> None:
         write_atomic(path, content, durable=False)
 
 
-def check_output(path: Path) -> None:
-    """Raises OSError for what `write_output` could not write, before a long computation.
+def check_output(path: Path, *begins: str) -> None:
+    """Raises OSError for what `write_output` may not replace or could not write.
 
+    Call it before a long computation. Labels, images, checkpoints and configs are not replaced: a
+    file that is there must be empty, or an earlier one of the same option.
+
+    begins: how such files begin; nothing: none is replaced.
     A pipe by its own name is refused, because writing would wait for a reader.
     """
     if path.is_dir() or path.is_socket() or (path.is_fifo() and not path.is_symlink()):
@@ -199,6 +203,12 @@ def check_output(path: Path) -> None:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     if not (path.exists() or os.access(folder, os.W_OK)):
         raise PermissionError(errno.EACCES, "its folder may not be written", str(path))
+    if path.is_file():
+        with path.open("rb") as file:
+            there = file.read(max(map(len, begins), default=1))
+        if there and not there.startswith(tuple(text.encode("latin-1") for text in begins)):
+            what = "exists, and is no earlier file of this option; remove it or choose another name"
+            raise FileExistsError(errno.EEXIST, what, str(path))
 
 
 def check_replaceable(path: Path) -> None:
