@@ -2,8 +2,15 @@ import pytest
 
 from segtrain.checkpoint.format import experiment_fields
 from segtrain.config import Config, DataConfig
-from segtrain.data.read.classes import class_file_from_json, default_palette, load_class_file
+from segtrain.data.read.classes import (
+    ClassFile,
+    SegClass,
+    class_file_from_json,
+    default_palette,
+    load_class_file,
+)
 from segtrain.errors import ConfigError
+from segtrain.run.pictures import raw_ids
 from segtrain.types import IGNORE_INDEX
 
 
@@ -71,6 +78,23 @@ def test_255_classes_fit_and_256_do_not(tmp_path):
     assert len({*found.palette, found.ignore_color}) == 256
     (line,) = refusal(tmp_path, text + ", c255]")
     assert "classes: must have at most 255 items, got " in line
+
+
+@pytest.mark.parametrize(
+    ("ids", "ignore_ids", "written"),
+    [
+        ([(0,), (1,)], (255,), 255),
+        ([(0,), (1, 255)], (), 254),  # 255 would be read as the second class
+        ([(0, 7), (1,)], (300, 9), 9),
+        ([(0,), (300,)], (299,), 299),
+        ([(0, *range(2, 256)), (1,)], (), 256),
+    ],
+)
+def test_no_class_has_the_id_of_pixels_without_a_prediction(ids, ignore_ids, written):
+    classes = tuple(SegClass(f"c{i}", (i, i, i), one) for i, one in enumerate(ids))
+    found = ClassFile("own", classes, ignore_ids=ignore_ids, ignore_color=(9, 9, 9))
+    assert found.write_ignored == written
+    assert raw_ids(found)[[0, 1, 255]].tolist() == [ids[0][0], ids[1][0], written]
 
 
 def test_the_default_palette_is_that_of_pascal_voc():

@@ -71,7 +71,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(predict, "load_model", lambda *sources, device: loaded)
         args = {"source": "run", "inputs": [str(path) for path in inputs], "device": "cpu"}
         args |= {"output": str(tmp_path / "out"), "set": [], "overwrite": False}
-        args |= {"probabilities": None, "opacity": 0.5, "clear": (), "others": []}
+        args |= {"probabilities": None, "opacity": None, "clear": (), "others": []}
         return predict.main(argparse.Namespace(**(args | changes)))
 
     return command
@@ -149,6 +149,25 @@ def write_video(path, frames):
         writer.write(np.full((48, 64, 3), color[::-1], np.uint8))
     writer.release()
     return path
+
+
+def test_what_a_kind_of_input_cannot_honour_is_refused(run, tmp_path, monkeypatch):
+    video = write_video(tmp_path / "drive.mp4", [(200, 20, 30)])
+    image, large = (save(tmp_path / name, photo(8, 9)) for name in ("a.png", "large.tif"))
+    with pytest.raises(
+        ConfigError, match=r"--probabilities: not for a video, or a .*: .*drive\.mp4"
+    ):
+        run(image, video, probabilities="npz")
+    size_of = predict.raster_size
+    monkeypatch.setattr(
+        predict, "raster_size", lambda p, most: (8, 9) if p == large else size_of(p, most)
+    )
+    with pytest.raises(ConfigError, match=r"--probabilities: not for .*: .*large\.tif"):
+        run(large, image, probabilities="tif")
+    for option in ({"clear": ("greenish",)}, {"opacity": 0.2}):
+        with pytest.raises(ConfigError, match="--opacity, --clear: no effect: rasters"):
+            run(large, **option)
+    assert not list((tmp_path / "out").rglob("*.mp4"))
 
 
 def test_a_video_becomes_a_video_of_overlays(run, tmp_path, capsys):

@@ -395,7 +395,7 @@ COMMANDS = (
         _argument("--output", "where to write the results", "DIR", Path, required=True),
         _switch("--overwrite", "replace results that are already there"),
         _argument("--probabilities", "also write those of every class", choices=("npz", "tif")),
-        _argument("--opacity", "of overlays (default: 0.5)", "X", _opacity, default=0.5),
+        _argument("--opacity", "of overlays (default: 0.5)", "X", _opacity),
         _argument("--clear", "classes that overlays leave clear", "A,B", _names, default=()),
         _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
         _DEVICE,

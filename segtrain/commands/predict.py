@@ -182,7 +182,8 @@ def main(args: argparse.Namespace) -> int:
         print(skipped)
 
     form = ready.form
-    tint = pictures.make_tint(ready.loaded.classes, args.opacity, args.clear)
+    opacity = 0.5 if args.opacity is None else args.opacity
+    tint = pictures.make_tint(ready.loaded.classes, opacity, args.clear)
     videos = [source for source in sources if source.path.suffix.lower() in VIDEO_SUFFIXES]
     if videos and (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
         raise DataError(
@@ -193,11 +194,13 @@ def main(args: argparse.Namespace) -> int:
         images = [source for source in sources if source not in videos]
         sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in images}
         rasters = {source: size for source, size in sizes.items() if size is not None}
-        if rasters and args.probabilities:
-            raise ConfigError(
-                f"--probabilities: not for a raster that is read in parts: "
-                f"{first_of(source.path for source in rasters)}"
-            )
+        if args.probabilities and (others := [*rasters, *videos]):
+            kinds = "a video, or a raster that is read in parts"
+            names = first_of(source.path for source in others)
+            raise ConfigError(f"--probabilities: not for {kinds}: {names}")
+        if rasters and len(rasters) == len(sources) and (args.clear or args.opacity is not None):
+            what = "rasters that are read in parts get no overlays"
+            raise ConfigError(f"--opacity, --clear: no effect: {what}")
         whole = [source for source in images if source not in rasters]
         notes = predict_images(ready, whole, output, tint, probabilities=args.probabilities)
         of_rasters = predict_rasters(ready, rasters, output)

@@ -281,7 +281,8 @@ def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None
 def raw_ids(classes: ClassFile) -> np.ndarray:
     """The id to write for each train id and IGNORE_INDEX, (256,) uint8; uint16 if one is larger."""
     # A class file allows no ids above 16 bits.
-    ids = np.full(256, classes.write_ignored, np.min_scalar_type(max(classes.write_ids)))
+    dtype = np.min_scalar_type(max(classes.write_ignored, *classes.write_ids))
+    ids = np.full(256, classes.write_ignored, dtype)
     ids[: classes.num_classes] = classes.write_ids
     return ids
 

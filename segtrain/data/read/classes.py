@@ -108,10 +108,14 @@ class ClassFile:
 
     @cached_property
     def write_ignored(self) -> int:
-        """The raw label value to write where there is no prediction; no class is written so."""
+        """The raw label value to write where there is no prediction; no class has it.
+
+        One that keeps label maps at 8 bits, if there is one.
+        """
         most = max(IGNORE_INDEX, *self.write_ids)
-        free = (i for i in (*self.ignore_ids, *range(IGNORE_INDEX, -1, -1)) if i <= most)
-        return next(i for i in free if i not in self.write_ids)
+        taken = {i for one in self.classes for i in one.ids}
+        small = [i for i in (*self.ignore_ids, *range(IGNORE_INDEX, -1, -1)) if i <= most]
+        return next(i for i in (*small, *range(1 << 16)) if i not in taken)
 
 
 def plain_names(names: Sequence[str]) -> list[str]:
