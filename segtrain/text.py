@@ -4,6 +4,7 @@ File names and class names from strangers may hold sequences that recolor a term
 line, and characters that reverse its direction.
 """
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from unicodedata import category
@@ -39,6 +40,12 @@ def printable_lines(text: str, limit: int = _MAX_LINES) -> list[str]:
     left = len(lines) - limit
     more = [f"and {counted(left, 'more line', 'more lines')}"] if left > 0 else []
     return [printable(line) for line in lines[:limit]] + more
+
+
+def scheme_of(text: str) -> str:
+    """`s3://` of an address such as `s3://bucket/run`; empty for the name of a file or folder."""
+    found = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
+    return found[0] if found else ""
 
 
 def counted(number: int, one: str, many: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from segtrain import cli
+from segtrain.cli import table
 from segtrain.commands import exit_code
 from segtrain.config import load_config
 from segtrain.errors import CheckpointError, DataError
@@ -134,6 +135,19 @@ def test_an_output_that_libraries_cannot_name_is_refused_at_once(config, capsys,
     monkeypatch.chdir(config.parent)
     assert cli.main([*argv.split(), "--output", "q\udcff.onnx"]) == 2
     assert capsys.readouterr().err.endswith(": expected a name in UTF-8\n")
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b", "http://x/y", "file:///tmp/run"])
+def test_an_address_is_no_folder_of_this_machine(config, capsys, address):
+    """pathlib makes a local folder `s3:` of it."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", str(config), "--output", address])
+    assert left.value.code == 2
+    scheme = address.partition("//")[0] + "//"
+    said = f"--output: {scheme} is neither read nor written: expected a local path, got '{address}'"
+    assert said in capsys.readouterr().err
+    types = {one.options.get("type") for command in table.COMMANDS for one in command.arguments}
+    assert Path not in types
 
 
 def test_what_the_system_refuses_by_name_is_a_mistake_of_the_user(capsys):

@@ -8,6 +8,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
 
+from segtrain.text import scheme_of
+
 
 class Argument(NamedTuple):
     """An option or operand, with what argparse's `add_argument` takes."""
@@ -80,6 +82,14 @@ def _fraction(text: str, *, below_1: bool) -> float:
 
 
 _fraction_below_1, _opacity = (partial(_fraction, below_1=below) for below in (True, False))
+
+
+def _path(text: str) -> Path:
+    """A place on this machine. `s3://bucket/run` would be a folder called `s3:`."""
+    if scheme := scheme_of(text):
+        what = f"{scheme} is neither read nor written"
+        raise argparse.ArgumentTypeError(f"{what}: expected a local path, got '{text}'")
+    return Path(text)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -173,8 +183,10 @@ COMMANDS = (
         "init",
         "commands.init:main",
         "look at a folder of images and labels, and write an experiment that trains on it",
-        _argument("folder", "where images and labels are, to any depth; only read", "FOLDER", Path),
-        _argument("--output", "folder to write (default: <name of FOLDER>_segtrain)", "DIR", Path),
+        _argument(
+            "folder", "where images and labels are, to any depth; only read", "FOLDER", _path
+        ),
+        _argument("--output", "folder to write (default: <name of FOLDER>_segtrain)", "DIR", _path),
         _argument("--labels", "which labels, where there are several: a folder or pattern", "PATH"),
         _argument("--names", "classes, in the order of their values in labels", "A,B,C", _names),
         _argument("--ignore", "ids or #rrggbb that mean no data, or none", "VALUES|none", _values),
@@ -196,7 +208,7 @@ COMMANDS = (
         _settings(),
         _NPROC,
         _DEVICE,
-        _argument("--output", "run directory (default: runs/<name of CONFIG>)", "DIR", Path),
+        _argument("--output", "run directory (default: runs/<name of CONFIG>)", "DIR", _path),
         _switch("--resume", "go on at the last checkpoint, on any number of ranks, or begin"),
         _switch("--fit", "find out how the batch fits into the memory, with the same result"),
         _switch("--fit-precision", "as --fit; in bfloat16, another result, where all else fails"),
@@ -229,7 +241,7 @@ COMMANDS = (
         _settings(),
         _NPROC,
         _DEVICE,
-        _argument("--output", "default: runs/<name of CONFIG>_population, or _alone", "DIR", Path),
+        _argument("--output", "default: runs/<name of CONFIG>_population, or _alone", "DIR", _path),
         _switch("--resume", "go on with the arguments of its start; start it if there is none"),
         description="Train several members of CONFIG with other seeds and options, a round at a\n"
         "time. After each round the worst quarter takes over weights and options of the best,\n"
@@ -247,9 +259,9 @@ COMMANDS = (
         _argument("-k", "folds (default: 5)", "K", partial(_integer, least=2), dest="number"),
         _argument("--by", f"what stays in one fold {_BY_NAMES} some)", choices=_UNITS),
         _switch("--all", "divide data.eval_split too, not only data.train_split"),
-        _argument("--output", "directory (default: runs/<name of CONFIG>_folds)", "DIR", Path),
+        _argument("--output", "directory (default: runs/<name of CONFIG>_folds)", "DIR", _path),
         _switch("--resume", "go on where the folds were left"),
-        _argument("--save-predictions", "write label maps of all images", "DIR", Path),
+        _argument("--save-predictions", "write label maps of all images", "DIR", _path),
         _settings(),
         _NPROC,
         _DEVICE,
@@ -270,9 +282,9 @@ COMMANDS = (
         _NPROC,
         _DEVICE,
         _argument("--steps", "steps to measure (default: 20)", "N", positive, default=20),
-        _argument("--json", "write the figures to this file", "FILE", Path),
+        _argument("--json", "write the figures to this file", "FILE", _path),
         _switch("--memory", "only the time of a step, and the memory of steps and evaluation"),
-        _argument("--profile", "trace of three steps for ui.perfetto.dev, .json", "FILE", Path),
+        _argument("--profile", "trace of three steps for ui.perfetto.dev, .json", "FILE", _path),
         description="Train some steps of CONFIG, with its data and loader, and print the time of "
         "their parts,\noperations a second beside what this device reaches, memory, and what "
         "limits the speed.\nNothing is kept.",
@@ -289,13 +301,13 @@ COMMANDS = (
         _settings("eval.flip=true, eval.scales='[0.75, 1]', data.root=/elsewhere/data"),
         _NPROC,
         _DEVICE,
-        _argument("--save-predictions", "write label maps with raw ids", "DIR", Path),
+        _argument("--save-predictions", "write label maps with raw ids", "DIR", _path),
         _switch("--no-labels", "the split has no labels: predict for a test server, score nothing"),
-        _argument("--json", "write all scores as JSON", "FILE", Path),
-        _argument("--overlays", "write pictures of image, label and prediction", "DIR", Path),
+        _argument("--json", "write all scores as JSON", "FILE", _path),
+        _argument("--overlays", "write pictures of image, label and prediction", "DIR", _path),
         _argument("--num-overlays", "how many (default: 8)", "N", positive, default=8),
         _argument("--worst", "overlays of the N worst images, one of neighbours", "N", positive),
-        _argument("--per-image", "write the scores of each image as CSV", "FILE", Path),
+        _argument("--per-image", "write the scores of each image as CSV", "FILE", _path),
         description="Score a trained model: IoU, Dice, precision and recall of every class, their "
         "means,\npixel accuracy and calibration error.",
         examples="segtrain eval runs/own\n"
@@ -308,7 +320,7 @@ COMMANDS = (
         "verify",
         "commands.launch:verify",
         "compute steps of a run again and compare every bit",
-        _argument("run", "run directory", "RUN", Path),
+        _argument("run", "run directory", "RUN", _path),
         _argument("--steps", "default: the newest", "A:B", _steps, default=(None, None)),
         _settings("data.root=/elsewhere/data, data.pack=null"),
         _NPROC,
@@ -323,9 +335,9 @@ COMMANDS = (
         "report",
         "commands.report:main",
         "write a page about one or several runs",
-        _argument("runs", "run directory, or one of segtrain folds", "RUN", Path, nargs="+"),
-        _argument("--output", "file to write (default: report.html of the run)", "FILE", Path),
-        _argument("--figures", "also write its charts as SVG, the confusion as CSV", "DIR", Path),
+        _argument("runs", "run directory, or one of segtrain folds", "RUN", _path, nargs="+"),
+        _argument("--output", "file to write (default: report.html of the run)", "FILE", _path),
+        _argument("--figures", "also write its charts as SVG, the confusion as CSV", "DIR", _path),
         _DATA_ROOT,
         _DEVICE,
         description="Write one HTML file that needs no network: curves, scores of the classes, "
@@ -339,14 +351,14 @@ COMMANDS = (
         "commands.runs:main",
         "list runs, or clear what finished ones no longer need",
         _argument(
-            "directories", "to search (default: runs); with --clear a run", "DIR", Path, nargs="*"
+            "directories", "to search (default: runs); with --clear a run", "DIR", _path, nargs="*"
         ),
         _switch(
             "--clear",
             "remove last.pt, previous.pt and step_N.pt of these runs, and keep best.pt: they "
             "cannot be trained on, nor read by segtrain suspects",
         ),
-        _argument("--json", "write the list as JSON", "FILE", Path),
+        _argument("--json", "write the list as JSON", "FILE", _path),
         description="List the runs in folders: best score and its step, steps done, hours of "
         "training, size on\ndisk, and how a stopped one goes on. --clear refuses runs that are not "
         "complete or in use.",
@@ -356,10 +368,10 @@ COMMANDS = (
         "compare",
         "commands.compare:main",
         "say whether one model is better than another, or why two runs differ",
-        _argument("runs", "two runs or folds, or all of side A", "RUN", Path, nargs="+"),
-        _argument("--with", "the runs of side B", "RUN", Path, **_EXTENDING),
+        _argument("runs", "two runs or folds, or all of side A", "RUN", _path, nargs="+"),
+        _argument("--with", "the runs of side B", "RUN", _path, **_EXTENDING),
         _argument("--by", f"what is drawn again {_BY_NAMES} five)", choices=_UNITS),
-        _argument("--json", "write all figures as JSON", "FILE", Path),
+        _argument("--json", "write all figures as JSON", "FILE", _path),
         _switch("--steps", "say instead where the training of two runs parts, and why"),
         _DEVICE,
         description="Compare two runs on the same images: the difference of their mIoU with an "
@@ -373,10 +385,10 @@ COMMANDS = (
         "suspects",
         "commands.suspects:main",
         "find training masks that are probably wrong",
-        _argument("run", "run directory", "RUN", Path),
+        _argument("run", "run directory", "RUN", _path),
         _argument("--number", "masks to show (default: 50)", "N", positive, default=50),
-        _argument("--output", "page to write (default: suspects.html of the run)", "FILE", Path),
-        _argument("--exclude", "write the config without those that stand out", "FILE", Path),
+        _argument("--output", "page to write (default: suspects.html of the run)", "FILE", _path),
+        _argument("--exclude", "write the config without those that stand out", "FILE", _path),
         _DATA_ROOT,
         _DEVICE,
         description="Rank the masks of the training split by the loss that training has measured "
@@ -390,9 +402,9 @@ COMMANDS = (
         "commands.predict:main",
         "segment images of any size, and videos: label maps, colour maps and overlays",
         _SOURCE,
-        _argument("inputs", "image, video, or folder of them", "INPUT", Path, nargs="+"),
+        _argument("inputs", "image, video, or folder of them", "INPUT", _path, nargs="+"),
         _WITH,
-        _argument("--output", "where to write the results", "DIR", Path, required=True),
+        _argument("--output", "where to write the results", "DIR", _path, required=True),
         _switch("--overwrite", "replace results that are already there"),
         _argument("--probabilities", "also write those of every class", choices=("npz", "tif")),
         _argument("--opacity", "of overlays (default: 0.5)", "X", _opacity),
@@ -414,7 +426,7 @@ COMMANDS = (
             required=True,
             choices=("onnx", "pt2", "torchscript", "safetensors"),
         ),
-        _argument("--output", "file to write", "FILE", Path, required=True),
+        _argument("--output", "file to write", "FILE", _path, required=True),
         _OVERWRITE,
         _argument(
             "--normalize",
@@ -433,8 +445,8 @@ COMMANDS = (
         "convert",
         "commands.convert:main",
         "make a checkpoint of another program one of segtrain",
-        _argument("file", "a .pth, .pt or .safetensors file", "FILE", Path),
-        _argument("--output", "checkpoint to write, a .pt", "FILE", Path, required=True),
+        _argument("file", "a .pth, .pt or .safetensors file", "FILE", _path),
+        _argument("--output", "checkpoint to write, a .pt", "FILE", _path, required=True),
         _argument("--classes", "class file (default: the names in the file)", "NAME|FILE"),
         _argument(
             "--class-order", "order of the channels: a class file, or stored", "NAME|FILE|stored"
@@ -454,7 +466,7 @@ COMMANDS = (
         "data synth",
         "synthetic.write:main",
         "draw synthetic street scenes in the layout of Cityscapes",
-        _argument("root", "directory to write to", "ROOT", Path),
+        _argument("root", "directory to write to", "ROOT", _path),
         _argument("--num-train", "default: 200", "N", positive, default=200),
         _argument("--num-val", "default: 40", "N", positive, default=40),
         _size([256, 512], "height and width in pixels (default: 256 512)"),
@@ -466,9 +478,9 @@ COMMANDS = (
         "data import",
         "commands.data:import_annotations",
         "draw labels from annotation files",
-        _argument("sources", "annotation file, or folder to search", "SOURCE", Path, nargs="+"),
-        _argument("--output", "a new folder for the labels", "DIR", Path, required=True),
-        _argument("--images", "where the images lie (default: beside SOURCE)", "FOLDER", Path),
+        _argument("sources", "annotation file, or folder to search", "SOURCE", _path, nargs="+"),
+        _argument("--output", "a new folder for the labels", "DIR", _path, required=True),
+        _argument("--images", "where the images lie (default: beside SOURCE)", "FOLDER", _path),
         _argument(
             "--overlap",
             "which region is on top: the later, the smaller, or of the later class",
@@ -489,7 +501,7 @@ COMMANDS = (
         _CONFIG,
         _DATA_SETTINGS,
         _JOBS,
-        _argument("--json", "write the report as JSON", "FILE", Path),
+        _argument("--json", "write the report as JSON", "FILE", _path),
         examples="segtrain data check own.yaml",
     ),
     Command(
@@ -497,7 +509,7 @@ COMMANDS = (
         "commands.data:pack",
         "decode a data set once, so that training reads crops from raw rows",
         _CONFIG,
-        _argument("--output", "a new folder, such as packs/own", "DIR", Path, required=True),
+        _argument("--output", "a new folder, such as packs/own", "DIR", _path, required=True),
         _DATA_SETTINGS,
         _JOBS,
         description="Decode both splits of a config into a folder of safetensors shards, which "
@@ -514,7 +526,7 @@ COMMANDS = (
         _argument("--beta", "of the effective number of pixels", "B", _fraction_below_1),
         _DATA_SETTINGS,
         _JOBS,
-        _argument("--json", "write all numbers as JSON", "FILE", Path),
+        _argument("--json", "write all numbers as JSON", "FILE", _path),
         description="Read a split once: pixels and images of each class, size, mean and standard "
         "deviation\nof the images, and class weights by four rules, as lines to paste.",
         examples="segtrain data stats own.yaml\n"
@@ -528,7 +540,7 @@ COMMANDS = (
         "commands.config:copy",
         "copy a config that comes with segtrain",
         _argument("name", "a name from 'segtrain config list'", "NAME"),
-        _argument("file", "a new file, such as my.yaml", "FILE", Path),
+        _argument("file", "a new file, such as my.yaml", "FILE", _path),
         examples="segtrain config copy demo my.yaml",
     ),
     Command(
@@ -544,7 +556,7 @@ COMMANDS = (
         "config schema",
         "commands.config:write_schema",
         "print the JSON Schema of configs, for editors",
-        _argument("--output", "default: the terminal", "FILE", Path),
+        _argument("--output", "default: the terminal", "FILE", _path),
         epilog="An editor with a YAML language server checks a config that begins with\n"
         "  # yaml-language-server: $schema=schema.json",
     ),

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from segtrain.config.messages import MAX_SHOWN, show
-from segtrain.text import printable
+from segtrain.text import printable, scheme_of
 
 # torch counts in 64 bits.
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
@@ -122,6 +122,9 @@ class Section(BaseModel):
     def _check(self) -> Self:
         names = [each.__name__ for each in type(self).__mro__]
         mistakes = list(self._mistakes())
+        for key, value in self:
+            if isinstance(value, str) and (scheme := scheme_of(value)):
+                mistakes.append(f"{key}: {scheme} is not read: expected a local path or name")
         for name in names:
             for keys, needed in NEEDS.get(name, {}).items():
                 mistakes += self._no_effect(keys, *self._has_one(needed))
