@@ -13,7 +13,7 @@ from PIL import Image
 from segtrain.data.read import image as images
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.formats import read_info
-from segtrain.data.read.labels import read_label
+from segtrain.data.read.labels import looks_like_train_ids, read_label
 from segtrain.data.read.photos import read_photo
 from segtrain.data.read.raw_label import read_raw_label
 from segtrain.errors import DataError
@@ -193,6 +193,27 @@ def test_colors_are_matched_exactly(saved):
         label = read_label(saved(content), COLORS, "colors")
         assert label.dtype == np.uint8
         assert label.tolist() == [[1, 255, 0], [0, 0, 1]]
+    other = np.where((values == 9).all(2, keepdims=True), 5, values)
+    with pytest.raises(DataError, match=r"does not name: \[5, 5, 5\] \(1 pixels\); give each"):
+        read_label(saved(png(other, RGB, 8)), COLORS, "colors")
+
+
+@pytest.mark.parametrize(
+    ("raw_ids", "found", "expected"),
+    [
+        ((7, 23, 26), {0, 1, 2, 255}, True),
+        ((7, 23, 26), {1}, True),
+        ((7, 23, 26), {0, 3}, False),  # train ids end at 2
+        ((7, 23, 26), {255}, False),
+        ((1, 2, 3), {0, 2}, True),
+        ((0, 1, 2), {0, 2}, False),
+        ((0, 1, 255), {0, 2}, False),  # of a mask with a foreground of 255
+    ],
+)
+def test_train_ids_are_told_from_raw_ids(raw_ids, found, expected):
+    classes = tuple(SegClass(f"c{i}", (i, i, i), (i,)) for i in raw_ids)
+    class_file = ClassFile("own", classes, ignore_ids=(), ignore_color=(9, 9, 9))
+    assert looks_like_train_ids(found, class_file) == expected
 
 
 @pytest.mark.fault(61)

@@ -242,6 +242,12 @@ def config(**sections):
     return Config(data=data, augment=AugmentConfig(crop_size=(224, 288)), **sections)
 
 
+@pytest.mark.parametrize("shape", [(3, 8, 9), (2, 3, 8, 9), (1, 4, 8, 9)])
+def test_an_image_of_another_form_is_refused(local, shape):
+    with pytest.raises(ValueError, match=r"image: expected \(1, 3, H, W\), got \("):
+        predict_label(local, torch.zeros(shape, dtype=torch.uint8), settings(), (8, 9))
+
+
 def test_settings_follow_the_config():
     how = InferenceSettings.from_config(
         config(

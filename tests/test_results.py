@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import experiment, segtrain, train, write_config, write_data
+from scipy import stats
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import precision_recall_fscore_support
 
@@ -80,6 +81,8 @@ def test_the_reliability_curve_is_that_of_scikit_learn():
     share = np.histogram(known, 15, (0, 1))[0]
     expected = (share[share > 0] / len(known) * np.abs(accuracy - confidence)).sum()
     assert calibration_error(calibration.counts) == pytest.approx(expected, abs=5e-4)
+    assert [b.share for b in found] == pytest.approx(share[share > 0] / len(known), abs=5e-3)
+    assert sum(b.share for b in found) == pytest.approx(1)
     assert np.isnan(calibration_error(Calibration().counts))
 
 
@@ -353,6 +356,27 @@ def read_like(name):
     return Run(
         Path(name), Config(data=DataConfig(layout="folders", root="x", classes="camvid")), {}, {}
     )
+
+
+def test_the_interval_with_seeds_is_that_of_welch_and_satterthwaite():
+    """Two variances that add up: 0.005 of seeds, shared by both sides, and that of 11 images."""
+    of_seeds, of_images = 0.005 * (1 / 2 + 1 / 1), (0.1 / stats.t.ppf(0.975, 10)) ** 2
+    total = of_seeds + of_images
+    degrees = total**2 / (of_seeds**2 / 1 + of_images**2 / 10)
+    wide = stats.t.ppf(0.975, degrees) * total**0.5
+    std, found = compare_module._with_seeds(
+        0.3, compare_module.Interval(0.3, 0.2, 0.4), [(0.5, 0.6), (0.7,)], 11
+    )
+    assert std == pytest.approx(0.005**0.5)
+    assert found == pytest.approx((0.3, 0.3 - wide, 0.3 + wide))
+
+
+def test_labels_that_differ_are_named():
+    a, _ = pair(np.random.default_rng(0))
+    counts = a.images.copy()
+    counts[7, 1, LABELLED] += 1
+    with pytest.raises(ConfigError, match=rf"on different labels: {a.names[7]}$"):
+        compare([a], [replace(a, images=counts)])
 
 
 def test_verdicts():

@@ -8,7 +8,13 @@ import pytest
 
 from segtrain.config import AugmentConfig
 from segtrain.data.read.image import ImageForm
-from segtrain.data.sample.geometry import Placement, Span, resample_image, resample_label
+from segtrain.data.sample.geometry import (
+    Placement,
+    Span,
+    largest_class_share,
+    resample_image,
+    resample_label,
+)
 from segtrain.data.sample.photometric import change_pixels
 from segtrain.data.sample.transforms import TrainTransform, draw_placement
 from segtrain.errors import ConfigError
@@ -266,6 +272,9 @@ def test_ignored_pixels_do_not_count_for_the_share_of_a_class():
     for seed in range(30):
         crop = transform(np.zeros((16, 96, 3), np.uint8), label, rng(seed))[1]
         assert {1, 2} <= set(np.unique(crop))
+    whole = placement((16, 96), (16, 96))
+    assert largest_class_share(label, whole) == 0.5
+    assert largest_class_share(np.full_like(label, IGNORE_INDEX), whole) == 1
 
 
 def test_flip_scale_and_rotation_have_their_distributions():
