@@ -84,7 +84,8 @@ class Predictor:
 
         image: (H, W, C) with the values that the file holds, neither scaled nor normalized; three
             channels are RGB. uint8 or uint16; other numbers if the model was trained on a
-            `data.value_range`, where NaN is no value. Large images go through the model by windows.
+            `data.value_range`, where NaN is no value. What a numpy masked array masks has no
+            value either. Large images go through the model by windows.
 
         Raises:
             DataError: the image is not like those of the training, as far as is known of them.
@@ -118,6 +119,7 @@ class Predictor:
     def _checked(self, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The image as the model takes it; (H, W) uint8, IGNORE_INDEX without a value, else 0."""
         given, image, data = image, np.asarray(image), self._ready.config.data
+        image = image.astype(image.dtype.newbyteorder("="), copy=False)
         if image.ndim != 3 or image.shape[2] != data.channels or 0 in image.shape:
             found = image.shape if image.ndim else printable(f"{type(given).__name__} {given}")
             more = {
@@ -139,6 +141,8 @@ class Predictor:
         image = np.require(image, form.dtype, ["C", "W"])
         if form.dtype.kind == "f":
             image = np.where(np.isfinite(image), image, np.float32(np.nan))
+        if np.ma.is_masked(given):
+            image = np.where(np.ma.getmaskarray(given), np.float32(np.nan), image)
         for found in photo_findings([image_values(image, form, "image")]):
             warnings.warn(found.text, stacklevel=4)
         return ignore_missing(image, np.zeros(image.shape[:2], np.uint8), form)

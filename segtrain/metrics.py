@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from segtrain.distributed import collectives as dist
-from segtrain.text import MAX_NAME, printable, table_lines
+from segtrain.text import MAX_NAME, counted, first_of, printable, table_lines
 from segtrain.types import IGNORE_INDEX
 
 
@@ -267,10 +267,39 @@ def score_table(
     """
     lines = table("class", names, scores.by_class() | ({} if iiou is None else {"iIoU": iiou}))
     lines.append("  ".join(f"{n} {percent(value)}" for n, value in scores.means().items()))
-    absent = [name for name, iou in zip(names, scores.iou, strict=True) if math.isnan(iou)]
-    if absent:
-        shown = ", ".join(printable(name, MAX_NAME) for name in absent)
-        lines.append(f"left out of mIoU, neither labelled nor predicted: {shown}")
+    missing = [
+        tuple(map(math.isnan, pair)) for pair in zip(scores.iou, scores.precision, strict=True)
+    ]
+    for kind, words in (
+        ((True, True), "left out of mIoU, neither labelled nor predicted"),
+        ((False, True), "left out of mPrecision, never predicted"),
+    ):
+        shown = [
+            printable(n, MAX_NAME) for n, one in zip(names, missing, strict=True) if one == kind
+        ]
+        lines += [f"{words}: {', '.join(shown)}"] if shown else []
+    return lines
+
+
+# Of a class in all labels. With fewer its IoU, and with it the mean, jumps by the luck of a region.
+_FEW_PIXELS = 100
+
+
+def thin_classes(scores: Scores, names: Sequence[str], split: str) -> list[str]:
+    """Warnings about classes of which the labels of `split` show nothing or nearly nothing."""
+    if not scores.num_pixels:
+        return []
+    pixels = [round(share * scores.num_pixels) for share in scores.class_frequency]
+    pairs = [(printable(name, MAX_NAME), n) for name, n in zip(names, pixels, strict=True)]
+    none = [name for name, n in pairs if n == 0]
+    few = [f"{name} ({counted(n, 'pixel', 'pixels')})" for name, n in pairs if 0 < n < _FEW_PIXELS]
+    lines = []
+    if none:
+        what = "count as 0 in mIoU once they are predicted, and not at all before"
+        lines.append(f"warning: no label of {split} shows {first_of(none)}: such classes {what}")
+    if few:
+        part = f"each is 1/{len(pixels) - len(none)} of mIoU"
+        lines.append(f"warning: {split} shows very little of {first_of(few)}: {part}")
     return lines
 
 

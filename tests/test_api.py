@@ -153,6 +153,19 @@ def test_values_of_8_bits_in_16_are_warned_of(predictor, image):
         predictor(image.astype(np.uint16))
 
 
+def test_masked_pixels_have_no_value_and_any_byte_order_is_taken(predictor, image):
+    wide = image.astype(np.uint16) * 257
+    np.testing.assert_array_equal(predictor(wide.astype(">u2")), predictor(wide))
+    mask = np.zeros(image.shape, bool)
+    mask[3, 4, 1] = True
+    label = predictor(np.ma.masked_array(image, mask))
+    assert label[3, 4] == 255
+    assert np.count_nonzero(label == 255) == 1
+    filled = image.copy()
+    filled[3, 4, 1] = round(predictor._ready.config.data.mean[1])
+    np.testing.assert_array_equal(np.where(mask.any(2), 255, predictor(filled)), label)
+
+
 def test_a_model_of_a_value_range_takes_floats_without_values(predictor, image, monkeypatch):
     config = predictor._ready.config
     data = config.data.model_copy(update={"value_range": (0.0, 255.0)})

@@ -936,7 +936,8 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
     other = override_config(loaded.config, ["model.align_corners=true"], source="here")
     lines = load_initial(started, output, NAMES, other).lines
     assert lines[1:] == [
-        "warning: init: model.align_corners is false there, true here: the weights fit either"
+        "warning: init: model.align_corners is false there, true here: the weights load, "
+        "and compute something else"
     ]
     torch.testing.assert_close(dict(started.state_dict()), dict(loaded.model.state_dict()))
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from segtrain.metrics import ConfusionMatrix, _histogram_without_wait, score_table
+from segtrain.metrics import ConfusionMatrix, _histogram_without_wait, score_table, thin_classes
 from segtrain.types import IGNORE_INDEX
 
 NAMES = ["road", "sky", "car"]
@@ -122,6 +122,23 @@ def test_the_table_has_the_scores_of_each_class_in_percent():
     _, *rows, _, _ = score_table(scores, NAMES, [0.25, 0.5, math.nan])
     shown = [(row.split()[0], row.split()[1], row.split()[-1]) for row in rows]
     assert shown == [("road", "60.00", "25.00"), ("sky", "60.00", "50.00"), ("car", "-", "-")]
+
+
+def test_what_is_left_out_of_a_mean_is_said():
+    lines = score_table(scores_of([[3, 0, 0], [1, 0, 0], [0, 0, 0]]), NAMES)
+    assert lines[-2:] == [
+        "left out of mIoU, neither labelled nor predicted: car",
+        "left out of mPrecision, never predicted: sky",
+    ]
+
+
+def test_classes_of_which_a_split_shows_nearly_nothing_are_named():
+    scores = scores_of([[3000, 0, 0], [2, 3, 0], [0, 0, 0]])
+    nothing, little = thin_classes(scores, NAMES, "val")
+    assert nothing.startswith("warning: no label of val shows car: such classes count as 0 in mIoU")
+    assert little == "warning: val shows very little of sky (5 pixels): each is 1/2 of mIoU"
+    assert thin_classes(scores_of([[100, 0, 0], [0, 100, 0], [0, 0, 100]]), NAMES, "val") == []
+    assert thin_classes(scores_of([[0, 0, 0]] * 3), NAMES, "val") == []
 
 
 def test_scores_for_json_and_scalars_have_no_nan():

@@ -286,11 +286,9 @@ def load_initial(
     options = {} if config is None else _other_options(checkpoint.config, config)
     # In the order of the config: head and backbone first, then what changes a part of them.
     larger = [f"{key}: {shown}" for key, shown in options.items() if _MODEL.match(key)]
-    if class_names and len(class_names) != len(there):
-        larger.append(f"classes: {len(there)} there, {len(class_names)} here")
     load_weights(model, weights, file, differences=larger)
     lines += [
-        f"warning: init: {key} is {shown}: the weights fit either"
+        f"warning: init: {key} is {shown}: the weights load, and compute something else"
         for key, shown in options.items()
         if key in _SILENT
     ]

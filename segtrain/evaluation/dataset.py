@@ -193,8 +193,8 @@ def evaluate_dataset(
     images = _Images(model, dataset, by_size, limits, Transfer(device), counts, stop)
     size = group_size(len(dataset), settings, limits)
     groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
-    total = sum(map(len, groups))
-    bar = ProgressBar(total, 0, "evaluate", enabled=progress and dist.is_main(), unit="image")
+    mine, whole = sum(map(len, groups)), len(dataset)
+    bar = ProgressBar(whole, 0, "evaluate", enabled=progress and dist.is_main(), unit="image")
 
     def call(prediction: Prediction) -> None:
         for callback in callbacks:
@@ -210,8 +210,8 @@ def evaluate_dataset(
         finished = images.finished(stack.enter_context(closing(predicted)))
         stack.enter_context(closing(finished))
         done = stack.enter_context(closing(prefetch(call, finished, 1))) if callbacks else finished
-        for _ in done:
-            bar.update()
+        for i, _ in enumerate(done):  # the other ranks are about as far
+            bar.update(whole * (i + 1) // mine - whole * i // mine)
         has_left = False
     if any(dist.all_gather_object(has_left)):
         raise StoppedError

@@ -71,7 +71,7 @@ def confusion_picture(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
     figure.set_facecolor("white")
     canvas = FigureCanvasAgg(figure)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # numbers tell the classes apart
+        warnings.simplefilter("ignore", UserWarning)  # as in `_svg`; numbers tell classes apart
         canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
@@ -123,7 +123,12 @@ def _svg(figure: Any) -> str:
 
     text = io.StringIO()
     # Text stays text: it can be searched, and is smaller. Without a date: equal bytes.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "segtrain"}):
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "segtrain"}),
+        warnings.catch_warnings(),
+    ):
+        # About characters that the font it measures by does not have, and space that it lacks.
+        warnings.simplefilter("ignore", UserWarning)
         figure.savefig(text, format="svg", metadata=dict.fromkeys(_NOTED))
     found = re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
     found = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", found)

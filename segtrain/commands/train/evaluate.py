@@ -28,7 +28,7 @@ from segtrain.evaluation.dataset import (
     settings_by_size,
 )
 from segtrain.evaluation.settings import InferenceSettings, view_sizes
-from segtrain.metrics import Scores, calibration_error
+from segtrain.metrics import Scores, calibration_error, thin_classes
 from segtrain.models.blocks import Normalize
 from segtrain.models.precision import (
     autocast,
@@ -67,6 +67,8 @@ def evaluate(run: TrainRun) -> bool:
     scores = outcome.matrix.scores()
     run.evaluated = step
     error = calibration_error(outcome.calibration.counts)
+    if run.best is None:
+        log.lines(thin_classes(scores, classes.names, run.eval_set.split))
     by, score = config.eval.best_name, _score(run, scores)
     more = {"eval/calibration_error": error, config.eval.best_tag: score}
     log.scalars(step, scores.scalars(classes.names) | more)

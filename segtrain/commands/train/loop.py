@@ -136,6 +136,7 @@ def _train_while_divided(
         step_sync=run.step_sync,
     )
     liveness.beat("training", state.step)
+    values: dict[str, float] = {}
     if meeting is not None:
         steps = meeting.steps(steps)
     for result in islice(steps, run.last_step - state.step):
@@ -144,11 +145,13 @@ def _train_while_divided(
         if run.receipts is not None:
             run.receipts.update(result)
         if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
-            _log_means(run, meter, bar)
+            values = _log_means(run, meter, bar)
         bar.update()
         if meeting is None or meeting.has_begun(result.step, due=_all_meet(run)):
             began = time.perf_counter()
             is_anew = _keep_cadences(run) and _divide_anew(run)
+            if values:  # an evaluation may have found another best score
+                bar.describe(*progress_words(values, run.best))
             meter.skip(time.perf_counter() - began)
             if is_anew:
                 return
@@ -225,14 +228,15 @@ def _with_first_shown(run: TrainRun) -> Iterator[Batch]:
         yield batch
 
 
-def _log_means(run: TrainRun, meter: StepMeter, bar: ProgressBar) -> None:
-    """Logs the means over the steps since the last call."""
+def _log_means(run: TrainRun, meter: StepMeter, bar: ProgressBar) -> dict[str, float]:
+    """Logs the means over the steps since the last call, and returns them by tag."""
     values = meter.read()
     run.log.scalars(run.state.step, values)
     if run.split is not None:
         run.split.update(values["time/step_s"])
     save.flush_receipts(run)
     bar.describe(*progress_words(values, run.best))
+    return values
 
 
 def _count_unlogged(run: TrainRun, meter: StepMeter) -> None:
