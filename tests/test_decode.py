@@ -142,6 +142,7 @@ def test_an_unknown_id_is_noticed_even_if_the_classes_take_all_train_ids(saved, 
         ([0, 1, 255], class_file(0, 1, ignore=(9,)), r"write `ignore_ids: \[9, 255\]` there"),
         ([0, 2], class_file(0, 1, ignore=(255,)), r"write `ignore_ids: \[255, 2\]` there"),
         ([1, 2, 3], class_file(0, 1, 2), "count from 1"),
+        ([1, 2, 3, 255], class_file(0, 1, 2), "count from 1"),
         (range(256), class_file(0, 1), "resizing with interpolation"),
     ],
 )

@@ -168,6 +168,18 @@ def test_whole_numbers_have_no_value_where_gdals_mask_says_so(tmp_path, capsys, 
     assert ("pixels marked as no data" in capsys.readouterr().err) == missing.any()
 
 
+def test_what_stands_where_there_is_no_value_is_the_mean_in_the_type_of_the_images():
+    mean = (0.0, 100.0, 255.0)
+    for dtype, value_range, fill in (
+        (np.uint8, None, (0, 100, 255)),
+        (np.uint16, None, (0, 25700, 65535)),
+        (np.uint16, (5.0, 1025.0), (5, 405, 1025)),
+        (np.float32, (-1.0, 1.0), (-1, -1 + 200 / 255, 1)),
+    ):
+        form = ImageForm(3, np.dtype(dtype), value_range, mean)
+        assert form.fill == pytest.approx(fill)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
 @pytest.mark.parametrize("rotate_deg", [0.0, 30.0])
 def test_nan_spreads_into_no_pixel_that_counts(rotate_deg, dtype):

@@ -9,10 +9,11 @@ from test_engine import CPU, K, N, assert_same_training, plain_loop, run, traine
 from torch import nn
 
 from segtrain import seed
+from segtrain.config import OptimConfig
 from segtrain.errors import NonFiniteError
 from segtrain.models import DropoutChannels
 from segtrain.norm import make_norm
-from segtrain.training.sam import sam_perturbed
+from segtrain.training.sam import sam_is_due, sam_perturbed
 from segtrain.training.state import make_state
 from segtrain.types import SegLogits
 
@@ -139,3 +140,12 @@ def test_a_float16_step_whose_gradients_overflow_is_skipped(numbers):
     settings = config(precision="float32")  # which ends there, as without SAM
     with pytest.raises(NonFiniteError, match="step 2: the gradient is not finite"):
         list(run(settings, spoiled(settings, numbers)))
+
+
+@pytest.mark.parametrize(
+    ("every", "due"), [(1, [True] * 6), (2, [False, True] * 3), (3, [False, False, True] * 2)]
+)
+def test_the_last_of_so_many_updates_takes_a_second_gradient(every, due):
+    optim = OptimConfig(sam_rho=0.1, sam_every=every)
+    assert [sam_is_due(optim, step) for step in range(6)] == due
+    assert not any(sam_is_due(OptimConfig(), step) for step in range(6))

@@ -7,7 +7,7 @@ import torch
 from experiments import settings
 from torch.optim import lr_scheduler
 
-from segtrain.training.optim.schedule import learning_rate
+from segtrain.training.optim.schedule import describe_rates, learning_rate
 
 STEPS = 40
 CONSTANT = {"schedule": "constant", "steps": 9}
@@ -104,3 +104,23 @@ def test_poly_is_that_of_detectron2_and_of_mmsegmentation(step):
 def test_a_schedule_that_cannot_be_meant_is_refused(train, message):
     with pytest.raises(ValueError, match=message):
         settings(**train)
+
+
+def test_the_rates_of_the_log_are_those_of_the_steps_to_come():
+    """At the first step, after the warmup, from finish_from on, at its peak, at the last step."""
+    plain = settings(steps=100, lr=0.02, schedule="constant", warmup_steps=10, warmup_start=0.25)
+    assert describe_rates(plain, 0) == describe_rates(plain, 60) == "0.005 -> 0.02"
+    branch = settings(
+        steps=100,
+        lr=0.02,
+        schedule="constant",
+        warmup_steps=10,
+        warmup_start=0.25,
+        finish_from=50,
+        finish_lr=0.01,
+        finish_peak=0.04,
+    )
+    at_50, last = (f"{learning_rate(branch, step):.3g}" for step in (50, 99))
+    assert describe_rates(branch, 0) == f"0.005 -> 0.02 -> {at_50} -> 0.04 -> {last}"
+    assert describe_rates(branch, 49) == describe_rates(branch, 0)
+    assert describe_rates(branch, 50) == f"{at_50} -> 0.04 -> {last}"

@@ -105,6 +105,20 @@ def test_a_pixel_larger_than_the_crop_takes_the_memory_of_the_crop():
 
 
 @pytest.mark.fault(68)
+@pytest.mark.parametrize("pixel", [(30, 40), (12, 60), (50, 25)])
+def test_a_pixel_is_known_where_a_rotated_crop_shows_it(pixel):
+    """Sides scaled by 2 and 0.5, so that an angle in source pixels would show."""
+    image = np.zeros((61, 81, 3), np.uint8)
+    image[pixel[0] - 1 : pixel[0] + 2, pixel[1] - 2 : pixel[1] + 3] = 255
+    where = placement((61, 81), (122, 40), scale=(2.0, 0.5), angle_deg=25.0)
+    crop = resample_image(image, where, fill=(0, 0, 0))[..., 0].astype(float)
+    shown = [(crop.sum(1 - axis) * (np.arange(crop.shape[axis]) + 0.5)).sum() for axis in (0, 1)]
+    row, column = where.turned(pixel)
+    expected = (row * where.rows.factor, column * where.columns.factor)
+    assert np.array(shown) / crop.sum() == pytest.approx(expected, abs=0.6)
+    assert where.turned((0, 0)) is None
+
+
 def test_small_image_equals_resize_then_pad():
     image, label = picture(21, 34)
     place = placement(label.shape, (64, 70), scale=(1.7, 1.7), pad=(5, 9))

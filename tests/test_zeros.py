@@ -178,6 +178,7 @@ def test_what_does_not_fit_the_model_is_refused(rules, said):
     ("text", "chosen"),
     [
         ("head.weight[-1]", (-1,)),
+        ("head.weight[-3:3, -4]", (slice(-3, 3), -4)),
         ("head.weight[ :, 0 ]", (slice(None), 0)),
         ("head.weight[::2, 1:]", (slice(None, None, 2), slice(1, None))),
         ("head.bias[:]", (slice(None),)),
