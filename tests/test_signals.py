@@ -8,7 +8,7 @@ import torch
 from experiments import last, refusal, small, stopped_after, train, write_config
 from processes import GONE_WITHIN_S, Command, free_port, left_after, run_python
 
-from segtrain.distributed.machine import descendants
+from segtrain.distributed.machine import descendants, process_pool
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import SignalFlags, exit_code
 from segtrain.errors import LostRanksError
@@ -148,3 +148,11 @@ def test_ranks_that_do_not_come_are_missed_in_words(forkserver):
     process.start()
     assert mine.recv().startswith("rank 0: lost the connection to the other ranks")
     process.kill()
+
+
+def test_processes_that_share_work_leave_ctrl_c_to_the_one_that_starts_them():
+    """A terminal sends it to all; each would show a traceback."""
+    with process_pool(2, int) as pool:
+        blocked = pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
+    assert signal.SIGINT in blocked
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

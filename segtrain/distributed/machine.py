@@ -8,13 +8,15 @@ import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from segtrain.text import say
 
@@ -133,6 +135,24 @@ def one_thread() -> None:
     cv2.setNumThreads(0)
 
 
+class _Pool(ProcessPoolExecutor):
+    """Its processes never see Ctrl-C, which a terminal sends to all: this one ends them.
+
+    Else each of them would show a traceback, from wherever it is in its start.
+    """
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As ProcessPoolExecutor's, which starts processes here; they inherit what is blocked."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super().submit(fn, *args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.shutdown(cancel_futures=kind is not None)
+
+
 def process_pool(
     processes: int, start: Callable[[], None] = one_thread
 ) -> AbstractContextManager[ProcessPoolExecutor | None]:
@@ -143,7 +163,7 @@ def process_pool(
     if processes <= 1 or problem:
         return nullcontext()
     # Spawned, because a fork of a process that runs threads (OpenCV, torch) can hang.
-    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start)
+    return _Pool(processes, multiprocessing.get_context("spawn"), start)
 
 
 def is_alive(pid: int) -> bool:
