@@ -219,3 +219,13 @@ def test_tiffs_of_gdal_are_read_whole_and_by_windows(tmp_path, dtype, options, l
 
 def test_the_names_of_images_are_those_of_the_table():
     assert IMAGE_SUFFIXES == SUFFIXES
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(8, "uint8"), (9, "uint16"), (12, "uint16")])
+def test_jpeg2000_of_more_than_8_bits_is_read_as_16(tmp_path, bits, dtype):
+    array = pixels(1, dtype, high=2**bits - 1)
+    content = imagecodecs.jpeg2k_encode(array[..., 0], level=0, reversible=True, bitspersample=bits)
+    (tmp_path / "a.jp2").write_bytes(content)
+    info = read_info(tmp_path / "a.jp2")
+    assert (info.dtype, info.depth) == (np.dtype(dtype), bits)
+    np.testing.assert_array_equal(read_stored(tmp_path / "a.jp2"), array)
