@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from preloaded import Fork
+
 from segtrain.distributed import liveness
 from segtrain.distributed.liveness import Heartbeat, read_heartbeats
 from segtrain.distributed.machine import children, descendants, is_alive
@@ -36,8 +38,10 @@ def end_all() -> None:
 
 
 class Command:
-    """`python -m segtrain ARGS`, or another program before it, running in a session of its own.
+    """`python -m segtrain ARGS`, running in a session of its own.
 
+    It and its ranks are forks of a process that has imported torch, see preloaded.py. Python itself
+    starts with a `program` before segtrain, or with `fresh`, for what is decided at its start.
     `wrapper` is what comes before Python, such as `ip netns exec NAME`.
     """
 
@@ -47,21 +51,32 @@ class Command:
         *args: object,
         program: Sequence[str] = (),
         wrapper: Sequence[str] = (),
+        fresh: bool = False,
         **environ: str,
     ):
         self.errors_file = where / f"stderr{time.monotonic_ns()}"
-        self.output_file = self.errors_file.with_name(self.errors_file.name + ".out")
+        self.output_file = self.errors_file.with_suffix(".out")
+        self._folder = self.errors_file.with_suffix(".folder")
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         paths = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        with self.errors_file.open("wb") as errors, self.output_file.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*wrapper, sys.executable, "-m", *(program or ("segtrain",)), *map(str, args)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                env=inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environ,
-                start_new_session=True,
-            )
+        environ = inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environ
+        words = list(map(str, args))
+        streams = {"output": self.output_file, "errors": self.errors_file}
+        for path in streams.values():
+            path.touch()
+        self.process: subprocess.Popen | Fork
+        if not (program or fresh):
+            self.process = Fork(words, environ, **streams, folder=self._folder, wrapper=wrapper)
+        else:
+            with self.errors_file.open("wb") as errors, self.output_file.open("wb") as output:
+                self.process = subprocess.Popen(
+                    [*wrapper, sys.executable, "-m", *(program or ("segtrain",)), *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=errors,
+                    env=environ,
+                    start_new_session=True,
+                )
         _started.append(self)
 
     @property
@@ -76,13 +91,19 @@ class Command:
         """The ids of the processes that the launcher has started, in the order of ranks."""
         return [pid for pid in children(self.process.pid) if b"segtrain" in _command_line(pid)]
 
+    def folder(self) -> Path | None:
+        """What launcher and ranks tell each other there; None: no rank has begun."""
+        if self._folder.is_symlink():
+            return self._folder.readlink()
+        for pid in self.ranks():
+            if root := _environ(pid).get(liveness.FOLDER_VARIABLE):
+                return Path(root)
+        return None
+
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeats of the ranks."""
-        for pid in self.ranks():
-            root = _environ(pid).get(liveness.FOLDER_VARIABLE)
-            if root is not None and Path(root).is_dir():
-                return read_heartbeats(Path(root))
-        return []
+        folder = self.folder()
+        return [] if folder is None or not folder.is_dir() else read_heartbeats(folder)
 
     def wait_for_phase(self, phase: str) -> None:
         """Returns as soon as rank 0 is in `phase`."""
@@ -114,10 +135,12 @@ class Command:
         self.process.wait()
 
 
-def run_python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, *, wrapper: Sequence[str] = (), **environ: str
+) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [*wrapper, sys.executable, "-c", textwrap.dedent(code)],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environ,
         text=True,
         capture_output=True,

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from attacker import NOBODY, attack, listening
 from experiments import small, write_config
-from processes import Command
+from processes import Command, logged_steps
 
-from segtrain.distributed.machine import descendants
+from segtrain.distributed.machine import children, descendants
 
 
 def is_loopback(address):
@@ -49,19 +49,24 @@ def test_on_one_machine_nothing_listens_where_others_could_write(tmp_path, data,
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
     command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run, wrapper=elsewhere)
     command.wait_for_step(run, 2)
-    launcher = command.process.pid
+    launcher, ranks = command.process.pid, command.ranks()
+    workers = [worker for rank in ranks for worker in children(rank)]
+    for worker in workers:  # the ranks wait for them, and do not take the processor meanwhile
+        os.kill(worker, signal.SIGSTOP)
     everyone = {pid: listening(pid) for pid in descendants(launcher)}
     sockets = set().union(*everyone.values())
     inside = ["nsenter", "--net", "--target", str(launcher)]
     sentinel = tmp_path / "executed"
     ports = [port for _, port in sockets]
     found = attack(sentinel, "127.0.0.1", ports, user=NOBODY, wrapper=inside)
-    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in temporary_files(launcher)}
-    before = command.process.poll()
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in temporary_files(command)}
+    before = logged_steps(run)[-1]
+    for worker in workers:
+        os.kill(worker, signal.SIGCONT)
+    command.wait_for_step(run, before + 1)
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == 143, command.errors
 
-    assert before is None
     assert [pair for pair in sockets if not is_loopback(pair[0])] == []
     assert everyone[launcher] == set()
     assert set(found.values()) == {None}
@@ -70,9 +75,9 @@ def test_on_one_machine_nothing_listens_where_others_could_write(tmp_path, data,
     assert {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
 
 
-def temporary_files(launcher):
+def temporary_files(command):
     """What the processes of a run have in the temporary folder and in shared memory."""
-    for pid in descendants(launcher):
+    for pid in descendants(command.process.pid):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             try:
                 path = Path(os.readlink(entry))
@@ -80,6 +85,4 @@ def temporary_files(launcher):
                 continue
             if path.is_relative_to("/dev/shm") and path.exists():
                 yield path
-    environ = Path(f"/proc/{descendants(launcher)[1]}/environ").read_bytes().split(b"\0")
-    (root,) = [Path(os.fsdecode(x.split(b"=")[1])) for x in environ if b"SEGTRAIN_OUTCOMES=" in x]
-    yield root
+    yield command.folder()

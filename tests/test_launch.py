@@ -197,22 +197,28 @@ def test_a_damaged_image_is_named_once_with_exit_code_3(tmp_path):
 
 
 @pytest.mark.fault(88)
-def test_training_needs_no_standard_streams_and_runs_nothing_of_the_current_folder(tmp_path, data):
+def test_training_needs_no_standard_streams_or_language_and_runs_nothing_of_the_folder(tmp_path):
     """The streams' numbers must not go to a file of the run, where prints would be written.
 
-    As the installed command, the ranks that it starts do not search the current folder.
+    As the installed command, the ranks that it starts do not search the current folder. The names
+    of the classes are not written in plain letters.
     """
     ran, folder, directory = tmp_path / "ran", tmp_path / "unpacked", tmp_path / "run"
     folder.mkdir()
     for name in ("yaml", "numpy", "segtrain"):
         (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\n")
+    data = tmp_path / "data"
+    data.mkdir()
+    write_data(data)
+    names = "classes: [Straße, plant, water, 砂]\nignore_ids: [255]\n"
+    (data / "classes.yaml").write_text(names, encoding="utf-8")
     config = write_config(tmp_path / "c.yaml", with_workers(data, 3))
     segtrain = [sys.executable, "-P", "-m", "segtrain"]
     arguments = ["train", config, "--nproc", "2", "--output", directory]
     done = subprocess.run(
         ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *segtrain, *map(str, arguments)],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "LC_ALL": "C", "PYTHONUTF8": "0"},
         capture_output=True,
     )
     assert not ran.exists()

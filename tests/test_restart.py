@@ -99,7 +99,8 @@ def test_sigterm_to_the_launcher_in_any_phase_stops_the_run_in_good_order(tmp_pa
 def test_a_signal_to_the_launcher_reaches_ranks_that_have_just_been_started(
     tmp_path, busy, number, code, word
 ):
-    command = Command(tmp_path, "train", busy, "--nproc", 2, "--output", tmp_path / "run")
+    words = ("train", busy, "--nproc", 2, "--output", tmp_path / "run")
+    command = Command(tmp_path, *words, fresh=True)
     command.wait_until(lambda: len(command.ranks()) == 2)
     everyone = descendants(command.process.pid)
     command.process.send_signal(number)

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from experiments import last, losses, small, train, write_config, write_data
-from processes import Command
+from processes import Command, run_python
 
 from segtrain.checkpoint.format import load
 
@@ -142,15 +142,20 @@ def test_no_network_no_terminal_and_no_language_are_needed(tmp_path, no_network)
     (root / "classes.yaml").write_text(names, encoding="utf-8")
     options = small(root, data={"num_workers": 1}, train={"steps": 1})
     config = write_config(tmp_path / "c.yaml", options)
-    train = ["train", config, "--nproc", 2, "--output", run]
-    predict = ["predict", run, root / "images", "--output", tmp_path / "p"]
-    for arguments in (train, ["eval", run], predict):
-        poor = {"LC_ALL": "C", "PYTHONUTF8": "0", "TERM": "dumb"}
-        command = Command(tmp_path, *arguments, wrapper=no_network, **poor)
-        assert command.wait() == 0, command.errors
-        said = command.errors.splitlines()
-        # torch remarks that it cannot look up names.
-        assert [line for line in said if "hostname of the client socket" not in line] == []
-        assert command.output.isascii()
-        assert all(letter.isprintable() or letter == "\n" for letter in command.output)
-        assert ("Stra" in command.output) == (arguments[0] == "eval")
+    words = ["train", config, "--nproc", 2, "--output", run]
+    trained = Command(tmp_path, *words, wrapper=no_network)
+    assert trained.wait() == 0, trained.errors
+    predict = ["predict", str(run), str(root / "images"), "--output", str(tmp_path / "p")]
+    code = f"""
+        from segtrain.cli import main
+        assert main(["eval", {str(run)!r}]) == main({predict!r}) == 0
+    """
+    done = run_python(code, wrapper=no_network, LC_ALL="C", PYTHONUTF8="0", TERM="dumb")
+    assert done.returncode == 0, done.stderr
+    # torch remarks that it cannot look up names.
+    said = (trained.errors + done.stderr).splitlines()
+    assert [line for line in said if "hostname of the client socket" not in line] == []
+    assert "Stra" in done.stdout
+    assert done.stdout.isascii()
+    for output in (trained.output, done.stdout):
+        assert all(letter.isprintable() or letter == "\n" for letter in output)

@@ -64,7 +64,7 @@ def test_deterministic_training_is_bitwise_the_same_after_a_kill(device, figures
         return ["train", DEMO, *where, *chosen]
 
     segtrain(*arguments("alone", True))
-    command = Command(tmp_path, *arguments("killed", True))
+    command = Command(tmp_path, *arguments("killed", True), fresh=True)
     command.wait_until(lambda: len(logged(tmp_path / "killed", "train/loss")) >= steps // 2)
     command.kill()
     segtrain(*arguments("killed", True), "--resume")
@@ -97,7 +97,7 @@ def test_a_killed_loader_worker_ends_the_run_and_is_named(device, figures, tmp_p
     for number in range(10 if device.type == "cuda" else 1):
         run = tmp_path / f"run_{number}"
         where = ["--device", device.type, "--nproc", 1, "--output", run]
-        command = Command(tmp_path, "train", DEMO, *where, *options)
+        command = Command(tmp_path, "train", DEMO, *where, *options, fresh=True)
         launcher = command.process.pid
         command.wait_until(
             lambda run=run, launcher=launcher: (
