@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import last, settings, small, write_config
+from preloaded import PipedFork
 from processes import REPOSITORY
 
 import segtrain
@@ -52,13 +53,14 @@ def image(data):
     return cv2.imread(str(data / "images/val/0.png"))[..., ::-1]
 
 
-def started(config, output):
-    """A Python process that trains forever and has logged its first steps."""
-    code = f"import segtrain; segtrain.train({str(config)!r}, output={str(output)!r})"
-    environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE)
-    wait_for(lambda: (output / "metrics.jsonl").exists())
-    return process
+@pytest.fixture
+def forked(monkeypatch):
+    """`segtrain.train` takes forks for its processes; see preloaded.py."""
+    monkeypatch.setattr("subprocess.Popen", PipedFork)
+
+
+def train_forever(config, output):
+    segtrain.train(config, output=output)
 
 
 def wait_for(is_done, seconds=60):
@@ -194,7 +196,7 @@ def test_scores_that_are_not_finite_are_refused(run, image):
         predictor(image)
 
 
-def test_a_failure_of_training_is_raised_in_words_of_python(data, run, tmp_path, capsys):
+def test_a_failure_of_training_is_raised_in_words_of_python(forked, data, run, tmp_path, capsys):
     options = small(data, data={"train_split": "nowhere"})
     with pytest.raises(DataError, match="nowhere") as failure:
         segtrain.train(write_config(tmp_path / "x.yaml", options), output=tmp_path / "x")
@@ -216,7 +218,7 @@ def test_a_failure_of_training_is_raised_in_words_of_python(data, run, tmp_path,
     assert not (tmp_path / "y").exists()
 
 
-def test_a_run_is_prolonged_as_a_run_of_its_own(run):
+def test_a_run_is_prolonged_as_a_run_of_its_own(forked, run):
     longer = segtrain.train(run.directory, finish=2, nproc=2, device="cpu")
     assert (longer.directory, longer.step) == (run.directory.with_name("mine_finish"), 4)
     assert longer.config.schedule.finish_from == last(run.directory).step == 2
@@ -226,7 +228,7 @@ def test_a_run_is_prolonged_as_a_run_of_its_own(run):
         segtrain.train(run.directory, finish=3, resume=True)
 
 
-def test_an_interrupt_saves_the_step_and_training_goes_on_from_there(data, tmp_path):
+def test_an_interrupt_saves_the_step_and_training_goes_on_from_there(forked, data, tmp_path):
     config = write_config(tmp_path / "x.yaml", small(data, train=FOREVER))
     output = tmp_path / "x"
 
@@ -249,12 +251,13 @@ def test_an_interrupt_saves_the_step_and_training_goes_on_from_there(data, tmp_p
         segtrain.train(config, output=output, overrides=overrides, resume=True)
 
 
-def test_training_is_saved_and_stops_with_a_process_that_dies(data, tmp_path):
+def test_training_is_saved_and_stops_with_a_process_that_dies(forkserver, data, tmp_path):
     config = write_config(tmp_path / "x.yaml", small(data, train=FOREVER))
-    process = started(config, tmp_path / "x")
+    process = forkserver.Process(target=train_forever, args=(config, tmp_path / "x"))
+    process.start()
+    wait_for(lambda: (tmp_path / "x/metrics.jsonl").exists())
     process.kill()
-    process.wait()
-    process.stdout.close()
+    process.join()
     wait_for(lambda: (tmp_path / "x/checkpoints/last.pt").exists())
     wait_for(lambda: not (tmp_path / "x/.lock").exists())
     assert "stopped by SIGTERM" in (tmp_path / "x/train.log").read_text()
