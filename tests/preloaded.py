@@ -134,8 +134,10 @@ def _command(
     from segtrain import cli
 
     os.setsid()
+    # Each once: a pipe's name is gone as soon as it has been opened.
+    files = {path: os.open(path, os.O_RDWR | os.O_APPEND) for path in set(streams)}
     for number, path in enumerate(streams):
-        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
+        os.dup2(files[path], number)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     if place is not None:
