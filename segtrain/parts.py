@@ -243,7 +243,7 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
         for norm in norms:
             norm.training = False
         with changed_state(model) as changed:
-            VirtualRanks(2).run(calls)
+            is_decided, _ = VirtualRanks(2).run(calls)
     finally:
         for norm, hook in zip(norms, hooks, strict=True):
             norm.training = True
@@ -253,7 +253,10 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
             f"the forward pass changes {changed[0]}, once for each part: switch off dropout, "
             "drop-path, stochastic depth, spectral norms and the like"
         )
-    _tried[model] = modes
+    if is_decided:
+        _tried[model] = modes
+    else:
+        _tried.setdefault(model, [])
 
 
 def _compare_ranks(model: nn.Module) -> None:
@@ -279,8 +282,12 @@ def _scaled(norm: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
 
 def _try_part(
     model: nn.Module, loss: Loss, x: Tensor, labels: Any, slot: int, thread: _Thread
-) -> None:
-    """Two of the four images: does the output of images 0 and 3 depend on another?"""
+) -> bool:
+    """Two of the four images: does the output of images 0 and 3 depend on another?
+
+    Returns, of slot 0, whether the batch could tell that the loss is a sum.
+    """
+    is_decided = True
     with thread.entered():
         with thread.autocast():
             outputs = model(x[2 * slot : 2 * slot + 2])
@@ -290,7 +297,7 @@ def _try_part(
             raise ValueError(f"of 2 images the model returns tensors {shapes}: expected (2, ...)")
         if slot == 0:
             with thread.autocast():
-                _try_loss(loss, tree_map(torch.detach, outputs), labels)
+                is_decided = _try_loss(loss, tree_map(torch.detach, outputs), labels)
         # Weights that differ, since a softmax adds up to a constant.
         rows = [t[slot].flatten().double() for t in tensors]
         goal = sum((row * torch.linspace(-1, 1, len(row)).to(row)).sum() for row in rows)
@@ -300,6 +307,7 @@ def _try_part(
                 "the output of an image depends on other images, and not by batch norm alone: the "
                 "gradient of the parts would not be that of the batch"
             )
+    return is_decided
 
 
 def _sum_and_weight(loss: Loss, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | float]:
@@ -313,28 +321,37 @@ def _sum_and_weight(loss: Loss, outputs: Any, labels: Any) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def _try_loss(loss: Loss, outputs: Any, labels: Any) -> None:
+def _try_loss(loss: Loss, outputs: Any, labels: Any) -> bool:
     """Raises ValueError unless `loss` of two images is that of the first plus that of the second.
 
-    outputs: of two images. labels: of all images of this rank. A loss that is not finite, such as a
-        mean over no valid pixel, decides nothing: the labels of the next two images are taken.
+    outputs: of two images. labels: of all images of this rank, of which two that have a weight are
+        taken: an image without valid pixels, of sum and weight 0, fits any mean too. Returns
+        whether there were two.
     """
-    cuts = slice(0, 2), slice(0, 1), slice(1, 2)
-    for i in range(0, max(map(len, tree_leaves(labels)), default=1), 2):
-        two = tree_map(lambda t, i=i: torch.cat([t[i : i + 2], t[i : i + 2]])[:2], labels)
-        pairs = [tree_map(lambda t, cut=cut: t[cut].clone(), (outputs, two)) for cut in cuts]
-        rows = [[*map(float, _sum_and_weight(loss, *pair))] for pair in pairs]
-        found = torch.tensor(rows, dtype=torch.float64)  # (3, 2): sum and weight of each cut
-        if found.isfinite().all():
-            break
-    else:
+
+    def values(row: slice, *images: int) -> Tensor:
+        """Sum and weight for these outputs, with the labels of these images."""
+        pair = tree_map(lambda t: t[row], outputs), tree_map(lambda t: t[[*images]], labels)
+        return torch.tensor([*map(float, _sum_and_weight(loss, *pair))], dtype=torch.float64)
+
+    number = max(map(len, tree_leaves(labels)), default=0)
+    alone = [values(slice(0, 1), i) for i in range(number)]
+    usable = [i for i, one in enumerate(alone) if one.isfinite().all() and one[1] != 0]
+    if alone and not any(one.isfinite().all() for one in alone):
         raise ValueError(
-            "loss: not finite for any two images of the batch: return a sum, which is 0 where no "
-            "pixel is valid, and what to divide it by"
+            "loss: not finite for any image of the batch: return a sum, which is 0 where no pixel "
+            "is valid, and what to divide it by"
         )
-    for name, (both, first, second) in zip(("sum", "weight"), found.T.tolist(), strict=True):
+    if not usable:
+        return False
+    i, j = usable[0], usable[-1]
+    three = values(slice(0, 2), i, j), alone[i], values(slice(1, 2), j)
+    for name, (both, first, second) in zip(
+        ("sum", "weight"), torch.stack(three).T.tolist(), strict=True
+    ):
         if abs(both - first - second) > 1e-3 * (abs(first) + abs(second)):
             raise ValueError(
                 f"loss: the {name} of two images is {both:.6g}, of each alone {first:.6g} and "
                 f"{second:.6g}: return a sum over images or pixels, and what to divide it by"
             )
+    return True

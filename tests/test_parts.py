@@ -228,21 +228,33 @@ def test_a_loss_that_is_no_sum_is_refused(value):
         backward(convert(net()), loss, IMAGES, LABELS)
 
 
-def test_a_loss_is_tried_with_images_for_which_it_is_finite():
-    """The mean over the pixels of an image without valid ones is NaN, and equals nothing."""
+@pytest.mark.parametrize("without", [(0,), (1,), (1, 3), (0, 1), (0, 1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("least", [0, 1])
+def test_a_loss_is_tried_with_images_that_have_valid_pixels(without, least):
+    """Of an image without any the mean is NaN or 0, and equals whatever is compared with it."""
 
+    def mean(outputs, labels):
+        total, weight = pixels(outputs, labels)
+        return total / weight.clamp(min=least), weight
+
+    labels = LABELS.clone()
+    labels[[*without]] = 255
+    with pytest.raises(ValueError, match="the sum of two images is"):
+        backward(convert(net()), mean, IMAGES, labels)
+    backward(convert(net()), pixels, IMAGES, labels)
+
+
+def test_a_batch_without_valid_pixels_decides_nothing_about_a_loss():
     def mean(outputs, labels):
         total, weight = pixels(outputs, labels)
         return total / weight, weight
 
-    empty_first, empty = LABELS.clone(), torch.full_like(LABELS, 255)
-    empty_first[0] = 255
+    model, empty = convert(net()), torch.full_like(LABELS, 255)
+    with pytest.raises(ValueError, match="loss: not finite for any image"):
+        backward(model, mean, IMAGES, empty)
+    assert backward(model, pixels, IMAGES, empty) == 0
     with pytest.raises(ValueError, match="the sum of two images is"):
-        backward(convert(net()), mean, IMAGES, empty_first)
-    backward(convert(net()), pixels, IMAGES, empty_first)
-    with pytest.raises(ValueError, match="loss: not finite for any two images"):
-        backward(convert(net()), mean, IMAGES, empty)
-    assert backward(convert(net()), pixels, IMAGES, empty) == 0
+        backward(model, mean, IMAGES, LABELS)
 
 
 def test_random_layers_in_evaluation_pass_until_they_train():
