@@ -448,12 +448,13 @@ def readme_script():
 
 
 def assert_script_predicts(code, loaded, where, monkeypatch, capsys, agreement):
-    """Runs it in `where`, beside mine.onnx and photo.png, and `segtrain predict` on the same image.
+    """Runs it in `where`, beside mine.onnx and a photo, and `segtrain predict` on the same image.
 
     agreement: the share of pixels that must be equal.
     """
     monkeypatch.setattr(predict, "load_model", lambda *sources, device: loaded)
-    words = ["predict", "run", where / "photo.png", "--output", where / "out", "--device", "cpu"]
+    (photo,) = where.glob("photo.*")
+    words = ["predict", "run", photo, "--output", where / "out", "--device", "cpu"]
     predict.main(cli._parser().parse_args([str(word) for word in words]))
     monkeypatch.chdir(where)
     capsys.readouterr()
@@ -512,6 +513,18 @@ def test_the_readmes_script_predicts_as_segtrain_does(
     assert_script_predicts(
         readme_script, loaded, tmp_path, monkeypatch, capsys, agreement=agreement
     )
+
+
+def test_the_readmes_script_reads_decibels(readme_script, tmp_path, monkeypatch, capsys):
+    """Floats in grey, of a range that ends at 0."""
+    loaded = with_data(loaded_model(Tiny()), value_range=(-30.0, 0.0))
+    save_photo(tmp_path / "photo.png", 61, 83)
+    values = read(tmp_path / "photo.png")[..., 1].astype(np.float32) / 255 * 30 - 30
+    (tmp_path / "photo.png").unlink()
+    tifffile.imwrite(tmp_path / "photo.tif", values)
+    export_graph(loaded, tmp_path / "mine.onnx", format="onnx")
+    script = readme_script.replace("photo.png", "photo.tif")
+    assert_script_predicts(script, loaded, tmp_path, monkeypatch, capsys, agreement=0.999)
 
 
 @pytest.mark.parametrize(
