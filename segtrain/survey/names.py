@@ -227,8 +227,8 @@ def _yaml(text: str) -> list[NamedClass]:
 def _of_json(content: Any) -> list[NamedClass]:
     """The first list or mapping of classes in it."""
     if isinstance(content, list):
-        if all(isinstance(one, str) for one in content):
-            return [NamedClass(one) for one in content]
+        if all(isinstance(one, str) or type(one) is int for one in content):
+            return [NamedClass(str(one)) for one in content]
         return _of_entries(content) if all(isinstance(one, dict) for one in content) else []
     if isinstance(content, dict):
         for key in ("categories", "classes", "labels", "label", "names", "colors", "palette"):
@@ -258,10 +258,12 @@ def _of_entries(entries: Sequence[Mapping[str, Any]]) -> list[NamedClass]:
 def _of_mapping(mapping: Any) -> list[NamedClass]:
     """`{name: value}`, `{value: name}`, `{name: colour}`, `{colour: name}` or `{value: {name}}`."""
     found = []
-    for key, value in mapping.items() if isinstance(mapping, dict) else ():
+    pairs = mapping.items() if isinstance(mapping, dict) else ()
+    of_values = all(re.fullmatch(r"\d+", str(key)) for key, _ in pairs)  # names may be numbers too
+    for key, value in pairs:
         number = int(key) if re.fullmatch(r"\d+", str(key)) else None
-        if number is not None and isinstance(value, str):
-            found.append(NamedClass(value, number))
+        if number is not None and (isinstance(value, str) or (of_values and type(value) is int)):
+            found.append(NamedClass(str(value), number))
         elif number is not None and isinstance(value, dict) and _of_entries([value]):
             found.append(_of_entries([value])[0]._replace(value=number))
         elif isinstance(value, str) and str(key).startswith("#") and color_of(str(key)):
