@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments import last, refusal, segtrain, small, train, write_config, write_data
+from experiments import last, losses, refusal, segtrain, small, train, write_config, write_data
 
 from segtrain.checkpoint.format import BEST, Checkpoint, load, save
 from segtrain.commands.population.history import History, Row, table
@@ -20,6 +20,7 @@ from segtrain.evaluation.settings import set_after_training
 from segtrain.metrics import ConfusionMatrix
 from segtrain.results.report import evaluated, report_page
 from segtrain.results.runs import read_run, summarize
+from segtrain.run.console import ProgressBar
 from segtrain.run.trackers import Trackers
 
 CLASSES = ["water", "sand"]
@@ -144,13 +145,15 @@ def test_a_class_that_does_not_exist_is_refused_with_those_that_do(runs, tmp_pat
 
 def test_a_score_of_classes_that_no_label_shows_is_doubted(runs, tmp_path):
     data = Path(runs / "data")
-    options = small(data, train={"steps": 1}, eval={"best": ["mud"]})
+    options = small(data, train={"steps": 1}, eval={"best": ["mud", "sand"]})
     options["data"]["classes"] = str(tmp_path / "classes.yaml")
     text = (data / "classes.yaml").read_text().replace("sand]", "sand, mud]")
     (tmp_path / "classes.yaml").write_text(text)
     assert train(write_config(tmp_path / "c.yaml", options), tmp_path / "run") == 0
     log = (tmp_path / "run/train.log").read_text()
-    assert "warning: eval.best: no label of val shows mud: this score says little" in log
+    assert "warning: eval.best: no label of val shows mud: left out of this score" in log
+    best = last(tmp_path / "run").best
+    assert best["score"] == losses(tmp_path / "run", "eval/IoU/sand")[0]
 
 
 @pytest.mark.parametrize("best", [[], ["sand", "sand"], "mIoU", "sand", [""], 3])
@@ -164,3 +167,16 @@ def test_an_evaluation_of_a_finished_model_chooses_nothing(runs):
     config = load_config(runs / "miou.yaml")
     with pytest.raises(ConfigError, match=r"^--set eval\.best: is about evaluations while a model"):
         set_after_training(config, ["eval.best=mdice"], ("eval.",), source="run")
+
+
+def test_the_progress_shows_the_best_score_of_the_evaluation_that_has_just_been(
+    runs, tmp_path, monkeypatch
+):
+    shown = []
+    monkeypatch.setattr(ProgressBar, "describe", lambda self, *words: shown.append(words))
+    options = small(runs / "data", train={"steps": 2}, eval={"every_steps": 1})
+    assert train(write_config(tmp_path / "c.yaml", options), tmp_path / "run") == 0
+    logged, evaluated, *_ = (" ".join(words) for words in shown if words[0].startswith("loss"))
+    score = losses(tmp_path / "run", "eval/mIoU")[0]
+    assert "best" not in logged
+    assert f"best mIoU {score:.3f}" in evaluated

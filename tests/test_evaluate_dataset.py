@@ -14,6 +14,7 @@ from segtrain.evaluation import dataset as dataset_module
 from segtrain.evaluation.dataset import evaluate_dataset, shard
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import ConfusionMatrix
+from segtrain.run.console import ProgressBar
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 CLASSES = 4
@@ -267,3 +268,24 @@ def test_a_label_smaller_than_the_image_is_compared_at_its_own_size():
     seen = []
     evaluate(Halved(2), callbacks=[seen.append])
     assert all(p.pred.shape == p.label.shape for p in seen)
+
+
+def progress(num_images):
+    """The total of the progress, and what its updates come to on this rank."""
+    counted = []
+
+    class Bar(ProgressBar):
+        def update(self, count=1):
+            counted.append(count)
+
+    dataset_module.ProgressBar = lambda total, *args, **how: (
+        counted.append(total) or Bar(total, *args, **how)
+    )
+    evaluate(RedImages(num_images), progress=True)
+    total, *updates = counted
+    return total, sum(updates)
+
+
+@pytest.mark.parametrize(("ranks", "images"), [(1, 5), (2, 5), (3, 2)])
+def test_the_progress_is_that_of_all_ranks(run_ranks, ranks, images):
+    assert run_ranks(ranks, progress, images)[0] == (images, images)

@@ -98,7 +98,9 @@ def test_a_stranger_can_stop_a_run_of_two_machines_but_not_run_code(start, tmp_p
     assert {address for address, _ in served} == {ADDRESS.format(1)}
     assert "torch.rendezvous.segtrain" in found[int(PORT)]
     assert not sentinel.exists()
-    assert set(codes) == {6}, [command.errors for command in commands]
+    # A rank whose launcher stops it in time, since the other one is gone, says that it was stopped.
+    assert 6 in codes, [command.errors for command in commands]
+    assert set(codes) <= {6, 143}, [command.errors for command in commands]
     said = [command.errors for command in commands]
     assert any("was not written with the key of this run" in text for text in said), said
     assert not any("Traceback" in text for text in said), said

@@ -43,7 +43,7 @@ from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.report import InstanceCounts, Report, make_report
 from segtrain.evaluation.settings import set_after_training
 from segtrain.files import os_errors_as
-from segtrain.metrics import calibration_error, percent
+from segtrain.metrics import calibration_error, percent, thin_classes
 from segtrain.models.memory import check_windows
 from segtrain.models.precision import (
     eval_precision_warnings,
@@ -130,11 +130,13 @@ def run_eval(args: argparse.Namespace) -> int:
                 layout=config.data.layout,
                 calibration_error=calibration,
             )
+            classes = loaded.classes.names
             how = f"{settings.describe()}; trained with {describe_norm(config.norm)}"
             alone = {} if args.no_labels else _members_alone(loaded, records)
             for line in (
                 *(f"warning: {warning}" for warning in dataset.warnings),
                 *([] if args.no_labels else [*report.lines(), *why_not]),
+                *([] if args.no_labels else thin_classes(report.scores, classes, split)),
                 f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
                 *(f"{name} alone: mIoU {percent(score)}" for name, score in alone.items()),
                 how,

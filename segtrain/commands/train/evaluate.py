@@ -65,9 +65,9 @@ def evaluate(run: TrainRun) -> bool:
         log.lines([f"the evaluation after step {step} was stopped; --resume repeats it"])
         return False
     scores = outcome.matrix.scores()
-    run.evaluated = step
+    is_first, run.evaluated = run.evaluated == 0, step
     error = calibration_error(outcome.calibration.counts)
-    if run.best is None:
+    if is_first:
         log.lines(thin_classes(scores, classes.names, run.eval_set.split))
     by, score = config.eval.best_name, _score(run, scores)
     more = {"eval/calibration_error": error, config.eval.best_tag: score}
@@ -100,11 +100,16 @@ def _score(run: TrainRun, scores: Scores) -> float:
     by, names = run.config.eval, run.eval_set.classes.names
     if not by.best_classes:
         return scores.mean_dice if by.best == "mdice" else scores.mean_iou
-    if run.best is None:
-        unseen = [name for name in by.best_classes if not scores.class_frequency[names.index(name)]]
-        what = f"no label of {run.eval_set.split} shows {first_of(unseen)}"
-        run.log.lines([f"warning: eval.best: {what}: this score says little"] if unseen else [])
-    return scores.mean_iou_of([names.index(name) for name in by.best_classes])
+    chosen = [names.index(name) for name in by.best_classes]
+    # The IoU of a class without labels is 0 or missing, by whether a pixel is predicted so.
+    shown = [i for i in chosen if scores.class_frequency[i]]
+    if run.best is None and shown != chosen:
+        unseen = first_of(names[i] for i in chosen if i not in shown)
+        what = "left out of this score" if shown else "this score says nothing"
+        run.log.lines(
+            [f"warning: eval.best: no label of {run.eval_set.split} shows {unseen}: {what}"]
+        )
+    return scores.mean_iou_of(shown or chosen)
 
 
 def _keep_records(run: TrainRun, outcome: Outcome) -> None:
