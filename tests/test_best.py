@@ -143,17 +143,24 @@ def test_a_class_that_does_not_exist_is_refused_with_those_that_do(runs, tmp_pat
     assert said in (tmp_path / "x.json").read_text()
 
 
-def test_a_score_of_classes_that_no_label_shows_is_doubted(runs, tmp_path):
+@pytest.mark.parametrize(
+    ("best", "said", "tag"),
+    [
+        (["mud", "sand"], "left out of this score", "eval/IoU/sand"),
+        (["mud"], "best.pt is chosen by mIoU instead", "eval/mIoU"),
+    ],
+)
+def test_classes_that_no_label_shows_choose_nothing(runs, tmp_path, best, said, tag):
+    """Their IoU is 0 or missing by whether a pixel is predicted so."""
     data = Path(runs / "data")
-    options = small(data, train={"steps": 1}, eval={"best": ["mud", "sand"]})
+    options = small(data, train={"steps": 1}, eval={"best": best})
     options["data"]["classes"] = str(tmp_path / "classes.yaml")
     text = (data / "classes.yaml").read_text().replace("sand]", "sand, mud]")
     (tmp_path / "classes.yaml").write_text(text)
     assert train(write_config(tmp_path / "c.yaml", options), tmp_path / "run") == 0
     log = (tmp_path / "run/train.log").read_text()
-    assert "warning: eval.best: no label of val shows mud: left out of this score" in log
-    best = last(tmp_path / "run").best
-    assert best["score"] == losses(tmp_path / "run", "eval/IoU/sand")[0]
+    assert f"warning: eval.best: no label of val shows mud: {said}" in log
+    assert last(tmp_path / "run").best["score"] == losses(tmp_path / "run", tag)[0]
 
 
 @pytest.mark.parametrize("best", [[], ["sand", "sand"], "mIoU", "sand", [""], 3])

@@ -69,7 +69,7 @@ def evaluate(run: TrainRun) -> bool:
     error = calibration_error(outcome.calibration.counts)
     if is_first:
         log.lines(thin_classes(scores, classes.names, run.eval_set.split))
-    by, score = config.eval.best_name, _score(run, scores)
+    by, score = _chosen_score(run, scores, is_first=is_first)
     more = {"eval/calibration_error": error, config.eval.best_tag: score}
     log.scalars(step, scores.scalars(classes.names) | more)
     if log.enabled and config.log.charts:
@@ -95,21 +95,21 @@ def evaluate(run: TrainRun) -> bool:
     return True
 
 
-def _score(run: TrainRun, scores: Scores) -> float:
-    """The one that chooses best.pt (eval.best)."""
+def _chosen_score(run: TrainRun, scores: Scores, *, is_first: bool) -> tuple[str, float]:
+    """The name and value of the score that chooses best.pt (eval.best)."""
     by, names = run.config.eval, run.eval_set.classes.names
     if not by.best_classes:
-        return scores.mean_dice if by.best == "mdice" else scores.mean_iou
+        return by.best_name, scores.mean_dice if by.best == "mdice" else scores.mean_iou
     chosen = [names.index(name) for name in by.best_classes]
     # The IoU of a class without labels is 0 or missing, by whether a pixel is predicted so.
     shown = [i for i in chosen if scores.class_frequency[i]]
-    if run.best is None and shown != chosen:
+    if is_first and shown != chosen:
         unseen = first_of(names[i] for i in chosen if i not in shown)
-        what = "left out of this score" if shown else "this score says nothing"
+        what = "left out of this score" if shown else "best.pt is chosen by mIoU instead"
         run.log.lines(
             [f"warning: eval.best: no label of {run.eval_set.split} shows {unseen}: {what}"]
         )
-    return scores.mean_iou_of(shown or chosen)
+    return (by.best_name, scores.mean_iou_of(shown)) if shown else ("mIoU", scores.mean_iou)
 
 
 def _keep_records(run: TrainRun, outcome: Outcome) -> None:
