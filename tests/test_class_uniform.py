@@ -84,6 +84,14 @@ def test_every_class_of_every_tile_has_a_centroid_on_it_also_at_the_border():
         assert set(tiles) == wanted
 
 
+@pytest.mark.parametrize(("near", "far"), [((50, 65), (50, 34)), ((65, 50), (34, 50))])
+def test_the_nearest_pixel_is_found_at_the_end_of_the_first_window(near, far):
+    """The search begins with 16 pixels to each side; one is at 15, another at 16."""
+    mask = np.zeros((101, 101), bool)
+    mask[near] = mask[far] = True
+    assert measuring._nearest(mask, 50, 50) == near
+
+
 @pytest.mark.parametrize("radius", [3, 17, 140])
 def test_the_centroid_of_a_ring_is_the_nearest_pixel_of_it(radius):
     label = np.zeros((300, 310), np.uint8)
