@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from segtrain.run.directory import LOG, METRICS, RECEIPTS
 from segtrain.run.receipts import Receipt
 from segtrain.run.trackers import Trackers
 from segtrain.text import printable, printable_lines
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class RunLog:
@@ -50,7 +53,8 @@ class RunLog:
         self.enabled = enabled
         self.trackers = trackers or Trackers()
         self._failed: set[str] = set()
-        self._waiting: list[Callable[[], object]] = []  # for TensorBoard
+        self._waiting: list[Callable[[SummaryWriter], object]] = []  # for TensorBoard
+        self._board: SummaryWriter | None = None
         self._begun = False
         self._steps = start_step, evaluated_step
         self._changed, self._describe = changed, describe
@@ -67,7 +71,8 @@ class RunLog:
     def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         if self.enabled:
             if self._begun:
-                self._try("TensorBoard", lambda: self._board.close())
+                if self._board is not None:
+                    self._try("TensorBoard", self._board.close)
                 threading.excepthook = self._excepthook
             if error is not None:
                 self.trackers.finish("FAILED")
@@ -90,10 +95,6 @@ class RunLog:
             self._try(name, drop_later, self._directory / name, newest, evaluated)
         # TensorBoard writes in a thread: Python would print a traceback when that fails.
         self._excepthook, threading.excepthook = threading.excepthook, self._on_thread_error
-        self._try("TensorBoard", self._open_board, step + 1 if step else 0)
-        for write in self._waiting:
-            self._to_board(write)
-        self._waiting.clear()
         self.trackers.begin()
 
     def lines(self, lines: Sequence[str]) -> None:
@@ -109,7 +110,7 @@ class RunLog:
         self._try(METRICS, self._append, METRICS, json.dumps({"step": step, **clean}))
         curves = {printable(tag): value for tag, value in values.items()}
         self.trackers.scalars(step, curves)
-        self._to_board(lambda: [self._board.add_scalar(tag, curves[tag], step) for tag in curves])
+        self._to_board(lambda board: [board.add_scalar(tag, curves[tag], step) for tag in curves])
 
     def receipts(self, receipts: Sequence[Receipt]) -> None:
         """Writes a line of receipts.jsonl for each."""
@@ -120,20 +121,32 @@ class RunLog:
     def picture(self, step: int, tag: str, picture: np.ndarray) -> None:
         """Shows an (H, W, 3) uint8 RGB picture in TensorBoard."""
         name = printable(tag)
-        self._to_board(lambda: self._board.add_image(name, picture, step, dataformats="HWC"))
+        self._to_board(lambda board: board.add_image(name, picture, step, dataformats="HWC"))
 
     def text(self, tag: str, text: str) -> None:
         """Shows preformatted text in TensorBoard."""
         indented = "\n".join("    " + line for line in printable_lines(text, len(text) + 1))
-        self._to_board(lambda: self._board.add_text(tag, indented))
+        self._to_board(lambda board: board.add_text(tag, indented))
 
-    def _open_board(self, purge_step: int) -> None:
-        # Slow to import, and only rank 0 needs it.
-        from torch.utils.tensorboard import SummaryWriter
+    def _to_board(self, write: Callable[["SummaryWriter"], object]) -> None:
+        if not self.enabled or "TensorBoard" in self._failed:
+            return
+        self._waiting.append(write)
+        if self._begun:
+            self._try("TensorBoard", self._write_waiting)
 
+    def _write_waiting(self) -> None:
         self._check_not_deleted()
-        # By `purge_step` TensorBoard drops what it has read of later steps.
-        self._board = SummaryWriter(str(self._directory), purge_step=purge_step)
+        waiting, self._waiting = self._waiting, []
+        if self._board is None:
+            # Slow to import, and only rank 0 needs it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            # TensorBoard drops what it has read of this step and later ones.
+            purge_step = self._steps[0] + 1 if self._steps[0] else 0
+            self._board = SummaryWriter(str(self._directory), purge_step=purge_step)
+        for write in waiting:
+            write(self._board)
 
     def _write_log(self, line: str) -> None:
         now = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
@@ -143,13 +156,6 @@ class RunLog:
         self._check_not_deleted()
         with open_regular(self._directory / name, "a", encoding="utf-8") as file:
             file.write(line + "\n")
-
-    def _to_board(self, write: Callable[[], object]) -> None:
-        if self.enabled and not self._begun:
-            self._waiting.append(write)
-            return
-        self._try("TensorBoard", self._check_not_deleted)
-        self._try("TensorBoard", write)
 
     def _check_not_deleted(self) -> None:
         """A new directory in its place would begin in the middle of the run."""
