@@ -25,13 +25,14 @@ class Mixed(nn.Module):
         torch.manual_seed(0)
         self.wide = nn.Conv2d(8, 16, 3)
         self.tall = nn.Conv2d(4, 32, 1, bias=False).to(memory_format=torch.channels_last)
+        self.other = nn.Conv2d(8, 32, 1, bias=False)  # as tall as that, but wider
         self.depthwise = nn.Conv2d(8, 8, 3, groups=8)
         self.norm = SyncBatchNorm2d(8)
         self.classifier = nn.Conv2d(8, 3, 1)
         self.to(**options)
 
 
-KERNELS = {"wide.weight", "tall.weight"}
+KERNELS = {"wide.weight", "tall.weight", "other.weight"}
 
 
 def steps(model, optimizer, number=4):
