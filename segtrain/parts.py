@@ -122,7 +122,7 @@ class _Thread:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """As `training.microbatches._in_threads`, which says why."""
+        """As `training.step._in_threads`, which says why."""
         with (
             torch.cuda.stream(self._stream),
             torch.autograd.set_multithreading_enabled(False),

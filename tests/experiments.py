@@ -157,18 +157,27 @@ def train_member(arguments: list[str], stop_after: int | None = None) -> int:
 
 
 def _signal_after(step: int | None, number: int, rank: int) -> None:
-    from segtrain.commands.train import loop
     from segtrain.distributed import collectives as dist
 
-    whole = loop.train_steps
+    def act(result: Any) -> None:
+        if result.step == step and dist.rank() == rank:
+            os.kill(os.getpid(), number)
 
-    def train_steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        for result in whole(*args, **kwargs):
-            if result.step == step and dist.rank() == rank:
-                os.kill(os.getpid(), number)
-            yield result
+    after_each_step(act)
 
-    loop.train_steps = train_steps
+
+def after_each_step(act: Callable[[Any], object]) -> None:
+    """Calls `act` with the StepResult of each step of this process, before others see it."""
+    from segtrain.training.step import TrainStep
+
+    whole = TrainStep.__call__
+
+    def step(self: Any, local: Any) -> Any:
+        result = whole(self, local)
+        act(result)
+        return result
+
+    TrainStep.__call__ = step
 
 
 def signalled_in_evaluation(
@@ -179,7 +188,7 @@ def signalled_in_evaluation(
     where: "predict_labels"; or "batches", for those of norm.precise_batches instead of images.
     Returns also how many of them this rank has begun. From the signal on, each takes 0.3 s.
     """
-    from segtrain.commands.train.setup import TrainContext
+    from segtrain.commands.train.training import Training
     from segtrain.distributed import collectives as dist
     from segtrain.distributed import liveness
     from segtrain.evaluation import dataset
@@ -194,19 +203,19 @@ def signalled_in_evaluation(
             os.kill(os.getpid(), number)
         time.sleep(0.3)
 
-    predict_labels, batches = dataset.predict_labels, TrainContext.batches
+    predict_labels, loader = dataset.predict_labels, Training.loader
 
     def predict_slowly(*args: Any, **kwargs: Any) -> Any:
         begin()
         return predict_labels(*args, **kwargs)
 
     def batches_slowly(*args: Any) -> Iterator[Any]:
-        for batch in batches(*args):
+        for batch in loader(*args):
             begin()
             yield batch
 
     if where == "batches":
-        TrainContext.batches = batches_slowly
+        Training.loader = batches_slowly
     else:
         dataset.predict_labels = predict_slowly
     return train(config, directory, resume), len(begun)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from experiments import assert_same_state, experiment, last, losses, small, train, write_config
 
-from segtrain.commands.train import auto_workers, setup
+from segtrain.commands.train import auto_workers, training
 from segtrain.commands.train.auto_workers import MEASURED_STEPS, Measurement
 from segtrain.config import load_config
 from segtrain.data.read.image import RGB
@@ -111,15 +111,15 @@ def train_and_choose(config, directory, *args, **options):
 
     Returns first step and number of workers of each loader of this rank.
     """
-    used, whole, choice = [], setup.train_loader, Measurement.choice
+    used, whole, choice = [], training.TrainLoader, Measurement.choice
 
     def train_loader(*args, **options):
         used.append((options["start_step"], options["num_workers"]))
         return whole(*args, **options)
 
-    setup.train_loader = train_loader
+    training.TrainLoader = train_loader
     auto_workers.MEASURED_STEPS = FEWER
-    auto_workers.most_workers, setup.first_workers = lambda *_: 3, lambda *_: 1
+    auto_workers.most_workers, training.first_workers = lambda *_: 3, lambda *_: 1
     Measurement.choice = lambda self, most: (2 - dist.rank(), choice(self, most)[1])
     assert train(config, directory, *args, **options) == 0
     return used

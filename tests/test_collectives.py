@@ -8,7 +8,7 @@ import torch
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
-from segtrain.distributed.partition import even, partition, shares_of_ranks
+from segtrain.distributed.layout import even, partition, shares_of_ranks
 from segtrain.distributed.shared_sum import MAX_BYTES
 from segtrain.distributed.shares import Shares
 

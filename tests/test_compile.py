@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from experiments import experiment, losses, train, write_config
 from processes import REPOSITORY
+from stepping import train_steps
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -25,15 +26,13 @@ from segtrain.checkpoint.format import load
 from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import load_config
 from segtrain.data import open_dataset
-from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.models import SegModel, build_model
 from segtrain.models.blocks import AuxHead, FeatureChannels, Features, conv2d
 from segtrain.models.pspnet import PSPHead
 from segtrain.norm import make_norm, norm_relu_conv
-from segtrain.training import engine
-from segtrain.training.engine import train_steps
+from segtrain.training import step as step_module
 from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch
@@ -121,22 +120,19 @@ def trained(config_file, build, *overrides):
     config = load_config(config_file, overrides)
     torch.manual_seed(0)
     state = make_state(build(config), config, CPU)
-    sizes = config.train.batch_size, config.train.accumulate_steps
-    rows = indices_of_rank(*sizes, dist.rank(), state.split)
+    rows = state.layout.positions(dist.rank())
     numbers, gradients, graphs = [], {}, []
-    update = engine._update
+    update = step_module.update
 
     def keep_gradients(state, *args):
         if state.step == 0:
             gradients.update({k: p.grad.clone() for k, p in state.model.named_parameters()})
         return update(state, *args)
 
-    engine._update = keep_gradients
+    step_module.update = keep_gradients
     counters.clear()
     step_sync = StepSync(lambda: False)
-    steps = train_steps(
-        state, batches(config, rows), config, device=CPU, indices=rows, step_sync=step_sync
-    )
+    steps = train_steps(state, batches(config, rows), config, device=CPU, step_sync=step_sync)
     for result in steps:
         numbers.append([float(result.loss), float(result.aux_loss), float(result.grad_norm)])
         graphs.append(counters["stats"]["unique_graphs"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from experiments import on_meta
+from stepping import train_steps
 from torch import nn
 
 from segtrain.checkpoint import load_model
@@ -18,7 +19,6 @@ from segtrain.config.experiment import config_warnings
 from segtrain.data.read.classes import load_class_file
 from segtrain.models import build_model
 from segtrain.norm import make_norm
-from segtrain.training.engine import train_steps
 from segtrain.training.optim.layers import parameter_groups
 from segtrain.training.optim.schedule import learning_rate
 from segtrain.training.state import make_state
@@ -292,7 +292,6 @@ def test_it_takes_a_step(path):
             repeat(batch),
             config,
             device=torch.device("cpu"),
-            indices=[[0, 1]],
             step_sync=StepSync(lambda: False),
         ),
         1,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import even, partition, shares_of_ranks
+from segtrain.distributed.layout import even, partition, shares_of_ranks
 from segtrain.training.exact_sum import ExactGradientSum, replica
 
 SHARES = 5

@@ -11,12 +11,12 @@ from experiments import sections
 from fake_device import K, config, fake_batch
 from torch import Tensor, nn
 
-from segtrain.training import microbatches
-from segtrain.training.engine import _update
+from segtrain.training import local
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.layers import make_initial_weights
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer
 from segtrain.training.sample_losses import SampleLosses
+from segtrain.training.step import _loss_weights, update
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch, SegLogits
 
@@ -54,7 +54,7 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
         parameter.grad = torch.rand_like(parameter)
     with fake:
         start.hold_gradients(model)
-        _update(state, 0.1, optim.clip_grad_norm)
+        update(state, 0.1, optim.clip_grad_norm)
     fused = [name for name in fake.seen if name.startswith("_fused_")]
     assert fused == [f"_fused_{optim.kind}_"]
 
@@ -75,10 +75,9 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alph
     batch = Batch(images, labels, ["a", "b"], partners, shown=torch.tensor([2, -1]))
     with fake:
         indices = [range(2), range(8, 10)]
-        parts = microbatches.local_microbatches(
-            state, [batch] * 2, indices, settings, torch.device("cuda")
-        )
-        weights = microbatches._loss_weights(state, parts, [[2], [2]], settings)
+        cuda = torch.device("cuda")
+        parts = local.local_microbatches(state, [batch] * 2, settings, cuda, indices)
+        weights = _loss_weights(state, parts, settings)
     tensors = [t for part in (*parts, weights) for t in part if isinstance(t, Tensor)]
     tensors += [mask for part in parts for mask in part.dropout if mask is not None]
     assert len(tensors) == 10

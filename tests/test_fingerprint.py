@@ -13,7 +13,16 @@ from pathlib import Path
 import cv2
 import pytest
 import torch
-from experiments import last, refusal, small, stopped_after, train, write_config, write_data
+from experiments import (
+    after_each_step,
+    last,
+    refusal,
+    small,
+    stopped_after,
+    train,
+    write_config,
+    write_data,
+)
 from processes import logged_steps
 
 from segtrain import cli
@@ -295,21 +304,21 @@ def test_changed_data_that_are_meant_are_told_and_kept(run_ranks, data, run, tmp
 
 def slow_labels(step, function, *args):
     """Labels can be read only after `step` updates of this process."""
-    from segtrain.commands.train import loop, save, setup
+    from segtrain.commands.train import save, setup
 
-    go_on, read, steps = threading.Event(), dataset_module.read_bytes, loop.train_steps
+    go_on, read, done = threading.Event(), dataset_module.read_bytes, []
 
     def read_bytes(path):
         go_on.wait()
         return read(path)
 
-    def train_steps(*args, **kwargs):
-        for i, result in enumerate(steps(*args, **kwargs), start=1):
-            if i == step:
-                go_on.set()
-            yield result
+    def count(result):
+        done.append(result)
+        if len(done) == step:
+            go_on.set()
 
-    dataset_module.read_bytes, loop.train_steps = read_bytes, train_steps
+    dataset_module.read_bytes = read_bytes
+    after_each_step(count)
     setup.DATA_PATIENCE_S = save.DATA_PATIENCE_S = save.STOP_PATIENCE_S = 0.1
     try:
         return function(*args)

@@ -13,7 +13,7 @@ from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import Config, ScheduleConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import batch_findings
+from segtrain.distributed.layout import batch_findings
 from segtrain.errors import ConfigError, LostRanksError
 from segtrain.training.hogwild import HogwildBarrier, config_of_process, shared_copies
 from segtrain.training.step_sync import StepSync
@@ -102,12 +102,25 @@ def test_copies_of_one_machine_hold_the_values_of_rank_0_and_changes_of_all(run_
     assert run_ranks(2, changed_by_the_other) == [((1.0, 7), 99.0, 8, refused)] * 2
 
 
+class Done(NamedTuple):
+    step: int
+
+
+def taken(meeting, steps):
+    """Steps that cost nothing, as a training takes them."""
+    for done in map(Done, steps):
+        with meeting.around(None):
+            pass
+        meeting.after_step(None, None, done)
+        yield done
+
+
 def lead():
     """How far rank 0 gets while rank 1 stands still."""
     sync = StepSync(lambda: False)
     never = dict.fromkeys(("stop_requested", "save_requested", "end_requested"), lambda: False)
     meeting = HogwildBarrier(sync, step=10, timeout_s=0.5, **never)
-    steps = meeting.steps(Done(step) for step in range(11, 40))
+    steps = taken(meeting, range(11, 40))
     if dist.rank() == 1:
         next(steps)
     dist.barrier()
@@ -117,10 +130,6 @@ def lead():
             done.extend(result.step for result in steps)
     dist.barrier()
     return done
-
-
-class Done(NamedTuple):
-    step: int
 
 
 def test_nobody_runs_far_ahead(run_ranks):
@@ -145,7 +154,7 @@ def meetings(stops, dues, paces):
         end_requested=lambda: False,
     )
     met = []
-    for done in meeting.steps(Done(step) for step in range(1, 31)):
+    for done in taken(meeting, range(1, 31)):
         now = done.step
         if rank == 0:
             torch.rand(paces).sum()

@@ -15,9 +15,9 @@ from experiments import settings
 from processes import left_after
 
 from segtrain.data.sample import loader as loader_module
-from segtrain.data.sample.loader import indices_of_rank, largest_microbatch, train_loader
+from segtrain.data.sample.loader import TrainLoader, largest_microbatch
 from segtrain.data.sample.stream import TrainStream, image_at
-from segtrain.distributed.partition import even
+from segtrain.distributed.layout import Layout, even
 from segtrain.errors import DataError, UserError
 
 # Newer Pythons warn of what loaders do: fork a process that has threads.
@@ -51,7 +51,7 @@ def unchanged(image, label, rng, **_):
 def loader(
     dataset=None, *, indices=(range(5),), start_step=0, steps=6, num_workers=0, transform=add_noise
 ):
-    return train_loader(
+    return TrainLoader(
         TrainStream(dataset or Numbers(), transform, stream_seed=11, batch_size=5),
         indices=indices,
         start_step=start_step,
@@ -90,7 +90,7 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, microbatches)
     """Augmentation included: position in the batch is the key, not position in the part."""
     whole = contents(loader())
     parts = [
-        contents(loader(indices=indices_of_rank(5, microbatches, rank, even(world_size))))
+        contents(loader(indices=Layout(5, microbatches, even(world_size)).positions(rank)))
         for rank in range(world_size)
     ]
     for step, (names, values) in enumerate(whole):
@@ -101,29 +101,6 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, microbatches)
         ]
         assert list(chain.from_iterable(part[0] for part in here)) == names
         assert list(chain.from_iterable(part[1] for part in here)) == values
-
-
-@pytest.mark.fault(70)
-@pytest.mark.parametrize("batch_size", [1, 7, 12])
-def test_indices_of_rank_partition_every_batch_as_evenly_as_possible(batch_size):
-    """Each microbatch holds the same images on any number of ranks."""
-    # Of microbatches of 4, 4 and 3 images in three shares, a rank takes whole shares.
-    assert indices_of_rank(11, 3, 0, (1, 1), 3) == [range(3), range(4, 7), range(8, 10)]
-    assert indices_of_rank(11, 3, 1, (1, 1), 3) == [range(3, 4), range(7, 8), range(10, 11)]
-
-    def assert_cut(parts, whole):
-        assert list(chain.from_iterable(parts)) == list(whole)
-        sizes = list(map(len, parts))
-        assert max(sizes) - min(sizes) <= 1
-
-    for microbatches in range(1, batch_size + 1):
-        alone = indices_of_rank(batch_size, microbatches, 0, (1,))
-        assert_cut(alone, range(batch_size))
-        for ranks in range(1, 9):
-            sizes = batch_size, microbatches
-            cut = [indices_of_rank(*sizes, rank, even(ranks)) for rank in range(ranks)]
-            for whole, *parts in zip(alone, *cut, strict=True):
-                assert_cut(parts, whole)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from experiments import experiment, train, write_config
 from memory import measure_step
+from stepping import train_steps
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,7 +23,6 @@ from segtrain.models.memory import (
     training_bytes,
     training_finding,
 )
-from segtrain.training.engine import train_steps
 from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch, SegLogits
@@ -111,11 +111,10 @@ def peak_of_a_step(made):
         partners = None if made.augment.mixup_alpha is None else labels.flip(0)
         yield Batch(images, labels, ["x"] * NUM_IMAGES, partners)
 
-    rows = [range(NUM_IMAGES)]
     state = make_state(PixelModel(made.model.aux_head), made, CPU)
     sync = StepSync(lambda: False)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        list(train_steps(state, batches(), made, device=CPU, indices=rows, step_sync=sync))
+        list(train_steps(state, batches(), made, device=CPU, step_sync=sync))
     events = profiled.profiler.kineto_results.events()
     events = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
     return max(accumulate(event.nbytes() for event in events))

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from segtrain.training.engine import StepResult
 from segtrain.training.receipts import StepMeter
+from segtrain.training.step import StepResult
 
 
 def result(loss, *, aux=float("nan"), norm=1.0, lr=0.1, data_s=0.0):

@@ -1,4 +1,4 @@
-"""Samples made of two images; test_engine has their loss, test_invariance whole runs."""
+"""Samples made of two images; test_step has their loss, test_invariance whole runs."""
 
 from collections import Counter
 from itertools import chain
@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from test_engine import CPU
+from test_step import CPU
 
 from segtrain import seed
 from segtrain.config import AugmentConfig, DataConfig
@@ -14,7 +14,7 @@ from segtrain.data import open_dataset
 from segtrain.data.read.image import ImageForm
 from segtrain.data.sample.centroids import measure_centroids
 from segtrain.data.sample.geometry import Placement, Span
-from segtrain.data.sample.loader import indices_of_rank, train_loader
+from segtrain.data.sample.loader import TrainLoader
 from segtrain.data.sample.stream import (
     ClassUniform,
     TrainStream,
@@ -23,7 +23,7 @@ from segtrain.data.sample.stream import (
     paste_classes,
 )
 from segtrain.data.sample.transforms import Crop, TrainTransform
-from segtrain.distributed.partition import even
+from segtrain.distributed.layout import Layout, even
 from segtrain.types import IGNORE_INDEX, Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -140,9 +140,9 @@ def everything(data):
 
 def batches(stream, rank=0, world_size=1, num_workers=0, start_step=0):
     return list(
-        train_loader(
+        TrainLoader(
             stream,
-            indices=indices_of_rank(5, 1, rank, even(world_size)),
+            indices=Layout(5, 1, even(world_size)).positions(rank),
             start_step=start_step,
             steps=4,
             num_workers=num_workers,

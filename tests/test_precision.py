@@ -6,7 +6,7 @@ import pytest
 import torch
 from experiments import small, train, write_config
 
-from segtrain.commands.train import evaluate, loop
+from segtrain.commands.train import evaluate
 from segtrain.config import Config, TrainConfig
 from segtrain.errors import ConfigError
 from segtrain.evaluation.settings import InferenceSettings
@@ -17,6 +17,7 @@ from segtrain.models.precision import (
     for_evaluation,
     precision_warnings,
 )
+from segtrain.training.step import TrainStep
 
 
 def flags():
@@ -85,12 +86,12 @@ def test_a_precision_that_another_takes_the_place_of_is_refused():
 def test_a_training_and_its_evaluations_run_each_in_its_precision(tmp_path, data, monkeypatch):
     seen, whole = [], evaluate.evaluate_dataset
 
-    def train_steps(*args, **kwargs):
+    def step(self, local):
         seen.append(flags())
-        return train_whole(*args, **kwargs)
+        return whole_step(self, local)
 
-    train_whole = loop.train_steps
-    monkeypatch.setattr(loop, "train_steps", train_steps)
+    whole_step = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", step)
 
     def evaluate_dataset(model, dataset, settings, **options):
         seen.append((settings.autocast, flags()))

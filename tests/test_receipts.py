@@ -12,8 +12,8 @@ from segtrain import seed
 from segtrain.checkpoint.format import load
 from segtrain.run.log import RunLog
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, read_receipts, unpack
-from segtrain.training.engine import StepResult
 from segtrain.training.receipts import ReceiptMeter
+from segtrain.training.step import StepResult
 
 STEPS = 4
 OPTIONS = {
@@ -79,7 +79,7 @@ def receipts_of(*steps):
     meter = ReceiptMeter(None, names=lambda step: [str(step)], weights_due=lambda step: False)
     for step, (loss, aux_loss, grad_norm, digest) in enumerate(steps, start=1):
         numbers = map(partial(torch.tensor, dtype=torch.float64), (loss, aux_loss, grad_norm))
-        meter.update(StepResult(step, *numbers, 0.1, 0.0, digest))
+        meter.after_step(None, None, StepResult(step, *numbers, 0.1, 0.0, digest))
     return meter.take_receipts()
 
 

@@ -9,6 +9,7 @@ from math import nan
 
 import pytest
 from experiments import (
+    after_each_step,
     assert_same_state,
     bits,
     curve,
@@ -29,6 +30,7 @@ from segtrain.checkpoint import format as checkpoint_format
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.distributed.machine import descendants, is_alive
+from segtrain.training.step import TrainStep
 
 
 @pytest.mark.fault(1, 16)
@@ -75,7 +77,7 @@ def test_a_run_killed_at_a_random_step_ends_with_the_weights_of_one_left_alone(
 
 def killed_at(where, step, config, directory, resume):
     """Trains in this process, which ends by SIGKILL at a place that can be told exactly."""
-    from segtrain.commands.train import evaluate, loop
+    from segtrain.commands.train import evaluate
     from segtrain.files import manifest
 
     def die(*_, **__):
@@ -87,21 +89,18 @@ def killed_at(where, step, config, directory, resume):
 
     if where == "evaluation":
         evaluate.evaluate_dataset = die
-    train_steps = loop.train_steps
 
-    def steps_until_death(*args, **kwargs):
-        if where == "training" and step == 0:
+    def act(result):
+        if where == "training" and result.step == step:
             die()
-        for result in train_steps(*args, **kwargs):
-            if where == "training" and result.step == step:
-                die()
-            if where == "keep" and result.step == step:
-                CheckpointManager.keep = die
-            if where == "checkpoint" and result.step == step:
-                checkpoint_format.HashingFile = DyingFile
-            yield result
+        if where == "keep" and result.step == step:
+            CheckpointManager.keep = die
+        if where == "checkpoint" and result.step == step:
+            checkpoint_format.HashingFile = DyingFile
 
-    loop.train_steps = steps_until_death
+    after_each_step(act)
+    if where == "training" and step == 0:
+        TrainStep.__call__ = die
     train(config, directory, resume)
 
 
@@ -301,14 +300,14 @@ def in_a_directory_made_anew(config, directory):
     from segtrain.commands.train import loop
     from segtrain.run.directory import RunLock
 
-    train_steps = loop.train_steps
+    steps = loop.train
 
-    def remade(*args, **kwargs):
+    def remade(run):
         shutil.rmtree(directory)
         with RunLock(directory):
-            yield from train_steps(*args, **kwargs)
+            steps(run)
 
-    loop.train_steps = remade
+    loop.train = remade
     return refusal(train, config, directory), directory.exists()
 
 

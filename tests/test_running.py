@@ -11,8 +11,11 @@ from test_norm_kinds import C, X
 from torch import nn
 
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.layout import Layout
+from segtrain.distributed.passes import current
 from segtrain.norm import SyncBatchNorm, SyncBatchNorm2d, sync, tracked_together
-from segtrain.training import microbatches
+from segtrain.training import step as step_module
+from segtrain.training.local import LocalMicrobatch
 from segtrain.training.step_sync import StepSync
 from segtrain.types import DropoutMasks
 
@@ -96,19 +99,25 @@ def test_statistics_on_their_way_are_not_used(two_ranks):
 def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
     waiting = []
 
-    def forward_backward(*_, **__):
-        waiting.append(sync._waiting)
-        return torch.zeros(1, 2)
+    def forward(*_):
+        waiting.append(current().waiting)
+        return torch.zeros((), requires_grad=True), torch.zeros(1, 2)
 
-    monkeypatch.setattr(microbatches, "_forward_backward", forward_backward)
-    monkeypatch.setattr(microbatches, "_loss_weights", lambda *_: [torch.ones(1)] * 2)
-    sums = SimpleNamespace(collected=lambda last: nullcontext())
+    monkeypatch.setattr(step_module, "forward", forward)
+    monkeypatch.setattr(step_module, "_loss_weights", lambda *_: [torch.ones(1)] * 2)
+    sums = SimpleNamespace(collected=lambda last: nullcontext(), finish=lambda: True)
     state = SimpleNamespace(
-        split=(1,), shares=None, replicas=[], gradients=sums, model=nn.Identity(), wrapped=None
+        layout=Layout(4, 2, (1,)),
+        shares=None,
+        replicas=[],
+        gradients=sums,
+        model=nn.Identity(),
+        wrapped=None,
+        initial_weights=SimpleNamespace(hold_gradients=lambda model: None),
     )
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-    part = microbatches.LocalMicrobatch(images, images[None, :, 0], DropoutMasks())
-    microbatches.accumulate_gradients(state, [part, part], config(), StepSync(lambda: False))
+    part = LocalMicrobatch(images, images[None, :, 0], DropoutMasks())
+    step_module.gradient(state, [part, part], config(), StepSync(lambda: False))
     assert waiting == [[], []]
     assert waiting[0] is not waiting[1]
 

@@ -3,9 +3,9 @@
 import copy
 
 import pytest
-import test_engine
+import test_step
 import torch
-from test_engine import CPU, K, N, assert_same_training, plain_loop, run, trained
+from test_step import CPU, K, N, assert_same_training, plain_loop, run, trained
 from torch import nn
 
 from segtrain import seed
@@ -40,7 +40,7 @@ class Small(nn.Module):
 
 
 def config(**options):
-    return test_engine.config(**SAM | options)
+    return test_step.config(**SAM | options)
 
 
 def new_state(settings):

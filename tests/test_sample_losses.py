@@ -5,12 +5,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from test_engine import CPU, N, TwoHeads, config, whole_batch
+from stepping import train_steps
+from test_step import CPU, N, TwoHeads, config, whole_batch
 
-from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.training import sample_losses
-from segtrain.training.engine import train_steps
 from segtrain.training.sample_losses import (
     LOSS,
     PIXELS,
@@ -47,7 +46,7 @@ def measured(settings, steps=4):
     state = make_state(Full(), settings, CPU)
     state.sample_losses = SampleLosses(NAMES, K, steps=settings.train.steps, device=CPU)
     train = settings.train
-    rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), state.split, train.shares)
+    rows = state.layout.positions(dist.rank())
 
     def batches():
         for step in range(train.steps):
@@ -56,7 +55,7 @@ def measured(settings, steps=4):
                 yield Batch(images[mine], labels[mine], [""] * len(mine), shown=shown(step)[mine])
 
     sync = StepSync(lambda: False)
-    done = train_steps(state, batches(), settings, device=CPU, indices=rows, step_sync=sync)
+    done = train_steps(state, batches(), settings, device=CPU, step_sync=sync)
     logits = []
     for step in range(steps):
         with torch.no_grad():

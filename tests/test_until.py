@@ -62,13 +62,12 @@ def test_what_is_reached_already_is_left_as_it_is(run_ranks, tmp_path, alone):
 
 def failing_at_once(config, directory, error):
     """Resumes; instead of its first step comes an error."""
-    from segtrain.commands.train import loop
+    from segtrain.training.step import TrainStep
 
-    def fail(*_, **__):
+    def fail(*_):
         raise error
-        yield
 
-    loop.train_steps = fail
+    TrainStep.__call__ = fail
     return refusal(lambda: train(config, directory, True, accept_changes=True))
 
 

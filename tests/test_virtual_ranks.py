@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from functools import partial
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.offload import InFlight, offload, reload, saved_on_host
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.training import microbatches
+from segtrain.training import step as step_module
+from segtrain.training.local import LocalMicrobatch
 from segtrain.training.state import make_state
 
 
@@ -159,28 +160,26 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, size=65):
     for parameter in model.parameters():  # gradients exist before, as the parameters do
         parameter.grad = torch.zeros_like(parameter)
     images = torch.randn(batch_size, 3, size, size).to(dtype_of(config.train))
-    share = microbatches.LocalMicrobatch(
-        images, torch.zeros(1, batch_size, size, size).long(), DropoutMasks()
-    )
+    share = LocalMicrobatch(images, torch.zeros(1, batch_size, size, size).long(), DropoutMasks())
     mode = LiveBytes([*model.parameters(), *(p.grad for p in model.parameters())])
 
-    def in_this_thread(*args, **kwargs):
-        with mode:
-            return plain(*args, **kwargs)
+    @contextmanager
+    def on_host(*args):
+        with saved_on_host(*args, copies=ClonesAsHost(mode.forget)), mode:
+            yield
 
-    plain = microbatches._forward_backward
-    original = microbatches.saved_on_host
-    microbatches._forward_backward = in_this_thread
-    microbatches.saved_on_host = partial(saved_on_host, copies=ClonesAsHost(mode.forget))
+    sizes, original = [batch_size // virtual] * virtual, step_module.saved_on_host
+    step_module.saved_on_host = on_host
     try:
-        step = partial(microbatches._forward_backward, state, state.wrapped, share)
+        weight, sync = torch.ones(1), StepSync(lambda: False)
         if virtual > 1:
-            step = partial(
-                microbatches._in_threads, state, share.split([batch_size // virtual] * virtual)
-            )
-        step(torch.ones(1), step_sync=StepSync(lambda: False))
+            step_module._in_threads(state, share.split(sizes), weight, sync)
+        else:
+            with mode:
+                objective, _ = step_module.forward(state, state.wrapped, share, weight, sync)
+                objective.backward()
     finally:
-        microbatches._forward_backward, microbatches.saved_on_host = plain, original
+        step_module.saved_on_host = original
     return mode.peak, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-import test_engine
+import test_step
 import torch
-from test_engine import CPU, TwoHeads, assert_same_training, plain_loop, run, weights
+from test_step import CPU, TwoHeads, assert_same_training, plain_loop, run, weights
 from torch.nn.utils import prune
 
 from segtrain.checkpoint.format import Checkpoint
@@ -24,7 +24,7 @@ RULES = ({"names": ("head", "aux_head"), "keep_zeros": True}, {"zero": (SLICE,)}
 
 def config(*rules, **options):
     options = {"momentum": 0.9, "weight_decay": 0.1, "init_from": "pruned"} | options
-    return test_engine.config(layers=rules or RULES, **options)
+    return test_step.config(layers=rules or RULES, **options)
 
 
 def pruned_file():
@@ -68,7 +68,7 @@ SGD = {
 
 
 def trainings():
-    return {name: test_engine.trained(settings, new_state) for name, settings in SGD.items()}
+    return {name: test_step.trained(settings, new_state) for name, settings in SGD.items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

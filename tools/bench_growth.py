@@ -26,7 +26,7 @@ from stepping import config_of, state_of, steps_of
 
 from segtrain.config import Config, DataConfig, load_config
 from segtrain.data.pack.opening import open_dataset
-from segtrain.data.sample.loader import indices_of_rank, train_loader
+from segtrain.data.sample.loader import TrainLoader
 from segtrain.data.sample.stream import TrainStream
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed.machine import descendants
@@ -135,9 +135,9 @@ def _load(root: str, workers: int) -> None:
         stream_seed=0,
         batch_size=4,
     )
-    batches = train_loader(
+    batches = TrainLoader(
         stream,
-        indices=indices_of_rank(4, 1, 0, (1,)),
+        indices=[range(4)],
         start_step=0,
         steps=_LOADED // 4,
         num_workers=workers,

@@ -30,7 +30,7 @@ from segtrain.checkpoint.manager import kept_checkpoints
 from segtrain.commands.train.setup import build_state, make_repeatable
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
-from segtrain.data.sample.loader import indices_of_rank, train_loader
+from segtrain.data.sample.loader import TrainLoader
 from segtrain.data.sample.stream import TrainStream
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import ConfigError, UserError
@@ -77,9 +77,9 @@ def batches(config: Config, start: int, stop: int) -> Iterator[Batch]:
         config.augment, form=train_set.form, short_side_px=config.data.short_side_px
     )
     size = config.train.batch_size
-    return train_loader(
+    return TrainLoader(
         TrainStream(train_set, transform, stream_seed=config.seed, batch_size=size),
-        indices=indices_of_rank(size, 1, 0, (1,)),
+        indices=[range(size)],
         start_step=start,
         steps=stop,
         num_workers=0,

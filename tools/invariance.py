@@ -74,14 +74,15 @@ def reversed_losses(directory: Path, chosen: tuple[str, ...]) -> list[float]:
 
     from segtrain.commands.train import loop, setup
     from segtrain.config import load_config
+    from segtrain.distributed.layout import Layout
 
-    original = setup.indices_of_rank
-    setup.indices_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
+    original = Layout.positions
+    Layout.positions = lambda self, rank: [mine[::-1] for mine in original(self, rank)]
     try:
         config = load_config(DEMO, chosen)
         loop.run(setup.TrainRequest(config, directory, torch.device("cpu")))
     finally:
-        setup.indices_of_rank = original
+        Layout.positions = original
     return logged(directory, "train/loss")
 
 

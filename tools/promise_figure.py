@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
-from segtrain.data.sample.loader import indices_of_rank
 from segtrain.data.sample.stream import TrainStream
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.layout import Layout, even
 from segtrain.models import build_model
 from segtrain.models.blocks import Normalize
 from segtrain.run.pictures import text_mask
@@ -143,7 +143,7 @@ def _batches(config: Config, rank: int, ranks: int) -> Iterator[tuple[Tensor, Te
         stream_seed=config.seed,
         batch_size=config.train.batch_size,
     )
-    (positions,) = indices_of_rank(config.train.batch_size, 1, rank, (1,) * ranks)
+    (positions,) = Layout.of(config.train, even(ranks)).positions(rank)
     for step in range(config.train.steps):
         images, labels, *_ = zip(*(stream[step, i] for i in positions), strict=True)
         yield torch.stack(images), torch.stack(labels).long()

@@ -1,19 +1,19 @@
 """Training steps in this process, on one random batch over and over."""
 
-from collections.abc import Iterator
-from itertools import repeat
+from collections.abc import Iterable, Iterator
+from itertools import islice, repeat
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from segtrain.config import Config
-from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, make_norm
-from segtrain.training.engine import StepResult, train_steps
+from segtrain.training.local import LocalStep
 from segtrain.training.state import TrainState, make_state
+from segtrain.training.step import StepResult, TrainStep
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch
 
@@ -68,17 +68,28 @@ def state_of(
     return make_state(build_model(config.model, num_classes=num_classes, norm=norm), config, device)
 
 
+def train_steps(
+    state: TrainState,
+    batches: Iterable[Batch],
+    config: Config,
+    *,
+    device: torch.device,
+    step_sync: StepSync,
+) -> Iterator[StepResult]:
+    """The steps of a training until its end; `batches`: of each microbatch, in order."""
+    step, batches = TrainStep(state, config, device, step_sync), iter(batches)
+    while state.step < config.train.steps and not step_sync.is_over:
+        yield step(LocalStep(list(islice(batches, config.train.accumulate_steps))))
+
+
 def steps_of(
     state: TrainState, config: Config, device: torch.device, num_classes: int = NUM_CLASSES
 ) -> Iterator[StepResult]:
     """Endless training steps of this rank's part of a random batch, the same for all passes."""
     train = config.train
-    sizes = train.batch_size, train.accumulate_steps
-    indices = indices_of_rank(*sizes, dist.rank(), state.split, train.shares)
+    indices = state.layout.positions(dist.rank())
     whole = random_batch(config.augment.crop_size, train.batch_size, device, num_classes)
     mine = slice(indices[0].start, indices[0].stop)
     batch = Batch(*(tensor[mine] for tensor in whole[:2]), whole.names[mine])
     step_sync = StepSync(lambda: False, overflow_allowed=train.precision == "float16")
-    return train_steps(
-        state, repeat(batch), config, device=device, indices=indices, step_sync=step_sync
-    )
+    return train_steps(state, repeat(batch), config, device=device, step_sync=step_sync)

@@ -80,7 +80,7 @@ def one_bit(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-STEP = "segtrain.training.engine"
+STEP = "segtrain.training.step"
 AREA = {"interpolation": cv2.INTER_AREA}
 RESIZED = wrapped("cv2", "resize", lambda f: lambda *a, **o: f(*a, **o | AREA))
 BIT = wrapped(
@@ -91,7 +91,7 @@ LOSS = wrapped(
     "torch.nn.functional", "cross_entropy", lambda f: lambda *a, **o: f(*a, **o) * 1.00001
 )
 KILLED = wrapped(
-    STEP, "_update", lambda f: lambda state, *a: os._exit(9) if state.step == 6 else f(state, *a)
+    STEP, "update", lambda f: lambda state, *a: os._exit(9) if state.step == 6 else f(state, *a)
 )
 AVX2 = partial(os.environ.update, ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2")
 ONE_THREAD = partial(torch.set_num_threads, 1)

@@ -4,8 +4,8 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -13,18 +13,11 @@ from typing import NamedTuple
 import torch
 
 from segtrain.commands.config import find_config
-from segtrain.commands.train.auto_workers import MEASURED_STEPS, with_chosen_workers
+from segtrain.commands.train.auto_workers import MEASURED_STEPS, WorkerChoice
 from segtrain.commands.train.evaluate import evaluate_largest
-from segtrain.commands.train.setup import (
-    TrainContext,
-    build_state,
-    class_uniform_sampling,
-    device_name,
-    make_repeatable,
-    open_data,
-)
+from segtrain.commands.train.setup import Prepared, device_name, make_repeatable, prepare
+from segtrain.commands.train.training import HangWatch, Training
 from segtrain.config import Config, load_config
-from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import (
@@ -39,7 +32,6 @@ from segtrain.files import check_output, check_utf8, os_errors_as, write_output
 from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products
 from segtrain.text import printable, say
-from segtrain.training.engine import StepResult, train_steps
 from segtrain.training.measure import (
     PARTS,
     PartClock,
@@ -173,7 +165,7 @@ def run_bench(args: argparse.Namespace) -> int:
         keep_freed_memory()
     group = process_group(device, timeout_s=config.train.timeout_s)
     enough = memory_failures(lambda: training_failure(config, device))
-    with group, enough, float32_products(config.train):
+    with group, enough, float32_products(config.train), ExitStack() as stack:
         if args.profile is not None:
             check_utf8(args.profile)
         for option, file in (("--json", args.json), ("--profile", args.profile)):
@@ -183,10 +175,10 @@ def run_bench(args: argparse.Namespace) -> int:
         make_repeatable(config, device)
         with worker_failures():
             if args.memory:
-                footprint = _footprint(config, device)
+                footprint = _footprint(config, device, stack)
                 lines, fields = footprint_lines(footprint), footprint._asdict()
             else:
-                report = _measure(config, device, args.steps, args.profile)
+                report = _measure(config, device, args.steps, args.profile, stack)
                 lines, fields = lines_of(report), report._asdict() | {"limit": limit_of(report)}
         if dist.is_main():
             print("\n".join(map(printable, lines)))
@@ -219,7 +211,7 @@ def footprint_lines(footprint: Footprint) -> Iterator[str]:
     yield f"host       {footprint.host_bytes / 2**30:.2f} GiB in all ranks and loader workers"
 
 
-def _footprint(config: Config, device: torch.device) -> Footprint:
+def _footprint(config: Config, device: torch.device, stack: ExitStack) -> Footprint:
     """Trains three steps as a run does, of which the first does not count, and evaluates.
 
     Only the images that take most memory (collective).
@@ -227,10 +219,11 @@ def _footprint(config: Config, device: torch.device) -> Footprint:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction((1 - MEMORY_MARGIN) * free / total, device)
-    this, steps, eval_set = _training(config, device)
-    _take(steps, 1, device)
-    step_s, _ = _take(steps, 2, device)
-    evaluate_largest(this, eval_set)
+    this, ready = _training(config, device, stack)
+    steps = _Steps(this)
+    steps.take(1)
+    step_s, _ = steps.take(2)
+    evaluate_largest(this, ready.eval_set)
     workers = sum(map(resident_bytes, descendants(os.getpid())[1:]))
     on_device = peak_bytes(device) if device.type == "cuda" else None
     mine = step_s, on_device, peak_bytes(torch.device("cpu")) + workers
@@ -238,47 +231,38 @@ def _footprint(config: Config, device: torch.device) -> Footprint:
     return Footprint(max(times), None if on_device is None else max(devices), sum(hosts))
 
 
-def _training(
-    config: Config, device: torch.device
-) -> tuple[TrainContext, Iterator[StepResult], SegDataset]:
-    """What a run trains with, its steps, and the split that it evaluates on (collective)."""
+def _training(config: Config, device: torch.device, stack: ExitStack) -> tuple[Training, Prepared]:
+    """What a run trains with (collective)."""
     notes: list[str] = []
-    train_set, eval_set = open_data(config, device, notes)
-    state = build_state(config, device, None, train_set, notes)
     nowhere = Path(os.devnull)  # bench has no run directory that keeps the centroids
-    class_uniform, _ = class_uniform_sampling(config, train_set, nowhere, None, device)
-    this = TrainContext(
-        config=config,
-        device=device,
-        train_set=train_set,
-        state=state,
-        step_sync=StepSync(lambda: False, overflow_allowed=config.train.precision == "float16"),
-        class_uniform=class_uniform,
-    )
-    if dist.is_main() and notes:
-        say("\n".join(notes))
+    ready = prepare(config, device, nowhere, notes, stack, hashes=False)
+    step_sync = StepSync(lambda: False, overflow_allowed=config.train.precision == "float16")
+    training = ready.training(config, device, step_sync)
+    this = Training(**training, last_step=config.train.steps)
+    stack.callback(this.reopen)
 
-    tell = say if dist.is_main() else lambda _: None
-    steps = train_steps(
-        state,
-        with_chosen_workers(this, config.train.steps, tell),
-        config,
-        device=device,
-        indices=this.indices(),
-        step_sync=this.step_sync,
-    )
-    return this, steps, eval_set
+    def tell(lines: Sequence[str]) -> None:
+        if dist.is_main() and lines:
+            say("\n".join(lines))
+
+    tell(notes)
+    parts = HangWatch.of(config, device, stack), WorkerChoice.of(config, tell)
+    this.parts = tuple(part for part in parts if part is not None)
+    return this, ready
 
 
-def _measure(config: Config, device: torch.device, num_steps: int, profile: Path | None) -> Report:
+def _measure(
+    config: Config, device: torch.device, num_steps: int, profile: Path | None, stack: ExitStack
+) -> Report:
     """Trains a few steps with the data, model and loader of a run (collective)."""
-    this, steps, _ = _training(config, device)
-    _take(steps, _warmup(config), device)
+    this, _ = _training(config, device, stack)
+    steps = _Steps(this)
+    steps.take(_warmup(config))
     # 1. The time that counts: nobody listens.
-    step_s, data_s = _take(steps, num_steps, device)
+    step_s, data_s = steps.take(num_steps)
     # 2. Its parts: on a device, the clock waits for it at every border.
     clock = PartClock(device)
-    parted_s, waited_s = _take(steps, num_steps, device, clock.running())
+    parted_s, waited_s = steps.take(num_steps, clock.running())
     parts = {name: clock.seconds[name] / num_steps for name in PARTS}
     parts = {"data": waited_s, **parts}
     parts["other"] = max(0.0, parted_s - sum(parts.values()))
@@ -286,7 +270,7 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
     if profile is not None and dist.world_size() > 1:  # each rank writes a trace
         name, dot, endings = profile.name.partition(".")
         profile = profile.with_name(f"{name}_{dist.rank()}{dot}{endings}")
-    busy = busy_share(lambda: _take(steps, _PROFILED, device), device, profile)
+    busy = busy_share(lambda: steps.take(_PROFILED), device, profile)
 
     peak = matmul_peak(device, config.train)
     sam = 1 / config.optim.sam_every if config.optim.sam_rho is not None else 0.0
@@ -312,20 +296,31 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
     )
 
 
-def _take(
-    steps: Iterator[StepResult],
-    number: int,
-    device: torch.device,
-    watch: AbstractContextManager = nullcontext(),  # noqa: B008 - it holds no state
-) -> tuple[float, float]:
-    """Seconds of a step, and of its wait for the loader: means over `number` steps (collective).
+class _Steps:
+    """The steps of a training, some at a time."""
 
-    watch: around the steps, after all ranks have come.
-    """
-    dist.barrier()
-    synchronize(device)
-    with watch:
-        began = time.perf_counter()
-        waited = sum(result.data_s for result in islice(steps, number))
-        synchronize(device)
-        return (time.perf_counter() - began) / number, waited / number
+    def __init__(self, run: Training) -> None:
+        self._run, self._batches = run, run.batches()
+
+    def take(
+        self,
+        number: int,
+        watch: AbstractContextManager = nullcontext(),  # noqa: B008 - it holds no state
+    ) -> tuple[float, float]:
+        """Seconds of a step, and of its wait for the loader: means over `number` (collective).
+
+        watch: around the steps, after all ranks have come.
+        """
+        run, waited = self._run, 0.0
+        dist.barrier()
+        synchronize(run.device)
+        with watch:
+            began = time.perf_counter()
+            for local in islice(self._batches, number):
+                with run.around():
+                    result = run.step(local)
+                for part in run.parts:
+                    part.after_step(run, local, result)
+                waited += local.data_s
+            synchronize(run.device)
+            return (time.perf_counter() - began) / number, waited / number

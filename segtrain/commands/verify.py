@@ -7,7 +7,7 @@ run directory and no lock is taken: the run may still be training.
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,15 +19,8 @@ from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import kept_checkpoints
 from segtrain.checkpoint.restore import initial_weights_fields
 from segtrain.commands.train.evaluate import take_precise_statistics
-from segtrain.commands.train.setup import (
-    DATA_PATIENCE_S,
-    TrainContext,
-    build_state,
-    class_uniform_sampling,
-    make_repeatable,
-    open_data,
-    other_arithmetic,
-)
+from segtrain.commands.train.setup import DATA_PATIENCE_S, make_repeatable, prepare
+from segtrain.commands.train.training import HangWatch, Training
 from segtrain.config import Config, load_config
 from segtrain.config.loading import given_key
 from segtrain.data.sample.loader import worker_failures
@@ -43,7 +36,6 @@ from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, say
 from segtrain.run.receipts import Receipt, read_receipts
 from segtrain.text import counted
-from segtrain.training.engine import train_steps
 from segtrain.training.receipts import ReceiptMeter, weights_lines
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -66,7 +58,7 @@ class Plan(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Replay(TrainContext):
+class Replay(Training):
     """A run that is computed again on this rank."""
 
     directory: Path  # of the run
@@ -191,38 +183,30 @@ def _set_up(
     known = start
     if known is None and plan.kept:
         known = _load_alike(checkpoints / plan.kept[0][1], plan.kept[0][0])
-    # 2. The data and the state.
-    train_set, eval_set = open_data(config, device, notes)
-    state = build_state(config, device, start, train_set, notes)
-    # 3. What differs from the run is told, not refused: perhaps it is what is looked for.
-    notes += other_arithmetic(state, known and known.checkpoint)
+    # 2. Data and state. What differs from the run is told, not refused: perhaps it is looked for.
     if known is not None:
         others = run_directory.config_differences(parse_experiment(*known)[0], config)
         notes += [f"warning: {run_directory.CONFIG} has been edited: {line}" for line in others]
-    data = DatasetGuard((train_set, eval_set), config.data.root, known, accept_changes=True)
-    stack.callback(data.close)
-    data.start(DATA_PATIENCE_S)
-    notes += data.pop_log_lines()
-    class_uniform, others = class_uniform_sampling(config, train_set, run, known, device)
-    notes += others
+    ready = prepare(config, device, run, notes, stack, start=start, known=known)
     _say(*notes)
-    return Replay(
-        config=config,
+    step_sync = StepSync(
+        lambda: False,
+        overflow_allowed=config.train.precision == "float16",
+        timeout_s=config.train.timeout_s,
+    )
+    replay = Replay(
+        **ready.training(config, device, step_sync),
+        last_step=plan.last,
         directory=run,
-        device=device,
-        train_set=train_set,
-        class_uniform=class_uniform,
-        state=state,
-        step_sync=StepSync(
-            lambda: False,
-            overflow_allowed=config.train.precision == "float16",
-            timeout_s=config.train.timeout_s,
-        ),
         plan=plan,
         receipts=receipts,
-        data=data,
-        evaluated=start is not None and start.checkpoint.evaluated == state.step,
+        data=ready.data,
+        evaluated=start is not None and start.checkpoint.evaluated == ready.state.step,
     )
+    stack.callback(replay.reopen)
+    watch = HangWatch.of(config, device, stack)
+    replay.parts = () if watch is None else (watch,)
+    return replay
 
 
 def _load_alike(path: Path, step: int) -> Resumed:
@@ -254,18 +238,14 @@ def _replay(this: Replay) -> None:
     following = this.receipts.get(state.step + 1)
     if following is not None and following.start is not None:
         meter.take_start()
-    stream = this.batches(state.step, plan.last)
-    results = train_steps(
-        state, stream, config, device=this.device, indices=this.indices(), step_sync=this.step_sync
-    )
     bar = ProgressBar(plan.last, state.step, "verify", enabled=dist.is_main())
     liveness.beat("training", state.step)
-    # The loader's workers end first.
-    with worker_failures(), bar, closing(stream), closing(results):
-        while state.step < plan.last:
-            result = next(results)
+    with worker_failures(), bar:
+        for local in this.batches():
+            with this.around():
+                result = this.step(local)
             this.evaluated = False
-            meter.update(result)
+            meter.after_step(this, local, result)
             _compare(this, meter)
             bar.update()
             liveness.beat("training", state.step)

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from segtrain import errors
 from segtrain.distributed import virtual_ranks
+from segtrain.distributed.passes import current, passing
 from segtrain.distributed.shared_sum import SharedSum
 from segtrain.errors import LostRanksError, UserError
 
@@ -63,9 +64,6 @@ def is_main() -> bool:
     return rank() == 0
 
 
-_is_alone = False
-
-
 @contextmanager
 def alone() -> Iterator[None]:
     """Inside, every collective is that of this process alone, and nothing is sent.
@@ -73,12 +71,8 @@ def alone() -> Iterator[None]:
     `rank` and `world_size` stay what they are. For processes that train without waiting for each
     other (train.parallel hogwild), and to measure what a rank does by itself.
     """
-    global _is_alone
-    before, _is_alone = _is_alone, True
-    try:
+    with passing(alone=True):
         yield
-    finally:
-        _is_alone = before
 
 
 def group_size(group: Group | None = None) -> int:
@@ -92,7 +86,7 @@ def group_size(group: Group | None = None) -> int:
 def group_rank() -> int:
     """The row of `all_gather` that is this rank's: its number among all, virtual ones counted."""
     virtual = virtual_ranks.current()
-    number = 0 if _is_alone else rank()
+    number = 0 if current().alone else rank()
     if virtual is None:
         return number
     if virtual.shares is not None:
@@ -101,7 +95,7 @@ def group_rank() -> int:
 
 
 def _num_processes(group: Group | None) -> int:
-    if group is ALONE or _is_alone or not is_distributed():
+    if group is ALONE or current().alone or not is_distributed():
         return 1
     return torch_dist.get_world_size(group)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import Split, parts_of_rank, shares_of_ranks
 from segtrain.distributed.virtual_ranks import VirtualRanks
 
 T = TypeVar("T")
@@ -30,8 +29,8 @@ class Shares(NamedTuple):
     at_once: int
 
     @classmethod
-    def of_this_rank(cls, num_shares: int, split: Split, device: torch.device) -> "Shares":
-        """Of `num_shares` over all ranks. From here on a thread of Python has one of torch.
+    def of_this_rank(cls, counts: tuple[int, ...], device: torch.device) -> "Shares":
+        """Of so many on each rank. From here on a thread of Python has one of torch.
 
         Kernels cut their work by the number of threads and add up the parts, so other numbers of
         threads give other bits. Several shares at a time use the cores instead; on a GPU one is
@@ -39,12 +38,7 @@ class Shares(NamedTuple):
         """
         at_once = 1 if device.type == "cuda" else _threads_at_start()
         torch.set_num_threads(1)
-        return cls(tuple(shares_of_ranks(num_shares, split)), at_once)
-
-    def sizes(self, num_images: int) -> list[int]:
-        """The images in each share of this rank, of a microbatch of `num_images` over all ranks."""
-        parts = parts_of_rank(num_images, dist.rank(), self.counts, sum(self.counts))
-        return [len(part) for part in parts]
+        return cls(counts, at_once)
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """What the functions return, one for each share of this rank (collective).

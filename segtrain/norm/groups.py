@@ -17,6 +17,7 @@ from torch import Tensor
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
+from segtrain.distributed.passes import current, passing
 
 Parts = tuple[tuple[int, ...], ...]
 
@@ -80,9 +81,6 @@ def groups_of(images: int, parts: Parts, rank: int, slot: int) -> Groups:
     )
 
 
-_parts: Parts | None = None
-
-
 @contextmanager
 def placed(parts: Sequence[int] | Sequence[Sequence[int]]) -> Iterator[None]:
     """Inside, layers whose statistics are over `images` know where those of the microbatch lie.
@@ -92,18 +90,14 @@ def placed(parts: Sequence[int] | Sequence[Sequence[int]]) -> Iterator[None]:
 
     parts: the number of images of each rank; or of each of its virtual ranks or shares.
     """
-    global _parts
-    before = _parts
-    _parts = tuple((p,) if isinstance(p, int) else tuple(p) for p in parts)
-    try:
+    with passing(parts=tuple((p,) if isinstance(p, int) else tuple(p) for p in parts)):
         yield
-    finally:
-        _parts = before
 
 
 def most_images(here: int) -> int:
     """The most that any part of the microbatch has, by `placed`; else `here`, as all have then."""
-    return here if _parts is None else max(n for sizes in _parts for n in sizes)
+    parts = current().parts
+    return here if parts is None else max(n for sizes in parts for n in sizes)
 
 
 def groups_here(images: int, num_images: int | None = None) -> Groups:
@@ -115,7 +109,7 @@ def groups_here(images: int, num_images: int | None = None) -> Groups:
         RuntimeError: there are several ranks, and `placed` does not tell what each has.
         ValueError: the input does not have the images that `placed` says, or cannot be divided.
     """
-    parts, rank, slot = _parts, dist.rank(), virtual_ranks.slot()
+    parts, rank, slot = current().parts, dist.rank(), virtual_ranks.slot()
     if parts is None and dist.group_size() > 1:
         raise RuntimeError(
             f"batch norm over groups of {images} images has to know where they are: put "

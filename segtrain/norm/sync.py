@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
+from segtrain.distributed.passes import current, passing
 from segtrain.distributed.shares import Shares
 from segtrain.norm.cuda_kernels import constant, takes
 from segtrain.norm.functional import (
@@ -128,7 +129,8 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _evaluate(self, input: Tensor) -> Tensor:
-        if _waiting is not None and any(layer is self for layer, _ in _waiting):
+        waiting = current().waiting
+        if waiting is not None and any(layer is self for layer, _ in waiting):
             raise RuntimeError("a layer evaluates inside tracked_together()")
         self._check_followed()
         buffers = self.running_mean, self.running_var
@@ -159,8 +161,9 @@ class SyncBatchNorm(_BatchNorm):
         if virtual_ranks.slot() != 0:
             return
         (moments,) = found
-        if _waiting is not None and self.momentum is not None and takes(moments.mean):
-            _waiting.append((self, moments))
+        waiting = current().waiting
+        if waiting is not None and self.momentum is not None and takes(moments.mean):
+            waiting.append((self, moments))
             return
         mean, var, count = moments
         if count.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -334,7 +337,7 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
         if isinstance(layers[0], SyncBatchNorm) and layers[0].images is not None
     ]
     alike = [layers for layers in alike if layers[0].running_mean is not None]
-    if not alike or not _tracked:
+    if not alike or not current().tracked:
         return
     seen = [{slot: s for layer in layers for slot, s in layer._seen.items()} for layers in alike]
     num_slots = 1 + max((slot for of_slot in seen for slot in of_slot), default=0)
@@ -387,18 +390,11 @@ def _has_hooks(module: nn.Module) -> bool:
     return any([forward, backward, module._forward_pre_hooks, module._backward_pre_hooks])
 
 
-_tracked = True
-
-
 @contextmanager
 def untracked() -> Iterator[None]:
     """Inside, running statistics stay as they are, for a step that is computed a second time."""
-    global _tracked
-    before, _tracked = _tracked, False
-    try:
+    with passing(tracked=False):
         yield
-    finally:
-        _tracked = before
 
 
 def is_tracked() -> bool:
@@ -408,7 +404,7 @@ def is_tracked() -> bool:
     repeat the collective, but the batch has been tracked already.
     """
     recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-    return _tracked and not recomputing
+    return current().tracked and not recomputing
 
 
 def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
@@ -450,9 +446,6 @@ def until_all_end(
         yield empty if batch is end else batch
 
 
-_waiting: list[tuple[SyncBatchNorm, Moments]] | None = None  # layers, each with a batch's moments
-
-
 @contextmanager
 def tracked_together() -> Iterator[None]:
     """On exit, running statistics follow the batches that layers on CUDA have seen inside.
@@ -465,19 +458,16 @@ def tracked_together() -> Iterator[None]:
     Raises:
         RuntimeError: it is entered twice.
     """
-    global _waiting
-    if _waiting is not None:
+    if current().waiting is not None:
         raise RuntimeError("tracked_together() inside tracked_together()")
-    _waiting = waiting = []
-    try:
+    waiting: list[tuple[SyncBatchNorm, Moments]] = []  # layers, each with a batch's moments
+    with passing(waiting=waiting):
         yield
-        while waiting:
-            # A layer that was called twice follows its batches one after another.
-            now: dict[SyncBatchNorm, Moments] = {}
-            waiting = [pair for pair in waiting if now.setdefault(*pair) is not pair[1]]
-            _follow(list(now), list(now.values()))
-    finally:
-        _waiting = None
+    while waiting:
+        # A layer that was called twice follows its batches one after another.
+        now: dict[SyncBatchNorm, Moments] = {}
+        waiting = [pair for pair in waiting if now.setdefault(*pair) is not pair[1]]
+        _follow(list(now), list(now.values()))
 
 
 @torch.no_grad()

@@ -76,6 +76,10 @@ class ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes the bar away."""
         self._bar.close()
 
     def describe(self, *words: str) -> None:

@@ -10,8 +10,9 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, frombuffer, nn
@@ -20,7 +21,9 @@ from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ExecutionError, LostRanksError
 from segtrain.files import os_errors_as
-from segtrain.training.engine import StepResult
+from segtrain.training.local import LocalStep
+from segtrain.training.part import Part
+from segtrain.training.step import StepResult
 from segtrain.training.step_sync import StepSync
 
 # Vector kernels want aligned memory, and two tensors in one cache line slow each other down.
@@ -113,7 +116,7 @@ _MAX_LEAD = 4
 _SLEEP_S = 1e-3
 
 
-class HogwildBarrier:
+class HogwildBarrier(Part):
     """Brings the processes to the same step, where a run evaluates, saves or stops (collective).
 
     A process that is asked to tells the others through shared memory. All then go on to the step of
@@ -144,20 +147,20 @@ class HogwildBarrier:
         self._wanted = [False] * 3  # to stop, save, end
         self._next: int | None = None  # the step after which all meet, once it is agreed
 
-    def steps(self, steps: Iterator[StepResult]) -> Iterator[StepResult]:
-        """The same steps, each of this process alone.
+    @contextmanager
+    def around(self, run: Any) -> Iterator[None]:
+        """A step of this process alone.
 
         Raises:
             LostRanksError: another process stands still.
         """
-        while True:
-            self._wait_for_slowest()
-            with dist.alone():
-                result = next(steps, None)
-            if result is None:
-                return
-            self._steps[dist.rank()] = result.step
-            yield result
+        self._wait_for_slowest()
+        with dist.alone():
+            yield
+
+    def after_step(self, run: Any, local: LocalStep, result: StepResult) -> None:
+        """Tells the other processes."""
+        self._steps[dist.rank()] = result.step
 
     def _wait_for_slowest(self) -> None:
         began = time.monotonic()

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import most_resident_bytes, num_cores
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, pack
-from segtrain.training.engine import StepResult
+from segtrain.training.local import LocalStep
+from segtrain.training.part import Part
 from segtrain.training.state import TrainState
+from segtrain.training.step import StepResult
 
 _GIB = 2**30
 
@@ -28,6 +31,10 @@ class StepMeter:
         self._batch_size, self._device = batch_size, device
         self._results: list[StepResult] = []
         self._earlier: list[Tensor] = []
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        """Starts the clock."""
         self._since = time.perf_counter()
 
     def update(self, result: StepResult) -> None:
@@ -90,7 +97,7 @@ def _numbers(result: StepResult) -> Tensor:
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
-class ReceiptMeter:
+class ReceiptMeter(Part):
     """Gathers what the receipts need and reads it all at once; made on all ranks.
 
     names: of the whole batch of a step, counted from 1, in order.
@@ -113,7 +120,7 @@ class ReceiptMeter:
         """Lets the next receipt have hashes of the weights as they are now."""
         self._start, _ = weights_fields(self._state)
 
-    def update(self, result: StepResult) -> None:
+    def after_step(self, run: Any, local: LocalStep, result: StepResult) -> None:
         """Takes in the step that was just done."""
         self._results.append(result)
         if dist.is_main() and self._weights_due(result.step):

@@ -15,10 +15,11 @@ import torch
 from segtrain.config import Config
 from segtrain.data.read.image import ImageForm
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import Split, microbatch_parts
+from segtrain.distributed.layout import Split
+from segtrain.training.local import local_microbatches
 from segtrain.training.measure import synchronize
-from segtrain.training.microbatches import compute_alone, local_microbatches
 from segtrain.training.state import TrainState
+from segtrain.training.step import compute_alone
 from segtrain.types import Batch
 
 # The first pass chooses kernels and gets memory; of the others there are at least so many.
@@ -65,12 +66,11 @@ def measure_speed(
 
     Let all ranks measure at the same time.
     """
-    parts = microbatch_parts(config.train, state.split)[dist.rank()]
     together = 1 if config.norm.images == "all" else config.norm.images
-    sizes = [-(-max(size, 1) // together) * together for size in parts]
+    sizes = [-(-max(size, 1) // together) * together for size in state.layout.sizes(0, dist.rank())]
     batch = _random_batch(config, sum(sizes), form, num_classes)
     positions = [i % config.train.batch_size for i in range(sum(sizes))]
-    (part,) = local_microbatches(state, [batch], [positions], config, device)
+    (part,) = local_microbatches(state, [batch], config, device, [positions])
     is_cuda, base = device.type == "cuda", 0
     if is_cuda:
         base = torch.cuda.memory_allocated(device)

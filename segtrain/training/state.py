@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import Split, microbatch_parts, split_of
+from segtrain.distributed.layout import Layout, Split, split_of
 from segtrain.distributed.shares import Shares
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import Normalize, recomputed
@@ -120,7 +120,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     average: WeightAverage | None
     initial_weights: InitialWeights  # what updates need of the weights that training started from
-    split: Split = (1,)  # of microbatches among the ranks
+    layout: Layout  # which images of a step this rank computes, and which the others
     shares: Shares | None = None  # train.shares
     replicas: list[nn.Module] = field(default_factory=list)  # of `wrapped`, one for each share here
     arithmetic: str | None = None  # `share_rules.fingerprint` of this rank, with shares
@@ -173,6 +173,7 @@ def make_state(
     summed = [] if train.parallel == "hogwild" else model.named_parameters()
     scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "float16")
     scaler.scale(torch.zeros((), device=device))  # makes its tensors; shares would do it at once
+    split = split_of(train, dist.world_size())
     state = TrainState(
         model=model,
         normalize=normalize,
@@ -184,8 +185,9 @@ def make_state(
         scaler=scaler,
         average=WeightAverage(model, optim.ema_decay) if optim.ema_decay else None,
         initial_weights=initial_weights,
+        layout=Layout.of(train, split),
     )
-    use_split(state, config, split_of(train, dist.world_size()))
+    use_split(state, config, split)
     if state.shares is not None:
         refuse_layers(model, "train.shares")
         state.arithmetic = fingerprint(device, train)
@@ -194,8 +196,8 @@ def make_state(
 
 def use_split(state: TrainState, config: Config, split: Split) -> None:
     """Lets the ranks divide microbatches by `split` from the next step on (collective)."""
-    train, state.split = config.train, split
-    with placed(microbatch_parts(train, split)):
+    state.layout, train = Layout.of(config.train, split), config.train
+    with placed(state.layout.everywhere):
         make_groups(state.model)
     if train.compile:
         # torch keeps graphs of at most 8 sizes, and a ninth would end the run.
@@ -203,7 +205,7 @@ def use_split(state: TrainState, config: Config, split: Split) -> None:
     if train.shares is None:
         return
     before, device = state.gradients, next(state.model.parameters()).device
-    state.shares = Shares.of_this_rank(train.shares, split, device)
+    state.shares = Shares.of_this_rank(state.layout.shares, device)
     count = state.shares.counts[dist.rank()]
     state.replicas = [replica(state.wrapped).train() for _ in range(count)]
     state.gradients = ExactGradientSum(

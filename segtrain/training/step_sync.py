@@ -94,6 +94,16 @@ class StepSync:
         self._save_due = self._save_due or save
         self.ended = self.ended or end
 
+    @property
+    def is_over(self) -> bool:
+        """Whether training stops or ends after this step."""
+        return self.stopped or self.ended
+
+    @property
+    def save_is_due(self) -> bool:
+        """Whether a rank was asked to save since the last `pop_save_request`."""
+        return self._save_due
+
     def pop_save_request(self) -> bool:
         """Whether a rank was asked to save since the last call; the same on all ranks."""
         due, self._save_due = self._save_due, False

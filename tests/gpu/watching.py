@@ -20,8 +20,8 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import process_group
 from segtrain.models.precision import float32_products
 from segtrain.norm import NormFactory
-from segtrain.training.engine import StepResult
 from segtrain.training.measure import device_work
+from segtrain.training.step import StepResult
 
 SYNC, LOCAL, TORCH = "segtrain's, synchronized", "nn.BatchNorm2d", "torch's SyncBatchNorm"
 # What a CPU can do in the time.

@@ -8,14 +8,19 @@ number of workers, so a loader with another number takes over at the next step.
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 
 import torch
 
-from segtrain.commands.train.setup import TrainContext
+from segtrain.commands.train.training import Training
+from segtrain.config import Config
 from segtrain.data.sample.loader import most_workers
 from segtrain.distributed import collectives as dist
-from segtrain.types import Batch
+from segtrain.distributed.layout import Layout
+from segtrain.training.local import LocalStep
+from segtrain.training.part import Part
+from segtrain.training.step import StepResult
 
 # In the first steps libraries choose kernels, and files are read for the first time.
 _WARMUP = 3
@@ -36,12 +41,17 @@ class Measurement:
         self._steps: list[tuple] = []  # began, ended, made_s, images
 
     def start(self) -> None:
-        """A step has its last batch."""
+        """A step has its batches."""
         self._began = self._mark()
 
     def stop(self, made_s: float, images: int) -> None:
-        """It asks for the next one; a process made those of its `images` in `made_s` seconds."""
+        """It is done; a process made the batches of its `images` in `made_s` seconds."""
         self._steps.append((self._began, self._mark(), made_s, images))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+        return len(self._steps)
 
     def choice(self, most: int) -> tuple[int, str]:
         """How many workers keep ahead of the steps, 1 .. `most`, and a line for the log."""
@@ -69,37 +79,44 @@ class Measurement:
         return event
 
 
-def with_chosen_workers(
-    run: TrainContext, stop: int, tell: Callable[[str], None]
-) -> Iterator[Batch]:
-    """This rank's batches from the current step to `stop`.
+class WorkerChoice(Part):
+    """Measures the first steps of a loader and gives it as many workers as keep ahead of them.
 
-    With data.num_workers auto, the number is chosen in the first steps, and `tell` gets a line.
+    tell: gets lines about it.
     """
-    start, most, before = (
-        run.state.step,
-        most_workers(run.config, run.train_set.form),
-        run.num_workers(),
-    )
-    chosen = start + MEASURED_STEPS
-    batches = run.batches(start, stop)
-    try:
-        if run.config.data.num_workers == "auto" and most > 0 and chosen < stop:
-            measurement = Measurement(run.device)
-            for _ in range(start, chosen):
-                made_s, images = 0.0, 0
-                for positions in run.indices():
-                    batch = next(batches)
-                    made_s, images = made_s + batch.made_s, images + (len(positions) or 1)
-                    # The step takes the batches of all microbatches, then computes.
-                    measurement.start()
-                    yield batch
-                measurement.stop(made_s, images)
+
+    def __init__(self, tell: Callable[[list[str]], object]) -> None:
+        self._tell = tell
+        self._measurement: Measurement | None = None
+        self._layout: Layout | None = None  # for which it was measured, or is
+
+    @classmethod
+    def of(cls, config: Config, tell: Callable[[list[str]], object]) -> "WorkerChoice | None":
+        """One where the config asks for it."""
+        return cls(tell) if config.data.num_workers == "auto" else None
+
+    @contextmanager
+    def around(self, run: Training) -> Iterator[None]:
+        """Times the step."""
+        if self._layout is not run.state.layout:  # so many images may be others' now
+            self._layout, self._measurement = run.state.layout, Measurement(run.device)
+        if self._measurement is not None:
+            self._measurement.start()
+        yield
+
+    def after_step(self, run: Training, local: LocalStep, result: StepResult) -> None:
+        """Takes in the step; after the last one that is measured, opens another loader."""
+        measurement = self._measurement
+        if measurement is None:
+            return
+        images = sum(len(positions) or 1 for positions in run.state.layout.positions(dist.rank()))
+        measurement.stop(sum(batch.made_s for batch in local.batches), images)
+        if measurement.num_steps < MEASURED_STEPS:
+            return
+        self._measurement = None
+        most, before = most_workers(run.config, run.train_set.form), run.num_workers()
+        if most > 0 and run.state.step < run.last_step:
             run.auto_workers, line = measurement.choice(most)
-            tell(line)
+            self._tell([line])
             if run.auto_workers != before:
-                batches.close()
-                batches = run.batches(chosen, stop)
-        yield from batches
-    finally:
-        batches.close()
+                run.reopen()

@@ -12,13 +12,13 @@ from PIL import Image
 from torch import Tensor
 
 from segtrain.commands.train import save
-from segtrain.commands.train.setup import TrainContext, TrainRun
+from segtrain.commands.train.setup import TrainRun
+from segtrain.commands.train.training import Training
 from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
-from segtrain.distributed.partition import microbatch_parts, partition
 from segtrain.evaluation.dataset import (
     Outcome,
     Prediction,
@@ -139,7 +139,7 @@ def _evaluate_split(run: TrainRun, pictures: dict[int, str]) -> Outcome:
     )
 
 
-def evaluate_largest(run: TrainContext, eval_set: SegDataset) -> None:
+def evaluate_largest(run: Training, eval_set: SegDataset) -> None:
     """Evaluates the images that take most memory, at the same time on every rank (collective).
 
     These are the largest of all and the largest of those that do not go by windows.
@@ -165,11 +165,11 @@ def evaluate_largest(run: TrainContext, eval_set: SegDataset) -> None:
     _evaluated(run, [sample for sample in samples for _ in range(copies)])
 
 
-def _at_once(run: TrainContext) -> int:
+def _at_once(run: Training) -> int:
     return 1 if run.state.shares is None else run.state.shares.at_once
 
 
-def _evaluated(run: TrainContext, samples: Sequence[Sample], **options: Any) -> Outcome:
+def _evaluated(run: Training, samples: Sequence[Sample], **options: Any) -> Outcome:
     """`evaluate_dataset` as a run calls it."""
     config = run.config
     with float32_products(for_evaluation(config)):
@@ -213,7 +213,7 @@ def _keep(run: TrainRun, prediction: Prediction, pictures: dict[int, str]) -> No
 
 
 def take_precise_statistics(
-    run: TrainContext, num_batches: int, *, stop: Callable[[], bool] = lambda: False
+    run: Training, num_batches: int, *, stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Takes the running statistics of the model to evaluate from `num_batches` (collective).
 
@@ -225,8 +225,8 @@ def take_precise_statistics(
     Raises:
         StoppedError: `stop` was true on a rank; the statistics are as before.
     """
-    config, train, shares = run.config, run.config.train, run.state.shares
-    data = config.data
+    train, data = run.config.train, run.config.data
+    layout, shares = run.state.layout, run.state.shares
     normalize = Normalize(data.mean, data.std, data.value_range).to(run.device, dtype_of(train))
     model = run.state.eval_model
     vote, step = LateVote(run.device, train.timeout_s), run.state.step
@@ -237,17 +237,15 @@ def take_precise_statistics(
 
     def images_of_batches() -> Iterator[Tensor | list[Tensor]]:
         """Those of each microbatch; with shares, cut into them."""
-        for i, batch in enumerate(run.batches(step, step + num_batches)):
+        for i, batch in enumerate(run.loader(step, step + num_batches)):
             if vote(stop()):
                 raise StoppedError
             images = batch.images.to(run.device)
             if shares is None:
                 yield images
                 continue
-            whole = partition(train.batch_size, train.accumulate_steps, i % train.accumulate_steps)
-            yield list(images.split(shares.sizes(len(whole))))
+            yield list(images.split(layout.sizes(i % train.accumulate_steps, dist.rank())))
 
-    parts = microbatch_parts(train, run.state.split)
     # Virtual ranks save memory that a pass without gradients does not need.
-    with placed(parts if shares is not None else [sum(sizes) for sizes in parts]):
+    with placed(layout.images if shares is None else layout.everywhere):
         precise_statistics(model, images_of_batches(), forward, shares=shares)

@@ -2,13 +2,10 @@
 
 import shlex
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
-from itertools import islice
+from contextlib import ExitStack, suppress
 from signal import SIGUSR1, Signals
 
 from segtrain.commands.train import save
-from segtrain.commands.train.auto_workers import with_chosen_workers
 from segtrain.commands.train.evaluate import evaluate
 from segtrain.commands.train.setup import TrainRequest, TrainRun, set_up
 from segtrain.data.sample.loader import worker_failures
@@ -22,13 +19,9 @@ from segtrain.errors import EXIT_OK
 from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
-from segtrain.run.console import ProgressBar, progress_words, say, score_text
-from segtrain.run.pictures import training_picture
+from segtrain.run.console import say, score_text
 from segtrain.run.receipts import Receipt, read_receipts
-from segtrain.training.engine import train_steps
-from segtrain.training.hogwild import config_of_process
-from segtrain.training.receipts import StepMeter, weights_lines
-from segtrain.types import Batch
+from segtrain.training.receipts import weights_lines
 
 
 def run(request: TrainRequest) -> int:
@@ -42,7 +35,10 @@ def run(request: TrainRequest) -> int:
     with group, enough, float32_products(config.train), ExitStack() as stack:
         this = set_up(request, stack)
         with this.log:
-            train(this)
+            if begin(this):
+                with worker_failures():
+                    train(this)
+                finish(this)
             code = _leave(this) if this.step_sync.stopped else EXIT_OK
             is_complete = code == EXIT_OK and bool(_completion(this))
             reports = dist.is_main() and is_complete and config.log.charts
@@ -70,12 +66,24 @@ def _report(run: TrainRun) -> None:
 
 
 def train(run: TrainRun) -> None:
-    """Trains, evaluates and saves until the end, or until asked to stop (collective)."""
+    """The steps of this process, and what happens between them (collective)."""
+    for local in run.batches():
+        with run.around():
+            result = run.step(local)
+        for part in run.parts:
+            part.after_step(run, local, result)
+        if _is_due(run):
+            _between(run)
+        liveness.beat("training", run.state.step)
+
+
+def begin(run: TrainRun) -> bool:
+    """Does what comes before the first step; whether there is anything left to do (collective)."""
     if lines := _nothing_left(run):
         if run.changes:
             lines.append("note: nothing was done: the changes above were not used and are not kept")
         run.log.lines(lines)
-        return
+        return False
     dist.run_on_rank0(lambda: run.checkpoints.check_space(save.checkpoint_of(run)))
     # From here on there is something to save.
     run.signal_flags.install()
@@ -86,10 +94,23 @@ def train(run: TrainRun) -> None:
     run.stop_criteria.start()
     if _evaluation_is_left(run):
         _keep_cadences(run)
-    if run.state.step < run.last_step and not (run.step_sync.ended or run.step_sync.stopped):
-        with worker_failures():
-            _train_steps(run)
-    _finish(run)
+    if run.state.step < run.last_step and not run.step_sync.is_over:
+        _begin_steps(run)
+    return True
+
+
+def _begin_steps(run: TrainRun) -> None:
+    _divide_anew(run)
+    if run.receipts is not None and dist.is_main():
+        path = run.directory / run_directory.RECEIPTS
+        if run.state.step == 0 or run.changes or not path.exists():  # a branch has none yet
+            run.receipts.take_start()
+        else:  # receipts of another config are not of the same mean
+            _count_unlogged(run)
+    if run.meeting is not None:
+        dist.barrier()  # rank 0 may still write the weights that were evaluated last
+    run.step_log.begin(run.state.step)
+    liveness.beat("training", run.state.step)
 
 
 def _nothing_left(run: TrainRun) -> list[str]:
@@ -102,77 +123,31 @@ def _nothing_left(run: TrainRun) -> list[str]:
     return []
 
 
-def _train_steps(run: TrainRun) -> None:
-    config, state, sync = run.config, run.state, run.step_sync
-    _divide_anew(run)
-    meter = StepMeter(config.train.batch_size, run.device)
-    if run.receipts is not None and dist.is_main():
-        path = run.directory / run_directory.RECEIPTS
-        if state.step == 0 or run.changes or not path.exists():  # a branch has none yet
-            run.receipts.take_start()
-        else:  # receipts of another config are not of the same mean
-            _count_unlogged(run, meter)
-    if run.meeting is not None:
-        dist.barrier()  # rank 0 may still write the weights that were evaluated last
-    with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
-        while state.step < run.last_step and not (sync.ended or sync.stopped):
-            with closing(_with_first_shown(run)) as batches:
-                _train_while_divided(run, batches, meter, bar)
-        if sync.ended and meter.num_steps:
-            _log_means(run, meter, bar)
+def _between(run: TrainRun) -> None:
+    """Evaluates, saves and divides the images anew, as the config or a signal asks for it."""
+    began = time.perf_counter()
+    if _keep_cadences(run):
+        _divide_anew(run)
+    run.step_log.go_on(run, began)
 
 
-def _train_while_divided(
-    run: TrainRun, batches: Iterator[Batch], meter: StepMeter, bar: ProgressBar
-) -> None:
-    """Trains until the ranks divide microbatches anew, or nothing is left to train."""
-    config, state, meeting = run.config, run.state, run.meeting
-    steps = train_steps(
-        state,
-        batches,
-        config if meeting is None else config_of_process(config, dist.world_size()),
-        device=run.device,
-        indices=run.indices(),
-        step_sync=run.step_sync,
-    )
-    liveness.beat("training", state.step)
-    values: dict[str, float] = {}
-    if meeting is not None:
-        steps = meeting.steps(steps)
-    for result in islice(steps, run.last_step - state.step):
-        run.log.begin()
-        meter.update(result)
-        if run.receipts is not None:
-            run.receipts.update(result)
-        if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
-            values = _log_means(run, meter, bar)
-        bar.update()
-        if meeting is None or meeting.has_begun(result.step, due=_all_meet(run)):
-            began = time.perf_counter()
-            is_anew = _keep_cadences(run) and _divide_anew(run)
-            if values:  # an evaluation may have found another best score
-                bar.describe(*progress_words(values, run.best))
-            meter.skip(time.perf_counter() - began)
-            if is_anew:
-                return
-        liveness.beat("training", state.step)
-
-
-def _divide_anew(run: TrainRun) -> bool:
-    """Measures the ranks for train.split, if it says so; whether the split has changed."""
-    sync = run.step_sync
-    is_over = sync.stopped or sync.ended or run.state.step >= run.last_step
-    if run.split is None or is_over:
-        return False
+def _divide_anew(run: TrainRun) -> None:
+    """Measures the ranks for train.split, if it says so."""
+    if run.split is None or run.step_sync.is_over or run.state.step >= run.last_step:
+        return
     liveness.beat("training", run.state.step)
     changed, lines = run.split.measure()
     run.log.lines(lines)
-    return changed
+    if changed:
+        run.reopen()
 
 
-def _finish(run: TrainRun) -> None:
+def finish(run: TrainRun) -> None:
     """Saves and evaluates what the last step left; a stopped or paused run only saves."""
     config, state = run.config, run.state
+    if run.step_sync.ended and run.step_log.meter.num_steps:
+        run.step_log.write(run)
+    run.step_log.close()
     if run.split is not None:
         run.log.lines(run.split.reached())
     # The step of an evaluation that was left is saved already.
@@ -195,7 +170,7 @@ def _finish(run: TrainRun) -> None:
 
 def _evaluation_is_left(run: TrainRun) -> bool:
     """Whether the evaluation that fell on the current step was cut short or left out."""
-    return run.evaluated < run.state.step and _is_due(run.config.eval.every_steps, run)
+    return run.evaluated < run.state.step and _falls_on(run.config.eval.every_steps, run)
 
 
 def _completion(run: TrainRun) -> str:
@@ -217,29 +192,7 @@ def _to_train_on(run: TrainRun) -> str:
     return f"to train on: segtrain train {shlex.quote(str(run.directory))} --resume"
 
 
-def _with_first_shown(run: TrainRun) -> Iterator[Batch]:
-    """This rank's batches from the current step to the last; TensorBoard shows the first one."""
-    batches = with_chosen_workers(run, run.last_step, lambda line: run.log.lines([line]))
-    for i, batch in enumerate(batches):
-        if i == 0 and run.log.enabled and batch.names:
-            # A wrong label file or augmentation is seen here within a minute.
-            picture = training_picture(batch, run.train_set.classes, run.config.data.value_range)
-            run.log.picture(run.state.step, "train/batch", picture)
-        yield batch
-
-
-def _log_means(run: TrainRun, meter: StepMeter, bar: ProgressBar) -> dict[str, float]:
-    """Logs the means over the steps since the last call, and returns them by tag."""
-    values = meter.read()
-    run.log.scalars(run.state.step, values)
-    if run.split is not None:
-        run.split.update(values["time/step_s"])
-    save.flush_receipts(run)
-    bar.describe(*progress_words(values, run.best))
-    return values
-
-
-def _count_unlogged(run: TrainRun, meter: StepMeter) -> None:
+def _count_unlogged(run: TrainRun) -> None:
     """Lets the first line after an interruption be the mean of all steps since the line before."""
     every_steps, step = run.config.log.every_steps, run.state.step
     unlogged = range(step - step % every_steps + 1, step + 1)
@@ -249,7 +202,7 @@ def _count_unlogged(run: TrainRun, meter: StepMeter) -> None:
     if all(number in receipts for number in unlogged):
         for one in (receipts[number] for number in unlogged):
             numbers = one.loss, "nan" if one.aux_loss is None else one.aux_loss, one.grad_norm
-            meter.update_earlier(*map(float.fromhex, numbers))
+            run.step_log.meter.update_earlier(*map(float.fromhex, numbers))
 
 
 def _keep_cadences(run: TrainRun) -> bool:
@@ -259,14 +212,14 @@ def _keep_cadences(run: TrainRun) -> bool:
     """
     checkpoint = run.config.checkpoint
     save_requested = run.step_sync.pop_save_request()
-    evaluation_due = _is_due(run.config.eval.every_steps, run)
-    keep_due = _is_due(checkpoint.keep_every_steps, run)
+    evaluation_due = _falls_on(run.config.eval.every_steps, run)
+    keep_due = _falls_on(checkpoint.keep_every_steps, run)
     was_cut = False
     if evaluation_due:
         # Save first: an evaluation may take longer than a scheduler waits before it kills the run.
         save.save(run)
         was_cut = run.step_sync.stopped or not evaluate(run)
-    save_due = keep_due or evaluation_due or _is_due(checkpoint.every_steps, run)
+    save_due = keep_due or evaluation_due or _falls_on(checkpoint.every_steps, run)
     # After an evaluation that was cut short, the resumption comes here again.
     if (save_due or save_requested) and not was_cut:
         save.save(run, keep=keep_due)
@@ -281,14 +234,17 @@ def _keep_cadences(run: TrainRun) -> bool:
     return evaluation_due or save_due
 
 
-def _all_meet(run: TrainRun) -> bool:
-    """Whether something besides training happens after this step, unasked."""
+def _is_due(run: TrainRun) -> bool:
+    """Whether something besides training happens after this step."""
     checkpoint = run.config.checkpoint
     cadences = run.config.eval.every_steps, checkpoint.every_steps, checkpoint.keep_every_steps
-    return run.state.step == run.last_step or any(_is_due(every, run) for every in cadences)
+    due = any(_falls_on(every, run) for every in cadences)
+    if run.meeting is None:
+        return due or run.step_sync.save_is_due
+    return run.meeting.has_begun(run.state.step, due=due or run.state.step == run.last_step)
 
 
-def _is_due(every_steps: int | None, run: TrainRun) -> bool:
+def _falls_on(every_steps: int | None, run: TrainRun) -> bool:
     """Whether a cadence falls on this step; what the last step needs happens after the loop."""
     step = run.state.step
     return every_steps is not None and step % every_steps == 0 and step < run.config.train.steps

@@ -18,15 +18,14 @@ from segtrain.data.sample.loader import bytes_in_flight, first_workers
 from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import SHARED_MEMORY, free_shared_memory, semaphore_problem
-from segtrain.distributed.partition import (
+from segtrain.distributed.layout import (
+    Layout,
     batch_findings,
-    divide,
     even,
     images_together,
-    microbatch_parts,
     split_of,
 )
+from segtrain.distributed.machine import SHARED_MEMORY, free_shared_memory, semaphore_problem
 from segtrain.errors import ConfigError, MemoryLimitError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
@@ -85,8 +84,9 @@ def _split_warnings(train: TrainConfig, ranks: int) -> list[str]:
             f"train.split: {list(train.split)} is for {len(train.split)} ranks, and there are "
             f"{ranks}: they divide each microbatch evenly"
         )
-    images = train.batch_size // train.accumulate_steps
-    idle = 0 if train.shares else divide(images, split).count(0)
+    layout = Layout.of(train, split)
+    # The last microbatch is the smallest.
+    idle = 0 if train.shares else sum(not any(layout.sizes(-1, rank)) for rank in range(ranks))
     if idle and train.split != "measured":
         option = "batch_size" if split == even(ranks) else "split"
         warnings.append(
@@ -116,7 +116,7 @@ def _device_memory_finding(config: Config, num_classes: int, device: torch.devic
     is_cpu, ranks = device.type == "cpu", dist.world_size()
     # Ranks on a CPU have one memory, whoever has which image.
     split = even(ranks) if is_cpu else split_of(train, ranks)
-    parts = microbatch_parts(train, split)[0 if is_cpu else dist.rank()]
+    parts = Layout.of(train, split).sizes(0, 0 if is_cpu else dist.rank())
     at_a_time = max(parts) if train.virtual_ranks > 1 else sum(parts)
     ranks = dist.local_world_size() if is_cpu else 1
     return training_finding(config, num_classes, at_a_time, device, ranks) or window_finding(
@@ -161,7 +161,7 @@ def start_lines(
     if train.accumulate_steps > 1:
         batch += f" in {train.accumulate_steps} microbatches"
     if not isinstance(train.split, str) and ranks > 1:
-        divided = map(sum, microbatch_parts(train, split_of(train, ranks)))
+        divided = Layout.of(train, split_of(train, ranks)).images
         batch += f", {' + '.join(map(str, divided))} of a microbatch to the ranks"
     epochs = train.steps * train.batch_size / len(train_set.pairs)
     parameters = sum(p.numel() for p in model.parameters())

@@ -28,12 +28,6 @@ def save(run: TrainRun, *, keep: bool = False) -> None:
         run.checkpoints.save_last(checkpoint)
 
 
-def flush_receipts(run: TrainRun) -> None:
-    """Writes the receipts of the steps since the last call (collective)."""
-    if run.receipts is not None:
-        run.log.receipts(run.receipts.take_receipts())
-
-
 def settle(run: TrainRun) -> None:
     """Returns when the newest step is known to be finite and the labels were compared (collective).
 
@@ -41,7 +35,7 @@ def settle(run: TrainRun) -> None:
         NonFiniteError: a loss, a gradient or a weight is not finite.
         ConfigError, DataError: as `DatasetGuard.wait_for_hashes`.
     """
-    flush_receipts(run)
+    run.flush_receipts()
     run.step_sync.check_finite()
     _check_weights(run.state)
 

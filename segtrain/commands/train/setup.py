@@ -1,7 +1,7 @@
 """Everything before the first step: data, model and optimizer of a run, or of its replay."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
+from segtrain.commands.train.auto_workers import WorkerChoice
 from segtrain.commands.train.preflight import (
     check_experiment,
     class_uniform_lines,
@@ -23,13 +24,13 @@ from segtrain.commands.train.preflight import (
     start_lines,
 )
 from segtrain.commands.train.split import MeasuredSplit
+from segtrain.commands.train.step_log import StepLog
+from segtrain.commands.train.training import HangWatch, Training
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.centroids import TILE_PX, measure_centroids
-from segtrain.data.sample.loader import first_workers, indices_of_rank, train_loader
-from segtrain.data.sample.stream import ClassUniform, TrainStream
-from segtrain.data.sample.transforms import TrainTransform
+from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
 from segtrain.errors import CheckpointError, ConfigError
@@ -44,15 +45,15 @@ from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.run.trackers import Trackers, senders
 from segtrain.text import counted
-from segtrain.training.hogwild import HogwildBarrier, share_model
+from segtrain.training.hogwild import HogwildBarrier, config_of_process, share_model
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
-from segtrain.training.receipts import ReceiptMeter
+from segtrain.training.receipts import ReceiptMeter, StepMeter
 from segtrain.training.sample_losses import SampleLosses, why_unmeasured
 from segtrain.training.state import TrainState, make_state
+from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
 from segtrain.training.stop_criteria import StopCriteria
-from segtrain.types import Batch
 
 # How long a resumed run waits for the hashes of the labels before its first step.
 DATA_PATIENCE_S = 5.0
@@ -60,68 +61,6 @@ DATA_PATIENCE_S = 5.0
 _DIGEST_STEPS = 100
 # With these cuBLAS computes the same bits in every run; with others, torch refuses to.
 _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-
-
-@dataclass(kw_only=True)
-class TrainContext:
-    """What the steps of an experiment need on this rank."""
-
-    config: Config
-    device: torch.device
-    train_set: SegDataset
-    state: TrainState
-    step_sync: StepSync
-    class_uniform: ClassUniform | None = None  # data.class_uniform
-    auto_workers: int | None = None  # what data.num_workers auto has come to
-
-    def indices(self) -> list[range]:
-        """For each microbatch, the positions in the whole batch that this rank trains on."""
-        train = self.config.train
-        sizes = (train.batch_size, train.accumulate_steps)
-        return indices_of_rank(*sizes, dist.rank(), self.state.split, train.shares)
-
-    def num_workers(self) -> int:
-        """The loader processes of this rank."""
-        if self.auto_workers is not None:
-            return self.auto_workers
-        return first_workers(self.config, self.train_set.form)
-
-    def stream(self) -> TrainStream:
-        """The augmented samples of all steps."""
-        config, data = self.config, self.config.data
-        return TrainStream(
-            self.train_set,
-            TrainTransform(
-                config.augment, form=self.train_set.form, short_side_px=data.short_side_px
-            ),
-            stream_seed=config.seed,
-            batch_size=config.train.batch_size,
-            class_uniform=self.class_uniform,
-            mixup_alpha=config.augment.mixup_alpha,
-            class_mix_prob=config.augment.class_mix_prob,
-            hashes=config.train.shares is not None,
-        )
-
-    def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """This rank's batches of the steps `start` to `stop` - 1."""
-        return train_loader(
-            self.stream(),
-            indices=self.indices(),
-            start_step=start,
-            steps=stop,
-            num_workers=self.num_workers(),
-            prefetch=self.config.data.prefetch,
-            pin_memory=self.device.type == "cuda",
-            # Time out before the other ranks do, so that the error names the loader.
-            timeout_s=0.8 * self.config.train.timeout_s,
-        )
-
-    def receipt_meter(self, weights_due: Callable[[int], bool]) -> ReceiptMeter:
-        """For the receipts of the steps; `weights_due(step)` says when to hash the weights."""
-        stream = self.stream()
-        return ReceiptMeter(
-            self.state, names=lambda step: stream.names_of_step(step - 1), weights_due=weights_due
-        )
 
 
 def make_repeatable(config: Config, device: torch.device) -> None:
@@ -135,6 +74,95 @@ def make_repeatable(config: Config, device: torch.device) -> None:
     # The call imports torch's compiler, which takes a second.
     if is_deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(is_deterministic)
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """Data, weights and samples: what `segtrain train`, `verify` and `bench` begin with."""
+
+    train_set: SegDataset
+    eval_set: SegDataset
+    state: TrainState
+    data: DatasetGuard
+    class_uniform: ClassUniform | None
+    changes: list[str]  # of the centroids since the checkpoint, which were accepted
+
+    def training(self, config: Config, device: torch.device, step_sync: StepSync) -> dict[str, Any]:
+        """The fields of a `Training` but for those about its run."""
+        own = config
+        if config.train.parallel == "hogwild":
+            own = config_of_process(config, dist.world_size())
+        return {
+            "config": config,
+            "device": device,
+            "train_set": self.train_set,
+            "state": self.state,
+            "step_sync": step_sync,
+            "step": TrainStep(self.state, own, device, step_sync),
+            "class_uniform": self.class_uniform,
+        }
+
+
+def prepare(
+    config: Config,
+    device: torch.device,
+    directory: Path,
+    notes: list[str],
+    stack: ExitStack,
+    *,
+    start: Resumed | None = None,
+    known: Resumed | None = None,
+    keep: bool = False,
+    accept_changes: bool = True,
+    hashes: bool = True,
+) -> Prepared:
+    """Opens the data and makes the state, as a checkpoint has them if there is one (collective).
+
+    Args:
+        directory: of the run, which keeps the centroids if `keep` is set.
+        notes: get what there is to tell. stack: closes what stays open.
+        start: the checkpoint to start from; None: the weights of the config.
+        known: one whose data this should be; None: `start`.
+        hashes: whether labels are hashed while training runs.
+    """
+    known = known or start
+    # 1. The data; does it fit the config and this machine?
+    train_set, eval_set = open_data(config, device, notes)
+    lines = precision_warnings(config.train, device)
+    if config.eval.precision is not None:
+        lines += eval_precision_warnings(config, device)
+    notes += [f"warning: {line}" for line in lines]
+    # 2. The weights: those of the checkpoint, else train.init_from, else model.pretrained, else
+    #    random ones.
+    state = build_state(config, device, start, train_set, notes)
+    if state.shares is not None:
+        notes += other_arithmetic(state, known and known.checkpoint)
+    if config.train.parallel == "hogwild":
+        share_model(state.model)
+        notes.append(hogwild_line(dist.world_size()))
+    # 3. Is the data that of the checkpoint? Labels are hashed while training runs.
+    splits = train_set, eval_set
+    data = DatasetGuard(splits, config.data.root, known, accept_changes=accept_changes)
+    stack.callback(data.close)
+    if hashes:
+        data.start(DATA_PATIENCE_S)
+    notes += data.pop_log_lines()
+    # 4. Where each class is to be found, if samples are drawn by class.
+    options = {"keep": keep, "accept_changes": accept_changes}
+    class_uniform, changes = class_uniform_sampling(
+        config, train_set, directory, known, device, **options
+    )
+    if class_uniform is not None:
+        notes += class_uniform_lines(class_uniform, train_set.classes)
+    notes += changes
+    return Prepared(
+        train_set=train_set,
+        eval_set=eval_set,
+        state=state,
+        data=data,
+        class_uniform=class_uniform,
+        changes=changes,
+    )
 
 
 def open_data(
@@ -331,11 +359,10 @@ class TrainRequest:
 
 
 @dataclass(kw_only=True)
-class TrainRun(TrainContext):
+class TrainRun(Training):
     """An experiment on this rank, ready for the next step, and what it leaves behind."""
 
     directory: Path
-    last_step: int  # of this process: train.steps, or the step of --until
     eval_set: SegDataset
     data: DatasetGuard
     checkpoints: CheckpointManager
@@ -345,9 +372,15 @@ class TrainRun(TrainContext):
     evaluated: int  # the step of the newest evaluation, 0: none
     stop_criteria: StopCriteria
     changes: list[str]  # of config and centroids since the checkpoint, which were accepted
+    step_log: StepLog
     receipts: ReceiptMeter | None = None  # with train.shares
     meeting: HogwildBarrier | None = None  # with train.parallel hogwild
     split: MeasuredSplit | None = None  # with train.split measured, and several ranks
+
+    def flush_receipts(self) -> None:
+        """Writes the receipts of the steps since the last call (collective)."""
+        if self.receipts is not None:
+            self.log.receipts(self.receipts.take_receipts())
 
 
 def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
@@ -369,41 +402,22 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     saved = resumed and resumed.checkpoint
     changes = dist.run_on_rank0(lambda: _config_changes(request, resumed))
     notes += [f"changed    {change}" for change in changes]
-    # 3. The data; does it fit the config and this machine?
-    train_set, eval_set = open_data(config, device, notes)
-    lines = precision_warnings(config.train, device)
-    if config.eval.precision is not None:
-        lines += eval_precision_warnings(config, device)
-    notes += [f"warning: {line}" for line in lines]
-    # 4. The weights: those of the checkpoint, else train.init_from, else model.pretrained, else
-    #    random ones.
-    state = build_state(config, device, resumed, train_set, notes)
-    if state.shares is not None:
-        notes += other_arithmetic(state, saved)
-    if config.train.parallel == "hogwild":
-        share_model(state.model)
-        notes.append(hogwild_line(dist.world_size()))
+    # 3. Data, weights and samples, as the checkpoint has them.
     evaluated = 0 if saved is None else saved.evaluated
-    by = config.eval.best_name
-    stop_criteria = StopCriteria(config.train, saved and saved.ending, score=by)
-    # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
-    data = DatasetGuard(
-        (train_set, eval_set), config.data.root, resumed, accept_changes=request.accept_changes
+    ready = prepare(
+        config,
+        device,
+        directory,
+        notes,
+        stack,
+        start=resumed,
+        keep=True,
+        accept_changes=request.accept_changes,
+        hashes=evaluated < config.train.steps,
     )
-    stack.callback(data.close)
-    if evaluated < config.train.steps:
-        data.start(DATA_PATIENCE_S)
-    notes += data.pop_log_lines()
-    # 6. Where each class is to be found, if samples are drawn by class.
-    accept = request.accept_changes
-    class_uniform, others = class_uniform_sampling(
-        config, train_set, directory, resumed, device, keep=True, accept_changes=accept
-    )
-    if class_uniform is not None:
-        notes += class_uniform_lines(class_uniform, train_set.classes)
-    notes += others
-    changes += others
-    # 7. Directory and log say what this run is; a resumed run changes them at its first step.
+    state, train_set, eval_set = ready.state, ready.train_set, ready.eval_set
+    changes += ready.changes
+    # 4. Directory and log say what this run is; a resumed run changes them at its first step.
     devices = dist.all_gather_object(device_name(device))
     earlier = dist.run_on_rank0(lambda: _lines_on_earlier_run(request, resumed, changes))
     notes += earlier
@@ -425,29 +439,28 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     log.lines(notes)
     if state.step == 0:
         log.text("config", config_to_yaml(config))
-    # 8. Signals and errors, on which all ranks act after the same step.
+    # 5. Signals and errors, on which all ranks act after the same step.
     signal_flags = SignalFlags(stop_on_usr1=request.requeue)
-    step_sync, meeting = _keeping_together(config, state, signal_flags, data, stop_criteria)
+    stop_criteria = StopCriteria(config.train, saved and saved.ending, score=config.eval.best_name)
+    step_sync, meeting = _keeping_together(config, state, signal_flags, ready.data, stop_criteria)
     run = TrainRun(
-        config=config,
-        directory=directory,
+        **ready.training(config, device, step_sync),
         last_step=min(config.train.steps, request.until or config.train.steps),
-        device=device,
-        train_set=train_set,
+        directory=directory,
         eval_set=eval_set,
-        data=data,
-        state=state,
-        step_sync=step_sync,
+        data=ready.data,
         checkpoints=checkpoints,
         log=log,
         signal_flags=signal_flags,
-        class_uniform=class_uniform,
         best=saved and saved.best,
         evaluated=evaluated,
         stop_criteria=stop_criteria,
-        meeting=meeting,
         changes=changes,
+        step_log=StepLog(config, StepMeter(config.train.batch_size, device)),
+        meeting=meeting,
     )
+    stack.callback(run.reopen), stack.callback(run.step_log.close)
+    # 6. What goes along with the steps, in this order.
     if config.train.split == "measured" and dist.world_size() > 1:
         saved_split = saved and saved.split
         run.split = MeasuredSplit(state, config, train_set, device, saved_split)
@@ -456,6 +469,9 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         run.receipts = run.receipt_meter(
             lambda step: any(steps and step % steps == 0 for steps in every)
         )
+    watch, choice = HangWatch.of(config, device, stack), WorkerChoice.of(config, log.lines)
+    parts = watch, run.meeting, choice, run.receipts, run.step_log
+    run.parts = tuple(part for part in parts if part is not None)
     return run
 
 

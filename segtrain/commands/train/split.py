@@ -10,7 +10,6 @@ from segtrain.checkpoint.format import SplitFields
 from segtrain.config import Config
 from segtrain.data.read.dataset import SegDataset
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import divide, partition, shares_of_ranks
 from segtrain.training.speed import Speed, fastest_split, measure_speed, step_time
 from segtrain.training.state import TrainState, use_split
 
@@ -99,10 +98,8 @@ class MeasuredSplit:
         return [line]
 
     def _counts(self) -> tuple[int, ...]:
-        train, split = self._config.train, self._state.split
-        if train.shares is not None:
-            return tuple(shares_of_ranks(train.shares, split))
-        return tuple(divide(len(partition(train.batch_size, train.accumulate_steps, 0)), split))
+        layout = self._state.layout
+        return layout.images if self._config.train.shares is None else layout.shares
 
     def _images_per_s(self) -> float | None:
         # The first interval has the start of the loader in it, perhaps steps before the change too.

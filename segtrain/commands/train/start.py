@@ -12,7 +12,7 @@ from segtrain.commands.config import find_config, show_warnings
 from segtrain.commands.train import fit
 from segtrain.config import Config, load_config
 from segtrain.config.experiment import wrong_units
-from segtrain.distributed.partition import batch_findings
+from segtrain.distributed.layout import batch_findings
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
 from segtrain.run.trackers import check_installed

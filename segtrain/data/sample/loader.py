@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from itertools import cycle, product
+from typing import Self
 
 import cv2
 import torch
@@ -23,33 +24,13 @@ from segtrain.config import Config, DataConfig
 from segtrain.data.read.image import ImageForm
 from segtrain.data.sample.stream import Made, TrainStream
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.layout import Layout, split_of
 from segtrain.distributed.machine import free_shared_memory, keep_freed_memory, num_cores
-from segtrain.distributed.partition import (
-    Split,
-    microbatch_parts,
-    partition,
-    parts_of_rank,
-    split_of,
-)
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
 from segtrain.types import Batch
 
 _PINNING = re.compile("^Pin memory thread exited|^Caught .* in pin memory thread")
-
-
-def indices_of_rank(
-    batch_size: int, microbatches: int, rank: int, split: Split, shares: int | None = None
-) -> list[range]:
-    """The positions of the batch that `rank` takes in each of the step's `microbatches`.
-
-    The batch is first cut into microbatches, then each into `shares` if there are any, as evenly as
-    possible, then among ranks by `split`: always contiguous. So a microbatch holds the same images,
-    and has the same batch statistics, on any number of ranks.
-    """
-    wholes = [partition(batch_size, microbatches, i) for i in range(microbatches)]
-    parts = [parts_of_rank(len(whole), rank, split, shares) for whole in wholes]
-    return [whole[part[0].start : part[-1].stop] for whole, part in zip(wholes, parts, strict=True)]
 
 
 def num_loader_workers(config: DataConfig) -> int:
@@ -78,7 +59,7 @@ def first_workers(config: Config, form: ImageForm) -> int:
 def largest_microbatch(config: Config) -> int:
     """The most images that a rank has in one microbatch; evenly if the split is to be measured."""
     split = split_of(config.train, dist.world_size())
-    return max(map(sum, microbatch_parts(config.train, split)))
+    return max(Layout.of(config.train, split).images)
 
 
 def bytes_in_flight(config: Config, form: ImageForm, num_workers: int) -> int:
@@ -91,58 +72,96 @@ def bytes_in_flight(config: Config, form: ImageForm, num_workers: int) -> int:
     return num_workers * config.data.prefetch * microbatch
 
 
-def train_loader(
-    stream: TrainStream,
-    *,
-    indices: Sequence[Sequence[int]],
-    start_step: int,
-    steps: int,
-    num_workers: int,
-    prefetch: int,
-    pin_memory: bool,
-    timeout_s: float,
-) -> Iterator[Batch]:
-    """Yields this rank's Batch of every microbatch of the steps start_step .. steps - 1, in order.
+class TrainLoader:
+    """This rank's Batch of every microbatch of the steps start_step .. steps - 1, in order.
 
-    Args:
-        indices: for each microbatch, this rank's positions in the batch; see `indices_of_rank`.
-        timeout_s: how long to wait for a batch from the workers.
+    An iterator, whose workers start with the first batch; `close` ends them.
 
-    Raises:
-        UserError: from the data set, such as a DataError for a file that cannot be read.
-        ExecutionError: a worker was killed or hangs.
+    indices: for each microbatch, this rank's positions in the batch; see `Layout.positions`.
+    timeout_s: how long to wait for a batch from the workers.
     """
-    if pin_memory:
-        _silence_pinning()
-    parts = product(range(start_step, steps), indices)
-    # A rank without an image makes one all the same, whose shape and types an empty batch has.
-    keys = ([(step, position) for position in part or [0]] for step, part in parts)
-    loader = DataLoader(
-        stream,
-        batch_sampler=keys,
-        collate_fn=_collate,
-        num_workers=num_workers,
-        prefetch_factor=prefetch if num_workers else None,
-        pin_memory=pin_memory,
-        worker_init_fn=_start_worker,
-    )
-    expired = threading.Event()
-    try:
-        with worker_failures():
-            batches = _batches(loader, timeout_s, expired)
-            for batch, part in zip(batches, cycle(indices), strict=False):
-                yield batch if part else batch.empty()
-    except (ExecutionError, EOFError, ConnectionError) as error:
-        if expired.is_set():
-            raise ExecutionError(
-                f"rank {dist.rank()}: no loader worker has given a batch for {timeout_s:.0f} s "
-                "(0.8 of train.timeout_s): a worker or its network drive hangs, or reading is very "
-                "slow; continue from the last checkpoint with --resume"
-            ) from error
-        if isinstance(error, ExecutionError):
+
+    def __init__(
+        self,
+        stream: TrainStream,
+        *,
+        indices: Sequence[Sequence[int]],
+        start_step: int,
+        steps: int,
+        num_workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        timeout_s: float,
+    ) -> None:
+        if pin_memory:
+            _silence_pinning()
+        parts = product(range(start_step, steps), indices)
+        self._loader = DataLoader(
+            stream,
+            # A rank without an image makes one all the same, whose shape and types an empty batch
+            # has.
+            batch_sampler=([(step, position) for position in part or [0]] for step, part in parts),
+            collate_fn=_collate,
+            num_workers=num_workers,
+            prefetch_factor=prefetch if num_workers else None,
+            pin_memory=pin_memory,
+            worker_init_fn=_start_worker,
+        )
+        self._indices, self._timeout_s = cycle(indices), timeout_s
+        self._expired = threading.Event()
+        self._batches: Iterator[Batch | UserError] | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            UserError: from the data set, such as a DataError for a file that cannot be read.
+            ExecutionError: a worker was killed or hangs.
+        """
+        try:
+            with worker_failures():
+                batch = self._next()
+        except (ExecutionError, EOFError, ConnectionError) as error:
+            self.close()
+            if self._expired.is_set():
+                raise ExecutionError(
+                    f"rank {dist.rank()}: no loader worker has given a batch for "
+                    f"{self._timeout_s:.0f} s (0.8 of train.timeout_s): a worker or its network "
+                    "drive hangs, or reading is very slow; continue from the last checkpoint with "
+                    "--resume"
+                ) from error
+            if isinstance(error, ExecutionError):
+                raise
+            # The connection to a worker can break before torch notices that the worker died.
+            raise _worker_died("a loader worker was killed") from error
+        if batch is None:
+            raise StopIteration
+        if isinstance(batch, UserError):
+            self.close()
+            raise batch
+        return batch if next(self._indices) else batch.empty()
+
+    def _next(self) -> Batch | UserError | None:
+        if self._batches is None:
+            with _sigterm_blocked():
+                self._batches = iter(self._loader)
+        try:
+            limit = _time_limit(self._timeout_s, self._expired)
+            with limit if self._loader.num_workers else nullcontext():
+                return next(self._batches, None)
+        except (EOFError, ConnectionError):
+            # torch's signal handler raises an error for a dead worker too: wait for it here,
+            # because inside the DataLoader's clean-up Python could only print it.
+            with suppress(RuntimeError):
+                time.sleep(1)
             raise
-        # The connection to a worker can break before torch notices that the worker died.
-        raise _worker_died("a loader worker was killed") from error
+
+    def close(self) -> None:
+        """Ends the workers, cleanly: otherwise their temporary directories stay behind."""
+        self._batches = iter(())
 
 
 @contextmanager
@@ -197,30 +216,6 @@ def _collate(made: Made | UserError) -> Batch | UserError:
     labels = torch.stack(labels)
     made_s = time.perf_counter() - began
     return Batch(images, labels, list(names), partners, made_s, torch.tensor(shown), pixels)
-
-
-def _batches(loader: DataLoader, timeout_s: float, expired: threading.Event) -> Iterator[Batch]:
-    with _sigterm_blocked():
-        batches = iter(loader)
-    try:
-        while True:
-            with _time_limit(timeout_s, expired) if loader.num_workers else nullcontext():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            if isinstance(batch, UserError):
-                raise batch
-            yield batch
-    except (EOFError, ConnectionError):
-        # torch's signal handler raises an error for a dead worker too: wait for it here, because
-        # inside the DataLoader's clean-up Python could only print it.
-        with suppress(RuntimeError):
-            time.sleep(1)
-        raise
-    finally:
-        # The traceback of an error would keep the iterator alive. Workers must end now and
-        # cleanly, or their temporary directories stay behind.
-        del batches
 
 
 @contextmanager

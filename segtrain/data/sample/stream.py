@@ -3,7 +3,7 @@
 Step s takes the samples [s B, (s + 1) B), across the ends of epochs. Which images a sample shows
 and how they are augmented depend only on (seed, step, position in the batch). data/README.md
 describes class-uniform samples, MixUp (arXiv:1710.09412), whose loss is blended in
-`segtrain.training.microbatches`, and class mix (arXiv:2007.07936).
+`segtrain.training.step`, and class mix (arXiv:2007.07936).
 """
 
 import hashlib

@@ -6,15 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from experiments import sections
+from stepping import train_steps
 from torch import nn
 
 from segtrain import seed
 from segtrain.config import AugmentConfig, Config, DataConfig, LossConfig, ModelConfig, NormConfig
-from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import partition
+from segtrain.distributed.layout import partition
 from segtrain.models import DropoutChannels
-from segtrain.training.engine import train_steps
 from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch, DropoutMasks, SegLogits
@@ -80,14 +79,13 @@ def batches(settings, rows, start):
 
 def run(settings, state, step_sync=None):
     train = settings.train
-    rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), state.split, train.shares)
+    rows = state.layout.positions(dist.rank())
     sync = step_sync or StepSync(lambda: False, overflow_allowed=train.precision == "float16")
     return train_steps(
         state,
         batches(settings, rows, state.step),
         settings,
         device=CPU,
-        indices=rows,
         step_sync=sync,
     )
 
@@ -236,11 +234,12 @@ def test_a_batch_of_ignored_pixels_is_a_step_without_a_gradient():
     settings = config(steps=1, weight_decay=0.0, accumulate_steps=2)
     state = new_state(settings)
     before = weights(state)
-    ignored = torch.full((1, H, W), IGNORE_INDEX, dtype=torch.uint8)
-    batch = Batch(whole_batch(0)[0][:1], ignored, ["a"])
+    images, labels = whole_batch(0)
+    ignored = torch.full_like(labels, IGNORE_INDEX)
+    rows = map(list, state.layout.positions(0))
+    given = [Batch(images[mine], ignored[mine], ["a"]) for mine in rows]
     step_sync = StepSync(lambda: False)
-    options = {"device": CPU, "indices": [range(1)] * 2, "step_sync": step_sync}
-    result = next(train_steps(state, [batch, batch], settings, **options))
+    result = next(train_steps(state, given, settings, device=CPU, step_sync=step_sync))
     step_sync.check_finite()
     assert (result.loss.item(), result.grad_norm.item()) == (0.0, 0.0)
     assert all(torch.equal(value, before[name]) for name, value in weights(state).items())

@@ -1,0 +1,152 @@
+"""A training on this rank: its images, its step, and the parts that go along with the steps.
+
+`segtrain train`, `verify` and `bench` all take their steps so:
+
+    for local in run.batches():
+        with run.around():
+            result = run.step(local)
+        for part in run.parts:
+            part.after_step(run, local, result)
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from segtrain.config import Config
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.sample.loader import TrainLoader, first_workers
+from segtrain.data.sample.stream import ClassUniform, TrainStream
+from segtrain.data.sample.transforms import TrainTransform
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.layout import Layout
+from segtrain.distributed.liveness import HostWatch
+from segtrain.training.local import LocalStep
+from segtrain.training.part import Part
+from segtrain.training.receipts import ReceiptMeter
+from segtrain.training.state import TrainState
+from segtrain.training.step import TrainStep
+from segtrain.training.step_sync import StepSync
+
+
+@dataclass(kw_only=True)
+class Training:
+    """What the steps of an experiment need on this rank.
+
+    step: moves the weights by the images of a step.
+    last_step: after which `batches` ends.
+    parts: in the order in which they take in a step.
+    """
+
+    config: Config
+    device: torch.device
+    train_set: SegDataset
+    state: TrainState
+    step_sync: StepSync
+    step: TrainStep
+    last_step: int
+    class_uniform: ClassUniform | None = None  # data.class_uniform
+    auto_workers: int | None = None  # what data.num_workers auto has come to
+    parts: tuple[Part, ...] = ()
+    _loader: TrainLoader | None = field(default=None, init=False)
+
+    def batches(self) -> Iterator[LocalStep]:
+        """This rank's images of the steps from the current one to the last.
+
+        Ends early, after the same step on all ranks, if `step_sync` was asked to stop or end.
+        """
+        try:
+            while self.state.step < self.last_step and not self.step_sync.is_over:
+                began = time.perf_counter()
+                if self._loader is None:
+                    self._loader = self.loader(self.state.step, self.last_step)
+                batches = [next(self._loader) for _ in self.state.layout.parts]
+                yield LocalStep(batches, time.perf_counter() - began)
+        finally:
+            self.reopen()
+
+    def reopen(self) -> None:
+        """Lets another loader begin at the next step: another number of workers, or another split.
+
+        Which samples a step has depends on neither.
+        """
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around what a step computes, all parts' `around`."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.around(self))
+            yield
+
+    def num_workers(self) -> int:
+        """The loader processes of this rank."""
+        if self.auto_workers is not None:
+            return self.auto_workers
+        return first_workers(self.config, self.train_set.form)
+
+    def stream(self) -> TrainStream:
+        """The augmented samples of all steps."""
+        config, data = self.config, self.config.data
+        return TrainStream(
+            self.train_set,
+            TrainTransform(
+                config.augment, form=self.train_set.form, short_side_px=data.short_side_px
+            ),
+            stream_seed=config.seed,
+            batch_size=config.train.batch_size,
+            class_uniform=self.class_uniform,
+            mixup_alpha=config.augment.mixup_alpha,
+            class_mix_prob=config.augment.class_mix_prob,
+            hashes=config.train.shares is not None,
+        )
+
+    def loader(self, start: int, stop: int) -> TrainLoader:
+        """This rank's batches of the steps `start` to `stop` - 1."""
+        return TrainLoader(
+            self.stream(),
+            indices=self.state.layout.positions(dist.rank()),
+            start_step=start,
+            steps=stop,
+            num_workers=self.num_workers(),
+            prefetch=self.config.data.prefetch,
+            pin_memory=self.device.type == "cuda",
+            # Time out before the other ranks do, so that the error names the loader.
+            timeout_s=0.8 * self.config.train.timeout_s,
+        )
+
+    def receipt_meter(self, weights_due: Callable[[int], bool]) -> ReceiptMeter:
+        """For the receipts of the steps; `weights_due(step)` says when to hash the weights."""
+        stream = self.stream()
+        return ReceiptMeter(
+            self.state, names=lambda step: stream.names_of_step(step - 1), weights_due=weights_due
+        )
+
+
+class HangWatch(Part):
+    """Ends the process if a step gets stuck in the driver of a device, where no error can come up.
+
+    stack: closes the watch.
+    """
+
+    def __init__(self, config: Config, stack: ExitStack) -> None:
+        self._compiles = config.train.compile
+        self._layout: Layout | None = None  # of the step before
+        self._watch = stack.enter_context(HostWatch(config.train.timeout_s, dist.last_exchange))
+
+    def around(self, run: Training) -> AbstractContextManager[object]:
+        """Watches it, but for steps that compile, which may take longer than any exchange."""
+        is_first, self._layout = self._layout is not run.state.layout, run.state.layout
+        return nullcontext() if is_first and self._compiles else self._watch.step()
+
+    @classmethod
+    def of(cls, config: Config, device: torch.device, stack: ExitStack) -> "HangWatch | None":
+        """One where steps wait for other ranks on a device."""
+        is_needed = device.type == "cuda" and dist.world_size() > 1
+        return cls(config, stack) if is_needed else None

@@ -1,0 +1,159 @@
+"""Who computes which image. Imports no torch, so that a wrong batch size is refused at once."""
+
+from itertools import accumulate, pairwise
+
+from segtrain.config import Config, TrainConfig
+
+Split = tuple[int, ...]
+"""How ranks divide a microbatch: a weight for each. Equal ones divide it as evenly as possible."""
+
+
+def even(ranks: int) -> Split:
+    """The split that gives all ranks equally much."""
+    return (1,) * ranks
+
+
+def split_of(train: TrainConfig, ranks: int) -> Split:
+    """That of train.split; even if it has to be measured, or is for another number of ranks."""
+    split = train.split
+    return split if isinstance(split, tuple) and len(split) == ranks else even(ranks)
+
+
+def divide(total: int, split: Split, least: int = 0) -> list[int]:
+    """How many of `total` each rank gets: in proportion, the largest remainders rounded up.
+
+    least: what each rank gets at least, if there is enough.
+    """
+    whole = sum(split)
+    counts = [total * weight // whole for weight in split]
+    by_remainder = sorted(range(len(split)), key=lambda rank: -(total * split[rank] % whole))
+    for rank in by_remainder[: total - sum(counts)]:
+        counts[rank] += 1
+    while min(counts) < least <= total // len(counts):
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(min(counts))] += 1
+    return counts
+
+
+def partition(total: int, parts: int, index: int) -> range:
+    """The positions in part `index`: contiguous, the first `total % parts` parts longer by 1."""
+    small, extra = divmod(total, parts)
+    start = index * small + min(index, extra)
+    return range(start, start + small + (index < extra))
+
+
+class Layout:
+    """Who computes which image of a step: a table, made once for each split and only read then.
+
+    A batch is first cut into microbatches, then each into `shares` if there are any, then among
+    ranks by `split`: always contiguous, as evenly as that allows. So a microbatch holds the same
+    images, and a share too, on any number of ranks. Of 7 images in 2 microbatches on 3 ranks, with
+    `split` (1, 1, 1), the positions are
+
+                        rank 0   rank 1   rank 2
+        microbatch 0    0 1      2        3
+        microbatch 1    4        5        6
+
+    and with two virtual ranks, rank 0 computes 0 and 1 apart, in two parts.
+
+    parts: [microbatch][rank][part], positions in the batch. A rank may have parts without an image.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        microbatches: int,
+        split: Split,
+        *,
+        shares: int | None = None,
+        virtual_ranks: int = 1,
+    ) -> None:
+        self.split, ranks = split, range(len(split))
+        self.parts: list[list[list[range]]] = []
+        for i in range(microbatches):
+            whole = partition(batch_size, microbatches, i)
+            if shares is None:
+                cut = _cut(whole, divide(len(whole), split))
+                rows = [_cut(mine, _evenly(len(mine), virtual_ranks)) for mine in cut]
+            else:
+                cut, ends = _cut(whole, _evenly(len(whole), shares)), shares_of_ranks(shares, split)
+                rows = [cut[sum(ends[:rank]) : sum(ends[: rank + 1])] for rank in ranks]
+            self.parts.append(rows)
+
+    @classmethod
+    def of(cls, train: TrainConfig, split: Split) -> "Layout":
+        """That of a config."""
+        options = {"shares": train.shares, "virtual_ranks": train.virtual_ranks}
+        return cls(train.batch_size, train.accumulate_steps, split, **options)
+
+    def positions(self, rank: int) -> list[range]:
+        """For each microbatch, the positions in the batch that `rank` trains on."""
+        mine = [rows[rank] for rows in self.parts]
+        return [range(parts[0].start, parts[-1].stop) for parts in mine]
+
+    def sizes(self, microbatch: int, rank: int) -> list[int]:
+        """The images in each part that `rank` computes apart."""
+        return [len(part) for part in self.parts[microbatch][rank]]
+
+    @property
+    def everywhere(self) -> list[list[int]]:
+        """For each rank the `sizes` in the first microbatch, which is the largest."""
+        return [self.sizes(0, rank) for rank in range(len(self.split))]
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many parts each rank has."""
+        return tuple(map(len, self.parts[0]))
+
+    @property
+    def images(self) -> tuple[int, ...]:
+        """How many images of the first microbatch each rank has."""
+        return tuple(map(sum, self.everywhere))
+
+
+def shares_of_ranks(shares: int, split: Split) -> list[int]:
+    """How many shares each rank has: at least one, without which it could not wait for others."""
+    return divide(shares, split, least=1)
+
+
+def _evenly(total: int, parts: int) -> list[int]:
+    return [len(partition(total, parts, i)) for i in range(parts)]
+
+
+def _cut(whole: range, sizes: list[int]) -> list[range]:
+    """`whole` in contiguous ranges of these sizes."""
+    ends = list(accumulate(sizes, initial=0))
+    return [whole[a:b] for a, b in pairwise(ends)]
+
+
+def images_together(config: Config, ranks: int) -> int:
+    """The fewest images over which batch norm takes its statistics in a microbatch."""
+    if config.norm.images != "all":
+        return config.norm.images
+    images = config.train.batch_size // config.train.accumulate_steps
+    return images // ranks if config.train.parallel == "hogwild" else images
+
+
+def batch_findings(config: Config, ranks: int) -> list[str]:
+    """What is wrong with the batch size for so many ranks."""
+    train = config.train
+    hogwild = train.parallel == "hogwild"
+    if train.shares is not None and ranks > train.shares:
+        return [
+            f"train.shares: {train.shares} shares leave some of {ranks} ranks without one; start "
+            f"at most {train.shares} ranks, or raise it before training begins: the number of "
+            "shares is part of the result"
+        ]
+    at = f"train.batch_size: {train.batch_size}"
+    if hogwild and train.batch_size % ranks:
+        return [
+            f"{at} images are not alike many for {ranks} processes, so some would count more than "
+            f"others (train.parallel: hogwild); use a multiple of {ranks}"
+        ]
+    if hogwild and config.norm.kind == "sync" and images_together(config, ranks) == 1:
+        return [
+            "train.batch_size: the globally pooled branch has one value a channel for an image, "
+            f"and batch norm needs two; use at least {2 * ranks} (train.parallel: hogwild, {ranks} "
+            "processes)"
+        ]
+    return []

@@ -1,0 +1,101 @@
+"""What this rank trains on in a step: its images of each microbatch, on the device."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from segtrain import seed
+from segtrain.config import Config
+from segtrain.distributed import collectives as dist
+from segtrain.training.state import TrainState
+from segtrain.types import Batch, DropoutMasks
+
+
+class LocalStep(NamedTuple):
+    """What the loader gives this rank for one step: a batch of each microbatch, on the host.
+
+    data_s: seconds that the step waited for them.
+    """
+
+    batches: list[Batch]
+    data_s: float = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        """The images, for messages."""
+        return [name for batch in self.batches for name in batch.names]
+
+    @property
+    def pixels(self) -> int | None:
+        """The sum of `Batch.pixels`; None: not taken."""
+        hashes = [batch.pixels for batch in self.batches]
+        return None if None in hashes else sum(hashes)
+
+
+class LocalMicrobatch(NamedTuple):
+    """This rank's part of one microbatch."""
+
+    images: Tensor  # (n, C, H, W) as stored
+    labels: Tensor  # (S, n, H, W) uint8; S is 2 if MixUp has mixed in images with labels, else 1
+    dropout: DropoutMasks  # of these n images
+    shown: Tensor | None = None  # (n,) int64, as in `Batch`
+
+    def split(self, sizes: Sequence[int]) -> list["LocalMicrobatch"]:
+        """The images in contiguous parts of these sizes."""
+
+        def cut(images: range) -> LocalMicrobatch:
+            part = slice(images.start, images.stop)
+            masks = (None if mask is None else mask[part] for mask in self.dropout)
+            shown = None if self.shown is None else self.shown[part]
+            tensors = self.images[part], self.labels[:, part]
+            return LocalMicrobatch(*tensors, DropoutMasks(*masks), shown)
+
+        ends = list(accumulate(sizes))
+        return [cut(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def local_microbatches(
+    state: TrainState,
+    batches: Sequence[Batch],
+    config: Config,
+    device: torch.device,
+    positions: Sequence[Sequence[int]] | None = None,
+) -> list[LocalMicrobatch]:
+    """This rank's parts of a step's microbatches on `device`, with their dropout masks.
+
+    positions: of these images in the whole batch, for each microbatch; None: those of the layout.
+    """
+    positions = state.layout.positions(dist.rank()) if positions is None else positions
+    parts = []
+    for batch, where in zip(batches, positions, strict=True):
+        label_sets = [batch.labels]
+        if batch.partner_labels is not None:
+            label_sets.append(batch.partner_labels)
+        images, *label_sets = (t.to(device, non_blocking=True) for t in (batch.images, *label_sets))
+        masks = _dropout_masks(state, config, where, device)
+        shown = None
+        if state.sample_losses is not None and batch.shown is not None:
+            shown = batch.shown.to(device, non_blocking=True)
+        parts.append(LocalMicrobatch(images, torch.stack(label_sets), masks, shown))
+    return parts
+
+
+def _dropout_masks(
+    state: TrainState, config: Config, indices: Sequence[int], device: torch.device
+) -> DropoutMasks:
+    """The masks of the images at `indices`, out of those drawn for the whole batch of this step."""
+    masks: list[Tensor | None] = []
+    shape = {"batch_size": config.train.batch_size, "p": config.model.dropout}
+    for layer, channels in enumerate(state.model.dropout_channels):
+        mask = None
+        if channels is not None:
+            whole = seed.dropout_mask(config.seed, state.step, layer, channels=channels, **shape)
+            mask = whole[list(indices)]
+            if device.type == "cuda":
+                # Only a copy from pinned memory lets the host run on.
+                mask = mask.pin_memory().to(device, non_blocking=True)
+        masks.append(mask)
+    return DropoutMasks(*masks)

@@ -1,0 +1,21 @@
+"""What goes along with a training's steps: counting, choosing workers, keeping ranks together."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from segtrain.training.local import LocalStep
+from segtrain.training.step import StepResult
+
+
+class Part:
+    """One of them; it has those of these methods that it needs.
+
+    run: the training (`commands.train.training.Training`).
+    """
+
+    def around(self, run: Any) -> AbstractContextManager[object]:
+        """Around what a step computes."""
+        return nullcontext()
+
+    def after_step(self, run: Any, local: LocalStep, result: StepResult) -> None:
+        """Takes in a step; `run.state` is the one after it."""

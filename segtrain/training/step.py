@@ -1,0 +1,254 @@
+"""The training step: forward pass, loss and backward pass over the images of all ranks, update.
+
+A step has `train.accumulate_steps` microbatches. A rank computes its part of a microbatch at once,
+or in parts that are computed apart: shares, or virtual ranks. `Layout` says who has which image.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from segtrain import seed
+from segtrain.config import Config
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.layout import Layout
+from segtrain.distributed.offload import saved_on_host
+from segtrain.distributed.virtual_ranks import VirtualRanks
+from segtrain.norm import placed, sync_running_stats, tracked_together, untracked
+from segtrain.training.local import LocalMicrobatch, LocalStep, local_microbatches
+from segtrain.training.measure import BACKWARD, FORWARD, UPDATE, span
+from segtrain.training.optim.optimizer import set_learning_rate
+from segtrain.training.optim.schedule import learning_rate
+from segtrain.training.sam import sam_is_due, sam_perturbed
+from segtrain.training.share_rules import watch
+from segtrain.training.state import TrainState
+from segtrain.training.step_sync import StepSync
+
+
+class StepResult(NamedTuple):
+    """What a step leaves behind; tensors stay on the device until they are logged.
+
+    loss, aux_loss: () float64, means over the valid pixels of all ranks; aux_loss is NaN without an
+        auxiliary head. With SAM those of the first gradient; what follows is of the second.
+    gradients: with train.shares, `ExactGradientSum.digest`; otherwise None.
+    pixels: the sum of `Batch.pixels` on this rank; None: not taken.
+    """
+
+    step: int  # updates done so far, 1 .. train.steps
+    loss: Tensor
+    aux_loss: Tensor
+    grad_norm: Tensor  # () of all gradients together, before clipping
+    lr: float  # the backbone's
+    data_s: float  # seconds the step waited for the loader
+    gradients: Tensor | None = None
+    pixels: int | None = None
+
+
+class TrainStep:
+    """Moves the weights once: call it with this rank's images of a step (collective).
+
+    step_sync: gets the flags of each step, and acts on those of the step before.
+    """
+
+    def __init__(
+        self, state: TrainState, config: Config, device: torch.device, step_sync: StepSync
+    ) -> None:
+        self._state, self._config, self._device = state, config, device
+        self._step_sync = step_sync
+        self._layout: Layout | None = None  # of the step before
+
+    def __call__(self, local: LocalStep) -> StepResult:
+        """One update.
+
+        Raises:
+            NonFiniteError: the loss or the gradient of the step before was not finite.
+        """
+        state, config, sync = self._state, self._config, self._step_sync
+        is_first, self._layout = self._layout is not state.layout, state.layout
+        if is_first:
+            state.model.train()
+        parts = local_microbatches(state, local.batches, config, self._device)
+        # A layer could break the rules of shares: seen in the first step.
+        with watch(state.model) if is_first and state.shares is not None else nullcontext():
+            losses = gradient(state, parts, config, sync)
+            if sam_is_due(config.optim, state.step):
+                with sam_perturbed(state.model.parameters(), config.optim.sam_rho):
+                    gradient(state, parts, config, sync, again=True)
+        lr = learning_rate(config, state.step)
+        with span(UPDATE):
+            grad_norm = update(state, lr, config.optim.clip_grad_norm)
+        sync.record(state.step, grad_norm, local.names)
+        digest = state.gradients.digest()
+        return StepResult(state.step, *losses, grad_norm, lr, local.data_s, digest, local.pixels)
+
+
+def gradient(
+    state: TrainState,
+    parts: Sequence[LocalMicrobatch],
+    config: Config,
+    step_sync: StepSync,
+    *,
+    again: bool = False,
+) -> Tensor:
+    """Gives the parameters the gradient of a step; returns its mean losses, (2,) (collective).
+
+    Both are over the valid pixels of all ranks. With train.shares, exact sums may have to be taken
+    a second time.
+
+    again: the step has seen these images: running statistics and `state.sample_losses` stay.
+    """
+    weights = _loss_weights(state, parts, config)
+    while True:
+        losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
+        with untracked() if again else nullcontext():
+            for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+                images = part._replace(shown=None) if again else part
+                sizes = state.layout.sizes(i, dist.rank())
+                # All ranks add their gradients once a step, during the last backward pass.
+                collected = state.gradients.collected(last=i == len(parts) - 1)
+                with placed(state.layout.everywhere), collected, tracked_together():
+                    if len(sizes) == 1 and state.shares is None:
+                        objective, means = forward(state, state.wrapped, images, weight, step_sync)
+                        with span(BACKWARD):
+                            objective.backward()
+                    else:
+                        means = _in_threads(state, images.split(sizes), weight, step_sync)
+                losses += (means * weight.unsqueeze(1)).sum(0)
+                sync_running_stats(*(state.replicas or [state.model]), shares=state.shares)
+        if state.gradients.finish():
+            state.initial_weights.hold_gradients(state.model)
+            return losses
+        again = True
+
+
+def forward(
+    state: TrainState, module: nn.Module, part: LocalMicrobatch, weight: Tensor, step_sync: StepSync
+) -> tuple[Tensor, Tensor]:
+    """The objective (), whose gradient is that of a part, and the mean losses (S, 2) of all parts.
+
+    Collective. The objective is in the scale of `state.scaler`.
+
+    module: `state.wrapped` or a replica.
+    weight: that of the microbatch, (S,), from `_loss_weights`.
+    """
+    criterion = state.criterion
+    with span(FORWARD):
+        images = state.normalize(part.images.contiguous(memory_format=state.memory_format))
+        on_logits = None
+        if part.shown is not None:
+            on_logits = partial(state.sample_losses.add, state.step, part.shown)
+        sums = module(images, part.labels.long(), part.dropout, on_logits)
+        totals = step_sync.reduce(sums)
+        pairs = zip(sums, totals, strict=True)
+        objectives = torch.stack([criterion.objective(*pair) for pair in pairs])
+        means = torch.stack([criterion.means(total) for total in totals])
+        return state.scaler.scale((objectives * weight).sum()), means
+
+
+def update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor:
+    """Moves the weights by the gradients, which it frees; returns the gradients' norm ()."""
+    set_learning_rate(state.optimizer, lr)
+    state.scaler.unscale_(state.optimizer)
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+    grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if clip_grad_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, grad_norm)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    if state.average is not None:
+        state.average.update(state.model, state.step)
+    return grad_norm
+
+
+def compute_alone(state: TrainState, part: LocalMicrobatch, sizes: list[int]) -> None:
+    """Forward and backward pass of a microbatch of this rank only, as a step computes it.
+
+    Nothing is exchanged and nothing stays: no gradient, no statistic. For measurements.
+
+    sizes: of the parts that are computed apart; with groups of images, each has whole ones.
+    """
+    # What is compiled waits for all ranks.
+    module = getattr(state.wrapped, "_orig_mod", state.wrapped)
+    weight = torch.ones(len(part.labels), dtype=torch.float64, device=part.images.device)
+    step_sync = StepSync(lambda: False)
+    with dist.alone(), untracked(), placed([sizes] * dist.world_size()):
+        if len(sizes) == 1 and state.shares is None:
+            objective, _ = forward(state, module, part, weight, step_sync)
+            objective.backward()
+        else:
+            _in_threads(state, part.split(sizes), weight, step_sync)
+    for one in (state.model, *state.replicas):
+        one.zero_grad(set_to_none=True)
+
+
+def _in_threads(
+    state: TrainState, parts: list[LocalMicrobatch], weight: Tensor, step_sync: StepSync
+) -> Tensor:
+    """Forward and backward pass of parts that are computed apart; the mean losses, (S, 2)."""
+    device = parts[0].images.device
+
+    def work(module: nn.Module, part: LocalMicrobatch) -> Tensor:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a new thread begins with device 0
+        # Virtual ranks save memory: what their backward passes need waits on the host.
+        on_host = nullcontext()
+        if state.shares is None:
+            on_host = saved_on_host(device, state.model.parameters())
+        # In the middle of its backward pass this thread waits for the others: autograd must run in
+        # it, and not in the one thread that it has for each device.
+        with torch.autograd.set_multithreading_enabled(False), on_host:
+            objective, means = forward(state, module, part, weight, step_sync)
+            with span(BACKWARD):
+                objective.backward()
+        return means
+
+    run, modules = VirtualRanks(len(parts)).run, [state.wrapped] * len(parts)
+    if state.shares is not None:
+        run, modules = state.shares.run, state.replicas
+    return run([partial(work, *pair) for pair in zip(modules, parts, strict=True)])[0]
+
+
+def _loss_weights(
+    state: TrainState, parts: Sequence[LocalMicrobatch], config: Config
+) -> list[Tensor]:
+    """What the mean losses of each microbatch count in the loss of the step, (S,) (collective).
+
+    With MixUp the loss of a step is (1 - m) loss(labels) + m loss(partners' labels), as in the
+    paper (arXiv:1710.09412) and in MosaicML's composer, and each of both weighs the microbatches by
+    its own valid pixels.
+    """
+    factors = [1.0]
+    if len(parts[0].labels) == 2:
+        mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
+        factors = [1 - mixed, mixed]
+    weights = [
+        factor * _microbatch_weights(state, labels)
+        for factor, *labels in zip(factors, *(part.labels for part in parts), strict=True)
+    ]
+    return list(torch.stack(weights, 1))
+
+
+def _microbatch_weights(state: TrainState, labels: Sequence[Tensor]) -> Tensor:
+    """The fraction of the step's valid pixels, over all ranks, that lies in each microbatch, (M,).
+
+    labels: of this rank, in each microbatch.
+    """
+    if len(labels) == 1:
+        return torch.ones(1, dtype=torch.float64, device=labels[0].device)
+    weight = state.criterion.label_weight
+    if state.shares is None:
+        weights = dist.all_reduce_sum(torch.stack([weight(one.long()) for one in labels]))
+    else:
+        rank = dist.rank()
+        parts = [one.split(state.layout.sizes(i, rank)) for i, one in enumerate(labels)]
+        shares = zip(*parts, strict=True)  # the labels of each in all microbatches
+        weights = [torch.stack([weight(label.long()) for label in share]) for share in shares]
+        weights = state.shares.sum(torch.stack(weights))
+    whole = weights.sum()
+    return weights / torch.where(whole == 0, 1.0, whole)

@@ -1,0 +1,110 @@
+"""The centre stays short: what lies between the command and `backward()` in a real step.
+
+Features add a call, a generator and a global at a time, and nobody sees it.
+"""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from experiments import small, write_config, write_data
+
+import segtrain
+from segtrain import cli
+from segtrain.data.sample.loader import TrainLoader
+from segtrain.training.step import TrainStep
+
+HOME = Path(segtrain.__file__).parent
+MOST_FRAMES = 7
+# Around a step: the loss of the newest step waits in an object, not in a module.
+AMBIENT = {("segtrain.distributed.passes", "_current")}
+
+
+def own_frames():
+    """The frames of segtrain on the stack, the outermost first."""
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        if Path(frame.f_code.co_filename).is_relative_to(HOME):
+            found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def module_state():
+    """What the names of all modules stand for, and how much containers hold."""
+    return {
+        (module, name): (id(value), len(value) if isinstance(value, list | dict | set) else 0)
+        for module, loaded in list(sys.modules.items())
+        if module.split(".")[0] == "segtrain"
+        for name, value in vars(loaded).items()
+        if not isinstance(value, ModuleType) and not name.startswith("__")
+    }
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """Of a run of some steps: the frames of `backward`, those of a batch, what modules changed."""
+    root = tmp_path_factory.mktemp("shape")
+    write_data(root)
+    options = small(root, train={"steps": 3, "accumulate_steps": 2}, eval={"every_steps": 2})
+    config = write_config(root / "config.yaml", options)
+    patch, found = pytest.MonkeyPatch(), {"backward": [], "batch": [], "changed": set()}
+    backward, take, step, before = (
+        torch.Tensor.backward,
+        TrainLoader.__next__,
+        TrainStep.__call__,
+        {},
+    )
+
+    def watched_backward(self, *args, **kwargs):
+        found["backward"].append([(f.f_code.co_filename, f.f_code.co_name) for f in own_frames()])
+        now = module_state()
+        found["changed"] |= {key for key, value in before.items() if now.get(key) != value}
+        return backward(self, *args, **kwargs)
+
+    def watched_take(self):
+        generators = [f for f in own_frames() if f.f_code.co_flags & inspect.CO_GENERATOR]
+        found["batch"].append([f.f_code.co_name for f in generators])
+        return take(self)
+
+    def watched_step(self, local):
+        before.clear(), before.update(module_state())
+        return step(self, local)
+
+    patch.setattr(torch.Tensor, "backward", watched_backward)
+    patch.setattr(TrainLoader, "__next__", watched_take)
+    patch.setattr(TrainStep, "__call__", watched_step)
+    try:
+        arguments = ["train", str(config), "--nproc", "1", "--output", str(root / "run")]
+        assert cli.main(arguments) == 0
+    finally:
+        patch.undo()
+    return found
+
+
+def test_from_the_command_to_backward_are_seven_calls_as_the_readme_lists_them(seen):
+    assert len(seen["backward"]) == 6
+    for frames in seen["backward"]:
+        # The test's own frame stands for the step that it watches.
+        assert len(frames) <= MOST_FRAMES, frames
+    way = [(str(Path(file).relative_to(HOME)), name) for file, name in seen["backward"][0]]
+    text = (HOME / "README.md").read_text().partition("The way of one step")[2].split("```")[1]
+    rows, file = [], ""
+    for line in text.strip().splitlines():
+        words = re.match(r"(\S*)\s+(\S+)", line).groups()
+        file = words[0] or file
+        rows.append((file, words[1].replace("TrainStep", "__call__")))
+    assert rows == way
+
+
+def test_one_generator_is_around_a_batch(seen):
+    assert len(seen["batch"]) == 6
+    assert all(names == ["batches"] for names in seen["batch"])
+
+
+def test_no_module_changes_around_a_microbatch_but_for_the_pass(seen):
+    assert seen["changed"] == AMBIENT
