@@ -2,13 +2,14 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
 from experiments import last, refusal, small, stopped_after, train, write_config
 from processes import GONE_WITHIN_S, Command, free_port, left_after, run_python
 
-from segtrain.distributed.machine import descendants, process_pool
+from segtrain.distributed.machine import descendants, is_alive, process_pool
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import SignalFlags, exit_code
 from segtrain.errors import LostRanksError
@@ -152,7 +153,30 @@ def test_ranks_that_do_not_come_are_missed_in_words(forkserver):
 
 def test_processes_that_share_work_leave_ctrl_c_to_the_one_that_starts_them():
     """A terminal sends it to all; each would show a traceback."""
-    with process_pool(2, int) as pool:
+    with process_pool(2) as pool:
         blocked = pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
     assert signal.SIGINT in blocked
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def pool_that_waits(pipe):
+    """Starts two processes, tells their ids, and waits for what never comes."""
+    with process_pool(2) as pool:
+        pipe.send([pool.submit(os.getpid).result(), *descendants(os.getpid())[1:]])
+        time.sleep(600)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_that_share_work_end_with_the_one_that_starts_them(forkserver, number):
+    """They would sleep for ever, and hold the pipe that somebody reads."""
+    mine, theirs = forkserver.Pipe()
+    process = forkserver.Process(target=pool_that_waits, args=(theirs,))
+    process.start()
+    worker, *_ = mine.recv()
+    assert is_alive(worker)
+    os.kill(process.pid, number)
+    process.join()
+    deadline = time.monotonic() + 20
+    while is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(worker)

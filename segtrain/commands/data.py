@@ -149,7 +149,7 @@ def pack(args: argparse.Namespace) -> int:
         for line in dict.fromkeys(x for d in datasets for x in (*d.warnings, *warnings[d.split])):
             say(f"warning: {line}")
         num_pairs = sum(map(len, datasets))
-        with process_pool(num_processes(num_pairs, args.jobs), writer.start_process) as pool:
+        with process_pool(num_processes(num_pairs, args.jobs)) as pool:
             made = writer.write_pack(directory, data, datasets, warnings, pool)
     size = sum(shard.num_bytes for shard in made.shards) / 1e9
     say(f"packed {num_pairs} images, {size:,.1f} GB: set data.pack: {printable(args.output)}")

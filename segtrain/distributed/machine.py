@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from segtrain.distributed.signals import die_with_parent
 from segtrain.text import say
 
 # Linux: files here are memory that processes can share.
@@ -128,11 +129,12 @@ def semaphore_problem() -> str | None:
     return None
 
 
-def one_thread() -> None:
-    """Keeps OpenCV from starting a thread for each core in each of several processes."""
+def _begin() -> None:
+    """What each process of a pool does first."""
     import cv2
 
-    cv2.setNumThreads(0)
+    die_with_parent(signal.SIGKILL)
+    cv2.setNumThreads(0)  # else a thread for each core in each of them
 
 
 class _Pool(ProcessPoolExecutor):
@@ -153,17 +155,15 @@ class _Pool(ProcessPoolExecutor):
         self.shutdown(cancel_futures=kind is not None)
 
 
-def process_pool(
-    processes: int, start: Callable[[], None] = one_thread
-) -> AbstractContextManager[ProcessPoolExecutor | None]:
-    """`processes` that begin with `start`, ended after the block; None: this one is to do."""
+def process_pool(processes: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
+    """`processes`, ended after the block or with this one; None: this one is to do."""
     problem = semaphore_problem() if processes > 1 else None
     if problem:
         say(f"warning: one process instead of {processes}: {problem}")
     if processes <= 1 or problem:
         return nullcontext()
     # Spawned, because a fork of a process that runs threads (OpenCV, torch) can hang.
-    return _Pool(processes, multiprocessing.get_context("spawn"), start)
+    return _Pool(processes, multiprocessing.get_context("spawn"), _begin)
 
 
 def is_alive(pid: int) -> bool:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -42,7 +41,6 @@ from segtrain.data.read.find import Pair, first_lines
 from segtrain.data.read.formats import read_info
 from segtrain.data.read.image import ImageForm, read_image
 from segtrain.data.read.labels import read_label
-from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable
 
@@ -189,14 +187,6 @@ def _lay_out(
             file.truncate(shard.num_bytes)
             file.write(header)
     return places, shards
-
-
-def start_process() -> None:
-    """What each process of the pool does first."""
-    cv2.setNumThreads(0)
-    # Ctrl-C reaches all processes of a terminal; the main one ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL)
 
 
 def _fill_one(
