@@ -170,14 +170,14 @@ def after_each_step(act: Callable[[Any], object]) -> None:
     """Calls `act` with the StepResult of each step of this process, before others see it."""
     from segtrain.training.step import TrainStep
 
-    whole = TrainStep.__call__
+    whole = TrainStep.done
 
-    def step(self: Any, local: Any) -> Any:
-        result = whole(self, local)
+    def done(self: Any, *args: Any) -> Any:
+        result = whole(self, *args)
         act(result)
         return result
 
-    TrainStep.__call__ = step
+    TrainStep.done = done
 
 
 def signalled_in_evaluation(

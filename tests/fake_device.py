@@ -51,7 +51,8 @@ _LIBRARY.impl("batch_norm_update_stats", _update_stats)
 _LIBRARY.impl("batch_norm_elemt", _elemt)
 _LIBRARY.impl("batch_norm_backward_reduce", _backward_reduce)
 _LIBRARY.impl("batch_norm_backward_elemt", _backward_elemt)
-_LIBRARY.impl("_fused_sgd_", lambda *_, **__: None)
+for _update in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adamw_.tensor_lr"):
+    _LIBRARY.impl(_update, lambda *_, **__: None)
 
 _WAITING = {
     aten._local_scalar_dense,

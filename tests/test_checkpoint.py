@@ -174,7 +174,7 @@ def small(tmp_path_factory):
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     state.optimizer.step()
-    state.average.update(state.model, 1)
+    state.average.update(state.model, state.average.toward(1))
     saved = Checkpoint(
         step=1,
         **experiment_fields(config, classes),
@@ -440,3 +440,18 @@ def test_momenta_find_their_weights_by_name_in_other_groups():
     assert len(third.state) == 3
     for weight in third.state:
         assert torch.equal(third.state[weight]["momentum_buffer"], wanted[weight])
+
+
+def test_ctrl_c_while_a_file_is_written_is_no_error(tmp_path, monkeypatch):
+    """torch.save, when it is interrupted, raises an error of its own (seen: "unexpected pos")."""
+
+    def interrupted(content, file):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("unexpected pos")
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "a.pt", checkpoint())
+    assert list(tmp_path.iterdir()) == []

@@ -63,7 +63,8 @@ def forward_pass(settings, watch, monkeypatch):
         with tracked_together():
             sums = module(images, labels[None], masks)
             totals = step_sync.reduce(sums)
-        step_sync.record(1, torch.ones((), device="cuda"), ["a"])
+        flags = step_sync.take_flags(torch.ones((), device="cuda"))
+        step_sync.record(1, flags, ["a"])
         sync_running_stats(model)
         criterion.means(totals[0])
         objective = criterion.objective(sums[0], totals[0])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from segtrain.training import local
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.layers import make_initial_weights
-from segtrain.training.optim.optimizer import WeightAverage, build_optimizer
+from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, may_be_captured
 from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.step import _loss_weights, update
 from segtrain.training.step_sync import StepSync
@@ -39,22 +39,24 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
         nn.Sequential(nn.Conv2d(3, 4, 3, device="cuda"), nn.BatchNorm2d(4, device="cuda"))
         for _ in range(2)
     )
+    cuda = torch.device("cuda")
+    capturable = may_be_captured(model, whole, cuda)
     start = make_initial_weights(model, optim, None)
     average = WeightAverage(nn.Identity(), 0.9)
     average.model = averaged.requires_grad_(False)
     state = SimpleNamespace(
         model=model,
-        optimizer=build_optimizer(model, whole, start=start),
+        optimizer=build_optimizer(model, whole, start=start, capturable=capturable),
         scaler=torch.amp.GradScaler("cuda", enabled=train.precision == "float16"),
         average=average if optim.ema_decay else None,
-        step=0,
     )
     state.scaler.scale(torch.zeros((), device="cuda"))
     for parameter in model.parameters():
         parameter.grad = torch.rand_like(parameter)
     with fake:
         start.hold_gradients(model)
-        update(state, 0.1, optim.clip_grad_norm)
+        numbers = local.StepNumbers.on(cuda, [0.1, 0.9, 0.0, 0], [0.0] * 3, tensors=capturable)
+        update(state, numbers, optim.clip_grad_norm)
     fused = [name for name in fake.seen if name.startswith("_fused_")]
     assert fused == [f"_fused_{optim.kind}_"]
 
@@ -77,7 +79,7 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alph
         indices = [range(2), range(8, 10)]
         cuda = torch.device("cuda")
         parts = local.local_microbatches(state, [batch] * 2, settings, cuda, indices)
-        weights = _loss_weights(state, parts, settings)
+        weights = _loss_weights(state, parts, torch.zeros((), device="cuda"))
     tensors = [t for part in (*parts, weights) for t in part if isinstance(t, Tensor)]
     tensors += [mask for part in parts for mask in part.dropout if mask is not None]
     assert len(tensors) == 10

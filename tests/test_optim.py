@@ -8,14 +8,18 @@ from experiments import settings
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from segtrain.checkpoint.restore import restore_optimizer
+from segtrain.checkpoint.restore import optimizer_fields, restore_optimizer
 from segtrain.config import LayerRule, ModelConfig, parse_config
 from segtrain.errors import ConfigError
 from segtrain.models import MODELS, build_model
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d, precise_statistics
-from segtrain.training.optim import optimizer as optimizer_module
 from segtrain.training.optim.layers import freeze_layers, make_initial_weights, parameter_groups
-from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, set_learning_rate
+from segtrain.training.optim.optimizer import (
+    WeightAverage,
+    build_optimizer,
+    may_be_captured,
+    set_learning_rate,
+)
 from segtrain.training.optim.schedule import learning_rate
 
 
@@ -69,7 +73,7 @@ def test_weight_average_is_the_loop_over_its_formula():
         with torch.no_grad():
             for value in {id(v): v for v in model.state_dict().values()}.values():
                 value.add_(step)
-        average.update(model, step)
+        average.update(model, average.toward(step))
         decay = min(0.5, (1 + step) / (10 + step))  # 2/11 at first, 0.5 from step 8 on
         for name, value in model.state_dict().items():
             wanted[name] = decay * wanted[name] + (1 - decay) * value
@@ -82,11 +86,10 @@ def test_weight_average_is_the_loop_over_its_formula():
     assert not any(p.requires_grad for p in average.model.parameters())
 
 
-def fused_on_cpu(monkeypatch, **options):
+def fused_on_cpu(**options):
     """The optimizer that a CUDA device would have, with torch's fused kernels for CPUs."""
-    monkeypatch.setattr(optimizer_module, "_may_be_fused", lambda *_: True)
     model = OneOfEach()
-    return model, build_optimizer(model, settings(**options))
+    return model, build_optimizer(model, settings(**options), capturable=True)
 
 
 def set_gradients(model, value=None):
@@ -104,7 +107,7 @@ def test_a_first_step_that_overflows_leaves_nothing_in_a_fused_optimizer(monkeyp
     monkeypatch.setattr(
         torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(7.0)
     )
-    model, optimizer = fused_on_cpu(monkeypatch, optimizer=name, precision="float16")
+    model, optimizer = fused_on_cpu(optimizer=name, precision="float16")
     before = copy.deepcopy(model.state_dict())
     set_gradients(model, torch.inf)
     optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
@@ -116,24 +119,30 @@ def test_a_first_step_that_overflows_leaves_nothing_in_a_fused_optimizer(monkeyp
 
 def test_kernels_are_not_fused_on_a_cpu_nor_where_hooks_could_not_be_left_out():
     """On CUDA others are (test_fake_step.py): a step that overflows is left out by the kernel, but
-    not by the hooks before it."""
-    with FakeTensorMode(), torch.device("cuda"):
-        train = settings(precision="float16", decoupled_decay=True)
-        assert not build_optimizer(OneOfEach(), train).param_groups[0]["fused"]
+    not by the hooks before it, nor by Muon."""
+    cpu, cuda, half = torch.device("cpu"), torch.device("cuda"), {"precision": "float16"}
+    assert may_be_captured(OneOfEach(), settings(**half), cuda)
+    for other in ({"decoupled_decay": True}, {"optimizer": "muon"}):
+        assert may_be_captured(OneOfEach(), settings(**other), cuda)
+        assert not may_be_captured(OneOfEach(), settings(**half, **other), cuda)
+    assert not may_be_captured(OneOfEach(), settings(), cpu)
     assert build_optimizer(OneOfEach(), settings()).param_groups[0]["fused"] is None
 
 
-def test_a_checkpoint_of_a_cpu_goes_on_with_fused_kernels_and_back(monkeypatch):
-    model, fused = fused_on_cpu(monkeypatch, optimizer="adamw")
+def test_a_checkpoint_of_a_cpu_goes_on_with_fused_kernels_and_back():
+    model, fused = fused_on_cpu(optimizer="adamw")
     set_gradients(model)
     fused.step()
-    monkeypatch.undo()
     plain = build_optimizer(OneOfEach(), settings(optimizer="adamw"))
-    restore_optimizer(plain, fused.state_dict())
+    restore_optimizer(plain, optimizer_fields(fused))
     assert plain.param_groups[0]["fused"] is None
+    rates = [group["lr"] for group in optimizer_fields(fused)["param_groups"]]
+    assert rates == pytest.approx([group["lr"] for group in plain.param_groups], rel=1e-6)
+    assert {type(rate) for rate in rates} == {float}
     saved = plain.state_dict()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
-        on_device = build_optimizer(OneOfEach(), settings(optimizer="adamw"))
+        options = settings(optimizer="adamw")
+        on_device = build_optimizer(OneOfEach(), options, capturable=True)
         restore_optimizer(on_device, saved)
     # The kernel reads the counters on the device.
     assert {state["step"].device.type for state in on_device.state.values()} == {"cuda"}
@@ -209,7 +218,7 @@ def test_frozen_weights_and_the_statistics_of_their_norms_stay():
     for step in range(3):
         model(torch.randn(4, 3, 9, 9)).square().mean().backward()
         optimizer.step()
-        average.update(model, step + 1)
+        average.update(model, average.toward(step + 1))
     precise_statistics(model, [torch.randn(4, 3, 9, 9)])
     assert isinstance(model.backbone[0][1], FrozenBatchNorm2d)
     for state in (model.state_dict(), average.model.state_dict()):

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_device import config
 from test_norm_kinds import C, X
 from torch import nn
 
@@ -15,7 +14,7 @@ from segtrain.distributed.layout import Layout
 from segtrain.distributed.passes import current
 from segtrain.norm import SyncBatchNorm, SyncBatchNorm2d, sync, tracked_together
 from segtrain.training import step as step_module
-from segtrain.training.local import LocalMicrobatch
+from segtrain.training.local import LocalMicrobatch, StepNumbers
 from segtrain.training.step_sync import StepSync
 from segtrain.types import DropoutMasks
 
@@ -105,6 +104,7 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
 
     monkeypatch.setattr(step_module, "forward", forward)
     monkeypatch.setattr(step_module, "_loss_weights", lambda *_: [torch.ones(1)] * 2)
+    numbers = StepNumbers.on(torch.device("cpu"), [0.0] * 4, [0.0] * 3, tensors=False)
     sums = SimpleNamespace(collected=lambda last: nullcontext(), finish=lambda: True)
     state = SimpleNamespace(
         layout=Layout(4, 2, (1,)),
@@ -117,7 +117,7 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
     )
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     part = LocalMicrobatch(images, images[None, :, 0], DropoutMasks())
-    step_module.gradient(state, [part, part], config(), StepSync(lambda: False))
+    step_module.gradient(state, [part, part], numbers, StepSync(lambda: False))
     assert waiting == [[], []]
     assert waiting[0] is not waiting[1]
 

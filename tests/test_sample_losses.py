@@ -129,7 +129,7 @@ def test_phases_are_as_many_as_there_is_room_for_then_classes_are_added_up(monke
         made = SampleLosses(["a", "b", "c"], K, steps=9, device=CPU)
         labels = torch.tensor([[[0, 0, 1, 255]], [[2, 2, 2, 2]]])
         for step in (0, 8):
-            made.add(step, torch.tensor([2, -1]), torch.zeros(2, K, 1, 4), labels)
+            made.add(made.phase(step), torch.tensor([2, -1]), torch.zeros(2, K, 1, 4), labels)
             made.gather()
         sums = made.fields()["sums"]
         ends = sums[sorted({0, len(sums) - 1}), 2].sum((0, 1))

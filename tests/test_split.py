@@ -12,6 +12,7 @@ from segtrain.commands.train import split as split_module
 from segtrain.config import load_config
 from segtrain.data.read.image import ImageForm
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.layout import Layout
 from segtrain.errors import ConfigError
 from segtrain.models import build_model
 from segtrain.norm import make_norm
@@ -116,7 +117,7 @@ def test_a_split_that_changes_leaves_every_bit_in_peace(run_ranks, tmp_path, dat
 def test_the_log_tells_of_ranks_alike_and_of_whole_intervals(tmp_path, data, monkeypatch):
     config = load_config(config_file(tmp_path / "c.yaml", data, train={"batch_size": 8}))
     monkeypatch.setattr(split_module, "measure_speed", lambda *_: Speed(1, 0.25))
-    state = SimpleNamespace(split=(1,), shares=None)
+    state = SimpleNamespace(layout=Layout(8, 1, (1,)), shares=None)
     train_set = SimpleNamespace(form=ImageForm(), classes=SimpleNamespace(num_classes=4))
     split = split_module.MeasuredSplit(state, config, train_set, torch.device("cpu"), None)
     stays = "split      8 images of a microbatch stay: ranks take 250.0 ms an image"

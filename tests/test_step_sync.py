@@ -24,8 +24,8 @@ def watch(**options):
 
 
 def do_step(sync, step, total=1.0, grad_norm=FINE, names=("a",)):
-    sync.reduce(sums(total, 4))
-    sync.record(step, grad_norm, list(names))
+    sync.reduce(sums(total, 4), torch.tensor(sync.requests(), dtype=torch.float64))
+    sync.record(step, sync.take_flags(grad_norm), list(names))
 
 
 @pytest.mark.parametrize("total", [float("nan"), float("inf"), float("-inf")])
@@ -55,7 +55,7 @@ def test_what_is_not_finite_is_raised_at_once_and_only_once_when_asked_for(
     sync = watch(overflow_allowed=overflow_allowed)
     for one in microbatches:
         sync.reduce(one)
-    sync.record(3, grad_norm, ["a"])
+    sync.record(3, sync.take_flags(grad_norm), ["a"])
     if what == "loss" or not overflow_allowed:
         with pytest.raises(NonFiniteError, match=f"step 3: the {what} is not finite"):
             sync.check_finite()

@@ -17,7 +17,7 @@ from segtrain.distributed import virtual_ranks
 from segtrain.distributed.offload import InFlight, offload, reload, saved_on_host
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.training import step as step_module
-from segtrain.training.local import LocalMicrobatch
+from segtrain.training.local import LocalMicrobatch, StepNumbers
 from segtrain.training.state import make_state
 
 
@@ -171,12 +171,13 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, size=65):
     sizes, original = [batch_size // virtual] * virtual, step_module.saved_on_host
     step_module.saved_on_host = on_host
     try:
-        weight, sync = torch.ones(1), StepSync(lambda: False)
+        numbers = StepNumbers.on(torch.device("cpu"), [0.0] * 4, [0.0] * 3, tensors=False)
+        about = torch.ones(1), numbers, StepSync(lambda: False)
         if virtual > 1:
-            step_module._in_threads(state, share.split(sizes), weight, sync)
+            step_module._in_threads(state, share.split(sizes), *about)
         else:
             with mode:
-                objective, _ = step_module.forward(state, state.wrapped, share, weight, sync)
+                objective, _ = step_module.forward(state, state.wrapped, share, *about)
                 objective.backward()
     finally:
         step_module.saved_on_host = original

@@ -11,7 +11,6 @@ from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, make_norm
-from segtrain.training.local import LocalStep
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step import StepResult, TrainStep
 from segtrain.training.step_sync import StepSync
@@ -79,7 +78,8 @@ def train_steps(
     """The steps of a training until its end; `batches`: of each microbatch, in order."""
     step, batches = TrainStep(state, config, device, step_sync), iter(batches)
     while state.step < config.train.steps and not step_sync.is_over:
-        yield step(LocalStep(list(islice(batches, config.train.accumulate_steps))))
+        local = step.local(list(islice(batches, config.train.accumulate_steps)))
+        yield step.done(local, step(local))
 
 
 def steps_of(

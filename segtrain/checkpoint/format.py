@@ -120,6 +120,8 @@ def write_temporary(path: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, 
     except (OSError, RuntimeError) as error:
         # While torch.save handles a failed write, it raises a RuntimeError of its own.
         cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
         if not isinstance(cause, OSError):
             raise
         raise ExecutionError(f"{path}: cannot write the checkpoint: {cause}") from cause

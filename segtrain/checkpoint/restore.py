@@ -208,6 +208,14 @@ def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any]) -> Non
     gradients.exponents = saved["exponents"]
 
 
+def optimizer_fields(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint keeps of an optimizer; rates are numbers, on whatever device they are."""
+    saved = optimizer.state_dict()
+    return saved | {
+        "param_groups": [group | {"lr": float(group["lr"])} for group in saved["param_groups"]]
+    }
+
+
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Loads the state of each weight by its name; settings stay as configured.
 

@@ -16,7 +16,7 @@ from segtrain.commands.config import find_config
 from segtrain.commands.train.auto_workers import MEASURED_STEPS, WorkerChoice
 from segtrain.commands.train.evaluate import evaluate_largest
 from segtrain.commands.train.setup import Prepared, device_name, make_repeatable, prepare
-from segtrain.commands.train.training import HangWatch, Training
+from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config, load_config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
@@ -238,7 +238,8 @@ def _training(config: Config, device: torch.device, stack: ExitStack) -> tuple[T
     ready = prepare(config, device, nowhere, notes, stack, hashes=False)
     step_sync = StepSync(lambda: False, overflow_allowed=config.train.precision == "float16")
     training = ready.training(config, device, step_sync)
-    this = Training(**training, last_step=config.train.steps)
+    watch = host_watch(config, device, stack)
+    this = Training(**training, last_step=config.train.steps, watch=watch)
     stack.callback(this.reopen)
 
     def tell(lines: Sequence[str]) -> None:
@@ -246,8 +247,8 @@ def _training(config: Config, device: torch.device, stack: ExitStack) -> tuple[T
             say("\n".join(lines))
 
     tell(notes)
-    parts = HangWatch.of(config, device, stack), WorkerChoice.of(config, tell)
-    this.parts = tuple(part for part in parts if part is not None)
+    choice = WorkerChoice.of(config, tell)
+    this.parts = () if choice is None else (choice,)
     return this, ready
 
 
@@ -318,7 +319,8 @@ class _Steps:
             began = time.perf_counter()
             for local in islice(self._batches, number):
                 with run.around():
-                    result = run.step(local)
+                    left = run.step(local)
+                    result = run.step.done(local, left)
                 for part in run.parts:
                     part.after_step(run, local, result)
                 waited += local.data_s

@@ -20,7 +20,7 @@ from segtrain.checkpoint.manager import kept_checkpoints
 from segtrain.checkpoint.restore import initial_weights_fields
 from segtrain.commands.train.evaluate import take_precise_statistics
 from segtrain.commands.train.setup import DATA_PATIENCE_S, make_repeatable, prepare
-from segtrain.commands.train.training import HangWatch, Training
+from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config, load_config
 from segtrain.config.loading import given_key
 from segtrain.data.sample.loader import worker_failures
@@ -197,6 +197,7 @@ def _set_up(
     replay = Replay(
         **ready.training(config, device, step_sync),
         last_step=plan.last,
+        watch=host_watch(config, device, stack),
         directory=run,
         plan=plan,
         receipts=receipts,
@@ -204,8 +205,6 @@ def _set_up(
         evaluated=start is not None and start.checkpoint.evaluated == ready.state.step,
     )
     stack.callback(replay.reopen)
-    watch = HangWatch.of(config, device, stack)
-    replay.parts = () if watch is None else (watch,)
     return replay
 
 
@@ -243,7 +242,8 @@ def _replay(this: Replay) -> None:
     with worker_failures(), bar:
         for local in this.batches():
             with this.around():
-                result = this.step(local)
+                left = this.step(local)
+                result = this.step.done(local, left)
             this.evaluated = False
             meter.after_step(this, local, result)
             _compare(this, meter)

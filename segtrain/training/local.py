@@ -10,29 +10,10 @@ from torch import Tensor
 from segtrain import seed
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
+from segtrain.training.optim.schedule import learning_rate
+from segtrain.training.sam import sam_is_due
 from segtrain.training.state import TrainState
 from segtrain.types import Batch, DropoutMasks
-
-
-class LocalStep(NamedTuple):
-    """What the loader gives this rank for one step: a batch of each microbatch, on the host.
-
-    data_s: seconds that the step waited for them.
-    """
-
-    batches: list[Batch]
-    data_s: float = 0.0
-
-    @property
-    def names(self) -> list[str]:
-        """The images, for messages."""
-        return [name for batch in self.batches for name in batch.names]
-
-    @property
-    def pixels(self) -> int | None:
-        """The sum of `Batch.pixels`; None: not taken."""
-        hashes = [batch.pixels for batch in self.batches]
-        return None if None in hashes else sum(hashes)
 
 
 class LocalMicrobatch(NamedTuple):
@@ -55,6 +36,95 @@ class LocalMicrobatch(NamedTuple):
 
         ends = list(accumulate(sizes))
         return [cut(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+class StepNumbers(NamedTuple):
+    """What changes from step to step besides the images.
+
+    Where updates are `capturable`, tensors () on the device: a CUDA graph would keep Python numbers
+    as they were in the step that it has recorded.
+
+    lr: the backbone's. toward: how far the average of the weights goes to the newest ones.
+    mixed: the weight of MixUp's partners in the loss. phase: of the sample losses.
+    requests: (3,), what this rank is asked for (`StepSync.requests`).
+    """
+
+    lr: float | Tensor
+    toward: float | Tensor
+    mixed: float | Tensor
+    phase: int | Tensor
+    requests: Tensor
+
+    @classmethod
+    def on(
+        cls,
+        device: torch.device,
+        numbers: Sequence[float],
+        requests: Sequence[float],
+        *,
+        tensors: bool,
+    ) -> "StepNumbers":
+        """Those of a step; the host does not wait for `device`."""
+        values = torch.tensor([*numbers, *requests], dtype=torch.float64)
+        if device.type == "cuda":
+            values = values.pin_memory().to(device, non_blocking=True)
+        if not tensors:
+            lr, toward, mixed, phase = numbers
+            return cls(lr, toward, mixed, int(phase), values[len(numbers) :])
+        lr, toward, mixed, phase, *_ = values.unbind()
+        return cls(lr, toward, mixed, phase.long(), values[len(numbers) :])
+
+
+class LocalStep(NamedTuple):
+    """What this rank computes in a step.
+
+    sharpens: whether SAM takes a second gradient.
+    batches: what `parts` were made of, on the host. data_s: seconds that the step waited for them.
+    """
+
+    parts: list[LocalMicrobatch]
+    numbers: StepNumbers
+    sharpens: bool
+    lr: float
+    batches: Sequence[Batch]
+    data_s: float = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        """The images, for messages."""
+        return [name for batch in self.batches for name in batch.names]
+
+    @property
+    def pixels(self) -> int | None:
+        """The sum of `Batch.pixels`; None: not taken."""
+        hashes = [batch.pixels for batch in self.batches]
+        return None if None in hashes else sum(hashes)
+
+
+def local_step(
+    state: TrainState,
+    batches: Sequence[Batch],
+    config: Config,
+    device: torch.device,
+    *,
+    requests: Sequence[float] = (0.0, 0.0, 0.0),
+    data_s: float = 0.0,
+) -> LocalStep:
+    """The next step of `state`, on `device`; `batches`: of each microbatch, of this rank."""
+    lr, mixed = learning_rate(config, state.step), 0.0
+    if batches[0].partner_labels is not None:
+        mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
+    toward = 0.0 if state.average is None else state.average.toward(state.step + 1)
+    phase = 0 if state.sample_losses is None else state.sample_losses.phase(state.step)
+    numbers = lr, toward, mixed, phase
+    return LocalStep(
+        parts=local_microbatches(state, batches, config, device),
+        numbers=StepNumbers.on(device, numbers, requests, tensors=state.capturable),
+        sharpens=sam_is_due(config.optim, state.step),
+        lr=lr,
+        batches=batches,
+        data_s=data_s,
+    )
 
 
 def local_microbatches(

@@ -79,10 +79,16 @@ class SampleLosses:
         self._gathered = torch.zeros(size, dtype=torch.int64)  # on all ranks before it
         self._lock = threading.Lock()  # shares and virtual ranks run in threads
 
-    @torch.no_grad()
-    def add(self, step: int, shown: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Adds the crops of a step, counted from 0; nothing waits for the device.
+    def phase(self, step: int) -> int:
+        """That of a step, counted from 0."""
+        phases = len(self._new)
+        return min(step * phases // self._steps, phases - 1)
 
+    @torch.no_grad()
+    def add(self, phase: int | Tensor, shown: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Adds the crops of a step; nothing waits for the device.
+
+        phase: of the step; a tensor () is not read by the host.
         shown: (n,) int64, the image that each crop shows; -1: this crop is left out.
         logits: (n, K, H, W) of the main head; labels: (n, H, W) int64, or IGNORE_INDEX.
         """
@@ -100,10 +106,9 @@ class SampleLosses:
         if self._new.shape[2] == 1:
             found = found.sum(1, keepdim=True)
         found = found * (shown >= 0).view(-1, 1, 1)
-        phases = len(self._new)
-        phase = self._new[min(step * phases // self._steps, phases - 1)]
+        rows = phase * self._new.shape[1] + shown.clamp(min=0)
         with self._lock:
-            phase.index_add_(0, shown.clamp(min=0), found)
+            self._new.flatten(0, 1).index_add_(0, rows, found)
 
     def gather(self) -> None:
         """Adds up what the ranks have measured, before they save (collective)."""

@@ -18,7 +18,7 @@ from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.layers import InitialWeights, freeze_layers, make_initial_weights
-from segtrain.training.optim.optimizer import WeightAverage, build_optimizer
+from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, may_be_captured
 from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.share_rules import fingerprint, refuse_layers
 from segtrain.types import DropoutMasks
@@ -121,6 +121,7 @@ class TrainState:
     average: WeightAverage | None
     initial_weights: InitialWeights  # what updates need of the weights that training started from
     layout: Layout  # which images of a step this rank computes, and which the others
+    capturable: bool = False  # no number of an update changes from step to step
     shares: Shares | None = None  # train.shares
     replicas: list[nn.Module] = field(default_factory=list)  # of `wrapped`, one for each share here
     arithmetic: str | None = None  # `share_rules.fingerprint` of this rank, with shares
@@ -140,11 +141,13 @@ def make_state(
     *,
     loaded: Collection[str] | None = None,
     resumed: bool = False,
+    capturable: bool | None = None,
 ) -> TrainState:
     """The state before the first step, with `model` moved to `device` (collective).
 
     loaded: the names of the weights that come from a file; None: all. The others are new layers.
     resumed: a checkpoint is going to be restored, with what depends on the weights at the start.
+    capturable: whether updates are made of tensors alone; None: where that serves (on CUDA).
 
     Raises:
         ConfigError: optim.layers or optim.new_weight_decay do not fit the model.
@@ -174,6 +177,8 @@ def make_state(
     scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "float16")
     scaler.scale(torch.zeros((), device=device))  # makes its tensors; shares would do it at once
     split = split_of(train, dist.world_size())
+    if capturable is None:
+        capturable = may_be_captured(model, config, device)
     state = TrainState(
         model=model,
         normalize=normalize,
@@ -181,7 +186,8 @@ def make_state(
         criterion=criterion,
         wrapped=wrapped,
         gradients=GradientSum(summed, overlap=train.virtual_ranks == 1),
-        optimizer=build_optimizer(model, config, start=initial_weights),
+        optimizer=build_optimizer(model, config, start=initial_weights, capturable=capturable),
+        capturable=capturable,
         scaler=scaler,
         average=WeightAverage(model, optim.ema_decay) if optim.ema_decay else None,
         initial_weights=initial_weights,

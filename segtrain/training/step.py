@@ -12,36 +12,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from segtrain import seed
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout
 from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.norm import placed, sync_running_stats, tracked_together, untracked
-from segtrain.training.local import LocalMicrobatch, LocalStep, local_microbatches
+from segtrain.training.local import LocalMicrobatch, LocalStep, StepNumbers, local_step
 from segtrain.training.measure import BACKWARD, FORWARD, UPDATE, span
 from segtrain.training.optim.optimizer import set_learning_rate
-from segtrain.training.optim.schedule import learning_rate
-from segtrain.training.sam import sam_is_due, sam_perturbed
+from segtrain.training.sam import sam_perturbed
 from segtrain.training.share_rules import watch
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
+from segtrain.types import Batch
+
+
+class StepTensors(NamedTuple):
+    """What a step leaves on the device.
+
+    losses: (2,) float64, of the main and the auxiliary head, means over the valid pixels of all
+        ranks; NaN without an auxiliary head. With SAM those of the first gradient; what follows is
+        of the second.
+    grad_norm: () of all gradients together, before clipping.
+    flags: what the ranks told each other (`StepSync.take_flags`).
+    digest: with train.shares, `ExactGradientSum.digest`; otherwise None.
+    """
+
+    losses: Tensor
+    grad_norm: Tensor
+    flags: Tensor
+    digest: Tensor | None
 
 
 class StepResult(NamedTuple):
-    """What a step leaves behind; tensors stay on the device until they are logged.
+    """What is known after a step; tensors stay on the device until they are logged.
 
-    loss, aux_loss: () float64, means over the valid pixels of all ranks; aux_loss is NaN without an
-        auxiliary head. With SAM those of the first gradient; what follows is of the second.
-    gradients: with train.shares, `ExactGradientSum.digest`; otherwise None.
+    loss, aux_loss, grad_norm, gradients: as in `StepTensors`, () but for the last.
     pixels: the sum of `Batch.pixels` on this rank; None: not taken.
     """
 
     step: int  # updates done so far, 1 .. train.steps
     loss: Tensor
     aux_loss: Tensor
-    grad_norm: Tensor  # () of all gradients together, before clipping
+    grad_norm: Tensor
     lr: float  # the backbone's
     data_s: float  # seconds the step waited for the loader
     gradients: Tensor | None = None
@@ -49,9 +63,10 @@ class StepResult(NamedTuple):
 
 
 class TrainStep:
-    """Moves the weights once: call it with this rank's images of a step (collective).
+    """Moves the weights once, a function of tensors (collective).
 
-    step_sync: gets the flags of each step, and acts on those of the step before.
+    No number of it changes from one call to the next where `state.capturable` is set, and nothing
+    on the host does: that is left to `done`.
     """
 
     def __init__(
@@ -61,35 +76,44 @@ class TrainStep:
         self._step_sync = step_sync
         self._layout: Layout | None = None  # of the step before
 
-    def __call__(self, local: LocalStep) -> StepResult:
-        """One update.
+    def local(self, batches: Sequence[Batch], data_s: float = 0.0) -> LocalStep:
+        """The next step, from this rank's batch of each microbatch."""
+        about = {"requests": self._step_sync.requests(), "data_s": data_s}
+        return local_step(self._state, batches, self._config, self._device, **about)
 
-        Raises:
-            NonFiniteError: the loss or the gradient of the step before was not finite.
-        """
+    def __call__(self, local: LocalStep) -> StepTensors:
+        """One update."""
         state, config, sync = self._state, self._config, self._step_sync
         is_first, self._layout = self._layout is not state.layout, state.layout
         if is_first:
             state.model.train()
-        parts = local_microbatches(state, local.batches, config, self._device)
         # A layer could break the rules of shares: seen in the first step.
         with watch(state.model) if is_first and state.shares is not None else nullcontext():
-            losses = gradient(state, parts, config, sync)
-            if sam_is_due(config.optim, state.step):
+            losses = gradient(state, local.parts, local.numbers, sync)
+            if local.sharpens:
                 with sam_perturbed(state.model.parameters(), config.optim.sam_rho):
-                    gradient(state, parts, config, sync, again=True)
-        lr = learning_rate(config, state.step)
+                    gradient(state, local.parts, local.numbers, sync, again=True)
         with span(UPDATE):
-            grad_norm = update(state, lr, config.optim.clip_grad_norm)
-        sync.record(state.step, grad_norm, local.names)
-        digest = state.gradients.digest()
-        return StepResult(state.step, *losses, grad_norm, lr, local.data_s, digest, local.pixels)
+            grad_norm = update(state, local.numbers, config.optim.clip_grad_norm)
+        return StepTensors(losses, grad_norm, sync.take_flags(grad_norm), state.gradients.digest())
+
+    def done(self, local: LocalStep, left: StepTensors) -> StepResult:
+        """Counts the step, and acts on the flags of the one before (collective).
+
+        Raises:
+            NonFiniteError: the loss or the gradient of the step before was not finite.
+        """
+        state = self._state
+        state.step += 1
+        self._step_sync.record(state.step, left.flags, local.names)
+        about = local.lr, local.data_s, left.digest, local.pixels
+        return StepResult(state.step, *left.losses, left.grad_norm, *about)
 
 
 def gradient(
     state: TrainState,
     parts: Sequence[LocalMicrobatch],
-    config: Config,
+    numbers: StepNumbers,
     step_sync: StepSync,
     *,
     again: bool = False,
@@ -101,7 +125,7 @@ def gradient(
 
     again: the step has seen these images: running statistics and `state.sample_losses` stay.
     """
-    weights = _loss_weights(state, parts, config)
+    weights = _loss_weights(state, parts, numbers.mixed)
     while True:
         losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
         with untracked() if again else nullcontext():
@@ -111,12 +135,13 @@ def gradient(
                 # All ranks add their gradients once a step, during the last backward pass.
                 collected = state.gradients.collected(last=i == len(parts) - 1)
                 with placed(state.layout.everywhere), collected, tracked_together():
+                    about = weight, numbers, step_sync
                     if len(sizes) == 1 and state.shares is None:
-                        objective, means = forward(state, state.wrapped, images, weight, step_sync)
+                        objective, means = forward(state, state.wrapped, images, *about)
                         with span(BACKWARD):
                             objective.backward()
                     else:
-                        means = _in_threads(state, images.split(sizes), weight, step_sync)
+                        means = _in_threads(state, images.split(sizes), *about)
                 losses += (means * weight.unsqueeze(1)).sum(0)
                 sync_running_stats(*(state.replicas or [state.model]), shares=state.shares)
         if state.gradients.finish():
@@ -126,7 +151,12 @@ def gradient(
 
 
 def forward(
-    state: TrainState, module: nn.Module, part: LocalMicrobatch, weight: Tensor, step_sync: StepSync
+    state: TrainState,
+    module: nn.Module,
+    part: LocalMicrobatch,
+    weight: Tensor,
+    numbers: StepNumbers,
+    step_sync: StepSync,
 ) -> tuple[Tensor, Tensor]:
     """The objective (), whose gradient is that of a part, and the mean losses (S, 2) of all parts.
 
@@ -140,18 +170,18 @@ def forward(
         images = state.normalize(part.images.contiguous(memory_format=state.memory_format))
         on_logits = None
         if part.shown is not None:
-            on_logits = partial(state.sample_losses.add, state.step, part.shown)
+            on_logits = partial(state.sample_losses.add, numbers.phase, part.shown)
         sums = module(images, part.labels.long(), part.dropout, on_logits)
-        totals = step_sync.reduce(sums)
+        totals = step_sync.reduce(sums, numbers.requests)
         pairs = zip(sums, totals, strict=True)
         objectives = torch.stack([criterion.objective(*pair) for pair in pairs])
         means = torch.stack([criterion.means(total) for total in totals])
         return state.scaler.scale((objectives * weight).sum()), means
 
 
-def update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor:
+def update(state: TrainState, numbers: StepNumbers, clip_grad_norm: float | None) -> Tensor:
     """Moves the weights by the gradients, which it frees; returns the gradients' norm ()."""
-    set_learning_rate(state.optimizer, lr)
+    set_learning_rate(state.optimizer, numbers.lr)
     state.scaler.unscale_(state.optimizer)
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -160,9 +190,8 @@ def update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
-    state.step += 1
     if state.average is not None:
-        state.average.update(state.model, state.step)
+        state.average.update(state.model, numbers.toward)
     return grad_norm
 
 
@@ -175,20 +204,26 @@ def compute_alone(state: TrainState, part: LocalMicrobatch, sizes: list[int]) ->
     """
     # What is compiled waits for all ranks.
     module = getattr(state.wrapped, "_orig_mod", state.wrapped)
-    weight = torch.ones(len(part.labels), dtype=torch.float64, device=part.images.device)
-    step_sync = StepSync(lambda: False)
+    device = part.images.device
+    weight = torch.ones(len(part.labels), dtype=torch.float64, device=device)
+    numbers = StepNumbers.on(device, [0.0] * 4, [0.0] * 3, tensors=False)
+    about = weight, numbers, StepSync(lambda: False)
     with dist.alone(), untracked(), placed([sizes] * dist.world_size()):
         if len(sizes) == 1 and state.shares is None:
-            objective, _ = forward(state, module, part, weight, step_sync)
+            objective, _ = forward(state, module, part, *about)
             objective.backward()
         else:
-            _in_threads(state, part.split(sizes), weight, step_sync)
+            _in_threads(state, part.split(sizes), *about)
     for one in (state.model, *state.replicas):
         one.zero_grad(set_to_none=True)
 
 
 def _in_threads(
-    state: TrainState, parts: list[LocalMicrobatch], weight: Tensor, step_sync: StepSync
+    state: TrainState,
+    parts: list[LocalMicrobatch],
+    weight: Tensor,
+    numbers: StepNumbers,
+    step_sync: StepSync,
 ) -> Tensor:
     """Forward and backward pass of parts that are computed apart; the mean losses, (S, 2)."""
     device = parts[0].images.device
@@ -203,7 +238,7 @@ def _in_threads(
         # In the middle of its backward pass this thread waits for the others: autograd must run in
         # it, and not in the one thread that it has for each device.
         with torch.autograd.set_multithreading_enabled(False), on_host:
-            objective, means = forward(state, module, part, weight, step_sync)
+            objective, means = forward(state, module, part, weight, numbers, step_sync)
             with span(BACKWARD):
                 objective.backward()
         return means
@@ -215,7 +250,7 @@ def _in_threads(
 
 
 def _loss_weights(
-    state: TrainState, parts: Sequence[LocalMicrobatch], config: Config
+    state: TrainState, parts: Sequence[LocalMicrobatch], mixed: float | Tensor
 ) -> list[Tensor]:
     """What the mean losses of each microbatch count in the loss of the step, (S,) (collective).
 
@@ -225,7 +260,6 @@ def _loss_weights(
     """
     factors = [1.0]
     if len(parts[0].labels) == 2:
-        mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
         factors = [1 - mixed, mixed]
     weights = [
         factor * _microbatch_weights(state, labels)

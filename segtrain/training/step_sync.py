@@ -47,22 +47,32 @@ class StepSync:
         # Step, flags on their way to the host, and the names of the images on this rank.
         self._pending: tuple[int, _Readback, list[str]] | None = None
 
-    def reduce(self, sums: Tensor) -> Tensor:
-        """The sums of the loss over all ranks, float64, in the shape of `sums` (collective)."""
+    def requests(self) -> list[float]:
+        """What this rank is asked for, 1 or 0 each: to stop, save and end."""
+        return [float(requested()) for requested in self._requests]
+
+    def reduce(self, sums: Tensor, requests: Tensor | None = None) -> Tensor:
+        """The sums of the loss over all ranks, float64, in the shape of `sums` (collective).
+
+        requests: (3,) float64, `requests` on the device; None: for nothing.
+        """
         local = sums.detach().double().flatten()
         bad_here = (~local.isfinite().all()).double().view(1)
-        # Filled on the device: for a copy of a list the host would wait for the forward pass.
-        requests = local.new_zeros(len(self._requests))
-        for request, requested in zip(requests, self._requests, strict=True):
-            if requested():
-                request.fill_(1.0)
+        requests = local.new_zeros(len(self._requests)) if requests is None else requests
         # The layout of the vector: sums of the loss, ranks with a bad one, requests.
         total = dist.all_reduce_sum(torch.cat([local, bad_here, requests]))
         sums_of_all, bad_ranks, requests_of_all = total.split([len(local), 1, len(requests)])
         self._microbatch_flags.append(torch.cat([bad_ranks, bad_here, requests_of_all]))
         return sums_of_all.view(sums.shape)
 
-    def record(self, step: int, grad_norm: Tensor, names: list[str]) -> None:
+    def take_flags(self, grad_norm: Tensor) -> Tensor:
+        """The flags of the microbatches since the last call, and of the gradient, (6,)."""
+        bad_gradient = (~grad_norm.isfinite()).double()
+        flags = torch.cat([torch.stack(self._microbatch_flags).sum(0), bad_gradient.view(1)])
+        self._microbatch_flags.clear()
+        return flags
+
+    def record(self, step: int, flags: Tensor, names: list[str]) -> None:
         """Takes the flags of update number `step` and acts on those of the one before (collective).
 
         names: the images that this rank trained on in this step.
@@ -71,9 +81,6 @@ class StepSync:
             NonFiniteError: on all ranks, naming step, ranks and images.
             LostRanksError: the device does not get on with the step before: it waits for a rank.
         """
-        bad_gradient = (~grad_norm.isfinite()).double()
-        flags = torch.cat([torch.stack(self._microbatch_flags).sum(0), bad_gradient.view(1)])
-        self._microbatch_flags.clear()
         before, self._pending = self._pending, (step, _Readback(flags), names)
         if before is not None:
             self._act(*before)

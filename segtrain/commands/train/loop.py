@@ -69,7 +69,8 @@ def train(run: TrainRun) -> None:
     """The steps of this process, and what happens between them (collective)."""
     for local in run.batches():
         with run.around():
-            result = run.step(local)
+            left = run.step(local)
+            result = run.step.done(local, left)
         for part in run.parts:
             part.after_step(run, local, result)
         if _is_due(run):

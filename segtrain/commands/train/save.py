@@ -3,7 +3,11 @@
 import torch
 
 from segtrain.checkpoint.format import Checkpoint, experiment_fields
-from segtrain.checkpoint.restore import initial_weights_fields, shares_fields
+from segtrain.checkpoint.restore import (
+    initial_weights_fields,
+    optimizer_fields,
+    shares_fields,
+)
 from segtrain.commands.train.setup import DATA_PATIENCE_S, TrainRun
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
@@ -68,7 +72,7 @@ def checkpoint_of(run: TrainRun) -> Checkpoint:
         **experiment_fields(run.config, run.train_set.classes),
         model=state.model.state_dict(),
         average=None if state.average is None else state.average.model.state_dict(),
-        optimizer=state.optimizer.state_dict(),
+        optimizer=optimizer_fields(state.optimizer),
         scaler=state.scaler.state_dict(),
         best=run.best,
         evaluated=run.evaluated,

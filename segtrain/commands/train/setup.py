@@ -25,7 +25,7 @@ from segtrain.commands.train.preflight import (
 )
 from segtrain.commands.train.split import MeasuredSplit
 from segtrain.commands.train.step_log import StepLog
-from segtrain.commands.train.training import HangWatch, Training
+from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
@@ -456,6 +456,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         evaluated=evaluated,
         stop_criteria=stop_criteria,
         changes=changes,
+        watch=host_watch(config, device, stack),
         step_log=StepLog(config, StepMeter(config.train.batch_size, device)),
         meeting=meeting,
     )
@@ -469,8 +470,8 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         run.receipts = run.receipt_meter(
             lambda step: any(steps and step % steps == 0 for steps in every)
         )
-    watch, choice = HangWatch.of(config, device, stack), WorkerChoice.of(config, log.lines)
-    parts = watch, run.meeting, choice, run.receipts, run.step_log
+    choice = WorkerChoice.of(config, log.lines)
+    parts = run.meeting, choice, run.receipts, run.step_log
     run.parts = tuple(part for part in parts if part is not None)
     return run
 

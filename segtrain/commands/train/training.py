@@ -4,7 +4,8 @@
 
     for local in run.batches():
         with run.around():
-            result = run.step(local)
+            left = run.step(local)
+            result = run.step.done(local, left)
         for part in run.parts:
             part.after_step(run, local, result)
 """
@@ -38,7 +39,7 @@ class Training:
 
     step: moves the weights by the images of a step.
     last_step: after which `batches` ends.
-    parts: in the order in which they take in a step.
+    parts: in the order in which they take in a step. watch: see `host_watch`.
     """
 
     config: Config
@@ -51,7 +52,9 @@ class Training:
     class_uniform: ClassUniform | None = None  # data.class_uniform
     auto_workers: int | None = None  # what data.num_workers auto has come to
     parts: tuple[Part, ...] = ()
+    watch: HostWatch | None = None
     _loader: TrainLoader | None = field(default=None, init=False)
+    _layout: Layout | None = field(default=None, init=False)  # of the step before
 
     def batches(self) -> Iterator[LocalStep]:
         """This rank's images of the steps from the current one to the last.
@@ -64,7 +67,10 @@ class Training:
                 if self._loader is None:
                     self._loader = self.loader(self.state.step, self.last_step)
                 batches = [next(self._loader) for _ in self.state.layout.parts]
-                yield LocalStep(batches, time.perf_counter() - began)
+                data_s = time.perf_counter() - began
+                with self.watched():  # a device that hangs lets no copy through
+                    local = self.step.local(batches, data_s)
+                yield local
         finally:
             self.reopen()
 
@@ -79,11 +85,19 @@ class Training:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around what a step computes, all parts' `around`."""
+        """Around what a step computes: the watch, and all parts' `around`."""
         with ExitStack() as stack:
+            stack.enter_context(self.watched())
             for part in self.parts:
                 stack.enter_context(part.around(self))
             yield
+        self._layout = self.state.layout
+
+    def watched(self) -> AbstractContextManager[object]:
+        """Around what waits for the device, whose driver may never come back."""
+        # Compiling may take longer than any exchange.
+        compiles = self.config.train.compile and self._layout is not self.state.layout
+        return nullcontext() if self.watch is None or compiles else self.watch.step()
 
     def num_workers(self) -> int:
         """The loader processes of this rank."""
@@ -129,24 +143,11 @@ class Training:
         )
 
 
-class HangWatch(Part):
-    """Ends the process if a step gets stuck in the driver of a device, where no error can come up.
+def host_watch(config: Config, device: torch.device, stack: ExitStack) -> HostWatch | None:
+    """What ends the process if a step gets stuck in the driver; None where nothing waits there.
 
-    stack: closes the watch.
+    stack: closes it.
     """
-
-    def __init__(self, config: Config, stack: ExitStack) -> None:
-        self._compiles = config.train.compile
-        self._layout: Layout | None = None  # of the step before
-        self._watch = stack.enter_context(HostWatch(config.train.timeout_s, dist.last_exchange))
-
-    def around(self, run: Training) -> AbstractContextManager[object]:
-        """Watches it, but for steps that compile, which may take longer than any exchange."""
-        is_first, self._layout = self._layout is not run.state.layout, run.state.layout
-        return nullcontext() if is_first and self._compiles else self._watch.step()
-
-    @classmethod
-    def of(cls, config: Config, device: torch.device, stack: ExitStack) -> "HangWatch | None":
-        """One where steps wait for other ranks on a device."""
-        is_needed = device.type == "cuda" and dist.world_size() > 1
-        return cls(config, stack) if is_needed else None
+    if device.type != "cuda" or dist.world_size() == 1:
+        return None
+    return stack.enter_context(HostWatch(config.train.timeout_s, dist.last_exchange))

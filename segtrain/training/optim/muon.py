@@ -41,12 +41,19 @@ class Muon(torch.optim.Optimizer):
     """Muon for groups with `muon: True`, AdamW for the others.
 
     groups: of parameters, with `weight_decay`, which is decoupled. betas: of AdamW.
+    lr: a tensor () is not read by the host. fused: as torch's AdamW has it.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], lr: float, *, betas: tuple[float, float]
+        self,
+        groups: list[dict[str, Any]],
+        lr: float | Tensor,
+        *,
+        betas: tuple[float, float],
+        fused: bool | None = None,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0, "muon": False})
+        defaults = {"lr": lr, "betas": betas, "weight_decay": 0.0, "muon": False, "fused": fused}
+        super().__init__(groups, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -73,8 +80,12 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(velocities, grads, 1 - _MOMENTUM)
             ahead = torch._foreach_lerp(grads, velocities, _MOMENTUM)
             steps = orthogonalized([one.flatten(1) for one in ahead])
-            scales = [-group["lr"] * _RMS * math.sqrt(max(step.shape)) for step in steps]
-            torch._foreach_mul_(steps, scales)
+            if isinstance(group["lr"], Tensor):
+                torch._foreach_mul_(steps, [-_RMS * math.sqrt(max(s.shape)) for s in steps])
+                torch._foreach_mul_(steps, group["lr"])
+            else:
+                scales = [-group["lr"] * _RMS * math.sqrt(max(s.shape)) for s in steps]
+                torch._foreach_mul_(steps, scales)
             torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(alike, [s.view(w.shape) for s, w in zip(steps, alike, strict=True)])
 
@@ -82,7 +93,8 @@ class Muon(torch.optim.Optimizer):
         for weight in weights:
             if not self.state[weight]:
                 moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
-                self.state[weight] = {"step": torch.zeros(()), **moments}
+                place = weight.device if group["fused"] else None  # where torch keeps it
+                self.state[weight] = {"step": torch.zeros((), device=place), **moments}
         states = [self.state[weight] for weight in weights]
         adamw(
             weights,
@@ -91,6 +103,7 @@ class Muon(torch.optim.Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
+            fused=group["fused"],
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

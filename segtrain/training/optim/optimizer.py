@@ -6,6 +6,7 @@ so they are not used with hooks that change weights or velocities by themselves.
 """
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,40 +31,65 @@ class WeightAverage:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.decay = decay
 
+    def toward(self, step: int) -> float:
+        """How far the average goes to the weights after update number `step`, counted from 1."""
+        return 1 - min(self.decay, (1 + step) / (10 + step))
+
     @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
-        """Takes in the weights of `model` after update number `step`, counted from 1."""
-        decay = min(self.decay, (1 + step) / (10 + step))
+    def update(self, model: nn.Module, toward: float | Tensor) -> None:
+        """Takes in the weights of `model`; `toward`, 0 .. 1: how far to go."""
         # Not the state dict, which lists a tensor that two modules share twice.
         average = [*self.model.parameters(), *self.model.buffers()]
         newest = [*model.parameters(), *model.buffers()]
         pairs = list(zip(average, newest, strict=True))
         mine, theirs = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
-        torch._foreach_lerp_(mine, theirs, 1 - decay)
+        foreach_lerp_(mine, theirs, toward)
         counters = [pair for pair in pairs if not pair[0].is_floating_point()]
         if counters:  # num_batches_tracked
             torch._foreach_copy_(*zip(*counters, strict=True))
 
 
+def foreach_lerp_(
+    tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float | Tensor
+) -> None:
+    """Moves `tensors` by `weight` toward `ends`; a tensor () is not read by the host."""
+    if not isinstance(weight, Tensor):
+        torch._foreach_lerp_(tensors, ends, weight)
+        return
+    ways = torch._foreach_sub(ends, tensors)
+    torch._foreach_mul_(ways, weight)
+    torch._foreach_add_(tensors, ways)
+
+
 def build_optimizer(
-    model: nn.Module, config: Config, *, start: InitialWeights | None = None
+    model: nn.Module,
+    config: Config,
+    *,
+    start: InitialWeights | None = None,
+    capturable: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimizer of the config; `set_learning_rate` gives it a rate before every step.
 
     start: from `make_initial_weights`; None: decay pulls toward 0, and no weight is held there.
+    capturable: rates are tensors and one kernel of torch's does a whole step, so that its
+        operations have the same numbers in each (see `may_be_captured`).
     """
     optim, lr = config.optim, base_lr(config)
     groups = parameter_groups(model, optim, None if start is None else start.loaded)
-    fused = _may_be_fused(model, config, groups) or None  # None: as torch chooses
+    fused = capturable or None  # None: as torch chooses; on CPUs other kernels stay, and their bits
     if optim.kind == "adamw":
         optimizer = torch.optim.AdamW(groups, lr, betas=optim.betas, fused=fused)
     elif optim.kind == "muon":
-        optimizer = Muon(groups, lr, betas=optim.betas)
+        optimizer = Muon(groups, lr, betas=optim.betas, fused=fused)
     else:
         options = {"momentum": optim.momentum, "nesterov": optim.nesterov, "fused": fused}
         optimizer = torch.optim.SGD(groups, lr, **options)
         if fused:
             optimizer.register_step_pre_hook(_make_velocities)
+    for group in optimizer.param_groups if capturable else ():
+        # Not before: making an optimizer reads the rate. In the type that kernels read.
+        rate = torch.full((), group["lr"], dtype=torch.float32, device=group["params"][0].device)
+        group["lr"] = rate
     if any(group["pull"] for group in groups):
         points = {} if start is None else start.points(model)
         optimizer.register_step_pre_hook(partial(_pull, config, points))
@@ -72,11 +98,17 @@ def build_optimizer(
     return optimizer
 
 
-def _may_be_fused(model: nn.Module, config: Config, groups: list[dict[str, Any]]) -> bool:
-    """Whether one kernel may do the whole step; on CPUs other kernels stay, and their bits."""
-    if next(model.parameters()).device.type != "cuda":
+def may_be_captured(model: nn.Module, config: Config, device: torch.device) -> bool:
+    """Whether updates on `device` are `capturable`: no number of theirs changes with the step.
+
+    In float16, a step that overflows is left out. torch's kernel for the whole step sees that on
+    the device; hooks around it, and Muon, are left out by the host, which waits for the number.
+    """
+    if device.type != "cuda":
         return False
-    return config.train.precision != "float16" or not any(group["pull"] for group in groups)
+    pulls = any(group["pull"] for group in parameter_groups(model, config.optim, None))
+    by_host = pulls or config.optim.kind == "muon"
+    return config.train.precision != "float16" or not by_host
 
 
 @torch.no_grad()
@@ -94,10 +126,13 @@ def _make_velocities(optimizer: torch.optim.SGD, *_: Any) -> None:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
     """Sets every group's rate to `lr` times its multiplier."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_mult"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].copy_(lr * group["lr_mult"])
+        else:
+            group["lr"] = lr * group["lr_mult"]
 
 
 @torch.no_grad()
@@ -125,8 +160,8 @@ def _pull(
             continue
         lr = group["lr"]
         if optim.decoupled_decay:
-            lr /= group["lr_mult"] * base_lr(config)
+            lr = lr / (group["lr_mult"] * base_lr(config))
         if targets is None:
             torch._foreach_mul_(weights, 1 - rate * lr)
         else:
-            torch._foreach_lerp_(weights, targets, rate * lr)
+            foreach_lerp_(weights, targets, rate * lr)

@@ -1,0 +1,145 @@
+"""A step is a function of tensors: no number of its operations changes from one to the next.
+
+A CUDA graph would go on with the numbers of the step that it has recorded, without a word. So two
+steps in a row are recorded here, each operation with its Python numbers, under every option and
+pair of options that meet in a step.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from test_compile import small_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from segtrain.config import Config
+from segtrain.distributed import collectives as dist
+from segtrain.errors import ConfigError
+from segtrain.models.precision import float32_products
+from segtrain.training.optim.optimizer import may_be_captured
+from segtrain.training.sample_losses import SampleLosses
+from segtrain.training.state import make_state
+from segtrain.training.step import TrainStep
+from segtrain.training.step_sync import StepSync
+from segtrain.types import Batch
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SIZE, N, STEPS = (17, 21), 4, 8
+# Each changes what a step computes.
+OPTIONS = {
+    "adamw": {"optim": {"kind": "adamw"}},
+    "muon": {"optim": {"kind": "muon"}},
+    "nesterov": {"optim": {"nesterov": True}},
+    "average": {"optim": {"ema_decay": 0.999}},
+    "clipping": {"optim": {"clip_grad_norm": 1.0}},
+    "sharpness aware": {"optim": {"sam_rho": 0.05}},
+    "decoupled decay": {"optim": {"decoupled_decay": True}},
+    "rates of layers": {"optim": {"layers": ({"names": ("head",), "lr_mult": 0.5},)}},
+    "zeros": {"optim": {"layers": ({"zero": ("backbone.conv1.weight[:, 1]",)},)}},
+    "warmup": {"schedule": {"warmup_steps": 7}},
+    "microbatches": {"train": {"accumulate_steps": 2}},
+    "bfloat16": {"train": {"precision": "bfloat16"}},
+    "float16": {"train": {"precision": "float16"}},
+    "float64": {"train": {"precision": "float64"}},
+    "MixUp": {"augment": {"mixup_alpha": 0.4}},
+    "mining": {"loss": {"kind": "ohem", "ohem_min_kept": 100}},
+    "lovasz": {"loss": {"kind": "lovasz"}},
+    "focal": {"loss": {"kind": "focal"}},
+    "two losses": {"loss": {"also": ({"kind": "dice", "weight": 3.0},)}},
+    "groups of images": {"norm": {"images": 2}},
+    "recomputed": {"model": {"recompute": "blocks"}},
+    "sample losses": {"log": {"sample_losses": True}},
+}
+
+
+class Record(TorchDispatchMode):
+    """Every operation with its Python numbers and the shapes of its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        leaves = tree_leaves((args, kwargs or {}))
+        numbers = tuple(repr(x) for x in leaves if isinstance(x, int | float))
+        shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor))
+        self.rows.append((str(function), numbers, shapes))
+        return function(*args, **(kwargs or {}))
+
+
+def config_of(names):
+    sections = {
+        "data": {"layout": "folders", "root": "none", "classes": "none"},
+        "augment": {"crop_size": SIZE},
+        "model": {"head_channels": 8, "aux_channels": 8},
+        "train": {"batch_size": N, "steps": STEPS},
+        "log": {"sample_losses": False},
+    }
+    for name in names:
+        for section, values in OPTIONS[name].items():
+            sections[section] = sections.get(section, {}) | values
+    return Config(**sections)
+
+
+def batches(config, step):
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randint(256, (N, 3, *SIZE), generator=generator, dtype=torch.uint8)
+    labels = (images.sum(1) % 4).to(torch.uint8)
+    partners = None if config.augment.mixup_alpha is None else labels.flip(0)
+    for mine in torch.arange(N).chunk(config.train.accumulate_steps):
+        other = None if partners is None else partners[mine]
+        yield Batch(images[mine], labels[mine], ["a"] * len(mine), other, shown=mine)
+
+
+def changing(config, *, capturable):
+    """The operations that are not the same in the fourth step as in the third."""
+    torch.manual_seed(0)
+    state = make_state(small_model(config), config, CPU, capturable=capturable)
+    if config.log.sample_losses:
+        state.sample_losses = SampleLosses("abcd", 4, steps=STEPS, device=CPU)
+    sync = StepSync(lambda: False, save_requested=lambda: state.step == 3)
+    step, records = TrainStep(state, config, CPU, sync), []
+    for number in range(4):
+        local, record = step.local(list(batches(config, number))), Record()
+        with float32_products(config.train), record if number > 1 else nullcontext():
+            left = step(local)
+        records.append(record.rows)
+        step.done(local, left)
+    third, fourth = records[-2:]
+    assert len(third) == len(fourth) > 100
+    return [(a, b) for a, b in zip(third, fourth, strict=True) if a != b]
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch):
+    """The way of several ranks, though every sum is over this one."""
+    monkeypatch.setattr(dist, "_num_processes", lambda group=None: 2)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group=None: None)
+    monkeypatch.setattr(dist, "all_gather_object", lambda value, group=None: [value])
+    monkeypatch.setattr(dist, "broadcast_from_rank0", lambda tensors: None)
+
+
+@pytest.mark.parametrize("first", [None, *OPTIONS])
+def test_no_number_changes_from_step_to_step(first):
+    names = list(OPTIONS)
+    later = names[names.index(first) + 1 :] if first else []
+    found, tried = {}, 0
+    for chosen in [(first,) if first else (), *((first, other) for other in later)]:
+        try:
+            config = config_of(chosen)
+            if not may_be_captured(small_model(config), config, CUDA):
+                continue  # float16 in some updates, which stay as they are
+        except (ConfigError, ValueError):
+            continue  # these do not go together
+        tried += 1
+        if rows := changing(config, capturable=True):
+            found[" and ".join(chosen)] = rows[:2]
+    assert found == {}
+    assert tried or first is not None
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "average", "warmup"])
+def test_as_a_processor_computes_them_they_do(name):
+    """So the test above sees what it looks for."""
+    assert changing(config_of([name]), capturable=False)
