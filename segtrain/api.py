@@ -34,7 +34,7 @@ from segtrain.errors import (
     NonFiniteError,
     UserError,
 )
-from segtrain.models.precision import eval_precision_warnings, float32_products, for_evaluation
+from segtrain.models.precision import float32_products, for_evaluation
 from segtrain.results.runs import Run, read_run
 from segtrain.text import printable
 
@@ -76,8 +76,6 @@ class Predictor:
         self._ready = make_ready(source, settings=settings, device=device_for(device))
         self.classes = self._ready.loaded.classes.names
         self.palette = self._ready.loaded.classes.palette
-        for line in eval_precision_warnings(self._ready.config, self._ready.device):
-            warnings.warn(line, stacklevel=2)
 
     def __call__(self, image: np.ndarray) -> np.ndarray:
         """The train id of every pixel, (H, W) uint8; 255 where the image has no value.

@@ -653,3 +653,13 @@ def test_sequences_stay_together_and_a_split_that_leaks_is_named(tmp_path, capsy
         path.rename(target)
     main(["init", str(folder), "--output", str(tmp_path / "other")])
     assert "6 of 6 images to evaluate on have a near-duplicate among" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_gpu_with_bfloat16_trains_in_it(tmp_path, monkeypatch, has_it):
+    folder = tmp_path / "data"
+    next(iter(CASES.values()))(folder)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has_it)
+    config = load_config(init(folder) / "config.yaml")
+    assert config.train.precision == ("bfloat16" if has_it else "tf32")

@@ -1,4 +1,4 @@
-"""float32 means float32: TF32, torch's default in convolutions on CUDA, is an option of its own."""
+"""tf32 is the default, as torch has it in convolutions; float32 means float32."""
 
 from contextlib import suppress
 
@@ -12,9 +12,9 @@ from segtrain.errors import ConfigError
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models.precision import (
     check_eval_precision,
-    eval_precision_warnings,
     float32_products,
     for_evaluation,
+    precision_on,
     precision_warnings,
 )
 from segtrain.training.step import TrainStep
@@ -39,17 +39,18 @@ def test_products_follow_the_precision_and_others_find_their_settings_again(prec
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = found
 
 
-def test_tf32_on_a_device_without_it_is_a_warning(monkeypatch):
-    tf32, cuda = TrainConfig(precision="tf32"), torch.device("cuda", 0)
-    assert "no effect on this device" in precision_warnings(tf32, torch.device("cpu"))[0]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert len(precision_warnings(tf32, cuda)) == 1
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert precision_warnings(tf32, cuda) == []
-    assert precision_warnings(TrainConfig(), torch.device("cpu")) == []
-    (line,) = eval_precision_warnings(config(evaluated="tf32"), torch.device("cpu"))
-    assert line.startswith("eval.precision: tf32 has no effect")
-    assert eval_precision_warnings(config(evaluated="bfloat16"), torch.device("cpu")) == []
+def test_what_a_device_computes_in_is_said_and_what_float32_costs(monkeypatch):
+    default, exact, cuda = TrainConfig(), TrainConfig(precision="float32"), torch.device("cuda", 0)
+    assert default.precision == "tf32"
+    old, new = (7, 5), (8, 0)
+    for capability, named, warned in ((old, "float32", 0), (new, "tf32", 1)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
+        assert precision_on(default, cuda) == named
+        assert precision_on(exact, cuda) == "float32"
+        assert precision_warnings(default, cuda) == []
+        assert len(precision_warnings(exact, cuda)) == warned
+    assert precision_on(default, torch.device("cpu")) == "float32"
+    assert precision_warnings(exact, torch.device("cpu")) == []
 
 
 def config(*, trained="float32", evaluated=None):
@@ -70,7 +71,7 @@ def test_evaluations_have_the_precision_of_the_training_unless_they_name_their_o
     assert how.describe().endswith("; float16 autocast")
     how = InferenceSettings.from_config(config(trained="bfloat16", evaluated="tf32"))
     assert (how.autocast, how.tf32) == (None, True)
-    assert how.describe().endswith("; TF32 if the device has it")
+    assert how.describe().endswith("; no flip")
 
 
 def test_a_precision_that_another_takes_the_place_of_is_refused():

@@ -30,7 +30,7 @@ from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import check_output, check_utf8, os_errors_as, write_output
 from segtrain.models.memory import memory_failures, training_failure
-from segtrain.models.precision import float32_products
+from segtrain.models.precision import float32_products, precision_on
 from segtrain.text import printable, say
 from segtrain.training.measure import (
     PARTS,
@@ -281,7 +281,7 @@ def _measure(
     return Report(
         device=device_name(device),
         ranks=dist.world_size(),
-        precision=config.train.precision,
+        precision=precision_on(config.train, device),
         batch_size=config.train.batch_size,
         crop_size=config.augment.crop_size,
         steps=num_steps,

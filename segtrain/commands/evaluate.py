@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from segtrain import files, text
 from segtrain.checkpoint import load_model
@@ -46,7 +45,6 @@ from segtrain.files import os_errors_as
 from segtrain.metrics import calibration_error, percent, thin_classes
 from segtrain.models.memory import check_windows
 from segtrain.models.precision import (
-    eval_precision_warnings,
     float32_products,
     for_evaluation,
     to_eval_precision,
@@ -88,7 +86,7 @@ def run_eval(args: argparse.Namespace) -> int:
         _check_same_step(args.checkpoint, loaded.steps)
 
         # 2. What differs from the training; for labels that are still hashed, at the end.
-        found = _differences(loaded, config, dataset, device, no_labels=args.no_labels)
+        found = _differences(loaded, config, dataset, no_labels=args.no_labels)
         differences = stack.enter_context(closing(found))
         if dist.is_main():
             for line in next(differences):
@@ -251,20 +249,18 @@ def _differences(
     loaded: LoadedModel,
     config: Config,
     dataset: SegDataset,
-    device: torch.device,
     *,
     no_labels: bool,
 ) -> Iterator[list[str]]:
     """What to say before the evaluation; then, of labels that were hashed meanwhile, after it."""
     before = changed_normalization(loaded.config, config)
-    warnings = [f"warning: {line}" for line in eval_precision_warnings(config, device)]
     if no_labels:
-        yield [*before, *warnings]
+        yield before
         yield []
         return
     with closing(eval_differences(loaded, config.data, dataset)) as found:
         before += next(found, [])
-        yield [*before, *_seen_in_training(loaded, config.data, dataset), *warnings]
+        yield [*before, *_seen_in_training(loaded, config.data, dataset)]
         yield next(found, [])
 
 

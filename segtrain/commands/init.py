@@ -125,13 +125,15 @@ def _machine() -> "Machine":
     from segtrain.survey.recipe import Machine
 
     has_gpu = torch.cuda.is_available()
+    # Not where torch computes it as float32.
+    has_bfloat16 = has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     url = get_model_weights("resnet50" if has_gpu else "resnet18")[_WEIGHTS].url
     cached = Path(torch.hub.get_dir(), "checkpoints", Path(url).name)
     if cached.is_file():
-        return Machine(has_gpu, _WEIGHTS)
+        return Machine(has_gpu, _WEIGHTS, has_bfloat16)
     with suppress(OSError), socket.create_connection(_HOST, timeout=2):
-        return Machine(has_gpu, _WEIGHTS)
-    return Machine(has_gpu, None)
+        return Machine(has_gpu, _WEIGHTS, has_bfloat16)
+    return Machine(has_gpu, None, has_bfloat16)
 
 
 def _lines(plan: "Plan", machine: "Machine") -> list[str]:

@@ -56,7 +56,6 @@ from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
 from segtrain.models.memory import check_windows, memory_failures
 from segtrain.models.precision import (
-    eval_precision_warnings,
     float32_products,
     for_evaluation,
     to_eval_precision,
@@ -176,8 +175,6 @@ def main(args: argparse.Namespace) -> int:
     paths = [f"{kind}/{name}.png" for name in names for kind in pictures.KINDS]
     check_pictures("--output", output, paths, ready.config.data)
     print(f"{ready.loaded.about}; {ready.settings.describe()}; {device}")
-    for line in eval_precision_warnings(ready.config, device):
-        print(f"warning: {line}")
     if skipped:
         print(skipped)
 

@@ -43,10 +43,10 @@ class TrainConfig(Section):
         "result depends on their number and on chance",
     )
     precision: Literal["float32", "tf32", "bfloat16", "float16", "float64"] = option(
-        "float32",
-        "bfloat16 and float16: automatic mixed precision; tf32: float32, but CUDA rounds the "
-        "factors in convolutions and matrix products to TF32, of 11 bits, as torch itself does in "
-        "convolutions",
+        "tf32",
+        "bfloat16 and float16: automatic mixed precision; tf32: float32, but a GPU that has TF32 "
+        "rounds the factors in convolutions and matrix products to its 11 bits, as torch itself "
+        "does in convolutions; float32 takes such a GPU up to 4.5 times as long",
     )
     compile: bool = option(
         False,

@@ -130,8 +130,6 @@ class InferenceSettings:
             parts.append("quarter turns")
         if self.autocast is not None:
             parts.append(str(self.autocast).removeprefix("torch.") + " autocast")
-        if self.tf32:
-            parts.append("TF32 if the device has it")
         return "; ".join(parts)
 
 

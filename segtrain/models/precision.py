@@ -56,17 +56,24 @@ def float32_products(train: TrainConfig) -> Iterator[None]:
         cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
-def precision_warnings(
-    train: TrainConfig, device: torch.device, *, key: str = "train.precision"
-) -> list[str]:
-    """A line if `device` has no TF32 and the config asks for it by `key`."""
-    if train.precision != "tf32":
+def has_tf32(device: torch.device) -> bool:
+    """Whether products of float32 numbers on `device` can be TF32."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def precision_on(train: TrainConfig, device: torch.device) -> str:
+    """The precision in which `device` computes: tf32 is float32 where it does not exist."""
+    return "float32" if train.precision == "tf32" and not has_tf32(device) else train.precision
+
+
+def precision_warnings(train: TrainConfig, device: torch.device) -> list[str]:
+    """A line if pure float32 costs time on `device`."""
+    if train.precision != "float32" or not has_tf32(device):
         return []
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        return []
+    # PSPNet-R50, 8 x 512x1024: a step of 637 and 141 ms on an H100.
     return [
-        f"{key}: tf32 has no effect on this device, which computes in float32; it takes "
-        "a CUDA device of compute capability 8.0 or more"
+        "train.precision: float32 takes this device up to 4.5 times as long as tf32, which torch "
+        "itself takes in convolutions"
     ]
 
 
@@ -81,12 +88,6 @@ def check_eval_precision(overrides: Sequence[str], config: Config) -> None:
             f"--set {given[-1].strip()}: no effect with eval.precision {config.eval.precision}; "
             "set eval.precision instead, or to null"
         )
-
-
-def eval_precision_warnings(config: Config, device: torch.device) -> list[str]:
-    """As `precision_warnings`, for evaluations."""
-    key = "train.precision" if config.eval.precision is None else "eval.precision"
-    return precision_warnings(for_evaluation(config), device, key=key)
 
 
 def to_eval_precision(model: nn.Module, config: Config, device: torch.device) -> nn.Module:

@@ -104,7 +104,7 @@ def steps_lines(a: Path, b: Path) -> list[str]:
     has_receipts = sides[0].receipts.keys() & sides[1].receipts
     more, first = (_by_receipts if has_receipts else _by_logs)(*sides)
     if isinstance(first, First):
-        verdict = _verdict(first, causes, sides[0].run.config.train.precision)
+        verdict = _verdict(first, causes, _precision(*sides))
     else:
         others = first_of(dict.fromkeys(cause.kind for cause in causes if cause.reach))
         verdict = f"{first}; what differs: {others}" if others else first
@@ -293,6 +293,14 @@ def _acts(cause: Cause, first: First) -> bool:
     if first.field not in _EVIDENCE and first.before != "none":
         return True  # through the weights that the steps before left
     return FIELDS.index(cause.reach) <= FIELDS.index(first.field)
+
+
+def _precision(*sides: Side) -> str:
+    """In which the runs were computed: on a CPU, tf32 is float32."""
+    precision = sides[0].run.config.train.precision
+    devices = [str(one) for side in sides for one in side.run.environment.get("devices") or ()]
+    on_cpu = all(device.startswith("cpu") for device in devices)
+    return "float32" if precision == "tf32" and on_cpu else precision
 
 
 def _verdict(first: First, causes: Sequence[Cause], precision: str) -> str:

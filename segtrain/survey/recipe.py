@@ -28,10 +28,15 @@ _LARGEST_WEIGHT = 10.0
 
 
 class Machine(NamedTuple):
-    """has_gpu: whether there is a CUDA device. weights: for model.pretrained, None if missing."""
+    """What there is to train with.
+
+    has_gpu: a CUDA device. weights: for model.pretrained, None if missing. has_bfloat16: the
+        device computes in it.
+    """
 
     has_gpu: bool
     weights: str | None
+    has_bfloat16: bool = False
 
 
 class Option(NamedTuple):
@@ -182,6 +187,7 @@ def choose_options(
         *_model_options(sizes, machine),
         Option("train.steps", steps, f"{steps * batch / count:.0f} passes over {count} images"),
         Option("train.batch_size", batch, "over all devices; segtrain train --fit makes it fit"),
+        *_precision_options(machine),
         *_loss_options(classes),
         *_optim_options(machine, steps, batch),
         Option("schedule.warmup_steps", steps // 20, "5 %"),
@@ -189,6 +195,11 @@ def choose_options(
         Option("checkpoint.every_steps", every, "what an interruption can cost at most"),
         Option("log.every_steps", min(20, every)),
     ]
+
+
+def _precision_options(machine: Machine) -> Iterator[Option]:
+    if machine.has_bfloat16:
+        yield Option("train.precision", "bfloat16", "this GPU has it: 1.6 times as fast as tf32")
 
 
 def _input_options(sizes: tuple[int, int], largest: int, is_rgb: bool) -> Iterator[Option]:

@@ -28,6 +28,7 @@ from segtrain.distributed.layout import (
 from segtrain.distributed.machine import SHARED_MEMORY, free_shared_memory, semaphore_problem
 from segtrain.errors import ConfigError, MemoryLimitError
 from segtrain.models.memory import training_finding, window_finding
+from segtrain.models.precision import precision_on
 from segtrain.norm import describe_norm
 from segtrain.text import printable
 from segtrain.training.optim.schedule import describe_rates
@@ -150,7 +151,7 @@ def start_lines(
 ) -> list[str]:
     """The experiment in at most 15 lines, for the log; `step`: updates done already."""
     train, ranks = config.train, len(devices)
-    precision = "float32 or TF32" if train.precision == "tf32" else train.precision
+    precision = precision_on(train, next(model.parameters()).device)
     weights = f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
     if step:
         weights = "from the checkpoint"

@@ -35,7 +35,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import SegModel, build_model, timm_backbone
-from segtrain.models.precision import eval_precision_warnings, precision_warnings
+from segtrain.models.precision import precision_warnings
 from segtrain.models.pretrained import load_backbone
 from segtrain.norm import make_norm
 from segtrain.run import directory as run_directory
@@ -128,10 +128,7 @@ def prepare(
     known = known or start
     # 1. The data; does it fit the config and this machine?
     train_set, eval_set = open_data(config, device, notes)
-    lines = precision_warnings(config.train, device)
-    if config.eval.precision is not None:
-        lines += eval_precision_warnings(config, device)
-    notes += [f"warning: {line}" for line in lines]
+    notes += [f"warning: {line}" for line in precision_warnings(config.train, device)]
     # 2. The weights: those of the checkpoint, else train.init_from, else model.pretrained, else
     #    random ones.
     state = build_state(config, device, start, train_set, notes)
