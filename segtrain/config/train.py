@@ -53,6 +53,11 @@ class TrainConfig(Section):
         "torch.compile the model with its loss, into one graph; the first step takes "
         "minutes, and a C++ compiler is needed, on CUDA one for C and Python's headers too",
     )
+    graph: bool = option(
+        True,
+        "on CUDA, replay steps as CUDA graphs after the first three: the same numbers, without "
+        "waiting for Python; takes some memory",
+    )
     channels_last: bool = option(True, "NHWC memory format for images and convolutions")
     init_from: str | None = option(
         None,

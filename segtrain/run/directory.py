@@ -117,7 +117,14 @@ _ROUNDING = ("model.recompute", "train.virtual_ranks")
 HARMLESS = (
     *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
     # Where a run ends does not change the steps before.
-    *("train.compile", "train.timeout_s", "train.max_hours", "train.patience", "train.split"),
+    *(
+        "train.compile",
+        "train.graph",
+        "train.timeout_s",
+        "train.max_hours",
+        "train.patience",
+        "train.split",
+    ),
     *("log.", "checkpoint."),
 )
 

@@ -31,7 +31,9 @@ from segtrain.models.memory import training_finding, window_finding
 from segtrain.models.precision import precision_on
 from segtrain.norm import describe_norm
 from segtrain.text import printable
+from segtrain.training.graph import EAGER_STEPS, why_not
 from segtrain.training.optim.schedule import describe_rates
+from segtrain.training.state import TrainState
 
 
 def check_experiment(
@@ -138,6 +140,14 @@ def _shared_memory_finding(config: Config, form: ImageForm) -> str | None:
         f"{free / 1e6:.1f} MB are free; use fewer data.num_workers, a smaller data.prefetch, or "
         "give the container more shared memory (docker run --shm-size)"
     )
+
+
+def graph_lines(config: Config, state: TrainState, device: torch.device) -> list[str]:
+    """Whether steps are replayed, where one would expect it."""
+    reason = why_not(config, state, device)
+    if reason is None:
+        return [f"graph      from step {EAGER_STEPS + 1} of a shape on, a step is one CUDA graph"]
+    return [f"graph      none: {reason}"] if reason else []
 
 
 def start_lines(

@@ -20,6 +20,7 @@ from segtrain.commands.train.auto_workers import WorkerChoice
 from segtrain.commands.train.preflight import (
     check_experiment,
     class_uniform_lines,
+    graph_lines,
     hogwild_line,
     start_lines,
 )
@@ -45,6 +46,7 @@ from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.run.trackers import Trackers, senders
 from segtrain.text import counted
+from segtrain.training.graph import GraphStep, why_not
 from segtrain.training.hogwild import HogwildBarrier, config_of_process, share_model
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
@@ -92,13 +94,15 @@ class Prepared:
         own = config
         if config.train.parallel == "hogwild":
             own = config_of_process(config, dist.world_size())
+        step = TrainStep(self.state, own, device, step_sync)
+        graph_off = why_not(config, self.state, device)
         return {
             "config": config,
             "device": device,
             "train_set": self.train_set,
             "state": self.state,
             "step_sync": step_sync,
-            "step": TrainStep(self.state, own, device, step_sync),
+            "step": step if graph_off is not None else GraphStep(step, self.state),
             "class_uniform": self.class_uniform,
         }
 
@@ -137,6 +141,7 @@ def prepare(
     if config.train.parallel == "hogwild":
         share_model(state.model)
         notes.append(hogwild_line(dist.world_size()))
+    notes += graph_lines(config, state, device)
     # 3. Is the data that of the checkpoint? Labels are hashed while training runs.
     splits = train_set, eval_set
     data = DatasetGuard(splits, config.data.root, known, accept_changes=accept_changes)

@@ -25,6 +25,7 @@ from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout
 from segtrain.distributed.liveness import HostWatch
+from segtrain.training.graph import GraphStep
 from segtrain.training.local import LocalStep
 from segtrain.training.part import Part
 from segtrain.training.receipts import ReceiptMeter
@@ -47,7 +48,7 @@ class Training:
     train_set: SegDataset
     state: TrainState
     step_sync: StepSync
-    step: TrainStep
+    step: TrainStep | GraphStep
     last_step: int
     class_uniform: ClassUniform | None = None  # data.class_uniform
     auto_workers: int | None = None  # what data.num_workers auto has come to

@@ -129,10 +129,13 @@ def _make_velocities(optimizer: torch.optim.SGD, *_: Any) -> None:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
     """Sets every group's rate to `lr` times its multiplier."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].copy_(lr * group["lr_mult"])
+        rate = lr * group["lr_mult"]
+        if not isinstance(group["lr"], Tensor):
+            group["lr"] = rate
+        elif isinstance(rate, Tensor):
+            group["lr"].copy_(rate)
         else:
-            group["lr"] = lr * group["lr_mult"]
+            group["lr"].fill_(rate)
 
 
 @torch.no_grad()

@@ -1,0 +1,163 @@
+"""Replayed steps beside eager ones, by a CPU that records and replays as a CUDA graph does.
+
+The stand-in knows what a graph knows: operations, the memory of their tensors, and Python numbers
+as they were. So whatever a step does besides, or with other numbers, is missing in the replay.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from test_compile import small_model
+from test_recorded import CPU, batches, config_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from segtrain.models.precision import float32_products
+from segtrain.training.graph import EAGER_STEPS, GraphStep, kept_tensors, why_not
+from segtrain.training.sample_losses import SampleLosses
+from segtrain.training.state import make_state
+from segtrain.training.step import TrainStep
+from segtrain.training.step_sync import StepSync
+
+STEPS = EAGER_STEPS + 4
+OPTIONS = [
+    *((), ("adamw",), ("muon",), ("average", "clipping"), ("microbatches", "MixUp"), ("mining",)),
+    *(("float16", "adamw"), ("bfloat16", "nesterov"), ("groups of images",), ("recomputed",)),
+    *(("sample losses", "microbatches"), ("decoupled decay", "rates of layers"), ("zeros",)),
+    *(("lovasz", "two losses"), ("sharpness aware", "average", "muon"), ("float64", "warmup")),
+]
+
+
+def tensors(values):
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+class Recorded(TorchDispatchMode):
+    """What was called, with which tensors; `replay` does it again in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, out))
+        return out
+
+    def pool(self):
+        return None
+
+    @torch.no_grad()
+    def replay(self):
+        for function, args, kwargs, out in self.calls:
+            for kept, found in zip(tensors(out), tensors(function(*args, **kwargs)), strict=True):
+                if kept.data_ptr() != found.data_ptr():  # neither a view nor in place
+                    kept.copy_(found)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that were recorded; recording changes nothing, as on a device."""
+    made, changed = [], []
+
+    @contextmanager
+    def graph(recorded, **_):
+        before = [tensor.clone() for tensor in changed]
+        with recorded:
+            yield
+        with torch.no_grad():
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+        made.append(recorded)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    made.append(changed)
+    return made
+
+
+def changes(state):
+    """All that a step changes."""
+    measured = [] if state.sample_losses is None else [state.sample_losses._new]
+    scale = [state.scaler._scale, state.scaler._growth_tracker] if state.scaler.is_enabled() else []
+    return [*kept_tensors(state), *measured, *scale]
+
+
+def trained(config, graphs=None, between=lambda step, state: None):
+    """Losses and norms of all steps, and what they leave."""
+    torch.manual_seed(0)
+    state = make_state(small_model(config), config, CPU, capturable=True)
+    if config.log.sample_losses:
+        state.sample_losses = SampleLosses("abcd", 4, steps=STEPS, device=CPU)
+    sync = StepSync(lambda: False, overflow_allowed=config.train.precision == "float16")
+    step = TrainStep(state, config, CPU, sync)
+    step, results = step if graphs is None else GraphStep(step, state), []
+    for number in range(STEPS):
+        local = step.local(list(batches(config, number)))
+        if graphs is not None:
+            graphs[0][:] = changes(state)
+        with float32_products(config.train):
+            left = step(local)
+        results.append(step.done(local, left))
+        between(number, state)
+    sync.check_finite()
+    numbers = [(r.step, r.loss.item(), r.aux_loss.item(), r.grad_norm.item()) for r in results]
+    return numbers, changes(state)
+
+
+@pytest.mark.parametrize("names", OPTIONS, ids=" and ".join)
+def test_replayed_steps_are_eager_ones_to_the_last_bit(graphs, names):
+    config = config_of(names)
+    numbers, left = trained(config)
+    found, kept = trained(config, graphs)
+    assert found == numbers
+    assert all(map(torch.equal, kept, left))
+    assert len(graphs) == 2  # the first holds what is changed
+
+
+def test_each_shape_has_its_graph_and_is_eager_at_first(graphs):
+    """SAM takes a second gradient in every other step here, which is another shape."""
+    config = config_of(["sharpness aware"])
+    optim = config.optim.model_copy(update={"sam_every": 2})
+    config = config.model_copy(update={"optim": optim})
+    assert trained(config, graphs)[0] == trained(config)[0]
+    lengths = [len(graph.calls) for graph in graphs[1:]]
+    assert len(lengths) == 1  # seven steps: four plain ones, three with a second gradient
+    assert (STEPS, EAGER_STEPS) == (7, 3)
+
+
+def test_a_graph_whose_tensors_have_moved_is_recorded_again(graphs):
+    """It would train weights that nobody sees any more."""
+
+    def move(step, state):
+        if step == EAGER_STEPS + 1:
+            weight = next(state.model.parameters())
+            weight.data = weight.data.clone()
+
+    numbers, left = trained(config_of([]), between=move)
+    found, kept = trained(config_of([]), graphs, between=move)
+    assert found == numbers
+    assert all(map(torch.equal, kept, left))
+    assert len(graphs) == 3
+
+
+def test_where_steps_are_not_replayed_a_line_says_why():
+    config, cuda = config_of([]), torch.device("cuda")
+    state = make_state(small_model(config), config, CPU, capturable=True)
+    train = config.train
+    assert why_not(config, state, cuda) is None
+    assert why_not(config, state, CPU) == ""
+    for options, reason in (
+        ({"graph": False}, ""),
+        (
+            {"virtual_ranks": 2},
+            "train.virtual_ranks computes in threads, which wait for each other",
+        ),
+    ):
+        other = config.model_copy(update={"train": train.model_copy(update=options)})
+        assert why_not(other, state, cuda) == reason
+    state.capturable = False
+    assert "float16" in why_not(config, state, cuda)
+    state.shares = object()
+    assert "train.shares" in why_not(config, state, cuda)
