@@ -4,7 +4,7 @@ The stand-in knows what a graph knows: operations, the memory of their tensors, 
 as they were. So whatever a step does besides, or with other numbers, is missing in the replay.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -56,24 +56,31 @@ class Recorded(TorchDispatchMode):
                     kept.copy_(found)
 
 
-@pytest.fixture
-def graphs(monkeypatch):
+class Graphs(list):
     """The graphs that were recorded; recording changes nothing, as on a device."""
-    made, changed = [], []
+
+    state = None
+
+    def watch(self, state):
+        """Of the training that may be recorded next."""
+        self.state = state
 
     @contextmanager
-    def graph(recorded, **_):
-        before = [tensor.clone() for tensor in changed]
+    def graph(self, recorded, **_):
+        before = [tensor.clone() for tensor in changes(self.state)]
         with recorded:
             yield
         with torch.no_grad():
-            for tensor, value in zip(changed, before, strict=True):
+            for tensor, value in zip(changes(self.state), before, strict=True):
                 tensor.copy_(value)
-        made.append(recorded)
+        self.append(recorded)
 
+
+@pytest.fixture
+def graphs(monkeypatch):
+    made = Graphs()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    made.append(changed)
+    monkeypatch.setattr(torch.cuda, "graph", made.graph)
     return made
 
 
@@ -84,23 +91,35 @@ def changes(state):
     return [*kept_tensors(state), *measured, *scale]
 
 
-def trained(config, graphs=None, between=lambda step, state: None):
-    """Losses and norms of all steps, and what they leave."""
+def trained(
+    config,
+    device=CPU,
+    *,
+    replayed=False,
+    watch=lambda state: None,
+    between=None,
+    around=nullcontext,
+):
+    """Losses and norms of all steps, and what they leave.
+
+    watch: is called with the state once. between: with each step's number and the state after it.
+    around: each step.
+    """
     torch.manual_seed(0)
-    state = make_state(small_model(config), config, CPU, capturable=True)
+    state = make_state(small_model(config), config, device, capturable=True)
+    watch(state)
     if config.log.sample_losses:
-        state.sample_losses = SampleLosses("abcd", 4, steps=STEPS, device=CPU)
+        state.sample_losses = SampleLosses("abcd", 4, steps=STEPS, device=device)
     sync = StepSync(lambda: False, overflow_allowed=config.train.precision == "float16")
-    step = TrainStep(state, config, CPU, sync)
-    step, results = step if graphs is None else GraphStep(step, state), []
+    step = TrainStep(state, config, device, sync)
+    step, results = GraphStep(step, state) if replayed else step, []
     for number in range(STEPS):
         local = step.local(list(batches(config, number)))
-        if graphs is not None:
-            graphs[0][:] = changes(state)
-        with float32_products(config.train):
+        with float32_products(config.train), around():
             left = step(local)
         results.append(step.done(local, left))
-        between(number, state)
+        if between is not None:
+            between(number, state)
     sync.check_finite()
     numbers = [(r.step, r.loss.item(), r.aux_loss.item(), r.grad_norm.item()) for r in results]
     return numbers, changes(state)
@@ -110,10 +129,10 @@ def trained(config, graphs=None, between=lambda step, state: None):
 def test_replayed_steps_are_eager_ones_to_the_last_bit(graphs, names):
     config = config_of(names)
     numbers, left = trained(config)
-    found, kept = trained(config, graphs)
+    found, kept = trained(config, replayed=True, watch=graphs.watch)
     assert found == numbers
     assert all(map(torch.equal, kept, left))
-    assert len(graphs) == 2  # the first holds what is changed
+    assert len(graphs) == 1
 
 
 def test_each_shape_has_its_graph_and_is_eager_at_first(graphs):
@@ -121,10 +140,10 @@ def test_each_shape_has_its_graph_and_is_eager_at_first(graphs):
     config = config_of(["sharpness aware"])
     optim = config.optim.model_copy(update={"sam_every": 2})
     config = config.model_copy(update={"optim": optim})
-    assert trained(config, graphs)[0] == trained(config)[0]
-    lengths = [len(graph.calls) for graph in graphs[1:]]
-    assert len(lengths) == 1  # seven steps: four plain ones, three with a second gradient
-    assert (STEPS, EAGER_STEPS) == (7, 3)
+    found, _ = trained(config, replayed=True, watch=graphs.watch)
+    assert found == trained(config)[0]
+    # Seven steps: four plain ones, of which the last is replayed, three with a second gradient.
+    assert (STEPS, EAGER_STEPS, len(graphs)) == (7, 3, 1)
 
 
 def test_a_graph_whose_tensors_have_moved_is_recorded_again(graphs):
@@ -136,10 +155,10 @@ def test_a_graph_whose_tensors_have_moved_is_recorded_again(graphs):
             weight.data = weight.data.clone()
 
     numbers, left = trained(config_of([]), between=move)
-    found, kept = trained(config_of([]), graphs, between=move)
+    found, kept = trained(config_of([]), replayed=True, watch=graphs.watch, between=move)
     assert found == numbers
     assert all(map(torch.equal, kept, left))
-    assert len(graphs) == 3
+    assert len(graphs) == 2
 
 
 def test_where_steps_are_not_replayed_a_line_says_why():

@@ -11,6 +11,7 @@ from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, make_norm
+from segtrain.training.graph import GraphStep
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step import StepResult, TrainStep
 from segtrain.training.step_sync import StepSync
@@ -74,16 +75,23 @@ def train_steps(
     *,
     device: torch.device,
     step_sync: StepSync,
+    replayed: bool = False,
 ) -> Iterator[StepResult]:
     """The steps of a training until its end; `batches`: of each microbatch, in order."""
     step, batches = TrainStep(state, config, device, step_sync), iter(batches)
+    step = GraphStep(step, state) if replayed else step
     while state.step < config.train.steps and not step_sync.is_over:
         local = step.local(list(islice(batches, config.train.accumulate_steps)))
         yield step.done(local, step(local))
 
 
 def steps_of(
-    state: TrainState, config: Config, device: torch.device, num_classes: int = NUM_CLASSES
+    state: TrainState,
+    config: Config,
+    device: torch.device,
+    num_classes: int = NUM_CLASSES,
+    *,
+    replayed: bool = False,
 ) -> Iterator[StepResult]:
     """Endless training steps of this rank's part of a random batch, the same for all passes."""
     train = config.train
@@ -92,4 +100,5 @@ def steps_of(
     mine = slice(indices[0].start, indices[0].stop)
     batch = Batch(*(tensor[mine] for tensor in whole[:2]), whole.names[mine])
     step_sync = StepSync(lambda: False, overflow_allowed=train.precision == "float16")
-    return train_steps(state, repeat(batch), config, device=device, step_sync=step_sync)
+    about = {"device": device, "step_sync": step_sync, "replayed": replayed}
+    return train_steps(state, repeat(batch), config, **about)

@@ -32,6 +32,7 @@ from segtrain.files import check_output, check_utf8, os_errors_as, write_output
 from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products, precision_on
 from segtrain.text import printable, say
+from segtrain.training.graph import EAGER_STEPS, GraphStep
 from segtrain.training.measure import (
     PARTS,
     PartClock,
@@ -60,7 +61,9 @@ class Report(NamedTuple):
     data_s: float  # of these, waiting for the loader
     parted_step_s: float  # a step while its parts were timed
     parts_s: dict[str, float]
+    eager_step_s: float | None  # of a step that is not replayed; None: none is (train.graph)
     workers: int  # of the loader, for each rank
+    loader_images_per_s: float  # that it could make for all ranks
     flops_of_image: float  # forward and backward, convolutions and matrix products
     peak_flops: float  # a second, of all ranks together, in matrix products
     peak_bytes: int  # of the rank with the most
@@ -94,6 +97,10 @@ def lines_of(report: Report) -> Iterator[str]:
     )
     rate = f"{report.images_per_s:.1f} images/s, mean of {report.steps} steps"
     yield f"step       {_ms(report.step_s)}, {rate}"
+    if report.eager_step_s is not None:
+        gain = report.eager_step_s / report.step_s
+        yield f"graph      {gain:.2f} times as fast as without, {_ms(report.eager_step_s)}"
+    yield f"loader     could make {report.loader_images_per_s:.1f} images/s"
     yield f"parts      of steps in which they were timed, {_ms(report.parted_step_s)} each"
     for name, seconds in report.parts_s.items():
         yield f"  {name:<15}{_ms(seconds):>9} {seconds / report.parted_step_s:>6.1%}"
@@ -193,7 +200,7 @@ def _config(args: argparse.Namespace) -> Config:
     config = load_config(find_config(args.config).path, args.set)
     if config.train.parallel != "sync":
         raise ConfigError("train.parallel: hogwild: its processes do not share steps: use sync")
-    steps = max(config.train.steps, _warmup(config) + 2 * args.steps + _PROFILED)
+    steps = max(config.train.steps, _warmup(config) + 3 * args.steps + _PROFILED)
     train = config.train.model_copy(update={"steps": steps})
     return config.model_copy(update={"train": train})
 
@@ -212,7 +219,7 @@ def footprint_lines(footprint: Footprint) -> Iterator[str]:
 
 
 def _footprint(config: Config, device: torch.device, stack: ExitStack) -> Footprint:
-    """Trains three steps as a run does, of which the first does not count, and evaluates.
+    """Trains some steps as a run does, of which the last two count, and evaluates.
 
     Only the images that take most memory (collective).
     """
@@ -221,8 +228,9 @@ def _footprint(config: Config, device: torch.device, stack: ExitStack) -> Footpr
         torch.cuda.set_per_process_memory_fraction((1 - MEMORY_MARGIN) * free / total, device)
     this, ready = _training(config, device, stack)
     steps = _Steps(this)
-    steps.take(1)
-    step_s, _ = steps.take(2)
+    # Until a step has been recorded, which takes memory.
+    steps.take(EAGER_STEPS + 1 if isinstance(this.step, GraphStep) else 1)
+    step_s = steps.take(2).step_s
     evaluate_largest(this, ready.eval_set)
     workers = sum(map(resident_bytes, descendants(os.getpid())[1:]))
     on_device = peak_bytes(device) if device.type == "cuda" else None
@@ -260,23 +268,30 @@ def _measure(
     steps = _Steps(this)
     steps.take(_warmup(config))
     # 1. The time that counts: nobody listens.
-    step_s, data_s = steps.take(num_steps)
-    # 2. Its parts: on a device, the clock waits for it at every border.
-    clock = PartClock(device)
-    parted_s, waited_s = steps.take(num_steps, clock.running())
-    parts = {name: clock.seconds[name] / num_steps for name in PARTS}
-    parts = {"data": waited_s, **parts}
-    parts["other"] = max(0.0, parted_s - sum(parts.values()))
-    # 3. What the device does meanwhile.
+    step_s, data_s, sample_s = steps.take(num_steps)
+    # 2. What the device does meanwhile.
     if profile is not None and dist.world_size() > 1:  # each rank writes a trace
         name, dot, endings = profile.name.partition(".")
         profile = profile.with_name(f"{name}_{dist.rank()}{dot}{endings}")
     busy = busy_share(lambda: steps.take(_PROFILED), device, profile)
+    # 3. A step as it was before it was recorded, since a graph has no parts.
+    eager_s = None
+    if isinstance(this.step, GraphStep):
+        this.step = this.step.eager
+        eager_s = steps.take(num_steps).step_s
+    # 4. Its parts: on a device, the clock waits for it at every border.
+    clock = PartClock(device)
+    parted_s, waited_s, _ = steps.take(num_steps, clock.running())
+    parts = {name: clock.seconds[name] / num_steps for name in PARTS}
+    parts = {"data": waited_s, **parts}
+    parts["other"] = max(0.0, parted_s - sum(parts.values()))
 
     peak = matmul_peak(device, config.train)
     sam = 1 / config.optim.sam_every if config.optim.sam_rho is not None else 0.0
     flops = training_flops(config, this.train_set.classes.num_classes) * (1 + sam)
-    everywhere = dist.all_gather_object([step_s, data_s, parted_s, parts, peak, peak_bytes(device)])
+    loader = max(1, this.num_workers()) / sample_s
+    mine = [step_s, data_s, parted_s, parts, peak, peak_bytes(device), eager_s, loader]
+    everywhere = dist.all_gather_object(mine)
     slowest = max(everywhere, key=lambda values: values[0])
     return Report(
         device=device_name(device),
@@ -289,12 +304,22 @@ def _measure(
         data_s=max(values[1] for values in everywhere),
         parted_step_s=slowest[2],
         parts_s=slowest[3],
+        eager_step_s=slowest[6],
         workers=this.num_workers(),
+        loader_images_per_s=sum(values[7] for values in everywhere),
         flops_of_image=flops,
         peak_flops=sum(values[4] for values in everywhere),
         peak_bytes=max(values[5] for values in everywhere),
         device_busy=busy,
     )
+
+
+class _Taken(NamedTuple):
+    """Means over some steps, in seconds: a step, its wait for the loader, a sample in a worker."""
+
+    step_s: float
+    data_s: float
+    sample_s: float
 
 
 class _Steps:
@@ -307,12 +332,9 @@ class _Steps:
         self,
         number: int,
         watch: AbstractContextManager = nullcontext(),  # noqa: B008 - it holds no state
-    ) -> tuple[float, float]:
-        """Seconds of a step, and of its wait for the loader: means over `number` (collective).
-
-        watch: around the steps, after all ranks have come.
-        """
-        run, waited = self._run, 0.0
+    ) -> _Taken:
+        """Takes `number` (collective); `watch`: around them, after all ranks have come."""
+        run, waited, made, images = self._run, 0.0, 0.0, 0
         dist.barrier()
         synchronize(run.device)
         with watch:
@@ -324,5 +346,8 @@ class _Steps:
                 for part in run.parts:
                     part.after_step(run, local, result)
                 waited += local.data_s
+                made += sum(batch.made_s for batch in local.batches)
+                images += sum(len(batch.names) or 1 for batch in local.batches)
             synchronize(run.device)
-            return (time.perf_counter() - began) / number, waited / number
+            step_s = (time.perf_counter() - began) / number
+            return _Taken(step_s, waited / number, made / images)

@@ -47,14 +47,14 @@ class GraphStep:
     """
 
     def __init__(self, step: TrainStep, state: TrainState) -> None:
-        self._step, self._state = step, state
+        self.eager, self._state = step, state
         self._layout = state.layout
         self._seen: Counter[Any] = Counter()  # steps that ran as they are, by shape
         self._graphs: dict[Any, _Recorded] = {}
 
     def local(self, batches: Sequence[Batch], data_s: float = 0.0) -> LocalStep:
         """The next step, from this rank's batch of each microbatch."""
-        return self._step.local(batches, data_s)
+        return self.eager.local(batches, data_s)
 
     def __call__(self, local: LocalStep) -> StepTensors:
         """One update."""
@@ -65,19 +65,19 @@ class GraphStep:
         shape = local.sharpens, *(tuple(tensor.shape) for tensor in _tensors(local))
         if self._seen[shape] < EAGER_STEPS:
             self._seen[shape] += 1
-            return self._step(local)
+            return self.eager(local)
         addresses = tuple(tensor.data_ptr() for tensor in kept_tensors(self._state))
         recorded = self._graphs.get(shape)
         if recorded is None or recorded.addresses != addresses:
             self._graphs.pop(shape, None)
             pool = next((one.graph.pool() for one in self._graphs.values()), None)
-            recorded = self._graphs[shape] = _Recorded(self._step, local, pool)
+            recorded = self._graphs[shape] = _Recorded(self.eager, local, pool)
             recorded.addresses = addresses
         return recorded.replay(local)
 
     def done(self, local: LocalStep, left: StepTensors) -> StepResult:
         """Counts the step, and acts on the flags of the one before (collective)."""
-        return self._step.done(local, left)
+        return self.eager.done(local, left)
 
 
 class _Recorded:

@@ -60,7 +60,10 @@ def as_among_two() -> Iterator[None]:
 
 
 class Training:
-    """A training, a step at each call; `synchronized`: its layers take the way of several ranks."""
+    """A training, a step at each call.
+
+    synchronized: its layers take the way of several ranks. replayed: as CUDA graphs.
+    """
 
     def __init__(
         self,
@@ -69,9 +72,10 @@ class Training:
         norm: NormFactory | None = None,
         *,
         synchronized: bool = False,
+        replayed: bool = False,
     ) -> None:
         self.state = state_of(config, device, norm)
-        self._steps = steps_of(self.state, config, device)
+        self._steps = steps_of(self.state, config, device, replayed=replayed)
         self._train, self._synchronized = config.train, synchronized
 
     def __call__(self) -> StepResult:
