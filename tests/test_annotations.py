@@ -7,6 +7,7 @@ import re
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,13 +16,13 @@ from pycocotools import mask as masks
 from pycocotools.coco import COCO
 
 from segtrain import cli
-from segtrain.annotations import detect, draw, read_annotations
+from segtrain.annotations import detect, draw, read_annotations, write
 from segtrain.annotations.coco import unpacked
 from segtrain.annotations.regions import mask_of_runs
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.labels import read_label
 from segtrain.data.read.lists import list_pairs
-from segtrain.errors import ConfigError, DataError
+from segtrain.errors import EXIT_INTERRUPTED, ConfigError, DataError
 
 SIZE = H, W = 23, 31
 # Corners of pixels, so the pixels inside are known without a rule of drawing.
@@ -501,6 +502,18 @@ def test_the_command_writes_labels_classes_and_pairs_that_segtrain_reads(tmp_pat
     (out / "notes.txt").touch()
     assert run(data, "--output", out, "--overwrite")[0] == 2
     assert "holds notes.txt" in capsys.readouterr().err
+
+
+def test_half_an_import_is_no_data_set_and_the_next_one_replaces_it(tmp_path, monkeypatch):
+    data, out = tmp_path / "data", tmp_path / "out"
+    image(data / "a.png")
+    coco(data)
+    with monkeypatch.context() as patched:
+        patched.setattr(write, "write_atomic", Mock(side_effect=KeyboardInterrupt))
+        assert run(data, "--output", out)[0] == EXIT_INTERRUPTED
+    assert [path.name for path in out.iterdir()] == [".unfinished"]
+    assert run(data, "--output", out)[0] == 0
+    assert sorted(path.name for path in out.iterdir()) == ["classes.yaml", "labels", "pairs.txt"]
 
 
 def test_a_background_that_no_pixel_shows_is_no_class(tmp_path):

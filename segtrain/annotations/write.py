@@ -25,6 +25,8 @@ from segtrain.run.pictures import write_indexed_png
 from segtrain.text import first_of, printable
 
 LABELS, CLASSES, PAIRS = "labels", "classes.yaml", "pairs.txt"
+# Labels lie here until all are drawn: half an import would train as a small data set.
+_DRAFT = ".unfinished"
 
 _PALETTE = default_palette(256)
 
@@ -43,9 +45,9 @@ def claim(output: Path, images: Path, *, overwrite: bool) -> None:
     with os_errors_as(ConfigError, place, "cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
         found = set(os.listdir(output))
-        if others := found - {LABELS, CLASSES, PAIRS}:
+        if others := found - {LABELS, CLASSES, PAIRS, _DRAFT}:
             raise ConfigError(f"{place}: holds {first_of(sorted(others), 3)}; name a new folder")
-        if found and not overwrite:
+        if found and _DRAFT not in found and not overwrite:
             raise ConfigError(f"{place}: holds labels already; --overwrite replaces them")
         for path in (output / name for name in found):
             path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
@@ -68,7 +70,8 @@ def write_labels(
     if twice := [label for label, count in Counter(labels).items() if count > 1]:
         raise DataError(first_lines("images with one name but for the suffix", twice))
     pixels, shown = np.zeros((2, 256), np.int64)
-    write = partial(_write, folder=output, classes=found.classes, overlap=overlap)
+    draft = output / _DRAFT
+    write = partial(_write, folder=draft, classes=found.classes, overlap=overlap)
     with process_pool(num_processes(len(labels), jobs)) as pool:
         for counts in for_each_pair(write, found.images, pool, "drawing"):
             pixels += counts
@@ -88,6 +91,8 @@ def write_labels(
     with os_errors_as(ExecutionError, what="cannot be written"):
         write_atomic(output / CLASSES, head + classes)
         write_atomic(output / PAIRS, pairs.getvalue())
+        (draft / LABELS).rename(output / LABELS)
+        draft.rmdir()
     return pixels, shown
 
 
