@@ -57,6 +57,7 @@ class Layout:
     and with two virtual ranks, rank 0 computes 0 and 1 apart, in two parts.
 
     parts: [microbatch][rank][part], positions in the batch. A rank may have parts without an image.
+    everywhere: for each rank the `sizes` in the first microbatch, which is the largest.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Layout:
                 cut, ends = _cut(whole, _evenly(len(whole), shares)), shares_of_ranks(shares, split)
                 rows = [cut[sum(ends[:rank]) : sum(ends[: rank + 1])] for rank in ranks]
             self.parts.append(rows)
+        self.everywhere = [self.sizes(0, rank) for rank in ranks]
 
     @classmethod
     def of(cls, train: TrainConfig, split: Split) -> "Layout":
@@ -94,11 +96,6 @@ class Layout:
     def sizes(self, microbatch: int, rank: int) -> list[int]:
         """The images in each part that `rank` computes apart."""
         return [len(part) for part in self.parts[microbatch][rank]]
-
-    @property
-    def everywhere(self) -> list[list[int]]:
-        """For each rank the `sizes` in the first microbatch, which is the largest."""
-        return [self.sizes(0, rank) for rank in range(len(self.split))]
 
     @property
     def shares(self) -> tuple[int, ...]:
