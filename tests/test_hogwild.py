@@ -9,7 +9,7 @@ import torch
 from experiments import curve, experiment, last, refusal, sections, train, write_config
 from processes import Command, logged_steps
 
-from segtrain.commands.train.preflight import check_experiment
+from segtrain.commands.train.preflight import check_experiment, start_lines
 from segtrain.config import Config, ScheduleConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
@@ -230,6 +230,8 @@ def test_processes_divide_the_learning_rate_and_the_images(tmp_path, data):
     mine = config_of_process(settings.model_copy(update={"schedule": branch}), 4).schedule
     assert (mine.finish_lr, mine.finish_peak) == (0.002, 0.003)
     sets = [open_dataset(settings.data, split) for split in ("train", "val")]
+    lines = start_lines(settings, tmp_path, torch.nn.Linear(1, 1), *sets, ["cpu"] * 4, 0)
+    assert any(line.startswith("lr         0.005 ->") for line in lines)
     with pytest.raises(ConfigError, match="hogwild runs on CPUs only"):
         check_experiment(settings, *sets, device=torch.device("cuda"))
     assert batch_findings(settings, 3) == []

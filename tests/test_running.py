@@ -104,7 +104,7 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
 
     monkeypatch.setattr(step_module, "forward", forward)
     monkeypatch.setattr(step_module, "_loss_weights", lambda *_: [torch.ones(1)] * 2)
-    numbers = StepNumbers.on(torch.device("cpu"), [0.0] * 4, [0.0] * 3, tensors=False)
+    numbers = StepNumbers.on(torch.device("cpu"))
     sums = SimpleNamespace(collected=lambda last: nullcontext(), finish=lambda: True)
     state = SimpleNamespace(
         layout=Layout(4, 2, (1,)),

@@ -171,7 +171,7 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, size=65):
     sizes, original = [batch_size // virtual] * virtual, step_module.saved_on_host
     step_module.saved_on_host = on_host
     try:
-        numbers = StepNumbers.on(torch.device("cpu"), [0.0] * 4, [0.0] * 3, tensors=False)
+        numbers = StepNumbers.on(torch.device("cpu"))
         about = torch.ones(1), numbers, StepSync(lambda: False)
         if virtual > 1:
             step_module._in_threads(state, share.split(sizes), *about)

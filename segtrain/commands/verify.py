@@ -233,6 +233,7 @@ def _replay(this: Replay) -> None:
     _say(f"verify     {steps}, from {plan.start or 'the beginning'}, {ranks}")
     with_weights = {step for step, receipt in this.receipts.items() if receipt.weights is not None}
     meter = this.receipt_meter(with_weights.__contains__)
+    this.parts = (meter,)
     _follow_evaluation(this)
     following = this.receipts.get(state.step + 1)
     if following is not None and following.start is not None:
@@ -245,7 +246,8 @@ def _replay(this: Replay) -> None:
                 left = this.step(local)
                 result = this.step.done(local, left)
             this.evaluated = False
-            meter.after_step(this, local, result)
+            for part in this.parts:
+                part.after_step(this, local, result)
             _compare(this, meter)
             bar.update()
             liveness.beat("training", state.step)

@@ -28,7 +28,7 @@ EAGER_STEPS = 3
 
 
 def why_not(config: Config, state: TrainState, device: torch.device) -> str | None:
-    """Why steps are not replayed; None: they are; empty: nobody would expect it."""
+    """Why steps are not replayed, for the log; None: they are; empty: nothing is to be said."""
     if device.type != "cuda" or not config.train.graph:
         return ""
     if state.shares is not None:
@@ -115,7 +115,7 @@ def kept_tensors(state: TrainState) -> Iterator[Tensor]:
 
 def _tensors(local: LocalStep) -> Iterator[Tensor]:
     """The tensors of a step's images and numbers."""
-    for part in local.parts:
+    for part in local.microbatches:
         given = part.images, part.labels, *part.dropout, part.shown
         yield from (tensor for tensor in given if tensor is not None)
     yield from local.numbers
@@ -130,7 +130,7 @@ def _copy(local: LocalStep) -> LocalStep:
             dropout=type(part.dropout)(*(m if m is None else m.clone() for m in part.dropout)),
             shown=part.shown if part.shown is None else part.shown.clone(),
         )
-        for part in local.parts
+        for part in local.microbatches
     ]
     numbers = type(local.numbers)(*(number.clone() for number in local.numbers))
-    return local._replace(parts=parts, numbers=numbers)
+    return local._replace(microbatches=parts, numbers=numbers)

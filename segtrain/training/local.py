@@ -59,12 +59,15 @@ class StepNumbers(NamedTuple):
     def on(
         cls,
         device: torch.device,
-        numbers: Sequence[float],
-        requests: Sequence[float],
+        numbers: Sequence[float] = (0.0, 0.0, 0.0, 0),
+        requests: Sequence[float] = (0.0, 0.0, 0.0),
         *,
-        tensors: bool,
+        tensors: bool = False,
     ) -> "StepNumbers":
-        """Those of a step; the host does not wait for `device`."""
+        """Those of a step; the host does not wait for `device`.
+
+        numbers: lr, toward, mixed and phase.
+        """
         values = torch.tensor([*numbers, *requests], dtype=torch.float64)
         if device.type == "cuda":
             values = values.pin_memory().to(device, non_blocking=True)
@@ -78,11 +81,12 @@ class StepNumbers(NamedTuple):
 class LocalStep(NamedTuple):
     """What this rank computes in a step.
 
-    sharpens: whether SAM takes a second gradient.
-    batches: what `parts` were made of, on the host. data_s: seconds that the step waited for them.
+    sharpens: whether SAM takes a second gradient. lr: `numbers.lr`, for the log.
+    batches: of which `microbatches` were made, on the host. data_s: seconds that the step waited
+        for them.
     """
 
-    parts: list[LocalMicrobatch]
+    microbatches: list[LocalMicrobatch]
     numbers: StepNumbers
     sharpens: bool
     lr: float
@@ -118,7 +122,7 @@ def local_step(
     phase = 0 if state.sample_losses is None else state.sample_losses.phase(state.step)
     numbers = lr, toward, mixed, phase
     return LocalStep(
-        parts=local_microbatches(state, batches, config, device),
+        microbatches=local_microbatches(state, batches, config, device),
         numbers=StepNumbers.on(device, numbers, requests, tensors=state.capturable),
         sharpens=sam_is_due(config.optim, state.step),
         lr=lr,

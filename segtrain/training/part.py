@@ -8,7 +8,7 @@ from segtrain.training.step import StepResult
 
 
 class Part:
-    """One of them; it has those of these methods that it needs.
+    """One of them, on each rank; it has those of these methods that it needs.
 
     run: the training (`commands.train.training.Training`).
     """
@@ -18,4 +18,8 @@ class Part:
         return nullcontext()
 
     def after_step(self, run: Any, local: LocalStep, result: StepResult) -> None:
-        """Takes in a step; `run.state` is the one after it."""
+        """Takes in a step; `run.state` is the one after it.
+
+        Keep tensors of `result` and read them later: reading one waits for the device. A resumed
+        process begins with a new part. With train.parallel hogwild, the loss is this process's.
+        """

@@ -137,7 +137,7 @@ class ReceiptMeter(Part):
             return []
         starts, self._start = [self._start] + [None] * (len(results) - 1), None
         numbers = list(map(_numbers, results))
-        digests = torch.stack([r.gradients for r in results]).cpu().numpy()
+        digests = torch.stack([r.digest for r in results]).cpu().numpy()
         rows = zip(results, torch.stack(numbers).tolist(), digests, pixels, starts, strict=True)
         return [
             Receipt(

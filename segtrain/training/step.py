@@ -32,11 +32,10 @@ class StepTensors(NamedTuple):
     """What a step leaves on the device.
 
     losses: (2,) float64, of the main and the auxiliary head, means over the valid pixels of all
-        ranks; NaN without an auxiliary head. With SAM those of the first gradient; what follows is
-        of the second.
-    grad_norm: () of all gradients together, before clipping.
-    flags: what the ranks told each other (`StepSync.take_flags`).
-    digest: with train.shares, `ExactGradientSum.digest`; otherwise None.
+        ranks; NaN without an auxiliary head. With SAM those of the first gradient.
+    grad_norm: () of all gradients together, before clipping. With SAM of the second gradient.
+    flags: what the ranks told each other (`StepSync.take_flags`), in all passes.
+    digest: with train.shares, `ExactGradientSum.digest`; otherwise None. With SAM as `grad_norm`.
     """
 
     losses: Tensor
@@ -48,7 +47,8 @@ class StepTensors(NamedTuple):
 class StepResult(NamedTuple):
     """What is known after a step; tensors stay on the device until they are logged.
 
-    loss, aux_loss, grad_norm, gradients: as in `StepTensors`, () but for the last.
+    loss, aux_loss, grad_norm, digest: as in `StepTensors`; they may be kept, and reading one waits
+        for the device.
     pixels: the sum of `Batch.pixels` on this rank; None: not taken.
     """
 
@@ -58,15 +58,15 @@ class StepResult(NamedTuple):
     grad_norm: Tensor
     lr: float  # the backbone's
     data_s: float  # seconds the step waited for the loader
-    gradients: Tensor | None = None
+    digest: Tensor | None = None
     pixels: int | None = None
 
 
 class TrainStep:
-    """Moves the weights once, a function of tensors (collective).
+    """Moves the weights once (collective).
 
-    No number of it changes from one call to the next where `state.capturable` is set, and nothing
-    on the host does: that is left to `done`.
+    A function of tensors, but for the first call: it changes nothing on the host, which `done` does
+    after it, and with `state.capturable` all its operations have the same numbers in every call.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class TrainStep:
             state.model.train()
         # A layer could break the rules of shares: seen in the first step.
         with watch(state.model) if is_first and state.shares is not None else nullcontext():
-            losses = gradient(state, local.parts, local.numbers, sync)
+            losses = gradient(state, local.microbatches, local.numbers, sync)
             if local.sharpens:
                 with sam_perturbed(state.model.parameters(), config.optim.sam_rho):
-                    gradient(state, local.parts, local.numbers, sync, again=True)
+                    gradient(state, local.microbatches, local.numbers, sync, again=True)
         with span(UPDATE):
             grad_norm = update(state, local.numbers, config.optim.clip_grad_norm)
         return StepTensors(losses, grad_norm, sync.take_flags(grad_norm), state.gradients.digest())
@@ -206,7 +206,7 @@ def compute_alone(state: TrainState, part: LocalMicrobatch, sizes: list[int]) ->
     module = getattr(state.wrapped, "_orig_mod", state.wrapped)
     device = part.images.device
     weight = torch.ones(len(part.labels), dtype=torch.float64, device=device)
-    numbers = StepNumbers.on(device, [0.0] * 4, [0.0] * 3, tensors=False)
+    numbers = StepNumbers.on(device)
     about = weight, numbers, StepSync(lambda: False)
     with dist.alone(), untracked(), placed([sizes] * dist.world_size()):
         if len(sizes) == 1 and state.shares is None:

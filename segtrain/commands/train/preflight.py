@@ -32,6 +32,7 @@ from segtrain.models.precision import precision_on
 from segtrain.norm import describe_norm
 from segtrain.text import printable
 from segtrain.training.graph import EAGER_STEPS, why_not
+from segtrain.training.hogwild import config_of_process
 from segtrain.training.optim.schedule import describe_rates
 from segtrain.training.state import TrainState
 
@@ -162,6 +163,7 @@ def start_lines(
     """The experiment in at most 15 lines, for the log; `step`: updates done already."""
     train, ranks = config.train, len(devices)
     precision = precision_on(train, next(model.parameters()).device)
+    own = config if train.parallel == "sync" else config_of_process(config, ranks)
     weights = f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
     if step:
         weights = "from the checkpoint"
@@ -187,7 +189,7 @@ def start_lines(
         f"model      {config.model.arch} on {config.model.backbone}, output stride "
         f"{config.model.output_stride}, {parameters / 1e6:.1f} M parameters",
         f"weights    {weights}",
-        f"lr         {describe_rates(config, step)}, {config.schedule.kind}, {config.optim.kind}",
+        f"lr         {describe_rates(own, step)}, {config.schedule.kind}, {config.optim.kind}",
         f"steps      {train.steps}, {epochs:.1f} epochs"
         + (f", going on after step {step}" if step else ""),
         f"run        {directory}",

@@ -463,7 +463,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         meeting=meeting,
     )
     stack.callback(run.reopen), stack.callback(run.step_log.close)
-    # 6. What goes along with the steps, in this order.
+    # 6. What goes along with the steps: hogwild waits first; the log writes the receipts.
     if config.train.split == "measured" and dist.world_size() > 1:
         saved_split = saved and saved.split
         run.split = MeasuredSplit(state, config, train_set, device, saved_split)
