@@ -5,6 +5,7 @@ as they were. So whatever a step does besides, or with other numbers, is missing
 """
 
 from contextlib import contextmanager, nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,6 +160,33 @@ def test_a_graph_whose_tensors_have_moved_is_recorded_again(graphs):
     assert found == numbers
     assert all(map(torch.equal, kept, left))
     assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("names", [(), ("sharpness aware", "average"), ("microbatches",)])
+def test_where_recording_fails_training_goes_on_without(graphs, monkeypatch, capsys, names):
+    """In the midst of the step, with some gradients there already."""
+    numbers, left = trained(config_of(names))
+
+    @contextmanager
+    def graph(recorded, **_):
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                "segtrain.training.step.update", Mock(side_effect=RuntimeError("waits"))
+            )
+            before = [tensor.clone() for tensor in changes(graphs.state)]
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for tensor, value in zip(changes(graphs.state), before, strict=True):
+                        tensor.copy_(value)
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    found, kept = trained(config_of(names), replayed=True, watch=graphs.watch)
+    assert found == numbers
+    assert all(map(torch.equal, kept, left))
+    said = capsys.readouterr().out
+    assert said.count("cannot be recorded as a CUDA graph (waits); training goes on") == 1
 
 
 def test_where_steps_are_not_replayed_a_line_says_why():

@@ -75,9 +75,11 @@ class GradientSum:
             for i, parameters in enumerate(followed)
             for parameter in parameters
         ]
-        yield
-        for hook in hooks:
-            hook.remove()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
         found = {name for name, p in self._parameters.items() if p.grad is not None}
         if self._used is None:
             compare_ranks(found)

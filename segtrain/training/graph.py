@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from segtrain.config import Config
+from segtrain.distributed import collectives as dist
+from segtrain.run.console import say
+from segtrain.text import MAX_NAME, printable
 from segtrain.training.local import LocalStep
 from segtrain.training.state import TrainState
 from segtrain.training.step import StepResult, StepTensors, TrainStep
@@ -51,6 +54,7 @@ class GraphStep:
         self._layout = state.layout
         self._seen: Counter[Any] = Counter()  # steps that ran as they are, by shape
         self._graphs: dict[Any, _Recorded] = {}
+        self._failed = False
 
     def local(self, batches: Sequence[Batch], data_s: float = 0.0) -> LocalStep:
         """The next step, from this rank's batch of each microbatch."""
@@ -58,6 +62,8 @@ class GraphStep:
 
     def __call__(self, local: LocalStep) -> StepTensors:
         """One update."""
+        if self._failed:
+            return self.eager(local)
         if self._layout is not self._state.layout:  # other images: their memory is free again
             self._layout = self._state.layout
             self._seen.clear()
@@ -71,9 +77,27 @@ class GraphStep:
         if recorded is None or recorded.addresses != addresses:
             self._graphs.pop(shape, None)
             pool = next((one.graph.pool() for one in self._graphs.values()), None)
-            recorded = self._graphs[shape] = _Recorded(self.eager, local, pool)
+            try:
+                recorded = self._graphs[shape] = _Recorded(self.eager, local, pool)
+            except RuntimeError as error:  # out of memory, or an operation that waits
+                self._give_up(error)
+                return self.eager(local)
             recorded.addresses = addresses
         return recorded.replay(local)
+
+    def _give_up(self, error: RuntimeError) -> None:
+        """Lets training go on without graphs: nothing of the step that failed has run."""
+        if self._state.scaler.is_enabled():
+            raise error  # it may have got as far as the loss scale, which counts on the host
+        self._failed = True
+        self._graphs.clear()
+        self._state.optimizer.zero_grad(set_to_none=True)
+        self.eager.step_sync.drop_flags()
+        reason = printable(str(error).partition("\n")[0], 2 * MAX_NAME)
+        say(
+            f"warning: rank {dist.rank()}: a step cannot be recorded as a CUDA graph ({reason}); "
+            "training goes on without, more slowly; train.graph=false says so from the start"
+        )
 
     def done(self, local: LocalStep, left: StepTensors) -> StepResult:
         """Counts the step, and acts on the flags of the one before (collective)."""

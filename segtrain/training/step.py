@@ -73,17 +73,17 @@ class TrainStep:
         self, state: TrainState, config: Config, device: torch.device, step_sync: StepSync
     ) -> None:
         self._state, self._config, self._device = state, config, device
-        self._step_sync = step_sync
+        self.step_sync = step_sync
         self._layout: Layout | None = None  # of the step before
 
     def local(self, batches: Sequence[Batch], data_s: float = 0.0) -> LocalStep:
         """The next step, from this rank's batch of each microbatch."""
-        about = {"requests": self._step_sync.requests(), "data_s": data_s}
+        about = {"requests": self.step_sync.requests(), "data_s": data_s}
         return local_step(self._state, batches, self._config, self._device, **about)
 
     def __call__(self, local: LocalStep) -> StepTensors:
         """One update."""
-        state, config, sync = self._state, self._config, self._step_sync
+        state, config, sync = self._state, self._config, self.step_sync
         is_first, self._layout = self._layout is not state.layout, state.layout
         if is_first:
             state.model.train()
@@ -105,7 +105,7 @@ class TrainStep:
         """
         state = self._state
         state.step += 1
-        self._step_sync.record(state.step, left.flags, local.names)
+        self.step_sync.record(state.step, left.flags, local.names)
         about = local.lr, local.data_s, left.digest, local.pixels
         return StepResult(state.step, *left.losses, left.grad_norm, *about)
 

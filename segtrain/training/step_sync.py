@@ -72,6 +72,10 @@ class StepSync:
         self._microbatch_flags.clear()
         return flags
 
+    def drop_flags(self) -> None:
+        """Forgets those of a step that has not come to its end."""
+        self._microbatch_flags.clear()
+
     def record(self, step: int, flags: Tensor, names: list[str]) -> None:
         """Takes the flags of update number `step` and acts on those of the one before (collective).
 
