@@ -80,16 +80,16 @@ def by_clock(hours_a_step, function, *args):
     """`function` in a process where the clock of rank 0 follows the steps; others are far ahead."""
     from segtrain.commands.train import loop
 
-    whole = loop.train
+    whole = loop.begin
 
-    def train_by_clock(run):
+    def begin_by_clock(run):
         first = run.state.step
         run.stop_criteria._clock = lambda: 3600.0 * hours_a_step * (run.state.step - first)
         if not dist.is_main():
             run.stop_criteria._clock = count(step=3600 * 99).__next__
-        whole(run)
+        return whole(run)
 
-    loop.train = train_by_clock
+    loop.begin = begin_by_clock
     return function(*args)
 
 

@@ -223,7 +223,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
     of another. And it keeps the memory format of the checkpoint, while its fused updates take no
     other than that of the weight.
     """
-    groups = optimizer.state_dict()["param_groups"]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    # Rates may be tensors, which torch would copy to other memory.
+    groups = [group | {"lr": 0.0} for group in optimizer.state_dict()["param_groups"]]
     own = [name for group in groups for name in group["param_names"]]
     states = {
         name: saved["state"][number]
@@ -241,6 +243,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
                 if name != "step":
                     state[i][name] = torch.empty_like(parameters[i]).copy_(value)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
