@@ -162,17 +162,23 @@ def test_a_graph_whose_tensors_have_moved_is_recorded_again(graphs):
     assert len(graphs) == 2
 
 
-@pytest.mark.parametrize("names", [(), ("sharpness aware", "average"), ("microbatches",)])
-def test_where_recording_fails_training_goes_on_without(graphs, monkeypatch, capsys, names):
-    """In the midst of the step, with some gradients there already."""
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        ("update", ()),
+        ("update", ("sharpness aware", "average")),
+        ("sync_running_stats", ("microbatches", "groups of images")),
+    ],
+)
+def test_where_recording_fails_training_goes_on_without(graphs, monkeypatch, capsys, place, names):
+    """In the midst of the step, with some gradients and statistics there already."""
     numbers, left = trained(config_of(names))
 
     @contextmanager
     def graph(recorded, **_):
         with monkeypatch.context() as patched:
-            patched.setattr(
-                "segtrain.training.step.update", Mock(side_effect=RuntimeError("waits"))
-            )
+            broken = Mock(side_effect=RuntimeError("waits"))
+            patched.setattr(f"segtrain.training.step.{place}", broken)
             before = [tensor.clone() for tensor in changes(graphs.state)]
             try:
                 yield

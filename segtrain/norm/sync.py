@@ -362,6 +362,13 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
             layer._seen.clear()
 
 
+def forget_batches(module: nn.Module) -> None:
+    """Drops the batches that running statistics have not followed yet: their pass has failed."""
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer._seen.clear()
+
+
 class SyncBatchNorm1d(SyncBatchNorm):
     """SyncBatchNorm for (N, C) and (N, C, L)."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
+from segtrain.norm.sync import forget_batches
 from segtrain.run.console import say
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.local import LocalStep
@@ -92,6 +93,7 @@ class GraphStep:
         self._failed = True
         self._graphs.clear()
         self._state.optimizer.zero_grad(set_to_none=True)
+        forget_batches(self._state.model)
         self.eager.step_sync.drop_flags()
         reason = printable(str(error).partition("\n")[0], 2 * MAX_NAME)
         say(

@@ -1,13 +1,6 @@
 """A training on this rank: its images, its step, and the parts that go along with the steps.
 
-`segtrain train`, `verify` and `bench` all take their steps so:
-
-    for local in run.batches():
-        with run.around():
-            left = run.step(local)
-            result = run.step.done(local, left)
-        for part in run.parts:
-            part.after_step(run, local, result)
+`segtrain train`, `verify` and `bench` all take their steps as `loop.train` does.
 """
 
 import time
