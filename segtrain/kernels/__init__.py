@@ -1,0 +1,30 @@
+"""Kernels in Triton: what torch moves through memory several times, in one pass.
+
+Each is used where `takes` says so, and beside a plain way in torch's own operations, which serves
+every other device and is its oracle. They add without atomics: the same bits in every run. With
+TRITON_INTERPRET=1 they run on CPU tensors, slowly, for tests.
+"""
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = find_spec("triton") is not None
+# A float64 is beyond older ones, and so is bfloat16.
+_LEAST_CAPABILITY = (8, 0)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether kernels may compute with `x`; what watches or changes operations needs torch's."""
+    if not _HAS_TRITON or x.dtype not in _DTYPES:
+        return False
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    if x.is_cuda:
+        return torch.cuda.get_device_capability(x.device) >= _LEAST_CAPABILITY
+    return x.is_cpu and os.environ.get("TRITON_INTERPRET") == "1"
