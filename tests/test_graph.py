@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from segtrain.models.precision import float32_products
+from segtrain.norm import SyncBatchNorm
 from segtrain.training.graph import EAGER_STEPS, GraphStep, kept_tensors, why_not
 from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.state import make_state
@@ -147,16 +148,40 @@ def test_each_shape_has_its_graph_and_is_eager_at_first(graphs):
     assert (STEPS, EAGER_STEPS, len(graphs)) == (7, 3, 1)
 
 
-def test_a_graph_whose_tensors_have_moved_is_recorded_again(graphs):
+def with_other_data(state):
+    weight = next(state.model.parameters())
+    weight.data = weight.data.clone()
+
+
+def with_another_buffer(state):
+    norm = next(m for m in state.model.modules() if isinstance(m, SyncBatchNorm))
+    norm.running_mean = norm.running_mean.clone()
+
+
+def with_a_loaded_optimizer(state):
+    state.optimizer.load_state_dict(state.optimizer.state_dict())
+
+
+def with_another_average(state):
+    state.average.model.load_state_dict(state.average.model.state_dict(), assign=True)
+    for buffer in state.average.model.buffers():
+        buffer.data = buffer.data.clone()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [with_other_data, with_another_buffer, with_a_loaded_optimizer, with_another_average],
+)
+def test_a_graph_whose_tensors_have_moved_is_recorded_again(graphs, move):
     """It would train weights that nobody sees any more."""
 
-    def move(step, state):
+    def between(step, state):
         if step == EAGER_STEPS + 1:
-            weight = next(state.model.parameters())
-            weight.data = weight.data.clone()
+            move(state)
 
-    numbers, left = trained(config_of([]), between=move)
-    found, kept = trained(config_of([]), replayed=True, watch=graphs.watch, between=move)
+    config = config_of(["average"])
+    numbers, left = trained(config, between=between)
+    found, kept = trained(config, replayed=True, watch=graphs.watch, between=between)
     assert found == numbers
     assert all(map(torch.equal, kept, left))
     assert len(graphs) == 2

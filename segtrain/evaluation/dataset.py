@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from segtrain.data.read.concurrent import delayed_by_one, prefetch
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.collectives import wait_for_event
+from segtrain.distributed.copies import CopyStream
 from segtrain.evaluation.inference import LabelMap, predict_labels
 from segtrain.evaluation.settings import (
     BatchLimits,
@@ -40,7 +41,7 @@ class Transfer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self.is_cuda else None
+        self._stream = CopyStream(device)
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """`tensor` in memory from which a copy to the device needs no wait; for any thread."""
@@ -48,15 +49,9 @@ class Transfer:
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A pinned tensor on the device, for the work that is asked for from here on."""
-        if self._stream is None:
-            return tensor
-        computing = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._stream):
-            moved = tensor.to(self.device, non_blocking=True)
-        computing.wait_stream(self._stream)
-        # Its memory must not go to the next image before the computation has read it.
-        moved.record_stream(computing)
-        return moved
+        with self._stream.copying() as arrived:
+            arrived.append(tensor.to(self.device, non_blocking=True))
+        return arrived[0]
 
     def late_to_host(
         self, predicted: Iterable[tuple[T, Sequence[LabelMap]]]

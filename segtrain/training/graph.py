@@ -10,8 +10,7 @@ outside, in `StepSync.record`.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,21 +68,19 @@ class GraphStep:
             self._layout = self._state.layout
             self._seen.clear()
             self._graphs.clear()
-        shape = local.sharpens, *(tuple(tensor.shape) for tensor in _tensors(local))
+        shape = local.sharpens, *(tuple(tensor.shape) for tensor in local.tensors())
         if self._seen[shape] < EAGER_STEPS:
             self._seen[shape] += 1
             return self.eager(local)
-        addresses = tuple(tensor.data_ptr() for tensor in kept_tensors(self._state))
         recorded = self._graphs.get(shape)
-        if recorded is None or recorded.addresses != addresses:
+        if recorded is None or recorded.has_moved():
             self._graphs.pop(shape, None)
             pool = next((one.graph.pool() for one in self._graphs.values()), None)
             try:
-                recorded = self._graphs[shape] = _Recorded(self.eager, local, pool)
+                recorded = self._graphs[shape] = _Recorded(self.eager, self._state, local, pool)
             except RuntimeError as error:  # out of memory, or an operation that waits
                 self._give_up(error)
                 return self.eager(local)
-            recorded.addresses = addresses
         return recorded.replay(local)
 
     def _give_up(self, error: RuntimeError) -> None:
@@ -107,44 +104,52 @@ class GraphStep:
 
 
 class _Recorded:
-    """One graph, with the tensors that it reads and writes.
+    """One graph, with the tensors that it reads and writes."""
 
-    addresses: of what it changes, where it was recorded.
-    """
-
-    def __init__(self, step: TrainStep, local: LocalStep, pool: Any) -> None:
+    def __init__(self, step: TrainStep, state: TrainState, local: LocalStep, pool: Any) -> None:
         self._inputs = _copy(local)
-        self.addresses: tuple[int, ...] = ()
+        self._state, self._places = state, _places(state)
+        self._slots, self._addresses = state.optimizer.state, self._now()
         self.graph = torch.cuda.CUDAGraph()
         # Other threads (pinning, reading back) go on calling CUDA meanwhile.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self._left = step(self._inputs)
 
+    def has_moved(self) -> bool:
+        """Whether what the graph changes lies elsewhere now."""
+        # An optimizer's `load_state_dict` makes other dictionaries.
+        return self._state.optimizer.state is not self._slots or self._now() != self._addresses
+
+    def _now(self) -> list[int]:
+        # A walk over all modules in each step would take the host longer than all the rest.
+        return [holder[name].data_ptr() for holder, name in self._places]
+
     def replay(self, local: LocalStep) -> StepTensors:
         """One update, by the images and numbers of `local`."""
-        torch._foreach_copy_(list(_tensors(self._inputs)), list(_tensors(local)))
+        torch._foreach_copy_(list(self._inputs.tensors()), list(local.tensors()))
         self.graph.replay()
         # The next replay writes over them; logs read them later.
         losses, grad_norm, flags, digest = self._left
         return StepTensors(losses.clone(), grad_norm.clone(), flags.clone(), digest)
 
 
-def kept_tensors(state: TrainState) -> Iterator[Tensor]:
+def kept_tensors(state: TrainState) -> list[Tensor]:
     """What steps change and go on from: a graph writes to the memory where it found them."""
-    yield from chain(state.model.parameters(), state.model.buffers())
-    if state.average is not None:
-        yield from chain(state.average.model.parameters(), state.average.model.buffers())
-    for values in state.optimizer.state.values():
-        yield from (value for value in values.values() if isinstance(value, Tensor))
-    yield from (group["lr"] for group in state.optimizer.param_groups)
+    return [holder[name] for holder, name in _places(state)]
 
 
-def _tensors(local: LocalStep) -> Iterator[Tensor]:
-    """The tensors of a step's images and numbers."""
-    for part in local.microbatches:
-        given = part.images, part.labels, *part.dropout, part.shown
-        yield from (tensor for tensor in given if tensor is not None)
-    yield from local.numbers
+def _places(state: TrainState) -> list[tuple[Any, Any]]:
+    """Where `kept_tensors` stand: dictionaries, with the key of each."""
+    models = [state.model] if state.average is None else [state.model, state.average.model]
+    modules = [module for model in models for module in model.modules()]
+    holders = [held for module in modules for held in (module._parameters, module._buffers)]
+    holders += [*state.optimizer.state.values(), *state.optimizer.param_groups]
+    return [
+        (holder, name)
+        for holder in holders
+        for name, value in holder.items()
+        if isinstance(value, Tensor)
+    ]
 
 
 def _copy(local: LocalStep) -> LocalStep:

@@ -1,6 +1,6 @@
 """What this rank trains on in a step: its images of each microbatch, on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -92,6 +92,13 @@ class LocalStep(NamedTuple):
     lr: float
     batches: Sequence[Batch]
     data_s: float = 0.0
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All on the device: of the images, and the numbers if they are tensors."""
+        for part in self.microbatches:
+            given = part.images, part.labels, *part.dropout, part.shown
+            yield from (tensor for tensor in given if tensor is not None)
+        yield from (number for number in self.numbers if isinstance(number, Tensor))
 
     @property
     def names(self) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.copies import CopyStream
 from segtrain.distributed.layout import Layout
 from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.virtual_ranks import VirtualRanks
@@ -74,12 +75,16 @@ class TrainStep:
     ) -> None:
         self._state, self._config, self._device = state, config, device
         self.step_sync = step_sync
+        self._copies = CopyStream(device)
         self._layout: Layout | None = None  # of the step before
 
     def local(self, batches: Sequence[Batch], data_s: float = 0.0) -> LocalStep:
         """The next step, from this rank's batch of each microbatch."""
         about = {"requests": self.step_sync.requests(), "data_s": data_s}
-        return local_step(self._state, batches, self._config, self._device, **about)
+        with self._copies.copying() as arrived:
+            local = local_step(self._state, batches, self._config, self._device, **about)
+            arrived += local.tensors()
+        return local
 
     def __call__(self, local: LocalStep) -> StepTensors:
         """One update."""
