@@ -3,6 +3,8 @@
 Batch norms take there what they take on CUDA. There is no autocast on this device.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -19,19 +21,25 @@ from segtrain.training.step_sync import StepSync
 from segtrain.types import DropoutMasks
 
 
-@pytest.fixture
-def meta(monkeypatch):
-    """Rank 0 of 8 on the meta device; yields what watches operations."""
+@contextmanager
+def meta_ranks(monkeypatch, ranks=RANKS):
+    """Rank 0 of many on the meta device; yields what watches operations."""
     monkeypatch.setattr(cuda_kernels, "takes", lambda x: True)
     monkeypatch.setattr(cuda_kernels, "_constants", {})
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
     monkeypatch.setattr(dist, "all_gather_object", lambda value, group=None: [value])
-    torch_dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    torch_dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     yield NoWaits()
     torch_dist.destroy_process_group()
 
 
-def backward_pass(settings, watch):
+@pytest.fixture
+def meta(monkeypatch):
+    with meta_ranks(monkeypatch) as watch:
+        yield watch
+
+
+def backward_pass(settings, watch, ranks=RANKS):
     """Forward and backward pass, the latter under `watch`; returns the model."""
     with torch.device("meta"):
         model = build_model(settings.model, num_classes=K, norm=make_norm(settings.norm))
@@ -42,7 +50,7 @@ def backward_pass(settings, watch):
     images, labels = fake_batch("meta")
     channels = model.dropout_channels
     masks = DropoutMasks(*(torch.ones(2, c, 1, 1, device="meta") for c in channels))
-    with watch, placed([2] * RANKS):
+    with watch, placed([2] * ranks):
         sums = module(images.contiguous(memory_format=torch.channels_last), labels[None], masks)
         totals = StepSync(lambda: False).reduce(sums)
         sync_running_stats(model)
@@ -69,6 +77,16 @@ def test_a_backward_pass_launches_and_sends_what_it_did(meta, row, launches):
     assert len([name for name in meta.launches if name != "fill_"]) == launches
     # Otherwise sums of gradients, and the optimizer, would have to copy them: also 1x1 kernels.
     assert [p.grad.stride() for p in built.parameters()] == [p.stride() for p in built.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_a_backward_pass_costs_the_same_on_any_number_of_ranks(monkeypatch, ranks):
+    (arch, backbone, _, _, meetings, _), launches = BACKWARD[0]
+    options = {"model": {"arch": arch, "backbone": backbone}, "train": {"batch_size": 2 * ranks}}
+    with meta_ranks(monkeypatch, ranks) as watch:
+        backward_pass(config(**options), watch, ranks)
+    assert len(watch.collectives) == meetings
+    assert len([name for name in watch.launches if name != "fill_"]) == launches
 
 
 @pytest.mark.parametrize("norm", NORMS[1:], ids=lambda norm: "-".join(map(str, norm.values())))

@@ -37,7 +37,7 @@ def test_the_watch_sees_each_kind_of_wait(fake):
         torch.ones(3).copy_(x, non_blocking=True)
 
 
-def forward_pass(settings, watch, monkeypatch):
+def forward_pass(settings, watch, monkeypatch, ranks=RANKS):
     """The forward pass, the loss and its reduction under `watch`.
 
     Returns:
@@ -59,7 +59,7 @@ def forward_pass(settings, watch, monkeypatch):
     for norm in norms:
         if isinstance(norm, SyncBatchNorm):
             monkeypatch.setattr(norm, "_check_input_dim", lambda x: types.add(x.dtype))
-    with watch, placed([2] * RANKS):
+    with watch, placed([2] * ranks):
         with tracked_together():
             sums = module(images, labels[None], masks)
             totals = step_sync.reduce(sums)
@@ -129,9 +129,20 @@ def test_no_precision_makes_the_host_wait(fake, monkeypatch, precision):
     assert types == {autocast_dtype(settings.train) or dtype_of(settings.train)}
 
 
-def test_a_step_costs_the_same_on_any_number_of_ranks(monkeypatch):
-    with fake_ranks(1024) as watch:
-        forward_pass(config(model=PSPNET, train={"precision": "bfloat16"}), watch, monkeypatch)
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_a_step_costs_the_same_on_any_number_of_ranks(monkeypatch, ranks):
+    options = {"model": PSPNET, "train": {"precision": "bfloat16", "batch_size": 2 * ranks}}
+    with fake_ranks(ranks) as watch:
+        forward_pass(config(**options), watch, monkeypatch, ranks)
     *_, meetings, kernels = COUNTED[0]
     assert len(watch.collectives) == meetings + 1
     assert len([name for name in watch.launches if name != "fill_"]) == kernels
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+@pytest.mark.parametrize("norm", NORMS[:3], ids=lambda norm: "-".join(map(str, norm.values())))
+def test_no_norm_makes_the_host_wait_for_many_ranks(monkeypatch, norm, ranks):
+    options = {"model": PSPNET, "train": {"precision": "bfloat16", "batch_size": 2 * ranks}}
+    with fake_ranks(ranks) as watch:
+        forward_pass(config(norm=norm, **options), watch, monkeypatch, ranks)
+    assert watch.collectives.count("allreduce_") >= 1

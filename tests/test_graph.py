@@ -10,12 +10,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from test_compile import small_model
-from test_recorded import CPU, batches, config_of
+from test_recorded import CPU, SIZE, N, batches, config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from segtrain.models.precision import float32_products
 from segtrain.norm import SyncBatchNorm
+from segtrain.training import graph
 from segtrain.training.graph import EAGER_STEPS, GraphStep, kept_tensors, why_not
 from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.state import make_state
@@ -146,6 +147,18 @@ def test_each_shape_has_its_graph_and_is_eager_at_first(graphs):
     assert found == trained(config)[0]
     # Seven steps: four plain ones, of which the last is replayed, three with a second gradient.
     assert (STEPS, EAGER_STEPS, len(graphs)) == (7, 3, 1)
+
+
+def test_the_memory_that_a_graph_reads_is_one_batch_as_stored(graphs, monkeypatch):
+    inputs, copy = [], graph._copy
+    monkeypatch.setattr(graph, "_copy", lambda local: inputs.append(copy(local)) or inputs[-1])
+    config = config_of([])
+    trained(config, replayed=True, watch=graphs.watch)
+    (kept,) = inputs
+    pixels = N * SIZE[0] * SIZE[1]
+    masks = N * (config.model.head_channels + config.model.aux_channels) * 4
+    numbers = 4 * 8 + 3 * 8
+    assert sum(tensor.nbytes for tensor in kept.tensors()) == pixels * (3 + 1) + masks + numbers
 
 
 def with_other_data(state):
