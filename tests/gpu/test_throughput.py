@@ -1,18 +1,25 @@
-"""Images a second of PSPNet-R50 at 512x1024, beside torchvision's loop; how long steps wait."""
+"""Images a second in training and evaluation, beside torchvision's loops; how long steps wait."""
 
 import json
 import statistics
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from commands import DEMO, draw_scenes, segtrain, settings
+import yaml
+from commands import DEMO, ROOT, draw_scenes, segtrain, settings
 from rounds import estimate, measure, ratios
 from stepping import NUM_CLASSES, config_of, random_batch
 
 from gpu.watching import LOCAL, SYNC, TINY, added_gib, contenders, one_rank
+from segtrain.distributed.machine import num_cores
+from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import build_model
+from segtrain.models.precision import autocast
 from segtrain.training.measure import matmul_peak, training_flops
 from segtrain.types import IGNORE_INDEX
 
@@ -20,6 +27,7 @@ pytestmark = pytest.mark.gpu(limit_s=240)
 
 # What is promised of a CUDA device.
 TIMES_REFERENCE, OF_PEAK, SYNC_RATIO, MOST_WAIT = 2.0, 0.4, 1.05, 0.02
+SMALL_IMAGES_S = 1500  # of a small network, end to end
 
 
 cross_entropy = partial(F.cross_entropy, ignore_index=IGNORE_INDEX)
@@ -93,6 +101,80 @@ def test_steps_are_fast(device, figures, images):
         assert figures["torchvision / segtrain"] >= TIMES_REFERENCE
 
 
+# Model, size of the images and of windows.
+EVALUATED = {
+    "PSPNet-R50": ({"backbone": "resnet50"}, (1024, 2048), (713, 713)),
+    "V3+ R18": (
+        {"backbone": "resnet18", "arch": "deeplabv3plus", "output_stride": 16},
+        (360, 480),
+        (288, 384),
+    ),
+}
+
+
+def reference_evaluation(model, dataset, settings, device):
+    """torchvision's references/segmentation/train.py, `evaluate`: one image after the other."""
+    counts = torch.zeros(NUM_CLASSES, NUM_CLASSES, dtype=torch.int64, device=device)
+    with torch.inference_mode(), autocast(settings.autocast, device):
+        for image, label in dataset:
+            normalized = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 128 - 1
+            image, target = normalized.to(device), torch.from_numpy(label).to(device).flatten()
+            found = model(image).out.argmax(1).flatten()
+            valid = target < NUM_CLASSES
+            cells = NUM_CLASSES * target[valid].long() + found[valid]
+            counts += torch.bincount(cells, minlength=counts.numel()).view_as(counts)
+    return counts.cpu()
+
+
+def replayed(model, images):
+    """`model(images)` as a CUDA graph: what a graph could gain."""
+    for _ in range(2):
+        model(images)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(images)
+    return graph.replay
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_evaluation_is_fast(device, figures, name):
+    is_cuda = device.type == "cuda"
+    model, size, crop = EVALUATED[name] if is_cuda else (TINY, (64, 128), (48, 64))
+    config = config_of(crop, 2, model=model, precision="bfloat16" if is_cuda else "float32")
+    torch.manual_seed(0)
+    network = build_model(config.model, num_classes=NUM_CLASSES).to(device).eval()
+    network = network.to(memory_format=torch.channels_last)
+    rng, num_images = np.random.default_rng(0), 64 if is_cuda else 2
+    images = rng.integers(256, size=(8, *size, 3), dtype=np.uint8)
+    labels = rng.integers(NUM_CLASSES, size=(8, *size), dtype=np.uint8)
+    dataset = [(images[i % 8], labels[i % 8]) for i in range(num_images)]
+    whole = InferenceSettings.from_config(config)
+    options = {"device": device, "num_classes": NUM_CLASSES, "num_threads": 8}
+    ways = {
+        mode: partial(
+            evaluate_dataset, network, dataset, replace(whole, mode=mode), **options, **given
+        )
+        for mode, given in {"whole": {"mode_is_given": True}, "slide": {}}.items()
+    }
+    ways["torchvision"] = partial(reference_evaluation, network, dataset, whole, device)
+    # Both count every pixel once.
+    pixels = num_images * size[0] * size[1]
+    assert ways["whole"]().matrix.counts.sum() == ways["torchvision"]().sum() == pixels
+    rounds = {"rounds": 3 if is_cuda else 1, "warmup": 1}
+    for way, times in measure(ways, device=device, **rounds).items():
+        figures[f"{way}: images/s"] = 1e3 * num_images / statistics.median(times)
+    figures["whole / torchvision"] = figures["whole: images/s"] / figures["torchvision: images/s"]
+    for number in (1, 8) if is_cuda else ():
+        batch = torch.zeros(number, 3, *size, device=device)
+        batch = batch.contiguous(memory_format=torch.channels_last)
+        with torch.no_grad(), autocast(whole.autocast, device):
+            calls = {"eager": partial(network, batch), "graph": replayed(network, batch)}
+            for way, times in measure(calls, device=device, rounds=10, warmup=2).items():
+                figures[f"forward pass of {number}, {way}: ms"] = statistics.median(times)
+    if is_cuda:
+        assert figures["whole / torchvision"] >= 1
+
+
 def test_a_step_does_not_wait_for_data_from_a_pack(device, figures, tmp_path):
     """`segtrain bench` of PSPNet-R50 on 1024x2048 scenes, crops of 512x1024, bfloat16, batch 8."""
     is_cuda = device.type == "cuda"
@@ -117,3 +199,32 @@ def test_a_step_does_not_wait_for_data_from_a_pack(device, figures, tmp_path):
         figures[f"{name}: wait of a step"] = figures[name]["data_s"] / figures[name]["step_s"]
     if is_cuda:
         assert figures["pack: wait of a step"] <= MOST_WAIT
+
+
+def test_a_small_network_is_fed(device, figures, tmp_path):
+    """`segtrain bench` of the recipe camvid_deeplabv3plus_r18 as a user runs it, from a pack.
+
+    On drawn scenes of the size of CamVid's images.
+    """
+    is_cuda = device.type == "cuda"
+    recipe = yaml.safe_load((ROOT / "configs/camvid_deeplabv3plus_r18.yaml").read_text())
+    recipe["data"] = {
+        "layout": "cityscapes",
+        "root": str(draw_scenes(tmp_path / "scenes", 64 if is_cuda else 4, 2, (360, 480))),
+        "classes": "cityscapes",
+        "num_workers": max(1, num_cores() - 4) if is_cuda else 0,
+    }
+    del recipe["loss"]["class_weights"], recipe["loss"]["logit_adjustment"]  # of other classes
+    if not is_cuda:
+        recipe["train"] |= {"batch_size": 2, "precision": "float32"}
+        recipe["augment"]["crop_size"] = [48, 64]
+    config, pack, file = tmp_path / "c.yaml", tmp_path / "pack", tmp_path / "bench.json"
+    config.write_text(yaml.safe_dump(recipe))
+    segtrain("data", "pack", config, "--output", pack)
+    where = ["--device", device.type, "--nproc", 1, "--steps", 100 if is_cuda else 2]
+    segtrain("bench", config, *where, "--json", file, *settings(data__pack=pack))
+    found = json.loads(file.read_text())
+    figures["bench"] = found
+    figures["images/s"] = recipe["train"]["batch_size"] / found["step_s"]
+    if is_cuda:
+        assert figures["images/s"] >= SMALL_IMAGES_S
