@@ -14,6 +14,7 @@ from test_recorded import CPU, SIZE, N, batches, config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from segtrain.errors import ExecutionError
 from segtrain.models.precision import float32_products
 from segtrain.norm import SyncBatchNorm
 from segtrain.training import graph
@@ -231,6 +232,17 @@ def test_where_recording_fails_training_goes_on_without(graphs, monkeypatch, cap
     assert all(map(torch.equal, kept, left))
     said = capsys.readouterr().out
     assert said.count("cannot be recorded as a CUDA graph (waits); training goes on") == 1
+
+
+def test_a_loader_worker_that_dies_while_a_step_is_recorded_is_what_is_told(monkeypatch, capsys):
+    def graph(*_, **__):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.raises(ExecutionError, match=r"pid 7.*--resume"):
+        trained(config_of([]), replayed=True)
+    assert "cannot be recorded" not in capsys.readouterr().out
 
 
 def test_where_steps_are_not_replayed_a_line_says_why():

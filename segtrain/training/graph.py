@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from segtrain.config import Config
+from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.norm.sync import forget_batches
 from segtrain.run.console import say
@@ -77,7 +78,8 @@ class GraphStep:
             self._graphs.pop(shape, None)
             pool = next((one.graph.pool() for one in self._graphs.values()), None)
             try:
-                recorded = self._graphs[shape] = _Recorded(self.eager, self._state, local, pool)
+                with worker_failures():  # torch raises them here too
+                    recorded = self._graphs[shape] = _Recorded(self.eager, self._state, local, pool)
             except RuntimeError as error:  # out of memory, or an operation that waits
                 self._give_up(error)
                 return self.eager(local)

@@ -201,7 +201,7 @@ def _silence_pinning() -> None:
 def _worker_died(what: str) -> ExecutionError:
     return ExecutionError(
         f"{what}; a killed worker is often out of memory: use fewer data.num_workers, or give the "
-        "container more shared memory (/dev/shm)"
+        "container more shared memory (/dev/shm); a training goes on with --resume"
     )
 
 
