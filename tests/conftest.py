@@ -46,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("-m gpu: the tests share one device; leave -n out")
     if not _is_for_gpu(config) or config.getoption("device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Triton reads it when it is imported, also by torch. Only tests/kernels use it.
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

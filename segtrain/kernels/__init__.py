@@ -1,11 +1,9 @@
 """Kernels in Triton: what torch moves through memory several times, in one pass.
 
 Each is used where `takes` says so, and beside a plain way in torch's own operations, which serves
-every other device and is its oracle. They add without atomics: the same bits in every run. With
-TRITON_INTERPRET=1 they run on CPU tensors, slowly, for tests.
+every other device and is its oracle. They add without atomics: the same bits in every run.
 """
 
-import os
 from importlib.util import find_spec
 
 import torch
@@ -13,7 +11,9 @@ from torch import Tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = find_spec("triton") is not None
-# A float64 is beyond older ones, and so is bfloat16.
+# Tests compute with CPU tensors, by Triton's interpreter (TRITON_INTERPRET=1).
+interpreted = False
+# Older devices have no bfloat16.
 _LEAST_CAPABILITY = (8, 0)
 
 
@@ -27,4 +27,4 @@ def takes(x: Tensor) -> bool:
         return False
     if x.is_cuda:
         return torch.cuda.get_device_capability(x.device) >= _LEAST_CAPABILITY
-    return x.is_cpu and os.environ.get("TRITON_INTERPRET") == "1"
+    return x.is_cpu and interpreted

@@ -1,28 +1,31 @@
-"""Bilinear resizing with a backward pass of its own: bits that never change, and speed on CPUs.
+"""Bilinear resizing with a backward pass of its own: bits that never change, and speed.
 
-torch's own backward pass on CUDA adds with atomics, in an order that changes from run to run. With
-`torch.use_deterministic_algorithms` F.interpolate takes another, slow way, with other bits in the
-forward pass. On a CPU it goes value by value, unless channels lie side by side and are many. Along
-each axis resizing is a product with a matrix of two values a row, so its gradient is two products
-with the transposed ones.
+torch's own backward pass on CUDA adds with atomics, slowly and in an order that changes from run to
+run; ours is a kernel that gathers. With `torch.use_deterministic_algorithms` F.interpolate takes
+another, slow way, with other bits in the forward pass. On a CPU it goes value by value, unless
+channels lie side by side and are many. Along each axis resizing is a product with a matrix of two
+values a row, so where there is no kernel the gradient is two products with the transposed ones.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segtrain import kernels
+
 
 def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
     """`x` (N, C, h, w) interpolated bilinearly to `size` (H, W), in the dtype of `x`.
 
-    Bit for bit F.interpolate; where deterministic algorithms are asked for, so is the gradient the
-    same in every run.
+    Bit for bit F.interpolate. Its gradient is the same in every run on CPUs, with a kernel, and
+    where deterministic algorithms are asked for.
     """
     height, width = size
-    if _is_faster(x) if x.is_cpu else torch.are_deterministic_algorithms_enabled():
+    if _has_own_gradient(x, size):
         y = _Resize.apply(x, height, width, align_corners)
     else:
         y = F.interpolate(x, size=(height, width), mode="bilinear", align_corners=align_corners)
@@ -56,8 +59,21 @@ def enlarge(x: Tensor, size: Sequence[int], stride: int | None, *, align_corners
     return y[..., : size[0], : size[1]]
 
 
+# The kernel multiplies two sides in 32 bits.
+_LONGEST_SIDE = 23_000
 # The products take time in proportion to the columns of the input, torch's way does not.
 _MOST_COLUMNS = 256
+
+
+def _has_own_gradient(x: Tensor, size: Sequence[int]) -> bool:
+    if _takes_kernel(x, size):
+        return torch.is_grad_enabled() and x.requires_grad
+    return _is_faster(x) if x.is_cpu else torch.are_deterministic_algorithms_enabled()
+
+
+def _takes_kernel(x: Tensor, size: Sequence[int]) -> bool:
+    """Whether the gradient of `x`, which is resized to `size`, is a kernel's."""
+    return kernels.takes(x) and max(*x.shape[-2:], *size) <= _LONGEST_SIDE
 
 
 def _is_faster(x: Tensor) -> bool:
@@ -73,12 +89,20 @@ class _Resize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, height: int, width: int, align_corners: bool) -> Tensor:
         ctx.shape, ctx.dtype, ctx.align_corners = x.shape, x.dtype, align_corners
-        # Not F.interpolate, which would choose its deterministic way.
-        return torch._C._nn.upsample_bilinear2d(x, (height, width), align_corners, None)
+        ctx.takes_kernel = _takes_kernel(x, (height, width))
+        # Autocast would have half precision resized in float32, twice the bytes for the same bits.
+        with torch.autocast(x.device.type, enabled=False) if ctx.takes_kernel else nullcontext():
+            # Not F.interpolate, which would choose its deterministic way.
+            return torch._C._nn.upsample_bilinear2d(x, (height, width), align_corners, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         size, align_corners = ctx.shape[-2:], ctx.align_corners
+        if ctx.takes_kernel:
+            from segtrain.kernels import resizing  # imports Triton
+
+            about = {"align_corners": align_corners}
+            return resizing.resize_gradient(grad, size, ctx.dtype, **about), None, None, None
         if grad.is_cpu and grad.stride(1) == 1:
             # torch knows a fast way for whole pixels, which a slice of channels does not have.
             whole = grad.contiguous(memory_format=torch.channels_last)
