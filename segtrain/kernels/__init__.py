@@ -9,6 +9,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+# Options of every launch: versions of Triton differ in what they do unasked, and so would the bits.
+LAUNCH = {"enable_fp_fusion": True}
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = find_spec("triton") is not None
 # Tests compute with CPU tensors, by Triton's interpreter (TRITON_INTERPRET=1).

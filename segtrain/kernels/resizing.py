@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from segtrain.kernels import LAUNCH
+
 # The most rows that are added at a time, and the most columns of them.
 _ROWS, _COLUMNS = 8, 512
 
@@ -104,5 +106,6 @@ def _along_axis(grad: Tensor, size: int, dtype: torch.dtype, *, align_corners: b
         BLOCK_ROWS=rows,
         BLOCK_COLUMNS=columns,
         num_warps=max(1, min(4, rows * columns // 256)),
+        **LAUNCH,
     )
     return out
