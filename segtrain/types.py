@@ -70,7 +70,7 @@ class DropoutMasks(NamedTuple):
 class SegLogits(NamedTuple):
     """What every model returns, in training and in evaluation.
 
-    out: (N, K, H, W) at the size of the input image.
+    out: (N, K, H, W) at the size of the input image; to losses also an `Enlarged`.
     aux: the same from the auxiliary head; None in evaluation or without one.
     """
 

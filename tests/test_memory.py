@@ -69,11 +69,15 @@ def test_the_bound_is_what_images_and_scores_take(machine):
     assert training_finding(compiled, 17, 6, CPU, 1) is None
     assert training_finding(compiled, 17, 7, CPU, 1) is not None
     crop = {"crop_size": (10, 10), "mixup_alpha": 0.2}
-    virtual = config(augment=crop, train={"virtual_ranks": 2})
+    virtual = config(augment=crop, train={"virtual_ranks": 2}, loss={"kind": "dice"})
     rest = 3 + 12 + 2 * 9 + 2 * 4 * 19
     # On CUDA the host keeps what waits.
     assert training_bytes(virtual, 19, 1, torch.device("cuda")) == 100 * (rest + 4 * 19)
     assert training_bytes(virtual, 19, 1, CPU) == 100 * (rest + 4 * 4 * 19)
+    # There a kernel may compute cross entropy without scores at full size.
+    pixels = config(augment=crop, loss={"also": ({"kind": "focal"},)})
+    assert training_bytes(pixels, 19, 1, torch.device("cuda")) == 100 * (3 + 12 + 2 * 9)
+    assert training_bytes(pixels, 19, 1, CPU) == 100 * (rest + 8 * 4 * 19)
 
 
 # Each loss with how much more than the bound it may take: what it needs for a moment, such as the

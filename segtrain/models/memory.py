@@ -30,6 +30,8 @@ _SCORES = 4
 # What every loss keeps of the scores of a head and one set of labels, at least: the probabilities
 # or their logarithms, in float32.
 _KEPT = 4
+# Losses that kernels compute from the logits of a head (`enlarged`), on most CUDA devices.
+_OF_SMALL_LOGITS = {"cross_entropy", "focal", "ohem"}
 # More than a network keeps of a pixel (ResNet-101 in float64: 18 KB), and weights, their copies and
 # the process.
 _MOST_FEATURES, _MOST_WEIGHTS = 2**15, 2**32
@@ -127,7 +129,8 @@ def training_bytes(config: Config, num_classes: int, images: int, device: torch.
     height, width = config.augment.crop_size
     label_sets = 1 if config.augment.mixup_alpha is None else 2
     needed = images * (config.data.channels * (_STORED + _NORMALIZED) + label_sets * _LABEL)
-    if train.compile:  # a compiled loss may never store the scores
+    by_kernels = device.type == "cuda" and {t.kind for t in config.loss.terms} <= _OF_SMALL_LOGITS
+    if train.compile or by_kernels:  # such a loss may never store the scores
         return height * width * needed
     # Recomputed, the scores of one head are there at a time.
     heads = 2 if config.model.aux_head and config.model.recompute != "blocks" else 1

@@ -26,6 +26,7 @@ from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.files.torch_file import is_plain
 from segtrain.models.blocks import at_least_float32
+from segtrain.models.enlarged import Enlarged
 from segtrain.types import IGNORE_INDEX
 
 # A unit of the sums is 2**-16, and a loss beyond 64, of a probability of 1e-28, counts as 64: so
@@ -85,7 +86,9 @@ class SampleLosses:
         return min(step * phases // self._steps, phases - 1)
 
     @torch.no_grad()
-    def add(self, phase: int | Tensor, shown: Tensor, logits: Tensor, labels: Tensor) -> None:
+    def add(
+        self, phase: int | Tensor, shown: Tensor, logits: Tensor | Enlarged, labels: Tensor
+    ) -> None:
         """Adds the crops of a step; nothing waits for the device.
 
         phase: of the step; a tensor () is not read by the host.
@@ -93,9 +96,7 @@ class SampleLosses:
         logits: (n, K, H, W) of the main head; labels: (n, H, W) int64, or IGNORE_INDEX.
         """
         number, size = len(labels), IGNORE_INDEX + 1
-        rows = _CACHED_ROWS if labels.device.type == "cpu" else labels.shape[1]
-        parts = zip(logits.split(rows, 2), labels.split(rows, 1), strict=True)
-        losses = torch.cat([_cross_entropy(*part) for part in parts], 1)
+        losses = _cross_entropy(logits, labels)
         units = losses.clamp_(max=_MOST_LOSS).mul_(UNITS).round_().long().flatten()
         crops = torch.arange(0, number * size, size, device=labels.device)
         keys = (labels + crops.view(-1, 1, 1)).flatten()
@@ -132,9 +133,14 @@ class SampleLosses:
         return True
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    wide = at_least_float32(logits)
-    return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
+def _cross_entropy(logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
+    """That of each pixel, (n, H, W), 0 where it is ignored."""
+    if isinstance(logits, Enlarged):
+        return logits.cross_entropy(labels)
+    rows = _CACHED_ROWS if labels.device.type == "cpu" else labels.shape[1]
+    parts = zip(logits.split(rows, 2), labels.split(rows, 1), strict=True)
+    options = {"ignore_index": IGNORE_INDEX, "reduction": "none"}
+    return torch.cat([F.cross_entropy(at_least_float32(x), y, **options) for x, y in parts], 1)
 
 
 def parse_sums(saved: dict[str, Any]) -> Tensor:

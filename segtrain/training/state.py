@@ -1,6 +1,6 @@
 """Everything that training changes, and how it is made from a config."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,10 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout, Split, split_of
 from segtrain.distributed.shares import Shares
 from segtrain.errors import ConfigError
+from segtrain.kernels import takes
+from segtrain.models import SegModel
 from segtrain.models.blocks import Normalize, recomputed
+from segtrain.models.enlarged import Enlarged, enlarged
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import make_groups, placed
 from segtrain.training.exact_sum import ExactGradientSum, replica
@@ -21,9 +24,9 @@ from segtrain.training.optim.layers import InitialWeights, freeze_layers, make_i
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, may_be_captured
 from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.share_rules import fingerprint, refuse_layers
-from segtrain.types import DropoutMasks
+from segtrain.types import DropoutMasks, SegLogits
 
-OnLogits = Callable[[Tensor, Tensor], None]
+OnLogits = Callable[[Tensor | Enlarged, Tensor], None]
 """Called with logits (N, K, H, W), without gradient, and labels (N, H, W) int64."""
 
 
@@ -45,6 +48,8 @@ class ModelWithLoss(nn.Module):
         self.criterion = criterion
         self.autocast_dtype = autocast_dtype(train)
         self.recompute = recompute
+        # Shares have the same bits on all ranks, and one of these might lack Triton.
+        self._by_kernels = type(model) is SegModel and train.shares is None
 
     def forward(
         self,
@@ -61,7 +66,7 @@ class ModelWithLoss(nn.Module):
         if self.recompute:
             return self._recomputed(images, labels, dropout, on_logits)
         with autocast(self.autocast_dtype, images.device):
-            logits = self.model(images, dropout)
+            logits = self._logits(images, dropout)
         # Before the loss, which keeps as much memory as a look at the logits needs.
         if on_logits is not None:
             on_logits(logits.out.detach(), labels[0])
@@ -75,17 +80,38 @@ class ModelWithLoss(nn.Module):
         with autocast(self.autocast_dtype, images.device):
             small = self.model.small_logits(images, dropout)
         if on_logits is not None:
-            full = self.model.full_size(small.out.detach(), size, self.model.head)
-            on_logits(full, labels[0])
+            on_logits(self._full_size(small.out.detach(), size, self.model.head), labels[0])
 
         def row(one_set: Tensor) -> Tensor:
             def sums(logits: Tensor, head: nn.Module) -> Tensor:
-                return self.criterion.sums(self.model.full_size(logits, size, head), one_set)
+                return self.criterion.sums(self._full_size(logits, size, head), one_set)
 
             heads = zip(small, (self.model.head, self.model.aux_head), strict=True)
             return torch.stack([recomputed(sums, x, head) for x, head in heads if x is not None])
 
         return torch.stack([row(one_set) for one_set in labels])
+
+    def _logits(self, images: Tensor, dropout: DropoutMasks) -> SegLogits:
+        """Those of the model, not made at full size where kernels do without."""
+        model = self.model
+        if not (self._by_kernels and takes(images)) or _has_hooks(model):
+            return model(images, dropout)
+        small, size = model.small_logits(images, dropout), images.shape[-2:]
+        heads = zip(small, (model.head, model.aux_head), strict=True)
+        return SegLogits(*(x if x is None else self._full_size(x, size, head) for x, head in heads))
+
+    def _full_size(self, logits: Tensor, size: Sequence[int], head: nn.Module) -> Tensor | Enlarged:
+        """The logits of a head at `size`, which are not made yet if kernels do without."""
+        lazy = None
+        if self._by_kernels:
+            corners = {"align_corners": self.model.align_corners}
+            lazy = enlarged(logits, size, head.stride, **corners)
+        return self.model.full_size(logits, size, head) if lazy is None else lazy
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    forward, backward = model._forward_hooks, model._backward_hooks
+    return any([forward, backward, model._forward_pre_hooks, model._backward_pre_hooks])
 
 
 def share_weights(model: nn.Module) -> None:

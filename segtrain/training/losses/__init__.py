@@ -15,6 +15,9 @@ With train.shares the same happens once for each share instead of each rank. `su
 other shares only through `segtrain.distributed.collectives`, and must not depend on their order:
 OHEM takes the k-th largest of all losses, which is the same in any order.
 
+On CUDA the logits of a step are `Enlarged`: cross entropy, focal loss and OHEM are computed from
+those of the head by a kernel, all others get tensors at full size (`_sums` in total.py).
+
 To add a loss: a class with these two methods, one line in LOSSES (total.py), its name in `LossKind`
 (config/experiment.py), and which options serve it in NEEDS (config/section.py).
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segtrain.models.blocks import at_least_float32
+from segtrain.models.enlarged import Enlarged
 from segtrain.training.losses.base import PixelMean, column_of_sums, pixel_weights
 from segtrain.types import IGNORE_INDEX
 
@@ -20,15 +21,19 @@ class CrossEntropy(PixelMean):
     divided by the sum of w[y] (arXiv:1512.00567, section 7).
     """
 
-    def pixel_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def pixel_losses(self, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
         """-log(probability of the label), 0 where it is ignored."""
+        if isinstance(logits, Enlarged):
+            return logits.cross_entropy(labels)
         # Not reduced here: on CUDA torch adds up with atomics, whose order changes from run to run.
         wide = at_least_float32(logits)
         return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
 
-    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def sums(self, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
         """(2, 1): the weighted losses and the weights."""
         smoothing, class_weights = self.options.config.label_smoothing, self.options.class_weights
+        if isinstance(logits, Enlarged):
+            return logits.cross_entropy_sums(labels, class_weights, smoothing)
         if smoothing == 0:
             return super().sums(logits, labels)
         wide = at_least_float32(logits)
@@ -50,7 +55,9 @@ class Focal(CrossEntropy):
     entropy, the sum is divided by the weights of the valid pixels, not by their factors.
     """
 
-    def pixel_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+    sums = PixelMean.sums  # those of cross entropy may never have the losses of pixels
+
+    def pixel_losses(self, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
         """The focal loss of every pixel, 0 where it is ignored."""
         losses = super().pixel_losses(logits, labels)
         # For gamma < 1 the derivative at p = 1 is infinite, and infinity times 0 is not a number.

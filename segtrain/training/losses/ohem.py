@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from segtrain.distributed import collectives as dist
+from segtrain.models.enlarged import Enlarged
 from segtrain.training.losses.cross_entropy import CrossEntropy
 from segtrain.types import IGNORE_INDEX
 
@@ -27,7 +28,7 @@ class OHEM(CrossEntropy):
     ones too. Class weights weigh the pixels kept but do not decide which.
     """
 
-    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def sums(self, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
         """(2, 1): the weighted losses and the weights of the hard pixels (collective)."""
         config = self.options.config
         losses = self.pixel_losses(logits, labels)

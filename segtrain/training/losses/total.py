@@ -8,6 +8,7 @@ from torch import Tensor
 
 from segtrain.config import LossConfig
 from segtrain.models.blocks import at_least_float32
+from segtrain.models.enlarged import Enlarged
 from segtrain.training.losses.base import Loss, LossOptions, pixel_weights
 from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
@@ -35,9 +36,9 @@ class WeightedSum:
         self._losses, self._weights = losses, weights
         self.num_sums = sum(loss.num_sums for loss in losses)
 
-    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def sums(self, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
         """(num_sums, K): the sums of all losses, with zeros beside those of all classes."""
-        rows = [loss.sums(logits, labels) for loss in self._losses]
+        rows = [_sums(loss, logits, labels) for loss in self._losses]
         return torch.cat([F.pad(part, (0, logits.shape[1] - part.shape[1])) for part in rows])
 
     def loss_from_sums(self, totals: Tensor) -> Tensor:
@@ -61,14 +62,27 @@ class Adjusted:
         logs = class_weights.double().log().nan_to_num(neginf=0.0)
         self._offsets = power * logs.view(-1, 1, 1)
 
-    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def sums(self, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
         """The sums of the loss, of adjusted scores."""
+        if isinstance(logits, Enlarged):
+            return _sums(self._loss, logits.plus(self._offsets), labels)
         wide = at_least_float32(logits)
         return self._loss.sums(wide + self._offsets.to(wide.dtype), labels)
 
     def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The loss, of sums of adjusted scores."""
         return self._loss.loss_from_sums(totals)
+
+
+_OF_SMALL_LOGITS = (CrossEntropy, Focal, OHEM, Adjusted, WeightedSum)
+
+
+def _sums(loss: Loss, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
+    """The sums of `loss`; one that needs logits at full size, or may need them, gets these."""
+    # What derives from one of them may do anything with its logits.
+    if isinstance(logits, Enlarged) and type(loss) not in _OF_SMALL_LOGITS:
+        logits = logits.full
+    return loss.sums(logits, labels)
 
 
 class SegLoss:
@@ -96,13 +110,14 @@ class SegLoss:
     def __call__(self, logits: SegLogits, labels: Tensor) -> Tensor:
         """The sums of this rank, (heads, ...), for logits (N, K, H, W) and int64 labels (N, H, W).
 
+        logits: tensors, or `Enlarged`, of which most losses never make these.
         heads: 2, or 1 without an auxiliary head.
         """
         return torch.stack([self.sums(x, labels) for x in logits if x is not None])
 
-    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def sums(self, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
         """The sums of one head."""
-        return self._loss.sums(logits, labels)
+        return _sums(self._loss, logits, labels)
 
     def means(self, totals: Tensor) -> Tensor:
         """(2,) float64: the loss of the head and of the auxiliary head, NaN without one."""
