@@ -154,7 +154,40 @@ def resizing(size: tuple[int, int], *, align_corners: bool = False) -> Case:
     return call
 
 
+def loss(
+    shape: tuple[int, int, int, int], size: tuple[int, int], stride: int | None, **options: Any
+) -> Case:
+    """Cross entropy of logits of `shape` at `size`, forward and backward.
+
+    options: class_weights, label_smoothing; or by_pixel, for OHEM and focal.
+    """
+
+    def call() -> Sequence[Tensor]:
+        from segtrain.kernels import cross_entropy
+
+        small = image(*shape).requires_grad_()
+        labels = torch.empty(shape[0], *size, dtype=torch.int64, device="meta")
+        axes = cross_entropy.axes_of(small, size, stride)
+        if options.get("by_pixel"):
+            found = cross_entropy.losses(small, labels, axes)
+        else:
+            found = cross_entropy.sums(small, labels, axes, **options)
+        (grad,) = torch.autograd.grad(found, small, torch.empty_like(found))
+        return small, labels, grad
+
+    return call
+
+
+_WEIGHTS = torch.empty(19, device="meta")
 CASES: dict[str, Case] = {
+    "loss, 19 classes, stride 8": loss((8, 19, 64, 128), (512, 1024), 8),
+    "loss, weights, smoothing": loss(
+        (8, 19, 64, 128), (512, 1024), 8, class_weights=_WEIGHTS, label_smoothing=0.1
+    ),
+    "loss, of pixels": loss((8, 19, 64, 128), (512, 1024), 8, by_pixel=True),
+    "loss, aligned corners": loss((2, 19, 90, 90), (713, 713), None),
+    "loss, 11 classes, stride 4": loss((8, 11, 72, 96), (288, 384), 4),
+    "loss, 150 classes, stride 8": loss((8, 150, 64, 64), (512, 512), 8),
     "resizing, 1 bin": resizing((1, 1)),
     "resizing, 6 bins": resizing((6, 6)),
     "resizing, 6 bins, aligned": resizing((6, 6), align_corners=True),

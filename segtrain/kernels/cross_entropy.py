@@ -8,9 +8,6 @@ the rows. In the backward pass each cell writes a partial gradient for each of i
 a second kernel adds the four that belong to a small pixel: no atomics, the same bits in every run.
 """
 
-# Sizes of tensors have the letters of the documentation.
-# ruff: noqa: N803
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,13 +17,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from segtrain.kernels import LAUNCH
 from segtrain.types import IGNORE_INDEX
 
 # A thread has all classes of a pixel in the forward pass.
 _MOST_CLASSES = 255
 _MOST_STRIDE = 128
-# Values of a tile in the forward pass, output pixels of a row and classes in the backward pass.
-_TILE, _COLUMNS, _CLASSES = 4096, 128, 32
+# Values of a tile in the forward pass; output pixels of a row, and classes, in the backward pass,
+# where 19 classes fit into one tile, and of more a wide one would leave no registers.
+_TILE, _COLUMNS, _CLASSES, _OF_MANY_CLASSES = 4096, 128, 32, 16
 _GATHERED = 512
 
 _SIZES = ["h", "w", "H", "W", "stride_n", "stride_h", "stride_w"]
@@ -331,7 +330,8 @@ class _CrossEntropy(torch.autograd.Function):
         n, classes, h, w = small.shape
         # Of the sums only the first is of logits.
         scale = (grad if ctx.by_pixel else grad[0]).to(torch.float32).contiguous()
-        block_k = min(_CLASSES, max(2, triton.next_power_of_2(classes)))
+        most = _CLASSES if classes <= _CLASSES else _OF_MANY_CLASSES
+        block_k = min(most, max(2, triton.next_power_of_2(classes)))
         grid, sizes, constants = _launch(small, labels, ctx.axes, table, _COLUMNS)
         shape = 4, n, h + 1, w + 1, classes
         parts = torch.empty(shape, dtype=torch.float32, device=small.device)
@@ -340,7 +340,7 @@ class _CrossEntropy(torch.autograd.Function):
         _cell_kernel[grid](*given, *sizes, **constants, BY_PIXEL=ctx.by_pixel, BLOCK_K=block_k)
         grid = (triton.cdiv(size, _GATHERED),)
         about = size, h, w, *found.stride()
-        _gather_kernel[grid](parts, found, *about, K=classes, BLOCK=_GATHERED)
+        _gather_kernel[grid](parts, found, *about, K=classes, BLOCK=_GATHERED, **LAUNCH)
         return found, None, None, None, None
 
 
@@ -352,7 +352,7 @@ def _launch(
     y, x = axes
     padded = triton.next_power_of_2(x.stride)
     cells = max(1, columns // padded)
-    constants = {"K": classes, "CELLS": cells, "SP": padded, "num_warps": 4}
+    constants = LAUNCH | {"K": classes, "CELLS": cells, "SP": padded, "num_warps": 4}
     constants |= {"SY": y.stride, "OFFY": y.offset, "FY": y.shift}
     constants |= {"SX": x.stride, "OFFX": x.offset, "FX": x.shift}
     constants |= {"WEIGHTED": table is not None, "SMOOTHED": table is not None and len(table) > 1}
