@@ -20,14 +20,28 @@ interpreted = False
 _LEAST_CAPABILITY = (8, 0)
 
 
+def why_not(device: torch.device) -> str | None:
+    """Why kernels do not compute on `device`; None: they do; empty: nobody would expect them to."""
+    if device.type != "cuda":
+        return ""
+    if not _HAS_TRITON:
+        return "Triton is not installed"
+    found = torch.cuda.get_device_capability(device)
+    if found < _LEAST_CAPABILITY:
+        return "they need compute capability {}.{}; this device has {}.{}".format(
+            *_LEAST_CAPABILITY, *found
+        )
+    return None
+
+
 def takes(x: Tensor) -> bool:
     """Whether kernels may compute with `x`; what watches or changes operations needs torch's."""
-    if not _HAS_TRITON or x.dtype not in _DTYPES:
+    if x.dtype not in _DTYPES:
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    if x.is_cuda:
-        return torch.cuda.get_device_capability(x.device) >= _LEAST_CAPABILITY
-    return x.is_cpu and interpreted
+    if x.is_cpu:
+        return interpreted
+    return why_not(x.device) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from segtrain import __version__
+from segtrain import __version__, kernels
 from segtrain.commands.train.leak import leak_warning
 from segtrain.config import Config, TrainConfig
 from segtrain.data.check.checks import quick_check
@@ -143,12 +143,22 @@ def _shared_memory_finding(config: Config, form: ImageForm) -> str | None:
     )
 
 
-def graph_lines(config: Config, state: TrainState, device: torch.device) -> list[str]:
-    """Whether steps are replayed, where one would expect it."""
-    reason = why_not(config, state, device)
-    if reason is None:
-        return [f"graph      from step {EAGER_STEPS + 1} of a shape on, a step is one CUDA graph"]
-    return [f"graph      none: {reason}"] if reason else []
+def device_lines(config: Config, state: TrainState, device: torch.device) -> list[str]:
+    """Whether steps are replayed, and which kernels compute, where one would expect it."""
+    graph, own = why_not(config, state, device), kernels.why_not(device)
+    if own is None and config.train.compile:
+        own = "train.compile makes its own"
+    if own is None and config.train.precision == "float64":
+        own = "they compute in float32"
+    lines = {
+        "graph": (graph, f"from step {EAGER_STEPS + 1} of a shape on, a step is one CUDA graph"),
+        "kernels": (own, "segtrain's for cross entropy, batch norm with its ReLU, and resizing"),
+    }
+    return [
+        f"{name:10} {f'none: {reason}' if reason else line}"
+        for name, (reason, line) in lines.items()
+        if reason != ""
+    ]
 
 
 def start_lines(

@@ -20,7 +20,7 @@ from segtrain.commands.train.auto_workers import WorkerChoice
 from segtrain.commands.train.preflight import (
     check_experiment,
     class_uniform_lines,
-    graph_lines,
+    device_lines,
     hogwild_line,
     start_lines,
 )
@@ -141,7 +141,7 @@ def prepare(
     if config.train.parallel == "hogwild":
         share_model(state.model)
         notes.append(hogwild_line(dist.world_size()))
-    notes += graph_lines(config, state, device)
+    notes += device_lines(config, state, device)
     # 3. Is the data that of the checkpoint? Labels are hashed while training runs.
     splits = train_set, eval_set
     data = DatasetGuard(splits, config.data.root, known, accept_changes=accept_changes)

@@ -1,0 +1,66 @@
+"""Where kernels compute, and what the log says of it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_graph import config_of
+from torch.utils.flop_counter import FlopCounterMode
+
+from segtrain import kernels
+from segtrain.commands.train.preflight import device_lines
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Sets the compute capability of a device that does not exist."""
+
+    def make(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    make((9, 0))
+    return make
+
+
+def lines(device, **train):
+    config = config_of([])
+    config = config.model_copy(update={"train": config.train.model_copy(update=train)})
+    state = SimpleNamespace(shares=None, capturable=True)
+    return [line for line in device_lines(config, state, device) if "kernels" in line]
+
+
+def test_the_log_says_which_kernels_compute(device, monkeypatch):
+    assert lines(CUDA) == [
+        "kernels    segtrain's for cross entropy, batch norm with its ReLU, and resizing"
+    ]
+    assert lines(torch.device("cpu")) == []
+    assert lines(CUDA, compile=True) == ["kernels    none: train.compile makes its own"]
+    assert lines(CUDA, precision="float64") == ["kernels    none: they compute in float32"]
+    device((7, 5))
+    assert lines(CUDA) == ["kernels    none: they need compute capability 8.0; this device has 7.5"]
+    monkeypatch.setattr(kernels, "_HAS_TRITON", False)
+    assert lines(CUDA) == ["kernels    none: Triton is not installed"]
+
+
+def look(x):
+    """`x`, plus one where kernels compute."""
+    return x + int(kernels.takes(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*is deprecated")
+def test_what_watches_or_changes_operations_gets_those_of_torch(monkeypatch):
+    x = torch.zeros(1, 3, 2, 2)
+    assert look(x).all()
+    with FlopCounterMode(display=False):
+        assert not look(x).any()
+    for changed in (
+        torch.jit.trace(look, (x,), check_trace=False),
+        torch.func.vmap(look),
+        torch.compile(look, backend="eager"),
+    ):
+        assert not changed(x).any()
+    assert not look(x.double()).any()
+    monkeypatch.setattr(kernels, "interpreted", False)
+    assert not look(x).any()
