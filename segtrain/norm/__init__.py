@@ -2,9 +2,10 @@
 
     from segtrain.norm import SyncBatchNorm2d, convert
 
-functional.py is the arithmetic, with kernels.py on a CPU and cuda_kernels.py on CUDA; sync.py are
-the modules, groups.py tells which images share statistics, precise.py takes them over many batches,
-kinds.py makes what a config names.
+functional.py is the arithmetic, with kernels.py on a CPU and cuda_kernels.py on CUDA; fused.py is
+that of a layer with its activation and shortcut, by `segtrain.kernels`. sync.py are the modules,
+groups.py tells which images share statistics, precise.py takes them over many batches, kinds.py
+makes what a config names.
 """
 
 from segtrain.norm.groups import most_images, placed
@@ -26,7 +27,10 @@ from segtrain.norm.sync import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
     make_groups,
+    norm_activation,
+    norm_relu,
     norm_relu_conv,
+    norm_relu_together,
     normalize_together,
     sync_running_stats,
     tracked_together,
@@ -50,7 +54,10 @@ __all__ = [
     "make_inference_norm",
     "make_norm",
     "most_images",
+    "norm_activation",
+    "norm_relu",
     "norm_relu_conv",
+    "norm_relu_together",
     "normalize_together",
     "placed",
     "precise_statistics",

@@ -18,6 +18,7 @@ from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
 from segtrain.distributed.passes import current, passing
 from segtrain.distributed.shares import Shares
+from segtrain.norm import fused
 from segtrain.norm.cuda_kernels import constant, takes
 from segtrain.norm.functional import (
     Moments,
@@ -110,6 +111,8 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return self._evaluate(input)
+        if fused.takes(input) and _in_one_pass([(input, self)]):
+            return _fused([(input, self)], "none")[0]
         ranks = self._group() if self.images is None else None
         if self.images is None and dist.group_size(ranks) == 1:
             # Without values a batch does not count, as among several ranks.
@@ -265,13 +268,21 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
     kind or group, the layers run one by one.
     """
     pairs = list(pairs)
-    layers = [layer for _, layer in pairs]
-    if all(map(_computes_freely, layers)) and len({*map(type, layers)}) == 1:
-        alike = {(layer.images, layer.sharing_ranks()) for layer in layers}
-        images = layers[0].images
-        if len(alike) == 1 and (images or dist.group_size(layers[0]._group()) > 1):
+    if _fit_kernels(pairs):
+        return _fused(pairs, "none")
+    if _are_free(pairs):
+        layer = pairs[0][1]
+        if layer.images or dist.group_size(layer._group()) > 1:
             return synchronized(pairs)
     return [layer(x) for x, layer in pairs]
+
+
+def _are_free(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
+    """Whether one function may compute these layers, which share alike."""
+    layers = [layer for _, layer in pairs]
+    if not all(map(_computes_freely, layers)) or len({*map(type, layers)}) != 1:
+        return False
+    return len({(layer.images, layer.sharing_ranks()) for layer in layers}) == 1
 
 
 def synchronized(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> list[Tensor]:
@@ -286,6 +297,77 @@ def synchronized(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> list[Tensor]:
     for (_, layer), found in zip(pairs, moments, strict=True):
         layer._track(found, sharing.groups)
     return outputs
+
+
+def norm_relu_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
+    """ReLU of each tensor after its own norm layer, as `normalize_together` (collective)."""
+    pairs = list(pairs)
+    if _fit_kernels(pairs):
+        return _fused(pairs, "relu")
+    return [F.relu(y, inplace=True) for y in normalize_together(pairs)]
+
+
+def norm_relu(
+    x: Tensor, norm: nn.Module, shortcut: Tensor | tuple[Tensor, nn.Module] | None = None
+) -> Tensor:
+    """relu(norm(x) + shortcut) (collective in training).
+
+    Where `segtrain.kernels` may compute, layers in training are one pass each way, and norm(x) is
+    never stored; differentiable once. Other layers run as they are, and so do those with hooks.
+
+    shortcut: like norm(x); or a tensor and its own norm layer, which shares the collective; None:
+        nothing is added.
+    """
+    if isinstance(shortcut, tuple):
+        pairs = [(x, norm), shortcut]
+        if x.shape == shortcut[0].shape and _fit_kernels(pairs):
+            return _fused(pairs, "relu", joined=True)[0]
+        y, shortcut = normalize_together(pairs)
+    else:
+        alike = shortcut is None or (shortcut.shape, shortcut.dtype) == (x.shape, x.dtype)
+        if alike and _fit_kernels([(x, norm)]):
+            return _fused([(x, norm)], "relu", shortcut=shortcut)[0]
+        y = norm(x)
+    return F.relu(y if shortcut is None else y.add_(shortcut), inplace=True)
+
+
+_ACTIVATIONS = {nn.ReLU: "relu", nn.ReLU6: "relu6"}
+
+
+def norm_activation(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
+    """activation(norm(x)), as `norm_relu` (collective in training)."""
+    kind = _ACTIVATIONS.get(type(activation))
+    if kind and not _has_hooks(activation) and _fit_kernels([(x, norm)]):
+        return _fused([(x, norm)], kind)[0]
+    return activation(norm(x))
+
+
+def _fit_kernels(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
+    """Whether kernels may compute these layers with what follows them."""
+    return all(fused.takes(x) for x, _ in pairs) and _are_free(pairs) and _in_one_pass(pairs)
+
+
+def _in_one_pass(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> bool:
+    """Whether `fused_norms` computes layers that share alike."""
+    _, layer = pairs[0]
+    # Groups of images are cut apart, and virtual ranks keep what waits on the host.
+    if layer.images is not None or virtual_ranks.current() is not None:
+        return False
+    # One rank with one value a channel, or with none, is a case of its own.
+    return dist.group_size(layer._group()) > 1 or all(x.numel() > x.shape[1] for x, _ in pairs)
+
+
+def _fused(
+    pairs: Sequence[tuple[Tensor, SyncBatchNorm]], activation: str, **options: Any
+) -> list[Tensor]:
+    """`fused_norms` of layers, whose running statistics follow."""
+    for x, layer in pairs:
+        layer._check_input_dim(x)
+    inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
+    ys, moments = fused.fused_norms(inputs, pairs[0][1]._group(), activation, **options)
+    for (_, layer), found in zip(pairs, moments, strict=True):
+        layer._track([found], None)
+    return ys
 
 
 def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
