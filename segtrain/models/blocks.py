@@ -1,6 +1,6 @@
 """The pieces that backbones and heads share."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from segtrain.config import ModelConfig
-from segtrain.norm import NormFactory, normalize_together
+from segtrain.norm import NormFactory, norm_relu, norm_relu_together
 
 Values = tuple[float, ...]
 """A number for each channel."""
@@ -204,7 +204,7 @@ class ConvNormReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The activations."""
-        return F.relu(self.norm(self.before_norm(x)), inplace=True)
+        return norm_relu(self.before_norm(x), self.norm)
 
 
 class SeparableConvNormReLU(nn.Module):
@@ -248,11 +248,6 @@ def run_together(blocks: Sequence[ConvBlock], inputs: Sequence[Tensor]) -> list[
     """
     pairs = zip(blocks, inputs, strict=True)
     return norm_relu_together((block.before_norm(x), block.norm) for block, x in pairs)
-
-
-def norm_relu_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
-    """ReLU of each tensor after its own norm, with one collective for the statistics of all."""
-    return [F.relu(y, inplace=True) for y in normalize_together(pairs)]
 
 
 class Classifier(nn.Module):

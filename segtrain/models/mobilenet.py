@@ -13,7 +13,7 @@ from segtrain.models.blocks import (
     recomputed,
 )
 from segtrain.models.forms import form_of
-from segtrain.norm import NormFactory
+from segtrain.norm import NormFactory, norm_activation
 
 # V3's pretrained weights belong to this eps (torchvision, mobilenetv3.py): under 1e-5, channels of
 # tiny variance come out several times too large.
@@ -43,10 +43,13 @@ class MobileNet(nn.Module):
         places = (_LOW, self._aux, num_layers - 1)
         self.channels = FeatureChannels(*(self.features[i].out_channels for i in places))
         self.strides = feature_strides(model)
-        for module in self.modules():
+        for module in list(self.modules()):
             if isinstance(module, nn.ReLU6 | nn.Hardswish):
                 # Their gradient needs the input: in place, torch would copy it first.
                 module.inplace = False
+            for key, child in module.named_children():
+                if isinstance(child, nn.Sequential) and isinstance(child[-1], nn.ReLU | nn.ReLU6):
+                    setattr(module, key, _ConvNormActivation(*child))
         convs = [module for module in self.modules() if isinstance(module, nn.Conv2d)]
         for conv in convs:
             conv.reset_parameters()  # with it the random numbers are those of `conv2d`
@@ -70,6 +73,14 @@ class MobileNet(nn.Module):
             if i == self._aux:
                 aux = x
         return Features(low, aux, x)
+
+
+class _ConvNormActivation(nn.Sequential):
+    """torchvision's Conv2dNormActivation, with the same keys; see `norm_activation`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        conv, norm, activation = self
+        return norm_activation(conv(x), norm, activation)
 
 
 def _torchvision_features(name: str, norm: NormFactory) -> nn.Sequential:

@@ -19,7 +19,7 @@ from segtrain.models.blocks import (
     recomputed,
 )
 from segtrain.models.forms import form_of
-from segtrain.norm import NormFactory, norm_relu_conv, normalize_together
+from segtrain.norm import NormFactory, norm_relu, norm_relu_conv
 
 # Keys of a deep stem, which weights with a 7x7 stem cannot fill. The wide stem also changes the
 # input of layer1.
@@ -116,14 +116,12 @@ class _Block(_ConvChain):
     def _block(self, x: Tensor) -> Tensor:
         y, norm = self.run_chain(x)
         if self.downsample is None:
-            y, shortcut = norm(y), x
-        else:
-            *convolve, shortcut_norm = self.downsample
-            for layer in convolve:
-                x = layer(x)
-            # One collective for both norms.
-            y, shortcut = normalize_together([(y, norm), (x, shortcut_norm)])
-        return F.relu(y.add_(shortcut), inplace=True)
+            return norm_relu(y, norm, x)
+        *convolve, shortcut_norm = self.downsample
+        for layer in convolve:
+            x = layer(x)
+        # One collective for both norms.
+        return norm_relu(y, norm, (x, shortcut_norm))
 
 
 class ResNet(_ConvChain):
@@ -186,13 +184,13 @@ class ResNet(_ConvChain):
 
     def _stem(self, images: Tensor) -> Tensor:
         x, norm = self.run_chain(images)
-        return F.max_pool2d(F.relu(norm(x), inplace=True), 3, stride=2, padding=1)
+        return F.max_pool2d(norm_relu(x, norm), 3, stride=2, padding=1)
 
 
 def _norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: bool) -> Tensor:
     if recompute:
         return norm_relu_conv(x, norm, conv)
-    return conv(F.relu(norm(x), inplace=True))
+    return conv(norm_relu(x, norm))
 
 
 def _stage(
