@@ -178,6 +178,32 @@ def loss(
     return call
 
 
+def norm(
+    shape: tuple[int, int, int, int],
+    activation: str = "relu",
+    *,
+    shortcut: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:
+    """A batch norm and what follows it, forward and backward."""
+
+    def call() -> Sequence[Tensor]:
+        from segtrain.norm.cuda_kernels import NormInput
+        from segtrain.norm.fused import fused_norms
+
+        x, other, grad = (image(*shape, dtype=dtype) for _ in range(3))
+        weight, bias = torch.empty(2, shape[1], device="meta")
+        inputs = [x, other, weight, bias] if shortcut else [x, weight, bias]
+        layer = NormInput(x, weight, bias, 1e-5)
+        for one in inputs:
+            one.requires_grad_()
+        options = {"shortcut": other if shortcut else None}
+        (y,), _ = fused_norms([layer], None, activation, **options)
+        return [*inputs, y, grad, *torch.autograd.grad(y, inputs, grad)]
+
+    return call
+
+
 _WEIGHTS = torch.empty(19, device="meta")
 CASES: dict[str, Case] = {
     "loss, 19 classes, stride 8": loss((8, 19, 64, 128), (512, 1024), 8),
@@ -188,6 +214,10 @@ CASES: dict[str, Case] = {
     "loss, aligned corners": loss((2, 19, 90, 90), (713, 713), None),
     "loss, 11 classes, stride 4": loss((8, 11, 72, 96), (288, 384), 4),
     "loss, 150 classes, stride 8": loss((8, 150, 64, 64), (512, 512), 8),
+    "norm, ReLU": norm((8, 256, 128, 256)),
+    "norm, ReLU, shortcut": norm((8, 256, 128, 256), shortcut=True),
+    "norm, ReLU6, 24 channels": norm((8, 24, 128, 256), "relu6"),
+    "norm, float32": norm((8, 64, 72, 96), "none", dtype=torch.float32),
     "resizing, 1 bin": resizing((1, 1)),
     "resizing, 6 bins": resizing((6, 6)),
     "resizing, 6 bins, aligned": resizing((6, 6), align_corners=True),

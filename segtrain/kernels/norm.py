@@ -8,9 +8,6 @@ Sums are float32 inside a program, about the mean of its first pixels, and float
 How pixels are cut depends on their number and on C alone: the same bits on every device.
 """
 
-# Sizes that are compiled into a kernel have capital letters, as in Triton's documentation.
-# ruff: noqa: N803
-
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from segtrain.kernels import LAUNCH
 
 Activation = Literal["none", "relu", "relu6"]
 
@@ -272,14 +271,14 @@ def _cut(x: Tensor, most_programs: int) -> tuple[tuple[int, int], dict[str, Any]
     assert rows * channels < 2**31  # places within a program are int32
     sizes = {"pixels": pixels, "channels": channels, "rows": rows}
     tile = {"BY_EIGHT": channels % 8 == 0, "BLOCK_M": block_m, "BLOCK_C": block_c, "num_warps": 4}
-    return (blocks, triton.cdiv(pixels, rows)), sizes | tile
+    return (blocks, triton.cdiv(pixels, rows)), sizes | tile | LAUNCH
 
 
 def _column_sums(parts: Tensor, out: Tensor, *others: Any) -> None:
     num, size = parts.shape
     tile = {"BLOCK_R": 256, "BLOCK_C": _COLUMNS, "num_warps": 8}
     grid = (triton.cdiv(size, _COLUMNS),)
-    _column_sums_kernel[grid](parts, out, num, size, *others, **tile)
+    _column_sums_kernel[grid](parts, out, num, size, *others, **tile, **LAUNCH)
 
 
 def packed_moments(xs: Sequence[Tensor]) -> Tensor:
@@ -302,7 +301,7 @@ def finished(sums: Tensor, eps: float) -> tuple[Tensor, ...]:
     channels = sums.numel() // 2
     statistics = torch.empty(3, channels, dtype=torch.float32, device=sums.device)
     grid = (triton.cdiv(channels, 128),)
-    _finish_kernel[grid](sums, statistics, channels, eps, BLOCK_C=128)
+    _finish_kernel[grid](sums, statistics, channels, eps, BLOCK_C=128, **LAUNCH)
     return statistics.unbind()
 
 

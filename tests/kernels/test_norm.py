@@ -1,6 +1,5 @@
 """Batch norm with what follows it: the oracle is F.batch_norm in float64 on the whole batch."""
 
-import os
 from contextlib import contextmanager
 from functools import partial
 
@@ -11,6 +10,7 @@ from cuda_standins import cuda_arithmetic
 from memory import saved_bytes
 from torch import nn
 
+from segtrain import kernels
 from segtrain.config import ModelConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.virtual_ranks import VirtualRanks
@@ -71,13 +71,15 @@ def few_programs(monkeypatch):
 
 
 @contextmanager
-def plainly():
-    """Inside, torch's own operations compute."""
-    del os.environ["TRITON_INTERPRET"]
-    try:
+def interpreting(by_kernels):
+    """Inside, kernels compute, or else torch's own operations; ranks begin without kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "interpreted", by_kernels)
         yield
-    finally:
-        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def plainly():
+    return interpreting(False)
 
 
 @contextmanager
@@ -375,12 +377,11 @@ def two_layers():
 
 def shared_step(contiguous):
     """On a rank: one layer with a shortcut, then that output beside x through two layers."""
-    os.environ["TRITON_INTERPRET"] = "1"
     x, grad, shortcut = of_rank(dist.rank(), contiguous)
     x.requires_grad_()
     shortcut.requires_grad_()
     layers = two_layers()
-    with counted() as found:
+    with interpreting(True), counted() as found:
         y = norm_relu(x, layers[0], shortcut)
         outputs = norm_relu_together([(y, layers[1]), (x, layers[0])])
         torch.autograd.backward(outputs, [grad, grad])
