@@ -4,10 +4,13 @@ Each is used where `takes` says so, and beside a plain way in torch's own operat
 every other device and is its oracle. They add without atomics: the same bits in every run.
 """
 
+from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+from segtrain.text import MAX_NAME, printable
 
 # Options of every launch: versions of Triton differ in what they do unasked, and so would the bits.
 LAUNCH = {"enable_fp_fusion": True}
@@ -31,6 +34,20 @@ def why_not(device: torch.device) -> str | None:
         return "they need compute capability {}.{}; this device has {}.{}".format(
             *_LEAST_CAPABILITY, *found
         )
+    return _failure(device)
+
+
+@cache
+def _failure(device: torch.device) -> str | None:
+    """Why Triton cannot launch a kernel here; None: it has launched one."""
+    from segtrain.kernels import resizing
+
+    try:
+        grad = torch.zeros(1, 1, 2, 2, device=device)
+        resizing.resize_gradient(grad, (1, 1), grad.dtype, align_corners=False)
+    except Exception as error:  # it builds a launcher with a C compiler and Python's headers
+        first = str(error).strip().partition("\n")[0]
+        return f"Triton fails ({type(error).__name__}: {printable(first, 2 * MAX_NAME)})"
     return None
 
 

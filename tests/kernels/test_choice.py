@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from segtrain import kernels
 from segtrain.commands.train.preflight import device_lines
+from segtrain.kernels import resizing
 
 CUDA = torch.device("cuda", 0)
 
@@ -20,6 +21,7 @@ def device(monkeypatch):
     def make(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
 
+    monkeypatch.setattr(kernels, "_failure", lambda _: None)
     make((9, 0))
     return make
 
@@ -42,6 +44,26 @@ def test_the_log_says_which_kernels_compute(device, monkeypatch):
     assert lines(CUDA) == ["kernels    none: they need compute capability 8.0; this device has 7.5"]
     monkeypatch.setattr(kernels, "_HAS_TRITON", False)
     assert lines(CUDA) == ["kernels    none: Triton is not installed"]
+
+
+def test_where_triton_cannot_launch_the_log_says_why(monkeypatch):
+    """As without a C compiler: a run that torch's kernels can train must not end."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    kernels._failure.cache_clear()
+    assert kernels._failure(torch.device("cpu")) is None
+    kernels._failure.cache_clear()
+
+    def build(*_, **__):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC\nor set it")
+
+    monkeypatch.setattr(resizing, "resize_gradient", build)
+    failure = kernels._failure(torch.device("cpu"))
+    kernels._failure.cache_clear()
+    monkeypatch.setattr(kernels, "_failure", lambda _: failure)
+    assert lines(CUDA) == [
+        "kernels    none: Triton fails (RuntimeError: Failed to find C compiler. "
+        "Please specify via CC)"
+    ]
 
 
 def look(x):
