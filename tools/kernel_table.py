@@ -1,7 +1,7 @@
 """The kernels of segtrain/kernels, compiled for devices that need not be there.
 
     python tools/kernel_table.py                      for sm_80, sm_90 and gfx942
-    python tools/kernel_table.py --only loss --targets sm_90
+    python tools/kernel_table.py --only loss norm --targets sm_90
 
 Each case calls what training calls, with tensors that have no content, and compiles what it would
 launch. Prints, for each kernel and target, registers of a thread, spills and shared memory; and for
@@ -227,14 +227,14 @@ CASES: dict[str, Case] = {
 def main() -> int:
     """The command line; returns 1 if a kernel spills."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--json", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     rows = []
     print(f"Triton {triton.__version__}; registers, spills, KB of shared memory for each target")
     for name, case in CASES.items():
-        if args.only not in name:
+        if not any(words in name for words in args.only):
             continue
         with recorded() as launches:
             least = sum(x.nbytes for x in case())
