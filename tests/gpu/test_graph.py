@@ -17,15 +17,16 @@ from segtrain.training.measure import synchronize
 
 REPLAYED, EAGER = "replayed", SYNC
 WARMUP = EAGER_STEPS + 2
-# Model, images and size; most milliseconds of a replayed step, on an H100.
+# Model, images and size; most milliseconds of a replayed step, on an H100. Without kernels of our
+# own the goals were 27, 88 and 11.5.
 CASES = {
-    "PSPNet-R50, 2 x 713": ({"backbone": "resnet50"}, 2, (713, 713), 27.0),
-    "PSPNet-R50, 8 x 512x1024": ({"backbone": "resnet50"}, 8, (512, 1024), 88.0),
+    "PSPNet-R50, 2 x 713": ({"backbone": "resnet50"}, 2, (713, 713), 17.0),
+    "PSPNet-R50, 8 x 512x1024": ({"backbone": "resnet50"}, 8, (512, 1024), 54.0),
     "V3+ R18, 8 x 288x384": (
         {"backbone": "resnet18", "arch": "deeplabv3plus", "output_stride": 16},
         8,
         (288, 384),
-        11.5,
+        6.0,
     ),
 }
 
