@@ -14,9 +14,9 @@ from segtrain import cli
 from segtrain.commands import programs
 from segtrain.commands.folds import fold_of_each
 from segtrain.errors import ConfigError
+from segtrain.evaluation.records import Records
 from segtrain.metrics import ConfusionMatrix
 from segtrain.results.compare import score_interval
-from segtrain.results.records import Records
 from segtrain.run.folds import read_division
 from segtrain.types import IGNORE_INDEX
 

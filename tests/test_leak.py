@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from segtrain.commands.train.leak import leak_warning
-from segtrain.results.sequences import shared_sequences, show_sequences
+from segtrain.data.read.sequences import shared_sequences, show_sequences
 
 RNG = np.random.default_rng(0)
 

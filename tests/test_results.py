@@ -21,11 +21,7 @@ from sklearn.metrics import precision_recall_fscore_support
 
 from segtrain.config import Config, DataConfig
 from segtrain.errors import ConfigError, DataError
-from segtrain.metrics import Calibration, ConfusionMatrix, calibration_error, reliability
-from segtrain.results import charts, report
-from segtrain.results import compare as compare_module
-from segtrain.results.compare import compare, comparison_lines, verdict
-from segtrain.results.records import (
+from segtrain.evaluation.records import (
     LABELLED,
     RIGHT,
     Records,
@@ -33,8 +29,13 @@ from segtrain.results.records import (
     scores_csv,
     sequences_of,
 )
+from segtrain.metrics import Calibration, ConfusionMatrix, calibration_error, reliability
+from segtrain.results import compare as compare_module
+from segtrain.results import report
+from segtrain.results.compare import compare, comparison_lines, verdict
 from segtrain.results.report import evaluated, report_page
 from segtrain.results.runs import Run, departures, differing, read_run
+from segtrain.run import charts
 from segtrain.run.directory import EVALUATION
 from segtrain.types import IGNORE_INDEX
 

@@ -15,7 +15,7 @@ from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.layouts import LAYOUTS
 from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.metrics import ConfusionMatrix, score_table
-from segtrain.results.charts import confusion_picture
+from segtrain.run.charts import confusion_picture
 from segtrain.run.console import say
 from segtrain.run.log import RunLog
 from segtrain.run.pictures import class_labels, legend, panel

@@ -11,8 +11,8 @@ import argparse
 
 import numpy as np
 
+from segtrain.evaluation.records import Records
 from segtrain.results.compare import compare
-from segtrain.results.records import Records
 
 CLASSES = tuple("abcdef")
 # Images, sequences (0: none, each image is one), and what the second model has more, in logits.

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from segtrain.evaluation.records import load_records
 from segtrain.results.compare import compare
-from segtrain.results.records import load_records
 
 CONFIG, DRIVES = "camvid_deeplabv3plus_r18", ("0001TP", "0006R0", "0016E5")
 STRONG_COLOR = ("augment.color_prob=0.8", "augment.brightness=0.35", "augment.hue=0.1")

@@ -37,8 +37,9 @@ from segtrain.errors import (
     ExecutionError,
     UserError,
 )
-from segtrain.evaluation.dataset import Outcome, Prediction, evaluate_dataset
+from segtrain.evaluation.dataset import Chosen, Outcome, Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
+from segtrain.evaluation.records import Records, load_records
 from segtrain.evaluation.report import InstanceCounts, Report, make_report
 from segtrain.evaluation.settings import set_after_training
 from segtrain.files import os_errors_as
@@ -50,8 +51,6 @@ from segtrain.models.precision import (
     to_eval_precision,
 )
 from segtrain.norm import describe_norm
-from segtrain.results.images import Chosen
-from segtrain.results.records import Records, load_records
 from segtrain.run.log import say
 from segtrain.run.pictures import as_rgb, panel, raw_ids, spread, write_indexed_png, write_png
 from segtrain.text import counted, first_of, printable

@@ -38,13 +38,13 @@ from segtrain.data.read.find import Pair, data_root
 from segtrain.data.read.layouts import list_split
 from segtrain.data.read.lists import list_pairs, list_text
 from segtrain.data.read.protect import check_pictures
+from segtrain.data.read.sequences import sequences_of, show_sequences, without_split
 from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.metrics import or_none
 from segtrain.results.folds import join_folds
 from segtrain.results.report import write_report
-from segtrain.results.sequences import sequences_of, show_sequences, without_split
 from segtrain.run.directory import CHECKPOINTS, CONFIG, LOCK, RunLock, config_differences, is_run
 from segtrain.run.folds import EXPERIMENT, FOLDS, Division, Fold, read_division, write_record
 from segtrain.text import counted, first_of, say

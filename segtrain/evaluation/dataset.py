@@ -105,6 +105,24 @@ class Prediction(NamedTuple):
     pred: np.ndarray
 
 
+@dataclass(frozen=True)
+class Chosen(Sequence[Sample]):
+    """Some images of a data set."""
+
+    dataset: Sequence[Sample]
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, position: int) -> Sample:
+        return self.dataset[self.indices[position]]
+
+    def original(self, prediction: Prediction) -> Prediction:
+        """A prediction with the index that its image has in the data set."""
+        return prediction._replace(index=self.indices[prediction.index])
+
+
 class Outcome(NamedTuple):
     """What an evaluation counts, the same on every rank.
 

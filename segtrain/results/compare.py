@@ -19,10 +19,10 @@ import numpy as np
 from scipy.special import ndtr, stdtrit
 
 from segtrain.config.loading import yaml_value
+from segtrain.data.read.sequences import sequences_of, show_sequences
 from segtrain.errors import ConfigError
-from segtrain.results.records import LABELLED, RIGHT, Records
+from segtrain.evaluation.records import LABELLED, RIGHT, Records
 from segtrain.results.runs import Run, differing_recipes
-from segtrain.results.sequences import sequences_of, show_sequences
 from segtrain.text import counted, first_of, printable
 
 CONFIDENCE = 0.95

@@ -11,8 +11,8 @@ import torch
 from segtrain.checkpoint.loading import members_of
 from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError
+from segtrain.evaluation.records import Records
 from segtrain.results.compare import CONFIDENCE, LEAST_GROUPS, score_interval
-from segtrain.results.records import Records
 from segtrain.results.report import Evaluated, Joined, evaluated
 from segtrain.results.runs import Run
 from segtrain.run.folds import EXPERIMENT, read_division

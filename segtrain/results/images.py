@@ -1,7 +1,6 @@
 """Pictures of chosen images of a split, predicted once more."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cv2
@@ -10,7 +9,7 @@ import torch
 
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.data.read.dataset import SegDataset
-from segtrain.evaluation.dataset import Prediction, settings_by_size
+from segtrain.evaluation.dataset import settings_by_size
 from segtrain.evaluation.inference import predict_labels
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings
 from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
@@ -28,24 +27,6 @@ class Card(NamedTuple):
     label: bytes
     prediction: bytes
     errors: bytes
-
-
-@dataclass(frozen=True)
-class Chosen(Sequence[tuple[np.ndarray, np.ndarray]]):
-    """Some images of a data set."""
-
-    dataset: SegDataset
-    indices: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.dataset[self.indices[position]]
-
-    def original(self, prediction: Prediction) -> Prediction:
-        """A prediction with the index that its image has in the data set."""
-        return prediction._replace(index=self.indices[prediction.index])
 
 
 class Predicted(NamedTuple):

@@ -18,16 +18,16 @@ from segtrain.data.read.dataset import SegDataset
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.records import LABELLED, Records, load_records, scores_csv
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.files import write_atomic
 from segtrain.metrics import calibration_error
 from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
-from segtrain.results import charts
 from segtrain.results.compare import Interval
 from segtrain.results.images import Card, draw_cards
 from segtrain.results.page import render
-from segtrain.results.records import LABELLED, Records, load_records, scores_csv
 from segtrain.results.runs import Run, departures, differing, read_run
+from segtrain.run import charts
 from segtrain.run.directory import REPORT, RESULTS
 from segtrain.text import say
 

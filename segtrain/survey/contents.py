@@ -9,7 +9,7 @@ import numpy as np
 
 from segtrain.data.read import decode, formats
 from segtrain.data.read.find import Window
-from segtrain.data.read.image import read_values
+from segtrain.data.read.image import THUMB_PX, grey_of, read_values, thumbnail_of
 from segtrain.data.read.raster import raster_size, windows
 from segtrain.errors import DataError
 
@@ -36,7 +36,6 @@ _TOO_MANY = "too many values for labels"
 # JPEG blurs the two values of a mask by this much, at most of so many pixels.
 _TWO_VALUES_PX, _BLURRED = 32, 0.03
 _THRESHOLD = 128
-_THUMB = 16
 ALIKE = 0.985
 """Two images whose thumbnails correlate so much are nearly the same."""
 
@@ -270,11 +269,6 @@ def read_bands(paths: Sequence[Path]) -> np.ndarray:
     return np.concatenate(parts, axis=2)
 
 
-def _grey(stored: np.ndarray) -> np.ndarray:
-    """(H, W) float32: the mean of the first three channels, 0 where there is no value."""
-    return np.nan_to_num(stored[..., :3].astype(np.float32)).mean(axis=2)
-
-
 def thumbnail(path: Path) -> np.ndarray:
     """`thumbnail_of` a file; 0 if it is unreadable.
 
@@ -285,19 +279,11 @@ def thumbnail(path: Path) -> np.ndarray:
         if path.suffix.lower() in LOSSY:
             data = np.frombuffer(decode.read_bytes(path), np.uint8)
             stored = cv2.imdecode(data, cv2.IMREAD_REDUCED_GRAYSCALE_8)
-        if stored is None or min(stored.shape) < _THUMB:
+        if stored is None or min(stored.shape) < THUMB_PX:
             stored = formats.read_stored(path)
     except DataError:
-        return np.zeros(_THUMB**2, np.float32)
+        return np.zeros(THUMB_PX**2, np.float32)
     return thumbnail_of(stored.reshape(*stored.shape[:2], -1))
-
-
-def thumbnail_of(stored: np.ndarray) -> np.ndarray:
-    """(256,) float32: an image (H, W, C) small and in grey, with mean 0 and length 1."""
-    grey = _grey(stored)
-    small = cv2.resize(grey, (_THUMB, _THUMB), interpolation=cv2.INTER_AREA).reshape(-1)
-    small = small - small.mean()
-    return small / max(float(np.linalg.norm(small)), 1e-6)
 
 
 def alignment(stored: np.ndarray, label: np.ndarray) -> float:
@@ -308,7 +294,7 @@ def alignment(stored: np.ndarray, label: np.ndarray) -> float:
     """
     if stored.shape[:2] != label.shape[:2]:
         return float("nan")
-    grey = _grey(stored)
+    grey = grey_of(stored)
     slope = np.abs(cv2.Sobel(grey, cv2.CV_32F, 1, 0)) + np.abs(cv2.Sobel(grey, cv2.CV_32F, 0, 1))
     border = np.zeros(grey.shape, bool)
     border[:-1] |= (label[1:] != label[:-1]).any(axis=2)

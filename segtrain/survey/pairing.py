@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from segtrain.data.read.sequences import SPLIT_WORDS
+
 _IMAGE_WORDS = (
     "image images img imgs im rgb photo photos picture pictures pic pics jpegimages "
     "leftimg8bit input inputs raw frame frames orig original originals sat scan scans src "
@@ -35,11 +37,6 @@ _MADE_WORDS = (
 )
 MADE_WORDS = frozenset(_MADE_WORDS.split())
 ROLE_WORDS = IMAGE_WORDS | LABEL_WORDS | {"dir", "folder", "png", "jpg", "tif", "data", "file"}
-SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training", "trn", "tr", "trainval"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev", "va"), "val"),
-    **dict.fromkeys(("test", "testing", "tst", "ts", "te"), "test"),
-}
 # `train2017`, `traincrop`, `trainaug`
 _GLUED = re.compile(r"(train|training|val|valid|validation|test|testing)(\d+|crops?|set|aug)")
 # A beginning or end counts as one if so many names of a folder have it; role words always do.

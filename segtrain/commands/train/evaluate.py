@@ -27,6 +27,7 @@ from segtrain.evaluation.dataset import (
     evaluate_dataset,
     settings_by_size,
 )
+from segtrain.evaluation.records import Records
 from segtrain.evaluation.settings import InferenceSettings, view_sizes
 from segtrain.metrics import Scores, calibration_error, thin_classes
 from segtrain.models.blocks import Normalize
@@ -38,8 +39,7 @@ from segtrain.models.precision import (
     for_evaluation,
 )
 from segtrain.norm import placed, precise_statistics
-from segtrain.results.charts import confusion_picture
-from segtrain.results.records import Records
+from segtrain.run.charts import confusion_picture
 from segtrain.run.console import score_text
 from segtrain.run.directory import EVALUATION
 from segtrain.run.pictures import NUM_IMAGES, as_rgb, panel, spread, to_png

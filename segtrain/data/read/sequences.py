@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from segtrain.survey.pairing import SPLIT_WORDS
-
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training", "trn", "tr", "trainval"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "va"), "val"),
+    **dict.fromkeys(("test", "testing", "tst", "ts", "te"), "test"),
+}
 # Frames are taken at a fixed distance, sometimes at two; photographs and ids are not.
 _REGULAR, _LEAST_GAPS = 0.8, 3
 # Of the range of a sequence: nearer numbers are of images that may show the same.

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.sequences import sequences_of
 from segtrain.errors import DataError
 from segtrain.evaluation.dataset import Outcome
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.files import os_errors_as, read_bytes, write_atomic
 from segtrain.metrics import FINE_BINS, ConfusionMatrix, Scores, or_none
-from segtrain.results.sequences import sequences_of
 from segtrain.run.directory import EVALUATION
 from segtrain.text import printable
 
