@@ -17,7 +17,7 @@ import torch
 
 from segtrain.commands.launch import interpreter
 from segtrain.commands.predict import make_ready
-from segtrain.commands.train.start import branch_directory, named_config, resolve_run
+from segtrain.commands.start import branch_directory, named_config, resolve_run
 from segtrain.config import Config, config_to_yaml
 from segtrain.config.loading import override_config
 from segtrain.data.check.findings import photo_findings

@@ -14,7 +14,7 @@ from experiments import (
 )
 
 from segtrain.cli import main as segtrain
-from segtrain.commands.train import finish
+from segtrain.commands import finish
 from segtrain.errors import ConfigError
 from segtrain.results.runs import summarize
 from segtrain.training.optim.schedule import base_lr, learning_rate

@@ -6,7 +6,7 @@ import pytest
 from experiments import experiment, write_config
 
 from segtrain.cli import main as segtrain
-from segtrain.commands.train.start import resolve_run
+from segtrain.commands.start import resolve_run
 from segtrain.config import load_config
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory

@@ -202,7 +202,7 @@ COMMANDS = (
     ),
     Command(
         "train",
-        "commands.train.start:main",
+        "commands.start:main",
         "train a model from a config",
         _argument("config", f"{_CONFIG_HELP}; with --resume or --finish a run", "CONFIG"),
         _settings(),

@@ -19,7 +19,7 @@ from segtrain.errors import EXIT_OK
 from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
-from segtrain.run.console import say, score_text
+from segtrain.run.console import score_text
 from segtrain.run.receipts import Receipt, read_receipts
 from segtrain.training.receipts import weights_lines
 
@@ -41,28 +41,16 @@ def run(request: TrainRequest) -> int:
                 finish(this)
             code = _leave(this) if this.step_sync.stopped else EXIT_OK
             is_complete = code == EXIT_OK and bool(_completion(this))
-            reports = dist.is_main() and is_complete and config.log.charts
+            reports = dist.is_main() and is_complete and config.log.charts and request.report
     # The other ranks have nothing left to do.
     if reports:
-        _report(this)
+        request.report(this.directory, device)
     best, page = this.best, this.directory / run_directory.REPORT
     tag = config.eval.best_tag.replace("eval/", "best/")
     results = {} if best is None else {tag: best["score"], "best/step": best["step"]}
     files = [page] if reports and page.is_file() else []
     this.log.trackers.finish("FINISHED" if is_complete else "KILLED", results, files)
     return code
-
-
-def _report(run: TrainRun) -> None:
-    """Writes the page about the run, which is complete without it, whatever goes wrong."""
-    from segtrain.results.report import evaluated, write_report
-
-    try:
-        found = [evaluated(run.directory, run.device)]
-        say(f"report     {write_report(run.directory, found, run.device)}")
-    except Exception as error:
-        again = f"segtrain report {shlex.quote(str(run.directory))}"
-        say(f"warning: no report ({type(error).__name__}: {error}); try {again}")
 
 
 def train(run: TrainRun) -> None:

@@ -1,7 +1,7 @@
 """Everything before the first step: data, model and optimizer of a run, or of its replay."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -349,6 +349,7 @@ class TrainRequest:
     accept_changes: go on even if it was started with another config or other data.
     requeue: on SIGUSR1 save, requeue the SLURM job and stop; otherwise only save.
     until: save after this step, at most train.steps, and stop; None: train to the end.
+    report: called with directory and device when the run is complete, on rank 0.
     """
 
     config: Config
@@ -358,6 +359,7 @@ class TrainRequest:
     accept_changes: bool = False
     requeue: bool = False
     until: int | None = None
+    report: Callable[[Path, torch.device], None] | None = None
 
 
 @dataclass(kw_only=True)

@@ -5,11 +5,10 @@ import os
 import shlex
 import signal
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from segtrain.commands import launch
+from segtrain.commands import fit, launch
 from segtrain.commands.config import find_config, show_warnings
-from segtrain.commands.train import fit
 from segtrain.config import Config, load_config
 from segtrain.config.experiment import wrong_units
 from segtrain.distributed.layout import batch_findings
@@ -90,7 +89,21 @@ def main(args: argparse.Namespace) -> int:
 
     options = {name: getattr(args, name) for name in ("accept_changes", "requeue", "until")}
     device = device_for(args.device)
-    return run(TrainRequest(config, target.directory, device, resume=resume, **options))
+    options |= {"resume": resume, "report": _report}
+    return run(TrainRequest(config, target.directory, device, **options))
+
+
+def _report(directory: Path, device: Any) -> None:
+    """Writes the page about a run, which is complete without it, whatever goes wrong."""
+    from segtrain.results.report import evaluated, write_report
+    from segtrain.run import console
+
+    try:
+        found = [evaluated(directory, device)]
+        console.say(f"report     {write_report(directory, found, device)}")
+    except Exception as error:
+        again = f"segtrain report {shlex.quote(str(directory))}"
+        console.say(f"warning: no report ({type(error).__name__}: {error}); try {again}")
 
 
 def _refined(args: argparse.Namespace, target: Target, found: list[str]) -> Config:
@@ -115,7 +128,7 @@ def _branch(args: argparse.Namespace, *, resume: bool, alone: bool) -> Target:
 
     alone: no other process has this command line.
     """
-    from segtrain.commands.train import finish
+    from segtrain.commands import finish
 
     directory = branch_directory(args.config, args.output)
     config = directory / run_directory.CONFIG
