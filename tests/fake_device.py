@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from segtrain.config import Config
 from segtrain.models import build_model
+from segtrain.models.norms import make_norm
 from segtrain.models.precision import dtype_of
-from segtrain.norm import make_norm
 
 RANKS, K = 8, 5
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from segtrain.commands import bench
 from segtrain.commands.bench import Report, limit_of
 from segtrain.config import load_config
 from segtrain.models import build_model
-from segtrain.norm import make_norm
+from segtrain.models.norms import make_norm
 from segtrain.training.measure import (
     BACKWARD,
     COMMUNICATION,

@@ -20,7 +20,7 @@ from segtrain.config import LayerRule, load_config, override_config
 from segtrain.data.read.classes import SegClass, load_class_file
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
-from segtrain.norm import make_norm
+from segtrain.models.norms import make_norm
 from segtrain.training.optim.optimizer import build_optimizer
 from segtrain.training.state import make_state
 

@@ -30,8 +30,9 @@ from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.models import SegModel, build_model
 from segtrain.models.blocks import AuxHead, FeatureChannels, Features, conv2d
+from segtrain.models.norms import make_norm
 from segtrain.models.pspnet import PSPHead
-from segtrain.norm import make_norm, norm_relu_conv
+from segtrain.norm import norm_relu_conv
 from segtrain.training import step as step_module
 from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync

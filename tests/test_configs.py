@@ -18,7 +18,7 @@ from segtrain.config import Config, ModelConfig, load_config, recipes
 from segtrain.config.experiment import config_warnings
 from segtrain.data.read.classes import load_class_file
 from segtrain.models import build_model
-from segtrain.norm import make_norm
+from segtrain.models.norms import make_norm
 from segtrain.training.optim.layers import parameter_groups
 from segtrain.training.optim.schedule import learning_rate
 from segtrain.training.state import make_state

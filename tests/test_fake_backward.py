@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
-from segtrain.norm import cuda_kernels, make_norm, placed, sync_running_stats
+from segtrain.models.norms import make_norm
+from segtrain.norm import cuda_kernels, placed, sync_running_stats
 from segtrain.training.losses import SegLoss
 from segtrain.training.state import ModelWithLoss
 from segtrain.training.step_sync import StepSync

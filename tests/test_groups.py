@@ -12,7 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
-from segtrain.norm import SyncBatchNorm2d, make_groups, make_norm, placed
+from segtrain.models.norms import make_norm
+from segtrain.norm import SyncBatchNorm2d, make_groups, placed
 from segtrain.training.state import make_state
 
 C = 2

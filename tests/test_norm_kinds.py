@@ -11,13 +11,8 @@ from segtrain.checkpoint.format import load
 from segtrain.config import ModelConfig, NormConfig, load_config
 from segtrain.errors import ConfigError
 from segtrain.models import build_model
-from segtrain.norm import (
-    FrozenBatchNorm2d,
-    SyncBatchNorm2d,
-    describe_norm,
-    make_inference_norm,
-    make_norm,
-)
+from segtrain.models.norms import describe_norm, make_inference_norm, make_norm
+from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d
 
 C = 4
 X = torch.randn(12, C, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

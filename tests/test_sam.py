@@ -12,7 +12,7 @@ from segtrain import seed
 from segtrain.config import OptimConfig
 from segtrain.errors import NonFiniteError
 from segtrain.models import DropoutChannels
-from segtrain.norm import make_norm
+from segtrain.models.norms import make_norm
 from segtrain.training.sam import sam_is_due, sam_perturbed
 from segtrain.training.state import make_state
 from segtrain.types import SegLogits

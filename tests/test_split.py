@@ -15,7 +15,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout
 from segtrain.errors import ConfigError
 from segtrain.models import build_model
-from segtrain.norm import make_norm
+from segtrain.models.norms import make_norm
 from segtrain.training import speed
 from segtrain.training.speed import Speed, fastest_split, measure_speed, step_time
 from segtrain.training.state import make_state, use_split

@@ -144,8 +144,8 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, size=65):
     """The peak of live bytes beyond parameters and images, in a step; and the gradients."""
     from segtrain.config import load_config
     from segtrain.models import build_model
+    from segtrain.models.norms import make_norm
     from segtrain.models.precision import dtype_of
-    from segtrain.norm import make_norm
     from segtrain.training.step_sync import StepSync
     from segtrain.types import DropoutMasks
 

@@ -31,7 +31,8 @@ from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 
 from segtrain.config import NormConfig
 from segtrain.distributed import collectives as dist
-from segtrain.norm import SyncBatchNorm2d, make_norm
+from segtrain.models.norms import make_norm
+from segtrain.norm import SyncBatchNorm2d
 from segtrain.norm.sync import synchronized
 
 LOCAL = "local"

@@ -16,7 +16,7 @@ from torch import nn
 
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
-from segtrain.norm import make_norm
+from segtrain.models.norms import make_norm
 from segtrain.training.measure import PartClock
 from segtrain.training.state import make_state
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
-from segtrain.norm import NormFactory, make_norm
+from segtrain.models.norms import make_norm
+from segtrain.norm import NormFactory
 from segtrain.training.graph import GraphStep
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step import StepResult, TrainStep

@@ -27,7 +27,7 @@ from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import kind_of
 from segtrain.models import SegModel, build_model
 from segtrain.models.ensemble import Ensemble
-from segtrain.norm import make_inference_norm
+from segtrain.models.norms import make_inference_norm
 from segtrain.run.directory import CONFIG, flat, is_run
 from segtrain.run.folds import EXPERIMENT, read_division
 from segtrain.text import first_of

@@ -45,12 +45,12 @@ from segtrain.evaluation.settings import set_after_training
 from segtrain.files import os_errors_as
 from segtrain.metrics import calibration_error, percent, thin_classes
 from segtrain.models.memory import check_windows
+from segtrain.models.norms import describe_norm
 from segtrain.models.precision import (
     float32_products,
     for_evaluation,
     to_eval_precision,
 )
-from segtrain.norm import describe_norm
 from segtrain.run.log import say
 from segtrain.run.pictures import as_rgb, panel, raw_ids, spread, write_indexed_png, write_png
 from segtrain.text import counted, first_of, printable

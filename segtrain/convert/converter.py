@@ -20,7 +20,7 @@ from segtrain.convert.read import SourceFile, read_file
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic
 from segtrain.models import SegModel, build_model
-from segtrain.norm import make_inference_norm
+from segtrain.models.norms import make_inference_norm
 from segtrain.text import MAX_NAME, first_of, printable
 
 PROGRAMS: dict[str, Callable[[State, Mapping[str, Any]], Plan]] = {

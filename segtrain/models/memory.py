@@ -18,8 +18,8 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import host_memory, process_memory, resident_bytes
 from segtrain.errors import MemoryLimitError
 from segtrain.models import build_model, timm_backbone
+from segtrain.models.norms import make_norm
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
-from segtrain.norm import make_norm
 
 # Bytes a sample of an image as stored, at least, and normalized, in float32.
 _STORED, _NORMALIZED = 1, 4

@@ -13,12 +13,10 @@ from segtrain.norm.kinds import (
     FrozenBatchNorm2d,
     NormFactory,
     convert,
-    describe_norm,
     freeze_statistics,
+    group_norm,
     is_batch_norm,
     keep_inside,
-    make_inference_norm,
-    make_norm,
 )
 from segtrain.norm.precise import precise_statistics
 from segtrain.norm.sync import (
@@ -46,13 +44,11 @@ __all__ = [
     "SyncBatchNorm2d",
     "SyncBatchNorm3d",
     "convert",
-    "describe_norm",
     "freeze_statistics",
+    "group_norm",
     "is_batch_norm",
     "keep_inside",
     "make_groups",
-    "make_inference_norm",
-    "make_norm",
     "most_images",
     "norm_activation",
     "norm_relu",

@@ -1,9 +1,8 @@
-"""The norm layers that a config can name, and their exchange in a finished module."""
+"""Norm layers beside the synchronized ones, and the exchange of batch norms in a module."""
 
 import copy
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from segtrain.config import NormConfig
 from segtrain.errors import ConfigError
 from segtrain.norm.sync import (
     Group,
@@ -24,47 +22,6 @@ from segtrain.norm.sync import (
 
 NormFactory = Callable[[int], nn.Module]
 """Makes the norm layer for a number of channels; an argument of the models."""
-
-_WORDS = {
-    "pooled": "of all of them together",
-    "mean": "the mean over the groups",
-    "first": "of the first group",
-    "sequential": "of one group after the other",
-}
-
-
-def make_norm(config: NormConfig) -> NormFactory:
-    """The layers that `config` asks for; with `images` see `placed` and `sync_running_stats`."""
-    if config.kind == "group":
-        return partial(_group_norm, config.num_groups, eps=config.eps)
-    options = {"eps": config.eps, "momentum": config.momentum}
-    if config.kind == "frozen":
-        return partial(FrozenBatchNorm2d, **options)
-    if config.images != "all":
-        options |= {"images": config.images, "running": config.running}
-    return partial(SyncBatchNorm2d, **options)
-
-
-def make_inference_norm(config: NormConfig) -> NormFactory:
-    """torch's own layers with the same keys and the same results in evaluation mode."""
-    if config.kind == "group":
-        return make_norm(config)
-    return partial(nn.BatchNorm2d, eps=config.eps)
-
-
-def describe_norm(config: NormConfig) -> str:
-    """`config` in words: whose statistics are used in training, and which in evaluation."""
-    if config.kind == "group":
-        return f"group norm, at most {config.num_groups} groups"
-    if config.kind == "frozen":
-        return "frozen batch norm, statistics of the initial weights"
-    words = "synchronized batch norm"
-    if config.images != "all":
-        words = f"batch norm over groups of {config.images} images, running statistics "
-        words += _WORDS[config.running]
-    if config.precise_batches is not None:
-        words += f", precise over {config.precise_batches} batches"
-    return words
 
 
 class FrozenBatchNorm2d(nn.BatchNorm2d):
@@ -107,7 +64,8 @@ class _GroupNorm(nn.GroupNorm):
         return super().forward(input)
 
 
-def _group_norm(num_groups: int, channels: int, *, eps: float) -> nn.GroupNorm:
+def group_norm(num_groups: int, channels: int, *, eps: float) -> nn.GroupNorm:
+    """Group norm of at most `num_groups` groups."""
     # 48 channels cannot be divided into 32 groups, but into gcd(32, 48) = 16.
     return _GroupNorm(math.gcd(num_groups, channels), channels, eps=eps)
 

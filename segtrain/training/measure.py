@@ -17,8 +17,8 @@ from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import most_resident_bytes
 from segtrain.models import build_model
+from segtrain.models.norms import make_norm
 from segtrain.models.precision import autocast_dtype, dtype_of
-from segtrain.norm import make_norm
 from segtrain.types import DropoutMasks
 
 FORWARD, BACKWARD, UPDATE, COMMUNICATION = "forward", "backward", "update", "communication"

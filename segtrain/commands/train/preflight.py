@@ -28,8 +28,8 @@ from segtrain.distributed.layout import (
 from segtrain.distributed.machine import SHARED_MEMORY, free_shared_memory, semaphore_problem
 from segtrain.errors import ConfigError, MemoryLimitError
 from segtrain.models.memory import training_finding, window_finding
+from segtrain.models.norms import describe_norm
 from segtrain.models.precision import precision_on
-from segtrain.norm import describe_norm
 from segtrain.text import printable
 from segtrain.training.graph import EAGER_STEPS, why_not
 from segtrain.training.hogwild import config_of_process

@@ -36,9 +36,9 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import SegModel, build_model, timm_backbone
+from segtrain.models.norms import make_norm
 from segtrain.models.precision import precision_warnings
 from segtrain.models.pretrained import load_backbone
-from segtrain.norm import make_norm
 from segtrain.run import directory as run_directory
 from segtrain.run.console import say
 from segtrain.run.directory import RunLock

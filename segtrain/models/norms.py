@@ -1,0 +1,49 @@
+"""The norm layers that a config names."""
+
+from functools import partial
+
+from torch import nn
+
+from segtrain.config import NormConfig
+from segtrain.norm import FrozenBatchNorm2d, NormFactory, SyncBatchNorm2d, group_norm
+
+_WORDS = {
+    "pooled": "of all of them together",
+    "mean": "the mean over the groups",
+    "first": "of the first group",
+    "sequential": "of one group after the other",
+}
+
+
+def make_norm(config: NormConfig) -> NormFactory:
+    """The layers that `config` asks for; with `images` see `placed` and `sync_running_stats`."""
+    if config.kind == "group":
+        return partial(group_norm, config.num_groups, eps=config.eps)
+    options = {"eps": config.eps, "momentum": config.momentum}
+    if config.kind == "frozen":
+        return partial(FrozenBatchNorm2d, **options)
+    if config.images != "all":
+        options |= {"images": config.images, "running": config.running}
+    return partial(SyncBatchNorm2d, **options)
+
+
+def make_inference_norm(config: NormConfig) -> NormFactory:
+    """torch's own layers with the same keys and the same results in evaluation mode."""
+    if config.kind == "group":
+        return make_norm(config)
+    return partial(nn.BatchNorm2d, eps=config.eps)
+
+
+def describe_norm(config: NormConfig) -> str:
+    """`config` in words: whose statistics are used in training, and which in evaluation."""
+    if config.kind == "group":
+        return f"group norm, at most {config.num_groups} groups"
+    if config.kind == "frozen":
+        return "frozen batch norm, statistics of the initial weights"
+    words = "synchronized batch norm"
+    if config.images != "all":
+        words = f"batch norm over groups of {config.images} images, running statistics "
+        words += _WORDS[config.running]
+    if config.precise_batches is not None:
+        words += f", precise over {config.precise_batches} batches"
+    return words
