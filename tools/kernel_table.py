@@ -178,6 +178,19 @@ def loss(
     return call
 
 
+def labels(shape: tuple[int, int, int, int], size: tuple[int, int], stride: int) -> Case:
+    """The label map and probabilities of logits of `shape` at `size`."""
+
+    def call() -> Sequence[Tensor]:
+        from segtrain.kernels import cross_entropy
+
+        small = image(*shape)
+        axes = cross_entropy.axes_of(small, size, stride)
+        return [small, *cross_entropy.labels_of(small, size, axes)]
+
+    return call
+
+
 def norm(
     shape: tuple[int, int, int, int],
     activation: str = "relu",
@@ -214,6 +227,7 @@ CASES: dict[str, Case] = {
     "loss, aligned corners": loss((2, 19, 90, 90), (713, 713), None),
     "loss, 11 classes, stride 4": loss((8, 11, 72, 96), (288, 384), 4),
     "loss, 150 classes, stride 8": loss((8, 150, 64, 64), (512, 512), 8),
+    "labels, 19 classes, stride 8": labels((2, 19, 128, 256), (1024, 2048), 8),
     "norm, ReLU": norm((8, 256, 128, 256)),
     "norm, ReLU, shortcut": norm((8, 256, 128, 256), shortcut=True),
     "norm, ReLU6, 24 channels": norm((8, 24, 128, 256), "relu6"),

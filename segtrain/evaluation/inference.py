@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from segtrain import kernels
 from segtrain.evaluation.settings import (
     BatchLimits,
     InferenceSettings,
@@ -41,7 +42,9 @@ from segtrain.evaluation.settings import (
     view_sizes,
 )
 from segtrain.evaluation.windows import Tile, resized_tiles, slide
+from segtrain.models import SegModel
 from segtrain.models.blocks import normalize
+from segtrain.models.enlarged import enlarged
 from segtrain.models.precision import autocast
 
 
@@ -87,6 +90,8 @@ def predict_labels(
     memory for their own logits only, and sliding windows over an image of its out_size for one
     window's height of rows; several scales, turns or another size need a map of the view.
     """
+    if probabilities != "all" and _need_no_full_logits(model, images, settings, out_sizes):
+        return _labels_of_small(model, images, settings, limits)
     found: dict[int, LabelMap] = {}
     for index, tiles in score_tiles(model, images, settings, out_sizes, limits, on_windows):
         labels, finite, known = [], [], []
@@ -101,6 +106,44 @@ def predict_labels(
                 known.append(tile.softmax(0) if settings.gives_logits else tile.clone())
         probability = torch.cat(known, dim=-2) if known else None
         found[index] = LabelMap(torch.cat(labels), torch.stack(finite).all(), probability)
+    return [found[i] for i in range(len(images))]
+
+
+def _need_no_full_logits(
+    model: nn.Module,
+    images: Sequence[Tensor],
+    settings: InferenceSettings,
+    out_sizes: Sequence[Size],
+) -> bool:
+    """Whether a kernel finds the labels of `images` from the logits of the head."""
+    # A subclass or a hook may want logits at full size.
+    if type(model) is not SegModel or model._forward_hooks or model._forward_pre_hooks:
+        return False
+    if model.head.stride is None or not settings.gives_logits or not images:
+        return False
+    sizes = [image.shape[-2:] for image in images]
+    views = [view_sizes(size, settings) for size in sizes]
+    as_they_are = views == [[size] for size in out_sizes] == [[size] for size in sizes]
+    return as_they_are and kernels.takes(next(model.parameters()))
+
+
+def _labels_of_small(
+    model: SegModel, images: Sequence[Tensor], settings: InferenceSettings, limits: BatchLimits
+) -> list[LabelMap]:
+    """The predictions for whole images, each as large as its label, with probabilities."""
+    found: dict[int, LabelMap] = {}
+    for size in dict.fromkeys(image.shape[-2:] for image in images):
+        equal = [i for i, image in enumerate(images) if image.shape[-2:] == size]
+        most = limits.of(size)
+        for start in range(0, len(equal), most):
+            chosen = equal[start : start + most]
+            view = _normalized_view(model, torch.cat([images[i] for i in chosen]), size, settings)
+            with autocast(settings.autocast, view.device):
+                small = model.small_logits(view).out
+            logits = enlarged(small, size, model.head.stride, align_corners=False)
+            assert logits is not None  # heads of a known stride have one that kernels take
+            for i, label, probability in zip(chosen, *logits.labels(), strict=True):
+                found[i] = LabelMap(label, probability.isfinite().all(), probability)
     return [found[i] for i in range(len(images))]
 
 

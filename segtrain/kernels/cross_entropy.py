@@ -145,6 +145,36 @@ def _loss_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
+def _label_kernel(
+    logits, found, probability,
+    h, w, H, W, stride_n, stride_k, stride_h, stride_w,
+    K: tl.constexpr, SY: tl.constexpr, OFFY: tl.constexpr, FY: tl.constexpr,
+    SX: tl.constexpr, OFFX: tl.constexpr, FX: tl.constexpr,
+    BLOCK_K: tl.constexpr, CELLS: tl.constexpr, SP: tl.constexpr,
+):  # fmt: skip
+    """found: (N, H, W) uint8, the lowest of the most probable classes; probability: its own."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    n = row // (h + 1)
+    i = row % (h + 1) - 1
+    column, inside, left, right, fx = _columns(block, w, W, SX, OFFX, FX, CELLS, SP)
+    k = tl.arange(0, BLOCK_K)[None, :]
+    kept = k < K
+    top, step = _top_and_step(
+        logits, n, i, left, right, fx, k, kept, h, stride_n, stride_k, stride_h, stride_w
+    )
+    y0 = i * SY + OFFY
+    for t in range(tl.maximum(-y0, 0), tl.minimum(H - y0, SY)):
+        pixel = (n.to(tl.int64) * H + (y0 + t)) * W + column
+        z = tl.where(kept, top + (t + FY) * (1.0 / SY) * step, float("-inf"))
+        largest = tl.max(z, 1)
+        # What is not finite makes the sum NaN.
+        e = tl.where(kept, tl.exp2(z - largest[:, None]), 0.0)
+        best = tl.min(tl.where(z == largest[:, None], k, BLOCK_K), 1)
+        tl.store(found + pixel, best.to(tl.uint8), mask=inside)
+        tl.store(probability + pixel, 1.0 / tl.sum(e, 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def _cell_kernel(
     logits, labels, table, scale, lse, parts,
     h, w, H, W, stride_n, stride_k, stride_h, stride_w,
@@ -299,6 +329,21 @@ def sums(
     return _CrossEntropy.apply(small, labels.contiguous(), axes, table, False)
 
 
+def labels_of(small: Tensor, size: Sequence[int], axes: Axes) -> tuple[Tensor, Tensor]:
+    """The most probable class of each pixel, (N, H, W) uint8, and its probability, float32.
+
+    The probability is NaN where a logit is NaN or the highest is infinite.
+    """
+    shape = len(small), *size
+    found = torch.empty(shape, dtype=torch.uint8, device=small.device)
+    probability = torch.empty(shape, dtype=torch.float32, device=small.device)
+    block_k, columns = _whole_tile(small.shape[1])
+    grid, sizes, constants = _launch(small, size, axes, columns)
+    if small.numel() > 0:
+        _label_kernel[grid](small, found, probability, *sizes, **constants, BLOCK_K=block_k)
+    return found, probability
+
+
 class _CrossEntropy(torch.autograd.Function):
     """table: the weights, (1, K) float32; with smoothing (4, K): the weights; what the label has of
     them; what each class has; and the sum of that."""
@@ -310,9 +355,9 @@ class _CrossEntropy(torch.autograd.Function):
         lse = torch.empty(labels.shape, dtype=torch.float32, device=small.device)
         ctx.save_for_backward(small, labels, lse, table)
         ctx.axes, ctx.by_pixel = axes, by_pixel
-        block_k = max(2, triton.next_power_of_2(small.shape[1]))
-        columns = max(16, min(_COLUMNS, _TILE // block_k))
-        grid, sizes, constants = _launch(small, labels, axes, table, columns)
+        block_k, columns = _whole_tile(small.shape[1])
+        grid, sizes, constants = _launch(small, labels.shape[1:], axes, columns)
+        constants |= _weighing(table)
         parts = torch.empty(grid[0] * grid[1], 2, dtype=torch.float64, device=small.device)
         found = torch.empty_like(lse) if by_pixel else lse
         if small.numel() > 0:
@@ -332,7 +377,8 @@ class _CrossEntropy(torch.autograd.Function):
         scale = (grad if ctx.by_pixel else grad[0]).to(torch.float32).contiguous()
         most = _CLASSES if classes <= _CLASSES else _OF_MANY_CLASSES
         block_k = min(most, max(2, triton.next_power_of_2(classes)))
-        grid, sizes, constants = _launch(small, labels, ctx.axes, table, _COLUMNS)
+        grid, sizes, constants = _launch(small, labels.shape[1:], ctx.axes, _COLUMNS)
+        constants |= _weighing(table)
         shape = 4, n, h + 1, w + 1, classes
         parts = torch.empty(shape, dtype=torch.float32, device=small.device)
         given = small, labels, lse if table is None else table, scale, lse, parts
@@ -344,8 +390,18 @@ class _CrossEntropy(torch.autograd.Function):
         return found, None, None, None, None
 
 
+def _whole_tile(classes: int) -> tuple[int, int]:
+    """The classes and columns of a tile that has all classes of a pixel."""
+    block_k = max(2, triton.next_power_of_2(classes))
+    return block_k, max(16, min(_COLUMNS, _TILE // block_k))
+
+
+def _weighing(table: Tensor | None) -> dict[str, bool]:
+    return {"WEIGHTED": table is not None, "SMOOTHED": table is not None and len(table) > 1}
+
+
 def _launch(
-    small: Tensor, labels: Tensor, axes: Axes, table: Tensor | None, columns: int
+    small: Tensor, size: Sequence[int], axes: Axes, columns: int
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
     """The grid, the sizes and the constants of a kernel whose programs have so many columns."""
     n, classes, h, w = small.shape
@@ -355,6 +411,4 @@ def _launch(
     constants = LAUNCH | {"K": classes, "CELLS": cells, "SP": padded, "num_warps": 4}
     constants |= {"SY": y.stride, "OFFY": y.offset, "FY": y.shift}
     constants |= {"SX": x.stride, "OFFX": x.offset, "FX": x.shift}
-    constants |= {"WEIGHTED": table is not None, "SMOOTHED": table is not None and len(table) > 1}
-    sizes = (h, w, *labels.shape[1:], *small.stride())
-    return (n * (h + 1), triton.cdiv(w + 1, cells)), sizes, constants
+    return (n * (h + 1), triton.cdiv(w + 1, cells)), (h, w, *size, *small.stride()), constants

@@ -68,6 +68,15 @@ class Enlarged:
         options = {"class_weights": class_weights, "label_smoothing": label_smoothing}
         return cross_entropy.sums(self.small, self._checked(labels), self.axes, **options)
 
+    def labels(self) -> tuple[Tensor, Tensor]:
+        """The most probable class of each pixel, (N, H, W) uint8, and its probability, float32.
+
+        The probability is NaN where the highest logit is no finite number.
+        """
+        from segtrain.kernels import cross_entropy
+
+        return cross_entropy.labels_of(self.small, self.size, self.axes)
+
     def _checked(self, labels: Tensor) -> Tensor:
         expected = (len(self.small), *self.size)
         if labels.shape != expected:

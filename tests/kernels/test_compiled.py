@@ -14,7 +14,7 @@ TARGETS = ("sm_80", "sm_90", "gfx942")
 
 
 # Of every kernel the variant with most to do; compiling all takes minutes.
-SOME = ("smoothing", "ReLU, shortcut", "6 bins, aligned")
+SOME = ("smoothing", "labels", "ReLU, shortcut", "6 bins, aligned")
 
 
 @pytest.fixture(
