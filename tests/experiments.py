@@ -108,7 +108,7 @@ def write_config(path: Path, options: dict[str, Any]) -> Path:
     return path
 
 
-def train(config: Path, directory: Path, resume: bool = False, **options: bool) -> int:
+def train(config: Path, directory: Path, resume: bool = False, **options: Any) -> int:
     """The whole `segtrain train` of one rank, without the launcher."""
     from segtrain.commands.train.loop import run
     from segtrain.commands.train.setup import TrainRequest

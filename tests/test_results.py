@@ -19,6 +19,7 @@ from scipy import stats
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import precision_recall_fscore_support
 
+from segtrain.commands.start import write_page
 from segtrain.config import Config, DataConfig
 from segtrain.errors import ConfigError, DataError
 from segtrain.evaluation.records import (
@@ -144,7 +145,7 @@ def run(tmp_path_factory):
         folder / "data", train={"steps": 2}, eval={"every_steps": 1}, log={"charts": True}
     )
     config = write_config(folder / "c.yaml", options)
-    assert train(config, folder / "run") == 0
+    assert train(config, folder / "run", report=write_page) == 0
     return folder / "run"
 
 

@@ -89,11 +89,11 @@ def main(args: argparse.Namespace) -> int:
 
     options = {name: getattr(args, name) for name in ("accept_changes", "requeue", "until")}
     device = device_for(args.device)
-    options |= {"resume": resume, "report": _report}
+    options |= {"resume": resume, "report": write_page}
     return run(TrainRequest(config, target.directory, device, **options))
 
 
-def _report(directory: Path, device: Any) -> None:
+def write_page(directory: Path, device: Any) -> None:
     """Writes the page about a run, which is complete without it, whatever goes wrong."""
     from segtrain.results.report import evaluated, write_report
     from segtrain.run import console
