@@ -1,6 +1,7 @@
 """`segtrain compare A B --steps`: planted causes are named, and what is harmless is not accused.
 
-tools/steps_trial.py trains each of its pairs; here one run is changed in what it has left.
+tools/steps_trial.py of commit 8fd315f trained each of its pairs; here one run is changed in what it
+has left.
 """
 
 import json
