@@ -169,7 +169,8 @@ def _label_kernel(
         largest = tl.max(z, 1)
         # What is not finite makes the sum NaN.
         e = tl.where(kept, tl.exp2(z - largest[:, None]), 0.0)
-        best = tl.min(tl.where(z == largest[:, None], k, BLOCK_K), 1)
+        # A class all the same where no logit is a number.
+        best = tl.min(tl.where(z == largest[:, None], k, K - 1), 1)
         tl.store(found + pixel, best.to(tl.uint8), mask=inside)
         tl.store(probability + pixel, 1.0 / tl.sum(e, 1), mask=inside)
 

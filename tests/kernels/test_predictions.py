@@ -88,6 +88,15 @@ def test_a_probability_is_not_a_number_where_a_logit_is_not_finite(value):
     assert probability[1, 7, 7].isfinite()
 
 
+@pytest.mark.parametrize("classes", [1, 3, 19])
+def test_a_label_is_a_class_even_if_no_logit_is_a_number(classes):
+    """The confusion matrix counts it, and a warning tells of such images."""
+    small = torch.full((1, classes, 2, 2), torch.nan)
+    label, probability = enlarged(small, (8, 8), 4, align_corners=False).labels()
+    assert label.max() < classes
+    assert probability.isnan().all()
+
+
 def test_predictions_of_images_are_those_without_kernels(model, launched, monkeypatch):
     chosen = images((21, 30), (16, 24), (21, 30), (21, 30))
     found = predicted(model, chosen)
