@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from segtrain.autograd import differentiable_once
 from segtrain.kernels import LAUNCH
 from segtrain.types import IGNORE_INDEX
 
@@ -367,7 +367,7 @@ class _CrossEntropy(torch.autograd.Function):
         return found if by_pixel else parts.sum(0).unsqueeze(1)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         small, labels, lse, table = ctx.saved_tensors
         found, size = torch.empty_like(small), small.numel()

@@ -99,10 +99,7 @@ class _Resize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         size, align_corners = ctx.shape[-2:], ctx.align_corners
         if ctx.takes_kernel:
-            from segtrain.kernels import resizing  # imports Triton
-
-            about = {"align_corners": align_corners}
-            return resizing.resize_gradient(grad, size, ctx.dtype, **about), None, None, None
+            return _gathered(grad, size, ctx.dtype, align_corners=align_corners), None, None, None
         if grad.is_cpu and grad.stride(1) == 1:
             # torch knows a fast way for whole pixels, which a slice of channels does not have.
             whole = grad.contiguous(memory_format=torch.channels_last)
@@ -115,6 +112,16 @@ class _Resize(torch.autograd.Function):
             with torch.autocast(grad.device.type, enabled=False):
                 grad_x = resize_gradient(grad.to(wide), size, align_corners=align_corners)
         return grad_x.to(ctx.dtype), None, None, None
+
+
+def _gathered(
+    grad: Tensor, size: Sequence[int], dtype: torch.dtype, *, align_corners: bool
+) -> Tensor:
+    from segtrain.kernels import resizing  # imports Triton
+
+    if torch.is_grad_enabled() and grad.requires_grad:  # it is linear: nothing else asks for more
+        return resize_gradient(grad.double(), size, align_corners=align_corners).to(dtype)
+    return resizing.resize_gradient(grad, size, dtype, align_corners=align_corners)
 
 
 def resize_gradient(grad: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from segtrain.autograd import differentiable_once
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import offload, reload
 from segtrain.norm import cuda_kernels, kernels
@@ -82,7 +82,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return local.normalized(layer, mean, var, inv_std), mean, var, count
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, inv_std, count = ctx.saved_tensors
         local = _kernels_for(x)
@@ -142,7 +142,7 @@ class _SyncBatchNorms(torch.autograd.Function):
         return (*_normalized(layers, moments, sharing), *statistics)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         saved, num = ctx.saved_tensors, len(ctx.eps)
         layers, moments = _as_layers(saved, ctx.eps), _as_moments(saved[3 * num :])
@@ -198,7 +198,7 @@ class _NormReLUConv(torch.autograd.Function):
         return (y, *statistics)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
         x, weight, bias, kernel, *statistics = ctx.saved_tensors
         moments = _as_moments(statistics)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from segtrain import kernels
+from segtrain.autograd import differentiable_once
 from segtrain.distributed import collectives as dist
 from segtrain.norm.cuda_kernels import NormInput
 from segtrain.norm.functional import Moments, dense_like
@@ -93,7 +93,7 @@ class _FusedNorms(torch.autograd.Function):
         return (*ys, *statistics)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         from segtrain.kernels import norm
 
