@@ -321,7 +321,9 @@ def sums(
     """The sums of weighted losses and of weights, (2, 1) float64, as `losses.CrossEntropy` has."""
     table, classes = class_weights, small.shape[1]
     if class_weights is not None:
-        table = class_weights.to(torch.float32)[None]
+        if class_weights.shape != (classes,):
+            raise ValueError(f"{tuple(class_weights.shape)} class weights for {classes} classes")
+        table = class_weights.to(torch.float32).contiguous()[None]
     if label_smoothing > 0:
         weights = small.new_ones(classes, dtype=torch.float32) if table is None else table[0]
         shares = weights * (label_smoothing / classes)

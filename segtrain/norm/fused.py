@@ -76,7 +76,9 @@ class _FusedNorms(torch.autograd.Function):
             total = dist.all_reduce_sum(norm.packed_moments(xs), plan.ranks)
             sums = total.split_with_sizes([2 * x.shape[1] + 1 for x in xs])
             for i, part in enumerate(sums):
-                x, weight, bias = tensors[3 * i : 3 * i + 3]
+                x, *parameters = tensors[3 * i : 3 * i + 3]
+                # Kernels read them side by side.
+                weight, bias = (p if p is None else p.contiguous() for p in parameters)
                 mean, var, inv_std = norm.finished(part, plan.eps[i])
                 layers.append(norm.Layer(x, mean, inv_std, weight, bias, plan.activation))
                 statistics += [mean, var, part[-1]]

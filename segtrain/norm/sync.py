@@ -471,7 +471,9 @@ class SyncBatchNorm3d(SyncBatchNorm):
 
 def _computes_freely(layer: nn.Module) -> bool:
     """Whether one function may compute this layer with others; hooks need a call of it."""
-    return isinstance(layer, SyncBatchNorm) and layer.training and not _has_hooks(layer)
+    if not isinstance(layer, SyncBatchNorm) or type(layer).forward is not SyncBatchNorm.forward:
+        return False  # a subclass may compute anything
+    return layer.training and not _has_hooks(layer)
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -342,3 +342,15 @@ def test_hooks_shares_and_models_of_a_users_own_see_logits_at_full_size():
     shares = model_with_loss(train=TrainConfig(batch_size=2, shares=2))
     for module in (hooked, shares, model_with_loss(Renamed)):
         assert measured(module)[1] == [torch.Tensor]
+
+
+def test_weights_that_are_a_slice_are_read_as_such_and_their_number_is_checked():
+    small, labels, stride = scene("whole")
+    weights = torch.rand(10)[::2]
+    made = lazy(small, labels, stride)
+    assert torch.equal(
+        made.cross_entropy_sums(labels, weights, 0.1),
+        made.cross_entropy_sums(labels, weights.contiguous(), 0.1),
+    )
+    with pytest.raises(ValueError, match=r"3,.*class weights for 5 classes"):
+        made.cross_entropy_sums(labels, torch.ones(3), 0.0)

@@ -508,6 +508,27 @@ def test_one_value_of_one_rank_is_refused_as_ever():
         norm_relu(image(1, 5, 1, 1), SyncBatchNorm2d(5))
 
 
+class Tripled(SyncBatchNorm2d):
+    """A user's."""
+
+    def forward(self, input):
+        return 3 * super().forward(input)
+
+
+def test_a_layer_with_a_forward_pass_of_its_own_keeps_it():
+    x = image(2, 5, 3, 4)
+    torch.testing.assert_close(norm_relu(x, Tripled(5)), 3 * norm_relu(x, SyncBatchNorm2d(5)))
+
+
+def test_parameters_that_are_slices_of_others_are_read_as_such():
+    x = image(2, 5, 3, 4)
+    weight, bias = torch.randn(2, 10)
+    for step in (1, 2):
+        given = weight[: 5 * step : step], bias[: 5 * step : step]
+        (y,), _ = fused.fused_norms([NormInput(x, *given, 1e-5)], None, "none")
+        torch.testing.assert_close(y, F.batch_norm(x, None, None, *given, training=True))
+
+
 def test_a_second_derivative_is_an_error():
     x = image(2, 5, 3, 4).requires_grad_()
     y = norm_relu(x, SyncBatchNorm2d(5))
