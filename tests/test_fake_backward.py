@@ -63,7 +63,7 @@ def backward_pass(settings, watch, ranks=RANKS):
 
 # Rows of COUNTED, with the kernels of a backward pass. Sides are no multiples of strides: two more
 # for each resizing.
-BACKWARD = [(COUNTED[0], 242), (COUNTED[2], 450), (COUNTED[4], 240), (COUNTED[5], 440)]
+BACKWARD = [(COUNTED[0], 270), (COUNTED[2], 540), (COUNTED[4], 270), (COUNTED[5], 544)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import pytest
 import torch
 from fake_device import stub_context
 
-from segtrain.norm.functional import NormInput, _SyncBatchNorm
+from segtrain.norm.functional import NormInput, _SyncBatchNorms
+from segtrain.norm.groups import Sharing
 
 FORWARD = [
     "batch_norm_update_stats",
@@ -20,6 +21,8 @@ FORWARD = [
     "batch_norm_elemt",
 ]
 BACKWARD = [
+    "add",
+    "rsqrt_",
     "batch_norm_backward_reduce",
     "_foreach_copy_",
     # the collective
@@ -35,17 +38,19 @@ def layer_input(dtype=torch.float32, memory_format=torch.channels_last, n=2):
 
 def both_passes(fake, layer):
     """The operations of the forward and of the backward pass, and the gradients."""
-    context = stub_context([True] * 3 + [False] * 2)
+    context = stub_context([False] * 2 + [True] * 3)
     grad = torch.rand_like(layer.x)
+    *tensors, eps = layer
+    given = [eps], Sharing(None), *tensors
     with torch.no_grad():
-        _SyncBatchNorm.forward(context, *layer, None)
-        _SyncBatchNorm.backward(context, grad)  # the constants are made
+        _SyncBatchNorms.forward(context, *given)
+        _SyncBatchNorms.backward(context, grad)  # the constants are made
         with fake:
             fake.forget()
-            y, *_ = _SyncBatchNorm.forward(context, *layer, None)
+            y, *_ = _SyncBatchNorms.forward(context, *given)
             forward = fake.launches, fake.collectives
             fake.forget()
-            grads = _SyncBatchNorm.backward(context, grad)[:3]
+            grads = _SyncBatchNorms.backward(context, grad)[2:]
     assert y.dtype == layer.x.dtype
     return forward, (fake.launches, fake.collectives), grads
 
@@ -54,7 +59,7 @@ def both_passes(fake, layer):
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
-def test_a_layer_takes_ten_kernels_forward_and_four_backward(fake, dtype, memory_format):
+def test_a_layer_takes_ten_kernels_forward_and_six_backward(fake, dtype, memory_format):
     x = layer_input(dtype, memory_format)
     wide = torch.promote_types(dtype, torch.float32)
     layer = NormInput(x, *torch.rand(2, 8, device="cuda", dtype=wide), 1e-5)

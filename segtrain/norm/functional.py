@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segtrain.autograd import differentiable_once
-from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import offload, reload
 from segtrain.norm import cuda_kernels, kernels
 from segtrain.norm.cuda_kernels import NormInput
@@ -44,62 +43,6 @@ class Moments(NamedTuple):
     mean: Tensor  # (C,) float32, or float64 for float64 input
     var: Tensor  # the same, biased
     count: Tensor  # () float64, the number of values per channel; below 1: none
-
-
-def sync_batch_norm(layer: NormInput, ranks: dist.Group | None) -> tuple[Tensor, Moments]:
-    """`sync_batch_norms` of one layer over all images, in less time of the host (collective).
-
-    On a GPU the host may be slower than the device: without lists of layers and of groups, a layer
-    takes it a fifth to a quarter less time. Not for virtual ranks, whose inputs wait on the host.
-
-    ranks: those that share statistics; None: all.
-    """
-    y, *moments = _SyncBatchNorm.apply(*layer, ranks)
-    return y, Moments(*moments)
-
-
-class _SyncBatchNorm(torch.autograd.Function):
-    """`_SyncBatchNorms` of one layer: the same collectives and bits, with two kernels less."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        ranks: dist.Group | None,
-    ) -> tuple[Tensor, ...]:
-        layer, local = NormInput(dense_like(x, x), weight, bias, eps), _kernels_for(x)
-        total = dist.all_reduce_sum(local.packed_moments([layer.x]), ranks)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        mean, var, count = local.unpacked_moments(total, wide)
-        inv_std = (var + eps).rsqrt_()
-        ctx.save_for_backward(layer.x, weight, bias, mean, inv_std, count)
-        ctx.ranks = ranks
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(mean, var, count)
-        return local.normalized(layer, mean, var, inv_std), mean, var, count
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, inv_std, count = ctx.saved_tensors
-        local = _kernels_for(x)
-        # Used by nobody: the sums are zeros, like those of a rank without values.
-        grad = torch.zeros_like(x) if grad is None else dense_like(grad, x)
-        sums = local.backward_sums(grad, x, weight, mean, inv_std)
-        # Also if this rank needs no gradient of x: the others would wait for it.
-        total = dist.all_reduce_sum(local.packed_sums([sums]), ctx.ranks)
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        statistics = mean, inv_std, total, count
-        return (
-            local.input_gradient(grad, x, weight, *statistics) if needs_x else None,
-            sums.grad_weight.to(weight.dtype) if needs_weight else None,
-            sums.grad_bias.to(bias.dtype) if needs_bias else None,
-            None,
-            None,
-        )
 
 
 def sync_batch_norms(

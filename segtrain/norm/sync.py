@@ -24,7 +24,6 @@ from segtrain.norm.functional import (
     Moments,
     NormInput,
     norm_relu_conv2d,
-    sync_batch_norm,
     sync_batch_norms,
 )
 from segtrain.norm.groups import Groups, Sharing, groups_here
@@ -113,8 +112,7 @@ class SyncBatchNorm(_BatchNorm):
             return self._evaluate(input)
         if fused.takes(input) and _in_one_pass([(input, self)]):
             return _fused([(input, self)], "none")[0]
-        ranks = self._group() if self.images is None else None
-        if self.images is None and dist.group_size(ranks) == 1:
+        if self.images is None and dist.group_size(self._group()) == 1:
             # Without values a batch does not count, as among several ranks.
             if self.running_mean is None or (is_tracked() and input.numel()):
                 return super().forward(input)
@@ -124,12 +122,7 @@ class SyncBatchNorm(_BatchNorm):
             # measured alone may have one image.
             by_cudnn = torch.backends.cudnn.enabled
             return torch.batch_norm(input, *buffers, True, 0.0, self.eps, by_cudnn)
-        if self.images is not None or virtual_ranks.current() is not None:
-            return synchronized([(input, self)])[0]
-        layer = NormInput(input, self.weight, self.bias, self.eps)
-        output, moments = sync_batch_norm(layer, ranks)
-        self._track([moments], None)
-        return output
+        return synchronized([(input, self)])[0]
 
     def _evaluate(self, input: Tensor) -> Tensor:
         waiting = current().waiting
