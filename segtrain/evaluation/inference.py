@@ -132,18 +132,15 @@ def _labels_of_small(
 ) -> list[LabelMap]:
     """The predictions for whole images, each as large as its label, with probabilities."""
     found: dict[int, LabelMap] = {}
-    for size in dict.fromkeys(image.shape[-2:] for image in images):
-        equal = [i for i, image in enumerate(images) if image.shape[-2:] == size]
-        most = limits.of(size)
-        for start in range(0, len(equal), most):
-            chosen = equal[start : start + most]
-            view = _normalized_view(model, torch.cat([images[i] for i in chosen]), size, settings)
-            with autocast(settings.autocast, view.device):
-                small = model.small_logits(view).out
-            logits = enlarged(small, size, model.head.stride, align_corners=False)
-            assert logits is not None  # heads of a known stride have one that kernels take
-            for i, label, probability in zip(chosen, *logits.labels(), strict=True):
-                found[i] = LabelMap(label, probability.isfinite().all(), probability)
+    for chosen, batch in _batches(images, settings, limits):
+        size = batch.shape[-2:]
+        view = _normalized_view(model, batch, size, settings)
+        with autocast(settings.autocast, view.device):
+            small = model.small_logits(view).out
+        logits = enlarged(small, size, model.head.stride, align_corners=False)
+        assert logits is not None  # heads of a known stride have one that kernels take
+        for i, label, probability in zip(chosen, *logits.labels(), strict=True):
+            found[i] = LabelMap(label, probability.isfinite().all(), probability)
     return [found[i] for i in range(len(images))]
 
 
@@ -187,16 +184,22 @@ def score_tiles(
         for i, (image, out_size) in enumerate(zip(images, out_sizes, strict=True)):
             yield i, _slide(model, image, settings, out_size, limits, on_windows)
         return
+    for chosen, batch in _batches(images, settings, limits):
+        views = _whole_views(model, batch, settings, view_sizes(batch.shape[-2:], settings))
+        means = _mean_of_views(views, settings, [out_sizes[i] for i in chosen])
+        yield from zip(chosen, means, strict=True)
+
+
+def _batches(
+    images: Sequence[Tensor], settings: InferenceSettings, limits: BatchLimits
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Images of one size, by their indices, and together, (N, C, H, W)."""
     for size in dict.fromkeys(image.shape[-2:] for image in images):
-        sizes = view_sizes(size, settings)
         equal = [i for i, image in enumerate(images) if image.shape[-2:] == size]
-        most = min(map(limits.of, sizes))
+        most = min(map(limits.of, view_sizes(size, settings)))
         for start in range(0, len(equal), most):
             chosen = equal[start : start + most]
-            batch = torch.cat([images[i] for i in chosen])
-            views = _whole_views(model, batch, settings, sizes)
-            means = _mean_of_views(views, settings, [out_sizes[i] for i in chosen])
-            yield from zip(chosen, means, strict=True)
+            yield chosen, torch.cat([images[i] for i in chosen])
 
 
 def _whole_views(
