@@ -335,7 +335,7 @@ def sums(
 def labels_of(small: Tensor, size: Sequence[int], axes: Axes) -> tuple[Tensor, Tensor]:
     """The most probable class of each pixel, (N, H, W) uint8, and its probability, float32.
 
-    The probability is NaN where a logit is NaN or the highest is infinite.
+    The probability is NaN where a logit beside the pixel is no finite number.
     """
     shape = len(small), *size
     found = torch.empty(shape, dtype=torch.uint8, device=small.device)

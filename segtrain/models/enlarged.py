@@ -71,7 +71,7 @@ class Enlarged:
     def labels(self) -> tuple[Tensor, Tensor]:
         """The most probable class of each pixel, (N, H, W) uint8, and its probability, float32.
 
-        The probability is NaN where the highest logit is no finite number.
+        The probability is NaN where a logit beside the pixel is no finite number.
         """
         from segtrain.kernels import cross_entropy
 

@@ -41,7 +41,8 @@ def run(request: TrainRequest) -> int:
                 finish(this)
             code = _leave(this) if this.step_sync.stopped else EXIT_OK
             is_complete = code == EXIT_OK and bool(_completion(this))
-            reports = dist.is_main() and is_complete and config.log.charts and request.report
+            asked = config.log.charts and request.report is not None
+            reports = dist.is_main() and is_complete and asked
     # The other ranks have nothing left to do.
     if reports:
         request.report(this.directory, device)
