@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple, TypeVar
 import cv2
 import numpy as np
 
-from segtrain.data.read import decode, formats
+from segtrain.data.read import formats
 from segtrain.data.read.find import Window
-from segtrain.data.read.image import THUMB_PX, grey_of, read_values, thumbnail_of
+from segtrain.data.read.image import read_values
 from segtrain.data.read.raster import raster_size, windows
+from segtrain.data.read.thumbnails import LOSSY, grey_of
 from segtrain.errors import DataError
 
 T = TypeVar("T")
@@ -28,7 +29,6 @@ KINDS: dict[Kind, str] = {
 }
 """What label files hold; a picture is no label."""
 
-LOSSY = (".jpg", ".jpeg", ".jfif")
 # A drawn area is flat: most pixels are as their right neighbour.
 _FLAT = 0.7
 _MANY_VALUES = 4096
@@ -36,8 +36,6 @@ _TOO_MANY = "too many values for labels"
 # JPEG blurs the two values of a mask by this much, at most of so many pixels.
 _TWO_VALUES_PX, _BLURRED = 32, 0.03
 _THRESHOLD = 128
-ALIKE = 0.985
-"""Two images whose thumbnails correlate so much are nearly the same."""
 
 
 def word(value: Value) -> str:
@@ -267,23 +265,6 @@ def read_bands(paths: Sequence[Path]) -> np.ndarray:
     if len({part.shape[:2] for part in parts}) > 1:
         raise DataError(f"{paths[0]}: its bands have different sizes")
     return np.concatenate(parts, axis=2)
-
-
-def thumbnail(path: Path) -> np.ndarray:
-    """`thumbnail_of` a file; 0 if it is unreadable.
-
-    A JPEG is decoded at an eighth of its size, which is much faster.
-    """
-    stored = None
-    try:
-        if path.suffix.lower() in LOSSY:
-            data = np.frombuffer(decode.read_bytes(path), np.uint8)
-            stored = cv2.imdecode(data, cv2.IMREAD_REDUCED_GRAYSCALE_8)
-        if stored is None or min(stored.shape) < THUMB_PX:
-            stored = formats.read_stored(path)
-    except DataError:
-        return np.zeros(THUMB_PX**2, np.float32)
-    return thumbnail_of(stored.reshape(*stored.shape[:2], -1))
 
 
 def alignment(stored: np.ndarray, label: np.ndarray) -> float:

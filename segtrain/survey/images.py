@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from segtrain.data.read import formats
+from segtrain.data.read import formats, thumbnails
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import read_bytes
 from segtrain.survey import contents, pairing
@@ -133,13 +133,13 @@ def similar_images(
     In each pair the first image is the one before the other in the order of `place`.
     """
     chosen = spread(sorted(images, key=lambda image: image.place), _MOST_THUMBS)
-    rows = np.stack([contents.thumbnail(folder / image.path) for image in chosen])  # (N, pixels)
+    rows = np.stack([thumbnails.thumbnail(folder / image.path) for image in chosen])  # (N, pixels)
     pairs = set()
     for start in range(0, len(rows), 512):
         alike = rows[start : start + 512] @ rows.T
         # The nearest ones only: of images of one colour all are alike.
         nearest = np.argsort(-alike, axis=1)[:, : _NEAREST + 1]
-        close = np.take_along_axis(alike, nearest, axis=1) > contents.ALIKE
+        close = np.take_along_axis(alike, nearest, axis=1) > thumbnails.ALIKE
         for i, rank in zip(*np.nonzero(close), strict=True):
             first, second = sorted((start + int(i), int(nearest[i, rank])))
             if first != second:

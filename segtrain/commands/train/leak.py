@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.image import thumbnail_of
 from segtrain.data.read.sequences import Shared, shared_sequences
+from segtrain.data.read.thumbnails import thumbnail_of
 from segtrain.text import first_of
 
 # Fewer images to evaluate on with such a neighbour change the score little.

@@ -245,20 +245,3 @@ def _other_channels(paths: Sequence[Path], found: int, wanted: int) -> str:
     where = printable(paths[0]) + (f" and {len(paths) - 1} more" if paths[1:] else "")
     repair = f"set data.channels: {found}" if found <= formats.MAX_CHANNELS else "leave some out"
     return f"{where}: {found} channels, data.channels is {wanted}; {repair}, or convert the files"
-
-
-# A side of the pictures by which images are compared.
-THUMB_PX = 16
-
-
-def grey_of(stored: np.ndarray) -> np.ndarray:
-    """(H, W) float32: the mean of the first three channels, 0 where there is no value."""
-    return np.nan_to_num(stored[..., :3].astype(np.float32)).mean(axis=2)
-
-
-def thumbnail_of(stored: np.ndarray) -> np.ndarray:
-    """(256,) float32: an image (H, W, C) small and in grey, with mean 0 and length 1."""
-    grey = grey_of(stored)
-    small = cv2.resize(grey, (THUMB_PX, THUMB_PX), interpolation=cv2.INTER_AREA).reshape(-1)
-    small = small - small.mean()
-    return small / max(float(np.linalg.norm(small)), 1e-6)
