@@ -61,4 +61,5 @@ def takes(x: Tensor) -> bool:
         return False
     if x.is_cpu:
         return interpreted
-    return why_not(x.device) is None
+    # Triton launches on the current device, wherever the tensors are.
+    return x.get_device() == torch.cuda.current_device() and why_not(x.device) is None

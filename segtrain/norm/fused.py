@@ -72,22 +72,21 @@ class _FusedNorms(torch.autograd.Function):
 
         xs = tensors[::3]
         layers, statistics, saved = [], [], []
-        with torch.cuda.device_of(xs[0]):  # on that Triton computes
-            total = dist.all_reduce_sum(norm.packed_moments(xs), plan.ranks)
-            sums = total.split_with_sizes([2 * x.shape[1] + 1 for x in xs])
-            for i, part in enumerate(sums):
-                x, *parameters = tensors[3 * i : 3 * i + 3]
-                # Kernels read them side by side.
-                weight, bias = (p if p is None else p.contiguous() for p in parameters)
-                mean, var, inv_std = norm.finished(part, plan.eps[i])
-                layers.append(norm.Layer(x, mean, inv_std, weight, bias, plan.activation))
-                statistics += [mean, var, part[-1]]
-                saved += [x, mean, inv_std, weight, bias, part[-1]]
-            if plan.joined:
-                shortcut = norm.normalized(layers.pop()._replace(activation="none"))
-            elif shortcut is not None:
-                shortcut = dense_like(shortcut, xs[0])
-            ys = [norm.normalized(layer, shortcut) for layer in layers]
+        total = dist.all_reduce_sum(norm.packed_moments(xs), plan.ranks)
+        sums = total.split_with_sizes([2 * x.shape[1] + 1 for x in xs])
+        for i, part in enumerate(sums):
+            x, *parameters = tensors[3 * i : 3 * i + 3]
+            # Kernels read them side by side.
+            weight, bias = (p if p is None else p.contiguous() for p in parameters)
+            mean, var, inv_std = norm.finished(part, plan.eps[i])
+            layers.append(norm.Layer(x, mean, inv_std, weight, bias, plan.activation))
+            statistics += [mean, var, part[-1]]
+            saved += [x, mean, inv_std, weight, bias, part[-1]]
+        if plan.joined:
+            shortcut = norm.normalized(layers.pop()._replace(activation="none"))
+        elif shortcut is not None:
+            shortcut = dense_like(shortcut, xs[0])
+        ys = [norm.normalized(layer, shortcut) for layer in layers]
         ctx.plan = plan
         ctx.save_for_backward(*saved, None if shortcut is None else ys[0])
         ctx.set_materialize_grads(False)
@@ -112,20 +111,19 @@ class _FusedNorms(torch.autograd.Function):
         ]
         _, needs_shortcut, *needed = ctx.needs_input_grad
         of_shortcut, results = None, []
-        with torch.cuda.device_of(grads[0]):
-            sums, parameters = norm.backward_sums(grads, layers)
-            # Also if this rank needs no gradient of x: the others would wait for it.
-            total = dist.all_reduce_sum(sums, plan.ranks)
-            totals = total.split_with_sizes([2 * layer.x.shape[1] for layer in layers])
-            for i, layer in enumerate(layers):
-                of_x, count = None, saved[6 * i + 5]
-                if needed[3 * i] or needs_shortcut:
-                    of_x, of_shortcut = norm.input_gradient(
-                        grads[i], layer, totals[i], count, shortcut=needs_shortcut
-                    )
-                results.append(of_x if needed[3 * i] else None)
-                of_bias, of_weight = parameters[i]
-                needs_weight, needs_bias = needed[3 * i + 1 : 3 * i + 3]
-                results.append(of_weight.to(layer.weight.dtype) if needs_weight else None)
-                results.append(of_bias.to(layer.bias.dtype) if needs_bias else None)
+        sums, parameters = norm.backward_sums(grads, layers)
+        # Also if this rank needs no gradient of x: the others would wait for it.
+        total = dist.all_reduce_sum(sums, plan.ranks)
+        totals = total.split_with_sizes([2 * layer.x.shape[1] for layer in layers])
+        for i, layer in enumerate(layers):
+            of_x, count = None, saved[6 * i + 5]
+            if needed[3 * i] or needs_shortcut:
+                of_x, of_shortcut = norm.input_gradient(
+                    grads[i], layer, totals[i], count, shortcut=needs_shortcut
+                )
+            results.append(of_x if needed[3 * i] else None)
+            of_bias, of_weight = parameters[i]
+            needs_weight, needs_bias = needed[3 * i + 1 : 3 * i + 3]
+            results.append(of_weight.to(layer.weight.dtype) if needs_weight else None)
+            results.append(of_bias.to(layer.bias.dtype) if needs_bias else None)
         return None, of_shortcut, *results
