@@ -61,5 +61,7 @@ def takes(x: Tensor) -> bool:
         return False
     if x.is_cpu:
         return interpreted
+    if not x.is_cuda:
+        return False
     # Triton launches on the current device, wherever the tensors are.
     return x.get_device() == torch.cuda.current_device() and why_not(x.device) is None
