@@ -71,6 +71,8 @@ class Graphs(list):
 
     @contextmanager
     def graph(self, recorded, **_):
+        # What torch's AdamW asks on a device, and nowhere else.
+        assert all(group.get("capturable", True) for group in self.state.optimizer.param_groups)
         before = [tensor.clone() for tensor in changes(self.state)]
         with recorded:
             yield

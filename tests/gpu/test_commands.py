@@ -1,4 +1,4 @@
-"""Whole runs on the device: the demo, equal bits after a kill, killed loader workers."""
+"""Whole runs on the device: the demo, equal bits after a stop and a kill, killed loader workers."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from commands import DEMO, draw_scenes, logged, segtrain, settings
 from processes import Command, left_after
 
 from segtrain.distributed.machine import descendants
-from segtrain.errors import EXIT_SYSTEM
+from segtrain.errors import EXIT_SYSTEM, EXIT_TERMINATED
 
 # configs/demo.yaml reaches 0.711 on CPUs. How far runs part by rounding is not known: the spread
 # only tells a training that works from one that does not.
@@ -44,8 +44,9 @@ def test_the_demo_reaches_its_score_whole_and_on_two_virtual_ranks(device, figur
 
 @pytest.mark.gpu(limit_s=240)
 def test_deterministic_training_is_bitwise_the_same_after_a_kill(device, figures, tmp_path):
+    """A run that SIGTERM stops, and SIGKILL after it has gone on; its steps are replayed."""
     is_cuda = device.type == "cuda"
-    size, steps, scenes = ((128, 256), 80, 40) if is_cuda else ((48, 64), 8, 8)
+    size, steps, scenes = ((128, 256), 400, 40) if is_cuda else ((48, 64), 8, 8)
     options = settings(
         data__root=draw_scenes(tmp_path / "scenes", scenes, 4, size),
         data__num_workers=2,
@@ -64,10 +65,19 @@ def test_deterministic_training_is_bitwise_the_same_after_a_kill(device, figures
         return ["train", DEMO, *where, *chosen]
 
     segtrain(*arguments("alone", True))
-    command = Command(tmp_path, *arguments("killed", True), fresh=True)
-    command.wait_until(lambda: len(logged(tmp_path / "killed", "train/loss")) >= steps // 2)
-    command.kill()
-    segtrain(*arguments("killed", True), "--resume")
+    resume = []
+    for number, least in ((signal.SIGTERM, steps // 4), (signal.SIGKILL, 5 * steps // 8)):
+        command = Command(tmp_path, *arguments("killed", True), *resume, fresh=True)
+        command.wait_until(
+            lambda least=least: len(logged(tmp_path / "killed", "train/loss")) >= least
+        )
+        if number == signal.SIGTERM:
+            command.process.send_signal(number)
+            assert command.wait() == EXIT_TERMINATED, command.errors
+        else:
+            command.kill()
+        resume = ["--resume"]
+    segtrain(*arguments("killed", True), *resume)
     segtrain(*arguments("free", False))
     names = ["alone", "killed", "free"]
     if is_cuda:  # CPUs are deterministic

@@ -78,7 +78,8 @@ def build_optimizer(
     groups = parameter_groups(model, optim, None if start is None else start.loaded)
     fused = capturable or None  # None: as torch chooses; on CPUs other kernels stay, and their bits
     if optim.kind == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr, betas=optim.betas, fused=fused)
+        options = {"betas": optim.betas, "fused": fused, "capturable": capturable}
+        optimizer = torch.optim.AdamW(groups, lr, **options)
     elif optim.kind == "muon":
         optimizer = Muon(groups, lr, betas=optim.betas, fused=fused)
     else:
