@@ -143,13 +143,14 @@ def image(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def resizing(size: tuple[int, int], *, align_corners: bool = False) -> Case:
-    """512 channels of a pyramid of 8 images, back from 64x128."""
+    """512 channels of a pyramid of 8 images, to 64x128 and back."""
 
     def call() -> Sequence[Tensor]:
-        from segtrain.kernels.resizing import resize_gradient
+        from segtrain.kernels.resizing import resize_gradient, resized
 
-        grad = image(8, 512, 64, 128)
-        return grad, resize_gradient(grad, size, grad.dtype, align_corners=align_corners)
+        x, options = image(8, 512, *size), {"align_corners": align_corners}
+        y = resized(x, (64, 128), **options)
+        return x, y, y, resize_gradient(y, size, y.dtype, **options)
 
     return call
 

@@ -1,10 +1,12 @@
 """Bilinear resizing with a backward pass of its own: bits that never change, and speed.
 
 torch's own backward pass on CUDA adds with atomics, slowly and in an order that changes from run to
-run; ours is a kernel that gathers. With `torch.use_deterministic_algorithms` F.interpolate takes
-another, slow way, with other bits in the forward pass. On a CPU it goes value by value, unless
-channels lie side by side and are many. Along each axis resizing is a product with a matrix of two
-values a row, so where there is no kernel the gradient is two products with the transposed ones.
+run; ours is a kernel that gathers. Its forward pass of many channels takes five times as long as
+the bytes need, so that is a kernel too. With `torch.use_deterministic_algorithms` F.interpolate
+takes another, slow way, with other bits in the forward pass. On a CPU it goes value by value,
+unless channels lie side by side and are many. Along each axis resizing is a product with a matrix
+of two values a row, so where there is no kernel the gradient is two products with the transposed
+ones.
 """
 
 from collections.abc import Sequence
@@ -16,16 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segtrain import kernels
+from segtrain.models.blocks import is_channels_last
 
 
 def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
     """`x` (N, C, h, w) interpolated bilinearly to `size` (H, W), in the dtype of `x`.
 
-    Bit for bit F.interpolate. Its gradient is the same in every run on CPUs, with a kernel, and
-    where deterministic algorithms are asked for.
+    Bit for bit F.interpolate, but to rounding with a kernel. Its gradient is the same in every run
+    on CPUs, with a kernel, and where deterministic algorithms are asked for.
     """
     height, width = size
-    if _has_own_gradient(x, size):
+    if _takes_kernel(x, size) or _has_own_gradient(x):
         y = _Resize.apply(x, height, width, align_corners)
     else:
         y = F.interpolate(x, size=(height, width), mode="bilinear", align_corners=align_corners)
@@ -65,14 +68,13 @@ _LONGEST_SIDE = 23_000
 _MOST_COLUMNS = 256
 
 
-def _has_own_gradient(x: Tensor, size: Sequence[int]) -> bool:
-    if _takes_kernel(x, size):
-        return torch.is_grad_enabled() and x.requires_grad
+def _has_own_gradient(x: Tensor) -> bool:
+    """Where no kernel computes."""
     return _is_faster(x) if x.is_cpu else torch.are_deterministic_algorithms_enabled()
 
 
 def _takes_kernel(x: Tensor, size: Sequence[int]) -> bool:
-    """Whether the gradient of `x`, which is resized to `size`, is a kernel's."""
+    """Whether `x` is resized to `size` by kernels, or its gradient is."""
     return kernels.takes(x) and max(*x.shape[-2:], *size) <= _LONGEST_SIDE
 
 
@@ -90,6 +92,10 @@ class _Resize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, height: int, width: int, align_corners: bool) -> Tensor:
         ctx.shape, ctx.dtype, ctx.align_corners = x.shape, x.dtype, align_corners
         ctx.takes_kernel = _takes_kernel(x, (height, width))
+        if ctx.takes_kernel and is_channels_last(x):
+            from segtrain.kernels import resizing  # imports Triton
+
+            return resizing.resized(x, (height, width), align_corners=align_corners)
         # Autocast would have half precision resized in float32, twice the bytes for the same bits.
         with torch.autocast(x.device.type, enabled=False) if ctx.takes_kernel else nullcontext():
             # Not F.interpolate, which would choose its deterministic way.

@@ -41,8 +41,8 @@ def test_the_host_never_waits_in_a_synchronized_step(device, figures, case, prec
     config = config_of((side, side), 2, model=model, precision=precision)
     with one_rank(device):
         trainings = contenders(config, device)
-        rounds, warmup = (8, 4) if is_cuda else (1, 1)
-        times = measure(trainings, device=device, rounds=rounds, warmup=warmup)
+        rounds = {"rounds": 6, "warmup": 5, "block_ms": 100} if is_cuda else {"rounds": 1}
+        times = measure(trainings, device=device, **rounds)
         for name, training in trainings.items():
             figures[f"{name}: ms"] = statistics.median(times[name])
             figures[f"{name}: time / {LOCAL}"] = estimate(ratios(times[name], times[LOCAL]))

@@ -14,7 +14,7 @@ from commands import DEMO, ROOT, draw_scenes, segtrain, settings
 from rounds import estimate, measure, ratios
 from stepping import NUM_CLASSES, config_of, random_batch
 
-from gpu.watching import LOCAL, SYNC, TINY, added_gib, contenders, one_rank
+from gpu.watching import LOCAL, REPLAYED, SYNC, TINY, contenders, one_rank
 from segtrain.distributed.machine import num_cores
 from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
@@ -25,8 +25,8 @@ from segtrain.types import IGNORE_INDEX
 
 pytestmark = pytest.mark.gpu(limit_s=240)
 
-# What is promised of a CUDA device.
-TIMES_REFERENCE, OF_PEAK, SYNC_RATIO, MOST_WAIT = 2.0, 0.4, 1.05, 0.02
+# What is promised of a CUDA device: of a step as training replays it, with its layers synchronized.
+TIMES_REFERENCE, OF_PEAK, MOST_WAIT = 3.0, 0.4, 0.02
 SMALL_IMAGES_S = 1500  # of a small network, end to end
 
 
@@ -73,14 +73,12 @@ def test_steps_are_fast(device, figures, images):
     # Without instructions for it, a CPU takes minutes for the peak of bfloat16.
     precision = "bfloat16" if is_cuda else "float32"
     config = config_of(size, images, model=model, precision=precision)
-    rounds = {"rounds": 10, "warmup": 4} if is_cuda else {"rounds": 1, "warmup": 1}
+    rounds = {"rounds": 6, "warmup": 5, "block_ms": 200} if is_cuda else {"rounds": 1}
     with one_rank(device):
         peak_s = images * training_flops(config, NUM_CLASSES) / matmul_peak(device, config.train)
         calls = contenders(config, device)
         times = measure(calls, device=device, **rounds)
-        for name, call in calls.items():
-            figures[f"{name}: GiB"] = added_gib(call, device)
-        del calls, call
+        del calls
         # A CPU has no float16 to speak of.
         for name, amp in {"torchvision": False, "torchvision --amp": True}.items():
             if is_cuda:
@@ -93,12 +91,12 @@ def test_steps_are_fast(device, figures, images):
         figures[f"{name}: ms"], figures[f"{name}: images/s"] = ms, 1e3 * images / ms
         figures[f"{name}: of the peak"] = 1e3 * peak_s / ms
     # Alone on a device, segtrain's layer is nn.BatchNorm2d.
-    figures["synchronized / not"] = estimate(ratios(times[SYNC], times[LOCAL])).median
-    figures["torchvision / segtrain"] = figures["torchvision: ms"] / figures[f"{LOCAL}: ms"]
+    figures["synchronized / not, eager"] = estimate(ratios(times[SYNC], times[LOCAL])).median
     if is_cuda:
-        assert figures[f"{LOCAL}: of the peak"] >= OF_PEAK
-        assert figures["synchronized / not"] <= SYNC_RATIO
-        assert figures["torchvision / segtrain"] >= TIMES_REFERENCE
+        reference = figures["torchvision --amp: ms"] / figures[f"{REPLAYED}: ms"]
+        figures["torchvision --amp / segtrain"] = reference
+        assert reference >= TIMES_REFERENCE
+        assert figures[f"{REPLAYED}: of the peak"] >= OF_PEAK or images < 8
 
 
 # Model, size of the images and of windows.

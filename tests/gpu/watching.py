@@ -24,6 +24,7 @@ from segtrain.training.measure import device_work
 from segtrain.training.step import StepResult
 
 SYNC, LOCAL, TORCH = "segtrain's, synchronized", "nn.BatchNorm2d", "torch's SyncBatchNorm"
+REPLAYED = "segtrain's, replayed"
 # What a CPU can do in the time.
 TINY = {"backbone": "resnet18", "output_stride": 16, "head_channels": 16, "aux_channels": 16}
 # torch's words, in a warning or an error (c10/cuda/CUDAFunctions.cpp).
@@ -86,13 +87,14 @@ class Training:
 
 
 def contenders(config: Config, device: torch.device) -> dict[str, Training]:
-    """A training with each layer; they differ in nothing else."""
+    """A training with each layer, and on CUDA segtrain's as a graph; all else is the same."""
     trainings = {
         SYNC: Training(config, device, synchronized=True),
         LOCAL: Training(config, device, nn.BatchNorm2d),
     }
-    if device.type == "cuda":  # it refuses CPU tensors
+    if device.type == "cuda":  # torch's refuses CPU tensors
         trainings[TORCH] = Training(config, device, TorchSyncBatchNorm2d)
+        trainings[REPLAYED] = Training(config, device, synchronized=True, replayed=True)
     return trainings
 
 

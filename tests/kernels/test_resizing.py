@@ -42,14 +42,19 @@ def error_of(found, wanted):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The dtypes of the gradients that the kernel was called with."""
-    seen, function = [], gathering.resize_gradient
+    """The dtypes of the gradients that the kernel was called with, and "forward" for each input."""
+    seen, gradient, resized = [], gathering.resize_gradient, gathering.resized
 
     def watched(grad, *args, **kwargs):
         seen.append(grad.dtype)
-        return function(grad, *args, **kwargs)
+        return gradient(grad, *args, **kwargs)
+
+    def watched_forward(*args, **kwargs):
+        seen.append("forward")
+        return resized(*args, **kwargs)
 
     monkeypatch.setattr(gathering, "resize_gradient", watched)
+    monkeypatch.setattr(gathering, "resized", watched_forward)
     return seen
 
 
@@ -59,11 +64,14 @@ def launched(monkeypatch):
     [(*sizes, torch.float32) for sizes in SIZES]
     + [(*SIZES[0], dtype) for dtype in (torch.bfloat16, torch.float16)],
 )
-def test_the_gradient_is_that_of_interpolate(launched, size, out, align_corners, dtype):
+def test_values_and_gradient_are_those_of_interpolate(launched, size, out, align_corners, dtype):
     x = random(1, 3, *size, dtype=dtype, memory_format=torch.channels_last).requires_grad_()
     grad = (random(1, 3, *out) * 2 + 1).to(dtype, memory_format=torch.channels_last)
     y = resize(x, out, align_corners=align_corners)
-    assert torch.equal(y, F.interpolate(x, out, mode="bilinear", align_corners=align_corners))
+    options = {"mode": "bilinear", "align_corners": align_corners}
+    assert (y.dtype, launched.pop()) == (dtype, "forward")
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert error_of(y.detach(), F.interpolate(x.detach().double(), out, **options)) <= BOUNDS[dtype]
     (found,) = torch.autograd.grad(y, x, grad)
     assert (found.dtype, found.shape, launched) == (dtype, x.shape, [dtype])
     assert found.is_contiguous(memory_format=torch.channels_last)
@@ -75,8 +83,10 @@ def test_wide_rows_and_a_gradient_of_another_layout(launched):
     x = random(1, 600, 3, 2, dtype=torch.float32, memory_format=torch.channels_last)
     grad = random(1, 700, 9, 8, dtype=torch.float32, memory_format=torch.channels_last)[:, 50:650]
     y = resize(x.requires_grad_(), (9, 8), align_corners=False)
+    wanted = F.interpolate(x.detach().double(), (9, 8), mode="bilinear")
+    assert error_of(y.detach(), wanted) <= BOUNDS[torch.float32]
     (found,) = torch.autograd.grad(y, x, grad)
-    assert launched == [torch.float32]
+    assert launched == ["forward", torch.float32]
     assert error_of(found, gradient_of(x.detach(), grad, False)) <= BOUNDS[torch.float32]
 
 
@@ -119,6 +129,6 @@ def test_pyramid_pooling_trains_as_without_a_kernel(monkeypatch, launched, align
         weights = torch.linspace(0, 1, y.numel()).view_as(y)
         grads = torch.autograd.grad((y * weights).sum(), [x, *pool.parameters()])
         results.append([y, *grads])
-        assert len(launched) == len(config.ppm_bins)
+        assert len(launched) == 2 * len(config.ppm_bins)
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
