@@ -7,7 +7,7 @@ longer in proportion.
 
 import statistics
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from rounds import measure
 from stepping import config_of
 
 from gpu.test_graph import CASES, reserved_gib
-from gpu.watching import TINY, Training, as_among_two, one_rank
+from gpu.watching import TINY, Training, as_among_two, one_rank, without_kernels
 from segtrain import kernels
 from segtrain.commands.train.setup import make_repeatable
 from segtrain.config import LossConfig
@@ -110,14 +110,6 @@ def graph_of(call):
     graph.replay()
     torch.cuda.synchronize()
     return graph, results
-
-
-@contextmanager
-def without_kernels():
-    """Inside, the plain way is taken."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_HAS_TRITON", False)
-        yield
 
 
 def judge(device, figures, slowness, ours, plain, most_us, bound, *, exact=None, timed=None):
@@ -232,7 +224,9 @@ def test_resizing(device, figures, slowness, bins):
     options = {"exact": exact, "timed": forward}
     judge(device, figures, slowness, ours, plain, FORWARD, 2e-2, **options)
     if device.type == "cuda":
-        figures["backward, us"] = figures["ours, us"] - figures["kernels alone, us"]
+        y = resize(x, size, align_corners=False)
+        backward, _ = graph_of(lambda: torch.autograd.grad(y, x, grad, retain_graph=True))
+        figures["backward, us"] = microseconds(backward.replay, device)
         assert figures["backward, us"] <= PYRAMID[bins] * slowness * SLACK
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 from bench_sync_bn import TorchSyncBatchNorm2d
 from processes import free_port
@@ -15,6 +16,7 @@ from stepping import state_of, steps_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from segtrain import kernels
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import process_group
@@ -58,6 +60,14 @@ def as_among_two() -> Iterator[None]:
         yield
     finally:
         dist._num_processes = before
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inside, the plain way is taken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_HAS_TRITON", False)
+        yield
 
 
 class Training:
