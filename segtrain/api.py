@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from segtrain.checkpoint.ready import make_ready
 from segtrain.commands.launch import interpreter
-from segtrain.commands.predict import make_ready
 from segtrain.commands.start import branch_directory, named_config, resolve_run
 from segtrain.config import Config, config_to_yaml
 from segtrain.config.loading import override_config
@@ -34,7 +34,6 @@ from segtrain.errors import (
     NonFiniteError,
     UserError,
 )
-from segtrain.models.precision import float32_products, for_evaluation
 from segtrain.results.runs import Run, read_run
 from segtrain.text import printable
 
@@ -101,9 +100,9 @@ class Predictor:
 
     def _predict(self, image: np.ndarray, *, probabilities: Literal["none", "all"]) -> np.ndarray:
         pixels, missing = self._checked(image)
-        with self._lock, float32_products(for_evaluation(self._ready.config)):
-            images = [torch.from_numpy(pixels)]
-            (found,) = self._ready.labels(images, "image", probabilities=probabilities)
+        with self._lock:
+            images, asked = [torch.from_numpy(pixels)], {"probabilities": probabilities}
+            (found,) = self._ready.predictor.label_maps(images, place="image", **asked)
             label, is_finite, probability = (x if x is None else x.cpu() for x in found)
         if not is_finite:
             raise NonFiniteError(

@@ -191,7 +191,7 @@ def signalled_in_evaluation(
     from segtrain.commands.train.training import Training
     from segtrain.distributed import collectives as dist
     from segtrain.distributed import liveness
-    from segtrain.evaluation import dataset
+    from segtrain.evaluation import predictor
 
     begun = []
 
@@ -203,7 +203,7 @@ def signalled_in_evaluation(
             os.kill(os.getpid(), number)
         time.sleep(0.3)
 
-    predict_labels, loader = dataset.predict_labels, Training.loader
+    predict_labels, loader = predictor.predict_labels, Training.loader
 
     def predict_slowly(*args: Any, **kwargs: Any) -> Any:
         begin()
@@ -217,7 +217,7 @@ def signalled_in_evaluation(
     if where == "batches":
         Training.loader = batches_slowly
     else:
-        dataset.predict_labels = predict_slowly
+        predictor.predict_labels = predict_slowly
     return train(config, directory, resume), len(begun)
 
 

@@ -107,8 +107,8 @@ def test_labels_are_those_of_segtrain_predict(tmp_path, options):
 
 def test_a_large_image_goes_by_windows(predictor, monkeypatch):
     large = np.random.default_rng(0).integers(0, 256, (40, 1100, 3), dtype=np.uint8)
-    by_size = predictor._ready.settings._replace(most_pixels=40_000)
-    monkeypatch.setattr(predictor, "_ready", predictor._ready._replace(settings=by_size))
+    by_size = predictor._ready.predictor.settings._replace(most_pixels=40_000)
+    monkeypatch.setattr(predictor._ready.predictor, "settings", by_size)
     assert by_size.of(large.shape[:2]).mode == "slide"
     probabilities = predictor.probabilities(large)
     np.testing.assert_array_equal(probabilities.argmax(0), predictor(large))
@@ -191,7 +191,7 @@ def test_a_model_of_a_value_range_takes_floats_without_values(predictor, image, 
 def test_scores_that_are_not_finite_are_refused(run, image):
     predictor = segtrain.Predictor(run.directory, device="cpu")
     with torch.no_grad():
-        next(predictor._ready.model.parameters()).fill_(float("nan"))
+        next(predictor._ready.predictor.model.parameters()).fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="would mean nothing"):
         predictor(image)
 

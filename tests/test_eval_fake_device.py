@@ -23,7 +23,8 @@ from segtrain.data.read.photos import Photo, Source
 from segtrain.evaluation import dataset
 from segtrain.evaluation import settings as evaluation_settings
 from segtrain.evaluation.dataset import evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings, SettingsBySize, batch_limits
+from segtrain.evaluation.predictor import Predictor, for_scores
+from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
 from segtrain.metrics import ConfusionMatrix
 from segtrain.run.pictures import Tint
 from segtrain.types import SegLogits
@@ -103,8 +104,7 @@ def model_of():
 
 def evaluate(model, watch, settings, **options):
     with watch:
-        how = {"device": CUDA, "num_classes": K} | options
-        return evaluate_dataset(model, Images(), settings, **how).matrix
+        return evaluate_dataset(for_scores(model, settings, CUDA, K), Images(), **options).matrix
 
 
 WAYS = [
@@ -148,10 +148,10 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch)
     monkeypatch.setattr(predict, "read_photo", read_photo)
     sources = [Source(Path(str(i)), str(i)) for i in range(len(SIZES))]
     by_size, classes = SettingsBySize(SETTINGS, SETTINGS), SimpleNamespace(num_classes=K)
-    limits = batch_limits(SETTINGS, CUDA, K)
     with device:
         loaded = SimpleNamespace(classes=classes)
-        ready = predict.ReadyModel(model_of(), loaded, None, RGB, CUDA, by_size, limits)
+        predictor = Predictor(model_of(), by_size, CUDA, K)
+        ready = predict.ReadyModel(predictor, loaded, None, RGB)
         predict.predict_images(ready, sources, Path("nowhere"), Tint([]))
     assert sorted(written) == ["0", "1", "2", "3", "4"]
     assert len(Mark.waits) == 3

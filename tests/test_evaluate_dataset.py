@@ -11,7 +11,9 @@ from torch import nn
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError, MemoryLimitError
 from segtrain.evaluation import dataset as dataset_module
+from segtrain.evaluation import predictor as predictor_module
 from segtrain.evaluation.dataset import evaluate_dataset, shard
+from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import ConfusionMatrix
 from segtrain.run.console import ProgressBar
@@ -61,9 +63,9 @@ def evaluate(dataset, model=None, settings=SETTINGS, **options):
 
 
 def outcome_of(dataset, model=None, settings=SETTINGS, **options):
-    return evaluate_dataset(
-        model or RedModel(), dataset, settings, device=CPU, num_classes=CLASSES, **options
-    )
+    how = {key: options.pop(key) for key in ("at_once", "mode_is_given") if key in options}
+    predictor = for_scores(model or RedModel(), settings, CPU, CLASSES, **how)
+    return evaluate_dataset(predictor, dataset, at_once=how.get("at_once", 1), **options)
 
 
 @pytest.mark.parametrize("mode", ["whole", "slide"])
@@ -93,7 +95,7 @@ def test_images_are_counted_alone_and_with_their_probabilities(mode):
 def test_images_that_do_not_fit_as_a_whole_go_by_windows(monkeypatch, capsys, mode_is_given):
     """Those of 9 rows. The windows are those of mode slide, and a warning counts the images."""
     settings = replace(SETTINGS, crop_size=(5, 6))
-    monkeypatch.setattr(dataset_module, "fitting_pixels", lambda *_: 8 * 12)
+    monkeypatch.setattr(predictor_module, "fitting_pixels", lambda *_: 8 * 12)
     how = {"settings": settings, "mode_is_given": mode_is_given}
     seen = []
     model = RedModel()
@@ -113,7 +115,7 @@ def test_an_image_that_runs_out_of_memory_is_named_by_its_size():
         def forward(self, images):
             return SegLogits(torch.empty(2**60, dtype=torch.uint8))
 
-    with pytest.raises(MemoryLimitError, match=r"out of memory: an image of 7x11 px, .* whole"):
+    with pytest.raises(MemoryLimitError, match=r"an image of 7x11 px \(whole image\) does not fit"):
         evaluate(RedImages(1), Greedy())
 
 

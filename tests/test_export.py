@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from segtrain import cli
+from segtrain.checkpoint import ready
 from segtrain.checkpoint.loading import LoadedModel, load_initial, load_model
 from segtrain.commands import export as command
 from segtrain.commands import predict
@@ -452,7 +453,7 @@ def assert_script_predicts(code, loaded, where, monkeypatch, capsys, agreement):
 
     agreement: the share of pixels that must be equal.
     """
-    monkeypatch.setattr(predict, "load_model", lambda *sources, device: loaded)
+    monkeypatch.setattr(ready, "load_model", lambda *sources, device: loaded)
     (photo,) = where.glob("photo.*")
     words = ["predict", "run", photo, "--output", where / "out", "--device", "cpu"]
     predict.main(cli._parser().parse_args([str(word) for word in words]))
@@ -652,7 +653,7 @@ def test_the_steps_of_the_metadata_make_what_predict_gives_the_network(
     (file,) = (tmp_path / "in").iterdir()
     seen = []
     model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    monkeypatch.setattr(predict, "load_model", lambda *sources, device: loaded)
+    monkeypatch.setattr(ready, "load_model", lambda *sources, device: loaded)
     words = ["predict", "run", file, "--output", tmp_path / "out", "--device", "cpu"]
     assert predict.main(cli._parser().parse_args([str(word) for word in words])) == 0
     torch.testing.assert_close(followed(preprocessing(loaded), file), seen[-1], rtol=0, atol=2e-5)

@@ -202,7 +202,7 @@ def test_a_trial_evaluates_the_images_that_take_most_memory(monkeypatch):
     """Of those that go as a whole, and of all; on every rank, as many as share a batch."""
     config = parse_config(DATA + "eval: {batch_size: 2, mode: whole}", source="c")
     most = SettingsBySize.that_fit(InferenceSettings.from_config(config), 40 * 60)
-    monkeypatch.setattr(evaluate, "settings_by_size", lambda *_: most)
+    monkeypatch.setattr(evaluate, "_predictor", lambda _: argparse.Namespace(settings=most))
     seen = []
     monkeypatch.setattr(evaluate, "_evaluated", lambda _, samples: seen.extend(samples))
     sizes = [(30, 40), (40, 60), (90, 90), (41, 60)]

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
 from segtrain.evaluation import windows
+from segtrain.evaluation.forward import Forward
 from segtrain.evaluation.inference import predict_label, predict_labels, score_tiles
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings
 from segtrain.evaluation.windows import num_windows, slide, window_starts
@@ -56,7 +57,7 @@ def image(height=21, width=34, seed=0):
 def predict_probabilities(model, picture, how, out_size):
     """(1, K, h, w), from the tiles of which `predict_label` takes the argmax."""
     limits = BatchLimits(1, how.batch_size or 1)
-    ((_, tiles),) = score_tiles(model, [picture], how, [out_size], limits)
+    ((_, tiles),) = score_tiles(Forward(model), [picture], how, [out_size], limits)
     scores = torch.cat([tile for _, tile in tiles], 1).unsqueeze(0)
     gives_logits = how.mode == "whole" and how.num_views == 1
     return scores.softmax(1) if gives_logits else scores

@@ -11,13 +11,14 @@ import torch
 from PIL import Image
 from torch import nn
 
+from segtrain.checkpoint import ready
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import predict
 from segtrain.commands.video import overlay_video
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.errors import ConfigError, DataError, ExecutionError, MemoryLimitError
-from segtrain.evaluation import settings
+from segtrain.evaluation import predictor, settings
 from segtrain.types import SegLogits
 
 CLASSES = ClassFile(
@@ -68,7 +69,7 @@ def run(tmp_path, monkeypatch):
             "eval": config.eval.model_copy(update={"crop_size": eval_crop}),
         }
         loaded = LoadedModel(model.eval(), config.model_copy(update=about), classes, step=3)
-        monkeypatch.setattr(predict, "load_model", lambda *sources, device: loaded)
+        monkeypatch.setattr(ready, "load_model", lambda *sources, device: loaded)
         args = {"source": "run", "inputs": [str(path) for path in inputs], "device": "cpu"}
         args |= {"output": str(tmp_path / "out"), "set": [], "overwrite": False}
         args |= {"probabilities": None, "opacity": None, "clear": (), "others": []}
@@ -435,9 +436,10 @@ def test_an_image_too_large_for_the_device_is_named_with_a_way_out(run, tmp_path
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(predict, "predict_labels", full)
+    monkeypatch.setattr(predictor, "predict_labels", full)
     path = save(tmp_path / "a.png", photo(8, 9))
-    with pytest.raises(MemoryLimitError, match=r"a\.png: 8x9 px do not fit .*eval\.mode=slide"):
+    said = r"a\.png: an image of 8x9 px .* does not fit .*eval\.mode=slide"
+    with pytest.raises(MemoryLimitError, match=said):
         run(path)
 
 

@@ -16,8 +16,9 @@ from segtrain.data.read.image import ImageForm
 from segtrain.data.read.raster import windows
 from segtrain.errors import DataError
 from segtrain.evaluation import raster as raster_prediction
+from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.raster import geo_tags, predict_raster
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
+from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
 from segtrain.survey.contents import image_facts, label_facts
 from segtrain.types import SegLogits
 
@@ -128,15 +129,12 @@ def predicted(tmp_path, image, form, **options):
     tifffile.imwrite(path, image, **options)
     usual = InferenceSettings(mean=(125.003 * 255 / 250,), std=(1.0,), value_range=(0.0, 250.0))
     assert predict_raster(
-        Local().eval(),
+        Predictor(Local().eval(), SettingsBySize(usual, usual), torch.device("cpu"), 2),
         path,
         SIZE,
         output,
         form=form,
-        settings=SettingsBySize(usual, usual),
-        limits=BatchLimits(1, 1),
         ids=np.array([7, 300, *[9] * 254], np.uint16),
-        device=torch.device("cpu"),
         on_block=lambda _: None,
     )
     return output

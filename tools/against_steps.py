@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from segtrain.config import DataConfig
 from segtrain.distributed.machine import keep_freed_memory
 from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import build_model
 from segtrain.models.blocks import normalize
@@ -156,11 +157,11 @@ def _evaluate_segtrain(case: Case, images: Tensor, labels: Tensor) -> Run:
     model = build_model(config.model, num_classes=NUM_CLASSES).eval()
     settings = InferenceSettings.from_config(config)
     image = np.ascontiguousarray(images[0].permute(1, 2, 0).numpy())
-    options = {"device": CPU, "num_classes": NUM_CLASSES}
+    predictor = for_scores(model, settings, CPU, NUM_CLASSES)
 
     def run(count: int) -> int:
         dataset = _Images(image, labels[0].numpy(), count)
-        return int(evaluate_dataset(model, dataset, settings, **options).matrix.counts.sum())
+        return int(evaluate_dataset(predictor, dataset).matrix.counts.sum())
 
     return run
 

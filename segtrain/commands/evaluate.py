@@ -38,16 +38,15 @@ from segtrain.errors import (
     UserError,
 )
 from segtrain.evaluation.dataset import Chosen, Outcome, Prediction, evaluate_dataset
-from segtrain.evaluation.inference import InferenceSettings
+from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import Records, load_records
 from segtrain.evaluation.report import InstanceCounts, Report, make_report
-from segtrain.evaluation.settings import set_after_training
+from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.files import os_errors_as
 from segtrain.metrics import calibration_error, percent, thin_classes
 from segtrain.models.memory import check_windows
 from segtrain.models.norms import describe_norm
 from segtrain.models.precision import (
-    float32_products,
     for_evaluation,
     to_eval_precision,
 )
@@ -81,7 +80,6 @@ def run_eval(args: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
-        stack.enter_context(float32_products(for_evaluation(config)))
         _check_same_step(args.checkpoint, loaded.steps)
 
         # 2. What differs from the training; for labels that are still hashed, at the end.
@@ -93,16 +91,15 @@ def run_eval(args: argparse.Namespace) -> int:
 
         # 3. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
-        evaluate = partial(
-            evaluate_dataset,
+        predictor = for_scores(
             to_eval_precision(loaded.model, config, device),
-            settings=settings,
-            device=device,
-            num_classes=num_classes,
-            progress=True,
-            num_threads=max(1, num_loader_workers(config.data)),
+            settings,
+            device,
+            num_classes,
             mode_is_given="eval.mode" in given_keys(args.set),
         )
+        num_threads = max(1, num_loader_workers(config.data))
+        evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
         counting = [] if instances is None else [instances.add]
         outcome = evaluate(dataset, callbacks=[*writers, *counting])
         if instances is not None:

@@ -5,37 +5,34 @@ command says so.
 """
 
 import argparse
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
-from segtrain.checkpoint.loading import LoadedModel, load_model
+from segtrain.checkpoint.ready import ReadyModel, make_ready
 from segtrain.commands.video import overlay_video
-from segtrain.config import Config
-from segtrain.config.loading import given_keys
 from segtrain.data.check.findings import photo_findings
 from segtrain.data.check.values import ImageValues, image_values, joined_values
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import VIDEO_SUFFIXES, first_lines
 from segtrain.data.read.formats import read_info
-from segtrain.data.read.image import ImageForm, form_of, ignore_missing
+from segtrain.data.read.image import ImageForm, ignore_missing
 from segtrain.data.read.photos import Source, find_images, form_of_file, read_photo
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.raster import raster_size, refuse_short_side
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.evaluation.dataset import Transfer
-from segtrain.evaluation.inference import LabelMap, predict_labels
+from segtrain.evaluation.inference import LabelMap
+from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.raster import (
     geo_tags,
     num_blocks,
@@ -43,29 +40,13 @@ from segtrain.evaluation.raster import (
     write_label,
     write_probabilities,
 )
-from segtrain.evaluation.settings import (
-    BatchLimits,
-    InferenceSettings,
-    SettingsBySize,
-    Size,
-    batch_limits,
-    fitting_pixels,
-    set_after_training,
-)
+from segtrain.evaluation.settings import InferenceSettings, Size
+from segtrain.evaluation.transfer import Transfer
 from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
-from segtrain.models.memory import check_windows, memory_failures
-from segtrain.models.precision import (
-    float32_products,
-    for_evaluation,
-    to_eval_precision,
-)
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.text import counted, first_of, printable
-
-# Everything else was decided when the model was trained.
-_SETTABLE = ("eval.", "data.short_side_px", "train.precision")
 
 # Two threads each for decoding and PNG compression keep up with a device that takes 20 ms for an
 # image of two million pixels.
@@ -73,59 +54,6 @@ _THREADS = 2
 
 # Of the images in a group; more would wait in memory for each other.
 _MOST_BYTES = 100 << 20
-
-
-class ReadyModel(NamedTuple):
-    """A model on its device, in its precision, and how images go through it.
-
-    loaded: of a model whose precision may be another. form: of the images in training.
-    """
-
-    model: nn.Module
-    loaded: LoadedModel
-    config: Config
-    form: ImageForm
-    device: torch.device
-    settings: SettingsBySize
-    limits: BatchLimits
-
-    def labels(
-        self, images: Sequence[Tensor], place: object, transfer: Transfer | None = None, **how: Any
-    ) -> list[LabelMap]:
-        """The predictions for images of the same settings; on CUDA they are only asked for.
-
-        images: (H, W, C) each. place: in messages. how: options of `predict_labels`.
-
-        Raises:
-            MemoryLimitError: the device's memory does not suffice.
-        """
-        sizes = [(image.shape[0], image.shape[1]) for image in images]
-        height, width = max(sizes, key=math.prod)
-        message = (
-            f"{place}: {height}x{width} px do not fit into the memory of {self.device}; set "
-            "eval.batch_size=1, eval.mode=slide, or a smaller eval.crop_size"
-        )
-        with memory_failures(lambda: message):
-            moved = [transfer.to_device(x) if transfer else x.to(self.device) for x in images]
-            batch = [x.permute(2, 0, 1).unsqueeze(0) for x in moved]
-            settings = self.settings.of(sizes[0])
-            return predict_labels(self.model, batch, settings, sizes, self.limits, **how)
-
-
-def make_ready(*sources: str | Path, settings: Sequence[str], device: torch.device) -> ReadyModel:
-    """The model of a run or checkpoint, or the ensemble of several, with these `settings`.
-
-    UserError: no checkpoint, or a setting that cannot be taken.
-    """
-    loaded = load_model(*sources, device=device)
-    config = set_after_training(loaded.config, settings, _SETTABLE, source=str(sources[0]))
-    num_classes, is_given = loaded.classes.num_classes, "eval.mode" in given_keys(settings)
-    check_windows(config, num_classes, device)
-    model = to_eval_precision(loaded.model, config, device)
-    most = fitting_pixels(model, device, num_classes, ranks=1)
-    by_size = SettingsBySize.from_config(config, mode_is_given=is_given, fitting_pixels=most)
-    limits = batch_limits(by_size.usual, device, num_classes)
-    return ReadyModel(model, loaded, config, form_of(config.data), device, by_size, limits)
 
 
 class Notes(NamedTuple):
@@ -174,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
     ready = make_ready(args.source, *args.others, settings=args.set, device=device)
     paths = [f"{kind}/{name}.png" for name in names for kind in pictures.KINDS]
     check_pictures("--output", output, paths, ready.config.data)
-    print(f"{ready.loaded.about}; {ready.settings.describe()}; {device}")
+    print(f"{ready.loaded.about}; {ready.predictor.settings.describe()}; {device}")
     if skipped:
         print(skipped)
 
@@ -187,21 +115,20 @@ def main(args: argparse.Namespace) -> int:
             f"{printable(videos[0].path)}: frames are RGB of 8 bits, and the model was trained on "
             f"{form.channels} channels of {form.dtype}"
         )
-    with float32_products(for_evaluation(ready.config)):
-        images = [source for source in sources if source not in videos]
-        sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in images}
-        rasters = {source: size for source, size in sizes.items() if size is not None}
-        if args.probabilities and (others := [*rasters, *videos]):
-            kinds = "a video, or a raster that is read in parts"
-            names = first_of(source.path for source in others)
-            raise ConfigError(f"--probabilities: not for {kinds}: {names}")
-        if rasters and len(rasters) == len(sources) and (args.clear or args.opacity is not None):
-            what = "rasters that are read in parts get no overlays"
-            raise ConfigError(f"--opacity, --clear: no effect: {what}")
-        whole = [source for source in images if source not in rasters]
-        notes = predict_images(ready, whole, output, tint, probabilities=args.probabilities)
-        of_rasters = predict_rasters(ready, rasters, output)
-        of_videos = predict_videos(ready, videos, output, tint)
+    images = [source for source in sources if source not in videos]
+    sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in images}
+    rasters = {source: size for source, size in sizes.items() if size is not None}
+    if args.probabilities and (others := [*rasters, *videos]):
+        kinds = "a video, or a raster that is read in parts"
+        names = first_of(source.path for source in others)
+        raise ConfigError(f"--probabilities: not for {kinds}: {names}")
+    if rasters and len(rasters) == len(sources) and (args.clear or args.opacity is not None):
+        what = "rasters that are read in parts get no overlays"
+        raise ConfigError(f"--opacity, --clear: no effect: {what}")
+    whole = [source for source in images if source not in rasters]
+    notes = predict_images(ready, whole, output, tint, probabilities=args.probabilities)
+    of_rasters = predict_rasters(ready, rasters, output)
+    of_videos = predict_videos(ready, videos, output, tint)
     _summarize(notes, of_rasters, of_videos, output)
     return EXIT_OK
 
@@ -222,10 +149,11 @@ def predict_images(
         ExecutionError: the disk is full or not writable.
         MemoryLimitError: the device's memory does not suffice for an image.
     """
-    settings, classes, form = ready.settings, ready.loaded.classes, ready.form
+    predictor, classes, form = ready.predictor, ready.loaded.classes, ready.form
+    settings = predictor.settings
     pictures.write_legend(output, classes)
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
-    transfer = Transfer(ready.device)
+    transfer = predictor.transfer
     decode = partial(_decode, transfer, form)
     decoded = prefetch(decode, [source.path for source in sources], _THREADS)
     notes: list[Notes] = []
@@ -241,8 +169,8 @@ def predict_images(
     wanted = "all" if probabilities else "none"
 
     def finished() -> Iterator[tuple[Source, np.ndarray, np.ndarray, np.ndarray | None]]:
-        groups = groups_of(photos(), ready.limits.num_images)
-        predicted = ((group, _predict(ready, group, transfer, wanted)) for group in groups)
+        groups = groups_of(photos(), predictor.limits.num_images)
+        predicted = ((group, _predict(predictor, group, wanted)) for group in groups)
         for group, found in transfer.late_to_host(predicted):
             for photo, (label, is_finite, known) in zip(group, found, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(
@@ -298,7 +226,7 @@ def predict_rasters(ready: ReadyModel, rasters: Mapping[Source, Size], output: P
 
 
 def _predict_raster(ready: ReadyModel, source: Source, size: Size, path: Path) -> Notes:
-    settings, values = ready.settings, []
+    settings, values = ready.predictor.settings, []
     refuse_short_side(source.path, settings.usual.short_side_px)
     path.parent.mkdir(parents=True, exist_ok=True)
     form = form_of_file(source.path, ready.form)
@@ -311,15 +239,12 @@ def _predict_raster(ready: ReadyModel, source: Source, size: Size, path: Path) -
 
     with bar:
         is_finite = predict_raster(
-            ready.model,
+            ready.predictor,
             source.path,
             size,
             path,
             form=form,
-            settings=settings,
-            limits=ready.limits,
             ids=pictures.raw_ids(ready.loaded.classes),
-            device=ready.device,
             on_block=add,
         )
     return Notes(
@@ -338,7 +263,8 @@ def predict_videos(
 
     def draw(frame: np.ndarray) -> np.ndarray:
         nonlocal is_finite
-        (found,) = ready.labels([torch.from_numpy(frame)], printable(source.path))
+        place = printable(source.path)
+        (found,) = ready.predictor.label_maps([torch.from_numpy(frame)], place=place)
         is_finite = is_finite and bool(found.is_finite)
         return tint.over(frame, found.label.cpu().numpy())
 
@@ -387,9 +313,7 @@ def _decode(
     return (pixels, missing), Notes(turned=info.orientation != 1, values=values)
 
 
-def _predict(
-    ready: ReadyModel, group: list[Photo], transfer: Transfer, wanted: str
-) -> list[LabelMap]:
+def _predict(predictor: Predictor, group: list[Photo], wanted: str) -> list[LabelMap]:
     """The predictions for a group of images; on CUDA they are only asked for."""
     settings, images = group[0].settings, [photo.pixels for photo in group]
     slides = settings.mode == "slide"
@@ -398,7 +322,7 @@ def _predict(
     bar.describe(printable(group[0].source.name))
     place, asked = printable(group[0].source.path), {"on_windows": bar.update}
     with bar:
-        return ready.labels(images, place, transfer, probabilities=wanted, **asked)
+        return predictor.label_maps(images, place=place, probabilities=wanted, **asked)
 
 
 def _summarize(

@@ -4,82 +4,23 @@ The host asks for the work of the next images while the device computes. A strea
 these images, in parallel to the computation. Predictions come back late, once they are there.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from segtrain.data.read.concurrent import delayed_by_one, prefetch
+from segtrain.data.read.concurrent import prefetch
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.collectives import wait_for_event
-from segtrain.distributed.copies import CopyStream
-from segtrain.evaluation.inference import LabelMap, predict_labels
-from segtrain.evaluation.settings import (
-    BatchLimits,
-    InferenceSettings,
-    SettingsBySize,
-    batch_limits,
-    fitting_pixels,
-)
+from segtrain.evaluation.inference import LabelMap
+from segtrain.evaluation.predictor import Predictor
+from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
 from segtrain.metrics import Calibration, ConfusionMatrix
-from segtrain.models.memory import memory_failures
 from segtrain.run.console import ProgressBar, say
 from segtrain.text import counted
-
-T = TypeVar("T")
-
-
-class Transfer:
-    """Copies to and from `device`; on a CPU there is nothing to copy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.is_cuda = device.type == "cuda"
-        self._stream = CopyStream(device)
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """`tensor` in memory from which a copy to the device needs no wait; for any thread."""
-        return tensor.pin_memory() if self.is_cuda else tensor
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """A pinned tensor on the device, for the work that is asked for from here on."""
-        with self._stream.copying() as arrived:
-            arrived.append(tensor.to(self.device, non_blocking=True))
-        return arrived[0]
-
-    def late_to_host(
-        self, predicted: Iterable[tuple[T, Sequence[LabelMap]]]
-    ) -> Iterator[tuple[T, list[LabelMap]]]:
-        """`predicted` with its label maps on the host, each while the device works on the next.
-
-        Handlers of signals run while the host waits.
-        """
-        if not self.is_cuda:
-            yield from predicted
-            return
-        for item, maps, copied in delayed_by_one(map(self._ask_for_copy, predicted)):
-            wait_for_event(copied, math.inf)  # no other rank takes part in this work
-            yield item, maps
-
-    def _ask_for_copy(
-        self, predicted: tuple[T, Sequence[LabelMap]]
-    ) -> tuple[T, list[LabelMap], "torch.cuda.Event"]:
-        item, maps = predicted
-        copies = [LabelMap(*(x if x is None else self._copy(x) for x in found)) for found in maps]
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self.device))
-        return item, copies, copied
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
 
 Sample = tuple[np.ndarray, np.ndarray]
 
@@ -160,16 +101,12 @@ def shard(num_images: int, rank: int, world_size: int, *, group: int = 1) -> lis
 
 
 def evaluate_dataset(
-    model: nn.Module,
+    predictor: Predictor,
     dataset: Sequence[Sample],
-    settings: InferenceSettings,
     *,
-    device: torch.device,
-    num_classes: int,
     progress: bool = False,
     num_threads: int = 2,
     at_once: int = 1,
-    mode_is_given: bool = False,
     callbacks: Sequence[Callable[[Prediction], None]] = (),
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
@@ -181,14 +118,13 @@ def evaluate_dataset(
     three times `group_size` more.
 
     Args:
-        model: returns SegLogits; not wrapped for data parallelism.
+        predictor: `for_scores` makes one. A warning says how many images went by windows because
+            there was no memory for them as a whole.
         dataset: item i is (image, label), as `segtrain.data.open_dataset` returns it.
         progress: draw a bar on rank 0.
         num_threads: threads that decode images ahead of the model.
         at_once: images that the model works on at the same time, each in a thread of its own with
             one thread of torch (`Shares.of_this_rank`).
-        mode_is_given: the mode of `settings` holds for all images. Otherwise images for which there
-            is no memory as a whole go by windows, and a warning says so.
         callbacks: each is called with every prediction of this rank, in the order of the data set,
             all in one thread beside the caller's.
         stop: asked before each group and each batch of windows; true: this rank leaves its images.
@@ -198,13 +134,10 @@ def evaluate_dataset(
         StoppedError: a rank has left its images.
         MemoryLimitError: the memory does not suffice for an image.
     """
-    by_size = SettingsBySize.that_fit(settings, math.inf)
-    if not mode_is_given:
-        by_size = settings_by_size(model, settings, device, num_classes, at_once)
-    limits = batch_limits(settings, device, num_classes)
-    counts = _Counts(len(dataset), num_classes, device)
-    images = _Images(model, dataset, by_size, limits, Transfer(device), counts, stop)
-    size = group_size(len(dataset), settings, limits)
+    settings = predictor.settings.usual
+    counts = _Counts(len(dataset), predictor.num_classes, predictor.device)
+    images = _Images(predictor, dataset, counts, stop)
+    size = group_size(len(dataset), settings, predictor.limits)
     groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
     mine, whole = sum(map(len, groups)), len(dataset)
     bar = ProgressBar(whole, 0, "evaluate", enabled=progress and dist.is_main(), unit="image")
@@ -214,7 +147,7 @@ def evaluate_dataset(
             callback(prediction)
 
     has_left = False
-    with suppress(StoppedError), bar, _evaluation_mode(model), ExitStack() as stack:
+    with suppress(StoppedError), bar, _evaluation_mode(predictor.model), ExitStack() as stack:
         has_left = True
         if at_once > 1:
             predicted = images.predicted_in_threads(groups, at_once)
@@ -228,7 +161,7 @@ def evaluate_dataset(
         has_left = False
     if any(dist.all_gather_object(has_left)):
         raise StoppedError
-    num_by_windows = _warn_of_windows(images.num_by_windows, by_size)
+    num_by_windows = _warn_of_windows(images.num_by_windows, predictor.settings)
     outcome = counts.sum_over_ranks(num_by_windows)
     _warn_of_infinite(counts.num_infinite, settings)
     return outcome
@@ -258,18 +191,6 @@ class _Counts:
         return Outcome(self._matrix, self._calibration, self._images, num_by_windows)
 
 
-def settings_by_size(
-    model: nn.Module,
-    settings: InferenceSettings,
-    device: torch.device,
-    num_classes: int,
-    at_once: int = 1,
-) -> SettingsBySize:
-    """How `evaluate_dataset` chooses windows by memory."""
-    ranks = dist.local_world_size() * at_once
-    return SettingsBySize.that_fit(settings, fitting_pixels(model, device, num_classes, ranks))
-
-
 class _Decoded(NamedTuple):
     """An image (H, W, C) and its label (h, w) on the host."""
 
@@ -285,11 +206,8 @@ _Predicted = tuple[list[_Decoded], list[LabelMap]]
 class _Images:
     """The images of this rank on their way: files, host, device, matrix, host."""
 
-    model: nn.Module
+    predictor: Predictor
     dataset: Sequence[Sample]
-    settings: SettingsBySize
-    limits: BatchLimits
-    transfer: Transfer
     counts: _Counts
     stop: Callable[[], bool]
     num_by_windows: int = 0  # images that do not fit into memory as a whole
@@ -312,14 +230,14 @@ class _Images:
 
     def finished(self, predicted: Iterator[_Predicted]) -> Iterator[Prediction]:
         """Counts the pixels; yields the predictions once they are on the host."""
-        for group, maps in self.transfer.late_to_host(map(self._count, predicted)):
+        for group, maps in self.predictor.transfer.late_to_host(map(self._count, predicted)):
             for one, found in zip(group, maps, strict=True):
                 pixels = (x.numpy() for x in (one.image, one.label, found.label))
                 yield Prediction(one.index, *pixels)
 
     def _decode(self, index: int) -> _Decoded:
         image, label = self.dataset[index]
-        pinned = (self.transfer.pinned(torch.from_numpy(x)) for x in (image, label))
+        pinned = (self.predictor.transfer.pinned(torch.from_numpy(x)) for x in (image, label))
         return _Decoded(index, *pinned)
 
     def _leave_if_asked(self, _: int = 0) -> None:
@@ -328,31 +246,17 @@ class _Images:
 
     def _predict(self, group: list[_Decoded]) -> _Predicted:
         self._leave_if_asked()
-        chosen = [self.settings.of(tuple(one.image.shape[:2])) for one in group]
-        self.num_by_windows += sum(one.mode != self.settings.usual.mode for one in chosen)
-        maps: list[LabelMap] = []
-        for settings, alike in groupby(zip(chosen, group, strict=True), lambda pair: pair[0]):
-            maps += self._predict_alike([one for _, one in alike], settings)
-        return group, maps
-
-    def _predict_alike(self, group: list[_Decoded], settings: InferenceSettings) -> list[LabelMap]:
+        images, by_size = [one.image for one in group], self.predictor.settings
+        chosen = [by_size.of(tuple(image.shape[:2])) for image in images]
+        self.num_by_windows += sum(one.mode != by_size.usual.mode for one in chosen)
         sizes = [tuple(one.label.shape) for one in group]
-        height, width = max((one.image.shape[:2] for one in group), key=math.prod)
-        message = (
-            f"out of memory: an image of {height}x{width} px, evaluated by {settings.describe()}; "
-            "use eval.batch_size 1, eval.mode slide, or a smaller eval.crop_size"
-        )
-        with memory_failures(lambda: message):
-            moved = [self.transfer.to_device(one.image) for one in group]
-            images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
-            how = settings, sizes, self.limits
-            asked = {"probabilities": "highest", "on_windows": self._leave_if_asked}
-            return predict_labels(self.model, images, *how, **asked)
+        asked = {"probabilities": "highest", "on_windows": self._leave_if_asked}
+        return group, self.predictor.label_maps(images, sizes, place="evaluation", **asked)
 
     def _count(self, predicted: _Predicted) -> _Predicted:
         group, maps = predicted
         for one, found in zip(group, maps, strict=True):
-            self.counts.add(one.index, found, self.transfer.to_device(one.label))
+            self.counts.add(one.index, found, self.predictor.transfer.to_device(one.label))
         return group, [found._replace(probability=None) for found in maps]  # not for the host
 
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from segtrain import kernels
+from segtrain.evaluation.forward import Forward
 from segtrain.evaluation.settings import (
     BatchLimits,
     InferenceSettings,
@@ -45,7 +46,6 @@ from segtrain.evaluation.windows import Tile, resized_tiles, slide
 from segtrain.models import SegModel
 from segtrain.models.blocks import normalize
 from segtrain.models.enlarged import enlarged
-from segtrain.models.precision import autocast
 
 
 class LabelMap(NamedTuple):
@@ -68,7 +68,7 @@ def _ignore(count: int) -> None:
 
 @torch.no_grad()  # not inference_mode: a tensor that a model caches here must still train later
 def predict_labels(
-    model: nn.Module,
+    model: nn.Module | Forward,
     images: Sequence[Tensor],
     settings: InferenceSettings,
     out_sizes: Sequence[Size],
@@ -79,7 +79,8 @@ def predict_labels(
 ) -> list[LabelMap]:
     """The predictions for a group of images, in their order.
 
-    model: in evaluation mode; returns SegLogits at the size of its input.
+    model: in evaluation mode; returns SegLogits at the size of its input. A Forward that is kept
+        from call to call may replay it.
     images: (1, C, H, W) as stored, on the model's device, of any sizes and one dtype.
     out_sizes: (h, w) of each result, usually the size of the label.
     limits: of a batch. Batches do not go beyond the group, those of windows not beyond a view.
@@ -90,10 +91,11 @@ def predict_labels(
     memory for their own logits only, and sliding windows over an image of its out_size for one
     window's height of rows; several scales, turns or another size need a map of the view.
     """
-    if probabilities != "all" and _need_no_full_logits(model, images, settings, out_sizes):
-        return _labels_of_small(model, images, settings, limits)
+    forward = model if isinstance(model, Forward) else Forward(model)
+    if probabilities != "all" and _need_no_full_logits(forward.model, images, settings, out_sizes):
+        return _labels_of_small(forward, images, settings, limits)
     found: dict[int, LabelMap] = {}
-    for index, tiles in score_tiles(model, images, settings, out_sizes, limits, on_windows):
+    for index, tiles in score_tiles(forward, images, settings, out_sizes, limits, on_windows):
         labels, finite, known = [], [], []
         for _, tile in tiles:
             highest = tile.max(0)
@@ -128,16 +130,15 @@ def _need_no_full_logits(
 
 
 def _labels_of_small(
-    model: SegModel, images: Sequence[Tensor], settings: InferenceSettings, limits: BatchLimits
+    forward: Forward, images: Sequence[Tensor], settings: InferenceSettings, limits: BatchLimits
 ) -> list[LabelMap]:
     """The predictions for whole images, each as large as its label, with probabilities."""
     found: dict[int, LabelMap] = {}
     for chosen, batch in _batches(images, settings, limits):
         size = batch.shape[-2:]
-        view = _normalized_view(model, batch, size, settings)
-        with autocast(settings.autocast, view.device):
-            small = model.small_logits(view).out
-        logits = enlarged(small, size, model.head.stride, align_corners=False)
+        view = _normalized_view(forward, batch, size, settings)
+        small = forward.small_logits(view, settings.autocast)
+        logits = enlarged(small, size, forward.model.head.stride, align_corners=False)
         assert logits is not None  # heads of a known stride have one that kernels take
         for i, label, probability in zip(chosen, *logits.labels(), strict=True):
             found[i] = LabelMap(label, probability.isfinite().all(), probability)
@@ -164,7 +165,7 @@ def predict_label(
 
 
 def score_tiles(
-    model: nn.Module,
+    forward: Forward,
     images: Sequence[Tensor],
     settings: InferenceSettings,
     out_sizes: Sequence[Size],
@@ -182,10 +183,10 @@ def score_tiles(
             raise ValueError(f"image: expected {expected}, got {tuple(image.shape)}")
     if settings.mode == "slide":
         for i, (image, out_size) in enumerate(zip(images, out_sizes, strict=True)):
-            yield i, _slide(model, image, settings, out_size, limits, on_windows)
+            yield i, _slide(forward, image, settings, out_size, limits, on_windows)
         return
     for chosen, batch in _batches(images, settings, limits):
-        views = _whole_views(model, batch, settings, view_sizes(batch.shape[-2:], settings))
+        views = _whole_views(forward, batch, settings, view_sizes(batch.shape[-2:], settings))
         means = _mean_of_views(views, settings, [out_sizes[i] for i in chosen])
         yield from zip(chosen, means, strict=True)
 
@@ -203,16 +204,17 @@ def _batches(
 
 
 def _whole_views(
-    model: nn.Module, images: Tensor, settings: InferenceSettings, sizes: Sequence[Size]
+    forward: Forward, images: Tensor, settings: InferenceSettings, sizes: Sequence[Size]
 ) -> Iterator[Tensor]:
     """The logits (N, K, height, width) of each view, turned and mirrored back where it was so."""
     for size in sizes:
-        upright = _normalized_view(model, images, size, settings)
+        upright = _normalized_view(forward, images, size, settings)
         for turn in settings.quarter_turns:
             view = _turned(upright, turn)
-            yield _turned(_logits(model, settings, view), -turn)
+            yield _turned(forward.logits(view, settings.autocast), -turn)
             if settings.flip:
-                yield _turned(_logits(model, settings, view.flip(-1)).flip(-1), -turn)
+                mirrored = forward.logits(view.flip(-1), settings.autocast).flip(-1)
+                yield _turned(mirrored, -turn)
 
 
 def _turned(maps: Tensor, turn: int) -> Tensor:
@@ -221,7 +223,7 @@ def _turned(maps: Tensor, turn: int) -> Tensor:
 
 
 def _slide(
-    model: nn.Module,
+    forward: Forward,
     image: Tensor,
     settings: InferenceSettings,
     out_size: Size,
@@ -229,12 +231,12 @@ def _slide(
     on_windows: Callable[[int], object],
 ) -> Iterator[Tile]:
     """The mean probabilities of the windows of all scales and turns."""
-    logits, most = partial(_logits, model, settings), limits.of(settings.crop_size)
+    logits, most = partial(forward.logits, dtype=settings.autocast), limits.of(settings.crop_size)
     sizes = view_sizes(image.shape[-2:], settings)
 
     def tiles(size: Size, turn: int = 0) -> Iterator[Tile]:
         # The image is turned under the same window, which need not be square.
-        view = _turned(_normalized_view(model, image, size, settings), turn)
+        view = _turned(_normalized_view(forward, image, size, settings), turn)
         return slide(logits, view, settings, most, on_windows)
 
     if settings.num_views == 1 and sizes == [out_size]:
@@ -282,10 +284,10 @@ def _mean_of_views(
 
 
 def _normalized_view(
-    model: nn.Module, images: Tensor, size: Size, settings: InferenceSettings
+    forward: Forward, images: Tensor, size: Size, settings: InferenceSettings
 ) -> Tensor:
     """The normalized images at `size`, (N, C, height, width), in the dtype of the model."""
-    parameter = next(model.parameters(), None)
+    parameter = next(forward.model.parameters(), None)
     dtype = torch.float32 if parameter is None else parameter.dtype
     view = normalize(
         images, settings.mean, settings.std, value_range=settings.value_range, dtype=dtype
@@ -293,10 +295,3 @@ def _normalized_view(
     if size == images.shape[-2:]:
         return view
     return functional.interpolate(view, size=size, mode="bilinear", align_corners=False)
-
-
-def _logits(model: nn.Module, settings: InferenceSettings, images: Tensor) -> Tensor:
-    """(N, K, H, W) in float32, or float64 if the model is."""
-    with autocast(settings.autocast, images.device):
-        logits = model(images).out
-    return logits if logits.dtype == torch.float64 else logits.float()

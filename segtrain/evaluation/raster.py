@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from segtrain.data.read.find import Window
 from segtrain.data.read.image import ImageForm, ignore_missing, read_image
 from segtrain.data.read.raster import is_tiff
 from segtrain.data.read.tiff import opened_tiff
 from segtrain.errors import DataError
-from segtrain.evaluation.inference import predict_labels
-from segtrain.evaluation.settings import BatchLimits, SettingsBySize, Size
+from segtrain.evaluation.predictor import Predictor
+from segtrain.evaluation.settings import Size
 from segtrain.files import open_regular, os_errors_as, temporary
+from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX
 
 # The side of a block whose prediction is kept, and what is seen around it: less context would show
@@ -78,16 +78,13 @@ def write_probabilities(
 
 
 def predict_raster(
-    model: nn.Module,
+    predictor: Predictor,
     path: Path,
     size: Size,
     output: Path,
     *,
     form: ImageForm,
-    settings: SettingsBySize,
-    limits: BatchLimits,
     ids: np.ndarray,
-    device: torch.device,
     on_block: Callable[[np.ndarray], object],
 ) -> bool:
     """Writes the ids of the TIFF at `path`, (height, width) `size`, as a tiled TIFF.
@@ -110,8 +107,9 @@ def predict_raster(
                 stored = read_image([path], form, seen)
                 nowhere = np.zeros(stored.shape[:2], np.uint8)
                 image, missing = ignore_missing(stored, nowhere, form)
-                label, finite = _predict(model, image, settings, limits, device)
-                is_finite = is_finite and finite
+                (found,) = predictor.label_maps([torch.from_numpy(image)], place=printable(path))
+                is_finite = is_finite and bool(found.is_finite)
+                label = found.label.cpu().numpy()
                 block = np.zeros((BLOCK_PX, BLOCK_PX), ids.dtype)
                 part = ids[np.maximum(label, missing)[core]]
                 block[: part.shape[0], : part.shape[1]] = part
@@ -162,16 +160,3 @@ def _around(start: tuple[int, int], size: Size) -> tuple[Window, tuple[slice, sl
         core.append(slice(first - begin, last - begin))
     (top, height), (left, width) = spans
     return Window(top, left, height, width), (core[0], core[1])
-
-
-def _predict(
-    model: nn.Module,
-    image: np.ndarray,
-    settings: SettingsBySize,
-    limits: BatchLimits,
-    device: torch.device,
-) -> tuple[np.ndarray, bool]:
-    pixels: Tensor = torch.from_numpy(image).to(device).permute(2, 0, 1).unsqueeze(0)
-    size = image.shape[0], image.shape[1]
-    (found,) = predict_labels(model, [pixels], settings.of(size), [size], limits)
-    return found.label.cpu().numpy(), bool(found.is_finite)

@@ -54,7 +54,7 @@ class InferenceSettings:
     align_corners: how score maps are resized, as inside the model.
     mean, std, value_range: the normalization, see `segtrain.models.blocks.normalize`.
     autocast: dtype of mixed precision; None: the model's own.
-    tf32: products of float32 numbers are rounded to TF32; said only, see `float32_products`.
+    tf32: products of float32 numbers are rounded to TF32 on CUDA.
     batch_size: views or windows that go through the network together; None: see `batch_limits`.
     """
 

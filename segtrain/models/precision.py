@@ -39,9 +39,14 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContext
     return torch.autocast(device.type, dtype, cache_enabled=False)
 
 
+def float32_products(train: TrainConfig) -> AbstractContextManager[None]:
+    """Inside, products of float32 numbers on CUDA are as `train.precision` says: TF32 or exact."""
+    return tf32_products(train.precision == "tf32")
+
+
 @contextmanager
-def float32_products(train: TrainConfig) -> Iterator[None]:
-    """Inside, products of float32 numbers on CUDA are as `train.precision` says: TF32 or exact.
+def tf32_products(is_tf32: bool) -> Iterator[None]:
+    """Inside, products of float32 numbers on CUDA are TF32, or exact.
 
     By itself torch takes TF32 in convolutions and float32 in matrix products. The settings belong
     to the whole process; afterwards they are as before.
@@ -49,7 +54,7 @@ def float32_products(train: TrainConfig) -> Iterator[None]:
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     # Not by the newer `fp32_precision`, after which torch itself fails where it reads these.
     before = cudnn.allow_tf32, matmul.allow_tf32
-    cudnn.allow_tf32 = matmul.allow_tf32 = train.precision == "tf32"
+    cudnn.allow_tf32 = matmul.allow_tf32 = is_tf32
     try:
         yield
     finally:

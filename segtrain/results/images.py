@@ -9,10 +9,9 @@ import torch
 
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.data.read.dataset import SegDataset
-from segtrain.evaluation.dataset import settings_by_size
-from segtrain.evaluation.inference import predict_labels
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings
-from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
+from segtrain.evaluation.predictor import for_scores
+from segtrain.evaluation.settings import InferenceSettings
+from segtrain.models.precision import to_eval_precision
 from segtrain.run.pictures import Rgb, as_rgb, error_map, overlay
 
 _SIDE_PX = 320
@@ -52,19 +51,15 @@ def predict_chosen(
     loaded: LoadedModel, dataset: SegDataset, indices: Iterable[int], device: torch.device
 ) -> Iterator[Predicted]:
     """Predicts these images, in the order of the split, by this process alone."""
-    config = loaded.config
-    model = to_eval_precision(loaded.model, config, device).eval()
-    num_classes, usual = loaded.classes.num_classes, InferenceSettings.from_config(config)
-    settings = settings_by_size(model, usual, device, num_classes)
+    model = to_eval_precision(loaded.model, loaded.config, device)
+    usual = InferenceSettings.from_config(loaded.config)
+    predictor = for_scores(model, usual, device, loaded.classes.num_classes)
     for index in sorted(set(indices)):
         image, label = dataset[index]
-        pixels = torch.from_numpy(image).to(device).permute(2, 0, 1).unsqueeze(0)
-        how = settings.of(image.shape[:2])
-        limits = BatchLimits(1, how.batch_size or 1)
-        with float32_products(for_evaluation(config)):
-            (found,) = predict_labels(
-                model, [pixels], how, [label.shape], limits, probabilities="highest"
-            )
+        pixels, place = torch.from_numpy(image), f"image {index} of {dataset.split}"
+        (found,) = predictor.label_maps(
+            [pixels], [label.shape], place=place, probabilities="highest"
+        )
         image = as_rgb(image, dataset.form.value_range)
         if image.shape[:2] != label.shape:
             image = cv2.resize(image, label.shape[::-1], interpolation=cv2.INTER_AREA)

@@ -18,11 +18,12 @@ from segtrain.data.read.dataset import SegDataset
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import LABELLED, Records, load_records, scores_csv
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.files import write_atomic
 from segtrain.metrics import calibration_error
-from segtrain.models.precision import float32_products, for_evaluation, to_eval_precision
+from segtrain.models.precision import to_eval_precision
 from segtrain.results.compare import Interval
 from segtrain.results.images import Card, draw_cards
 from segtrain.results.page import render
@@ -80,16 +81,10 @@ def evaluated(directory: Path, device: torch.device, overrides: Sequence[str] = 
 
 def evaluate(loaded: LoadedModel, dataset: SegDataset, device: torch.device) -> Records:
     """The scores of a model on a split, by this process alone."""
-    settings, config = InferenceSettings.from_config(loaded.config), loaded.config
-    with float32_products(for_evaluation(config)):
-        outcome = evaluate_dataset(
-            to_eval_precision(loaded.model, config, device),
-            dataset,
-            settings,
-            device=device,
-            num_classes=loaded.classes.num_classes,
-            progress=True,
-        )
+    model = to_eval_precision(loaded.model, loaded.config, device)
+    settings = InferenceSettings.from_config(loaded.config)
+    predictor = for_scores(model, settings, device, loaded.classes.num_classes)
+    outcome = evaluate_dataset(predictor, dataset, progress=True)
     return Records.of(outcome, dataset, settings, loaded.step)
 
 

@@ -17,6 +17,7 @@ from stepping import NUM_CLASSES, config_of, random_batch
 from gpu.watching import LOCAL, REPLAYED, SYNC, TINY, contenders, one_rank, without_kernels
 from segtrain.distributed.machine import num_cores
 from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import build_model
 from segtrain.models.precision import autocast
@@ -147,13 +148,11 @@ def test_evaluation_is_fast(device, figures, name):
     labels = rng.integers(NUM_CLASSES, size=(8, *size), dtype=np.uint8)
     dataset = [(images[i % 8], labels[i % 8]) for i in range(num_images)]
     whole = InferenceSettings.from_config(config)
-    options = {"device": device, "num_classes": NUM_CLASSES, "num_threads": 8}
-    ways = {
-        mode: partial(
-            evaluate_dataset, network, dataset, replace(whole, mode=mode), **options, **given
-        )
-        for mode, given in {"whole": {"mode_is_given": True}, "slide": {}}.items()
-    }
+    ways = {}
+    for mode in ("whole", "slide"):
+        how = network, replace(whole, mode=mode), device, NUM_CLASSES
+        predictor = for_scores(*how, mode_is_given=True)
+        ways[mode] = partial(evaluate_dataset, predictor, dataset, num_threads=8)
     ways["torchvision"] = partial(reference_evaluation, network, dataset, whole, device)
     # Both count every pixel once.
     pixels = num_images * size[0] * size[1]

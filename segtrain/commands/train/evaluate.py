@@ -25,19 +25,13 @@ from segtrain.evaluation.dataset import (
     Sample,
     StoppedError,
     evaluate_dataset,
-    settings_by_size,
 )
+from segtrain.evaluation.predictor import Predictor, for_scores
 from segtrain.evaluation.records import Records
 from segtrain.evaluation.settings import InferenceSettings, view_sizes
 from segtrain.metrics import Scores, calibration_error, thin_classes
 from segtrain.models.blocks import Normalize
-from segtrain.models.precision import (
-    autocast,
-    autocast_dtype,
-    dtype_of,
-    float32_products,
-    for_evaluation,
-)
+from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import placed, precise_statistics
 from segtrain.run.charts import confusion_picture
 from segtrain.run.console import score_text
@@ -144,9 +138,8 @@ def evaluate_largest(run: Training, eval_set: SegDataset) -> None:
 
     These are the largest of all and the largest of those that do not go by windows.
     """
-    settings, state = InferenceSettings.from_config(run.config), run.state
-    num_classes, at_once = eval_set.classes.num_classes, _at_once(run)
-    by_size = settings_by_size(state.eval_model, settings, run.device, num_classes, at_once)
+    by_size = _predictor(run).settings
+    settings = by_size.usual
 
     def largest() -> list[int]:
         indices = range(len(eval_set))
@@ -160,7 +153,7 @@ def evaluate_largest(run: Training, eval_set: SegDataset) -> None:
         whole = [i for i in indices if by_size.of(sizes[i]) == settings]
         return sorted({max(group, key=work) for group in (indices, whole) if group})
 
-    copies = dist.world_size() * at_once * (settings.batch_size or 1)
+    copies = dist.world_size() * _at_once(run) * (settings.batch_size or 1)
     samples = [eval_set[i] for i in dist.run_on_rank0(largest)]
     _evaluated(run, [sample for sample in samples for _ in range(copies)])
 
@@ -171,18 +164,15 @@ def _at_once(run: Training) -> int:
 
 def _evaluated(run: Training, samples: Sequence[Sample], **options: Any) -> Outcome:
     """`evaluate_dataset` as a run calls it."""
-    config = run.config
-    with float32_products(for_evaluation(config)):
-        return evaluate_dataset(
-            run.state.eval_model,
-            samples,
-            InferenceSettings.from_config(config),
-            device=run.device,
-            num_classes=run.train_set.classes.num_classes,
-            num_threads=max(1, num_loader_workers(config.data)),
-            at_once=_at_once(run),
-            **options,
-        )
+    num_threads = max(1, num_loader_workers(run.config.data))
+    how = {"num_threads": num_threads, "at_once": _at_once(run)}
+    return evaluate_dataset(_predictor(run), samples, **how, **options)
+
+
+def _predictor(run: Training) -> Predictor:
+    usual, classes = InferenceSettings.from_config(run.config), run.train_set.classes
+    which = run.state.eval_model, usual, run.device, classes.num_classes
+    return for_scores(*which, at_once=_at_once(run))
 
 
 def is_better(score: float, best: dict[str, Any] | None) -> bool:
