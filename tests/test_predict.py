@@ -14,11 +14,11 @@ from torch import nn
 from segtrain.checkpoint import ready
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import predict
-from segtrain.commands.video import overlay_video
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.errors import ConfigError, DataError, ExecutionError, MemoryLimitError
 from segtrain.evaluation import predictor, settings
+from segtrain.evaluation.video import overlay_video
 from segtrain.types import SegLogits
 
 CLASSES = ClassFile(

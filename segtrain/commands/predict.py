@@ -18,7 +18,6 @@ from PIL import Image
 from torch import Tensor
 
 from segtrain.checkpoint.ready import ReadyModel, make_ready
-from segtrain.commands.video import overlay_video
 from segtrain.data.check.findings import photo_findings
 from segtrain.data.check.values import ImageValues, image_values, joined_values
 from segtrain.data.read.concurrent import prefetch
@@ -42,6 +41,7 @@ from segtrain.evaluation.raster import (
 )
 from segtrain.evaluation.settings import InferenceSettings, Size
 from segtrain.evaluation.transfer import Transfer
+from segtrain.evaluation.video import overlay_video
 from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
 from segtrain.run import pictures
