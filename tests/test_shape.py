@@ -108,3 +108,40 @@ def test_one_generator_is_around_a_batch(seen):
 
 def test_no_module_changes_around_a_microbatch_but_for_the_pass(seen):
     assert seen["changed"] == AMBIENT
+
+
+def table_below(heading):
+    """The rows of the first table after `heading` in segtrain/README.md, as lists of cells."""
+    text = (HOME / "README.md").read_text()
+    lines = text[text.index(heading) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_the_readme_walks_a_batch_by_names_that_exist():
+    rows = table_below("One batch on its way")
+    files = [file.strip("`") for _, file, *_ in rows]
+    assert len(set(files)) == len(files) == 8
+    for file, (_, _, name, _) in zip(files, rows, strict=True):
+        defined = rf"^ *(class|def) {name.strip('`')}\b"
+        assert re.search(defined, (HOME / file).read_text(), re.M), name
+
+
+def test_the_readme_says_where_additions_go_by_names_that_exist():
+    rows = table_below("## Where do I add")
+    assert len(rows) == 8
+    tables = []
+    for _, where, commit in rows:
+        places = re.findall(r"`([^`]+)`", where)
+        tables += [place for place in places if place.isupper()]
+        files = [place for place in places if "/" in place]
+        assert files
+        assert [file for file in files if not (HOME / file).exists()] == []
+        assert re.fullmatch(r"[0-9a-f]{7}", commit)
+    source = "".join(path.read_text() for path in HOME.rglob("*.py"))
+    assert [name for name in tables if not re.search(rf"^{name}\b.* = ", source, re.M)] == []
