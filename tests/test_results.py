@@ -418,6 +418,25 @@ def test_what_cannot_be_compared_is_refused(run, capsys):
     assert "on both sides" in capsys.readouterr().err
 
 
+def test_a_run_is_named_by_its_directory_or_its_config(run, tmp_path, capsys):
+    """A checkpoint is refused: the best one of the run would be read in its place."""
+    page = tmp_path / "page.html"
+    assert segtrain("report", run / "config.yaml", "--output", page) == 0
+    assert page.exists()
+    checkpoint, folder = run / "checkpoints/last.pt", tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("")
+    for other, said in (
+        (checkpoint, f"found a checkpoint; instead of it give {run}"),
+        (folder, "found an experiment"),
+        (tmp_path, "expected the directory of a run"),
+    ):
+        for command in ("report", "suspects", "verify"):
+            more = ["--output", page] if command == "report" else []
+            assert segtrain(command, other, *more) == 2
+            assert said in capsys.readouterr().err
+
+
 def test_compare_prints_and_writes(run, tmp_path, capsys):
     """A seed that is said to be another one: the same model, which differs in nothing."""
     second = tmp_path / "second"

@@ -240,7 +240,7 @@ def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_
     lines = (lost / "receipts.jsonl").read_text().splitlines(keepends=True)
     (lost / "receipts.jsonl").write_text("".join([*lines[:1], *lines[2:]]))
     refused = {
-        (tmp_path / "nowhere",): (2, "nowhere/config.yaml: cannot be read: no such file"),
+        (tmp_path / "nowhere",): (2, "nowhere: expected the directory of a run"),
         (plain,): (2, "start it with --set train.shares=N"),
         (bare,): (2, f"{bare}/receipts.jsonl: no receipts yet (the run writes th"),
         (lost, "--steps", "1:"): (2, "has receipts of 3 steps, 1 to 4, but none of step 2"),

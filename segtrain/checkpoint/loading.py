@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from segtrain.files import kind_of
 from segtrain.models import SegModel, build_model
 from segtrain.models.ensemble import Ensemble
 from segtrain.models.norms import make_inference_norm
-from segtrain.run.directory import CONFIG, flat, is_run
+from segtrain.run.directory import CONFIG, flat, is_run, no_run
 from segtrain.run.folds import EXPERIMENT, read_division
 from segtrain.text import first_of
 
@@ -187,19 +186,8 @@ def resolve(run_or_file: str | Path) -> Path:
             found = kind_of(file)
             raise CheckpointError(f"{file}: expected a checkpoint, found {found}; move it away")
     if (path / CONFIG).is_file() and not is_run(path):
-        raise CheckpointError(_runs_of_experiment(path))
+        raise CheckpointError(no_run(path))
     raise CheckpointError(f"{path}: no checkpoints/{BEST} or checkpoints/{LAST} in this directory")
-
-
-def _runs_of_experiment(folder: Path) -> str:
-    """What to say of the folder of a config, where a run is expected."""
-    name = folder.resolve().name
-    places = dict.fromkeys((folder / "runs", Path("runs")))
-    runs = [run for runs in places for run in sorted(runs.glob(f"{escape(name)}*")) if is_run(run)]
-    what = f"{folder}: expected a run, found an experiment, which has no weights"
-    if runs:
-        return f"{what}; instead of it give {first_of(map(str, runs))}"
-    return f"{what}; segtrain train {shlex.quote(str(folder))} writes the run runs/{name}"
 
 
 def check_sizes(checkpoint: Checkpoint, config: Config, classes: ClassFile, path: Path) -> None:

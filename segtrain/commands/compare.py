@@ -15,6 +15,7 @@ from segtrain.results.compare import compare, comparison_lines
 from segtrain.results.folds import evaluated_whole
 from segtrain.results.runs import differing_recipes
 from segtrain.results.steps import steps_lines
+from segtrain.run.folds import named_runs
 from segtrain.text import first_of
 
 
@@ -31,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     if args.steps:
         if len({*a, *b}) != 2 or args.by or args.json:
             raise ConfigError("--steps: expected two runs, without --by and --json")
-        print(*steps_lines(*a, *b), sep="\n")
+        print(*steps_lines(*named_runs([*a, *b])), sep="\n")
         return EXIT_OK
     if not b:
         if len(a) != 2:
@@ -44,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
         with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
             check_output(args.json, '{\n  "scores": ')
     device = device_for(args.device)
-    sides = [[evaluated_whole(path, device) for path in side] for side in (a, b)]
+    sides = [[evaluated_whole(path, device) for path in named_runs(side)] for side in (a, b)]
     for side in sides:
         different = set(differing_recipes([one.run.config for one in side])) - {"seed"}
         if different:

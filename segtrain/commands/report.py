@@ -1,7 +1,6 @@
 """`segtrain report`: a page about one or several runs."""
 
 import argparse
-from pathlib import Path
 
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
@@ -9,7 +8,7 @@ from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.results.folds import join_folds
 from segtrain.results.report import evaluated, report_page, write_figures, write_report
 from segtrain.run.directory import REPORT
-from segtrain.run.folds import read_division
+from segtrain.run.folds import named_runs, read_division
 from segtrain.text import printable
 
 
@@ -22,7 +21,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         UserError: no run, no checkpoint, or a file that cannot be read or written.
     """
-    runs: list[Path] = list(dict.fromkeys(args.runs))
+    runs = named_runs(args.runs)
     output = args.output
     if output is None and len(runs) > 1:
         raise ConfigError("--output FILE: needed for a report of several runs")

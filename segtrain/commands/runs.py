@@ -86,8 +86,7 @@ def _clear(directory: Path) -> int:
     Raises:
         UserError: there is no run, it is in use or not complete, or its checkpoints are damaged.
     """
-    if not run_directory.is_run(directory):
-        raise ConfigError(f"{printable(directory)}: expected the directory of a run")
+    directory = run_directory.named_run(directory)
     with run_directory.RunLock(directory, elsewhere=""):
         checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS, keep_limit=1)
         checkpoints.clean_up()

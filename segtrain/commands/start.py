@@ -116,7 +116,7 @@ def _refined(args: argparse.Namespace, target: Target, found: list[str]) -> Conf
 
 def branch_directory(text: str, output: Path | None) -> Path:
     """Where `segtrain train TEXT --finish` makes the branch; ConfigError if TEXT is no run."""
-    run = _run_of(text)
+    run = run_directory.run_of(Path(text))
     if run is None:
         raise ConfigError(f"{text}: expected a run, or a checkpoint of one, to finish")
     beside = Path(os.path.normpath(run / os.pardir))
@@ -140,7 +140,7 @@ def _branch(args: argparse.Namespace, *, resume: bool, alone: bool) -> Target:
                 f"--until 1; then start all with {directory} --resume"
             )
         checkpoint = Path(args.config) if args.config.endswith(_CHECKPOINT) else None
-        run = _run_of(args.config)
+        run = run_directory.run_of(Path(args.config))
         finish.begin(run, checkpoint, directory, steps=args.finish, overrides=args.set)
         args.argv = [*args.argv, "--resume"]  # of the ranks
     begun = load_config(config).schedule.finish_from
@@ -158,7 +158,7 @@ def named_config(text: str, *, may_write: bool) -> str:
     Raises:
         ConfigError, DataError: what `segtrain init` cannot decide or read.
     """
-    if not os.path.isdir(text) or _run_of(text) is not None:
+    if not os.path.isdir(text) or run_directory.run_of(Path(text)) is not None:
         return text
     from segtrain.commands import init
 
@@ -184,7 +184,7 @@ def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
         ConfigError: there is no such config; or `text` means a run, but `resume` is missing or
             `output` is another directory, so it is not clear what is wanted.
     """
-    run = _run_of(text)
+    run = run_directory.run_of(Path(text))
     if run is None:
         found = find_config(text)
         name = found.path.stem
@@ -210,13 +210,3 @@ def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
         "to start a new run with its config: "
         f"segtrain train {shlex.quote(str(config))} --output {shlex.quote(str(new))}"
     )
-
-
-def _run_of(text: str) -> Path | None:
-    """The run whose directory, config.yaml or checkpoint `text` names; None if it names none."""
-    path = Path(text)
-    if path.name == run_directory.CONFIG:
-        path = path.parent
-    elif text.endswith(_CHECKPOINT):
-        path = path.parent.parent
-    return path if run_directory.is_run(path) else None

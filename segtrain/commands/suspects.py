@@ -35,7 +35,7 @@ from segtrain.results.suspects import (
     disputed,
     rank,
 )
-from segtrain.run.directory import CHECKPOINTS, SUSPECTS, is_run
+from segtrain.run.directory import CHECKPOINTS, SUSPECTS, named_run
 from segtrain.text import printable
 from segtrain.training.sample_losses import LOSS, PIXELS, UNITS, names_digest, parse_sums
 
@@ -76,8 +76,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         UserError: no run, no losses in it, other data now, or a file that cannot be written.
     """
-    if not is_run(args.run):
-        raise ConfigError(f"{args.run}: expected the directory of a run")
+    args.run = named_run(args.run)
     output = args.output or args.run / SUSPECTS
     # A config that is there may have been edited.
     for option, file, *begins in (

@@ -76,16 +76,16 @@ def run_verify(args: argparse.Namespace) -> int:
             a step that the run has not.
         ConfigError: these steps cannot be verified.
     """
-    device = device_for(args.device)
-    config = _config(args.run, args.set)
+    device, run = device_for(args.device), run_directory.named_run(args.run)
+    config = _config(run, args.set)
     if device.type == "cpu":
         keep_freed_memory()
     group = process_group(device, timeout_s=config.train.timeout_s)
     with group, float32_products(config.train), ExitStack() as stack:
         make_repeatable(config, device)
         receipts: dict[int, Receipt] = {}
-        plan = dist.run_on_rank0(lambda: _plan(args.run, args.steps, config.train.steps, receipts))
-        _replay(_set_up(args.run, config, device, Plan(*plan), receipts, stack))
+        plan = dist.run_on_rank0(lambda: _plan(run, args.steps, config.train.steps, receipts))
+        _replay(_set_up(run, config, device, Plan(*plan), receipts, stack))
     return EXIT_OK
 
 

@@ -156,7 +156,7 @@ def read_run(directory: Path) -> Run:
         ConfigError: there is no run.
     """
     if not run_directory.is_run(directory):
-        raise ConfigError(f"{directory}: expected the directory of a run")
+        raise ConfigError(run_directory.no_run(directory))
     config = load_config(directory / run_directory.CONFIG)
     environment: Any = {}
     with suppress(OSError, ValueError):  # only people read it

@@ -6,6 +6,7 @@ import os
 import shlex
 import socket
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from segtrain.data.read.protect import check_run_directory
 from segtrain.errors import ConfigError, ExecutionError
 from segtrain.files.manifest import MANIFEST
 from segtrain.run.environment import ENVIRONMENT, environment_json
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, first_of, printable
 
 LOCK = ".lock"
 _UNWRITABLE = "cannot be written (--output names another)"
@@ -180,6 +181,42 @@ def edits(directory: Path, config: Config) -> list[str]:
 def is_run(directory: Path) -> bool:
     """Whether a run was started in `directory`; config.yaml alone may be anybody's."""
     return (directory / ENVIRONMENT).exists() or (directory / CHECKPOINTS / MANIFEST).exists()
+
+
+def run_of(path: Path) -> Path | None:
+    """The run whose directory, config.yaml or checkpoint `path` is; None: of none."""
+    if path.name == CONFIG:
+        path = path.parent
+    elif path.suffix == ".pt":
+        path = path.parent.parent
+    return path if is_run(path) else None
+
+
+def named_run(path: Path) -> Path:
+    """The run that a command line names by its directory or by the config.yaml in it.
+
+    Raises:
+        ConfigError: it names something else; says what, and what to give instead.
+    """
+    run = run_of(path)
+    if run is None or path.suffix == ".pt":
+        raise ConfigError(no_run(path))
+    return run
+
+
+def no_run(path: Path) -> str:
+    """What to say of `path`, where a run is expected."""
+    run = run_of(path)
+    if run is not None:  # of which a command would read the best checkpoint
+        return f"{path}: expected a run, found a checkpoint; instead of it give {run}"
+    if not (path / CONFIG).is_file():
+        return f"{path}: expected the directory of a run"
+    name, folders = path.resolve().name, dict.fromkeys((path / "runs", Path("runs")))
+    runs = [found for f in folders for found in sorted(f.glob(f"{escape(name)}*")) if is_run(found)]
+    what = f"{path}: expected a run, found an experiment, which has no weights"
+    if runs:
+        return f"{what}; instead of it give {first_of(map(str, runs))}"
+    return f"{what}; segtrain train {shlex.quote(str(path))} writes the run runs/{name}"
 
 
 def has_saved(directory: Path) -> bool:

@@ -4,6 +4,7 @@ It holds experiment.yaml (the config), folds.json (`Division`), two lists of pai
 and the runs fold_0, fold_1 ...
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from segtrain import files
 from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.run.directory import named_run
 from segtrain.text import printable
 
 FOLDS, EXPERIMENT = "folds.json", "experiment.yaml"
@@ -75,3 +77,8 @@ def write_record(path: Path, record: Record) -> None:
     """Writes the JSON file, whole; ExecutionError if it cannot."""
     with files.os_errors_as(ExecutionError, path, "cannot be written"):
         files.write_atomic(path, record.model_dump_json(indent=1) + "\n")
+
+
+def named_runs(paths: Iterable[Path]) -> list[Path]:
+    """The runs that a command line names, see `named_run`, or directories of folds; each once."""
+    return list(dict.fromkeys(p if read_division(p) else named_run(p) for p in paths))
