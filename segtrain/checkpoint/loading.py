@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, parse_data, parse_experiment
-from segtrain.checkpoint.restore import check_fit, check_plain, load_weights
+from segtrain.checkpoint.weights import check_fit, check_plain, load_weights
 from segtrain.config import Config, load_config, recipes
 from segtrain.config.loading import yaml_value
 from segtrain.data.read.classes import (

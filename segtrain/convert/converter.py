@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from segtrain.checkpoint.format import Checkpoint, experiment_fields, first_problem, save
-from segtrain.checkpoint.restore import load_weights
+from segtrain.checkpoint.weights import load_weights
 from segtrain.config import Config, DataConfig, override_config
 from segtrain.config.loading import given_key, given_keys, yaml_value
 from segtrain.convert import mmseg, semseg, smp, torchvision, vainf
