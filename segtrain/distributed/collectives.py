@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as torch_dist
@@ -22,8 +22,10 @@ from torch.distributed import ProcessGroup
 from segtrain import errors
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.passes import current, passing
-from segtrain.distributed.shared_sum import SharedSum
 from segtrain.errors import LostRanksError, UserError
+
+if TYPE_CHECKING:  # whoever uses one has it
+    from segtrain.distributed.shared_sum import SharedSum
 
 
 class Alone:
@@ -184,10 +186,10 @@ def use_timeout(timeout: timedelta | None, *, wait_s: float) -> None:
     _timeout, _wait_s = timeout, wait_s
 
 
-_shared_sum: SharedSum | None = None
+_shared_sum: "SharedSum | None" = None
 
 
-def use_shared_sum(shared_sum: SharedSum | None) -> None:
+def use_shared_sum(shared_sum: "SharedSum | None") -> None:
     """Lets `all_reduce_sum` add small tensors by `shared_sum`; closes the one used before."""
     global _shared_sum
     if _shared_sum is not None:
@@ -295,7 +297,7 @@ def _sum_processes(tensor: Tensor, group: Group | None) -> Tensor:
     return tensor
 
 
-def _sharing_memory(tensor: Tensor, group: Group | None) -> SharedSum | None:
+def _sharing_memory(tensor: Tensor, group: Group | None) -> "SharedSum | None":
     """What exchanges `tensor` through shared memory; None: the backend does it."""
     shared = None if group is not None or torch.compiler.is_compiling() else _shared_sum
     return shared if shared is not None and shared.takes(tensor) else None
