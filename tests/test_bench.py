@@ -14,7 +14,7 @@ from torch import nn
 
 from segtrain.cli import main
 from segtrain.commands import bench
-from segtrain.commands.bench import Report, limit_of
+from segtrain.commands.bench import StepFigures, limit_of
 from segtrain.config import load_config
 from segtrain.models import build_model
 from segtrain.models.norms import make_norm
@@ -131,7 +131,7 @@ def report(**changes):
         "peak_bytes": 2**30,
         "device_busy": None,
     }
-    return Report(**values | changes)
+    return StepFigures(**values | changes)
 
 
 @pytest.mark.parametrize(

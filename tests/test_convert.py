@@ -29,7 +29,7 @@ from segtrain.checkpoint.loading import load_initial
 from segtrain.config import override_config
 from segtrain.convert.classes import choose_classes
 from segtrain.convert.converter import convert_file, detect, load_plan, make_config, translate
-from segtrain.convert.layout import Plan
+from segtrain.convert.layout import Conversion
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import torch_file
 from segtrain.models import build_model
@@ -852,7 +852,7 @@ def test_channels_move_to_the_order_of_the_class_file_by_name(smp_state, tmp_pat
     ],
 )
 def test_classes_that_do_not_fit_the_channels_are_refused(stored, names, order, message, tmp_path):
-    plan = Plan("x", 1 if "sigmoid" in message else K, {}, {}, class_names=stored)
+    plan = Conversion("x", 1 if "sigmoid" in message else K, {}, {}, class_names=stored)
     spec = names and class_file(tmp_path / "own.yaml", names)
     if isinstance(order, tuple):
         order = class_file(tmp_path / "theirs.yaml", order)
@@ -861,9 +861,9 @@ def test_classes_that_do_not_fit_the_channels_are_refused(stored, names, order, 
 
 
 def test_stored_names_give_the_order_and_other_names_a_warning(classes):
-    plan = Plan("x", K, {}, {}, class_names=NAMES[::-1])
+    plan = Conversion("x", K, {}, {}, class_names=NAMES[::-1])
     assert chosen(plan, classes, "stored").order == [4, 3, 2, 1, 0]
-    plan = Plan("x", K, {}, {}, class_names=("sky", "street", *NAMES[2:]))
+    plan = Conversion("x", K, {}, {}, class_names=("sky", "street", *NAMES[2:]))
     (line,) = chosen(plan, classes).lines
     expected = "warning: the file stores 5 names for 5 classes: 1 street there, road here"
     assert line == expected

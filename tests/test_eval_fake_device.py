@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from segtrain.commands import predict
 from segtrain.data.read.formats import Info
 from segtrain.data.read.image import RGB
-from segtrain.data.read.photos import Photo, Source
+from segtrain.data.read.photos import Photo, PhotoFile
 from segtrain.evaluation import dataset
 from segtrain.evaluation import settings as evaluation_settings
 from segtrain.evaluation.dataset import evaluate_dataset
@@ -146,7 +146,7 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch)
         return Photo(np.zeros((*size, 3), np.uint8), form, Info(size, 3, form.dtype))
 
     monkeypatch.setattr(predict, "read_photo", read_photo)
-    sources = [Source(Path(str(i)), str(i)) for i in range(len(SIZES))]
+    sources = [PhotoFile(Path(str(i)), str(i)) for i in range(len(SIZES))]
     by_size, classes = SettingsBySize(SETTINGS, SETTINGS), SimpleNamespace(num_classes=K)
     with device:
         loaded = SimpleNamespace(classes=classes)

@@ -6,6 +6,7 @@ Features add a call, a generator and a global at a time, and nobody sees it.
 import inspect
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -145,3 +146,13 @@ def test_the_readme_says_where_additions_go_by_names_that_exist():
         assert re.fullmatch(r"[0-9a-f]{7}", commit)
     source = "".join(path.read_text() for path in HOME.rglob("*.py"))
     assert [name for name in tables if not re.search(rf"^{name}\b.* = ", source, re.M)] == []
+
+
+def test_a_class_has_a_name_of_its_own():
+    """Two of the same name are two ideas under one word; the library's Predictor hides one."""
+    found = Counter(
+        name
+        for path in HOME.rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.M)
+    )
+    assert {name for name, count in found.items() if count > 1} <= {"Predictor"}

@@ -30,7 +30,7 @@ _RECTANGLE = 0.02
 _OTHER_COCO = ("captions_", "image_info_", "panoptic_", "person_keypoints_")
 
 
-class Format(NamedTuple):
+class AnnotationFormat(NamedTuple):
     """How files of one format are recognized and read.
 
     suffixes: of the file names.
@@ -48,16 +48,16 @@ class Format(NamedTuple):
 
 
 # The first that matches counts.
-FORMATS: dict[str, Format] = {
-    "LabelMe": Format((".json",), rb'\s*\{.*"shapes"\s*:\s*\[', labelme.read, "order"),
-    "Label Studio": Format(
+FORMATS: dict[str, AnnotationFormat] = {
+    "LabelMe": AnnotationFormat((".json",), rb'\s*\{.*"shapes"\s*:\s*\[', labelme.read, "order"),
+    "Label Studio": AnnotationFormat(
         (".json",), rb'\s*\[.*"annotations"\s*:\s*\[', label_studio.read, "order"
     ),
-    "COCO": Format(
+    "COCO": AnnotationFormat(
         (".json",), rb'\s*\{(?=.*"images"\s*:).*"(annotations|category_id)"\s*:', coco.read, "area"
     ),
-    "CVAT": Format((".xml",), rb".*<annotations\b", cvat.read, "order"),
-    "YOLO": Format((".yaml", ".yml"), rb"(.*\n)?names\s*:", yolo.read, "area"),
+    "CVAT": AnnotationFormat((".xml",), rb".*<annotations\b", cvat.read, "order"),
+    "YOLO": AnnotationFormat((".yaml", ".yml"), rb"(.*\n)?names\s*:", yolo.read, "area"),
 }
 
 

@@ -48,7 +48,7 @@ from segtrain.training.step_sync import StepSync
 _MUCH_DATA, _MUCH_COMMUNICATION, _MUCH_ARITHMETIC, _LITTLE_BUSY = 0.05, 0.15, 0.5, 0.85
 
 
-class Report(NamedTuple):
+class StepFigures(NamedTuple):
     """The figures of a training step, over all ranks; JSON can hold them."""
 
     device: str
@@ -88,7 +88,7 @@ class Footprint(NamedTuple):
     host_bytes: int  # resident in all ranks and loader workers together
 
 
-def lines_of(report: Report) -> Iterator[str]:
+def lines_of(report: StepFigures) -> Iterator[str]:
     """The report for people."""
     height, width = report.crop_size
     yield (
@@ -115,7 +115,7 @@ def lines_of(report: Report) -> Iterator[str]:
     yield f"limit      {limit_of(report)}"
 
 
-def limit_of(report: Report) -> str:
+def limit_of(report: StepFigures) -> str:
     """What to change first, in words."""
     data = report.data_s / report.step_s
     communication = report.parts_s["communication"] / report.parted_step_s
@@ -262,7 +262,7 @@ def _training(config: Config, device: torch.device, stack: ExitStack) -> tuple[T
 
 def _measure(
     config: Config, device: torch.device, num_steps: int, profile: Path | None, stack: ExitStack
-) -> Report:
+) -> StepFigures:
     """Trains a few steps with the data, model and loader of a run (collective)."""
     this, _ = _training(config, device, stack)
     steps = _Steps(this)
@@ -293,7 +293,7 @@ def _measure(
     mine = [step_s, data_s, parted_s, parts, peak, peak_bytes(device), eager_s, loader]
     everywhere = dist.all_gather_object(mine)
     slowest = max(everywhere, key=lambda values: values[0])
-    return Report(
+    return StepFigures(
         device=device_name(device),
         ranks=dist.world_size(),
         precision=precision_on(config.train, device),

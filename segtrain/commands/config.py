@@ -22,7 +22,7 @@ def load_named(args: argparse.Namespace) -> Config:
     return load_config(args.config, args.set)
 
 
-def find_config(text: str) -> recipes.Found:
+def find_config(text: str) -> recipes.FoundConfig:
     """As `recipes.find`; of a folder the error also says what it holds, and what to do with it."""
     made = Path(text) / CONFIG  # of `segtrain init`
     try:

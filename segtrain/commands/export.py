@@ -7,7 +7,7 @@ from segtrain.checkpoint.loading import LoadedModel, load_model
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import ONNX_OPSET, require_onnx
-from segtrain.export.write import TOLERANCE, Comparison, export_graph, export_weights, min_side_px
+from segtrain.export.write import TOLERANCE, Deviation, export_graph, export_weights, min_side_px
 from segtrain.files import check_utf8, kind_of
 from segtrain.text import printable
 
@@ -79,7 +79,7 @@ def _check_request(args: argparse.Namespace, output: Path) -> None:
         require_onnx()
 
 
-def _table(compared: list[Comparison]) -> list[str]:
+def _table(compared: list[Deviation]) -> list[str]:
     lines = ["  size (px)  batch  max difference  same class"]
     for i, (case, difference, agreement, _) in enumerate(compared):
         size = f"{case.height}x{case.width}"

@@ -16,7 +16,7 @@ from segtrain.text import counted, first_of, printable
 
 if TYPE_CHECKING:  # the rest is imported when the command runs
     from segtrain.survey.recipe import Machine
-    from segtrain.survey.write import Plan
+    from segtrain.survey.write import Decisions
 
 _WEIGHTS = "IMAGENET1K_V1"
 _HOST = ("download.pytorch.org", 443)
@@ -74,7 +74,7 @@ def write_experiment(
         machine = _machine()
         pixels = recipe.choose_pixels(found, (*split.train, *split.val), given, machine)
         options = recipe.choose_options(split, chosen.classes, pixels, machine)
-        plan = write.Plan(found, labels, chosen, split, options)
+        plan = write.Decisions(found, labels, chosen, split, options)
         for line in _lines(plan, machine):
             print(printable(line))
         for warning in write.write(plan, output, _command(folder, answers), jobs=jobs):
@@ -136,7 +136,7 @@ def _machine() -> "Machine":
     return Machine(has_gpu, None, has_bfloat16)
 
 
-def _lines(plan: "Plan", machine: "Machine") -> list[str]:
+def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
     """What was found, as a table, and the warnings."""
     survey, labels = plan.survey, plan.labels
     images = (*plan.splits.train, *plan.splits.val)

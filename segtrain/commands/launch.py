@@ -77,13 +77,13 @@ def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
     # Importing torch takes seconds, and Ctrl-C in the midst of it would show a traceback.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signals.exit_at_once)
-    from segtrain.distributed.launcher import Machines, run_ranks
+    from segtrain.distributed.launcher import MachineGroup, run_ranks
 
     command = [*interpreter(), "-m", "segtrain", *args.argv]
     machines = None
     if getattr(args, "nnodes", 1) > 1:  # only `segtrain train` has it
         run_id, secret = args.rdzv_id or "segtrain", Path(args.output, SECRET_FILE)
-        machines = Machines(args.nnodes, args.rdzv_endpoint, args.node_rank, run_id, secret)
+        machines = MachineGroup(args.nnodes, args.rdzv_endpoint, args.node_rank, run_id, secret)
     max_restarts = getattr(args, "max_restarts", 0)
     return run_ranks(command, num_ranks, max_restarts=max_restarts, machines=machines)
 

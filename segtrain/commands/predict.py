@@ -25,7 +25,7 @@ from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import VIDEO_SUFFIXES, first_lines
 from segtrain.data.read.formats import read_info
 from segtrain.data.read.image import ImageForm, ignore_missing
-from segtrain.data.read.photos import Source, find_images, form_of_file, read_photo
+from segtrain.data.read.photos import PhotoFile, find_images, form_of_file, read_photo
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.raster import raster_size, refuse_short_side
 from segtrain.distributed.process_group import device_for
@@ -67,14 +67,14 @@ class Notes(NamedTuple):
     cut_short: str = ""  # a video whose last frames are missing
 
 
-class Photo(NamedTuple):
+class DecodedPhoto(NamedTuple):
     """An image to predict. index: among all sources. pixels: (H, W, C) as stored, on the host.
 
     missing: (H, W) uint8, IGNORE_INDEX where the image has no value, else 0.
     """
 
     index: int
-    source: Source
+    source: PhotoFile
     pixels: Tensor
     missing: np.ndarray
     settings: InferenceSettings
@@ -135,7 +135,7 @@ def main(args: argparse.Namespace) -> int:
 
 def predict_images(
     ready: ReadyModel,
-    sources: Sequence[Source],
+    sources: Sequence[PhotoFile],
     output: Path,
     tint: pictures.Tint,
     *,
@@ -158,17 +158,17 @@ def predict_images(
     decoded = prefetch(decode, [source.path for source in sources], _THREADS)
     notes: list[Notes] = []
 
-    def photos() -> Iterator[Photo]:
+    def photos() -> Iterator[DecodedPhoto]:
         for i, (source, (found, note)) in enumerate(zip(sources, decoded, strict=True)):
             notes.append(note)
             if found is None:
                 bar.update()
             else:
-                yield Photo(i, source, *found, settings.of(found[0].shape[:2]))
+                yield DecodedPhoto(i, source, *found, settings.of(found[0].shape[:2]))
 
     wanted = "all" if probabilities else "none"
 
-    def finished() -> Iterator[tuple[Source, np.ndarray, np.ndarray, np.ndarray | None]]:
+    def finished() -> Iterator[tuple[PhotoFile, np.ndarray, np.ndarray, np.ndarray | None]]:
         groups = groups_of(photos(), predictor.limits.num_images)
         predicted = ((group, _predict(predictor, group, wanted)) for group in groups)
         for group, found in transfer.late_to_host(predicted):
@@ -183,7 +183,7 @@ def predict_images(
                 yield photo.source, image, np.maximum(label.numpy(), photo.missing), known
                 bar.update()
 
-    def write(prediction: tuple[Source, np.ndarray, np.ndarray, np.ndarray | None]) -> None:
+    def write(prediction: tuple[PhotoFile, np.ndarray, np.ndarray, np.ndarray | None]) -> None:
         source, image, label, known = prediction
         pictures.write_prediction(output, source.name, image, label, classes, tint)
         tags = geo_tags(source.path)
@@ -208,7 +208,9 @@ def predict_images(
     return notes
 
 
-def predict_rasters(ready: ReadyModel, rasters: Mapping[Source, Size], output: Path) -> list[Notes]:
+def predict_rasters(
+    ready: ReadyModel, rasters: Mapping[PhotoFile, Size], output: Path
+) -> list[Notes]:
     """Writes label maps of TIFFs that are too large to be read at once; returns notes on each.
 
     Each is a tiled TIFF with the georeference of its image. Colours and overlays are left out.
@@ -225,7 +227,7 @@ def predict_rasters(ready: ReadyModel, rasters: Mapping[Source, Size], output: P
     return notes
 
 
-def _predict_raster(ready: ReadyModel, source: Source, size: Size, path: Path) -> Notes:
+def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path) -> Notes:
     settings, values = ready.predictor.settings, []
     refuse_short_side(source.path, settings.usual.short_side_px)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +258,7 @@ def _predict_raster(ready: ReadyModel, source: Source, size: Size, path: Path) -
 
 
 def predict_videos(
-    ready: ReadyModel, videos: Sequence[Source], output: Path, tint: pictures.Tint
+    ready: ReadyModel, videos: Sequence[PhotoFile], output: Path, tint: pictures.Tint
 ) -> list[Notes]:
     """Writes a video of the overlays of each; returns notes on each."""
     is_finite = True
@@ -283,9 +285,9 @@ def predict_videos(
     return notes
 
 
-def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
+def groups_of(photos: Iterable[DecodedPhoto], most: int) -> Iterator[list[DecodedPhoto]]:
     """Neighbouring images with the same settings, up to `most`, whose views may share batches."""
-    group: list[Photo] = []
+    group: list[DecodedPhoto] = []
     for photo in photos:
         new = photo.settings, photo.pixels.dtype
         if group and new != (group[0].settings, group[0].pixels.dtype):
@@ -302,7 +304,7 @@ def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
 def _decode(
     transfer: Transfer, form: ImageForm, path: Path
 ) -> tuple[tuple[Tensor, np.ndarray] | None, Notes]:
-    """`pixels` and `missing` of a Photo; None: the image cannot be read."""
+    """`pixels` and `missing` of a DecodedPhoto; None: the image cannot be read."""
     try:
         image, form, info = read_photo(path, form)
     except DataError as error:
@@ -313,7 +315,7 @@ def _decode(
     return (pixels, missing), Notes(turned=info.orientation != 1, values=values)
 
 
-def _predict(predictor: Predictor, group: list[Photo], wanted: str) -> list[LabelMap]:
+def _predict(predictor: Predictor, group: list[DecodedPhoto], wanted: str) -> list[LabelMap]:
     """The predictions for a group of images; on CUDA they are only asked for."""
     settings, images = group[0].settings, [photo.pixels for photo in group]
     slides = settings.mode == "slide"

@@ -43,7 +43,7 @@ _LISTED = 20  # in the terminal
 _OUTLINE = ((0, 0, 0), 5), ((255, 255, 255), 2)  # colour and width, on a picture of 640 px
 
 
-class Finding(NamedTuple):
+class SuspectCard(NamedTuple):
     """A suspect with its numbers and what the model says, and views with the disputed region."""
 
     suspect: Suspect
@@ -159,9 +159,9 @@ def _losses(run: Path) -> tuple[Checkpoint, Config, np.ndarray]:
 
 def _findings(
     suspects: Sequence[Suspect], loaded: LoadedModel, dataset: SegDataset, device: torch.device
-) -> list[Finding]:
+) -> list[SuspectCard]:
     """What the best checkpoint says about the suspects, in their order."""
-    found: dict[int, Finding] = {}
+    found: dict[int, SuspectCard] = {}
     classes, suspect_at = dataset.classes, {one.index: one for one in suspects}
     for one in predict_chosen(loaded, dataset, suspect_at, device):
         suspect = suspect_at[one.index]
@@ -171,7 +171,7 @@ def _findings(
         said = claims(*maps, classes.names, suspect.class_id)
         words = "; ".join(claim.words for claim in said)
         numbers = _numbers(suspect, classes.names)
-        found[one.index] = Finding(suspect, dataset.name(one.index), numbers, words, pictures)
+        found[one.index] = SuspectCard(suspect, dataset.name(one.index), numbers, words, pictures)
     return [found[one.index] for one in suspects]
 
 
@@ -225,7 +225,7 @@ def _summarize(ranking: Ranking, shown: int, warning: str) -> None:
 
 def _page(
     run: Path,
-    findings: Sequence[Finding],
+    findings: Sequence[SuspectCard],
     ranking: Ranking,
     step: int,
     counted: Counted,
@@ -249,7 +249,7 @@ def _page(
     )
 
 
-def _without(findings: Sequence[Finding], config: Config, file: Path) -> str:
+def _without(findings: Sequence[SuspectCard], config: Config, file: Path) -> str:
     """The config in YAML, without these images: a line each, the worst first."""
     emptied = config.data.model_copy(update={"train_exclude": ()})
     lines = [

@@ -47,7 +47,7 @@ _SETTABLE = (
 )
 
 
-class Plan(NamedTuple):
+class StepSpan(NamedTuple):
     """What is computed again; JSON can hold it."""
 
     first: int  # the steps to verify, counted from 1
@@ -62,7 +62,7 @@ class Replay(Training):
     """A run that is computed again on this rank."""
 
     directory: Path  # of the run
-    plan: Plan
+    plan: StepSpan
     receipts: dict[int, Receipt]  # of the run, on rank 0
     data: DatasetGuard
     evaluated: bool  # whether the state is one after the evaluation of its step
@@ -85,7 +85,7 @@ def run_verify(args: argparse.Namespace) -> int:
         make_repeatable(config, device)
         receipts: dict[int, Receipt] = {}
         plan = dist.run_on_rank0(lambda: _plan(run, args.steps, config.train.steps, receipts))
-        _replay(_set_up(run, config, device, Plan(*plan), receipts, stack))
+        _replay(_set_up(run, config, device, StepSpan(*plan), receipts, stack))
     return EXIT_OK
 
 
@@ -104,7 +104,7 @@ def _config(run: Path, overrides: Sequence[str]) -> Config:
 
 def _plan(
     run: Path, steps: tuple[int | None, int | None], num_steps: int, receipts: dict[int, Receipt]
-) -> Plan:
+) -> StepSpan:
     """The plan for the first and last of `steps`; puts the receipts of the run into `receipts`.
 
     Without a last step, it is that of the newest receipt; without a first one, that after the
@@ -143,7 +143,7 @@ def _plan(
     between = [(step, path) for step, path in kept if start_step < step <= last]
     # Now rather than hours later, when the replay comes to their step.
     readable = [(step, path.name) for step, path in between if _load(path) is not None]
-    return Plan(first, last, start, start_step, readable)
+    return StepSpan(first, last, start, start_step, readable)
 
 
 def _start(kept: list[tuple[int, Path]], *, before: int) -> tuple[int, str | None]:
@@ -171,7 +171,7 @@ def _set_up(
     run: Path,
     config: Config,
     device: torch.device,
-    plan: Plan,
+    plan: StepSpan,
     receipts: dict[int, Receipt],
     stack: ExitStack,
 ) -> Replay:

@@ -10,7 +10,7 @@ import yaml
 
 from segtrain import __version__
 from segtrain.config.experiment import SECTIONS, Config
-from segtrain.config.messages import FOREIGN_KEYS, KeyPath, Place, dotted, report, validate
+from segtrain.config.messages import FOREIGN_KEYS, KeyPath, KeyPlace, dotted, report, validate
 from segtrain.config.strict_yaml import Document, parse_value, plain_value, read_text, scan_yaml
 from segtrain.errors import ConfigError
 from segtrain.text import printable
@@ -86,7 +86,7 @@ def _checked(document: Document, overrides: Sequence[str], *, version: str | Non
         mistakes = [m for m in mistakes if not _overlap(m.path, path)]
         places = {p: place for p, place in places.items() if p[: len(path)] != path}
         for length in range(len(path), 0, -1):  # the sections too, where the file has none
-            places.setdefault(path[:length], Place((1, i), f"--set {dotted(path)}"))
+            places.setdefault(path[:length], KeyPlace((1, i), f"--set {dotted(path)}"))
     checked = validate(Config, data, hints=FOREIGN_KEYS)
     if isinstance(checked, list):
         # A value that was refused is missing from the data, which is no second mistake.

@@ -82,20 +82,20 @@ class Mistake(NamedTuple):
     related: tuple[KeyPath, ...] = ()  # other keys, whose place is shown if the key has none
 
 
-class Place(NamedTuple):
+class KeyPlace(NamedTuple):
     """Where a key is written. `order` sorts the lines of the file before the options."""
 
     order: tuple[int, int]
     text: str
 
 
-def line_of(source: str, line: int) -> Place:
+def line_of(source: str, line: int) -> KeyPlace:
     """The place `source:line` in a file."""
-    return Place((0, line), f"{source}:{line}")
+    return KeyPlace((0, line), f"{source}:{line}")
 
 
 def report(
-    mistakes: Iterable[Mistake], places: Mapping[KeyPath, Place], *, source: str
+    mistakes: Iterable[Mistake], places: Mapping[KeyPath, KeyPlace], *, source: str
 ) -> list[str]:
     """One line for each mistake, such as `own.yaml:12: optim.lr: ...`, in the order of the places.
 
@@ -116,13 +116,13 @@ def dotted(path: KeyPath) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def _place(mistake: Mistake, places: Mapping[KeyPath, Place], source: str) -> Place:
+def _place(mistake: Mistake, places: Mapping[KeyPath, KeyPlace], source: str) -> KeyPlace:
     """Its own line, else its key, else a related key, else a section around it, else the file."""
     if mistake.line is not None:
         return line_of(source, mistake.line)
     parents = (mistake.path[:length] for length in range(len(mistake.path) - 1, 0, -1))
     paths = (mistake.path, *mistake.related, *parents)
-    return next((places[path] for path in paths if path in places), Place((0, 0), source))
+    return next((places[path] for path in paths if path in places), KeyPlace((0, 0), source))
 
 
 Model = TypeVar("Model", bound=BaseModel)

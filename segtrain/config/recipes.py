@@ -17,7 +17,7 @@ _DIRECTORIES = (_PACKAGE / "_data" / "configs", _PACKAGE.parent / "configs")
 _SUFFIXES = (".yaml", ".yml")
 
 
-class Found(NamedTuple):
+class FoundConfig(NamedTuple):
     """The file that CONFIG means, and a note where that may be unexpected, else ""."""
 
     path: Path
@@ -35,7 +35,7 @@ def describe(name: str) -> str:
     return first_line.removeprefix("# ").partition(". ")[0].removesuffix(".")
 
 
-def find(text: str) -> Found:
+def find(text: str) -> FoundConfig:
     """The config file that `text` means: a path, or the name of a config that comes with segtrain.
 
     A file of exactly this name in the current folder takes precedence; a folder does not.
@@ -47,14 +47,14 @@ def find(text: str) -> Found:
     is_folder = os.path.isdir(text)  # Path's own methods raise at names that are too long
     if os.path.exists(text) and not is_folder:
         note = f"using the file {text} in this folder, not segtrain's config of this name"
-        return Found(Path(text), note if shipped else "")
+        return FoundConfig(Path(text), note if shipped else "")
     if shipped is not None:
         for beside in (text + suffix for suffix in _SUFFIXES if os.path.exists(text + suffix)):
             raise ConfigError(
                 f"{text}: names a config that comes with segtrain, but {beside} lies in this "
                 f"folder; write {beside} to use it, or rename it"
             )
-        return Found(shipped, f"using segtrain's config {text}: {shipped}")
+        return FoundConfig(shipped, f"using segtrain's config {text}: {shipped}")
     if is_folder:
         raise ConfigError(
             f"{text}: is a directory; expected a config file, such as my.yaml, or a name from "
@@ -69,7 +69,7 @@ def find(text: str) -> Found:
         ) from None
     except (OSError, ValueError):
         pass  # reading the file gives the reason
-    return Found(Path(text))
+    return FoundConfig(Path(text))
 
 
 def copy(name: str, target: Path) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from segtrain.config.messages import MAX_SHOWN, KeyPath, Mistake, Place, dotted, line_of
+from segtrain.config.messages import MAX_SHOWN, KeyPath, KeyPlace, Mistake, dotted, line_of
 from segtrain.errors import ConfigError
 from segtrain.files import open_regular
 from segtrain.text import printable
@@ -50,7 +50,7 @@ class Document(NamedTuple):
     mistakes: tuple[Mistake, ...]  # the values that were refused
 
     @property
-    def places(self) -> dict[KeyPath, Place]:
+    def places(self) -> dict[KeyPath, KeyPlace]:
         """`lines` for `mistakes.report`."""
         return {path: line_of(self.source, line) for path, line in self.lines.items()}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.config.loading import yaml_value
-from segtrain.convert.layout import Plan
+from segtrain.convert.layout import Conversion
 from segtrain.data.read.classes import (
     ClassFile,
     known_names,
@@ -36,7 +36,9 @@ class Choice(NamedTuple):
     lines: Sequence[str] = ()
 
 
-def choose_classes(plan: Plan, spec: str | None, class_order: str | None, *, own: Path) -> Choice:
+def choose_classes(
+    plan: Conversion, spec: str | None, class_order: str | None, *, own: Path
+) -> Choice:
     """The classes of `plan`: those of the class file `spec`, or those that its file stores.
 
     class_order: a class file that lists the classes in the order of the channels in the file, or
@@ -76,7 +78,7 @@ def choose_classes(plan: Plan, spec: str | None, class_order: str | None, *, own
     return Choice(spec, classes, order, lines=lines)
 
 
-def _stored(plan: Plan, path: Path) -> Choice:
+def _stored(plan: Conversion, path: Path) -> Choice:
     """The names that the file stores, in their order."""
     entries: list[dict[str, object]] = [{"name": name} for name in plan.class_names]
     lines = ["# Written by segtrain convert, from the names in the checkpoint."]

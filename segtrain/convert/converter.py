@@ -15,15 +15,15 @@ from segtrain.config import Config, DataConfig, override_config
 from segtrain.config.loading import given_key, given_keys, yaml_value
 from segtrain.convert import mmseg, semseg, smp, torchvision, vainf
 from segtrain.convert.classes import Choice, choose_classes
-from segtrain.convert.layout import Plan, State
-from segtrain.convert.read import SourceFile, read_file
+from segtrain.convert.layout import Conversion, State
+from segtrain.convert.read import TensorFile, read_file
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic
 from segtrain.models import SegModel, build_model
 from segtrain.models.norms import make_inference_norm
 from segtrain.text import MAX_NAME, first_of, printable
 
-PROGRAMS: dict[str, Callable[[State, Mapping[str, Any]], Plan]] = {
+PROGRAMS: dict[str, Callable[[State, Mapping[str, Any]], Conversion]] = {
     "ppm.features.0.1.weight": semseg.plan,
     "decode_head.conv_seg.weight": mmseg.plan,
     "segmentation_head.0.weight": smp.plan,
@@ -55,17 +55,17 @@ _OTHERS = {
 _COUNTERS = ("n_averaged", "steps")
 
 
-class Found(NamedTuple):
+class Recognized(NamedTuple):
     """A plan, and the state dict without the prefix of its keys."""
 
-    plan: Plan
+    plan: Conversion
     state: State
     prefix: str
     outside: tuple[str, ...]  # the keys without the prefix
     ignored: tuple[str, ...]  # those that the user leaves out
 
 
-def detect(state: State, beside: Mapping[str, Any], ignored: Sequence[str] = ()) -> Found:
+def detect(state: State, beside: Mapping[str, Any], ignored: Sequence[str] = ()) -> Recognized:
     """What the file is; keys may have a common prefix, such as "module." or "model.".
 
     ignored: beginnings of keys that the user leaves out, with or without that prefix.
@@ -84,7 +84,7 @@ def detect(state: State, beside: Mapping[str, Any], ignored: Sequence[str] = ())
     rest = {key: value for key, value in whole.items() if key not in given}
     own = {k.removeprefix(prefix): v for k, v in rest.items() if k.startswith(prefix)}
     outside = tuple(key for key in rest if not key.startswith(prefix))
-    return Found(PROGRAMS[marker](own, beside), own, prefix, outside, tuple(given))
+    return Recognized(PROGRAMS[marker](own, beside), own, prefix, outside, tuple(given))
 
 
 def _marker(keys: Sequence[str]) -> tuple[str, str]:
@@ -111,7 +111,7 @@ _LAYOUTS = get_args(DataConfig.model_fields["layout"].annotation)
 _SECTIONS = ("model.", "data.", "augment.", "eval.", "norm.")
 
 
-def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
+def make_config(plan: Conversion, classes: str, overrides: Sequence[str]) -> Config:
     """The whole config: defaults, then `plan`, then the `section.key=value` overrides.
 
     classes: data.classes. The data lie in datasets/<name>, in the layout of that name if there is
@@ -174,7 +174,7 @@ def model_lines(config: Config) -> list[str]:
     return lines
 
 
-def translate(found: Found, wanted: State) -> tuple[dict[str, Tensor], list[str]]:
+def translate(found: Recognized, wanted: State) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of the file under the keys of `wanted`, and lines about those left out.
 
     wanted: a state dict that may be on "meta".
@@ -281,7 +281,7 @@ def convert_file(
     return Converted(model, config, [*lines, *translated, *found.plan.notes, *choice.lines])
 
 
-def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, list[str]]:
+def load_plan(found: Recognized, choice: Choice, config: Config) -> tuple[SegModel, list[str]]:
     """The model with the weights of the file, in evaluation mode, and lines of `translate`.
 
     Raises:
@@ -299,7 +299,7 @@ def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, l
 
 
 def _report(
-    source: SourceFile, found: Found, choice: Choice, config: Config, overrides: Sequence[str]
+    source: TensorFile, found: Recognized, choice: Choice, config: Config, overrides: Sequence[str]
 ) -> list[str]:
     """What was read, and which options the file and its program decide, a line each."""
     plan, model = found.plan, config.model

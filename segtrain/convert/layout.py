@@ -27,7 +27,7 @@ class Rotation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Conversion:
     """How the tensors of one file become a model.
 
     found: what keys and shapes decide.
@@ -55,7 +55,7 @@ class Plan:
         """All options; what keys decide cannot be stated or assumed otherwise."""
         return {**self.assumed, **self.stated, **self.found}
 
-    def without_aux_head(self) -> "Plan":
+    def without_aux_head(self) -> "Conversion":
         """The same model without its auxiliary head, whose tensors are left out."""
         found = {k: v for k, v in self.found.items() if not k.startswith("model.aux_")}
         theirs = (f"{theirs}." for ours, theirs in self.keys.items() if ours.startswith("aux_head"))

@@ -8,9 +8,9 @@ from typing import Any
 
 from segtrain.convert import mmseg_config
 from segtrain.convert.layout import (
+    Conversion,
     Keys,
     Options,
-    Plan,
     Rotation,
     State,
     aux_options,
@@ -54,7 +54,7 @@ _PYRAMID: Options = {**_ASSUMED, "model.ppm_bins": (1, 2, 3, 6)}
 _PYRAMID_KEY = "decode_head.psp_modules.0.1.conv.weight"
 
 
-def plan(state: State, beside: Mapping[str, Any]) -> Plan:
+def plan(state: State, beside: Mapping[str, Any]) -> Conversion:
     """The plan for a state dict with backbone., decode_head. and auxiliary_head.
 
     beside: what the file stores beside its weights; the config and the classes under "meta" are
@@ -69,7 +69,7 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
     conv, classifier = "auxiliary_head.convs.0.conv.weight", "auxiliary_head.conv_seg.weight"
     found = {**_backbone(state), **head, **aux_options(state, conv, classifier)}
     stem = deep_stem("backbone.stem") if "model.stem" in found else {}
-    return Plan(
+    return Conversion(
         "mmsegmentation",
         size(state, "decode_head.conv_seg.weight"),
         found,

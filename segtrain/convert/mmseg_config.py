@@ -91,7 +91,7 @@ _ZERO_IS_IGNORED = frozenset(
 
 
 def stated(meta: Mapping[str, Any], found: Options) -> dict[str, Any]:
-    """What the config in `meta` says: `stated`, `notes` and `drops_zero` of a `Plan`.
+    """What the config in `meta` says: `stated`, `notes` and `drops_zero` of a `Conversion`.
 
     found: what the keys of the file decide.
 

@@ -37,7 +37,7 @@ _RUNNER = [
 ]
 
 
-class SourceFile(NamedTuple):
+class TensorFile(NamedTuple):
     """The tensors of a file, under its own keys, and what it stores beside them.
 
     entry: under which key the state dict lay; "" if it is the whole file.
@@ -48,7 +48,7 @@ class SourceFile(NamedTuple):
     entry: str
 
 
-def read_file(path: Path, entry: str | None = None) -> SourceFile:
+def read_file(path: Path, entry: str | None = None) -> TensorFile:
     """The state dict in a .safetensors file or one of torch.save.
 
     entry: its key, where the file holds several, such as averaged weights beside others.
@@ -78,7 +78,7 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
         beside = {key: value for key, value in content.items() if value is not state}
     else:
         beside = {CONFIG_JSON: _config_json(path)} if path.suffix == ".safetensors" else {}
-    return SourceFile(plain_state(state, path), beside, entry)
+    return TensorFile(plain_state(state, path), beside, entry)
 
 
 def _config_json(path: Path) -> Any:

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from segtrain.convert.layout import Options, Plan, State, aux_options, deep_stem, resnet_name, size
+from segtrain.convert.layout import (
+    Conversion,
+    Options,
+    State,
+    aux_options,
+    deep_stem,
+    resnet_name,
+    size,
+)
 
 KEYS = {
     "head.ppm.convs.*": "ppm.features.*.1",
@@ -27,7 +35,7 @@ _WINDOW = (
 )
 
 
-def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
+def plan(state: State, _beside: Mapping[str, Any]) -> Conversion:
     """The plan for a state dict with layer0. to layer4., ppm., cls. and, after training, aux."""
     found: Options = {
         "model.arch": "pspnet",
@@ -38,4 +46,4 @@ def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
         **aux_options(state, "aux.0.weight", "aux.4.weight"),
     }
     num_classes = size(state, "cls.4.weight")
-    return Plan("semseg", num_classes, found, KEYS, assumed=_ASSUMED, notes=(_WINDOW,))
+    return Conversion("semseg", num_classes, found, KEYS, assumed=_ASSUMED, notes=(_WINDOW,))

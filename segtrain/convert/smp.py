@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from segtrain.convert.layout import (
+    Conversion,
     Keys,
     Options,
-    Plan,
     Rotation,
     State,
     accepting,
@@ -56,7 +56,7 @@ _NORM = accepting(
 )
 
 
-def plan(state: State, beside: Mapping[str, Any]) -> Plan:
+def plan(state: State, beside: Mapping[str, Any]) -> Conversion:
     """The plan for a state dict with encoder., decoder. and segmentation_head.
 
     beside: the config.json that its save_pretrained writes says more.
@@ -110,7 +110,7 @@ def _stated(config: dict[str, Any], found: Options) -> Options:
 
 def _plan(
     state: State, found: Options, keys: Keys, *, reads: str, assumed: Options, **more: Any
-) -> Plan:
+) -> Conversion:
     """reads: the convolution whose input tells which stage the head reads (encoder_depth)."""
     backbone, channels = resnet_name(state, "encoder."), size(state, reads, 1)
     widths = stage_widths(backbone)
@@ -124,7 +124,7 @@ def _plan(
         "model.aux_head": False,
     }
     stride = min(assumed.get("model.output_stride", 32), 2 ** (stages + 1))
-    return Plan(
+    return Conversion(
         _NAME,
         size(state, "segmentation_head.0.weight"),
         {**common, **found},
@@ -136,7 +136,7 @@ def _plan(
     )
 
 
-def _pspnet(state: State) -> Plan:
+def _pspnet(state: State) -> Conversion:
     first, join = "decoder.psp.blocks.0.pool.1.0.weight", "decoder.conv.0.weight"
     pooled = count_children(state, "decoder.psp.blocks.") * size(state, first)
     return _plan(
@@ -150,7 +150,7 @@ def _pspnet(state: State) -> Plan:
     )
 
 
-def _deeplabv3(state: State) -> Plan:
+def _deeplabv3(state: State) -> Conversion:
     old = "decoder.0.convs.0.0.weight" in state
     where, conv, norm = ("0", "1", "2") if old else ("aspp", "conv", "bn")
     where = f"decoder.{where}"
@@ -168,7 +168,7 @@ def _deeplabv3(state: State) -> Plan:
     )
 
 
-def _deeplabv3plus(state: State) -> Plan:
+def _deeplabv3plus(state: State) -> Conversion:
     where = "decoder.aspp.0"
     width = size(state, f"{where}.project.0.weight")
     found: Options = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from segtrain.convert.layout import Options, Plan, State, aspp, aux_options, resnet_name, size
+from segtrain.convert.layout import Conversion, Options, State, aspp, aux_options, resnet_name, size
 
 KEYS = {
     "head.conv.conv": "classifier.1",
@@ -21,7 +21,7 @@ _RESNET = {"model.output_stride": 8, "model.align_corners": False, "data.short_s
 _MOBILENET = {**_RESNET, "model.output_stride": 16, "model.aspp_rates": (12, 24, 36)}
 
 
-def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
+def plan(state: State, _beside: Mapping[str, Any]) -> Conversion:
     """The plan for a state dict whose keys begin with backbone., classifier. and aux_classifier."""
     mobilenet = "backbone.0.0.weight" in state
     found: Options = {
@@ -31,7 +31,7 @@ def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
         "model.head_channels": size(state, "classifier.1.weight"),
         **aux_options(state, "aux_classifier.0.weight", "aux_classifier.4.weight"),
     }
-    return Plan(
+    return Conversion(
         "torchvision",
         size(state, "classifier.4.weight"),
         found,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from segtrain.convert.layout import Options, Plan, State, aspp, resnet_name, size
+from segtrain.convert.layout import Conversion, Options, State, aspp, resnet_name, size
 
 V3_KEYS = {
     "head.conv.depthwise": "classifier.classifier.1.body.0",
@@ -30,7 +30,7 @@ PLUS_KEYS = {
 _ASSUMED = {"model.output_stride": 16, "model.align_corners": False}
 
 
-def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
+def plan(state: State, _beside: Mapping[str, Any]) -> Conversion:
     """The plan for a state dict with backbone. and classifier.classifier."""
     plus = "classifier.aspp.project.0.weight" in state
     where = "classifier.aspp" if plus else "classifier.classifier.0"
@@ -48,4 +48,4 @@ def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
     keys = PLUS_KEYS if plus else V3_KEYS
     branches = aspp(state, where, separable=("body.0", "body.1") if separable else None)
     num_classes = size(state, f"{keys['head.classifier.conv']}.weight")
-    return Plan("VainF", num_classes, found, {**branches, **keys}, assumed=_ASSUMED)
+    return Conversion("VainF", num_classes, found, {**branches, **keys}, assumed=_ASSUMED)

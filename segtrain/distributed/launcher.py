@@ -39,7 +39,7 @@ _RESUME = "resume from the last checkpoint by --resume"
 _SHUTDOWN_TIMEOUT_S = 120
 
 
-class Machines(NamedTuple):
+class MachineGroup(NamedTuple):
     """Several machines on which the same command is started."""
 
     num: int
@@ -54,7 +54,7 @@ def run_ranks(
     num_ranks: int,
     *,
     max_restarts: int = 0,
-    machines: Machines | None = None,
+    machines: MachineGroup | None = None,
 ) -> int:
     """Runs `command` in `num_ranks` processes here, waits for them; the exit code of the run.
 
@@ -111,7 +111,7 @@ def _set_environment(folder: Path, num_ranks: int, *, one_machine: bool) -> None
 
 
 def _launch_config(
-    num_ranks: int, max_restarts: int, machines: Machines | None, folder: Path
+    num_ranks: int, max_restarts: int, machines: MachineGroup | None, folder: Path
 ) -> LaunchConfig:
     rendezvous.register()
     options: dict[str, Any] = {

@@ -162,7 +162,7 @@ class SignedBackend(RendezvousBackend):
         return (state, *rest)
 
 
-class Machines(DynamicRendezvousHandler):
+class MachineRendezvous(DynamicRendezvousHandler):
     """torch's rendezvous of several machines, but with a new store for each attempt.
 
     Dead ranks leave their addresses in the store, and restarted ranks would dial them. The store
@@ -185,7 +185,7 @@ def _machines(params: RendezvousParameters) -> RendezvousHandler:
     store = _meeting_store(params)
     backend = SignedBackend(C10dRendezvousBackend(store, run_id), secret, run_id)
     nodes = params.min_nodes, params.max_nodes
-    return Machines.from_backend(
+    return MachineRendezvous.from_backend(
         run_id, store, backend, *nodes, params.local_addr, RendezvousTimeout()
     )
 

@@ -26,7 +26,7 @@ class Forward:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._seen: Counter[Any] = Counter()
-        self._graphs: dict[Any, _Recorded] = {}
+        self._graphs: dict[Any, _RecordedPass] = {}
         self._failed = False
 
     def logits(self, images: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -57,7 +57,7 @@ class Forward:
         if recorded is None and self._is_due(shape, images):
             pool = next((one.graph.pool() for one in self._graphs.values()), None)
             try:
-                recorded = self._graphs[shape] = _Recorded(call, images, pool)
+                recorded = self._graphs[shape] = _RecordedPass(call, images, pool)
             except RuntimeError:  # out of memory, or an operation that waits: the plain way goes on
                 self._failed = True
                 self._graphs.clear()
@@ -79,7 +79,7 @@ def _is_on_cuda(images: Tensor) -> bool:
     return images.is_cuda
 
 
-class _Recorded:
+class _RecordedPass:
     """One graph, with the tensors that it reads and writes."""
 
     def __init__(self, call: Callable[[Tensor], Tensor], images: Tensor, pool: Any) -> None:

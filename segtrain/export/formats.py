@@ -125,7 +125,7 @@ METADATA_FILE = "segtrain.json"
 _ONNX_PACKAGES = {"onnx": "1.21", "onnxscript": "0.5", "onnxruntime": "1.23"}  # least versions
 
 
-class Format(NamedTuple):
+class ExportFormat(NamedTuple):
     """One way to store a graph.
 
     write(graph, example, fixed, metadata, file): traces the images `example`. `fixed`: the file
@@ -212,9 +212,9 @@ def _read_torchscript(file: Path) -> Run:
 
 
 FORMATS = {
-    "onnx": Format(_write_onnx, _read_onnx),
-    "pt2": Format(_write_pt2, _read_pt2),
-    "torchscript": Format(_write_torchscript, _read_torchscript),
+    "onnx": ExportFormat(_write_onnx, _read_onnx),
+    "pt2": ExportFormat(_write_pt2, _read_pt2),
+    "torchscript": ExportFormat(_write_torchscript, _read_torchscript),
 }
 
 

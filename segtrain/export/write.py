@@ -35,7 +35,7 @@ TRACED = Case(2, 104, 168)
 UNSEEN = (Case(1, 131, 222), Case(2, 225, 128), Case(1, 96, 160))
 
 
-class Comparison(NamedTuple):
+class Deviation(NamedTuple):
     """How far the file is from the model on one batch.
 
     difference: the largest one, relative to the largest logit. For label maps: how far the logit of
@@ -62,7 +62,7 @@ def cases(fixed_size: tuple[int, int] | None, min_side_px: int = 1) -> tuple[Cas
 
 
 @torch.no_grad()
-def compare(run: Run, graph: ExportModel, case: Case) -> Comparison:
+def compare(run: Run, graph: ExportModel, case: Case) -> Deviation:
     """Compares `run`, the file read back, with `graph` on one batch.
 
     Raises:
@@ -81,20 +81,20 @@ def compare(run: Run, graph: ExportModel, case: Case) -> Comparison:
     except Exception as error:  # any runtime, any reason: the file does not work at this size
         # The end: before it TorchScript shows the graph it ran.
         reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
-        return Comparison(case, float("nan"), 0.0, f"it does not run: {reason}")
+        return Deviation(case, float("nan"), 0.0, f"it does not run: {reason}")
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
         what = f"{tuple(found.shape)} {found.dtype}, not {tuple(expected.shape)} {expected.dtype}"
-        return Comparison(case, float("nan"), 0.0, f"its result is {what}")
+        return Deviation(case, float("nan"), 0.0, f"its result is {what}")
     scale = logits.abs().max().clamp_min(torch.finfo(logits.dtype).tiny)
     if not graph.argmax:
         worst, labels = (found - logits).abs().max(), found.argmax(1)
     elif int(found.max()) >= logits.shape[1]:
-        return Comparison(case, float("nan"), 0.0, f"it gives the class {int(found.max())}")
+        return Deviation(case, float("nan"), 0.0, f"it gives the class {int(found.max())}")
     else:  # how far the class lies below the best: rounding may swap almost equal ones
         labels = found.long()
         worst = (logits.amax(1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)).max()
     agreement = (labels == logits.argmax(1)).float().mean()
-    return Comparison(case, (worst / scale).item(), agreement.item())
+    return Deviation(case, (worst / scale).item(), agreement.item())
 
 
 def export_graph(
@@ -105,7 +105,7 @@ def export_graph(
     normalize: Literal["uint8", "float32"] | None = None,
     argmax: bool = False,
     size: tuple[int, int] | None = None,
-) -> list[Comparison]:
+) -> list[Deviation]:
     """Writes the model's graph to `output` and returns how it compared with the model.
 
     normalize, argmax: what goes into the graph, see ExportModel.
@@ -188,7 +188,7 @@ def min_side_px(loaded: LoadedModel, format: str) -> int:
     return two_pixels if format == "pt2" else 1
 
 
-def _refusal(output: Path, format: str, compared: list[Comparison]) -> str:
+def _refusal(output: Path, format: str, compared: list[Deviation]) -> str:
     lines = [f"{output}: not written: the {format} file differs from the model"]
     for one in compared:
         if not one.passed:

@@ -17,7 +17,7 @@ from segtrain.norm.cuda_kernels import NormInput
 from segtrain.norm.functional import Moments, dense_like
 
 
-class Plan(NamedTuple):
+class LayerPlan(NamedTuple):
     """How layers are computed; see `fused_norms`."""
 
     activation: str
@@ -53,7 +53,7 @@ def fused_norms(
         dtype.
     joined: what the second of two layers gives is the shortcut of the first, and no output.
     """
-    plan = Plan(activation, tuple(layer.eps for layer in inputs), ranks, joined)
+    plan = LayerPlan(activation, tuple(layer.eps for layer in inputs), ranks, joined)
     tensors = [t for layer in inputs for t in layer[:3]]
     results = _FusedNorms.apply(plan, shortcut, *tensors)
     num = 1 if joined else len(inputs)
@@ -66,7 +66,7 @@ class _FusedNorms(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, shortcut: Tensor | None, *tensors: Tensor | None
+        ctx: Any, plan: LayerPlan, shortcut: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         from segtrain.kernels import norm  # imports Triton
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from segtrain.errors import ConfigError, DataError
 from segtrain.survey.contents import Value, word
-from segtrain.survey.label_sets import OWN, Comparison, LabelSet
+from segtrain.survey.label_sets import OWN, EdgeScores, LabelSet
 from segtrain.survey.pairing import split_of, words_of
 from segtrain.survey.survey import Survey
 from segtrain.text import counted, first_of
@@ -215,7 +215,7 @@ def is_instances(labels: LabelSet) -> bool:
     return len(ids) > MOST_CLASSES or sum(value >= 1000 for value in ids) > len(ids) / 2
 
 
-def check_pairs(survey: Survey, labels: LabelSet, found: Comparison, answers: Answers) -> None:
+def check_pairs(survey: Survey, labels: LabelSet, found: EdgeScores, answers: Answers) -> None:
     """Stops where the images say something else than names and values.
 
     Raises:

@@ -238,7 +238,7 @@ def _pixel_values(stored: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class EdgeScores:
     """What a sample of images says about their labels.
 
     scores: how much stronger the edges of an image are along the borders of its own label, of its
@@ -256,7 +256,7 @@ OWN = "their own"
 _TURNS = {"upside down": (-1, 1), "mirrored": (1, -1), "turned by 180 degrees": (-1, -1)}
 
 
-def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> Comparison:
+def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeScores:
     """Compares a sample of the images with their labels, with others' and with turned ones."""
     pairs = [
         ([folder / file for file in image.files], folder / labels.labels[image.path][0])
@@ -282,7 +282,7 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> Compari
                 zeros += int(zero.sum())
     known = {words: [x for x in found if not np.isnan(x)] for words, found in scores.items()}
     medians = {words: float(np.median(found)) for words, found in known.items() if found}
-    return Comparison(medians, black / zeros if zeros else 0.0, _are_numbered(numbers))
+    return EdgeScores(medians, black / zeros if zeros else 0.0, _are_numbered(numbers))
 
 
 def _numbers(label: np.ndarray) -> tuple[int, int] | None:

@@ -47,7 +47,7 @@ _MARK, _LEFT_OUT = (228, 26, 28), (255, 255, 255)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Decisions:
     """All that was decided about a folder."""
 
     survey: Survey
@@ -57,7 +57,7 @@ class Plan:
     options: Sequence[Option]
 
 
-def write(plan: Plan, output: Path, command: str, *, jobs: int | None) -> list[str]:
+def write(plan: Decisions, output: Path, command: str, *, jobs: int | None) -> list[str]:
     """Writes the folder `output`, and returns warnings about the values of the images.
 
     output: new, or with the labels of `draw_annotations`. command: the line that made it, for the
@@ -82,7 +82,7 @@ def write(plan: Plan, output: Path, command: str, *, jobs: int | None) -> list[s
     return _value_warnings(training)
 
 
-def _label_format(plan: Plan) -> str | None:
+def _label_format(plan: Decisions) -> str | None:
     """`data.label_format`; None: training cannot read the labels as they are, so they are drawn."""
     labels = plan.labels
     if labels.classes or labels.kind not in ("ids", "colors"):
@@ -93,7 +93,7 @@ def _label_format(plan: Plan) -> str | None:
     return None if label_problem(info, labels.kind) else labels.kind
 
 
-def _class_file(plan: Plan, label_format: str | None) -> str:
+def _class_file(plan: Decisions, label_format: str | None) -> str:
     classes = plan.classes
     lines = [*(f"# {printable(line)}" for line in classes.reasons), "classes:"]
     total = sum(one.pixels for one in classes.classes)
@@ -115,7 +115,7 @@ def _class_file(plan: Plan, label_format: str | None) -> str:
     return "\n".join([*lines, ""])
 
 
-def _pair_list(plan: Plan, images: Sequence[Image], *, is_drawn: bool) -> str:
+def _pair_list(plan: Decisions, images: Sequence[Image], *, is_drawn: bool) -> str:
     """Image, further bands and label in columns separated by tabs."""
     text = io.StringIO()
     below = "; labels below labels/ here" if is_drawn else ""
@@ -129,7 +129,7 @@ def _pair_list(plan: Plan, images: Sequence[Image], *, is_drawn: bool) -> str:
     return text.getvalue()
 
 
-def _config(plan: Plan, here: Path, label_format: str | None, command: str) -> str:
+def _config(plan: Decisions, here: Path, label_format: str | None, command: str) -> str:
     lines = [f"# Written by segtrain {__version__}: {printable(command)}"]
     warnings = (*plan.classes.warnings, *plan.splits.warnings)
     lines += [f"# warning: {printable(line)}" for line in warnings]
@@ -195,7 +195,7 @@ def draw_annotations(
     return made, Classes(tuple(classes), (IGNORE_INDEX,), (reason,), tuple(found.notes))
 
 
-def _draw(plan: Plan, output: Path, jobs: int | None) -> None:
+def _draw(plan: Decisions, output: Path, jobs: int | None) -> None:
     """Writes a label of train ids for each image, 255 where there is no class."""
     palette = load_class_file(str(output / CLASSES)).palette
     work = partial(_draw_one, plan.survey.root, plan.labels, plan.classes, output / LABELS, palette)
@@ -242,7 +242,7 @@ def _train_ids(file: Path, labels: LabelSet, classes: Classes) -> np.ndarray:
 # What training will see
 
 
-def _contact_sheet(plan: Plan, training: SegDataset) -> np.ndarray:
+def _contact_sheet(plan: Decisions, training: SegDataset) -> np.ndarray:
     """Images above the same under their labels, the rarest class among them, and the legend."""
     labels, palette = plan.labels, training.classes.palette
     shown = spread(range(len(training)), _SHOWN)

@@ -33,7 +33,7 @@ _Text = InstanceOf[str]
 
 
 @dataclass(frozen=True)
-class SourceFile:
+class PackedFile:
     """A file as it was packed. name: its path, relative to data.root. sha256: of its bytes."""
 
     name: _Text
@@ -53,8 +53,8 @@ class PackedImage:
     """
 
     name: _Text
-    images: tuple[SourceFile, ...]
-    label: SourceFile
+    images: tuple[PackedFile, ...]
+    label: PackedFile
     height: PositiveInt
     width: PositiveInt
     row_bytes: PositiveInt
@@ -64,7 +64,7 @@ class PackedImage:
     crc: NonNegativeInt
 
     @property
-    def files(self) -> tuple[SourceFile, ...]:
+    def files(self) -> tuple[PackedFile, ...]:
         """Those of the image, then that of the label."""
         return (*self.images, self.label)
 

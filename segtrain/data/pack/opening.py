@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.config import DataConfig
-from segtrain.data.pack.manifest import Pack, PackedImage, PackedSplit, SourceFile, read_pack
+from segtrain.data.pack.manifest import Pack, PackedFile, PackedImage, PackedSplit, read_pack
 from segtrain.data.pack.reader import PackedDataset, Shards
 from segtrain.data.pack.writer import OPTIONS, excluded_names, source_name
 from segtrain.data.read.classes import (
@@ -37,7 +37,7 @@ _GONE, _CHANGED, _TOUCHED = "gone since it was packed", "changed since it was pa
 _WAY_OUT = "delete the pack and make it again, or read the files themselves (data.pack: null)"
 
 
-def has_content(path: Path, file: SourceFile) -> bool:
+def has_content(path: Path, file: PackedFile) -> bool:
     """Whether the file at `path` has the bytes that were packed; DataError: it is unreadable."""
     with os_errors_as(DataError, path):
         return sha256_of(path) == file.sha256
@@ -175,7 +175,7 @@ def _check_source(
     return True, [f"{what}, as after a copy; segtrain data check compares them"]
 
 
-def _state(file_now_and_then: tuple[Path, SourceFile]) -> str:
+def _state(file_now_and_then: tuple[Path, PackedFile]) -> str:
     """How the file at a path differs, without reading it, from the one that was packed."""
     path, file = file_now_and_then
     try:

@@ -25,10 +25,10 @@ from segtrain.data.pack.manifest import (
     FORMAT,
     MANIFEST,
     Pack,
+    PackedFile,
     PackedImage,
     PackedSplit,
     Shard,
-    SourceFile,
     checksum,
     to_json,
 )
@@ -60,7 +60,7 @@ _METADATA = {
 _ALIGNMENT = 4096
 
 
-class Place(NamedTuple):
+class PackedRows(NamedTuple):
     """Where the rows of an image lie: from the byte `offset` of `shard`, an index."""
 
     shape: tuple[int, int]
@@ -149,7 +149,7 @@ def _shard_name(index: int) -> str:
 
 def _lay_out(
     directory: Path, pairs: Sequence[Pair], form: ImageForm
-) -> tuple[list[Place], list[Shard]]:
+) -> tuple[list[PackedRows], list[Shard]]:
     """Makes all shards at their full size, with their headers; neighbours lie beside each other.
 
     Raises:
@@ -157,7 +157,7 @@ def _lay_out(
     """
     infos = prefetch(read_info, (pair.image for pair in pairs), IO_THREADS)
     shapes = [(info.size[0], row_bytes(info.size[1], form)) for info in infos]
-    places: list[Place] = []
+    places: list[PackedRows] = []
     shards: list[Shard] = []
     while len(places) < len(pairs):
         tensors: dict[str, Any] = {"__metadata__": _METADATA}
@@ -177,7 +177,7 @@ def _lay_out(
         header = len(text).to_bytes(8, "little") + text
         shard = Shard(_shard_name(len(shards)), len(header) + starts.pop())
         for start in starts:
-            places.append(Place(shapes[len(places)], len(shards), len(header) + start))
+            places.append(PackedRows(shapes[len(places)], len(shards), len(header) + start))
         shards.append(shard)
         with (directory / shard.name).open("xb") as file:
             if hasattr(os, "posix_fallocate"):  # not on macOS
@@ -190,7 +190,11 @@ def _lay_out(
 
 
 def _fill_one(
-    task: tuple[Place, Pair], directory: Path, data: DataConfig, classes: ClassFile, form: ImageForm
+    task: tuple[PackedRows, Pair],
+    directory: Path,
+    data: DataConfig,
+    classes: ClassFile,
+    form: ImageForm,
 ) -> PackedImage | str:
     """Writes the rows of one image; returns its record, or why it cannot be used."""
     place, pair = task
@@ -216,7 +220,7 @@ def _fill_one(
         file.seek(place.offset)
         file.write(rows.data)
     *images, label_source = (
-        SourceFile(source_name(path, data.root), len(raw), time, hashlib.sha256(raw).hexdigest())
+        PackedFile(source_name(path, data.root), len(raw), time, hashlib.sha256(raw).hexdigest())
         for path, raw, time in zip(paths, contents, times, strict=True)
     )
     return PackedImage(

@@ -42,7 +42,7 @@ image twice, unless a list file names its label.
 """
 
 
-class Layout(NamedTuple):
+class FolderLayout(NamedTuple):
     """How the files of a data set are arranged.
 
     folders: (root, data, split) -> the folders below `root` that `scan` searches; nothing may be
@@ -272,14 +272,14 @@ def _voc_labels(root: Path, names: Sequence[str]) -> tuple[Path, dict[str, list[
     return min(found, key=lambda pair: sum(name not in pair[1] for name in names))
 
 
-LAYOUTS: Choices[Layout] = Choices(
+LAYOUTS: Choices[FolderLayout] = Choices(
     {
-        "cityscapes": Layout(
+        "cityscapes": FolderLayout(
             _cityscapes,
             lambda *_: ("leftImg8bit", "gtFine", "gtCoarse"),
             lambda label: label.with_name(f"{label.stem.rpartition('_')[0]}_instanceIds.png"),
         ),
-        "camvid": Layout(
+        "camvid": FolderLayout(
             _camvid,
             lambda root, data, split: (
                 "images",
@@ -289,14 +289,14 @@ LAYOUTS: Choices[Layout] = Choices(
                 f"{split}_labels",
             ),
         ),
-        "voc": Layout(
+        "voc": FolderLayout(
             _voc,
             lambda *_: ("JPEGImages", "SegmentationClass", "SegmentationClassAug", "ImageSets"),
         ),
-        "ade20k": Layout(_ade20k, lambda *_: ("images", "annotations")),
-        "folders": Layout(
+        "ade20k": FolderLayout(_ade20k, lambda *_: ("images", "annotations")),
+        "folders": FolderLayout(
             _folders, lambda root, data, split: (data.images_dir, data.labels_dir or _LABELS_DIR)
         ),
-        "list": Layout(_list, lambda *_: ()),
+        "list": FolderLayout(_list, lambda *_: ()),
     }
 )

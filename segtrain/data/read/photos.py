@@ -61,14 +61,14 @@ def _with_dtype_of(info: Info, form: ImageForm, path: Path) -> ImageForm:
     return form
 
 
-class Source(NamedTuple):
+class PhotoFile(NamedTuple):
     """An image and the unique name of its prediction: a relative path without suffix."""
 
     path: Path
     name: str
 
 
-def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[Source], str]:
+def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[PhotoFile], str]:
     """The images and videos among `inputs`, files or folders searched to any depth, each once.
 
     Names are relative to the given folder. If another image already has the name, in upper or lower
@@ -80,7 +80,7 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[Source
     Raises:
         DataError: an input is missing, of another format, or a folder without images.
     """
-    found: list[Source] = []
+    found: list[PhotoFile] = []
     others: list[Path] = []
     problems, suffixes = [], (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
     kinds = " ".join(suffixes)
@@ -89,14 +89,14 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[Source
         if not given.exists():
             problems.append(f"{place}: no such file or folder")
         elif not given.is_dir():
-            found.append(Source(given, given.stem))
+            found.append(PhotoFile(given, given.stem))
             if given.suffix.lower() not in suffixes:
                 problems.append(f"{place}: expected an image or a video ({kinds})")
         else:
             for path in _files_below(given, output):
                 if path.suffix.lower() in suffixes:
                     name = path.relative_to(given).with_suffix("").as_posix()
-                    found.append(Source(path, name))
+                    found.append(PhotoFile(path, name))
                 elif path.name[0] != ".":
                     others.append(path)
             if len(found) == num_before:
@@ -115,8 +115,8 @@ def _files_below(folder: Path, output: Path) -> Iterator[Path]:
             yield from (file for file in files if not file.resolve().is_relative_to(output))
 
 
-def _with_unique_names(found: Iterable[Source]) -> list[Source]:
-    sources: dict[Path, Source] = {}
+def _with_unique_names(found: Iterable[PhotoFile]) -> list[PhotoFile]:
+    sources: dict[Path, PhotoFile] = {}
     taken: set[str] = set()
     for path, name in found:
         place = path.parent.resolve() / path.name  # links of a store of equal files are images too
@@ -128,5 +128,5 @@ def _with_unique_names(found: Iterable[Source]) -> list[Source]:
             unique = f"{name}_{number if number > 2 else path.suffix[1:].lower()}"
             number += 1
         taken.add(unique.casefold())
-        sources[place] = Source(path, unique)
+        sources[place] = PhotoFile(path, unique)
     return list(sources.values())

@@ -23,14 +23,14 @@ _NEAR = 0.02
 _FRAME_WORDS = re.compile("frame|video|clip", re.IGNORECASE)
 
 
-class Place(NamedTuple):
+class FramePlace(NamedTuple):
     """Where an image is in its sequence: its last number, None if its name has none."""
 
     sequence: str
     number: int | None
 
 
-def places_of(names: Sequence[str]) -> list[Place]:
+def places_of(names: Sequence[str]) -> list[FramePlace]:
     """The place of each image, by its name without what all names end with."""
     backwards = [name[::-1] for name in names]
     common = os.path.commonprefix(backwards)[::-1].lstrip(digits)  # noqa: RUF071 - of letters
@@ -39,7 +39,7 @@ def places_of(names: Sequence[str]) -> list[Place]:
         stem = name.removesuffix(common)
         number = re.search(r"(\d+)\D*$", stem)
         sequence = stem[: number.start()] if number else stem
-        found.append(Place(sequence, int(number[1]) if number else None))
+        found.append(FramePlace(sequence, int(number[1]) if number else None))
     return found
 
 
@@ -102,11 +102,13 @@ def shared_sequences(train: Sequence[str], evaluation: Sequence[str]) -> list[Sh
         at = bisect(here, number)
         nearest = min(here[max(0, at - 1) : at + 1], key=lambda other: abs(other - number))
         if abs(nearest - number) <= reach[sequence]:
-            found.append(Shared(i, index[Place(sequence, nearest)], sequence, by_name[sequence]))
+            found.append(
+                Shared(i, index[FramePlace(sequence, nearest)], sequence, by_name[sequence])
+            )
     return found
 
 
-def _numbers(places: Sequence[Place]) -> Mapping[str, list[int]]:
+def _numbers(places: Sequence[FramePlace]) -> Mapping[str, list[int]]:
     """The numbers of each sequence, ascending."""
     found: dict[str, set[int]] = defaultdict(set)
     for sequence, number in places:

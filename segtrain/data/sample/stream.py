@@ -172,7 +172,7 @@ def image_at(stream_seed: int, number: int, num_images: int) -> int:
     return int(_order(stream_seed, epoch, num_images)[index])
 
 
-class Source(NamedTuple):
+class SampleSource(NamedTuple):
     """An image that a sample is made of.
 
     rng: of its augmentation.
@@ -181,7 +181,7 @@ class Source(NamedTuple):
 
     pick: Pick
     rng: np.random.Generator
-    pasted: "Source | None" = None
+    pasted: "SampleSource | None" = None
 
 
 @dataclass(eq=False)
@@ -215,9 +215,11 @@ class TrainStream(Dataset):
         alpha = self.mixup_alpha
         return 0 if alpha is None else seed.mixup_weight(self.stream_seed, step, alpha)
 
-    def sources(self, step: int, position: int) -> list[Source]:
+    def sources(self, step: int, position: int) -> list[SampleSource]:
         """The image of a sample, and the one that MixUp adds if it does."""
-        own = Source(self.pick(step, position), seed.augment_rng(self.stream_seed, step, position))
+        own = SampleSource(
+            self.pick(step, position), seed.augment_rng(self.stream_seed, step, position)
+        )
         pasted = self._partner(own, step, position, role=_PASTED, prob=self.class_mix_prob)
         found = [own._replace(pasted=pasted)]
         if self.mixup_weight(step):
@@ -255,8 +257,8 @@ class TrainStream(Dataset):
             return error
 
     def _partner(
-        self, source: Source, step: int, position: int, *, role: int, prob: float
-    ) -> Source | None:
+        self, source: SampleSource, step: int, position: int, *, role: int, prob: float
+    ) -> SampleSource | None:
         """With probability `prob`, a partner for `source`."""
         if prob == 0:
             return None
@@ -266,9 +268,9 @@ class TrainStream(Dataset):
         pick = draw_partner(
             rng, len(self.dataset.pairs), avoid=source.pick.index, class_uniform=self.class_uniform
         )
-        return Source(pick, rng)
+        return SampleSource(pick, rng)
 
-    def _augmented(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    def _augmented(self, source: SampleSource) -> tuple[np.ndarray, np.ndarray]:
         """The crop of the image, (h, w, C), and of its label, (h, w) uint8."""
         index, point = source.pick
         if source.pasted is None:
@@ -279,7 +281,7 @@ class TrainStream(Dataset):
         crop = paste_classes(crop, partner, rng)
         return self.transform.recolored(crop, source.rng), crop.label
 
-    def _name(self, sources: Sequence[Source]) -> str:
+    def _name(self, sources: Sequence[SampleSource]) -> str:
         """The names of all images in a sample; where nothing is mixed in, that of its image."""
         whole = [part for source in sources for part in (source, source.pasted) if part]
         return " + ".join(self.dataset.name(part.pick.index) for part in whole)
