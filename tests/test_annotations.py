@@ -16,7 +16,7 @@ from pycocotools import mask as masks
 from pycocotools.coco import COCO
 
 from segtrain import cli
-from segtrain.annotations import detect, draw, read_annotations, write
+from segtrain.annotations import detect, draw, label_maps, read_annotations
 from segtrain.annotations.coco import unpacked
 from segtrain.annotations.regions import mask_of_runs
 from segtrain.data.read.classes import load_class_file
@@ -509,7 +509,7 @@ def test_half_an_import_is_no_data_set_and_the_next_one_replaces_it(tmp_path, mo
     image(data / "a.png")
     coco(data)
     with monkeypatch.context() as patched:
-        patched.setattr(write, "write_atomic", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(label_maps, "write_atomic", Mock(side_effect=KeyboardInterrupt))
         assert run(data, "--output", out)[0] == EXIT_INTERRUPTED
     assert [path.name for path in out.iterdir()] == [".unfinished"]
     assert run(data, "--output", out)[0] == 0

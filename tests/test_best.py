@@ -13,7 +13,7 @@ from experiments import last, losses, refusal, segtrain, small, train, write_con
 
 from segtrain.checkpoint.format import BEST, Checkpoint, load, save
 from segtrain.commands.population.history import History, Row, table
-from segtrain.commands.population.training import Population, score
+from segtrain.commands.population.members import Population, score
 from segtrain.config import load_config, override_config
 from segtrain.errors import ConfigError
 from segtrain.evaluation.settings import set_after_training

@@ -13,9 +13,9 @@ from experiments import experiment, settings, write_config, write_data
 from torch import nn
 
 from segtrain.checkpoint.format import Checkpoint, experiment_fields, load, parse_experiment, save
-from segtrain.checkpoint.loading import load_initial, load_model, resolve
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore, restore_optimizer
+from segtrain.checkpoint.trained import load_initial, load_model, resolve
 from segtrain.checkpoint.weights import load_weights
 from segtrain.config import LayerRule, load_config, override_config
 from segtrain.data.read.classes import SegClass, load_class_file

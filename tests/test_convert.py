@@ -25,11 +25,11 @@ from torchvision.models.segmentation.deeplabv3 import ASPP
 
 from segtrain import cli
 from segtrain.checkpoint import load_model
-from segtrain.checkpoint.loading import load_initial
+from segtrain.checkpoint.trained import load_initial
 from segtrain.config import override_config
-from segtrain.convert.classes import choose_classes
+from segtrain.convert.class_choice import choose_classes
+from segtrain.convert.conversion import Conversion
 from segtrain.convert.converter import convert_file, detect, load_plan, make_config, translate
-from segtrain.convert.layout import Conversion
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import torch_file
 from segtrain.models import build_model

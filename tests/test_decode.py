@@ -12,7 +12,7 @@ from PIL import Image
 
 from segtrain.data.read import image as images
 from segtrain.data.read.classes import ClassFile, SegClass
-from segtrain.data.read.formats import read_info
+from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.labels import looks_like_train_ids, read_label
 from segtrain.data.read.photos import read_photo
 from segtrain.data.read.raw_label import read_raw_label

@@ -135,10 +135,10 @@ def test_the_clock_of_rank_0_decides_for_all_ranks(run_ranks, tmp_path, data):
 
 def with_scores(better, function, *args):
     """`function` in a process where evaluations are better or not as listed."""
-    from segtrain.commands.train import evaluate
+    from segtrain.commands.train import evaluation
 
     answers = iter(better)
-    evaluate.is_better = lambda *_: next(answers)
+    evaluation.is_better = lambda *_: next(answers)
     return function(*args)
 
 

@@ -11,7 +11,7 @@ import torch
 from experiments import experiment, segtrain, train, write_config, write_data
 from torch import nn
 
-from segtrain.checkpoint.loading import load_model
+from segtrain.checkpoint.trained import load_model
 from segtrain.models.ensemble import Ensemble
 from segtrain.types import SegLogits
 

@@ -17,13 +17,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.commands import predict
-from segtrain.data.read.formats import Info
 from segtrain.data.read.image import RGB
+from segtrain.data.read.image_formats import Info
 from segtrain.data.read.photos import Photo, PhotoFile
-from segtrain.evaluation import dataset
+from segtrain.evaluation import scoring
 from segtrain.evaluation import settings as evaluation_settings
-from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.predictor import Predictor, for_scores
+from segtrain.evaluation.scoring import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
 from segtrain.metrics import ConfusionMatrix
 from segtrain.run.pictures import Tint
@@ -76,7 +76,7 @@ def device(monkeypatch):
     monkeypatch.setattr(evaluation_settings, "memory_bytes", lambda _: 80 * 10**9)
     # What follows the loop: the host reads the result.
     monkeypatch.setattr(ConfusionMatrix, "sum_over_ranks", lambda _: None)
-    monkeypatch.setattr(dataset, "_warn_of_infinite", lambda *_: None)
+    monkeypatch.setattr(scoring, "_warn_of_infinite", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "numpy", lambda x: np.zeros(tuple(x.shape), np.uint8))
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield NoWaits()

@@ -11,7 +11,7 @@ from experiments import refusal
 from PIL import Image
 from torch import nn
 
-from segtrain.checkpoint.loading import LoadedModel
+from segtrain.checkpoint.trained import LoadedModel
 from segtrain.commands import evaluate
 from segtrain.commands.evaluate import run_eval
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig

@@ -10,10 +10,10 @@ from torch import nn
 
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError, MemoryLimitError
-from segtrain.evaluation import dataset as dataset_module
 from segtrain.evaluation import predictor as predictor_module
-from segtrain.evaluation.dataset import evaluate_dataset, shard
+from segtrain.evaluation import scoring as dataset_module
 from segtrain.evaluation.predictor import for_scores
+from segtrain.evaluation.scoring import evaluate_dataset, shard
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import ConfusionMatrix
 from segtrain.run.console import ProgressBar

@@ -18,7 +18,7 @@ from torch import nn
 
 from segtrain import cli
 from segtrain.checkpoint import ready
-from segtrain.checkpoint.loading import LoadedModel, load_initial, load_model
+from segtrain.checkpoint.trained import LoadedModel, load_initial, load_model
 from segtrain.commands import export as command
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig, ModelConfig

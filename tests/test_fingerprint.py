@@ -27,7 +27,7 @@ from processes import logged_steps
 
 from segtrain import cli
 from segtrain.checkpoint.format import config_field, load, parse_data, save
-from segtrain.checkpoint.loading import load_initial
+from segtrain.checkpoint.trained import load_initial
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.data.read import dataset as dataset_module

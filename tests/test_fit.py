@@ -16,7 +16,7 @@ from PIL import Image
 
 from segtrain.commands import fit
 from segtrain.commands.fit import Trial, fitted, ways
-from segtrain.commands.train import evaluate
+from segtrain.commands.train import evaluation
 from segtrain.config import load_config, parse_config
 from segtrain.errors import EXIT_MEMORY, ConfigError, ExecutionError, MemoryLimitError
 from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
@@ -202,9 +202,9 @@ def test_a_trial_evaluates_the_images_that_take_most_memory(monkeypatch):
     """Of those that go as a whole, and of all; on every rank, as many as share a batch."""
     config = parse_config(DATA + "eval: {batch_size: 2, mode: whole}", source="c")
     most = SettingsBySize.that_fit(InferenceSettings.from_config(config), 40 * 60)
-    monkeypatch.setattr(evaluate, "_predictor", lambda _: argparse.Namespace(settings=most))
+    monkeypatch.setattr(evaluation, "_predictor", lambda _: argparse.Namespace(settings=most))
     seen = []
-    monkeypatch.setattr(evaluate, "_evaluated", lambda _, samples: seen.extend(samples))
+    monkeypatch.setattr(evaluation, "_evaluated", lambda _, samples: seen.extend(samples))
     sizes = [(30, 40), (40, 60), (90, 90), (41, 60)]
 
     class Images(list):
@@ -215,7 +215,7 @@ def test_a_trial_evaluates_the_images_that_take_most_memory(monkeypatch):
 
     state = argparse.Namespace(eval_model=None, shares=None)
     run = argparse.Namespace(config=config, device="cpu", state=state)
-    evaluate.evaluate_largest(run, Images("abcd"))
+    evaluation.evaluate_largest(run, Images("abcd"))
     assert seen == ["b", "b", "c", "c"]
 
 

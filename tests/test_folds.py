@@ -17,7 +17,7 @@ from segtrain.errors import ConfigError
 from segtrain.evaluation.records import Records
 from segtrain.metrics import ConfusionMatrix
 from segtrain.results.compare import score_interval
-from segtrain.run.folds import read_division
+from segtrain.run.division import read_division
 from segtrain.types import IGNORE_INDEX
 
 SEQUENCES = ("a1", "b 2", "#c3", "d4", "e5")  # with four frames each

@@ -11,7 +11,13 @@ import tifffile
 from PIL import Image
 
 from segtrain.data.read.find import IMAGE_SUFFIXES, Window
-from segtrain.data.read.formats import SUFFIXES, open_stored, read_info, read_palette, read_stored
+from segtrain.data.read.image_formats import (
+    SUFFIXES,
+    open_stored,
+    read_info,
+    read_palette,
+    read_stored,
+)
 from segtrain.errors import DataError
 
 _H, _W = 24, 37

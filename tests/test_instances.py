@@ -8,7 +8,7 @@ import torch
 
 from segtrain.data.read.classes import load_class_file
 from segtrain.distributed import collectives as dist
-from segtrain.evaluation.report import InstanceCounts, group_scores
+from segtrain.evaluation.score_table import InstanceCounts, group_scores
 from segtrain.metrics import ConfusionMatrix
 
 CLASSES = load_class_file("cityscapes")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from segtrain.training.receipts import StepMeter
+from segtrain.training.receipt_meter import StepMeter
 from segtrain.training.step import StepResult
 
 

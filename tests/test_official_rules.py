@@ -12,7 +12,7 @@ from PIL import Image
 
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.labels import read_label
-from segtrain.evaluation.report import make_report
+from segtrain.evaluation.score_table import make_report
 from segtrain.metrics import ConfusionMatrix
 
 SIZES = [(24, 31), (17, 40), (30, 22)]

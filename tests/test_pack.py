@@ -24,7 +24,7 @@ from segtrain.data import open_dataset
 from segtrain.data.check.checks import check_data
 from segtrain.data.check.stats import measure
 from segtrain.data.pack import opening, reader, writer
-from segtrain.data.pack.manifest import MANIFEST, checksum, sha256_of
+from segtrain.data.pack.index import MANIFEST, checksum, sha256_of
 from segtrain.data.pack.reader import split_rows
 from segtrain.data.read.image import RGB
 from segtrain.errors import ConfigError, DataError

@@ -20,12 +20,13 @@ from segtrain import cli
 from segtrain.checkpoint.format import Checkpoint, config_field, load
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.commands import programs as children
-from segtrain.commands.population import history, training
+from segtrain.commands.population import history
+from segtrain.commands.population import members as population_members
 from segtrain.commands.population.history import History, Row
-from segtrain.commands.population.training import score, take_over
+from segtrain.commands.population.members import score, take_over
 from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError, ExecutionError
-from segtrain.run.folds import read_record, write_record
+from segtrain.run.division import read_record, write_record
 
 LR, DECAY = "optim.lr", "optim.weight_decay"
 
@@ -190,7 +191,7 @@ def test_an_exchange_that_was_cut_short_anywhere_is_completed_by_another(tmp_pat
         return shutil.copytree(template, tmp_path / name)
 
     # The lock of a process that dies goes with it.
-    monkeypatch.setattr(training, "RunLock", nullcontext)
+    monkeypatch.setattr(population_members, "RunLock", nullcontext)
     template = run_with(tmp_path / "template", 1, 2, keep=(1, 2))
     winner = run_with(tmp_path / "winner", 5, 6, 7, keep=(3,))
     whole = prepare("whole")
@@ -253,14 +254,14 @@ def members(monkeypatch, run_ranks):
 
     programs(monkeypatch, run_segtrain)
     # After two steps, both may predict one class everywhere.
-    monkeypatch.setattr(training, "score", score_with_bonus)
+    monkeypatch.setattr(population_members, "score", score_with_bonus)
     return stop
 
 
 def programs(monkeypatch, run_segtrain):
     """Has this function run the commands of a population, which has the arguments and `show`."""
     monkeypatch.setattr(
-        training.Programs, "run", lambda _, arguments, show: run_segtrain(arguments, show)
+        population_members.Programs, "run", lambda _, arguments, show: run_segtrain(arguments, show)
     )
 
 
@@ -315,7 +316,7 @@ def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
         shutil.copytree(alone, killed)
         take_over(*args, **kwargs)
 
-    monkeypatch.setattr(training, "take_over", copy_before)
+    monkeypatch.setattr(population_members, "take_over", copy_before)
     assert run(experiment, alone, *longer) == 0
     out = capsys.readouterr().out
     titles = ["round", "step", "member", "mIoU", LR, DECAY, "takes_from"]
@@ -323,7 +324,7 @@ def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
     assert f"segtrain eval {alone}/member_" in out
 
     assert exchanges_of(killed) == {}
-    monkeypatch.setattr(training, "take_over", take_over)
+    monkeypatch.setattr(population_members, "take_over", take_over)
     members.append(1)
     assert run(experiment, killed, *longer, "--resume") == 143
     assert list(exchanges_of(killed)) == [4]

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from segtrain.checkpoint import ready
-from segtrain.checkpoint.loading import LoadedModel
+from segtrain.checkpoint.trained import LoadedModel
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass

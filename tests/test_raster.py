@@ -11,13 +11,13 @@ from segtrain.data import open_dataset
 from segtrain.data.check.checks import check_data
 from segtrain.data.read import raster
 from segtrain.data.read.find import Window
-from segtrain.data.read.formats import open_stored
 from segtrain.data.read.image import ImageForm
+from segtrain.data.read.image_formats import open_stored
 from segtrain.data.read.raster import windows
 from segtrain.errors import DataError
-from segtrain.evaluation import raster as raster_prediction
+from segtrain.evaluation import georaster as raster_prediction
+from segtrain.evaluation.georaster import geo_tags, predict_raster
 from segtrain.evaluation.predictor import Predictor
-from segtrain.evaluation.raster import geo_tags, predict_raster
 from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
 from segtrain.survey.contents import image_facts, label_facts
 from segtrain.types import SegLogits

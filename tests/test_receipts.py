@@ -12,7 +12,7 @@ from segtrain import seed
 from segtrain.checkpoint.format import load
 from segtrain.run.log import RunLog
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, read_receipts, unpack
-from segtrain.training.receipts import ReceiptMeter
+from segtrain.training.receipt_meter import ReceiptMeter
 from segtrain.training.step import StepResult
 
 STEPS = 4

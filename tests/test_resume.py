@@ -77,7 +77,7 @@ def test_a_run_killed_at_a_random_step_ends_with_the_weights_of_one_left_alone(
 
 def killed_at(where, step, config, directory, resume):
     """Trains in this process, which ends by SIGKILL at a place that can be told exactly."""
-    from segtrain.commands.train import evaluate
+    from segtrain.commands.train import evaluation
     from segtrain.files import manifest
 
     def die(*_, **__):
@@ -88,7 +88,7 @@ def killed_at(where, step, config, directory, resume):
             return die() if self.num_bytes > 100_000 else super().write(data)
 
     if where == "evaluation":
-        evaluate.evaluate_dataset = die
+        evaluation.evaluate_dataset = die
 
     def act(result):
         if where == "training" and result.step == step:
@@ -194,7 +194,7 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
 )
 def test_a_best_score_of_nan_is_replaced_by_the_first_number(score, best, better):
     """NaN is the score of a split that was ignored everywhere; nothing is above it."""
-    from segtrain.commands.train.evaluate import is_better
+    from segtrain.commands.train.evaluation import is_better
 
     assert (
         is_better(score, None if best is None else {"step": 1, "by": "mIoU", "score": best})

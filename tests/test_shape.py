@@ -156,3 +156,10 @@ def test_a_class_has_a_name_of_its_own():
         for name in re.findall(r"^class (\w+)", path.read_text(), re.M)
     )
     assert {name for name, count in found.items() if count > 1} <= {"Predictor"}
+
+
+def test_a_file_has_a_name_of_its_own():
+    """But for commands, which are called as what they are about."""
+    files = [path for path in HOME.rglob("*.py") if path.name != "__init__.py"]
+    found = Counter(path.name for path in files if path.parent != HOME / "commands")
+    assert [name for name, count in found.items() if count > 1] == []

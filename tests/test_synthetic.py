@@ -11,8 +11,8 @@ from experiments import contents
 
 from segtrain.data.read.classes import load_class_file
 from segtrain.errors import DataError
+from segtrain.synthetic.data_set import main, write_dataset
 from segtrain.synthetic.scene import draw_scene
-from segtrain.synthetic.write import main, write_dataset
 
 SIZE = (48, 96)
 JUDGED = {

@@ -11,8 +11,8 @@ from test_step import CPU, TwoHeads, assert_same_training, plain_loop, run, weig
 from torch.nn.utils import prune
 
 from segtrain.checkpoint.format import Checkpoint
-from segtrain.checkpoint.loading import LoadedModel
 from segtrain.checkpoint.restore import initial_weights_fields, restore
+from segtrain.checkpoint.trained import LoadedModel
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.results.differences import checkpoint_differences
 from segtrain.training.optim.layers import freeze_layers, zero_masks

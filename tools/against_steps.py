@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from segtrain.config import DataConfig
 from segtrain.distributed.machine import keep_freed_memory
-from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.predictor import for_scores
+from segtrain.evaluation.scoring import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import build_model
 from segtrain.models.blocks import normalize

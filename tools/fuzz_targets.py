@@ -29,9 +29,9 @@ from segtrain.checkpoint.format import (
     parse_experiment,
 )
 from segtrain.checkpoint.format import load as load_checkpoint
-from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import restore
+from segtrain.checkpoint.trained import load_initial
 from segtrain.config import (
     Config,
     DataConfig,
@@ -42,8 +42,8 @@ from segtrain.config import (
     parse_config,
 )
 from segtrain.data.read.classes import ClassFile, load_class_file
-from segtrain.data.read.formats import read_info
 from segtrain.data.read.image import RGB, read_image, set_dtype
+from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.labels import colors_to_train_ids, ids_to_train_ids, read_label
 from segtrain.data.read.layouts import list_split
 from segtrain.errors import DataError

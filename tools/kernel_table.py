@@ -146,7 +146,7 @@ def resizing(size: tuple[int, int], *, align_corners: bool = False) -> Case:
     """512 channels of a pyramid of 8 images, to 64x128 and back."""
 
     def call() -> Sequence[Tensor]:
-        from segtrain.kernels.resizing import resize_gradient, resized
+        from segtrain.kernels.bilinear import resize_gradient, resized
 
         x, options = image(8, 512, *size), {"align_corners": align_corners}
         y = resized(x, (64, 128), **options)
@@ -164,15 +164,15 @@ def loss(
     """
 
     def call() -> Sequence[Tensor]:
-        from segtrain.kernels import cross_entropy
+        from segtrain.kernels import small_logits
 
         small = image(*shape).requires_grad_()
         labels = torch.empty(shape[0], *size, dtype=torch.int64, device="meta")
-        axes = cross_entropy.axes_of(small, size, stride)
+        axes = small_logits.axes_of(small, size, stride)
         if options.get("by_pixel"):
-            found = cross_entropy.losses(small, labels, axes)
+            found = small_logits.losses(small, labels, axes)
         else:
-            found = cross_entropy.sums(small, labels, axes, **options)
+            found = small_logits.sums(small, labels, axes, **options)
         (grad,) = torch.autograd.grad(found, small, torch.empty_like(found))
         return small, labels, grad
 
@@ -183,11 +183,11 @@ def labels(shape: tuple[int, int, int, int], size: tuple[int, int], stride: int)
     """The label map and probabilities of logits of `shape` at `size`."""
 
     def call() -> Sequence[Tensor]:
-        from segtrain.kernels import cross_entropy
+        from segtrain.kernels import small_logits
 
         small = image(*shape)
-        axes = cross_entropy.axes_of(small, size, stride)
-        return [small, *cross_entropy.labels_of(small, size, axes)]
+        axes = small_logits.axes_of(small, size, stride)
+        return [small, *small_logits.labels_of(small, size, axes)]
 
     return call
 

@@ -9,7 +9,7 @@ import numpy as np
 from segtrain.annotations.regions import Annotated, Findings, Region
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
-from segtrain.data.read.formats import read_info
+from segtrain.data.read.image_formats import read_info
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
 

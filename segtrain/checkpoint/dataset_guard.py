@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from segtrain.checkpoint.format import Checkpoint, parse_data, parse_experiment
-from segtrain.checkpoint.loading import LoadedModel
+from segtrain.checkpoint.trained import LoadedModel
 from segtrain.config import DataConfig
 from segtrain.data.read.classes import class_differences
 from segtrain.data.read.dataset import SegDataset

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from segtrain.checkpoint.loading import LoadedModel, load_model
+from segtrain.checkpoint.trained import LoadedModel, load_model
 from segtrain.config import Config
 from segtrain.config.loading import given_keys
 from segtrain.data.read.image import ImageForm, form_of

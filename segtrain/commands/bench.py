@@ -14,7 +14,7 @@ import torch
 
 from segtrain.commands.config import find_config
 from segtrain.commands.train.auto_workers import MEASURED_STEPS, WorkerChoice
-from segtrain.commands.train.evaluate import evaluate_largest
+from segtrain.commands.train.evaluation import evaluate_largest
 from segtrain.commands.train.setup import Prepared, device_name, make_repeatable, prepare
 from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config, load_config

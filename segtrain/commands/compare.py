@@ -12,10 +12,10 @@ from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.results.compare import compare, comparison_lines
-from segtrain.results.folds import evaluated_whole
+from segtrain.results.joined_folds import evaluated_whole
 from segtrain.results.runs import differing_recipes
 from segtrain.results.steps import steps_lines
-from segtrain.run.folds import named_runs
+from segtrain.run.division import named_runs
 from segtrain.text import first_of
 
 

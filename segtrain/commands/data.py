@@ -29,12 +29,12 @@ def import_annotations(args: argparse.Namespace) -> int:
         ConfigError: --output is wrong, or pycocotools is not installed.
         DataError: annotations that are wrong or do not fit their images.
     """
-    from segtrain.annotations import read_annotations, write
+    from segtrain.annotations import label_maps, read_annotations
 
     found = read_annotations(args.sources, args.images)
-    write.claim(args.output, found.folder, overwrite=args.overwrite)
+    label_maps.claim(args.output, found.folder, overwrite=args.overwrite)
     overlap = args.overlap or found.overlap
-    pixels, images = write.write_labels(found, args.output, overlap=overlap, jobs=args.jobs)
+    pixels, images = label_maps.write_labels(found, args.output, overlap=overlap, jobs=args.jobs)
     for line in found.notes:
         say(f"warning: {line}")
     ids = {name: i for i, name in enumerate(found.classes) if i or pixels[i]}
@@ -45,8 +45,9 @@ def import_annotations(args: argparse.Namespace) -> int:
     print("\n".join(table_lines(columns)))
     print(
         f"{counted(len(found.images), 'label', 'labels')} from {found.format}, overlaps by "
-        f"{overlap}: {printable(args.output)}/{{{write.LABELS},{write.CLASSES},{write.PAIRS}}}; "
-        f"images in {write.PAIRS} are relative to {printable(found.folder)}"
+        f"{overlap}: {printable(args.output)}/"
+        f"{{{label_maps.LABELS},{label_maps.CLASSES},{label_maps.PAIRS}}}; "
+        f"images in {label_maps.PAIRS} are relative to {printable(found.folder)}"
     )
     both = os.path.commonpath([os.path.realpath(path) for path in (found.folder, *args.sources)])
     print(printable(f"next: segtrain init {shlex.quote(both)} writes a config, with splits"))
@@ -123,7 +124,7 @@ def pack(args: argparse.Namespace) -> int:
     from segtrain.data import open_dataset
     from segtrain.data.check.checks import check_split
     from segtrain.data.pack import writer
-    from segtrain.data.pack.manifest import MANIFEST
+    from segtrain.data.pack.index import MANIFEST
     from segtrain.data.read.concurrent import num_processes
     from segtrain.data.read.protect import check_run_directory
     from segtrain.distributed.machine import process_pool

@@ -17,7 +17,7 @@ import numpy as np
 from segtrain import files, text
 from segtrain.checkpoint import load_model
 from segtrain.checkpoint.dataset_guard import eval_differences
-from segtrain.checkpoint.loading import LoadedModel, resolve
+from segtrain.checkpoint.trained import LoadedModel, resolve
 from segtrain.config import Config, DataConfig
 from segtrain.config.experiment import changed_normalization
 from segtrain.config.loading import given_keys
@@ -37,10 +37,10 @@ from segtrain.errors import (
     ExecutionError,
     UserError,
 )
-from segtrain.evaluation.dataset import Chosen, Outcome, Prediction, evaluate_dataset
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import Records, load_records
-from segtrain.evaluation.report import InstanceCounts, Report, make_report
+from segtrain.evaluation.score_table import InstanceCounts, Report, make_report
+from segtrain.evaluation.scoring import Chosen, Outcome, Prediction, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.files import os_errors_as
 from segtrain.metrics import calibration_error, percent, thin_classes

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from segtrain.checkpoint.loading import LoadedModel, load_model
+from segtrain.checkpoint.trained import LoadedModel, load_model
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import ONNX_OPSET, require_onnx

@@ -43,10 +43,10 @@ from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.metrics import or_none
-from segtrain.results.folds import join_folds
+from segtrain.results.joined_folds import join_folds
 from segtrain.results.report import write_report
 from segtrain.run.directory import CHECKPOINTS, CONFIG, LOCK, RunLock, config_differences, is_run
-from segtrain.run.folds import EXPERIMENT, FOLDS, Division, Fold, read_division, write_record
+from segtrain.run.division import EXPERIMENT, FOLDS, Division, Fold, read_division, write_record
 from segtrain.text import counted, first_of, say
 
 NUMBER = 5

@@ -15,8 +15,8 @@ from segtrain.files import os_errors_as
 from segtrain.text import counted, first_of, printable
 
 if TYPE_CHECKING:  # the rest is imported when the command runs
+    from segtrain.survey.decisions import Decisions
     from segtrain.survey.recipe import Machine
-    from segtrain.survey.write import Decisions
 
 _WEIGHTS = "IMAGENET1K_V1"
 _HOST = ("download.pytorch.org", 443)
@@ -54,7 +54,7 @@ def write_experiment(
     """The path of the config that was written; see `main`. answers: as `Answers` has them."""
     output = default_output(folder) if output is None else output
     _claim(output, folder)
-    from segtrain.survey import classes, decide, label_sets, recipe, splits, write
+    from segtrain.survey import class_lists, decide, decisions, label_sets, recipe, splits
     from segtrain.survey.survey import survey
 
     given = decide.Answers(**answers)
@@ -62,26 +62,26 @@ def write_experiment(
     try:
         found = survey(folder, val_list=Path(given.val) if isinstance(given.val, str) else None)
         if found.annotations and (not found.sets or given.labels in found.annotations):
-            labels, chosen = write.draw_annotations(found, output, given, jobs)
+            labels, chosen = decisions.draw_annotations(found, output, given, jobs)
         else:
             labels = decide.choose_labels(found, given)
             sizes = {image.path: image.size for image in found.images}
             labels = label_sets.count_values(folder, labels, sizes, jobs)
             comparison = label_sets.compared(folder, found.images, labels)
             decide.check_pairs(found, labels, comparison, given)
-            chosen = classes.choose_classes(found, labels, given)
+            chosen = class_lists.choose_classes(found, labels, given)
         split = splits.choose_splits(found, labels, given)
         machine = _machine()
         pixels = recipe.choose_pixels(found, (*split.train, *split.val), given, machine)
         options = recipe.choose_options(split, chosen.classes, pixels, machine)
-        plan = write.Decisions(found, labels, chosen, split, options)
+        plan = decisions.Decisions(found, labels, chosen, split, options)
         for line in _lines(plan, machine):
             print(printable(line))
-        for warning in write.write(plan, output, _command(folder, answers), jobs=jobs):
+        for warning in decisions.write(plan, output, _command(folder, answers), jobs=jobs):
             print(printable(f"warning: {warning}"))
     except decide.UndecidedError as undecided:
         shutil.rmtree(output, ignore_errors=True)
-        pictures = write.write_readings(found, labels, undecided.readings, output)
+        pictures = decisions.write_readings(found, labels, undecided.readings, output)
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
         place = f"--output {shlex.quote(str(output))}, and"
         again = f"\n  segtrain init {shlex.quote(str(folder))} {place} one of them goes on"
@@ -90,8 +90,8 @@ def write_experiment(
         shutil.rmtree(output, ignore_errors=True)
         raise
     names = ", ".join(sorted(path.name for path in output.iterdir()))
-    print(f"wrote {output}: {names}; look at {output / write.SHEET}")
-    return output / write.CONFIG
+    print(f"wrote {output}: {names}; look at {output / decisions.SHEET}")
+    return output / decisions.CONFIG
 
 
 def _claim(output: Path, folder: Path) -> None:

@@ -23,22 +23,22 @@ from segtrain.data.check.values import ImageValues, image_values, joined_values
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import VIDEO_SUFFIXES, first_lines
-from segtrain.data.read.formats import read_info
 from segtrain.data.read.image import ImageForm, ignore_missing
+from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, find_images, form_of_file, read_photo
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.raster import raster_size, refuse_short_side
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.evaluation.inference import LabelMap
-from segtrain.evaluation.predictor import Predictor
-from segtrain.evaluation.raster import (
+from segtrain.evaluation.georaster import (
     geo_tags,
     num_blocks,
     predict_raster,
     write_label,
     write_probabilities,
 )
+from segtrain.evaluation.inference import LabelMap
+from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import InferenceSettings, Size
 from segtrain.evaluation.transfer import Transfer
 from segtrain.evaluation.video import overlay_video

@@ -19,7 +19,7 @@ from segtrain.config.experiment import config_warnings, wrong_units
 from segtrain.data.read.protect import check_run_directory
 from segtrain.distributed import signals, slurm
 from segtrain.errors import EXIT_OK, EXIT_SYSTEM, ConfigError, ExecutionError
-from segtrain.run.folds import EXPERIMENT
+from segtrain.run.division import EXPERIMENT
 from segtrain.text import printable, say
 
 # `python -m segtrain`, which also stops in good order when this process is killed.

@@ -5,10 +5,10 @@ import argparse
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_output
-from segtrain.results.folds import join_folds
+from segtrain.results.joined_folds import join_folds
 from segtrain.results.report import evaluated, report_page, write_figures, write_report
 from segtrain.run.directory import REPORT
-from segtrain.run.folds import named_runs, read_division
+from segtrain.run.division import named_runs, read_division
 from segtrain.text import printable
 
 

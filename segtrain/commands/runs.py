@@ -12,7 +12,7 @@ from segtrain.errors import EXIT_OK, ConfigError, ExecutionError, UserError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.results.runs import Summary, find_runs, summarize
 from segtrain.run import directory as run_directory
-from segtrain.run.folds import FOLDS
+from segtrain.run.division import FOLDS
 from segtrain.text import counted, printable
 from segtrain.training.stop_criteria import StopCriteria
 

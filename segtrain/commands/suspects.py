@@ -13,7 +13,7 @@ import torch
 
 from segtrain.checkpoint.dataset_guard import eval_differences
 from segtrain.checkpoint.format import LAST, Checkpoint, load, parse_experiment
-from segtrain.checkpoint.loading import LoadedModel, load_model
+from segtrain.checkpoint.trained import LoadedModel, load_model
 from segtrain.config import Config
 from segtrain.config.loading import config_to_yaml, yaml_value
 from segtrain.data import open_dataset
@@ -23,7 +23,7 @@ from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.settings import set_after_training
 from segtrain.files import check_output, os_errors_as, write_output
-from segtrain.results.images import predict_chosen, webp
+from segtrain.results.cards import predict_chosen, webp
 from segtrain.results.page import render
 from segtrain.results.suspects import (
     ENOUGH_CROPS,

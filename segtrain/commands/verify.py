@@ -18,7 +18,7 @@ from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import kept_checkpoints
 from segtrain.checkpoint.restore import initial_weights_fields
-from segtrain.commands.train.evaluate import take_precise_statistics
+from segtrain.commands.train.evaluation import take_precise_statistics
 from segtrain.commands.train.setup import DATA_PATIENCE_S, make_repeatable, prepare
 from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config, load_config
@@ -36,7 +36,7 @@ from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, say
 from segtrain.run.receipts import Receipt, read_receipts
 from segtrain.text import counted
-from segtrain.training.receipts import ReceiptMeter, weights_lines
+from segtrain.training.receipt_meter import ReceiptMeter, weights_lines
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
 

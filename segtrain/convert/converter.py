@@ -14,8 +14,8 @@ from segtrain.checkpoint.weights import load_weights
 from segtrain.config import Config, DataConfig, override_config
 from segtrain.config.loading import given_key, given_keys, yaml_value
 from segtrain.convert import mmseg, semseg, smp, torchvision, vainf
-from segtrain.convert.classes import Choice, choose_classes
-from segtrain.convert.layout import Conversion, State
+from segtrain.convert.class_choice import Choice, choose_classes
+from segtrain.convert.conversion import Conversion, State
 from segtrain.convert.read import TensorFile, read_file
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic

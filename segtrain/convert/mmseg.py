@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from segtrain.convert import mmseg_config
-from segtrain.convert.layout import (
+from segtrain.convert.conversion import (
     Conversion,
     Keys,
     Options,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from segtrain.convert.layout import Options, accepting, misfits, short
+from segtrain.convert.conversion import Options, accepting, misfits, short
 from segtrain.errors import CheckpointError
 
 Config = dict[str, Any]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from segtrain.convert.layout import (
+from segtrain.convert.conversion import (
     Conversion,
     Options,
     State,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from segtrain.convert.layout import (
+from segtrain.convert.conversion import (
     Conversion,
     Keys,
     Options,

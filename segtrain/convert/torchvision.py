@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from segtrain.convert.layout import Conversion, Options, State, aspp, aux_options, resnet_name, size
+from segtrain.convert.conversion import (
+    Conversion,
+    Options,
+    State,
+    aspp,
+    aux_options,
+    resnet_name,
+    size,
+)
 
 KEYS = {
     "head.conv.conv": "classifier.1",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from segtrain.convert.layout import Conversion, Options, State, aspp, resnet_name, size
+from segtrain.convert.conversion import Conversion, Options, State, aspp, resnet_name, size
 
 V3_KEYS = {
     "head.conv.depthwise": "classifier.classifier.1.body.0",

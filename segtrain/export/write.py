@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from segtrain import __version__
 from segtrain.checkpoint.format import experiment_fields
-from segtrain.checkpoint.loading import LoadedModel
+from segtrain.checkpoint.trained import LoadedModel
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, Case, ExportModel, Run, quiet

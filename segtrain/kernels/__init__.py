@@ -40,11 +40,11 @@ def why_not(device: torch.device) -> str | None:
 @cache
 def _failure(device: torch.device) -> str | None:
     """Why Triton cannot launch a kernel here; None: it has launched one."""
-    from segtrain.kernels import resizing
+    from segtrain.kernels import bilinear
 
     try:
         grad = torch.zeros(1, 1, 2, 2, device=device)
-        resizing.resize_gradient(grad, (1, 1), grad.dtype, align_corners=False)
+        bilinear.resize_gradient(grad, (1, 1), grad.dtype, align_corners=False)
     except Exception as error:  # it builds a launcher with a C compiler and Python's headers
         first = str(error).strip().partition("\n")[0]
         return f"Triton fails ({type(error).__name__}: {printable(first, 2 * MAX_NAME)})"

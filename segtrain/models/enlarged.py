@@ -55,27 +55,27 @@ class Enlarged:
 
         labels: (N, H, W) uint8 or int64. Where one is no class and not ignored, the result is NaN.
         """
-        from segtrain.kernels import cross_entropy
+        from segtrain.kernels import small_logits
 
-        return cross_entropy.losses(self.small, self._checked(labels), self.axes)
+        return small_logits.losses(self.small, self._checked(labels), self.axes)
 
     def cross_entropy_sums(
         self, labels: Tensor, class_weights: Tensor | None, label_smoothing: float
     ) -> Tensor:
         """The weighted losses and the weights, (2, 1) float64, as in `losses.CrossEntropy`."""
-        from segtrain.kernels import cross_entropy
+        from segtrain.kernels import small_logits
 
         options = {"class_weights": class_weights, "label_smoothing": label_smoothing}
-        return cross_entropy.sums(self.small, self._checked(labels), self.axes, **options)
+        return small_logits.sums(self.small, self._checked(labels), self.axes, **options)
 
     def labels(self) -> tuple[Tensor, Tensor]:
         """The most probable class of each pixel, (N, H, W) uint8, and its probability, float32.
 
         The probability is NaN where a logit beside the pixel is no finite number.
         """
-        from segtrain.kernels import cross_entropy
+        from segtrain.kernels import small_logits
 
-        return cross_entropy.labels_of(self.small, self.size, self.axes)
+        return small_logits.labels_of(self.small, self.size, self.axes)
 
     def _checked(self, labels: Tensor) -> Tensor:
         expected = (len(self.small), *self.size)
@@ -95,7 +95,7 @@ def enlarged(
     if stretched or not takes(small):
         return None
     # Not before: Triton takes a second to import, and may be missing.
-    from segtrain.kernels import cross_entropy
+    from segtrain.kernels import small_logits
 
-    axes = cross_entropy.axes_of(small, size, stride)
+    axes = small_logits.axes_of(small, size, stride)
     return None if axes is None else Enlarged(small, tuple(size), stride, align_corners, axes)

@@ -93,9 +93,9 @@ class _Resize(torch.autograd.Function):
         ctx.shape, ctx.dtype, ctx.align_corners = x.shape, x.dtype, align_corners
         ctx.takes_kernel = _takes_kernel(x, (height, width))
         if ctx.takes_kernel and is_channels_last(x):
-            from segtrain.kernels import resizing  # imports Triton
+            from segtrain.kernels import bilinear  # imports Triton
 
-            return resizing.resized(x, (height, width), align_corners=align_corners)
+            return bilinear.resized(x, (height, width), align_corners=align_corners)
         # Autocast would have half precision resized in float32, twice the bytes for the same bits.
         with torch.autocast(x.device.type, enabled=False) if ctx.takes_kernel else nullcontext():
             # Not F.interpolate, which would choose its deterministic way.
@@ -123,11 +123,11 @@ class _Resize(torch.autograd.Function):
 def _gathered(
     grad: Tensor, size: Sequence[int], dtype: torch.dtype, *, align_corners: bool
 ) -> Tensor:
-    from segtrain.kernels import resizing  # imports Triton
+    from segtrain.kernels import bilinear  # imports Triton
 
     if torch.is_grad_enabled() and grad.requires_grad:  # it is linear: nothing else asks for more
         return resize_gradient(grad.double(), size, align_corners=align_corners).to(dtype)
-    return resizing.resize_gradient(grad, size, dtype, align_corners=align_corners)
+    return bilinear.resize_gradient(grad, size, dtype, align_corners=align_corners)
 
 
 def resize_gradient(grad: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from segtrain.checkpoint.format import Checkpoint
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, unpack
 from segtrain.text import MAX_NAME, printable
-from segtrain.training.receipts import hash_tensor
+from segtrain.training.receipt_meter import hash_tensor
 
 FIELDS = (
     *("samples", "pixels", "start", "loss", "aux_loss", "gradients", "grad_norm"),

@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from segtrain.checkpoint.loading import LoadedModel, load_model
+from segtrain.checkpoint.trained import LoadedModel, load_model
 from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
-from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import LABELLED, Records, load_records, scores_csv
+from segtrain.evaluation.scoring import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.files import write_atomic
 from segtrain.metrics import calibration_error
 from segtrain.models.precision import to_eval_precision
+from segtrain.results.cards import Card, draw_cards
 from segtrain.results.compare import Interval
-from segtrain.results.images import Card, draw_cards
 from segtrain.results.page import render
 from segtrain.results.runs import Run, departures, differing, read_run
 from segtrain.run import charts

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 import cv2
 import numpy as np
 
-from segtrain.data.read import formats
+from segtrain.data.read import image_formats
 from segtrain.data.read.find import Window
 from segtrain.data.read.image import read_values
 from segtrain.data.read.raster import raster_size, windows
@@ -89,11 +89,11 @@ def label_facts(folder: Path, file: str) -> LabelFacts:
     """
     path = folder / file
     size = raster_size(path)
-    no_data = formats.read_info(path).no_data
+    no_data = image_formats.read_info(path).no_data
     if size is None:
-        return _facts_of(formats.read_stored(path), path, file)._replace(no_data=no_data)
+        return _facts_of(image_formats.read_stored(path), path, file)._replace(no_data=no_data)
     parts = [
-        _facts_of(formats.open_stored(path, window).pixels(), path, file)
+        _facts_of(image_formats.open_stored(path, window).pixels(), path, file)
         for window in windows(size)
     ]
     kinds = {part.kind for part in parts}
@@ -121,13 +121,13 @@ def _facts_of(stored: np.ndarray, path: Path, file: str) -> LabelFacts:
         return LabelFacts("picture", size, {}, why=_TOO_MANY)
     if kind == "colors":
         counts = {(v >> 16, v >> 8 & 255, v & 255): count for v, count in counts.items()}
-    palette = formats.read_palette(path) if kind == "ids" else ()
+    palette = image_formats.read_palette(path) if kind == "ids" else ()
     return LabelFacts(kind, size, counts, tuple(palette), kind == "ids" and stored.shape[2] >= 3)
 
 
 def read_label_part(path: Path) -> np.ndarray:
     """A label as stored, (H, W, C); of a raster the middle window."""
-    return formats.open_stored(path, middle_window(path)).pixels()
+    return image_formats.open_stored(path, middle_window(path)).pixels()
 
 
 def middle_window(path: Path) -> Window | None:
@@ -157,7 +157,7 @@ def packed(value: Value) -> int:
 
 def shows_object(path: Path) -> np.ndarray:
     """(H, W) bool: where a file of two values shows what it stands for."""
-    stored = formats.read_stored(path)
+    stored = image_formats.read_stored(path)
     if path.suffix.lower() in LOSSY:
         return label_values(stored, "two") > 0
     channel = _single(stored)

@@ -12,13 +12,13 @@ from pathlib import Path, PurePosixPath
 import cv2
 import numpy as np
 
-from segtrain.data.read import formats
+from segtrain.data.read import image_formats
 from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.survey import contents, pairing
 from segtrain.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts, spread
-from segtrain.survey.images import Image
+from segtrain.survey.image_kinds import Image
 from segtrain.text import counted, first_of
 
 # Files of a set that are read where a sample is enough; images that are compared with labels.
@@ -215,7 +215,7 @@ def _pairs_of_values(*paths: Path) -> np.ndarray | None:
     """Values that two labels have in the same place, (N, channels of both); None: they divide the
     image into other areas."""
     try:
-        stored = [formats.read_stored(path) for path in paths]
+        stored = [image_formats.read_stored(path) for path in paths]
     except DataError:
         return None
     if stored[0].shape[:2] != stored[1].shape[:2]:

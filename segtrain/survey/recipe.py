@@ -13,10 +13,10 @@ from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.image import ImageForm, set_dtype
 from segtrain.data.read.raster import windows
 from segtrain.errors import ConfigError
-from segtrain.survey.classes import Class
+from segtrain.survey.class_lists import Class
 from segtrain.survey.contents import ImageFacts
 from segtrain.survey.decide import Answers, Reading, UndecidedError
-from segtrain.survey.images import Image
+from segtrain.survey.image_kinds import Image
 from segtrain.survey.splits import Splits
 from segtrain.survey.survey import Survey
 from segtrain.text import first_of

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from segtrain.errors import DataError
 from segtrain.survey.decide import Answers
-from segtrain.survey.images import Image
+from segtrain.survey.image_kinds import Image
 from segtrain.survey.label_sets import LabelSet
 from segtrain.survey.survey import Survey
 from segtrain.text import counted

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from segtrain.annotations import detect
-from segtrain.data.read import formats
+from segtrain.data.read import image_formats
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.survey import contents, pairing
 from segtrain.survey.contents import Color, ImageFacts, LabelFacts, spread
-from segtrain.survey.images import (
+from segtrain.survey.image_kinds import (
     Image,
     facts_of,
     listed_pairs,
@@ -124,14 +124,14 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
             for name in names
         ]
     suffixes = {path: PurePosixPath(path).suffix.lower() for path in paths}
-    pictures = [path for path in paths if suffixes[path] in formats.SUFFIXES]
+    pictures = [path for path in paths if suffixes[path] in image_formats.SUFFIXES]
     if not pictures:
         most = Counter(suffixes.values()).most_common(5)
         kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in most)
         raise DataError(
-            f"{folder}: no images ({' '.join(formats.SUFFIXES)}); found {kinds or 'no files'}"
+            f"{folder}: no images ({' '.join(image_formats.SUFFIXES)}); found {kinds or 'no files'}"
         )
-    return pictures, [path for path in paths if suffixes[path] not in formats.SUFFIXES]
+    return pictures, [path for path in paths if suffixes[path] not in image_formats.SUFFIXES]
 
 
 def _matched(

@@ -163,9 +163,9 @@ def test_a_loss_of_enlarged_logits(device, figures, slowness, name):
 
     def timed():
         """As the prototypes: with labels as stored, and nothing around."""
-        from segtrain.kernels import cross_entropy
+        from segtrain.kernels import small_logits
 
-        sums = cross_entropy.sums(small, stored, cross_entropy.axes_of(small, size, stride))
+        sums = small_logits.sums(small, stored, small_logits.axes_of(small, size, stride))
         return torch.autograd.grad(sums, small, ones)
 
     stored = labels.byte()

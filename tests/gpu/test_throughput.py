@@ -16,8 +16,8 @@ from stepping import NUM_CLASSES, config_of, random_batch
 
 from gpu.watching import LOCAL, REPLAYED, SYNC, TINY, contenders, one_rank, without_kernels
 from segtrain.distributed.machine import num_cores
-from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.predictor import for_scores
+from segtrain.evaluation.scoring import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import build_model
 from segtrain.models.precision import autocast

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from segtrain import kernels
 from segtrain.commands.train.preflight import device_lines
-from segtrain.kernels import resizing
+from segtrain.kernels import bilinear
 
 CUDA = torch.device("cuda", 0)
 
@@ -56,7 +56,7 @@ def test_where_triton_cannot_launch_the_log_says_why(monkeypatch):
     def build(*_, **__):
         raise RuntimeError("Failed to find C compiler. Please specify via CC\nor set it")
 
-    monkeypatch.setattr(resizing, "resize_gradient", build)
+    monkeypatch.setattr(bilinear, "resize_gradient", build)
     failure = kernels._failure(torch.device("cpu"))
     kernels._failure.cache_clear()
     monkeypatch.setattr(kernels, "_failure", lambda _: failure)

@@ -9,7 +9,7 @@ from segtrain import kernels
 from segtrain.config import ModelConfig
 from segtrain.evaluation.inference import predict_labels
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings
-from segtrain.kernels import cross_entropy
+from segtrain.kernels import small_logits
 from segtrain.models import SegModel, build_model
 from segtrain.models.enlarged import enlarged
 from segtrain.models.resizing import enlarge
@@ -21,13 +21,13 @@ K = 5
 @pytest.fixture
 def launched(monkeypatch):
     """The shapes of the logits that the kernel was called with."""
-    seen, function = [], cross_entropy.labels_of
+    seen, function = [], small_logits.labels_of
 
     def watched(small, *args):
         seen.append(tuple(small.shape))
         return function(small, *args)
 
-    monkeypatch.setattr(cross_entropy, "labels_of", watched)
+    monkeypatch.setattr(small_logits, "labels_of", watched)
     return seen
 
 

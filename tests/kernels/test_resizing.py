@@ -5,7 +5,7 @@ from torch import nn
 
 from segtrain import kernels
 from segtrain.config import ModelConfig
-from segtrain.kernels import resizing as gathering
+from segtrain.kernels import bilinear as gathering
 from segtrain.models.pspnet import PyramidPooling
 from segtrain.models.resizing import resize
 

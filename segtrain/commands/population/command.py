@@ -8,13 +8,13 @@ from pathlib import Path
 from segtrain.commands.config import load_named, show_warnings
 from segtrain.commands.population import history as record
 from segtrain.commands.population.history import FACTORS, FILE, History, times, with_options
-from segtrain.commands.population.training import Population
+from segtrain.commands.population.members import Population
 from segtrain.commands.programs import check_new, check_same, refuse_ranks, write_experiment
 from segtrain.config import Config, load_config
 from segtrain.config.messages import did_you_mean
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.run.directory import CONFIG, LOCK, RunLock, config_differences, flat
-from segtrain.run.folds import EXPERIMENT, read_record, write_record
+from segtrain.run.division import EXPERIMENT, read_record, write_record
 from segtrain.text import MAX_NAME, printable, say
 
 MEMBERS, PERTURB = 4, ("optim.lr", "optim.weight_decay")

@@ -14,7 +14,7 @@ from segtrain.config import Config, override_config
 from segtrain.config.loading import yaml_value
 from segtrain.errors import ConfigError
 from segtrain.run.directory import flat
-from segtrain.run.folds import Record
+from segtrain.run.division import Record
 from segtrain.seed import population_rng
 from segtrain.text import MAX_NAME, printable, table_lines
 

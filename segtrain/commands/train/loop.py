@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 from signal import SIGUSR1, Signals
 
 from segtrain.commands.train import save
-from segtrain.commands.train.evaluate import evaluate
+from segtrain.commands.train.evaluation import evaluate
 from segtrain.commands.train.setup import TrainRequest, TrainRun, set_up
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
@@ -21,7 +21,7 @@ from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import score_text
 from segtrain.run.receipts import Receipt, read_receipts
-from segtrain.training.receipts import weights_lines
+from segtrain.training.receipt_meter import weights_lines
 
 
 def run(request: TrainRequest) -> int:

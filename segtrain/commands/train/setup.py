@@ -13,9 +13,9 @@ import torch
 from segtrain import seed
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
-from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
+from segtrain.checkpoint.trained import load_initial
 from segtrain.commands.train.auto_workers import WorkerChoice
 from segtrain.commands.train.preflight import (
     check_experiment,
@@ -50,7 +50,7 @@ from segtrain.training.graph import GraphStep, why_not
 from segtrain.training.hogwild import HogwildBarrier, config_of_process, share_model
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
-from segtrain.training.receipts import ReceiptMeter, StepMeter
+from segtrain.training.receipt_meter import ReceiptMeter, StepMeter
 from segtrain.training.sample_losses import SampleLosses, why_unmeasured
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step import TrainStep

@@ -9,7 +9,7 @@ from segtrain.run.console import ProgressBar, progress_words
 from segtrain.run.pictures import training_picture
 from segtrain.training.local import LocalStep
 from segtrain.training.part import Part
-from segtrain.training.receipts import StepMeter
+from segtrain.training.receipt_meter import StepMeter
 from segtrain.training.step import StepResult
 
 

@@ -21,7 +21,7 @@ from segtrain.distributed.liveness import HostWatch
 from segtrain.training.graph import GraphStep
 from segtrain.training.local import LocalStep
 from segtrain.training.part import Part
-from segtrain.training.receipts import ReceiptMeter
+from segtrain.training.receipt_meter import ReceiptMeter
 from segtrain.training.state import TrainState
 from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync

@@ -26,8 +26,8 @@ from segtrain.data.read.classes import ClassFile, load_class_file, read_by
 from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
-from segtrain.data.read.formats import read_info
 from segtrain.data.read.image import RGB, ImageForm, other_sizes
+from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.layouts import scan_layout
 from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool

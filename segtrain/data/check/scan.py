@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.data.check.values import ImageValues, image_values
-from segtrain.data.pack.manifest import PackedImage
+from segtrain.data.pack.index import PackedImage
 from segtrain.data.pack.opening import has_content
 from segtrain.data.pack.reader import PackedDataset, Shards, split_rows
 from segtrain.data.read import labels, raw_label
@@ -20,8 +20,8 @@ from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
-from segtrain.data.read.formats import open_stored, read_palette
 from segtrain.data.read.image import ImageForm, drops_alpha, read_image
+from segtrain.data.read.image_formats import open_stored, read_palette
 from segtrain.errors import DataError
 from segtrain.text import printable
 

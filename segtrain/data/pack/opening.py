@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.config import DataConfig
-from segtrain.data.pack.manifest import Pack, PackedFile, PackedImage, PackedSplit, read_pack
+from segtrain.data.pack.index import Pack, PackedFile, PackedImage, PackedSplit, read_pack
 from segtrain.data.pack.reader import PackedDataset, Shards
 from segtrain.data.pack.writer import OPTIONS, excluded_names, source_name
 from segtrain.data.read.classes import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from segtrain.data.pack.manifest import REPAIR, PackedImage, Shard, check_shard, checksum
+from segtrain.data.pack.index import REPAIR, PackedImage, Shard, check_shard, checksum
 from segtrain.data.read.dataset import HashedLabel, SegDataset
 from segtrain.data.read.image import ImageForm, ignore_missing
 from segtrain.errors import DataError

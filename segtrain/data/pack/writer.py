@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from segtrain import __version__, files
 from segtrain.config import DataConfig
-from segtrain.data.pack.manifest import (
+from segtrain.data.pack.index import (
     FORMAT,
     MANIFEST,
     Pack,
@@ -38,8 +38,8 @@ from segtrain.data.read.concurrent import IO_THREADS, for_each_pair, prefetch
 from segtrain.data.read.dataset import SegDataset, size_problem
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair, first_lines
-from segtrain.data.read.formats import read_info
 from segtrain.data.read.image import ImageForm, read_image
+from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.labels import read_label
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable

@@ -13,8 +13,8 @@ import numpy as np
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
-from segtrain.data.read.formats import read_info
 from segtrain.data.read.image import RGB, ImageForm, ignore_missing, read_image
+from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.labels import read_label
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as

@@ -10,7 +10,7 @@ from segtrain.errors import DataError
 from segtrain.files import walk
 from segtrain.text import counted, first_of, printable
 
-# The keys of `segtrain.data.read.formats.READERS`; to look at names no decoder is imported.
+# The keys of `segtrain.data.read.image_formats.READERS`; to look at names no decoder is imported.
 IMAGE_SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".jfif", ".tif", ".tiff", ".webp", ".bmp", ".gif", ".jp2"),
     *(".npy", ".npz", ".pgm", ".ppm"),

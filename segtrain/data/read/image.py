@@ -22,10 +22,10 @@ import cv2
 import numpy as np
 
 from segtrain.config import DataConfig
-from segtrain.data.read import decode, formats
+from segtrain.data.read import decode, image_formats
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.find import Pair, Window
-from segtrain.data.read.formats import Info
+from segtrain.data.read.image_formats import Info
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
 from segtrain.types import IGNORE_INDEX
@@ -91,7 +91,7 @@ def form_of(data: DataConfig, pairs: Sequence[Pair] = ()) -> ImageForm:
     for pair in pairs:
         # What cannot be read is named by the checks, or when it is to be used.
         with suppress(DataError):
-            return form._replace(dtype=set_dtype(formats.read_info(pair.image).dtype))
+            return form._replace(dtype=set_dtype(image_formats.read_info(pair.image).dtype))
     return form
 
 
@@ -119,7 +119,7 @@ def read_image(
         DataError: a file cannot be read, or it does not have the form.
     """
     files = [
-        formats.open_stored(path, window, content=content, max_pixels=max_pixels)
+        image_formats.open_stored(path, window, content=content, max_pixels=max_pixels)
         for path, content in zip(paths, contents or [None] * len(paths), strict=True)
     ]
     if problem := other_sizes([file.info for file in files]):
@@ -170,7 +170,7 @@ def num_channels(info: Info, wanted: int) -> int:
 
 
 def _values(
-    file: formats.StoredFile, dtype: np.dtype, channels: int | None
+    file: image_formats.StoredFile, dtype: np.dtype, channels: int | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The pixels of one file, (H, W, n) in `dtype`; `channels`: how many are wanted.
 
@@ -183,7 +183,7 @@ def _values(
             f"{printable(path)}: the image is {info.dtype}, and others of the data set, or of the "
             f"training, are {dtype}; convert all to one type"
         )
-    if channels == 3 and info.depth <= 8 and formats.is_png_or_jpeg(path):
+    if channels == 3 and info.depth <= 8 and image_formats.is_png_or_jpeg(path):
         rgb = decode.decode_by_opencv(file.content, path, cv2.IMREAD_COLOR_RGB)
         return decode.checked_pixels(rgb, info._replace(channels=3), path), None
     with np.errstate(over="ignore"):  # float64 beyond float32 is infinite
@@ -204,7 +204,7 @@ def _values(
 def _levels(pixels: np.ndarray, info: Info, path: Path) -> np.ndarray:
     """The colours of a palette file; grey levels of few bits over 0..255; else `pixels`."""
     if info.palette:
-        return formats.palette_colors(pixels, path)
+        return image_formats.palette_colors(pixels, path)
     if info.depth in (1, 2, 4):
         return pixels * np.uint8(255 // (2**info.depth - 1))
     return pixels
@@ -234,7 +234,7 @@ def read_values(path: Path, window: Window | None = None) -> np.ndarray:
     Colours of a palette, and grey levels of few bits, are those that training sees. As floats with
     NaN where some have no value.
     """
-    file = formats.open_stored(path, window)
+    file = image_formats.open_stored(path, window)
     pixels = file.pixels()
     missing = _missing(pixels, file.info)
     pixels = _levels(pixels, file.info, path)
@@ -243,5 +243,7 @@ def read_values(path: Path, window: Window | None = None) -> np.ndarray:
 
 def _other_channels(paths: Sequence[Path], found: int, wanted: int) -> str:
     where = printable(paths[0]) + (f" and {len(paths) - 1} more" if paths[1:] else "")
-    repair = f"set data.channels: {found}" if found <= formats.MAX_CHANNELS else "leave some out"
+    repair = (
+        f"set data.channels: {found}" if found <= image_formats.MAX_CHANNELS else "leave some out"
+    )
     return f"{where}: {found} channels, data.channels is {wanted}; {repair}, or convert the files"

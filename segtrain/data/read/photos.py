@@ -8,8 +8,8 @@ import numpy as np
 
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import IMAGE_SUFFIXES, VIDEO_SUFFIXES, first_lines
-from segtrain.data.read.formats import Info, open_stored, read_info
 from segtrain.data.read.image import ImageForm, num_channels, read_image, set_dtype
+from segtrain.data.read.image_formats import Info, open_stored, read_info
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import counted, first_of, printable

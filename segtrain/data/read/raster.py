@@ -13,7 +13,7 @@ from segtrain.config import DataConfig
 from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.find import Pair, Window
-from segtrain.data.read.formats import read_info
+from segtrain.data.read.image_formats import read_info
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
 from segtrain.text import printable

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from segtrain.data.read import decode, formats
+from segtrain.data.read import decode, image_formats
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.find import Window
-from segtrain.data.read.formats import Info
+from segtrain.data.read.image_formats import Info
 from segtrain.errors import DataError
 from segtrain.text import printable
 
@@ -60,7 +60,7 @@ def read_colors(
         return decode.decode_png_colors(file.content, path)
     pixels = file.pixels()
     if file.info.palette:
-        return formats.palette_colors(pixels, path)
+        return image_formats.palette_colors(pixels, path)
     if file.info.alpha:
         pixels = decode.opaque(pixels, path)
     return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
@@ -83,8 +83,8 @@ def label_problem(info: Info, label_format: str) -> str:
 
 def _opened(
     path: str | Path, label_format: str, window: Window | None, content: bytes | None
-) -> formats.StoredFile:
-    file = formats.open_stored(path, window, content=content, max_pixels=MAX_PIXELS)
+) -> image_formats.StoredFile:
+    file = image_formats.open_stored(path, window, content=content, max_pixels=MAX_PIXELS)
     if problem := label_problem(file.info, label_format):
         raise DataError(f"{printable(path)}: {problem}")
     return file

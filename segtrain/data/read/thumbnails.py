@@ -5,7 +5,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from segtrain.data.read import decode, formats
+from segtrain.data.read import decode, image_formats
 from segtrain.errors import DataError
 
 LOSSY = (".jpg", ".jpeg", ".jfif")
@@ -39,7 +39,7 @@ def thumbnail(path: Path) -> np.ndarray:
             data = np.frombuffer(decode.read_bytes(path), np.uint8)
             stored = cv2.imdecode(data, cv2.IMREAD_REDUCED_GRAYSCALE_8)
         if stored is None or min(stored.shape) < _PX:
-            stored = formats.read_stored(path)
+            stored = image_formats.read_stored(path)
     except DataError:
         return np.zeros(_PX**2, np.float32)
     return thumbnail_of(stored.reshape(*stored.shape[:2], -1))

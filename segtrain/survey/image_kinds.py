@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from segtrain.data.read import formats, thumbnails
+from segtrain.data.read import image_formats, thumbnails
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import read_bytes
 from segtrain.survey import contents, pairing
@@ -78,7 +78,7 @@ def with_headers(
             continue
         files = (name.path, *matches.bands.get(name.path, ()))
         try:
-            infos = [formats.read_info(folder / path) for path in files]
+            infos = [image_formats.read_info(folder / path) for path in files]
         except DataError as error:
             unreadable.append(str(error))
             continue

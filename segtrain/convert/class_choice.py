@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.config.loading import yaml_value
-from segtrain.convert.layout import Conversion
+from segtrain.convert.conversion import Conversion
 from segtrain.data.read.classes import (
     ClassFile,
     known_names,

@@ -19,15 +19,15 @@ from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
-from segtrain.evaluation.dataset import (
+from segtrain.evaluation.predictor import Predictor, for_scores
+from segtrain.evaluation.records import Records
+from segtrain.evaluation.scoring import (
     Outcome,
     Prediction,
     Sample,
     StoppedError,
     evaluate_dataset,
 )
-from segtrain.evaluation.predictor import Predictor, for_scores
-from segtrain.evaluation.records import Records
 from segtrain.evaluation.settings import InferenceSettings, view_sizes
 from segtrain.metrics import Scores, calibration_error, thin_classes
 from segtrain.models.blocks import Normalize

@@ -12,13 +12,13 @@ import numpy as np
 
 from segtrain import __version__
 from segtrain.annotations import read_annotations
-from segtrain.annotations.write import PAIRS, claim, write_labels
+from segtrain.annotations.label_maps import PAIRS, claim, write_labels
 from segtrain.config import Config, load_config
 from segtrain.config.loading import yaml_value
 from segtrain.data import open_dataset
 from segtrain.data.check.findings import split_findings
 from segtrain.data.check.scan import SplitScan, scan_pair
-from segtrain.data.read import formats
+from segtrain.data.read import image_formats
 from segtrain.data.read.classes import default_palette, load_class_file, read_by
 from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.data.read.dataset import SegDataset
@@ -28,10 +28,10 @@ from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic
 from segtrain.run.pictures import as_rgb, legend, overlay, write_indexed_png, write_png
 from segtrain.survey import contents
-from segtrain.survey.classes import Class, Classes
+from segtrain.survey.class_lists import Class, Classes
 from segtrain.survey.contents import Color, Value, packed, spread, word
 from segtrain.survey.decide import Answers, Reading
-from segtrain.survey.images import Image
+from segtrain.survey.image_kinds import Image
 from segtrain.survey.label_sets import LabelSet
 from segtrain.survey.recipe import Option
 from segtrain.survey.splits import Splits
@@ -89,7 +89,7 @@ def _label_format(plan: Decisions) -> str | None:
         return None
     if labels.kind == "colors" and len(plan.classes.ignored) > 1:
         return None  # a class file can ignore one colour
-    info = formats.read_info(plan.survey.root / next(iter(labels.labels.values()))[0])
+    info = image_formats.read_info(plan.survey.root / next(iter(labels.labels.values()))[0])
     return None if label_problem(info, labels.kind) else labels.kind
 
 
@@ -229,7 +229,7 @@ def _draw_one(
 
 def _train_ids(file: Path, labels: LabelSet, classes: Classes) -> np.ndarray:
     """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
-    found = contents.label_values(formats.read_stored(file), labels.kind)
+    found = contents.label_values(image_formats.read_stored(file), labels.kind)
     train_ids = {packed(v): i for i, one in enumerate(classes.classes) for v in one.values}
     train_ids |= {packed(v): IGNORE_INDEX for v in classes.ignored}
     known = np.array(sorted(train_ids))

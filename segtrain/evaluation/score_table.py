@@ -28,7 +28,7 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.raw_label import read_raw_label
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
-from segtrain.evaluation.dataset import Prediction
+from segtrain.evaluation.scoring import Prediction
 from segtrain.metrics import (
     ConfusionMatrix,
     Scores,

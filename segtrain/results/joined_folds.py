@@ -8,14 +8,14 @@ from statistics import mean, stdev
 
 import torch
 
-from segtrain.checkpoint.loading import members_of
+from segtrain.checkpoint.trained import members_of
 from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError
 from segtrain.evaluation.records import Records
 from segtrain.results.compare import CONFIDENCE, LEAST_GROUPS, score_interval
 from segtrain.results.report import Evaluated, Joined, evaluated
 from segtrain.results.runs import Run
-from segtrain.run.folds import EXPERIMENT, read_division
+from segtrain.run.division import EXPERIMENT, read_division
 from segtrain.text import counted
 
 _WINDOW = re.compile(r"_y\d+_x\d+$")  # of a raster, behind the name of its file

@@ -26,7 +26,7 @@ from segtrain.files import manifest
 from segtrain.run import directory as run_directory
 from segtrain.run.console import log_only
 from segtrain.run.directory import RunLock
-from segtrain.run.folds import EXPERIMENT, write_record
+from segtrain.run.division import EXPERIMENT, write_record
 from segtrain.run.log import RunLog
 from segtrain.text import say
 

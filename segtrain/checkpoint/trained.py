@@ -28,7 +28,7 @@ from segtrain.models import SegModel, build_model
 from segtrain.models.ensemble import Ensemble
 from segtrain.models.norms import make_inference_norm
 from segtrain.run.directory import CONFIG, flat, is_run, no_run
-from segtrain.run.folds import EXPERIMENT, read_division
+from segtrain.run.division import EXPERIMENT, read_division
 from segtrain.text import first_of
 
 # The share of zeros in kernels that is told although no option has asked for zeros.

@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import torch
 
-from segtrain.checkpoint.loading import LoadedModel
+from segtrain.checkpoint.trained import LoadedModel
 from segtrain.data.read.dataset import SegDataset
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.settings import InferenceSettings
