@@ -464,7 +464,7 @@ COMMANDS = (
     ),
     Command(
         "data synth",
-        "synthetic.write:main",
+        "synthetic.data_set:main",
         "draw synthetic street scenes in the layout of Cityscapes",
         _argument("root", "directory to write to", "ROOT", _path),
         _argument("--num-train", "default: 200", "N", positive, default=200),
