@@ -5,11 +5,11 @@ import time
 
 import pytest
 import torch
-from rounds import measure
 from stepping import config_of
 from test_graph import OPTIONS, trained
 from test_recorded import config_of as config_with
 
+from gpu.rounds import measure
 from gpu.watching import SYNC, TINY, Training, as_among_two, num_kernels, one_rank
 from segtrain.commands.train.setup import make_repeatable
 from segtrain.training.graph import EAGER_STEPS

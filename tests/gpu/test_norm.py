@@ -10,8 +10,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_sync_bn import TABLE_SHAPES, LocalBatchNorm2d, TorchSyncBatchNorm2d
-from rounds import estimate, measure, ratios
 
 # What the layer does on a CPU it does on the device.
 from test_norm import (  # noqa: F401
@@ -34,7 +32,15 @@ from test_norm import (  # noqa: F401
     test_slices_and_gradients_of_another_layout_give_the_same_numbers,
 )
 
-from gpu.watching import as_among_two, host_waits, num_kernels, one_rank
+from gpu.rounds import estimate, measure, ratios
+from gpu.watching import (
+    LocalBatchNorm2d,
+    TorchSyncBatchNorm2d,
+    as_among_two,
+    host_waits,
+    num_kernels,
+    one_rank,
+)
 from segtrain.distributed import collectives as dist
 from segtrain.norm import SyncBatchNorm2d, untracked
 
@@ -150,6 +156,15 @@ def test_nccl_between_devices_equals_the_full_batch(nccl_ranks, device, split):
 
 # What a layer may cost: kernels and copies, forward and backward.
 MOST_FORWARD, MOST_BACKWARD = 10, 7
+# Of PSPNet-R50 on crops of 720x960: the stem's half, the body, and two grids of the pyramid.
+PSPNET_SHAPES = (
+    (2, 64, 90, 120),
+    (2, 256, 90, 120),
+    (2, 512, 45, 60),
+    (2, 2048, 45, 60),
+    (2, 512, 1, 1),
+    (2, 256, 6, 6),
+)
 OWN, TORCH, LOCAL = "segtrain", "torch's SyncBatchNorm", "F.batch_norm"
 
 
@@ -157,7 +172,7 @@ OWN, TORCH, LOCAL = "segtrain", "torch's SyncBatchNorm", "F.batch_norm"
 def test_a_layer_starts_few_kernels(device, figures, dtype):
     """With the time of each beside local batch norm, on the shapes of PSPNet-R50."""
     is_cuda = device.type == "cuda"
-    shapes = TABLE_SHAPES if is_cuda else ((2, 64, 23, 30), (2, 16, 6, 6))
+    shapes = PSPNET_SHAPES if is_cuda else ((2, 64, 23, 30), (2, 16, 6, 6))
     kinds = {LOCAL: LocalBatchNorm2d, OWN: SyncBatchNorm2d}
     if is_cuda:  # it refuses CPU tensors
         kinds[TORCH] = TorchSyncBatchNorm2d

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_sync_bn import TorchSyncBatchNorm2d
+import torch.nn.functional as F
 from processes import free_port
 from stepping import state_of, steps_of
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import group
+from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 from torch.profiler import ProfilerActivity, profile
 
 from segtrain import kernels
@@ -68,6 +70,23 @@ def without_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_HAS_TRITON", False)
         yield
+
+
+class LocalBatchNorm2d(nn.BatchNorm2d):
+    """F.batch_norm in training and nothing else."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        tracked, affine = (self.running_mean, self.running_var), (self.weight, self.bias)
+        return F.batch_norm(input, *tracked, *affine, True, self.momentum, self.eps)
+
+
+class TorchSyncBatchNorm2d(nn.BatchNorm2d):
+    """torch.nn.SyncBatchNorm's own function, which the module leaves out for a single rank."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        affine, tracked = (self.weight, self.bias), (self.running_mean, self.running_var)
+        options = (self.eps, self.momentum, group.WORLD, dist.world_size())
+        return TorchFunction.apply(input, *affine, *tracked, *options)
 
 
 class Training:

@@ -5,22 +5,14 @@ than their times.
 """
 
 import math
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import keep_freed_memory
-from segtrain.distributed.process_group import device_for, process_group
-
-_TIMEOUT_S = 600
 
 
 class Estimate(NamedTuple):
@@ -109,49 +101,3 @@ def _block_ms(call: Callable[[], object], repeats: int, device: torch.device) ->
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def on_ranks(
-    num_ranks: int, device_name: str, function: Callable[..., Any], *args: Any, group: bool = True
-) -> Any:
-    """What `function(device, *args)` returns on rank 0 of fresh processes of one thread each.
-
-    Args:
-        group: whether they form a process group, which a rank that is alone does not need.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with ProcessPoolExecutor(num_ranks, get_context("spawn")) as pool:
-        tasks = [
-            pool.submit(
-                _on_rank, rank, num_ranks, port if group else None, device_name, function, args
-            )
-            for rank in range(num_ranks)
-        ]
-        results = [task.result() for task in tasks]
-    return results[0]
-
-
-def _on_rank(
-    rank: int,
-    num_ranks: int,
-    port: int | None,
-    device_name: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> Any:
-    torch.set_num_threads(1)
-    if device_name == "cpu":
-        keep_freed_memory()
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks))
-    if port is not None:
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(num_ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-    device = device_for(device_name)
-    with process_group(device, timeout_s=_TIMEOUT_S):
-        return function(device, *args)
