@@ -23,14 +23,12 @@ from segtrain.models import build_model
 from segtrain.training.measure import training_flops
 
 SEGTRAIN, TORCHVISION, SMP, MMSEG = "segtrain", "torchvision", "smp", "mmseg"
-MMSEG_START = "mmseg, start-up"  # mmengine's Runner draws
 SEMSEG, ALBUMENTATIONS = "semseg", "albumentations"
 PACKAGES = {
     SEGTRAIN: ("segtrain",),
     TORCHVISION: ("torchvision",),
     SMP: ("segmentation_models_pytorch",),
     MMSEG: ("mmseg", "mmengine", "mmcv"),
-    MMSEG_START: ("matplotlib",),
     SEMSEG: ("cv2",),  # its transforms are written out here
     ALBUMENTATIONS: ("albumentations",),
 }

@@ -12,7 +12,6 @@ TITLES = {
     "train": "Training steps",
     "eval": "Evaluation",
     "memory": "Peak memory of training",
-    "start": "Start-up",
 }
 
 

@@ -4,10 +4,10 @@ The same network, crop, batch and machine, in one run. Each contender has a proc
 all take turns, so a busy machine troubles them alike: read the ratios. Contenders that are not
 installed are named.
 
-    pip install mmengine==0.10.7 matplotlib ftfy regex prettytable segmentation_models_pytorch timm
+    pip install mmengine==0.10.7 ftfy regex prettytable segmentation_models_pytorch timm
     pip install --no-deps mmsegmentation==1.2.2 mmcv-lite==2.1.0
 
-Run: python tools/bench_against.py [--sections data train eval memory start] [--json FILE]
+Run: python tools/bench_against.py [--sections data train eval memory] [--json FILE]
 """
 
 import argparse
@@ -18,13 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import against_start
 from against_data import MAX_SHARE, write_scenes
 from against_models import (
     ALBUMENTATIONS,
     CASES,
     MMSEG,
-    MMSEG_START,
     SEGTRAIN,
     SEMSEG,
     SMP,
@@ -34,9 +32,8 @@ from against_models import (
 )
 from against_processes import Contender, contenders
 from against_report import Row, markdown
-from rounds import turn
 
-SECTIONS = ("data", "train", "eval", "memory", "start")
+SECTIONS = ("data", "train", "eval", "memory")
 _MEMORY_STEPS = 3
 
 
@@ -48,7 +45,8 @@ def race(
     threads = 1 if unit == "samples/s" else args.threads
     with contenders(specs, threads) as found:
         for index in range(args.rounds):
-            for name in turn(list(found), index):
+            # There and back: a drift of the machine troubles all alike.
+            for name in list(found)[:: 1 if index % 2 == 0 else -1]:
                 rates[name].append(count / found[name].do(count)["seconds"])
     say(title)
     return [Row(title, name, unit, tuple(values)) for name, values in rates.items()]
@@ -132,30 +130,6 @@ def bench_memory(args: argparse.Namespace, installed: Sequence[str], _: list[Row
     return rows
 
 
-def bench_start(args: argparse.Namespace, installed: Sequence[str], _: list[Row]) -> list[Row]:
-    """Seconds until the first step is done, and of --help."""
-    names = [n for n in (SEGTRAIN, TORCHVISION, SMP, MMSEG) if n in installed]
-    names = [n for n in names if n != MMSEG or not missing(MMSEG_START)]
-    steps: dict[str, list[float]] = {name: [] for name in names}
-    helps: dict[str, list[float]] = {name: [] for name in names}
-    with TemporaryDirectory(dir=args.scratch) as folder:
-        write_scenes(Path(folder), against_start.CROP, 8)
-        for index in range(args.rounds):
-            for name in turn(names, index):
-                steps[name].append(against_start.first_step_s(name, Path(folder)))
-                seconds = against_start.help_s(name)
-                if seconds is not None:
-                    helps[name].append(seconds)
-    say("start")
-    found = {"command to first step": steps, "--help": helps}
-    return [
-        Row(title, name, "s", tuple(values))
-        for title, times in found.items()
-        for name, values in times.items()
-        if values
-    ]
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -189,8 +163,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     absent = {name: missing(name) for name in (TORCHVISION, SMP, MMSEG, SEMSEG, ALBUMENTATIONS)}
     absent = {name: packages for name, packages in absent.items() if packages}
-    if "start" in args.sections and MMSEG not in absent and missing(MMSEG_START):
-        absent[MMSEG_START] = missing(MMSEG_START)
     installed = [SEGTRAIN, TORCHVISION, SMP, MMSEG, SEMSEG, ALBUMENTATIONS]
     installed = [name for name in installed if name not in absent]
     benches = {
@@ -198,7 +170,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "train": bench_train,
         "eval": bench_eval,
         "memory": bench_memory,
-        "start": bench_start,
     }
     found: dict[str, list[Row]] = {}
     for section in args.sections:
