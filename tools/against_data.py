@@ -6,8 +6,6 @@ all. With colours, each of brightness, contrast, saturation and hue changes with
 """
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import numpy as np
 import torch
 from against_mmseg import load_mmseg
 from against_models import ALBUMENTATIONS, MMSEG, SEGTRAIN, SEMSEG, TORCHVISION
+from commands import segtrain
 from PIL import Image
 
 from segtrain.config import AugmentConfig, DataConfig, load_config
@@ -32,23 +31,25 @@ Run = Callable[[int], object]
 IMAGE_SIZE, NUM_IMAGES, NUM_CLASSES = (1024, 2048), 8, 19
 SCALES = (0.5, 2.0)
 MAX_SHARE = 0.75  # of one class in a crop: `cat_max_ratio` of mmsegmentation's configs
-BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.125, 0.5, 0.5, 0.1
+COLORS = {"brightness": 0.125, "contrast": 0.5, "saturation": 0.5, "hue": 0.1}
+# As torchvision and albumentations take them.
+_RANGES = {name: (1 - x, 1 + x) for name, x in COLORS.items()} | {"hue": (-0.1, 0.1)}
 _FILL = (124, 116, 104)
 _NOISE = 1.0  # standard deviation; makes a PNG of 2048x1024 about 2.3 MB large, as Cityscapes' are
 
 
-def write_scenes(root: Path, size: Size = IMAGE_SIZE, number: int = NUM_IMAGES) -> float:
+def write_scenes(root: Path) -> float:
     """Smooth colours with fine noise, a street's worth of regions, and a pack of them.
 
     Returns:
         The mean size of an image file in MB.
     """
-    rng = np.random.default_rng(0)
+    rng, size = np.random.default_rng(0), IMAGE_SIZE
     names = ", ".join(f"class{i}" for i in range(NUM_CLASSES))
     (root / "classes.yaml").write_text(f"classes: [{names}]\nignore_ids: [255]\n")
     sizes = []
-    for i in range(number + 1):
-        split = "train" if i < number else "val"
+    for i in range(NUM_IMAGES + 1):
+        split = "train" if i < NUM_IMAGES else "val"
         smooth = cv2.resize(rng.random((16, 32, 3), np.float32), size[::-1], None, 0, 0, 2)
         noise = rng.normal(0, _NOISE, (*size, 1)) + rng.normal(0, _NOISE / 4, (*size, 3))
         image = (40 + 170 * smooth + noise).clip(0, 255).astype(np.uint8)
@@ -63,8 +64,7 @@ def write_scenes(root: Path, size: Size = IMAGE_SIZE, number: int = NUM_IMAGES) 
         f"data: {{layout: folders, root: {root}, classes: {root / 'classes.yaml'}}}\n"
         "train: {batch_size: 2, steps: 10}\n"
     )
-    command = [sys.executable, "-m", "segtrain", "data", "pack", config, "--output", root / "pack"]
-    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    segtrain("data", "pack", config, "--output", root / "pack", quiet=True)
     return float(np.mean(sizes))
 
 
@@ -104,15 +104,7 @@ def _segtrain(root: Path, crop: Size, colors: bool, source: str, share: float) -
     if source == "pack":
         data = DataConfig(**data.model_dump(exclude_unset=True), pack=str(root / "pack"))
     dataset = open_dataset(data, "train")
-    changes: dict[str, Any] = {}
-    if colors:
-        changes = {
-            "color_prob": 0.5,
-            "brightness": BRIGHTNESS,
-            "contrast": CONTRAST,
-            "saturation": SATURATION,
-            "hue": HUE,
-        }
+    changes = {"color_prob": 0.5, **COLORS} if colors else {}
     augment = AugmentConfig(crop_size=crop, scale_range=SCALES, max_class_share=share, **changes)
     transform = TrainTransform(augment, form=dataset.form._replace(mean=_FILL))
     if source != "decoded":
@@ -129,14 +121,9 @@ def _mmseg(crop: Size, colors: bool, share: float) -> tuple[Callable, Callable]:
     load_mmseg()
     from mmcv.transforms import Compose
 
-    height, width = IMAGE_SIZE
+    whole = {"scale": IMAGE_SIZE[::-1], "ratio_range": SCALES, "keep_ratio": True}
     steps = [
-        {
-            "type": "RandomResize",
-            "scale": (width, height),
-            "ratio_range": SCALES,
-            "keep_ratio": True,
-        },
+        {"type": "RandomResize", **whole},
         {"type": "RandomCrop", "crop_size": crop, "cat_max_ratio": share},
         {"type": "RandomFlip", "prob": 0.5},
         *([{"type": "PhotoMetricDistortion"}] if colors else []),
@@ -190,19 +177,13 @@ def _torchvision(crop: Size, colors: bool) -> tuple[Callable, Callable]:
     from torchvision.transforms import v2
 
     low, high = (round(IMAGE_SIZE[0] * scale) for scale in SCALES)
-    distort = v2.RandomPhotometricDistort(
-        brightness=(1 - BRIGHTNESS, 1 + BRIGHTNESS),
-        contrast=(1 - CONTRAST, 1 + CONTRAST),
-        saturation=(1 - SATURATION, 1 + SATURATION),
-        hue=(-HUE, HUE),
-    )
     fill = {tv_tensors.Image: 0, tv_tensors.Mask: IGNORE_INDEX}
     change = v2.Compose(
         [
             v2.RandomResize(min_size=low, max_size=high + 1, antialias=True),
             v2.RandomHorizontalFlip(0.5),
             v2.RandomCrop(crop, pad_if_needed=True, fill=fill),
-            *([distort] if colors else []),
+            *([v2.RandomPhotometricDistort(**_RANGES)] if colors else []),
         ]
     )
 
@@ -219,12 +200,6 @@ def _albumentations(crop: Size, colors: bool) -> tuple[Callable, Callable]:
     import albumentations as A
     from albumentations.pytorch import ToTensorV2
 
-    jitter = {
-        "brightness": (1 - BRIGHTNESS, 1 + BRIGHTNESS),
-        "contrast": (1 - CONTRAST, 1 + CONTRAST),
-        "saturation": (1 - SATURATION, 1 + SATURATION),
-        "hue": (-HUE, HUE),
-    }
     change = A.Compose(
         [
             A.RandomScale((SCALES[0] - 1, SCALES[1] - 1), p=1),
@@ -232,7 +207,7 @@ def _albumentations(crop: Size, colors: bool) -> tuple[Callable, Callable]:
             A.RandomCrop(*crop),
             A.HorizontalFlip(p=0.5),
             # All four at once, half of the time: as much work as each of them half of the time.
-            *([A.ColorJitter(**jitter, p=0.5)] if colors else []),
+            *([A.ColorJitter(**_RANGES, p=0.5)] if colors else []),
             ToTensorV2(),
         ],
         seed=0,

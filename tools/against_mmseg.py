@@ -54,12 +54,8 @@ def build_mmseg(options: Options) -> nn.Module:
 
 def _options(num_classes: int, backbone: Options, head: Options, aux: Options) -> Options:
     norm = {"type": "BN", "requires_grad": True}
-    common = {
-        "num_classes": num_classes,
-        "norm_cfg": norm,
-        "dropout_ratio": 0.1,
-        "align_corners": False,
-    }
+    common = {"num_classes": num_classes, "norm_cfg": norm, "dropout_ratio": 0.1}
+    common["align_corners"] = False
     loss = {"type": "CrossEntropyLoss", "use_sigmoid": False}
     return {
         "type": "EncoderDecoder",

@@ -115,11 +115,6 @@ def build(contender: str, case: Case) -> nn.Module:
     return Plain(case) if contender == TORCHVISION else case.build()
 
 
-def num_weights(model: nn.Module) -> int:
-    """The number of its parameters."""
-    return sum(p.numel() for p in model.parameters())
-
-
 def work(contender: str, case: Case, size: tuple[int, int]) -> dict[str, float]:
     """Weights of a contender's network, and GFLOP of training it on an image of `size`.
 
@@ -127,7 +122,8 @@ def work(contender: str, case: Case, size: tuple[int, int]) -> dict[str, float]:
     """
     if contender == SEGTRAIN:
         config = config_of(size, 2, model=case.model)
-        weights = num_weights(build_model(config.model, num_classes=NUM_CLASSES))
+        model = build_model(config.model, num_classes=NUM_CLASSES)
+        weights = sum(p.numel() for p in model.parameters())
         return {"weights": weights, "gflop": training_flops(config, NUM_CLASSES) / 1e9}
     images = 2
     with dist.alone(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
@@ -139,4 +135,5 @@ def work(contender: str, case: Case, size: tuple[int, int]) -> dict[str, float]:
             model.auxiliary_head(features)
         else:
             model(x)
-    return {"weights": num_weights(model), "gflop": 3 * counter.get_total_flops() / images / 1e9}
+    weights = sum(p.numel() for p in model.parameters())
+    return {"weights": weights, "gflop": 3 * counter.get_total_flops() / images / 1e9}

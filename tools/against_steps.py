@@ -5,8 +5,8 @@ many steps, or evaluates so many images. All train with SGD with momentum and we
 cross entropy over the pixels that are not 255.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import islice, repeat
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,6 @@ from segtrain.types import IGNORE_INDEX
 Size = tuple[int, int]
 Run = Callable[[int], object]
 CPU = torch.device("cpu")
-_SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
-_STEPS = 10**6  # of the schedule
 
 
 def training(contender: str, case_name: str, *, size: Size, batch: int) -> Run:
@@ -74,20 +72,17 @@ def _train_plain(contender: str, case: Case, images: Tensor, labels: Tensor) -> 
     deliver normalized floats.
     """
     model = build(contender, case).train()
-    optimizer = torch.optim.SGD(model.parameters(), **_SGD)
-    schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=_STEPS, power=0.9)
+    optimizer, schedule = _sgd(model)
     images, labels = _normalized(images), labels.long()
 
     def step() -> float:
         outputs = model(images)
         if contender == TORCHVISION:
-            losses = {
-                name: F.cross_entropy(x, labels, ignore_index=IGNORE_INDEX)
-                for name, x in outputs.items()
-            }
-            loss = losses["out"] + 0.5 * losses["aux"] if "aux" in losses else losses["out"]
+            loss = _loss(outputs["out"], labels)
+            if "aux" in outputs:
+                loss = loss + 0.5 * _loss(outputs["aux"], labels)
         else:
-            loss = F.cross_entropy(outputs, labels, ignore_index=IGNORE_INDEX)
+            loss = _loss(outputs, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -97,20 +92,29 @@ def _train_plain(contender: str, case: Case, images: Tensor, labels: Tensor) -> 
     return lambda count: [step() for _ in range(count)]
 
 
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
+
+
+def _sgd(model: nn.Module) -> tuple[torch.optim.SGD, torch.optim.lr_scheduler.PolynomialLR]:
+    """The optimizer and the schedule of all peers."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=10**6, power=0.9)
+    return optimizer, schedule
+
+
 def _train_mmseg(case: Case, images: Tensor, labels: Tensor) -> Run:
     """mmengine's `train_step`, with what PackSegInputs delivers: a list of uint8 images."""
     from mmengine.optim import OptimWrapper
 
     model = case.build().train()
     model.data_preprocessor.size = tuple(labels.shape[1:])  # as its configs say, the crop
-    optimizer = OptimWrapper(torch.optim.SGD(model.parameters(), **_SGD))
-    schedule = torch.optim.lr_scheduler.PolynomialLR(
-        optimizer.optimizer, total_iters=_STEPS, power=0.9
-    )
+    optimizer, schedule = _sgd(model)
+    wrapper = OptimWrapper(optimizer)
     data = _mmseg_data(images, labels.long())
 
     def step() -> None:
-        model.train_step(data, optim_wrapper=optimizer)
+        model.train_step(data, optim_wrapper=wrapper)
         schedule.step()
 
     return lambda count: [step() for _ in range(count)]
@@ -133,24 +137,6 @@ def _normalized(images: Tensor) -> Tensor:
     return normalize(images, data.mean, data.std)
 
 
-class _Images:
-    """A data set of one image, many times."""
-
-    def __init__(self, image: np.ndarray, label: np.ndarray, number: int) -> None:
-        self._sample, self._number = (image, label), number
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        if index >= self._number:
-            raise IndexError(index)
-        return self._sample
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        return repeat(self._sample, self._number)
-
-
 def _evaluate_segtrain(case: Case, images: Tensor, labels: Tensor) -> Run:
     keep_freed_memory()
     config = config_of(tuple(labels.shape[1:]), 2, model=case.model)
@@ -159,11 +145,8 @@ def _evaluate_segtrain(case: Case, images: Tensor, labels: Tensor) -> Run:
     image = np.ascontiguousarray(images[0].permute(1, 2, 0).numpy())
     predictor = for_scores(model, settings, CPU, NUM_CLASSES)
 
-    def run(count: int) -> int:
-        dataset = _Images(image, labels[0].numpy(), count)
-        return int(evaluate_dataset(predictor, dataset).matrix.counts.sum())
-
-    return run
+    sample = (image, labels[0].numpy())
+    return lambda count: int(evaluate_dataset(predictor, [sample] * count).matrix.counts.sum())
 
 
 def _evaluate_torchvision(case: Case, images: Tensor, labels: Tensor) -> Run:

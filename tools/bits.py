@@ -129,13 +129,8 @@ class Run:
     def digests(self) -> dict[str, str]:
         """SHA-256 of what the run has left, by name."""
         saved = load(self.directory / "checkpoints" / "last.pt")
-        parts = {
-            "weights": saved.model,
-            "average": saved.average,
-            "optimizer": saved.optimizer["state"],
-            "losses": self.losses(),
-            "best": saved.best,
-        }
+        parts = {"weights": saved.model, "average": saved.average, "best": saved.best}
+        parts |= {"optimizer": saved.optimizer["state"], "losses": self.losses()}
         receipts = self.directory / "receipts.jsonl"
         if receipts.exists():  # with shares
             parts["receipts"] = receipts.read_text()

@@ -164,7 +164,6 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="where data and runs are written")
     parser.add_argument("--kills", type=int, default=50, metavar="N", help="default: 50")
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="default: 150")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments")
     options = parser.parse_args()
     directory = options.directory
     if directory.exists():
@@ -176,7 +175,7 @@ def main() -> int:
     alone.finish()
     print(f"left alone: {fingerprint(alone.directory)}", flush=True)
 
-    rng = random.Random(options.seed)
+    rng = random.Random(0)
     disturbed = Campaign(directory / "killed", data, options.steps)
     kills = []
     for i, (victim, phase) in enumerate(schedule(options.kills, rng)):

@@ -3,8 +3,8 @@
     python tools/fuzz.py checkpoint --minutes 10 --seed 1
 
 Anything else is a finding: another exception, ten seconds, two gigabytes, code of a pickle that was
-run. Its input is cut down while the same happens, and kept under `--output`; `current` there
-holds the input of a process that was killed. Exits with 1 if there was a finding.
+run. Its input is cut down while the same happens, and kept under runs/fuzz; `current` there holds
+the input of a process that was killed. Exits with 1 if there was a finding.
 """
 
 import argparse
@@ -164,15 +164,15 @@ def campaign(name: str, seconds: float, rng: Random, folder: Path, output: Path)
         os.pwrite(current.fileno(), data, 0)
         if time.monotonic() > armed + LIMIT_S:
             armed = time.monotonic()
-            faulthandler.dump_traceback_later(
-                6 * LIMIT_S, exit=True
-            )  # where no signal gets through
+            # Where no signal gets through.
+            faulthandler.dump_traceback_later(6 * LIMIT_S, exit=True)
         verdict = judge(target, data, folder, file_name)
         if verdict.finding and not judge(target, data, folder, file_name).finding:
             # A machine with other work on it may have stopped for ten seconds.
             counts[f"once only: {verdict.finding}"] += 1
             verdict = Verdict()
-        counts[f"FINDING {verdict.finding}" if verdict.finding else _outcome(verdict)] += 1
+        outcome = "refused" if verdict.refusal else "loaded"
+        counts[f"FINDING {verdict.finding}" if verdict.finding else outcome] += 1
         # A new message is a new way through the program; of a message only its words count.
         shape = "".join(c for c in verdict.refusal[:60] if c.isalpha())
         worth = not verdict.finding and shape not in seen and len(data) < _LARGE
@@ -190,31 +190,25 @@ def campaign(name: str, seconds: float, rng: Random, folder: Path, output: Path)
     return counts
 
 
-def _outcome(verdict: Verdict) -> str:
-    return "refused" if verdict.refusal else "loaded"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """One campaign; 1 if it found anything."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("runs/fuzz"))
     options = parser.parse_args(arguments)
     faulthandler.enable()
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = address_space + 3 * LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    output = options.output.resolve() / options.target
+    output = Path("runs/fuzz").resolve() / options.target
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         rng = Random(options.seed)
         counts = campaign(options.target, 60 * options.minutes, rng, Path(folder), output)
     minutes = (time.monotonic() - began) / 60
-    print(
-        f"{options.target}: {counts.total()} inputs in {minutes:.1f} minutes, seed {options.seed}"
-    )
+    what = f"{counts.total()} inputs in {minutes:.1f} minutes, seed {options.seed}"
+    print(f"{options.target}: {what}")
     for outcome, count in counts.most_common():
         print(f"  {count:9}  {outcome}")
     return int(any(outcome.startswith("FINDING") for outcome in counts))

@@ -91,6 +91,8 @@ def malicious_pickles() -> list[bytes]:
     reduced = b"cos\nsystem\n" + text + one + run
     inner = b"\x80\x02" + reduced + b"."
     nested = b"B" + struct.pack("<I", len(inner)) + inner
+    system, set_state = word(b"system"), word(b"__setstate__")
+    typed = b"cos\nsystem\ncbuiltins\nint\n" + text
     popen = b"csubprocess\nPopen\n" + b"](X\x05\0\0\0touch" + word(SENTINEL.encode()) + b"e" + one
     bodies = [
         reduced,
@@ -99,11 +101,7 @@ def malicious_pickles() -> list[bytes]:
         b"ctorch.storage\n_load_from_bytes\n" + nested + one + run,
         b"ctorch\nload\n" + nested + one + run,
         # getattr(torch.serialization.os, "system")(command)
-        b"cbuiltins\ngetattr\nctorch.serialization\nos\n"
-        + word(b"system")
-        + b"\x86R"
-        + text
-        + b"\x85R",
+        b"cbuiltins\ngetattr\nctorch.serialization\nos\n" + system + b"\x86R" + text + b"\x85R",
         b"ctorch.serialization\nos.system\n" + text + one + run,
         word(b"torch.serialization") + word(b"os.system") + b"\x93" + text + one + run,
         word(b"posix") + word(b"system") + b"\x93" + text + one + run,
@@ -112,15 +110,9 @@ def malicious_pickles() -> list[bytes]:
         popen + b"\x81",  # NEWOBJ
         popen + b"}\x92",  # NEWOBJ_EX
         # An object that is allowed, given a method by BUILD.
-        b"ccollections\nOrderedDict\n)R}"
-        + word(b"__setstate__")
-        + b"cos\nsystem\nsb"
-        + text
-        + b"b",
+        b"ccollections\nOrderedDict\n)R}" + set_state + b"cos\nsystem\nsb" + text + b"b",
         b"ctorch._utils\n_rebuild_wrapper_subclass\n(cos\nsystem\n" + text + b"tR",
-        b"ctorch._tensor\n_rebuild_from_type_v2\n(cos\nsystem\ncbuiltins\nint\n"
-        + text
-        + b"\x85NtR",
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(" + typed + b"\x85NtR",
         b"ccollections\nOrderedDict\n)R(" + word(b"a") + reduced + b"u",
         b"(cos\nsystem\n" + text + one + b"Q",  # a persistent id
         b"\x82\x01" + text + one + run,  # EXT1

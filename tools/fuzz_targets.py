@@ -22,13 +22,7 @@ from fuzz_inputs import Mutator, mutate, mutate_png, mutate_zip
 from PIL import Image
 from torch import nn
 
-from segtrain.checkpoint.format import (
-    FORMAT_VERSION,
-    Checkpoint,
-    experiment_fields,
-    parse_experiment,
-)
-from segtrain.checkpoint.format import load as load_checkpoint
+from segtrain.checkpoint import format
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import restore
 from segtrain.checkpoint.trained import load_initial
@@ -163,10 +157,8 @@ def _pictures() -> list[bytes]:
     modes += [colors.convert("LA"), colors.convert("1"), Image.fromarray(pixels.astype(np.uint16))]
     files = [_saved(image, "PNG") for image in modes]
     files.append(_saved(palette, "PNG", bits=2, transparency=1))
-    files.append(
-        _saved(colors, "PNG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\1\x01\x12\0\3\0\0\0\1\0\6\0\0")
-    )
-    return files
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\1\x01\x12\0\3\0\0\0\1\0\6\0\0"
+    return [*files, _saved(colors, "PNG", exif=exif)]
 
 
 def _photographs() -> list[bytes]:
@@ -190,7 +182,7 @@ def _mutate_picture(rng: Random, data: bytes, words: Sequence[bytes]) -> bytes:
 
 
 def _checkpoint(path: Path) -> None:
-    checkpoint = load_checkpoint(path)
+    checkpoint = format.load(path)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     try:
         load_initial(model, path)
@@ -200,7 +192,7 @@ def _checkpoint(path: Path) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     state.optimizer.step()
-    _, classes = parse_experiment(checkpoint, path)
+    _, classes = format.parse_experiment(checkpoint, path)
     use_classes(classes)
 
 
@@ -221,16 +213,16 @@ def checkpoint_content() -> dict[str, Any]:
     state.scaler.scale(torch.ones(1))
     data = DataConfig(layout="folders", root="x", classes="voc")
     config = parse_config(f"data: {json.dumps(data.model_dump(mode='json'))}", source="x")
-    checkpoint = Checkpoint(
+    checkpoint = format.Checkpoint(
         step=3,
-        **experiment_fields(config, _CLASSES),
+        **format.experiment_fields(config, _CLASSES),
         model=state.model.state_dict(),
         average=state.model.state_dict(),
         optimizer=state.optimizer.state_dict(),
         scaler=state.scaler.state_dict(),
         best={"step": 2, "by": "mIoU", "score": 0.5},
     )
-    return {"format": FORMAT_VERSION, "segtrain": "0", **checkpoint._asdict()}
+    return {"format": format.FORMAT_VERSION, "segtrain": "0", **checkpoint._asdict()}
 
 
 def _quantized(values: torch.Tensor) -> torch.Tensor:
@@ -361,34 +353,26 @@ _YAML_WORDS = (b": ", b"- ", b"[", b"]", b"{", b"}", b'"', b"'", b"#", b"&a ", b
 _YAML_WORDS += (b"<<: ", b"|\n", b">-\n", b"%YAML 1.1\n---\n", b"\n...\n", b"? ", b"\t", b"\\x00")
 _YAML_WORDS += (b'"\\UFFFFFFFF"', b'"\\ud800"', b'"\\0"', b"null", b"true", b"1e400", b"1_0", b"~")
 _YAML_WORDS += (b"%TAG ! x:\n", b"\xc2\x85", b"\xe2\x80\xa8", b"ignore_color: ", b"ids: ", b"\r")
+_SECTIONS = parse_config("data: {layout: voc, root: x, classes: voc}", source="x").model_dump()
 _CONFIG_WORDS = tuple(
     f"{name}: ".encode()
     for section in ("data", "augment", "model", "norm", "loss", "train", "eval", "log")
-    for name in (
-        section,
-        *parse_config("data: {layout: voc, root: x, classes: voc}", source="x").model_dump()[
-            section
-        ],
-    )
+    for name in (section, *_SECTIONS[section])
 )
 _LIST_WORDS = (b"../", b"/", b"\\", b"\0", b'"', b",", b"\t", b" ", b"\r", b"\x0b", b"\xff", b"#")
 _LIST_WORDS += (b"\xe2\x80\xa8", b"a.png", b"b c.png", b"d/e.png", b"~/", b"//", b"x" * 300)
 _PICKLE_WORDS = tuple(data[2:-1] for data in fuzz_inputs.malicious_pickles())
 _PICKLE_WORDS += (b"N", b"]", b"}", b")", b"0", b"2", b"R", b"b", b"\x81", b"Q", b"t", b"(", b"s")
+_GLOBALS = {
+    "torch._utils": "_rebuild_tensor_v2 _rebuild_parameter _rebuild_qtensor _rebuild_sparse_tensor "
+    "_rebuild_nested_tensor",
+    "torch._tensor": "_rebuild_from_type_v2",
+    "torch": "Size device FloatStorage Storage Tensor QUInt8Storage",
+    "collections": "OrderedDict Counter",
+    "builtins": "set",
+}
 _PICKLE_WORDS += tuple(
-    f"c{name}\n".encode()
-    for name in (
-        *("torch._utils\n_rebuild_tensor_v2", "torch._utils\n_rebuild_parameter"),
-        *("torch._utils\n_rebuild_qtensor", "torch._utils\n_rebuild_sparse_tensor"),
-        *("torch._utils\n_rebuild_nested_tensor", "torch._tensor\n_rebuild_from_type_v2"),
-        *("torch\nSize", "torch\ndevice", "torch\nFloatStorage", "torch\nStorage", "torch\nTensor"),
-        *(
-            "collections\nOrderedDict",
-            "collections\nCounter",
-            "builtins\nset",
-            "torch\nQUInt8Storage",
-        ),
-    )
+    f"c{module}\n{name}\n".encode() for module in _GLOBALS for name in _GLOBALS[module].split()
 )
 _SAFETENSORS_WORDS = tuple(f'"{kind}"'.encode() for kind in ("BF16", "F8_E5M2", "F4", "C64", "I4"))
 _JSON_WORDS = (b"[", b"]", b"{", b"}", b"null", b"true", b"1e9", b"NaN", b'"', b'"\\ud800"', b":")

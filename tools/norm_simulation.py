@@ -1,16 +1,15 @@
-"""Running statistics of several ranks on drawn data, beside their exact expectation and spread.
+"""Running variances of several ranks on drawn data, beside their exact expectation and spread.
 
 Every step, k ranks see B values each, and each normalizes by its own (`norm.images`). What is
-tracked (`norm.running`) is the mean and unbiased variance of the first rank, the mean over the
-ranks of both, or the mean and unbiased variance of all k B values together; the running statistics
-are the exponential average of that. The batch statistics are made by the functions that training
-uses. It takes 10 seconds.
+tracked (`norm.running`) is the unbiased variance of the first rank, its mean over the ranks, or the
+unbiased variance of all k B values together; the running variance is the exponential average
+of that. The batch statistics are made by the functions that training uses. It takes 10 seconds.
 
     python tools/norm_simulation.py
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ MEAN, SD = 3.9, 12.4
 NUM_RANKS = 4
 MOMENTUM = 0.1
 NUM_BATCHES = 10_000
-# What is left of the start (0, 1) after these is 1e-9 of it.
+# What is left of the start, 1, after these is 1e-9 of it.
 BURN_IN = 200
 # As `norm.running` names them.
 ESTIMATES = ("first", "mean", "pooled")
@@ -73,13 +72,6 @@ SETTINGS = (
 )
 
 
-class Statistics(NamedTuple):
-    """Mean and variance of each of some steps, (T,) float64."""
-
-    mean: Tensor
-    var: Tensor
-
-
 class Law(NamedTuple):
     """Expectation and standard deviation of a number."""
 
@@ -87,15 +79,8 @@ class Law(NamedTuple):
     sd: float
 
 
-class Tracked(NamedTuple):
-    """The running mean and variance, as measured or exactly."""
-
-    mean: Law
-    var: Law
-
-
-def batch_statistics(values: Tensor) -> dict[str, Statistics]:
-    """What each of ESTIMATES makes of the steps.
+def batch_variances(values: Tensor) -> dict[str, Tensor]:
+    """The variance that each of ESTIMATES makes of the steps, (T,) float64.
 
     values: (k, B, T).
     """
@@ -103,40 +88,35 @@ def batch_statistics(values: Tensor) -> dict[str, Statistics]:
     count = torch.tensor(size, dtype=torch.float64)
     # To the functions of the layers, every step is a channel.
     means, biased = values.mean(1), values.var(1, correction=0)  # (k, T)
-    unbiased_vars = torch.stack([unbiased(var, count) for var in biased])
+    ranks = torch.stack([unbiased(var, count) for var in biased])
     parts = [packed(mean, var, size) for mean, var in zip(means, biased, strict=True)]
-    mean, var, whole_count = unpacked_moments(torch.stack(parts).sum(0))
-    return {
-        "first": Statistics(means[0], unbiased_vars[0]),
-        "mean": Statistics(means.mean(0), unbiased_vars.mean(0)),
-        "pooled": Statistics(mean, unbiased(var, whole_count)),
-    }
+    _, pooled, whole_count = unpacked_moments(torch.stack(parts).sum(0))
+    return {"first": ranks[0], "mean": ranks.mean(0), "pooled": unbiased(pooled, whole_count)}
 
 
-def running_average(steps: Tensor, start: float) -> np.ndarray:
-    """The exponential average after each of the steps, (T,), that begins with `start`."""
+def running_average(steps: Tensor) -> np.ndarray:
+    """The exponential average after each of the steps, (T,), that begins with 1."""
     values = steps.tolist()
     average = np.empty(len(values))
-    last = start
+    last = 1.0
     for i, value in enumerate(values):
         last += MOMENTUM * (value - last)
         average[i] = last
     return average
 
 
-def simulate(setting: Setting, seed: int, num_batches: int = NUM_BATCHES) -> dict[str, Tracked]:
-    """Mean and standard deviation over the steps of what each of ESTIMATES tracks."""
+def simulate(setting: Setting, seed: int) -> dict[str, Law]:
+    """Mean and standard deviation over the steps of the running variance of each of ESTIMATES."""
     generator = torch.Generator().manual_seed(seed)
-    values = setting.draw(BURN_IN + num_batches, generator)
+    values = setting.draw(BURN_IN + NUM_BATCHES, generator)
     results = {}
-    for name, batch in batch_statistics(values).items():
-        tracks = [running_average(*track) for track in ((batch.mean, 0.0), (batch.var, 1.0))]
-        laws = [Law(float(t[BURN_IN:].mean()), float(t[BURN_IN:].std())) for t in tracks]
-        results[name] = Tracked(*laws)
+    for name, variances in batch_variances(values).items():
+        track = running_average(variances)[BURN_IN:]
+        results[name] = Law(float(track.mean()), float(track.std()))
     return results
 
 
-def exact(setting: Setting, name: str) -> Tracked:
+def exact(setting: Setting, name: str) -> Law:
     """What `simulate` measures for the estimate `name`, by formula.
 
     With B values of each of k ranks, s² = SD², b² = spread² s² the variance of the ranks' means:
@@ -153,7 +133,6 @@ def exact(setting: Setting, name: str) -> Tracked:
           redrawn   s² + B (k - 1) b² / (k B - 1)    (2 k (B - 1) s⁴ + 2 (k - 1) (s² + B b²)²)
                                                      / (k B - 1)²
 
-    - A batch mean has variance s² / B, a k-th of that over the ranks, and redrawn means add theirs.
     - The exponential average of independent values of variance V has the same expectation and,
       when it has forgotten its start, variance V m / (2 - m): the sum of (m (1 - m)^i)² V.
 
@@ -161,16 +140,11 @@ def exact(setting: Setting, name: str) -> Tracked:
     """
     size, k = setting.batch_size, NUM_RANKS
     s2, b2 = SD**2, (setting.spread * SD) ** 2
-    drawn2 = b2 if setting.redrawn else 0.0
-    ranks = 1 if name == "first" else k
-    center = float(setting.rank_means()[0]) if name == "first" and not setting.redrawn else MEAN
-    mean_var = (s2 / size + drawn2) / ranks
-
     n = k * size if name == "pooled" else size
     if n == 1:
         expectation = variance = 0.0
     elif name != "pooled":
-        expectation, variance = s2, 2 * s2**2 / (size - 1) / ranks
+        expectation, variance = s2, 2 * s2**2 / (size - 1) / (1 if name == "first" else k)
     elif setting.redrawn:
         between = s2 + size * b2
         expectation = s2 + size * (k - 1) * b2 / (n - 1)
@@ -179,32 +153,16 @@ def exact(setting: Setting, name: str) -> Tracked:
         noncentrality = n * b2 / s2
         expectation = s2 + n * b2 / (n - 1)
         variance = 2 * s2**2 * (n - 1 + 2 * noncentrality) / (n - 1) ** 2
-    return Tracked(Law(center, averaged_sd(mean_var)), Law(expectation, averaged_sd(variance)))
+    return Law(expectation, math.sqrt(variance * MOMENTUM / (2 - MOMENTUM)))
 
 
-def averaged_sd(variance: float) -> float:
-    """The standard deviation of the exponential average of independent values of this variance."""
-    return math.sqrt(variance * MOMENTUM / (2 - MOMENTUM))
-
-
-def standard_error(law: Law, num_batches: int = NUM_BATCHES) -> float:
-    """Of the mean over the steps of an exponential average.
-
-    Its sum over the steps is, but for the ends, that of the independent values it averages, whose
-    standard deviation is larger by sqrt((2 - m) / m).
-    """
-    return law.sd * math.sqrt((2 - MOMENTUM) / MOMENTUM / num_batches)
-
-
-def table(
-    settings: Sequence[Setting] = SETTINGS, seed: int = 0, num_batches: int = NUM_BATCHES
-) -> Iterator[str]:
+def table() -> Iterator[str]:
     """The running variance over the variance of all data: measured (exact) ± standard deviation."""
     yield f"| values a rank | sd of the ranks' means | {' | '.join(ESTIMATES)} |"
     yield "|---" * (2 + len(ESTIMATES)) + "|"
-    for number, setting in enumerate(settings):
-        measured = simulate(setting, seed + number, num_batches)
-        cells = [_cell(measured[name].var, exact(setting, name).var, setting) for name in ESTIMATES]
+    for seed, setting in enumerate(SETTINGS):
+        measured = simulate(setting, seed)
+        cells = [_cell(measured[name], exact(setting, name), setting) for name in ESTIMATES]
         when = ", drawn every step" if setting.redrawn else ""
         yield f"| {setting.batch_size} | {setting.spread:g} sd{when} | {' | '.join(cells)} |"
 
@@ -212,9 +170,8 @@ def table(
 def _cell(measured: Law, exact: Law, setting: Setting) -> str:
     if exact.expectation == 0:
         return "none of one value"
-    found, wanted, sd = (
-        value / setting.variance for value in (measured.expectation, exact.expectation, measured.sd)
-    )
+    values = (measured.expectation, exact.expectation, measured.sd)
+    found, wanted, sd = (value / setting.variance for value in values)
     return f"{found:.3f} ({wanted:.3f}) ± {sd:.3f}"
 
 

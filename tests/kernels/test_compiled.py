@@ -21,11 +21,11 @@ SOME = ("smoothing", "labels", "ReLU, shortcut", "6 bins, aligned")
     scope="module", params=[SOME, pytest.param(("",), marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def rows(request, tmp_path_factory):
-    """The rows of tools/kernel_table.py, which a process without the interpreter makes."""
+    """The rows of tests/kernels/kernel_table.py, which a process without the interpreter makes."""
     file = tmp_path_factory.mktemp("table") / "rows.json"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(file.parent)
-    command = [sys.executable, ROOT / "tools/kernel_table.py", "--json", file, "--only"]
+    command = [sys.executable, ROOT / "tests/kernels/kernel_table.py", "--json", file, "--only"]
     command += request.param
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

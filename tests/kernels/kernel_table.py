@@ -1,7 +1,7 @@
 """The kernels of segtrain/kernels, compiled for devices that need not be there.
 
-    python tools/kernel_table.py                      for sm_80, sm_90 and gfx942
-    python tools/kernel_table.py --only loss norm --targets sm_90
+    python tests/kernels/kernel_table.py                      for sm_80, sm_90 and gfx942
+    python tests/kernels/kernel_table.py --only loss norm
 
 Each case calls what training calls, with tensors that have no content, and compiles what it would
 launch. Prints, for each kernel and target, registers of a thread, spills and shared memory; and for
@@ -243,7 +243,6 @@ def main() -> int:
     """The command line; returns 1 if a kernel spills."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--json", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     rows = []
@@ -256,7 +255,7 @@ def main() -> int:
         moved = sum(launch.num_bytes for launch in launches)
         print(f"{name}: {moved / 2**20:.1f} MiB, {moved / least:.2f} times the least")
         for launch in launches:
-            found = {target: compiled(launch, TARGETS[target]) for target in args.targets}
+            found = {name: compiled(launch, target) for name, target in TARGETS.items()}
             kernel = launch.kernel.__name__
             rows.append(
                 {"case": name, "kernel": kernel} | {t: c._asdict() for t, c in found.items()}
@@ -268,7 +267,7 @@ def main() -> int:
             print(f"  {kernel:24}" + "   ".join(columns), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return int(any(row[target]["spills"] for row in rows for target in args.targets))
+    return int(any(row[target]["spills"] for row in rows for target in TARGETS))
 
 
 if __name__ == "__main__":
