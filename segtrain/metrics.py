@@ -95,6 +95,16 @@ class ConfusionMatrix:
     """`counts`: pixels of each label (row) and prediction (column), (K, K) int64 on `device`.
 
     On a CUDA device, the host waits for it in `sum_over_ranks` and `scores` only.
+
+    Four pixels, of which one is ignored. Of class 0 one pixel is right, and two are labelled: its
+    IoU is 1/2. Class 2 is nowhere, and left out of the mean.
+
+    >>> matrix = ConfusionMatrix(3)
+    >>> label, pred = torch.tensor([[0, 0, 1, 255], [0, 1, 1, 0]], dtype=torch.uint8)
+    >>> matrix.update(pred, label).tolist()
+    [[1, 1, 0], [0, 1, 0], [0, 0, 0]]
+    >>> matrix.scores().iou, matrix.scores().mean_iou
+    ((0.5, 0.5, nan), 0.5)
     """
 
     def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:

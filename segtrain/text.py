@@ -54,7 +54,11 @@ def counted(number: int, one: str, many: str) -> str:
 
 
 def first_of(items: Iterable[object], limit: int = 10, *, separator: str = ", ") -> str:
-    """`a, b, c and 4 more`: the first `limit` items, each printable, and how many are left."""
+    """The first `limit` items, each printable, and how many are left.
+
+    >>> first_of(["road", "sky", "tree", "car"], 2)
+    'road, sky and 2 more'
+    """
     items = list(items)
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(printable(item) for item in items[:limit]) + more

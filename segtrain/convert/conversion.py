@@ -63,7 +63,13 @@ class Conversion:
         return replace(self, found={**found, "model.aux_head": False}, left_out=left_out)
 
     def their_key(self, key: str) -> str | None:
-        """The key in the file of our `key`; None if the plan has no place for it."""
+        """The key in the file of our `key`; None if the plan has no place for it.
+
+        >>> keys = {"backbone.stages.*": "encoder.layer+", "head": "decode_head"}
+        >>> plan = Conversion("another program", num_classes=2, found={}, keys=keys)
+        >>> plan.their_key("backbone.stages.0.conv.weight"), plan.their_key("head.bias")
+        ('encoder.layer1.conv.weight', 'decode_head.bias')
+        """
         for ours, theirs in self.keys.items():
             if match := re.match(re.escape(ours).replace(r"\*", r"(\d+)") + r"\.", key):
                 if match.groups():

@@ -219,6 +219,13 @@ def all_reduce_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
     `VirtualRanks`) as in `ordered_sum`. The sum has no gradient: see `training/losses` for a way
     around.
 
+    Two virtual ranks in this process have 1 and 5:
+
+    >>> ones, fives = torch.ones(2), torch.full((2,), 5.0)
+    >>> functions = [partial(all_reduce_sum, part) for part in (ones, fives)]
+    >>> virtual_ranks.VirtualRanks(2).run(functions)
+    [tensor([6., 6.]), tensor([6., 6.])]
+
     Raises:
         RuntimeError: `tensor` requires a gradient, which would be lost.
     """
@@ -244,6 +251,12 @@ def ordered_sum(parts: Tensor, shares: Sequence[int], group: Group | None = None
 
     parts: (n, ...), one for each share of this rank.
     shares: how many each rank has, in the order of ranks.
+
+    A process alone has three shares, added up from the first to the last:
+
+    >>> parts = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    >>> ordered_sum(parts, [3]).item(), (parts[0] + (parts[1] + parts[2])).item()
+    (0.6000000000000001, 0.6)
     """
     first, *others = _gather_parts(parts, shares, group)
     total = first.clone()

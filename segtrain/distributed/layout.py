@@ -23,6 +23,14 @@ def divide(total: int, split: Split, least: int = 0) -> list[int]:
     """How many of `total` each rank gets: in proportion, the largest remainders rounded up.
 
     least: what each rank gets at least, if there is enough.
+
+    Of 7 images, weights of 5, 2 and 1 give 4.375, 1.75 and 0.875. Rounded down, that is 4, 1 and 0;
+    the 2 images that are left go to the last two ranks, whose remainders are the largest.
+
+    >>> divide(7, (1, 1, 1)), divide(7, (5, 2, 1))
+    ([3, 2, 2], [4, 2, 1])
+    >>> divide(7, (9, 1, 0)), divide(7, (9, 1, 0), least=1)  # the first rank gives one away
+    ([6, 1, 0], [5, 1, 1])
     """
     whole = sum(split)
     counts = [total * weight // whole for weight in split]
@@ -55,6 +63,14 @@ class Layout:
         microbatch 1    4        5        6
 
     and with two virtual ranks, rank 0 computes 0 and 1 apart, in two parts.
+
+    >>> layout = Layout(7, 2, even(3))
+    >>> [list(part) for part in layout.positions(0)]  # of rank 0, by microbatch
+    [[0, 1], [4]]
+    >>> layout.images  # of the first microbatch, by rank
+    (2, 1, 1)
+    >>> Layout(7, 1, even(3), shares=4).everywhere  # images of each share, by rank
+    [[2, 2], [2], [1]]
 
     parts: [microbatch][rank][part], positions in the batch. A rank may have parts without an image.
     everywhere: for each rank the `sizes` in the first microbatch, which is the largest.

@@ -95,6 +95,11 @@ def shard(num_images: int, rank: int, world_size: int, *, group: int = 1) -> lis
 
     Groups, and so batches, are the same on any number of ranks. Neighbouring images of a data set
     often have equal sizes, so this also divides the work evenly.
+
+    Seven images in groups of 2, on three ranks:
+
+    >>> [[list(group) for group in shard(7, rank, 3, group=2)] for rank in range(3)]
+    [[[0, 1], [6]], [[2, 3]], [[4, 5]]]
     """
     groups = [range(i, min(i + group, num_images)) for i in range(0, num_images, group)]
     return groups[rank::world_size]

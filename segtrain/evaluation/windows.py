@@ -22,6 +22,11 @@ def window_starts(length: int, window: int, overlap: float) -> list[int]:
 
     Windows have equal size, cover all pixels and repeat at least `overlap` of their neighbour. The
     last window ends at the border. An axis no longer than the window needs one window.
+
+    Windows of 4 pixels that share 2, then at least 1; the last one, 7 to 10, shares 3.
+
+    >>> window_starts(10, 4, 1 / 2), window_starts(11, 4, 1 / 4)
+    ([0, 2, 4, 6], [0, 3, 6, 7])
     """
     if length <= window:
         return [0]

@@ -5,6 +5,15 @@ one float64 vector [n m, n (v + m^2), n]; a rank without values sends zeros. One
 the moments of the whole batch. E[x^2] - E[x]^2 is safe because the sums are in float64 and v was
 computed about the local mean: the variance is exact to float32 rounding for |mean| / std up to 1e4.
 
+One rank has the values 1 and 3, the other 5. Together their mean is 3, their variance 8/3.
+
+>>> sent = [kernels.packed_moments([torch.tensor(x)]) for x in ([[1.0], [3.0]], [[5.0]])]
+>>> [vector.tolist() for vector in sent]
+[[4.0, 10.0, 2.0], [5.0, 25.0, 1.0]]
+>>> mean, var, count = kernels.unpacked_moments(sent[0] + sent[1])
+>>> mean.item(), round(var.item(), 4), count.item()
+(3.0, 2.6667, 3.0)
+
 Backward. With xhat = (x - mean) / std, S1 = sum(dy) and S2 = sum(dy xhat) over all ranks,
 
     dx = weight / std * (dy - S1 / n - xhat * S2 / n)

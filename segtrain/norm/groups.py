@@ -49,6 +49,19 @@ def groups_of(images: int, parts: Parts, rank: int, slot: int) -> Groups:
 
     parts: the number of images in each part of each rank, in the order of positions.
 
+    Groups of 4 in a microbatch of 8, with 3, 3 and 2 images on three ranks:
+
+                 rank 0   rank 1   rank 2
+        group 0  0 1 2    3
+        group 1           4 5      6 7
+
+    Rank 1 has 1 image of the first group and 2 of the second, which begins there. Both have images
+    elsewhere, so each has a row in the sum.
+
+    >>> here = groups_of(4, ((3,), (3,), (2,)), rank=1, slot=0)
+    >>> here.sizes, here.led, here.rows
+    ((1, 2), (1,), (0, 1))
+
     Raises:
         ValueError: the microbatch cannot be divided into such groups.
     """

@@ -61,6 +61,19 @@ class SyncBatchNorm(_BatchNorm):
             They follow when `sync_running_stats` is called, after every backward pass; evaluation
             before that is a RuntimeError.
 
+    Four images of one value, 1 and 3 in the first group, 5 and 9 in the second. With a momentum of
+    1 the running mean and variance are those of this batch:
+
+    >>> for running in get_args(Running):
+    ...     norm = SyncBatchNorm(1, momentum=1.0, images=2, running=running)
+    ...     y = norm(torch.tensor([[1.0], [3.0], [5.0], [9.0]]))
+    ...     sync_running_stats(norm)
+    ...     print(running, norm.running_mean.item(), round(norm.running_var.item(), 2))
+    pooled 4.5 11.67
+    mean 4.5 5.0
+    first 2.0 2.0
+    sequential 7.0 8.0
+
     Shape: (N, C, ...) to the same, with 2 to 5 dimensions. One value per channel in the whole group
         has no variance: the result is the bias.
     """

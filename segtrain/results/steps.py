@@ -304,7 +304,17 @@ def _precision(*sides: Side) -> str:
 
 
 def _verdict(first: First, causes: Sequence[Cause], precision: str) -> str:
-    """The first cause, in a sentence."""
+    """The first cause, in a sentence.
+
+    A learning rate changes the weights that a step leaves, so it explains another loss of step 2,
+    and not of step 1.
+
+    >>> rate = Cause("config", "optim.lr: 0.01 in A, 0.02 in B", "weights")
+    >>> _verdict(First(2, "loss", "equal", {"loss": 1e-3}), [rate], "float32")
+    'config: optim.lr: 0.01 in A, 0.02 in B; first seen at step 2: loss'
+    >>> _verdict(First(1, "loss", "none", {"loss": 1e-3}), [rate], "float32").partition(";")[0]
+    'more than rounding: images, starting weights or code'
+    """
     where = f"first seen at step {first.step}: {first.field}"
     acting = [cause for cause in causes if _acts(cause, first)]
     for kind in ("config", "data"):

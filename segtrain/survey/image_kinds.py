@@ -237,7 +237,11 @@ def listed_pairs(
 
 
 def _place_of(listed: str, known: Mapping[str, str]) -> str | None:
-    """The file that a list names, perhaps with folders above this one, as of another machine."""
+    """The file that a list names, perhaps with folders above this one, as of another machine.
+
+    >>> _place_of("/home/ann/voc/images/1.jpg", {"images/1.jpg": "images/1.JPG"})
+    'images/1.JPG'
+    """
     parts = PurePosixPath(listed).parts
     ends = ("/".join(parts[i:]) for i in range(len(parts)))
     return next((known[end] for end in ends if end in known), None)

@@ -103,7 +103,14 @@ def form_of(pattern: str) -> str:
 
 
 def parse_names(paths: Sequence[str]) -> list[FileName]:
-    """The parts of each name; beginnings and ends are those that several names share."""
+    """The parts of each name; beginnings and ends are those that several names share.
+
+    >>> names = parse_names(["img/a_1.jpg", "img/a_2.jpg", "gt/train/a_1_mask.png"])
+    >>> [name.core for name in names]
+    ['a_1', 'a_2', 'a_1']
+    >>> names[2].pattern, names[2].split
+    ('gt/train/*_mask.png', 'train')
+    """
     places = [PurePosixPath(path) for path in paths]
     kinds = [(str(place.parent), place.suffix.lower()) for place in places]
     parts = [("", place.stem, "") for place in places]  # beginning, core, end
@@ -222,7 +229,13 @@ class Matches(NamedTuple):
 
 
 def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
-    """The labels of each image; see the top of the file."""
+    """The labels of each image; see the top of the file.
+
+    >>> images = parse_names(["img/a_1.jpg", "img/a_2.jpg"])
+    >>> found = match(images, parse_names(["gt/a_1_mask.png", "gt/a_7_mask.png"]))
+    >>> found.labels, found.alone
+    ({'img/a_1.jpg': ['gt/a_1_mask.png']}, ['gt/a_7_mask.png'])
+    """
     by_core: dict[str, list[FileName]] = defaultdict(list)
     for image in images:
         by_core[image.core].append(image)

@@ -176,7 +176,15 @@ class BucketSender:
 def make_buckets(
     parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
 ) -> list[Bucket]:
-    """Buckets of `parameters` from the last to the first, as backward passes reach them."""
+    """Buckets of `parameters` from the last to the first, as backward passes reach them.
+
+    The first one takes up to 1 MiB, which is 262,144 numbers in float32.
+
+    >>> sizes = (300_000, 200_000, 100_000, 50_000)
+    >>> buckets = make_buckets([nn.Parameter(torch.zeros(size)) for size in sizes])
+    >>> [[p.numel() for p in bucket.parameters] for bucket in buckets]
+    [[50000, 100000], [200000, 300000]]
+    """
     groups: list[list[nn.Parameter]] = []
     for parameter in reversed(parameters):
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES

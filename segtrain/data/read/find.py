@@ -160,6 +160,17 @@ def match_folders(
     labels_dir: None: there are no labels, and each pair has its image twice.
     image_end, label_end: what file names have after the common name and before the suffix.
 
+    Image b has no label, which is a problem; label c has no image, which is noted.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as root:
+    ...     for file in ("images/a.jpg", "images/b.jpg", "labels/a_L.png", "labels/c_L.png"):
+    ...         Path(root, file).parent.mkdir(exist_ok=True)
+    ...         Path(root, file).touch()
+    ...     found = match_folders(Path(root, "images"), Path(root, "labels"), label_end="_L")
+    >>> [pair.name for pair in found.pairs], len(found.problems), len(found.notes)
+    (['a'], 1, 1)
+
     Raises:
         DataError: there are no images.
     """

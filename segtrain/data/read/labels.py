@@ -48,6 +48,14 @@ def read_label(
 def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
     """Train ids (H, W) uint8 of the raw ids (H, W) uint8 or uint16.
 
+    Road and sky have the raw ids 7 and 23; 0 is ignored.
+
+    >>> from segtrain.data.read.classes import SegClass
+    >>> classes = SegClass("road", (0, 0, 0), (7,)), SegClass("sky", (0, 0, 255), (23,))
+    >>> file = ClassFile("street", classes, ignore_ids=(0,), ignore_color=(0, 0, 0))
+    >>> ids_to_train_ids(np.uint8([[7, 23, 0]]), "1.png", file).tolist()
+    [[0, 1, 255]]
+
     Raises:
         DataError: ids that the class file does not name.
     """

@@ -137,6 +137,11 @@ def _images_and_label(text: str) -> tuple[list[str], str, str]:
 
     Columns are separated by a tab, else by a comma, else by blanks; names with blanks or commas can
     stand in double quotes.
+
+    >>> _images_and_label("red/1.tif infrared/1.tif ./labels/1.png")
+    (['red/1.tif', 'infrared/1.tif'], 'labels/1.png', '')
+    >>> _images_and_label("images/1.png, ../labels/1.png")[2]
+    "'../labels/1.png': '..' is not allowed"
     """
     unquoted = _QUOTED.sub("", text)
     delimiter = "\t" if "\t" in unquoted else "," if "," in unquoted else " "

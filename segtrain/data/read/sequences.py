@@ -31,7 +31,11 @@ class FramePlace(NamedTuple):
 
 
 def places_of(names: Sequence[str]) -> list[FramePlace]:
-    """The place of each image, by its name without what all names end with."""
+    """The place of each image, by its name without what all names end with.
+
+    >>> places_of(["drive_007_left", "park_left"])
+    [FramePlace(sequence='drive_', number=7), FramePlace(sequence='park', number=None)]
+    """
     backwards = [name[::-1] for name in names]
     common = os.path.commonprefix(backwards)[::-1].lstrip(digits)  # noqa: RUF071 - of letters
     found = []
@@ -81,6 +85,13 @@ def shared_sequences(train: Sequence[str], evaluation: Sequence[str]) -> list[Sh
     """The images to evaluate on that have a near neighbour in the training split, by names alone.
 
     A sequence that has the same number in both splits is numbered anew in each, and is not shared.
+
+    Frame 2 of `a` is missing in the training, and its neighbour 1 is there. `b` has a frame 1 in
+    both, so these are two scenes.
+
+    >>> train = ["train/a_1", "train/a_3", "train/a_4", "train/b_1"]
+    >>> shared_sequences(train, ["val/a_2", "val/b_1"])
+    [Shared(index=0, nearest=0, sequence='a_', by_name=False)]
     """
     places = places_of([without_split(name) for name in (*train, *evaluation)])
     of_train, of_evaluation = places[: len(train)], places[len(train) :]

@@ -28,6 +28,15 @@ class Span(NamedTuple):
 
     The crop starts on a whole source pixel, not on a whole scaled pixel: then cv2.resize can make
     it from the source rectangle, several times faster than warpAffine can from any position.
+
+    100 pixels become 50. A crop of 20 from source pixel 10 on shows 40 source pixels. A crop of 80
+    shows all 100, in 50 of its own, with 5 pixels before them and 25 behind.
+
+    >>> Span(100, 50, 20, start=10).source
+    slice(10, 50, None)
+    >>> small = Span(100, 50, 80, pad=5)
+    >>> small.source, small.inside
+    (slice(0, 100, None), slice(5, 55, None))
     """
 
     size: int

@@ -109,6 +109,11 @@ def blend(image: np.ndarray, partner: np.ndarray, weight: int) -> np.ndarray:
 
     Whole numbers are rounded, halves up, so that all machines get the same. Normalization commutes
     with it but for the rounding, which is at most half a grey level.
+
+    A weight of 64 is a quarter: 100 and 200 become 125, and 0 and 255 become 63.75, rounded to 64.
+
+    >>> blend(np.uint8([100, 0]), np.uint8([200, 255]), 64).tolist()
+    [125, 64]
     """
     if image.dtype == np.float32:
         return (image * np.float32(256 - weight) + partner * np.float32(weight)) / np.float32(256)
@@ -167,7 +172,14 @@ _PASTED, _MIXED, _PASTED_ON_MIXED = 0, 1, 2
 
 
 def image_at(stream_seed: int, number: int, num_images: int) -> int:
-    """The index of the image that sample `number`, from 0, of the endless stream shows."""
+    """The index of the image that sample `number`, from 0, of the endless stream shows.
+
+    Each epoch shows all 3 images once, in an order of its own. Batches of 2 go across its end: that
+    of step 1 is image 1 of the first epoch and image 0 of the second.
+
+    >>> [image_at(0, number, 3) for number in range(6)]
+    [2, 0, 1, 0, 1, 2]
+    """
     epoch, index = divmod(number, num_images)
     return int(_order(stream_seed, epoch, num_images)[index])
 

@@ -33,7 +33,16 @@ class Loss(Protocol):
 
 
 class PixelMean:
-    """The mean of `pixel_losses` over valid pixels: sum(w[label] * loss) / sum(w[label])."""
+    """The mean of `pixel_losses` over valid pixels: sum(w[label] * loss) / sum(w[label]).
+
+    One rank has a single valid pixel, whose loss is 4; the other has three without any loss. The
+    mean of the four is 1, where a mean over ranks would be 2.
+
+    >>> ranks = [torch.tensor([4.0]), torch.zeros(3)]
+    >>> totals = sum(column_of_sums(losses, torch.ones_like(losses)) for losses in ranks)
+    >>> PixelMean(LossOptions(LossConfig())).loss_from_sums(totals).item()
+    1.0
+    """
 
     num_sums = 2
 
