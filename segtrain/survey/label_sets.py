@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -69,56 +70,100 @@ def label_sets(
     """The labels of the images, in sets of one kind.
 
     facts: of some files of each pattern.
-    """
-    sets = _grouped(matches.labels, lambda image, label: _form(pattern_of[label], image))
 
-    def is_binary(by_image: _ByImage) -> bool:
+    Masks of cars and of roads are one set, if they belong to the same images: car is 1, road 2.
+
+    >>> masks = ["masks/car/1.png", "masks/road/1.png"]
+    >>> pattern_of = {masks[0]: "masks/car/*.png", masks[1]: "masks/road/*.png"}
+    >>> mask = LabelFacts("ids", (4, 4), dict.fromkeys((0, 255), ValueFacts(8, 4, 1, "")))
+    >>> facts = dict.fromkeys(pattern_of.values(), [mask])
+    >>> matches = pairing.Matches({"img/1.jpg": masks}, bands={}, unclear=[], alone=[])
+    >>> (found,) = label_sets(Path(), matches, pattern_of, facts)
+    >>> found.pattern, found.classes
+    ('masks/car/*.png + masks/road/*.png', ('car', 'road'))
+    """
+    sets = _sets_by_form(matches.labels, pattern_of, facts)
+    samples = {form: _sample_of(by_image, pattern_of, facts) for form, by_image in sets.items()}
+    # Several sets of two values each, such as masks/car/ and masks/road/, are one label together.
+    binary = {form: by_image for form, by_image in sets.items() if _is_binary(samples[form])}
+    classes = _differing_words(binary)
+    if classes and _share_images(binary.values()) and not _show_the_same(folder, *binary.values()):
+        yield _together(binary, classes)
+        sets = {form: by_image for form, by_image in sets.items() if form not in binary}
+    for form, by_image in sets.items():
+        yield _of_one_kind(form, by_image, samples[form])
+
+
+def _sets_by_form(
+    labels: Mapping[str, Sequence[str]],
+    pattern_of: Mapping[str, str],
+    facts: Mapping[str, list[LabelFacts]],
+) -> dict[str, _ByImage]:
+    """The labels by the form of their names, so that in a set each image has one label.
+
+    It may have several if they are masks of its objects. facts: as for `label_sets`.
+    """
+
+    def are_binary(by_image: _ByImage) -> bool:
         patterns = {pattern_of[label] for files in by_image.values() for label in files}
         return all(_is_binary(facts[pattern]) for pattern in patterns)
 
+    sets = _grouped(labels, lambda image, label: _form(pattern_of[label], image))
     for form, by_image in list(sets.items()):
-        if _several(by_image) and not (is_binary(by_image) and _have_own_folders(by_image)):
-            del sets[form]
-            sets |= _grouped(by_image, lambda _, label: pairing.form_of(pattern_of[label]))
-    for form, by_image in list(sets.items()):  # versions: v1.2/labels/ and v2.0/labels/
-        if _several(by_image) and not is_binary(by_image):
-            del sets[form]
-            sets |= _grouped(by_image, lambda _, label: pattern_of[label])
-    samples = {}
-    for form, by_image in sets.items():
-        of_set = (facts[pattern_of[label]] for labels in by_image.values() for label in labels)
-        # Patterns that differ in folders of splits share one list.
-        samples[form] = list(chain.from_iterable({id(found): found for found in of_set}.values()))
-    # Several sets of two values each, such as masks/car/ and masks/road/, are one label together.
-    binary = {form: sets[form] for form, found in samples.items() if _is_binary(found)}
-    classes = _differing_words(binary)
-    if classes and _share_images(binary.values()) and not _show_the_same(folder, *binary.values()):
-        together: dict[str, tuple[str, ...]] = defaultdict(tuple)
-        class_of = {}
-        for number, form in enumerate(binary, start=1):
-            for image, files in sets.pop(form).items():
-                together[image] += files
-                class_of |= dict.fromkeys(files, number)
-        yield LabelSet(" + ".join(binary), "ids", dict(together), {}, classes, class_of)
-    for form, by_image in sets.items():
-        found = [one for one in samples[form] if one.kind != "picture"]
-        yield LabelSet(
-            pattern=form,
-            kind=Counter(one.kind for one in found).most_common(1)[0][0],
-            labels=by_image,
-            values=_totals(one.values for one in found),
-            classes=("foreground",) if _several(by_image) else (),
-        )
+        if not _several(by_image) or (are_binary(by_image) and _have_own_folders(by_image)):
+            continue
+        del sets[form]
+        sets |= _grouped(by_image, lambda _, label: pairing.form_of(pattern_of[label]))
+    for form, by_image in list(sets.items()):
+        if not _several(by_image) or are_binary(by_image):
+            continue
+        del sets[form]  # versions: v1.2/labels/ and v2.0/labels/
+        sets |= _grouped(by_image, lambda _, label: pattern_of[label])
+    return sets
 
 
 def _grouped(
     labels: Mapping[str, Sequence[str]], form_of: Callable[[str, str], str]
 ) -> dict[str, _ByImage]:
+    """The labels of each image, by their form, which `form_of` tells of image and label."""
     found: dict[str, dict[str, tuple[str, ...]]] = defaultdict(lambda: defaultdict(tuple))
     for image, files in labels.items():
         for label in files:
             found[form_of(image, label)][image] += (label,)
     return {form: dict(by_image) for form, by_image in found.items()}
+
+
+def _sample_of(
+    by_image: _ByImage, pattern_of: Mapping[str, str], facts: Mapping[str, list[LabelFacts]]
+) -> list[LabelFacts]:
+    """The facts about files of a set, each once."""
+    patterns = (pattern_of[label] for labels in by_image.values() for label in labels)
+    # Patterns that differ in folders of splits share one list.
+    lists = {id(facts[pattern]): facts[pattern] for pattern in patterns}
+    return list(chain.from_iterable(lists.values()))
+
+
+def _together(sets: Mapping[str, _ByImage], classes: tuple[str, ...]) -> LabelSet:
+    """One set of several, each of which shows one of the classes."""
+    labels: dict[str, tuple[str, ...]] = defaultdict(tuple)
+    class_of: dict[str, int] = {}
+    for number, by_image in enumerate(sets.values(), start=1):
+        for image, files in by_image.items():
+            labels[image] += files
+            class_of |= dict.fromkeys(files, number)
+    return LabelSet(" + ".join(sets), "ids", dict(labels), {}, classes, class_of)
+
+
+def _of_one_kind(form: str, by_image: _ByImage, sample: Sequence[LabelFacts]) -> LabelSet:
+    """The set of these labels, whose kind is that of most files in the sample."""
+    found = [one for one in sample if one.kind != "picture"]
+    return LabelSet(
+        pattern=form,
+        kind=Counter(one.kind for one in found).most_common(1)[0][0],
+        labels=by_image,
+        values=_totals(one.values for one in found),
+        classes=("foreground",) if _several(by_image) else (),
+    )
 
 
 def _totals(found: Iterable[Mapping[Value, ValueFacts]]) -> dict[Value, ValueFacts]:
@@ -200,15 +245,25 @@ def _show_the_same(folder: Path, one: _ByImage, other: _ByImage, *_: _ByImage) -
 def equal_sets(folder: Path, sets: Sequence[LabelSet]) -> Iterator[Equal]:
     """Two sets whose labels divide the images alike: ids and the same in colours."""
     for one, other in combinations(sets, 2):
-        shared = spread(sorted(one.labels.keys() & other.labels.keys()), SAMPLE)
-        files = [(folder / one.labels[x][0], folder / other.labels[x][0]) for x in shared]
+        images = spread(sorted(one.labels.keys() & other.labels.keys()), SAMPLE)
+        files = [(folder / one.labels[x][0], folder / other.labels[x][0]) for x in images]
         pairs = [_pairs_of_values(*two) for two in files]
-        if pairs and all(found is not None for found in pairs):
-            kinds = one.kind, other.kind
-            rows = np.concatenate(pairs) if kinds in (("ids", "colors"), ("colors", "ids")) else ()
-            ids, colors = (0, slice(-3, None)) if kinds[0] == "ids" else (-1, slice(3))
-            both = {int(row[ids]): tuple(row[colors].tolist()) for row in rows}
-            yield frozenset((one.pattern, other.pattern)), both
+        if not pairs or any(found is None for found in pairs):
+            continue
+        rows = chain.from_iterable(pairs)
+        yield frozenset((one.pattern, other.pattern)), _colors_of_ids(one.kind, other.kind, rows)
+
+
+def _colors_of_ids(kind: Kind, other: Kind, rows: Iterable[np.ndarray]) -> dict[int, Color]:
+    """The colour beside each id; empty unless one kind is ids and the other colours.
+
+    rows: values of the first kind and of the other in the same place.
+    """
+    if (kind, other) == ("ids", "colors"):
+        return {int(row[0]): tuple(row[-3:].tolist()) for row in rows}
+    if (kind, other) == ("colors", "ids"):
+        return {int(row[-1]): tuple(row[:3].tolist()) for row in rows}
+    return {}
 
 
 def _pairs_of_values(*paths: Path) -> np.ndarray | None:
@@ -221,15 +276,18 @@ def _pairs_of_values(*paths: Path) -> np.ndarray | None:
     if stored[0].shape[:2] != stored[1].shape[:2]:
         return None
     stored = [contents.without_alpha(one) for one in stored]
-    kinds, both = [len(_pixel_values(x)) for x in stored], _pixel_values(np.dstack(stored))
-    if max(kinds) < len(both):
+    numbers = [len(_pixel_values(one)) for one in stored]
+    both = _pixel_values(np.dstack(stored))
+    if max(numbers) < len(both):
         return None
+    if min(numbers) == len(both):
+        return both
     # In a picture in colours, several ids without a class may be black together.
-    channels = stored[kinds.index(min(kinds))].shape[2]
-    colors = both[:, :channels] if kinds[0] < kinds[1] else both[:, -channels:]
-    found, count = np.unique(colors, axis=0, return_counts=True)
-    is_alike = min(kinds) == len(both) or (channels > 1 and not found[count > 1].any())
-    return both if is_alike else None
+    channels = stored[numbers.index(min(numbers))].shape[2]
+    fewer = both[:, :channels] if numbers[0] < numbers[1] else both[:, -channels:]
+    found, count = np.unique(fewer, axis=0, return_counts=True)
+    are_black = channels > 1 and not found[count > 1].any()
+    return both if are_black else None
 
 
 def _pixel_values(stored: np.ndarray) -> np.ndarray:
@@ -263,26 +321,57 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeSco
         for image in images
         if len(labels.labels.get(image.path, ())) == 1
     ]
-    scores: dict[str, list[float]] = defaultdict(list)
-    black, zeros, numbers = 0, 0, []
+    seen: list[_Seen] = []
     for i in spread(range(len(pairs)), _COMPARED) if len(pairs) > 2 else ():
         with suppress(DataError):
             before, own, after = (
                 contents.read_bands(pairs[k % len(pairs)][0]) for k in (i - 1, i, i + 1)
             )
             label = contents.read_label_part(pairs[i][1])
-            numbers.append(_numbers(label) if labels.kind == "ids" else None)
-            for words, image in ((OWN, own), ("the next", before), ("the previous", after)):
-                scores[words].append(contents.alignment(image, label))
-            for words, (down, right) in _TURNS.items():
-                scores[words].append(contents.alignment(own, label[::down, ::right]))
-            if own.shape[:2] == label.shape[:2]:
-                zero = (label == 0).all(axis=2)
-                black += int((zero & ((own == 0) | np.isnan(own)).all(axis=2)).sum())
-                zeros += int(zero.sum())
-    known = {words: [x for x in found if not np.isnan(x)] for words, found in scores.items()}
-    medians = {words: float(np.median(found)) for words, found in known.items() if found}
-    return EdgeScores(medians, black / zeros if zeros else 0.0, _are_numbered(numbers))
+            scores = _edge_scores(label, own, {"the next": before, "the previous": after})
+            numbers = _numbers(label) if labels.kind == "ids" else None
+            seen.append(_Seen(scores, *_black_and_zero(own, label), numbers))
+    medians = {}
+    for words in seen[0].scores if seen else ():
+        known = [one.scores[words] for one in seen if not np.isnan(one.scores[words])]
+        if known:
+            medians[words] = float(np.median(known))
+    black, zeros = sum(one.black for one in seen), sum(one.zeros for one in seen)
+    are_numbered = _are_numbered([one.numbers for one in seen])
+    return EdgeScores(medians, black / zeros if zeros else 0.0, are_numbered)
+
+
+class _Seen(NamedTuple):
+    """What one image says about its label.
+
+    scores: as in `EdgeScores`. zeros, black: pixels labelled 0, and those of them that are black.
+    numbers: of `_numbers`; None also in colours.
+    """
+
+    scores: Mapping[str, float]
+    black: int
+    zeros: int
+    numbers: tuple[int, int] | None
+
+
+def _edge_scores(
+    label: np.ndarray, own: np.ndarray, others: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """How the label lies on its own image, on others, and on its own when it is turned."""
+    scores = {OWN: contents.alignment(own, label)}
+    scores |= {words: contents.alignment(image, label) for words, image in others.items()}
+    for words, (down, right) in _TURNS.items():
+        scores[words] = contents.alignment(own, label[::down, ::right])
+    return scores
+
+
+def _black_and_zero(image: np.ndarray, label: np.ndarray) -> tuple[int, int]:
+    """The pixels that are black, or NaN, and labelled 0, and all that are labelled 0."""
+    if image.shape[:2] != label.shape[:2]:
+        return 0, 0
+    is_zero = (label == 0).all(axis=2)
+    is_black = ((image == 0) | np.isnan(image)).all(axis=2)
+    return int((is_zero & is_black).sum()), int(is_zero.sum())
 
 
 def _numbers(label: np.ndarray) -> tuple[int, int] | None:
@@ -325,28 +414,50 @@ def count_values(
     found = [(*names, facts) for names, facts in zip(files, read, strict=True)]
     kinds = {"ids", "two"} if labels.classes and not is_colored else {kind}
     shown = _checked(folder, found, kinds, sizes)
-    counts, shown_in = [], defaultdict(set)
+
+    counts: list[dict[Value, ValueFacts]] = []
+    shown_in: dict[Value, set[str]] = defaultdict(set)
     for image, file, facts in found:
-        for value, count in facts.values.items():
-            if labels.classes:
-                if value == 0:
-                    continue
-                value = labels.class_of.get(file, 1)
-            elif is_colored and facts.kind == "ids":
-                value = (value,) * 3
-            counts.append({value: count})
-            shown_in[value].add(image)
+        for stored, count in facts.values.items():
+            value = _meaning(stored, file, facts, labels, is_colored=is_colored)
+            if value is not None:
+                counts.append({value: count})
+                shown_in[value].add(image)
     values = dict(sorted(_totals(counts).items()))
-    if labels.classes:  # what no file shows is background; where several do, it counts too little
-        pixels = sum(height * width for height, width in map(sizes.__getitem__, labels.labels))
-        rest = max(0, pixels - sum(one.pixels for one in values.values()))
-        values = {0: ValueFacts(rest, 0, len(labels.labels), ""), **values}
+    if labels.classes:
+        values = {0: _background(values, labels, sizes), **values}
         shown_in[0] = set(labels.labels)
     palette = max((facts.palette for facts in read), key=len, default=())
     palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
     no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
     known = {"palette": palette, "no_data": no_data, "shown_in": shown_in}
     return replace(labels, kind=kind, values=values, **known)
+
+
+def _meaning(
+    stored: Value, file: str, facts: LabelFacts, labels: LabelSet, *, is_colored: bool
+) -> Value | None:
+    """What a value of a file counts as; None: as nothing.
+
+    is_colored: whether other files are in colours.
+    """
+    if labels.classes:
+        return None if stored == 0 else labels.class_of.get(file, 1)
+    if is_colored and facts.kind == "ids":
+        return (stored,) * 3
+    return stored
+
+
+def _background(
+    values: Mapping[Value, ValueFacts], labels: LabelSet, sizes: Mapping[str, tuple[int, int]]
+) -> ValueFacts:
+    """What no file shows, of labels with a file for each class.
+
+    Where several files show the same pixel, it counts too little.
+    """
+    pixels = sum(height * width for height, width in map(sizes.__getitem__, labels.labels))
+    rest = max(0, pixels - sum(one.pixels for one in values.values()))
+    return ValueFacts(rest, 0, len(labels.labels), "")
 
 
 def _checked(
@@ -369,13 +480,13 @@ def _checked(
             wrong.append(f"{file}: {sides[0]}, image {sides[1]}")
         else:
             shown |= _shown(facts)
-    for files, one, many, repair in (
-        (unfit, "label cannot", "labels cannot", "be read: {}; replace them or move them away"),
-        (wrong, "label has", "labels have", "another size than the image: {}"),
-    ):
-        if files:
-            what = counted(len(files), one, many)
-            raise DataError(f"{folder}: {what} {repair.format(first_of(files, 5))}")
+    if unfit:
+        what = counted(len(unfit), "label cannot", "labels cannot")
+        shown_files = first_of(unfit, 5)
+        raise DataError(f"{folder}: {what} be read: {shown_files}; replace them or move them away")
+    if wrong:
+        what = counted(len(wrong), "label has", "labels have")
+        raise DataError(f"{folder}: {what} another size than the image: {first_of(wrong, 5)}")
     return shown
 
 
