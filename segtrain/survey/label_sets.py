@@ -321,7 +321,7 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeSco
         for image in images
         if len(labels.labels.get(image.path, ())) == 1
     ]
-    seen: list[_Seen] = []
+    seen: list[_EdgeFacts] = []
     for i in spread(range(len(pairs)), _COMPARED) if len(pairs) > 2 else ():
         with suppress(DataError):
             before, own, after = (
@@ -330,7 +330,7 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeSco
             label = contents.read_label_part(pairs[i][1])
             scores = _edge_scores(label, own, {"the next": before, "the previous": after})
             numbers = _numbers(label) if labels.kind == "ids" else None
-            seen.append(_Seen(scores, *_black_and_zero(own, label), numbers))
+            seen.append(_EdgeFacts(scores, *_black_and_zero(own, label), numbers))
     medians = {}
     for words in seen[0].scores if seen else ():
         known = [one.scores[words] for one in seen if not np.isnan(one.scores[words])]
@@ -341,7 +341,7 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeSco
     return EdgeScores(medians, black / zeros if zeros else 0.0, are_numbered)
 
 
-class _Seen(NamedTuple):
+class _EdgeFacts(NamedTuple):
     """What one image says about its label.
 
     scores: as in `EdgeScores`. zeros, black: pixels labelled 0, and those of them that are black.
