@@ -5,7 +5,7 @@ import os
 import shlex
 import signal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from segtrain.commands import fit, launch
 from segtrain.commands.config import find_config, show_warnings
@@ -16,6 +16,9 @@ from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
 from segtrain.run.trackers import check_installed
 from segtrain.text import say
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from segtrain.commands.train.setup import TrainRequest
 
 _CHECKPOINT = ".pt"
 # Torch elastic after a failure and SLURM after a requeue start the same command line again.
@@ -33,35 +36,21 @@ class Target(NamedTuple):
 def main(args: argparse.Namespace) -> int:
     """Trains as a rank, alone, or by starting ranks; returns the exit code."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
-    # 1. Which config, which run?
     is_first = "RANK" not in os.environ  # what is said here is said once, not by every rank
     is_rank = launch.adopt_environment()
-    resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
-    if args.finish is None:
-        args.config = named_config(args.config, may_write=is_first)
-        target = resolve_run(args.config, resume=args.resume, output=args.output)
-    else:
-        target = _branch(args, resume=resume, alone=not is_rank and args.nnodes == 1)
-        resume = args.resume = True
+    # 1. Which config, which run?
+    target, resume = _find_target(args, is_first=is_first, is_rank=is_rank)
     if target.note and is_first:
         say(target.note)
     args.output = target.directory  # the launcher keeps the key of the ranks there
     config = load_config(target.config, args.set)
-    # 2. Do the options fit together?
-    if args.accept_changes and not args.resume:
-        raise ConfigError("--accept-changes: serves only --resume")
-    if args.requeue and "SLURM_JOB_ID" not in os.environ:
-        raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
-    if args.until is not None and args.until > config.train.steps:
-        raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
-    check_installed(config.log.trackers)
-    wrong = wrong_units(config)
     saved = resume and run_directory.has_saved(target.directory)
-    if wrong and not saved:
+    # 2. Do the options fit together?
+    _check_options(args, config)
+    if not saved and (wrong := wrong_units(config)):
         raise ConfigError("\n".join(wrong))
     if is_first:
         show_warnings(config)
-    # 3. A rank trains, and so does a process without others; otherwise it starts them.
     fits = args.fit or args.fit_precision
     if fits and (is_rank or args.nnodes > 1):
         raise ConfigError(
@@ -70,27 +59,62 @@ def main(args: argparse.Namespace) -> int:
         )
     if fits and saved:
         config = _refined(args, target, fit.kept(target.directory))
+    # 3. A rank trains, and so does a process without others; otherwise it starts them.
     if not is_rank:
         # Before anything slow; the ranks check the directory again.
         run_directory.check_directory(target.directory, config, resume=resume)
         num_ranks = launch.num_ranks_here(args.nproc, args.device)
         starts_ranks = num_ranks > 1 or args.nnodes > 1 or args.max_restarts > 0
-        if starts_ranks:
-            findings = batch_findings(config, args.nnodes * num_ranks)
-            if findings:
-                raise ConfigError("\n".join(findings))
+        if starts_ranks and (wrong := batch_findings(config, args.nnodes * num_ranks)):
+            raise ConfigError("\n".join(wrong))
         if fits and not saved:
             config = _refined(args, target, fit.fitted(args, target.config, config, num_ranks))
         if starts_ranks:
             return launch.start_ranks(args, num_ranks)
     from segtrain.commands.train.loop import run
+
+    return run(_request(args, config, target.directory, resume=resume))
+
+
+def _find_target(args: argparse.Namespace, *, is_first: bool, is_rank: bool) -> tuple[Target, bool]:
+    """What to train, and whether it goes on; `args` get the config and options that this means."""
+    resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
+    if args.finish is None:
+        args.config = named_config(args.config, may_write=is_first)
+        return resolve_run(args.config, resume=args.resume, output=args.output), resume
+    target = _branch(args, resume=resume, alone=not is_rank and args.nnodes == 1)
+    args.resume = True
+    return target, True
+
+
+def _check_options(args: argparse.Namespace, config: Config) -> None:
+    """ConfigError for an option that serves nothing here."""
+    if args.accept_changes and not args.resume:
+        raise ConfigError("--accept-changes: serves only --resume")
+    if args.requeue and "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
+    if args.until is not None and args.until > config.train.steps:
+        raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
+    check_installed(config.log.trackers)
+
+
+def _request(
+    args: argparse.Namespace, config: Config, directory: Path, *, resume: bool
+) -> "TrainRequest":
+    """What this process is to train."""
     from segtrain.commands.train.setup import TrainRequest
     from segtrain.distributed.process_group import device_for
 
-    options = {name: getattr(args, name) for name in ("accept_changes", "requeue", "until")}
-    device = device_for(args.device)
-    options |= {"resume": resume, "report": write_page}
-    return run(TrainRequest(config, target.directory, device, **options))
+    return TrainRequest(
+        config,
+        directory,
+        device_for(args.device),
+        resume=resume,
+        accept_changes=args.accept_changes,
+        requeue=args.requeue,
+        until=args.until,
+        report=write_page,
+    )
 
 
 def write_page(directory: Path, device: Any) -> None:
@@ -128,8 +152,6 @@ def _branch(args: argparse.Namespace, *, resume: bool, alone: bool) -> Target:
 
     alone: no other process has this command line.
     """
-    from segtrain.commands import finish
-
     directory = branch_directory(args.config, args.output)
     config = directory / run_directory.CONFIG
     if not (resume and run_directory.has_saved(directory)):
@@ -139,15 +161,23 @@ def _branch(args: argparse.Namespace, *, resume: bool, alone: bool) -> Target:
                 f"first, alone: segtrain train {shlex.quote(args.config)} --finish {args.finish} "
                 f"--until 1; then start all with {directory} --resume"
             )
-        checkpoint = Path(args.config) if args.config.endswith(_CHECKPOINT) else None
-        run = run_directory.run_of(Path(args.config))
-        finish.begin(run, checkpoint, directory, steps=args.finish, overrides=args.set)
-        args.argv = [*args.argv, "--resume"]  # of the ranks
+        _begin_branch(args, directory)
     begun = load_config(config).schedule.finish_from
     if begun is None:
         raise ConfigError(f"{directory}: no branch (schedule.finish_from); choose another --output")
     args.set = [f"train.steps={begun + args.finish}", *args.set]
     return Target(config, directory)
+
+
+def _begin_branch(args: argparse.Namespace, directory: Path) -> None:
+    """Makes the run of --finish, from the checkpoint that is named or the newest of the run."""
+    from segtrain.commands import finish
+
+    named = Path(args.config)
+    checkpoint = named if args.config.endswith(_CHECKPOINT) else None
+    run = run_directory.run_of(named)
+    finish.begin(run, checkpoint, directory, steps=args.finish, overrides=args.set)
+    args.argv = [*args.argv, "--resume"]  # of the ranks
 
 
 def named_config(text: str, *, may_write: bool) -> str:
@@ -186,24 +216,35 @@ def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
     """
     run = run_directory.run_of(Path(text))
     if run is None:
-        found = find_config(text)
-        name = found.path.stem
-        if found.path.name == run_directory.CONFIG:  # of `segtrain init`: the folder has the name
-            name = found.path.parent.name or name
-        return Target(found.path, output or Path("runs") / name, found.note)
+        return _of_config(text, output)
     config = run / run_directory.CONFIG
     elsewhere = output is not None and os.path.realpath(output) != os.path.realpath(run)
     if elsewhere and Path(text).name == run_directory.CONFIG:  # another run with the same config
         return Target(config, output)
     # A checkpoint is refused: training resumes from the newest, whichever is named.
-    if resume and not elsewhere and not text.endswith(_CHECKPOINT):
-        if not config.exists():
-            again = f"segtrain train CONFIG --output {shlex.quote(str(run))} --resume"
-            raise ConfigError(f"{config}: missing; to go on with a config of your own: {again}")
-        return Target(config, run)
-    new = output if elsewhere else Path("runs") / f"{run.resolve().name}_2"
+    if not resume or elsewhere or text.endswith(_CHECKPOINT):
+        new = output if elsewhere else Path("runs") / f"{run.resolve().name}_2"
+        raise _no_config(text, run, new)
+    if not config.exists():
+        again = f"segtrain train CONFIG --output {shlex.quote(str(run))} --resume"
+        raise ConfigError(f"{config}: missing; to go on with a config of your own: {again}")
+    return Target(config, run)
+
+
+def _of_config(text: str, output: Path | None) -> Target:
+    """A config, whose run has its name unless `output` is given."""
+    found = find_config(text)
+    name = found.path.stem
+    if found.path.name == run_directory.CONFIG:  # of `segtrain init`: the folder has the name
+        name = found.path.parent.name or name
+    return Target(found.path, output or Path("runs") / name, found.note)
+
+
+def _no_config(text: str, run: Path, new: Path) -> ConfigError:
+    """`text` means a run, and it is not clear what is wanted of it. new: where another could be."""
     kind = "a checkpoint" if text.endswith(_CHECKPOINT) else "a run"
-    raise ConfigError(
+    config = run / run_directory.CONFIG
+    return ConfigError(
         f"{text}: expected a config, found {kind}\n"
         f"to go on with the run: segtrain train {shlex.quote(str(run))} --resume\n"
         f"to train it longer: segtrain train {shlex.quote(str(run))} --finish STEPS\n"
