@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 from segtrain.checkpoint.format import Checkpoint, load, parse_data, parse_experiment
 from segtrain.checkpoint.manager import kept_checkpoints
+from segtrain.config import Config
 from segtrain.config.loading import yaml_value
 from segtrain.data.read.classes import class_differences
-from segtrain.data.read.fingerprint import file_difference, label_difference
+from segtrain.data.read.fingerprint import SplitFingerprint, file_difference, label_difference
 from segtrain.results.differences import FIELDS, checkpoint_differences, receipt_differences
 from segtrain.results.runs import Run, differing, differing_recipes, read_run
 from segtrain.run import directory as run_directory
@@ -97,12 +98,25 @@ def steps_lines(a: Path, b: Path) -> list[str]:
     """
     sides = _read(a), _read(b)
     causes = [*_options(*sides), *_data(*sides), *_versions(*sides)]
+    has_receipts = sides[0].receipts.keys() & sides[1].receipts
+    more, first = (_by_receipts if has_receipts else _by_logs)(*sides)
+    lines = [*_cause_lines(causes), *more, ("verdict", _conclusion(first, causes, sides))]
+    return [f"{label:<11} {text}" for label, text in lines]
+
+
+def _cause_lines(causes: Sequence[Cause]) -> list[tuple[str, str]]:
+    """A line for each cause, then what has none."""
     lines = [(cause.kind, cause.text) for cause in causes]
     found = {cause.kind for cause in causes}
     equal = {"config": "", "data": ": classes, files by name and size, labels", "versions": ""}
-    lines += [(what, f"equal{equal[what]}") for what in equal if what not in found]
-    has_receipts = sides[0].receipts.keys() & sides[1].receipts
-    more, first = (_by_receipts if has_receipts else _by_logs)(*sides)
+    for kind, what in equal.items():
+        if kind not in found:
+            lines.append((kind, f"equal{what}"))
+    return lines
+
+
+def _conclusion(first: First | str, causes: Sequence[Cause], sides: tuple[Side, Side]) -> str:
+    """The verdict, and what else makes scores differ. first: of `_by_receipts` or `_by_logs`."""
     if isinstance(first, First):
         verdict = _verdict(first, causes, _precision(*sides))
     else:
@@ -114,7 +128,7 @@ def steps_lines(a: Path, b: Path) -> list[str]:
         scores.append(f"the last step, {_in_both(ends)}")
     if scores:
         verdict += f"; scores may differ by {first_of(scores, 3, separator='; ')}"
-    return [f"{label:<11} {text}" for label, text in (*lines, *more, ("verdict", verdict))]
+    return verdict
 
 
 def _read(directory: Path) -> Side:
@@ -133,15 +147,21 @@ def _options(a: Side, b: Side) -> Iterator[Cause]:
     configs = [a.run.config, b.run.config]
     recipe = differing_recipes(configs)
     for key, values in differing(configs).items():
-        reach = next(_REACH[prefix] for prefix in _REACH if key.startswith(prefix))
-        if key == "eval.every_steps" and configs[0].norm.precise_batches is not None:
-            reach = "weights"  # an evaluation leaves other statistics
-        kind = "config" if reach and key in recipe else "scores" if reach is None else "harmless"
-        # They change the order of sums, which shares fix.
-        if key in ("train.compile", "train.split") and configs[0].train.shares is None:
-            kind, reach = "rounding", "loss"
-        text = f"{key}: {_in_both(map(yaml_value, values))}"
-        yield Cause(kind, text, None if kind in ("harmless", "scores") else reach)
+        kind, reach = _consequence(key, configs[0], is_of_recipe=key in recipe)
+        yield Cause(kind, f"{key}: {_in_both(map(yaml_value, values))}", reach)
+
+
+def _consequence(key: str, config: Config, *, is_of_recipe: bool) -> tuple[str, str | None]:
+    """The kind and the reach of a cause that is another value of an option."""
+    # They change the order of sums, which shares fix.
+    if key in ("train.compile", "train.split") and config.train.shares is None:
+        return "rounding", "loss"
+    reach = next(_REACH[prefix] for prefix in _REACH if key.startswith(prefix))
+    if key == "eval.every_steps" and config.norm.precise_batches is not None:
+        reach = "weights"  # an evaluation leaves other statistics
+    if reach is None:
+        return "scores", None
+    return ("config", reach) if is_of_recipe else ("harmless", None)
 
 
 def _data(a: Side, b: Side) -> Iterator[Cause]:
@@ -156,16 +176,21 @@ def _data(a: Side, b: Side) -> Iterator[Cause]:
     for change in class_differences(before, now, a.run.config.data.label_format)[0]:
         yield Cause("data", f"{change} (there: A, now: B)", reach)
     for split, kind in (("train", "data"), ("eval", "scores")):
-        # A checkpoint knows no names of files.
-        one, other = (getattr(data, split) for data in prints)
-        numbers = range(1, one.num_pairs + 1)
-        pairs = [SimpleNamespace(image=f"image {i}", label=f"label {i}") for i in numbers]
-        files, reach = SimpleNamespace(split=split, pairs=pairs), "samples"
-        change = file_difference(one, other, files)
-        if not change and other.labels is not None:
-            change, reach = label_difference(one, other.labels, files), "pixels"
+        change, reach = _file_change(split, *(getattr(data, split) for data in prints))
         if change:
             yield Cause(kind, f"{change} (there: A, now: B)", reach if kind == "data" else None)
+
+
+def _file_change(split: str, one: SplitFingerprint, other: SplitFingerprint) -> tuple[str, str]:
+    """How the files of a split differ, or empty, and what that reaches."""
+    # A checkpoint knows no names of files.
+    numbers = range(1, one.num_pairs + 1)
+    pairs = [SimpleNamespace(image=f"image {i}", label=f"label {i}") for i in numbers]
+    files = SimpleNamespace(split=split, pairs=pairs)
+    change = file_difference(one, other, files)
+    if change or other.labels is None:
+        return change, "samples"
+    return label_difference(one, other.labels, files), "pixels"
 
 
 def _versions(a: Side, b: Side) -> Iterator[Cause]:
@@ -201,6 +226,7 @@ def _by_receipts(a: Side, b: Side) -> tuple[list[tuple[str, str]], First | str]:
     but = f" but for {gaps} of them" if gaps else ""
     late = "" if begun == [1, 1] else f"; they begin at {_in_both(begun)}"
     lines = [("steps", f"{span} have receipts in both runs{but}{late}")]
+
     weights = list(a.newest[0].model) if a.newest else []
     names = {"gradients": list(a.shares.get("exponents", ())), "weights": weights}
     each = ((s, receipt_differences(*pairs[s], names, ("in A", "in B"))) for s in pairs)
@@ -212,13 +238,22 @@ def _by_receipts(a: Side, b: Side) -> tuple[list[tuple[str, str]], First | str]:
             return lines, f"the runs are equal in every bit of steps {span}{but}"
         found = {"weights": f"checkpoints: {'; '.join(changed)}"}
     lines += [(f"step {step}", line) for line in found.values()]
-    texts = [{name: getattr(one, name) or "nan" for name in _NUMBERS} for one in pairs[step]]
-    sizes = _sizes(*({name: float.fromhex(x) for name, x in one.items()} for one in texts))
-    before = "equal" if step > min(pairs) else "none" if begun[0] == begun[1] else "unknown"
-    compared = {f for f in FIELDS if None not in (getattr(one, f) for one in pairs[step])}
+
+    at_first = "none" if begun[0] == begun[1] else "unknown"
+    before = "equal" if step > min(pairs) else at_first
+    return lines, _parted(step, found, pairs[step], before)
+
+
+def _parted(
+    step: int, found: Mapping[str, str], pair: tuple[Receipt, Receipt], before: str
+) -> First:
+    """Where the runs part: in the fields `found` of these receipts."""
+    compared = {f for f in FIELDS if None not in (getattr(one, f) for one in pair)}
+    numbers = [
+        {name: float.fromhex(getattr(one, name) or "nan") for name in _NUMBERS} for one in pair
+    ]
     field = next(f for f in FIELDS if f in found)
-    equal = frozenset(compared - found.keys())
-    return lines, First(step, field, before, sizes, equal)
+    return First(step, field, before, _sizes(*numbers), frozenset(compared - found.keys()))
 
 
 def _saved_differences(a: Side, b: Side, step: int) -> list[str] | None:
@@ -251,17 +286,9 @@ def _by_logs(a: Side, b: Side) -> tuple[list[tuple[str, str]], First | str]:
     sides = {"A": a, "B": b}.items()
     lost = [name for name, x in sides if x.run.config.train.shares and not x.receipts]
     more = f"{' and '.join(lost)} lost them" if lost else _TELL_MORE
-    lines = [("steps", f"none has receipts in both runs; {more}")]
-    equal, parted = 0, None
-    for step in sorted(a.saved.keys() & b.saved):
-        found = _saved_differences(a, b, step)
-        if found is None:
-            continue
-        lines += [(f"step {step}", f"checkpoints: {x}") for x in found or ["equal"]]
-        if found:
-            parted = First(step, "weights", "unknown")
-            break
-        equal = step
+    about, equal, parted = _by_checkpoints(a, b)
+    lines = [("steps", f"none has receipts in both runs; {more}"), *about]
+
     logs = [_logged(side.run) for side in (a, b)]
     steps = logs[0].keys() & logs[1]
     if a.run.config.log.every_steps != b.run.config.log.every_steps:
@@ -270,19 +297,33 @@ def _by_logs(a: Side, b: Side) -> tuple[list[tuple[str, str]], First | str]:
     # The mean after an interruption may be of fewer steps. What is equal later was equal before.
     equal = max([equal, *(s for s in steps if not _sizes(*(log[s] for log in logs)))])
     steps = sorted(s for s in steps if s > equal)
-    if not (steps or parted or equal):
-        return lines, "not known: no checkpoints or losses of the same steps are left"
+    if not steps and parted:
+        return lines, parted
+    if not steps and equal:
+        return lines, f"the runs are equal as far as they can be compared, to step {equal}"
     if not steps:
-        return (
-            lines,
-            parted or f"the runs are equal as far as they can be compared, to step {equal}",
-        )
+        return lines, "not known: no checkpoints or losses of the same steps are left"
+
     step = steps[0]
     sizes = _sizes(*(log[step] for log in logs))
     for name in sizes:
         lines.append((f"step {step}", f"{name}: {_in_both(log[step][name] for log in logs)}"))
     before = "none" if step == 1 else "equal" if step == equal + 1 else "unknown"
     return lines, First(step, next(iter(sizes)), before, sizes)
+
+
+def _by_checkpoints(a: Side, b: Side) -> tuple[list[tuple[str, str]], int, First | None]:
+    """Lines, the last step of equal checkpoints, and the first where they differ; 0, None: none."""
+    lines, equal = [], 0
+    for step in sorted(a.saved.keys() & b.saved):
+        found = _saved_differences(a, b, step)
+        if found is None:
+            continue
+        lines += [(f"step {step}", f"checkpoints: {x}") for x in found or ["equal"]]
+        if found:
+            return lines, equal, First(step, "weights", "unknown")
+        equal = step
+    return lines, equal, None
 
 
 def _acts(cause: Cause, first: First) -> bool:
