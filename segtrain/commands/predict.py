@@ -6,7 +6,7 @@ command says so.
 
 import argparse
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 from segtrain.checkpoint.ready import ReadyModel, make_ready
 from segtrain.data.check.findings import photo_findings
 from segtrain.data.check.values import ImageValues, image_values, joined_values
+from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import VIDEO_SUFFIXES, first_lines
@@ -106,31 +107,58 @@ def main(args: argparse.Namespace) -> int:
     if skipped:
         print(skipped)
 
-    form = ready.form
     opacity = 0.5 if args.opacity is None else args.opacity
     tint = pictures.make_tint(ready.loaded.classes, opacity, args.clear)
     videos = [source for source in sources if source.path.suffix.lower() in VIDEO_SUFFIXES]
-    if videos and (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
-        raise DataError(
-            f"{printable(videos[0].path)}: frames are RGB of 8 bits, and the model was trained on "
-            f"{form.channels} channels of {form.dtype}"
-        )
+    _check_videos(videos, ready.form)
     images = [source for source in sources if source not in videos]
     sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in images}
     rasters = {source: size for source, size in sizes.items() if size is not None}
-    if args.probabilities and (others := [*rasters, *videos]):
-        kinds = "a video, or a raster that is read in parts"
-        names = first_of(source.path for source in others)
-        raise ConfigError(f"--probabilities: not for {kinds}: {names}")
-    if rasters and len(rasters) == len(sources) and (args.clear or args.opacity is not None):
-        what = "rasters that are read in parts get no overlays"
-        raise ConfigError(f"--opacity, --clear: no effect: {what}")
+    _check_options(args, rasters, videos, has_others=len(rasters) < len(sources))
     whole = [source for source in images if source not in rasters]
     notes = predict_images(ready, whole, output, tint, probabilities=args.probabilities)
     of_rasters = predict_rasters(ready, rasters, output)
     of_videos = predict_videos(ready, videos, output, tint)
     _summarize(notes, of_rasters, of_videos, output)
     return EXIT_OK
+
+
+def _check_videos(videos: Sequence[PhotoFile], form: ImageForm) -> None:
+    """DataError if the model does not take the frames of videos."""
+    if videos and (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
+        raise DataError(
+            f"{printable(videos[0].path)}: frames are RGB of 8 bits, and the model was trained on "
+            f"{form.channels} channels of {form.dtype}"
+        )
+
+
+def _check_options(
+    args: argparse.Namespace,
+    rasters: Collection[PhotoFile],
+    videos: Collection[PhotoFile],
+    *,
+    has_others: bool,
+) -> None:
+    """ConfigError for options that rasters read in parts, or videos, do not have."""
+    if args.probabilities and (rasters or videos):
+        kinds = "a video, or a raster that is read in parts"
+        names = first_of(source.path for source in (*rasters, *videos))
+        raise ConfigError(f"--probabilities: not for {kinds}: {names}")
+    if rasters and not has_others and (args.clear or args.opacity is not None):
+        what = "rasters that are read in parts get no overlays"
+        raise ConfigError(f"--opacity, --clear: no effect: {what}")
+
+
+class _Finished(NamedTuple):
+    """A predicted image on the host, to be written.
+
+    image: (H, W, 3) uint8. label: (H, W) uint8. probability: (K, H, W); None: not asked for.
+    """
+
+    source: PhotoFile
+    image: np.ndarray
+    label: np.ndarray
+    probability: np.ndarray | None
 
 
 def predict_images(
@@ -150,10 +178,9 @@ def predict_images(
         MemoryLimitError: the device's memory does not suffice for an image.
     """
     predictor, classes, form = ready.predictor, ready.loaded.classes, ready.form
-    settings = predictor.settings
+    settings, transfer = predictor.settings, predictor.transfer
     pictures.write_legend(output, classes)
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
-    transfer = predictor.transfer
     decode = partial(_decode, transfer, form)
     decoded = prefetch(decode, [source.path for source in sources], _THREADS)
     notes: list[Notes] = []
@@ -166,46 +193,62 @@ def predict_images(
             else:
                 yield DecodedPhoto(i, source, *found, settings.of(found[0].shape[:2]))
 
-    wanted = "all" if probabilities else "none"
-
-    def finished() -> Iterator[tuple[PhotoFile, np.ndarray, np.ndarray, np.ndarray | None]]:
+    def finished() -> Iterator[_Finished]:
+        wanted = "all" if probabilities else "none"
         groups = groups_of(photos(), predictor.limits.num_images)
         predicted = ((group, _predict(predictor, group, wanted)) for group in groups)
         for group, found in transfer.late_to_host(predicted):
-            for photo, (label, is_finite, known) in zip(group, found, strict=True):
+            for photo, (label, is_finite, probability) in zip(group, found, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(
                     is_finite=bool(is_finite.numpy()),
                     in_parts=photo.settings.mode != settings.usual.mode,
                 )
-                image = pictures.as_rgb(photo.pixels.numpy(), form.value_range)
-                if known is not None:
-                    known = np.where(photo.missing, np.float32(np.nan), known.float().numpy())
-                yield photo.source, image, np.maximum(label.numpy(), photo.missing), known
+                yield _finished(photo, label, probability, form)
                 bar.update()
 
-    def write(prediction: tuple[PhotoFile, np.ndarray, np.ndarray, np.ndarray | None]) -> None:
-        source, image, label, known = prediction
-        pictures.write_prediction(output, source.name, image, label, classes, tint)
-        tags = geo_tags(source.path)
-        for ending in pictures.PROBABILITY_ENDINGS:
-            path = output / pictures.PROBABILITIES / f"{source.name}.{ending}"
-            with os_errors_as(ExecutionError, path, "cannot be written"):
-                if ending == probabilities:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write_probabilities(path, known, classes.names, tags)
-                else:  # of an earlier prediction
-                    path.unlink(missing_ok=True)
-        path = output / pictures.LABELS / f"{source.name}.tif"
-        with os_errors_as(ExecutionError, path, "cannot be written"):
-            if tags:
-                write_label(path, label, pictures.raw_ids(classes), tags)
-            else:
-                path.unlink(missing_ok=True)
-
+    write = partial(_write, output, classes, tint, probabilities)
     with bar, closing(decoded), closing(prefetch(write, finished(), _THREADS)) as written:
         for _ in written:
             pass
     return notes
+
+
+def _finished(
+    photo: DecodedPhoto, label: Tensor, probability: Tensor | None, form: ImageForm
+) -> _Finished:
+    """The prediction on the host; where the image has no value, it is left out."""
+    image = pictures.as_rgb(photo.pixels.numpy(), form.value_range)
+    known = None
+    if probability is not None:
+        known = np.where(photo.missing, np.float32(np.nan), probability.float().numpy())
+    return _Finished(photo.source, image, np.maximum(label.numpy(), photo.missing), known)
+
+
+def _write(
+    output: Path,
+    classes: ClassFile,
+    tint: pictures.Tint,
+    probabilities: str | None,
+    found: _Finished,
+) -> None:
+    """Writes all files of a prediction, and removes those that an earlier one has left."""
+    source, image, label, known = found
+    pictures.write_prediction(output, source.name, image, label, classes, tint)
+    tags = geo_tags(source.path)
+    for ending in pictures.PROBABILITY_ENDINGS:
+        path = output / pictures.PROBABILITIES / f"{source.name}.{ending}"
+        with os_errors_as(ExecutionError, path, "cannot be written"):
+            if ending == probabilities:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_probabilities(path, known, classes.names, tags)
+            else:
+                path.unlink(missing_ok=True)
+    path = output / pictures.LABELS / f"{source.name}.tif"
+    with os_errors_as(ExecutionError, path, "cannot be written"):
+        if tags:
+            write_label(path, label, pictures.raw_ids(classes), tags)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def predict_rasters(
