@@ -2,10 +2,11 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 
@@ -156,29 +157,8 @@ def with_splits(
     folder: Path, images: list[Image], lists: Sequence[str], notes: list[str]
 ) -> tuple[str, list[Image]]:
     """What says the splits, and the images with them: list files, else folders."""
-    by_name = _by_name(images)
-    found: dict[int, str] = {}
-    named: dict[PurePosixPath, dict[str, tuple[str, list[int]]]] = defaultdict(dict)
-    lost: dict[str, int] = {}
-    for path in map(PurePosixPath, lists):
-        words = pairing.words_of(path.stem)
-        split = next(filter(None, map(pairing.split_of, words)), None)
-        lines = list(_listed(folder / path, by_name)) if split else []
-        indices = [i for i in lines if i is not None]
-        if indices and 2 * len(indices) >= len(lines):
-            named[path.parent][str(path)] = split, indices
-            lost[str(path)] = len(lines) - len(indices)
-    task = max(named, key=lambda task: _fitness(task, named[task]), default=None)
-    sources = named[task] if task else {}
-    if {"train", "val"} <= {PurePosixPath(path).stem for path in sources}:
-        sources = {k: v for k, v in sources.items() if PurePosixPath(k).stem != "trainval"}
-    for path, (split, indices) in sources.items():
-        if lost[path]:
-            lines = counted(lost[path], "line names", "lines name")
-            notes.append(f"{path}: {lines} no image, or several")
-        if twice := [images[i].name for i in indices if found.get(i, split) != split]:
-            notes.append(f"{path} and another list name the same images: {first_of(twice, 3)}")
-        found |= dict.fromkeys(indices, split)
+    sources = _chosen_lists(folder, lists, _by_name(images))
+    found = _splits_of_lists(sources, images, notes)
     if set(found.values()) == {"val"} and 2 * len(found) < len(images):
         found = dict.fromkeys(range(len(images)), "train") | found  # fastai's valid.txt
     if len(set(found.values())) > 1:
@@ -188,13 +168,68 @@ def with_splits(
     return ("folders" if has_folders else ""), images
 
 
-def _fitness(task: PurePosixPath, lists: Mapping[str, tuple[str, list[int]]]) -> tuple[bool, int]:
+class _SplitList(NamedTuple):
+    """A list of the images of a split, by index. lost: lines that name no image, or several."""
+
+    split: str
+    indices: list[int]
+    lost: int
+
+
+def _chosen_lists(
+    folder: Path, lists: Sequence[str], by_name: Mapping[str, list[int]]
+) -> dict[str, _SplitList]:
+    """The lists that say the splits, by their paths; all are of one folder."""
+    by_folder: dict[PurePosixPath, dict[str, _SplitList]] = defaultdict(dict)
+    for path in map(PurePosixPath, lists):
+        found = _split_list(folder / path, by_name)
+        if found is not None:
+            by_folder[path.parent][str(path)] = found
+    if not by_folder:
+        return {}
+    task = max(by_folder, key=lambda one: _fitness(one, by_folder[one].values()))
+    chosen = by_folder[task]
+    stems = {path: PurePosixPath(path).stem for path in chosen}
+    if {"train", "val"} <= {*stems.values()}:
+        chosen = {path: found for path, found in chosen.items() if stems[path] != "trainval"}
+    return chosen
+
+
+def _split_list(path: Path, by_name: Mapping[str, list[int]]) -> _SplitList | None:
+    """A list that is called after a split; None: it is not, or most lines name no image."""
+    split = next(filter(None, map(pairing.split_of, pairing.words_of(path.stem))), None)
+    if split is None:
+        return None
+    lines = list(_listed(path, by_name))
+    indices = [i for i in lines if i is not None]
+    if not indices or 2 * len(indices) < len(lines):
+        return None
+    return _SplitList(split, indices, len(lines) - len(indices))
+
+
+def _fitness(task: PurePosixPath, lists: Iterable[_SplitList]) -> tuple[bool, int]:
     """What the lists of a folder are chosen by, where several hold some, as those of VOC's tasks.
 
     Whether it is called after labels (ImageSets/Segmentation), then how many images it names.
     """
-    named = {i for _, indices in lists.values() for i in indices}
+    named = {i for one in lists for i in one.indices}
     return bool(pairing.LABEL_WORDS & set(pairing.words_of(task.name))), len(named)
+
+
+def _splits_of_lists(
+    sources: Mapping[str, _SplitList], images: Sequence[Image], notes: list[str]
+) -> dict[int, str]:
+    """The split of each image by index, the last one that a list says; oddities go to `notes`."""
+    found: dict[int, str] = {}
+    for path, (split, indices, lost) in sources.items():
+        if lost:
+            lines = counted(lost, "line names", "lines name")
+            notes.append(f"{path}: {lines} no image, or several")
+        twice = [images[i].name for i in indices if found.get(i, split) != split]
+        if twice:
+            notes.append(f"{path} and another list name the same images: {first_of(twice, 3)}")
+        found |= dict.fromkeys(indices, split)
+    return found
 
 
 def split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:
