@@ -181,7 +181,13 @@ def _totals(found: Iterable[Mapping[Value, ValueFacts]]) -> dict[Value, ValueFac
 
 
 def _form(pattern: str, image: str) -> str:
-    """The pattern without folders of splits and scenes: `labels/train/*.png` is `labels/*.png`."""
+    """The pattern without folders of splits and scenes.
+
+    >>> _form("labels/train/zurich/*.png", image="images/train/zurich/1.png")
+    'labels/*.png'
+    >>> _form("masks/train/car/*.png", image="images/train/1.png")
+    'masks/car/*.png'
+    """
     scenes = PurePosixPath(image).parts[:-1]
     *folders, name = pattern.split("/")
     kept = [x for x in folders if not pairing.is_split(x)]

@@ -43,6 +43,11 @@ _GLUED = re.compile(r"(train|training|val|valid|validation|test|testing)(\d+|cro
 _COMMON_START, _COMMON_END = 0.9, 0.1
 _MOST_AFFIXES = 4
 
+_FolderKind = tuple[str, str]
+"""The folder of a file, and its suffix."""
+_Affix = tuple[_FolderKind, str]
+"""A beginning or an end of names of a kind."""
+
 
 class FileName(NamedTuple):
     """A relative path in its parts, all in lower case but `path`.
@@ -156,44 +161,61 @@ def _splits_of_stems(places: Sequence[PurePosixPath]) -> dict[PurePosixPath, tup
 
 
 def _without_affixes(
-    kinds: Sequence[tuple[str, str]], parts: Sequence[tuple[str, str, str]]
+    kinds: Sequence[_FolderKind], parts: Sequence[tuple[str, str, str]]
 ) -> list[tuple[str, str, str]]:
-    """The parts with one more beginning and end off each core, if it is shared or says a role."""
-    cut = [(_start_of(core), _end_of(core)) for _, core, _ in parts]
-    sizes = Counter(kinds)
-    starts = Counter((kind, start) for kind, (start, _) in zip(kinds, cut, strict=True))
-    ends = Counter((kind, end) for kind, (_, end) in zip(kinds, cut, strict=True))
-    common = {
-        (kind, end)
-        for (kind, end), number in ends.items()
-        if sizes[kind] > 2 and number >= max(2, _COMMON_END * sizes[kind])
-    }
-    # `1_tree` is rare, but beside `1_road` of a common end: a class that few images show.
-    cores = {
-        (kind, core.removesuffix(end))
-        for kind, (_, core, _), (_, end) in zip(kinds, parts, cut, strict=True)
-        if end and (kind, end) in common
-    }
-    apart = {
-        (kind, end)
-        for kind, (_, core, _), (_, end) in zip(kinds, parts, cut, strict=True)
-        if (kind, core.removesuffix(end)) not in cores
-    }
-    folders = Counter(PurePosixPath(folder).name for folder in {folder for folder, _ in kinds})
+    """The parts with one more beginning and end off each core, if it is shared or says a role.
+
+    kinds: the folder and the suffix of each name.
+    """
+    cores = [core for _, core, _ in parts]
+    starts, ends = list(map(_start_of, cores)), list(map(_end_of, cores))
+    common_starts = _common_starts(kinds, starts)
+    common_ends = _common_ends(kinds, cores, ends)
     found = []
-    for kind, (before, core, after), (start, end) in zip(kinds, parts, cut, strict=True):
-        most = sizes[kind] if sizes[kind] > 2 else float("inf")
+    for kind, (before, core, after), start, end in zip(kinds, parts, starts, ends, strict=True):
+        if not _is_role(start) and (kind, start) not in common_starts:
+            start = ""
+        if not _is_role(end) and (kind, end) not in common_ends:
+            end = ""
+        if start and len(start) + len(end) > len(core):  # they overlap
+            end = ""
+        found.append((before + start, core[len(start) : len(core) - len(end)], end + after))
+    return found
+
+
+def _common_starts(kinds: Sequence[_FolderKind], starts: Sequence[str]) -> set[_Affix]:
+    """The beginnings that nearly all names of a kind have, but for those of scenes."""
+    sizes = Counter(kinds)
+    folders = Counter(PurePosixPath(folder).name for folder in {folder for folder, _ in kinds})
+    found = set()
+    for (kind, start), number in Counter(zip(kinds, starts, strict=True)).items():
+        is_common = sizes[kind] > 2 and number >= _COMMON_START * sizes[kind]
         # Of a scene, such as zurich/zurich_001, which its image has too.
         name = PurePosixPath(kind[0]).name
         is_scene = folders[name] > 1 and words_of(start) == words_of(name)
-        is_common_start = starts[kind, start] >= _COMMON_START * most and not is_scene
-        is_start = _is_role(start) or is_common_start
-        is_rare_end = ends[kind, end] >= 2 and (kind, end) not in apart
-        is_end = _is_role(end) or (kind, end) in common or is_rare_end
-        start = start if is_start else ""
-        end = end if is_end and not (start and len(start) + len(end) > len(core)) else ""
-        found.append((before + start, core[len(start) : len(core) - len(end)], end + after))
+        if is_common and not is_scene:
+            found.add((kind, start))
     return found
+
+
+def _common_ends(
+    kinds: Sequence[_FolderKind], cores: Sequence[str], ends: Sequence[str]
+) -> set[_Affix]:
+    """The ends that several names of a kind have, and rarer ones that go with them."""
+    sizes = Counter(kinds)
+    counts = Counter(zip(kinds, ends, strict=True))
+    common = {
+        (kind, end)
+        for (kind, end), number in counts.items()
+        if sizes[kind] > 2 and number >= max(2, _COMMON_END * sizes[kind])
+    }
+    # `1_tree` is rare, but beside `1_road` of a common end: a class that few images show.
+    stems = [core.removesuffix(end) for core, end in zip(cores, ends, strict=True)]
+    names = list(zip(kinds, stems, ends, strict=True))
+    beside = {(kind, stem) for kind, stem, end in names if end and (kind, end) in common}
+    apart = {(kind, end) for kind, stem, end in names if (kind, stem) not in beside}
+    rare = {key for key, number in counts.items() if number >= 2 and key not in apart}
+    return common | rare
 
 
 def _start_of(stem: str) -> str:
