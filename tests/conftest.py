@@ -102,9 +102,17 @@ def spawn_nccl_ranks() -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
+def lab(tmp_path, capsys) -> Any:
+    """Runs commands in this process, with the folder of the test as theirs; see lab.py."""
+    from lab import Lab
+
+    return Lab(tmp_path, capsys)
+
+
+@pytest.fixture
 def handlers() -> Iterator[None]:
     """Handlers of signals are put back after the test."""
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():

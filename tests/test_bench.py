@@ -225,18 +225,3 @@ def test_peak_memory_is_that_of_the_process_itself():
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert 50 << 20 < int(done.stdout) < 900 << 20
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--set", "train.parallel=hogwild"), "hogwild: its processes do not share steps"),
-        (("--profile", "/"), "--profile /: cannot be written: is a folder; name a file"),
-        (("--profile", "q\udcff.json"), "q\\udcff.json: expected a name in UTF-8"),
-    ],
-)
-def test_what_cannot_be_measured_or_written_is_refused_before_the_steps(
-    config, capsys, options, said
-):
-    assert main(["bench", str(config), "--steps", "99999", *options, "--nproc", "1"]) == 2
-    assert said in capsys.readouterr().err

@@ -15,8 +15,6 @@ from segtrain.checkpoint.format import BEST, Checkpoint, load, save
 from segtrain.commands.population.history import History, Row, table
 from segtrain.commands.population.members import Population, score
 from segtrain.config import load_config, override_config
-from segtrain.errors import ConfigError
-from segtrain.evaluation.settings import set_after_training
 from segtrain.metrics import ConfusionMatrix
 from segtrain.results.report import evaluated, report_page
 from segtrain.results.runs import read_run, summarize
@@ -85,13 +83,12 @@ def test_the_score_of_the_config_chooses_and_all_agree(runs, name):
         assert f"ended after 3 of 4 steps: no better {by} in 1 evaluations" in log
 
 
-def test_runs_compare_and_report_name_the_score(runs, capsys):
-    assert segtrain("runs", runs) == 0
-    listed = capsys.readouterr().out
+def test_runs_compare_and_report_name_the_score(runs, lab):
+    listed = lab.done("runs", runs).out
     for step, value, by in BEST_OF.values():
         assert re.search(rf"  {by} {value:.4f} +{step} +3/[34]  ", listed)
-    assert segtrain("compare", runs / "mdice", runs / "classes", "--device", "cpu") == 0
-    a, b, *lines = capsys.readouterr().out.splitlines()
+    said = lab.done("compare", runs / "mdice", runs / "classes", "--device", "cpu").out
+    a, b, *lines = said.splitlines()
     assert a.endswith("; best.pt chosen by mDice")
     assert b.endswith("; best.pt chosen by IoU of water, sand")
     assert "config      eval.best: mdice in A, [water, sand] in B" in lines
@@ -161,19 +158,6 @@ def test_classes_that_no_label_shows_choose_nothing(runs, tmp_path, best, said, 
     log = (tmp_path / "run/train.log").read_text()
     assert f"warning: eval.best: no label of val shows mud: {said}" in log
     assert last(tmp_path / "run").best["score"] == losses(tmp_path / "run", tag)[0]
-
-
-@pytest.mark.parametrize("best", [[], ["sand", "sand"], "mIoU", "sand", [""], 3])
-def test_anything_else_is_refused(runs, tmp_path, best):
-    config = write_config(tmp_path / "c.yaml", small(runs / "data", eval={"best": best}))
-    (kind, _, said) = refusal(load_config, config)
-    assert (kind, "eval.best" in said) == ("ConfigError", True)
-
-
-def test_an_evaluation_of_a_finished_model_chooses_nothing(runs):
-    config = load_config(runs / "miou.yaml")
-    with pytest.raises(ConfigError, match=r"^--set eval\.best: is about evaluations while a model"):
-        set_after_training(config, ["eval.best=mdice"], ("eval.",), source="run")
 
 
 def test_the_progress_shows_the_best_score_of_the_evaluation_that_has_just_been(

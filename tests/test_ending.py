@@ -15,20 +15,9 @@ from experiments import (
 )
 
 from segtrain.checkpoint.format import load
-from segtrain.config import Config, TrainConfig
+from segtrain.config import TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.training.stop_criteria import StopCriteria
-
-
-def config(*, precise_batches=None, **options):
-    return Config.model_validate(
-        {
-            "data": {"layout": "folders", "root": "x", "classes": "x"},
-            "eval": {"every_steps": 2},
-            "norm": {"precise_batches": precise_batches},
-            "train": {"steps": 20} | options,
-        }
-    )
 
 
 def test_hours_add_up_over_resumptions_and_do_not_run_in_between():
@@ -61,19 +50,6 @@ def test_patience_counts_the_evaluations_since_the_best():
     again.count(better=False)
     assert again.reason() == "no better mIoU in 2 evaluations (train.patience)"
     assert StopCriteria(TrainConfig(patience=3), again.fields()).reason() == ""
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"max_hours": 0.0}, "greater than 0"),
-        ({"max_hours": 1.0, "shares": 2, "precise_batches": 1}, "train.max_hours: cannot go with"),
-    ],
-)
-def test_what_cannot_take_effect_is_refused(options, said):
-    assert config(patience=8).train.patience == 8
-    with pytest.raises(ValueError, match=said):
-        config(**options)
 
 
 def by_clock(hours_a_step, function, *args):

@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from experiments import experiment, segtrain, train, write_config, write_data
+from experiments import experiment, train, write_config, write_data
 from torch import nn
 
 from segtrain.checkpoint.trained import load_model
@@ -69,19 +69,18 @@ def test_a_class_that_no_member_believes_in_keeps_a_finite_logarithm():
     torch.testing.assert_close(out.flatten(), torch.tensor([0.0, -500.0]))
 
 
-def test_predictions_scores_and_export_are_of_the_mean(runs, tmp_path, capsys):
+def test_predictions_scores_and_export_are_of_the_mean(runs, tmp_path, lab):
     image, images = picture(runs)
     expected = sum(probabilities(runs / name, images) for name in "ab")[0].argmax(0).numpy()
 
     photo, both = runs / "images/val/0.png", (runs / "a", "--with", runs / "b")
-    assert segtrain("predict", *both, photo, "--output", tmp_path / "out") == 0
     words = f"mean probability of 2 models: {runs / 'a'} step 1, {runs / 'b'} step 2"
-    assert words in capsys.readouterr().out
+    assert words in lab.done("predict", *both, photo, "--output", tmp_path / "out").out
     label = cv2.imread(str(tmp_path / "out/labels/0.png"), cv2.IMREAD_UNCHANGED)
     assert np.mean(label == expected) > 0.999  # float32
 
     scores, maps = tmp_path / "scores.json", tmp_path / "maps"
-    assert segtrain("eval", *both, "--json", scores, "--save-predictions", maps) == 0
+    lab.done("eval", *both, "--json", scores, "--save-predictions", maps)
     found = json.loads(scores.read_text())
     assert [(x["checkpoint"], x["step"]) for x in found["ensemble"]] == [
         (str(runs / "a"), 1),
@@ -91,7 +90,7 @@ def test_predictions_scores_and_export_are_of_the_mean(runs, tmp_path, capsys):
 
     file = tmp_path / "both.onnx"
     wanted = ("--format", "onnx", "--normalize", "--output", file)
-    assert segtrain("export", *both, *wanted) == 0
+    lab.done("export", *both, *wanted)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     assert words in session.get_modelmeta().custom_metadata_map["ensemble"]
     (logits,) = session.run(None, {"images": image.transpose(2, 0, 1)[None]})
@@ -104,15 +103,14 @@ def test_predictions_scores_and_export_are_of_the_mean(runs, tmp_path, capsys):
     ("options", "members"),
     [((), "ab"), (("--set", "eval.flip=true"), ""), (("--split", "train"), "")],
 )
-def test_scores_of_the_members_stand_beside(runs, capsys, options, members):
+def test_scores_of_the_members_stand_beside(runs, lab, options, members):
     """Each member's own score of the same evaluation; of another one it would mislead."""
     lines = []
     for name in members:
-        assert segtrain("eval", runs / name) == 0
-        score = re.search(r"^mIoU +[\d.]+", capsys.readouterr().out, re.MULTILINE)[0]
+        score = re.search(r"^mIoU +[\d.]+", lab.done("eval", runs / name).out, re.MULTILINE)[0]
         lines.append(f"{runs / name} alone: {score}")
-    assert segtrain("eval", runs / "a", "--with", runs / "b", *options) == 0
-    assert [x for x in capsys.readouterr().out.splitlines() if " alone: " in x] == lines
+    said = lab.done("eval", runs / "a", "--with", runs / "b", *options).out
+    assert [line for line in said.splitlines() if " alone: " in line] == lines
 
 
 @pytest.mark.parametrize(
@@ -124,21 +122,14 @@ def test_scores_of_the_members_stand_beside(runs, capsys, options, members):
         (("a", "--with", "none"), "none: no such run or checkpoint"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_by_name(runs, words, said, monkeypatch, capsys):
+def test_what_does_not_fit_together_is_refused_by_name(runs, words, said, monkeypatch, lab):
     monkeypatch.chdir(runs)
-    assert segtrain("eval", *words) == 4
-    assert f"{words[-1]}: " in (error := capsys.readouterr().err)
+    error = lab.refused("eval", *words, code=4)
+    assert f"{words[-1]}: " in error
     assert said in error
 
 
-def test_two_models_of_one_option_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        segtrain("eval", "a", "--with", "b", "c")
-    said = "unrecognized arguments: c; each further model needs its own --with"
-    assert said in capsys.readouterr().err
-
-
-def test_an_ensemble_has_no_single_file_of_weights(runs, tmp_path, capsys):
+def test_an_ensemble_has_no_single_file_of_weights(runs, tmp_path, lab):
     wanted = ("--format", "safetensors", "--output", tmp_path / "x.safetensors")
-    assert segtrain("export", runs / "a", "--with", runs / "b", *wanted) == 2
-    assert "holds the weights of one model" in capsys.readouterr().err
+    said = lab.refused("export", runs / "a", "--with", runs / "b", *wanted)
+    assert "holds the weights of one model" in said

@@ -16,7 +16,7 @@ from segtrain.commands.evaluate import run_eval
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig
 from segtrain.data.read.classes import ClassFile, default_palette, load_class_file
 from segtrain.distributed import collectives as dist
-from segtrain.errors import ConfigError, DataError, UserError
+from segtrain.errors import DataError, UserError
 from segtrain.types import SegLogits
 
 # Raw ids of the test scenes: ignored ones too; `train` (31) occurs nowhere.
@@ -270,45 +270,6 @@ def test_overlays_are_spread_over_the_data_set(command, tmp_path):
     command(overlays=str(tmp_path / "overlays"), num_overlays=2)
     written = sorted(p.name for p in (tmp_path / "overlays").rglob("*.png"))
     assert written == ["aachen_000000_000019.png", "ulm_000000_000019.png"]
-
-
-@pytest.fixture
-def before_the_work(tmp_path, monkeypatch):
-    """The current folder is that of the test, and nothing is evaluated."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "evaluate_dataset", lambda *_, **__: pytest.fail("too late"))
-
-
-DECIDED = ": the checkpoint decides this"
-INTO_LABELS = r"gtFine/val: would write into .*/gtFine, where"
-
-
-@pytest.mark.fault(91)
-@pytest.mark.parametrize(
-    ("settings", "options", "said"),
-    [
-        (["eval.flip=true", "model.align_corners=true"], {}, f"model.align_corners=true{DECIDED}"),
-        (["train.steps=7"], {}, f"--set train.steps=7{DECIDED}"),
-        (["data.classes=two.yaml"], {}, "19 classes there, 2 now; class 1 is sidewalk"),
-        ([], {"no_labels": True}, "--no-labels: there is nothing to score; add --save-predictions"),
-        ([], {"no_labels": True, "json": "s", "save_predictions": "o"}, "--json: needs labels"),
-        ([], {"no_labels": True, "overlays": "o", "save_predictions": "o"}, "--overlays: needs"),
-        ([], {"save_predictions": "two.yaml/x"}, "--save-predictions two.yaml/x: cannot make"),
-        ([], {"overlays": "two.yaml/x"}, "--overlays two.yaml/x: cannot make this folder"),
-        ([], {"json": "two.yaml/x"}, "--json two.yaml/x: cannot be written"),
-        ([], {"save_predictions": "city scapes/gtFine/val"}, INTO_LABELS),
-        ([], {"overlays": "city scapes/gtFine/val"}, INTO_LABELS),
-    ],
-)
-@pytest.mark.usefixtures("command", "before_the_work")
-def test_what_cannot_be_done_is_refused_before_the_work(
-    cityscapes, tmp_path, settings, options, said
-):
-    (tmp_path / "two.yaml").write_text("classes: [road, dog]\nignore_ids: [255]\n")
-    before = sorted(cityscapes.rglob("*"))
-    with pytest.raises((ConfigError, DataError), match=said):
-        run_eval(arguments("run", set=settings, **options))
-    assert sorted(cityscapes.rglob("*")) == before
 
 
 def evaluated_at(steps, cityscapes):

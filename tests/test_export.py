@@ -1,9 +1,9 @@
-import argparse
 import ast
 import copy
 import dataclasses
 import json
 import math
+import re
 
 import cv2
 import numpy as np
@@ -16,14 +16,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from segtrain import cli
 from segtrain.checkpoint import ready
 from segtrain.checkpoint.trained import LoadedModel, load_initial, load_model
 from segtrain.commands import export as command
-from segtrain.commands import predict
 from segtrain.config import Config, DataConfig, ModelConfig
 from segtrain.data.read.classes import ClassFile, SegClass
-from segtrain.errors import CheckpointError, ConfigError, ExecutionError
+from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.export import formats, write
 from segtrain.export.formats import Case, ExportModel
 from segtrain.export.write import export_graph, export_weights, preprocessing
@@ -398,45 +396,25 @@ def test_other_and_damaged_safetensors_are_refused(real_model, tmp_path):
         load_model(file)
 
 
-def request(**changes):
-    words = ["export", "nowhere", "--format", "onnx", "--output", "model.onnx"]
-    return argparse.Namespace(**(vars(cli._parser().parse_args(words)) | changes))
-
-
 @pytest.mark.fault(89)
-def test_a_missing_onnx_package_is_named_with_the_command_that_installs_it(monkeypatch):
+def test_a_missing_onnx_package_is_named_with_the_command_that_installs_it(lab, monkeypatch):
     find = formats.importlib.util.find_spec
     monkeypatch.setattr(
         formats.importlib.util,
         "find_spec",
         lambda name, *a: None if name == "onnxscript" else find(name, *a),
     )
-    with pytest.raises(ConfigError, match=r"pip install 'onnxscript>=[0-9.]+'$"):
-        command.main(request())
+    said = lab.refused("export nowhere --format onnx --output model.onnx")
+    assert re.search(r"pip install 'onnxscript>=[0-9.]+'$", said)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"output": "a.pt2"}, "is for --format pt2; for --format onnx write --output a.onnx"),
-        ({"format": "pt2", "output": "b/a.PT"}, "torchscript; for --format pt2 write --output b/a"),
-        ({"format": "safetensors", "output": "a", "size": [64, 96]}, "--size: no effect on --form"),
-    ],
-)
-def test_what_does_not_fit_the_format_is_refused(changes, said):
-    with pytest.raises(ConfigError) as refusal:
-        command.main(request(**changes))
-    assert said in str(refusal.value)
-
-
-def test_a_file_that_is_there_is_kept_unless_told_otherwise(tmp_path, monkeypatch):
+def test_a_file_that_is_there_is_kept_unless_told_otherwise(lab, monkeypatch):
     monkeypatch.setattr(command, "load_model", lambda *sources: loaded_model(Tiny()))
-    output = tmp_path / "best.safetensors"
+    output = lab.folder / "best.safetensors"
     output.write_text("precious")
-    with pytest.raises(ConfigError, match=r"best\.safetensors: exists; .*--overwrite"):
-        command.main(request(format="safetensors", output=str(output)))
-    assert output.read_text() == "precious"
-    assert command.main(request(format="safetensors", output=str(output), overwrite=True)) == 0
+    words = ("export", "nowhere", "--format", "safetensors", "--output", output)
+    assert re.search(r"best\.safetensors: exists; .*--overwrite", lab.refused(*words))
+    lab.done(*words, "--overwrite")
     assert output.read_bytes() != b"precious"
 
 
@@ -448,17 +426,16 @@ def readme_script():
     return code.replace("photo.jpg", "photo.png")  # in which pixels are what was written
 
 
-def assert_script_predicts(code, loaded, where, monkeypatch, capsys, agreement):
-    """Runs it in `where`, beside mine.onnx and a photo, and `segtrain predict` on the same image.
+def assert_script_predicts(code, loaded, lab, monkeypatch, capsys, agreement):
+    """Runs it beside mine.onnx and a photo, and `segtrain predict` on the same image.
 
     agreement: the share of pixels that must be equal.
     """
     monkeypatch.setattr(ready, "load_model", lambda *sources, device: loaded)
+    where = lab.folder
     (photo,) = where.glob("photo.*")
-    words = ["predict", "run", photo, "--output", where / "out", "--device", "cpu"]
-    predict.main(cli._parser().parse_args([str(word) for word in words]))
+    lab.done("predict", "run", photo, "--output", where / "out", "--device", "cpu")
     monkeypatch.chdir(where)
-    capsys.readouterr()
     names = {}
     exec(code, names)
     for folder, name in (("labels", "label.png"), ("colors", "colors.png")):
@@ -494,7 +471,7 @@ def save_photo(path, height, width):
     ],
 )
 def test_the_readmes_script_predicts_as_segtrain_does(
-    readme_script, tmp_path, monkeypatch, capsys, options, size, grey
+    readme_script, tmp_path, monkeypatch, lab, capsys, options, size, grey
 ):
     """Of images of any size, and of grey ones of 16 bits with ids above 255."""
     loaded = loaded_model(Tiny())
@@ -511,12 +488,10 @@ def test_the_readmes_script_predicts_as_segtrain_does(
     # A label map goes back to the image's size without the scores: its borders move by a pixel.
     # Unscaled images agree on 0.90.
     agreement = 0.95 if options == {"argmax": True} else 0.999
-    assert_script_predicts(
-        readme_script, loaded, tmp_path, monkeypatch, capsys, agreement=agreement
-    )
+    assert_script_predicts(readme_script, loaded, lab, monkeypatch, capsys, agreement=agreement)
 
 
-def test_the_readmes_script_reads_decibels(readme_script, tmp_path, monkeypatch, capsys):
+def test_the_readmes_script_reads_decibels(readme_script, tmp_path, monkeypatch, lab, capsys):
     """Floats in grey, of a range that ends at 0."""
     loaded = with_data(loaded_model(Tiny()), value_range=(-30.0, 0.0))
     save_photo(tmp_path / "photo.png", 61, 83)
@@ -525,7 +500,7 @@ def test_the_readmes_script_reads_decibels(readme_script, tmp_path, monkeypatch,
     tifffile.imwrite(tmp_path / "photo.tif", values)
     export_graph(loaded, tmp_path / "mine.onnx", format="onnx")
     script = readme_script.replace("photo.png", "photo.tif")
-    assert_script_predicts(script, loaded, tmp_path, monkeypatch, capsys, agreement=0.999)
+    assert_script_predicts(script, loaded, lab, monkeypatch, capsys, agreement=0.999)
 
 
 @pytest.mark.parametrize(
@@ -533,14 +508,13 @@ def test_the_readmes_script_reads_decibels(readme_script, tmp_path, monkeypatch,
     [(name, 230) for name in (*formats.FORMATS, "safetensors")] + [("safetensors", None)],
 )
 def test_the_command_writes_every_format_and_says_what_predict_does_to_images(
-    format, short_side_px, tmp_path, monkeypatch, capsys
+    format, short_side_px, tmp_path, monkeypatch, lab
 ):
     loaded = with_data(loaded_model(Tiny()), short_side_px=short_side_px)
     loaded = with_eval(loaded, mode="slide", crop_size=(64, 96), flip=True, scales=(0.5, 1.0))
     monkeypatch.setattr(command, "load_model", lambda *sources: loaded)
     file = tmp_path / "new" / "file"
-    assert command.main(request(format=format, output=str(file))) == 0
-    out = capsys.readouterr().out
+    out = lab.done("export", "nowhere", "--format", format, "--output", file).out
     assert f"wrote {file}" in out
     if format != "safetensors":
         assert "131x222" in out
@@ -642,7 +616,7 @@ def followed(steps, file):
 
 @pytest.mark.parametrize(("draw", "data"), KINDS)
 def test_the_steps_of_the_metadata_make_what_predict_gives_the_network(
-    draw, data, tmp_path, monkeypatch
+    draw, data, tmp_path, lab, monkeypatch
 ):
     channels = data.get("channels", 3)
     model = Tiny(channels)
@@ -654,8 +628,7 @@ def test_the_steps_of_the_metadata_make_what_predict_gives_the_network(
     seen = []
     model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     monkeypatch.setattr(ready, "load_model", lambda *sources, device: loaded)
-    words = ["predict", "run", file, "--output", tmp_path / "out", "--device", "cpu"]
-    assert predict.main(cli._parser().parse_args([str(word) for word in words])) == 0
+    lab.done("predict", "run", file, "--output", tmp_path / "out", "--device", "cpu")
     torch.testing.assert_close(followed(preprocessing(loaded), file), seen[-1], rtol=0, atol=2e-5)
 
     graph = formats.ExportModel(

@@ -13,13 +13,10 @@ from experiments import (
     write_config,
 )
 
-from segtrain.cli import main as segtrain
 from segtrain.commands import finish
 from segtrain.errors import ConfigError
 from segtrain.results.runs import summarize
 from segtrain.training.optim.schedule import base_lr, learning_rate
-
-NODES = ("--nnodes", "2", "--node-rank", "0")
 
 
 def write(data, path, *, steps, **schedule):
@@ -106,30 +103,6 @@ def test_another_batch_leaves_the_rate_of_the_checkpoint_and_what_decay_divides_
     before = settings(steps=20, schedule="constant", **options)
     config = finish._branch_config(before, 10, 20, ["train.batch_size=4"], source="x")
     assert base_lr(config) == base_lr(before) == config.schedule.finish_lr == 0.01
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("checkpoints/best.pt", [], "best.pt: holds no training state; name last.pt"),
-        ("", ["--set", "optim.lr=1.0"], "--set optim.lr: the checkpoint decides this"),
-        ("", ["--set", "schedule.finish_peak=0.01"], "0.01 must be larger than finish_lr, 0.02"),
-        ("", [*NODES, "--rdzv-endpoint", "a:1"], "first, alone: segtrain train"),
-        ("", ["--output", "."], ": holds a run already"),
-        ("", ["--output", ".", "--resume"], ": no branch (schedule.finish_from)"),
-        ("../c.yaml", [], "c.yaml: expected a run, or a checkpoint of one, to finish"),
-    ],
-)
-def test_what_cannot_be_finished_is_refused_and_nothing_is_made(
-    trunk, capsys, monkeypatch, name, options, said
-):
-    run = trunk[1]
-    monkeypatch.chdir(run)
-    before = contents(run.parent)
-    assert segtrain(["train", str(run / name), "--finish", "3", *options]) in (2, 4)
-    assert said in capsys.readouterr().err
-    assert contents(run.parent) == before
-    assert not run.with_name("run_finish").exists()
 
 
 def test_a_rate_that_has_come_down_must_rise_again():

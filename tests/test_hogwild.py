@@ -10,7 +10,7 @@ from experiments import curve, experiment, last, refusal, sections, train, write
 from processes import Command, logged_steps
 
 from segtrain.commands.train.preflight import check_experiment, start_lines
-from segtrain.config import Config, ScheduleConfig, load_config
+from segtrain.config import ScheduleConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import batch_findings
@@ -205,21 +205,6 @@ def test_a_loss_that_is_not_finite_ends_all(run_ranks, tmp_path, data):
     ended = run_ranks(2, refusal, train, file, run)
     assert any(code == 5 and "is not finite" in said for _, code, said in ended)
     assert not (run / "checkpoints" / "last.pt").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"train": {"precision": "float16"}}, "precision: .* cannot go"),
-        ({"loss": {"kind": "ohem"}}, "loss: ohem is about the pixels of the whole batch"),
-        ({"loss": {"kind": "lovasz", "lovasz_per_image": False}}, "loss: lovasz is about"),
-    ],
-)
-def test_what_cannot_go_without_waiting_is_refused(options, said):
-    options["train"] = {"parallel": "hogwild"} | options.get("train", {})
-    data = {"layout": "folders", "root": "x", "classes": "x"}
-    with pytest.raises(ValueError, match=said):
-        Config.model_validate({"data": data} | options)
 
 
 def test_processes_divide_the_learning_rate_and_the_images(tmp_path, data):

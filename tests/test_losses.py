@@ -325,20 +325,6 @@ def test_the_losses_of_other_trainers_in_the_readme_are_accepted():
         assert parse_config(config, source="README").loss != LossConfig()
 
 
-REFUSED = [
-    ({"also": ({"kind": "dice", "ohem_min_kept": 5},)}, "ohem_min_kept: has no effect with kind"),
-    ({"also": ({"weight": 5.0},)}, "kind"),
-    ({"also": ({"kind": "focal", "class_weights": (0.0,)},)}, "all weights are 0"),
-    ({"logit_adjustment": 0.5}, "logit_adjustment: has no effect with class_weights null"),
-]
-
-
-@pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_a_further_loss_that_cannot_be_meant_is_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        LossConfig.model_validate(config)
-
-
 def test_microbatches_cannot_be_weighed_by_two_sets_of_class_weights():
     term = {"kind": "focal", "class_weights": WEIGHTS}
     data = DataConfig(layout="folders", root="x", classes="x")

@@ -8,7 +8,7 @@ from experiments import experiment, train, write_config
 from torch import nn
 
 from segtrain.checkpoint.format import load
-from segtrain.config import ModelConfig, NormConfig, load_config
+from segtrain.config import ModelConfig, NormConfig
 from segtrain.errors import ConfigError
 from segtrain.models import build_model
 from segtrain.models.norms import describe_norm, make_inference_norm, make_norm
@@ -95,9 +95,3 @@ def test_precise_statistics_do_not_see_the_ranks(run_ranks, tmp_path, data):
     for key, wanted in one.items():
         torch.testing.assert_close(two[key], wanted, rtol=1e-9, atol=1e-11)
     assert ((one["backbone.features.0.1.running_var"] - 1).abs() > 1e-3).all()
-
-
-def test_frozen_statistics_of_random_weights_are_refused(tmp_path, data):
-    config = write_config(tmp_path / "c.yaml", experiment(data, norm={"kind": "frozen"}))
-    with pytest.raises(ConfigError, match=r"train\.init_from"):
-        load_config(config)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from experiments import bits, last, losses, sections, small, train_member, write_config
 
-from segtrain import cli
 from segtrain.checkpoint.format import Checkpoint, config_field, load
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.commands import programs as children
@@ -277,9 +276,15 @@ def experiment(tmp_path_factory, data):
     return write_config(tmp_path_factory.mktemp("experiment") / "own.yaml", options)
 
 
-def run(experiment, directory, *arguments):
-    words = ["population", str(experiment), "--output", str(directory), "--device", "cpu"]
-    return cli.main([*words, "--members", "2", "--every", "2", *arguments])
+@pytest.fixture
+def begin(lab, experiment):
+    """Runs a population of two members, with an exchange after two steps."""
+
+    def command(directory, *arguments):
+        words = ("population", experiment, "--output", directory, "--device", "cpu")
+        return lab.command(*words, "--members", 2, "--every", 2, *arguments)
+
+    return command
 
 
 def read(directory):
@@ -305,7 +310,7 @@ def exchanges_of(directory):
 
 
 def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
-    tmp_path, experiment, members, monkeypatch, capsys
+    tmp_path, begin, members, monkeypatch, lab
 ):
     """Between decision and exchange, and in the midst of a piece of the second round."""
     alone, killed = tmp_path / "alone", tmp_path / "killed"
@@ -317,8 +322,8 @@ def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
         take_over(*args, **kwargs)
 
     monkeypatch.setattr(population_members, "take_over", copy_before)
-    assert run(experiment, alone, *longer) == 0
-    out = capsys.readouterr().out
+    code, out, _ = begin(alone, *longer)
+    assert code == 0
     titles = ["round", "step", "member", "mIoU", LR, DECAY, "takes_from"]
     assert out.splitlines()[0].split() == titles
     assert f"segtrain eval {alone}/member_" in out
@@ -326,11 +331,11 @@ def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
     assert exchanges_of(killed) == {}
     monkeypatch.setattr(population_members, "take_over", take_over)
     members.append(1)
-    assert run(experiment, killed, *longer, "--resume") == 143
+    assert begin(killed, *longer, "--resume").code == 143
     assert list(exchanges_of(killed)) == [4]
     assert 4 < last(killed / "member_0").step < 8
     members.clear()
-    assert cli.main(["population", str(killed), "--resume", "--device", "cpu"]) == 0
+    lab.done("population", killed, "--resume", "--device", "cpu")
 
     assert read(killed) == read(alone)
     for name in ("member_0", "member_1"):
@@ -382,29 +387,28 @@ def stand_in(calls, diverging=()):
     return run_segtrain
 
 
-def test_a_diverged_member_takes_over_unless_all_are_left_alone(
-    tmp_path, experiment, monkeypatch, capsys
-):
+def test_a_diverged_member_takes_over_unless_all_are_left_alone(tmp_path, begin, monkeypatch):
     calls, directory = [], tmp_path / "alone"
     programs(monkeypatch, stand_in(calls, [("member_0", 2)]))
-    assert run(experiment, directory, "--alone") == 0
+    code, said, _ = begin(directory, "--alone")
+    assert code == 0
     assert calls == [("member_0", 2, False), ("member_1", 2, False), ("member_1", 4, True)]
     assert exchanges_of(directory) == {2: [], 4: []}
     rows = rows_of(directory)
     assert [row[2] for row in rows] == [None, 9 / 64, None, 17 / 64]
     assert [row[3] for row in rows[:2]] == [row[3] for row in rows[2:]]
-    assert "best: member_1, mIoU 0.2656 at step 4" in capsys.readouterr().out
-    assert run(experiment, directory, "--resume") == 0
+    assert "best: member_1, mIoU 0.2656 at step 4" in said
+    assert begin(directory, "--resume").code == 0
     assert exchanges_of(directory) == {2: [], 4: []}
     # With an exchange it counts as the worst, and goes on with the weights of the other.
     calls.clear()
-    assert run(experiment, tmp_path / "run") == 0
+    assert begin(tmp_path / "run").code == 0
     assert calls[2:] == [("member_0", 4, True), ("member_1", 4, True)]
     assert rows_of(tmp_path / "run")[0][2] is None
     assert exchanges_of(tmp_path / "run")[2] == [(0, 1)]
 
 
-def test_members_train_at_the_same_time_with_the_same_exchanges(tmp_path, experiment, monkeypatch):
+def test_members_train_at_the_same_time_with_the_same_exchanges(tmp_path, begin, monkeypatch):
     """Each waits for all others, and the last one comes to its end first."""
     train, everybody = stand_in([]), threading.Barrier(4)
 
@@ -416,13 +420,13 @@ def test_members_train_at_the_same_time_with_the_same_exchanges(tmp_path, experi
     for name, function, at_once in (("alone", train, "1"), ("together", wait, "4")):
         programs(monkeypatch, function)
         arguments = ("--members", "4", "--at-once", at_once)
-        assert run(experiment, tmp_path / name, *arguments) == 0
+        assert begin(tmp_path / name, *arguments).code == 0
     assert rows_of(tmp_path / "together") == rows_of(tmp_path / "alone")
     assert exchanges_of(tmp_path / "together") == exchanges_of(tmp_path / "alone")
 
 
 def test_no_member_begins_after_another_failed_and_those_beside_it_count(
-    tmp_path, experiment, monkeypatch, capsys
+    tmp_path, begin, monkeypatch
 ):
     calls, directory = [], tmp_path / "run"
     train, both = stand_in(calls), threading.Barrier(2)
@@ -436,13 +440,13 @@ def test_no_member_begins_after_another_failed_and_those_beside_it_count(
 
     programs(monkeypatch, fail)
     arguments = ("--members", "4", "--at-once", "2")
-    assert run(experiment, directory, *arguments) == 3
+    code, _, err = begin(directory, *arguments)
+    assert code == 3
     assert [row[:2] for row in rows_of(directory)] == [(2, 1)]
-    err = capsys.readouterr().err
     said = "member_0: ended with exit code 3 before step 2; to go on: segtrain population"
     assert (err.count(said), err.count("ended with")) == (1, 1)
     programs(monkeypatch, train)
-    assert run(experiment, directory, *arguments, "--resume") == 0
+    assert begin(directory, *arguments, "--resume").code == 0
     assert calls.count(("member_1", 2, False)) == 1
 
 
@@ -478,69 +482,39 @@ def test_members_share_the_gpus(monkeypatch, visible, count, at_once, wanted):
     assert children.gpus_of_slots(at_once, "cpu") == [None] * at_once
 
 
-def test_a_member_whose_checkpoints_were_removed_is_not_trained_anew(
-    tmp_path, experiment, monkeypatch, capsys
-):
+def test_a_member_whose_checkpoints_were_removed_is_not_trained_anew(tmp_path, begin, monkeypatch):
     calls, directory = [], tmp_path / "run"
     train = stand_in(calls)
     programs(monkeypatch, lambda *a: 143 if len(calls) > 1 else train(*a))
-    assert run(experiment, directory) == 143
+    assert begin(directory).code == 143
     shutil.rmtree(directory / "member_1")
     programs(monkeypatch, train)
-    capsys.readouterr()
-    assert run(experiment, directory, "--resume") == 4
-    assert len(calls) == 2
-    assert "member_1: its checkpoints have been removed; put them" in capsys.readouterr().err
+    code, _, error = begin(directory, "--resume")
+    assert (code, len(calls)) == (4, 2)
+    assert "member_1: its checkpoints have been removed; put them" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--members", "1"], "--members: expected at least 2, got 1"),
-        (["--every", "4"], "--every: 4 must be smaller than train.steps"),
-        (["--set", "train.shares=2"], "train.shares: has no place in a population; set it to"),
-        (["--perturb", "optim.lrr"], "--perturb optim.lrr: no such option; did you mean optim.lr?"),
-        (["--perturb", "optim.sam_rho"], "--perturb optim.sam_rho: is None here"),
-        (["--perturb", "optim.momentum"], "--perturb optim.momentum: 0.9 times 1.2 is refused"),
-        (["--perturb", "schedule.milestone_factor"], "has no effect with kind poly"),
-    ],
-)
-def test_what_cannot_be_a_population_is_refused(tmp_path, experiment, arguments, said, capsys):
-    assert run(experiment, tmp_path / "run", *arguments) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("variables", ["RANK WORLD_SIZE", "SLURM_STEP_ID SLURM_NTASKS"])
-def test_ranks_of_other_launchers_are_refused(tmp_path, experiment, variables, monkeypatch, capsys):
-    for name in variables.split():
-        monkeypatch.setenv(name, "2")
-    assert run(experiment, tmp_path / "run") == 2
-    assert "torchrun or srun has started this as one of several ranks" in capsys.readouterr().err
-
-
-def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monkeypatch, capsys):
+def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, begin, monkeypatch, lab):
     calls, directory = [], tmp_path / "run"
     train = stand_in(calls)
     programs(monkeypatch, lambda *a: 143 if calls else train(*a))
-    assert run(experiment, directory) == 143
+    assert begin(directory).code == 143
     for arguments, said in (
         ([], "is not empty; go on by --resume"),
         (["--resume", "--members", "3"], "--members: 2 there, 3 now"),
         (["--resume", "--perturb", LR], "--perturb: "),
         (["--resume", "--set", "optim.lr=1.0"], "optim.lr: 0.02 there, 1.0 now"),
     ):
-        capsys.readouterr()
-        assert run(experiment, directory, *arguments) == 2
-        assert said in capsys.readouterr().err
+        code, _, error = begin(directory, *arguments)
+        assert code == 2
+        assert said in error
     edited = directory / "experiment.yaml"
     before = edited.read_text()
     edited.write_text(before.replace("lr: 0.02\n", "lr: 0.5\n"))
-    assert cli.main(["population", str(directory), "--resume"]) == 2
-    assert "optim.lr: 0.02 there, 0.5 now" in capsys.readouterr().err
+    assert "optim.lr: 0.02 there, 0.5 now" in lab.refused("population", directory, "--resume")
     edited.write_text(before)
     # Where the data lie is no matter, and is taken from the new command line.
-    assert run(experiment, directory, "--resume", "--set", "log.every_steps=2") == 143
+    assert begin(directory, "--resume", "--set", "log.every_steps=2").code == 143
     assert load_config(directory / "experiment.yaml").log.every_steps == 2
     # An experiment of `init` is a folder.
     folder = tmp_path / "mine"
@@ -548,12 +522,12 @@ def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monke
     shutil.copy(experiment, folder / "config.yaml")
     with monkeypatch.context() as inside:
         inside.chdir(tmp_path)
-        assert cli.main(["population", "mine", "--members", "2", "--every", "2"]) == 143
+        assert lab.command("population mine --members 2 --every 2").code == 143
     assert (tmp_path / "runs/mine_population/experiment.yaml").exists()
     new = tmp_path / "new"
-    assert run(experiment, new, "--resume") == 143
-    assert f"{new}: nothing to resume; a new population starts" in capsys.readouterr().err
-    assert cli.main(["population", str(tmp_path / "mistyped"), "--resume"]) == 2
+    code, _, error = begin(new, "--resume")
+    assert code == 143
+    assert f"{new}: nothing to resume; a new population starts" in error
 
 
 STAND_IN = """

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from segtrain import cli
 from segtrain.config import load_config, recipes
 from segtrain.errors import ConfigError
 
@@ -32,22 +31,20 @@ def refusal(*args):
     return str(caught.value)
 
 
-def test_a_name_is_a_config_everywhere_a_config_is_expected(capsys):
-    assert cli.main(["config", "show", "camvid_small"]) == 0
-    shown, said = capsys.readouterr()
+def test_a_name_is_a_config_everywhere_a_config_is_expected(lab):
+    _, shown, said = lab.done("config show camvid_small")
     Path("shown.yaml").write_text(shown)
     assert load_config("shown.yaml") == load_config(CONFIGS / "camvid_small.yaml")
     used = f"segtrain: using segtrain's config camvid_small: {CONFIGS / 'camvid_small.yaml'}\n"
     assert said == used
 
-    assert cli.main(["data", "check", "camvid_small", "--set", "data.root=nowhere"]) == 3
-    out, said = capsys.readouterr()
+    code, out, said = lab.command("data check camvid_small --set data.root=nowhere")
+    assert code == 3
     assert f"--set data.root: there is no folder {Path.cwd()}/nowhere" in out
     assert said.startswith(used)
 
-    assert cli.main(["train", "camvid_small", "--nproc", "1"]) == 3
     place = f"{CONFIGS / 'camvid_small.yaml'}:7: data.root: there is no folder"
-    assert place in capsys.readouterr().err
+    assert place in lab.command("train camvid_small --nproc 1").err
 
 
 def test_a_file_of_that_name_goes_first_and_a_folder_does_not_count():
@@ -68,47 +65,11 @@ def test_a_name_is_refused_where_a_file_beside_may_be_meant():
     assert recipes.find("demo.yml") == (Path("demo.yml"), "")
 
 
-@pytest.mark.parametrize(
-    ("text", "ending"),
-    [
-        ("camvid_smal", "comes with segtrain; did you mean camvid_small?"),
-        ("my", "comes with segtrain; did you mean my.yaml?"),
-        ("configs/demo.yaml", "comes with segtrain; did you mean demo?"),
-        ("myy.yaml", "comes with segtrain; did you mean my.yaml?"),
-        ("deep/folder/zebra.yaml", "comes with segtrain; see 'segtrain config list'"),
-        (".", "expected a config file, such as my.yaml, or a name from 'segtrain config list'"),
-    ],
-)
-def test_an_unknown_name_gets_what_is_like_it(text, ending):
-    Path("my.yaml").touch()
-    assert refusal(text).startswith(f"{text}: ")
-    assert refusal(text).endswith(ending)
-
-
-def test_a_copy_is_the_config_and_says_what_to_do_next(capsys):
-    assert cli.main(["config", "copy", "demo", "my demo.yaml"]) == 0
+def test_a_copy_is_the_config_and_says_what_to_do_next(lab):
+    said = lab.done("config copy demo 'my demo.yaml'").out.splitlines()
     assert Path("my demo.yaml").read_text() == (CONFIGS / "demo.yaml").read_text()
-    said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("wrote my demo.yaml; change data.root")
     assert said[-1] == "       segtrain train 'my demo.yaml'"
-
-
-@pytest.mark.parametrize(
-    ("name", "target", "said"),
-    [
-        ("demo", "there.yaml", "there.yaml: exists already; choose another name"),
-        ("demo", "folder", "folder: expected a name that ends in .yaml"),
-        ("demo", "no/x.yaml", "no/x.yaml: cannot be written: no such file or directory; there is"),
-        ("x", "copy.yaml", "x: no config of this name comes with segtrain; expected one of ade20k"),
-    ],
-)
-def test_a_copy_replaces_nothing(capsys, name, target, said):
-    Path("there.yaml").write_text("precious")
-    Path("folder").mkdir()
-    assert cli.main(["config", "copy", name, target]) == 2
-    assert capsys.readouterr().err.startswith(f"segtrain: {said}")
-    assert Path("there.yaml").read_text() == "precious"
-    assert sorted(path.name for path in Path().iterdir()) == ["folder", "there.yaml"]
 
 
 def test_an_installed_package_finds_its_own_configs_only(tmp_path):

@@ -2,14 +2,7 @@
 
 import pytest
 
-from segtrain import cli
 from segtrain.data.read.recognize import recognize
-
-
-def touch(root, files):
-    for file in files.split():
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        (root / file).touch()
 
 
 @pytest.mark.parametrize(
@@ -29,34 +22,10 @@ def touch(root, files):
     ],
 )
 def test_a_folder_is_recognized_by_its_names(tmp_path, files, expected):
-    touch(tmp_path, files)
+    for file in files.split():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
     said = recognize(tmp_path)
     assert said.startswith(f"{tmp_path} holds ")
     assert expected in said
     assert said.endswith(f"; segtrain init {tmp_path} makes a config of it")
-
-
-@pytest.mark.parametrize("command", [["bench"], ["data", "check"]])
-def test_a_folder_instead_of_a_config_is_told_the_next_command(
-    tmp_path, monkeypatch, capsys, command
-):
-    monkeypatch.chdir(tmp_path)
-    touch(tmp_path, "my_data/train/a.jpg my_data/train/_annotations.coco.json empty/notes.txt")
-    assert cli.main([*command, "my_data"]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("segtrain: my_data: is a directory; expected a config file")
-    assert second == (
-        "segtrain: my_data holds 1 .jpg file, a COCO export of Roboflow "
-        "(train/_annotations.coco.json); segtrain init my_data makes a config of it"
-    )
-    assert cli.main([*command, "empty"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_training_on_a_folder_without_images_is_refused(tmp_path, monkeypatch, capsys):
-    """With images, it is surveyed first."""
-    monkeypatch.chdir(tmp_path)
-    touch(tmp_path, "notes/notes.txt")
-    assert cli.main(["train", "notes"]) == 3
-    assert "notes: no images" in capsys.readouterr().err
-    assert not (tmp_path / "notes_segtrain").exists()

@@ -7,7 +7,7 @@ import torch
 from memory import measure_step
 from torch import nn
 
-from segtrain.config import Config, ModelConfig
+from segtrain.config import ModelConfig
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import SyncBatchNorm2d, norm_relu_conv, placed
@@ -107,11 +107,3 @@ def test_a_whole_model_has_the_same_outputs_gradients_and_buffers(run_ranks, ran
             for name, value in norm[0].items() if norm else ():
                 most = max(1.0, plain[name].abs().max())
                 assert (value - plain[name]).abs().max() <= 1e-12 * most
-
-
-def test_it_is_refused_where_it_has_no_effect():
-    data = {"layout": "folders", "root": "x", "classes": "x"}
-    with pytest.raises(ValueError, match="recompute: has no effect with backbone mobilenet"):
-        ModelConfig(backbone="mobilenet_v2", recompute="norm")
-    with pytest.raises(ValueError, match=r"recompute: has no effect with norm\.kind group"):
-        Config(data=data, model={"recompute": "norm"}, norm={"kind": "group"})

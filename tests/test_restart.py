@@ -13,7 +13,6 @@ import pytest
 from experiments import assert_same_state, last, small, train, write_config
 from processes import GONE_WITHIN_S, Command, left_after
 
-from segtrain import cli
 from segtrain.distributed.machine import descendants
 
 
@@ -224,14 +223,6 @@ def test_usr1_requeues_a_slurm_job_that_then_goes_on_by_itself(tmp_path, data):
     again = Command(tmp_path, *arguments, **job, SLURM_RESTART_COUNT="1")
     assert again.wait() == 0, again.errors
     assert last(run).step == 40
-
-
-def test_requeue_outside_of_a_job_is_a_mistake(tmp_path, data, monkeypatch, capsys):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    config = str(write_config(tmp_path / "c.yaml", small(data)))
-    assert cli.main(["train", config, "--requeue", "--output", str(tmp_path / "run")]) == 2
-    said = "segtrain: --requeue: this is no SLURM job (SLURM_JOB_ID is not set)\n"
-    assert capsys.readouterr().err == said
 
 
 @pytest.mark.fault(19)

@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from experiments import experiment, segtrain, train, write_config, write_data
+from experiments import experiment, train, write_config, write_data
 from scipy import stats
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import precision_recall_fscore_support
@@ -149,9 +149,9 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_training_leaves_a_page_whose_numbers_are_those_of_eval(run):
+def test_training_leaves_a_page_whose_numbers_are_those_of_eval(run, lab):
     page = (run / "report.html").read_text()
-    assert segtrain("eval", run, "--json", run / "s.json", "--per-image", run / "i.csv") == 0
+    lab.done("eval", run, "--json", run / "s.json", "--per-image", run / "i.csv")
     scores = json.loads((run / "s.json").read_text())
     shown = re.findall(r"<b>([\d.]+)</b>", page)
     means = [scores[key] for key in ("mIoU", "mDice", "aAcc")]
@@ -183,22 +183,19 @@ def test_training_leaves_a_page_whose_numbers_are_those_of_eval(run):
         "data stats RUN/config.yaml --jobs 1 --json",
     ],
 )
-def test_an_option_replaces_what_it_wrote_and_nothing_else(run, tmp_path, capsys, words):
+def test_an_option_replaces_what_it_wrote_and_nothing_else(run, tmp_path, lab, words):
     file, words = tmp_path / "there", words.replace("RUN", str(run)).split()
     for there in ((run.parent / "data/labels/val/0.png").read_bytes(), b'{"shapes": []}'):
         file.write_bytes(there)
-        assert segtrain(*words, file) == 2
-        assert (
-            f"{words[-1]} {file}: cannot be written: exists, and is no" in capsys.readouterr().err
-        )
-        assert file.read_bytes() == there
+        said = lab.refused(*words, file)
+        assert f"{words[-1]} {file}: cannot be written: exists, and is no" in said
     file.unlink()
-    assert [segtrain(*words, file) for _ in range(2)] == [0, 0]
+    assert [lab.command(*words, file).code for _ in range(2)] == [0, 0]
 
 
-def test_figures_have_the_numbers_of_eval(run, tmp_path):
-    assert segtrain("eval", run, "--json", tmp_path / "s.json") == 0
-    assert segtrain("report", run, "--figures", tmp_path / "f") == 0
+def test_figures_have_the_numbers_of_eval(run, tmp_path, lab):
+    lab.done("eval", run, "--json", tmp_path / "s.json")
+    lab.done("report", run, "--figures", tmp_path / "f")
     names = {"loss", "mIoU", "learning_rate", "confusion", "reliability"}
     assert {path.stem for path in (tmp_path / "f").glob("*.svg")} == names
     drawn = [ElementTree.parse(path).getroot() for path in (tmp_path / "f").glob("*.svg")]
@@ -209,14 +206,13 @@ def test_figures_have_the_numbers_of_eval(run, tmp_path):
     assert [[int(x) for x in row[1:]] for row in rows] == counts
 
 
-def test_a_report_of_several_runs_says_what_differs(run, tmp_path, capsys):
+def test_a_report_of_several_runs_says_what_differs(run, tmp_path, lab):
     second = tmp_path / "second"
     shutil.copytree(run, second)
     text = (second / "config.yaml").read_text()
     (second / "config.yaml").write_text(text.replace("\nseed: 0\n", "\nseed: 7\n"))
-    assert segtrain("report", run, second) == 2
-    assert "--output" in capsys.readouterr().err
-    assert segtrain("report", run, second, "--output", tmp_path / "both.html") == 0
+    assert "--output" in lab.refused("report", run, second)
+    lab.done("report", run, second, "--output", tmp_path / "both.html")
     page = (tmp_path / "both.html").read_text()
     assert page.count("<h2>run</h2>") == page.count("<h2>second</h2>") == 1
     assert "<tr><td>seed</td><td>0</td><td>7</td></tr>" in page
@@ -229,14 +225,14 @@ def test_a_report_of_several_runs_says_what_differs(run, tmp_path, capsys):
         read_run(tmp_path)
 
 
-def test_without_records_the_run_is_evaluated_again(run, capsys):
+def test_without_records_the_run_is_evaluated_again(run, lab):
     kept = (run / EVALUATION).read_bytes()
     (run / EVALUATION).unlink()
     before = (run / "report.html").read_text()
-    code = segtrain("report", run)
+    outcome = lab.command("report", run)
     (run / EVALUATION).write_bytes(kept)
-    assert code == 0
-    assert "evaluating" in capsys.readouterr().err
+    assert outcome.code == 0
+    assert "evaluating" in outcome.err
     facts = re.compile(r"<b>([\d.]+)</b>")
     assert facts.findall((run / "report.html").read_text())[:4] == facts.findall(before)[:4]
 
@@ -260,15 +256,15 @@ def test_pictures_by_class_are_of_the_worst_classes_and_none_is_shown_twice(run,
     assert "Pictures are of the 2 labelled classes with the lowest IoU." in page
 
 
-def test_a_report_reads_data_that_have_moved_and_never_shows_others(run, tmp_path, capsys):
+def test_a_report_reads_data_that_have_moved_and_never_shows_others(run, tmp_path, lab):
     moved = tmp_path / "moved"
     shutil.copytree(run.parent / "data", moved)
 
     def pictures(option):
         page = tmp_path / "page.html"
-        code = segtrain("report", run, "--output", page, "--set", option)
+        code, _, error = lab.command("report", run, "--output", page, "--set", option)
         shown = page.read_text().count("data:image/webp") if code == 0 else None
-        return code, shown, capsys.readouterr().err
+        return code, shown, error
 
     assert pictures(f"data.root={moved}") == (0, 4 * 3, "")
     for file in moved.glob("*/val/0.png"):
@@ -283,10 +279,10 @@ def test_a_report_reads_data_that_have_moved_and_never_shows_others(run, tmp_pat
         assert re.search(said, error)
 
 
-def test_overlays_of_the_worst_images(run, tmp_path, capsys):
+def test_overlays_of_the_worst_images(run, tmp_path, lab):
     worst = load_records(run).worst(2)
-    assert segtrain("eval", run, "--overlays", tmp_path / "o", "--worst", 2) == 0
-    assert "overlays of the 2 worst images (neighbours of a sequ" in capsys.readouterr().out
+    said = lab.done("eval", run, "--overlays", tmp_path / "o", "--worst", 2).out
+    assert "overlays of the 2 worst images (neighbours of a sequ" in said
     names = load_records(run).names
     written = {str(p.relative_to(tmp_path / "o")) for p in (tmp_path / "o").rglob("*.png")}
     assert written == {f"{names[i]}.png" for i in worst}
@@ -400,7 +396,7 @@ def test_verdicts():
     assert verdict(compare([a], [b]), {"optim.lr"}).startswith("the choice of images explains")
 
 
-def test_what_cannot_be_compared_is_refused(run, capsys):
+def test_what_cannot_be_compared_is_refused():
     a, b = pair(np.random.default_rng(0), sequences=1)
     with pytest.raises(ConfigError, match="no interval can be had over fewer than 5"):
         compare([a], [b], by="sequence")
@@ -412,44 +408,24 @@ def test_what_cannot_be_compared_is_refused(run, capsys):
     ):
         with pytest.raises(ConfigError, match=match):
             compare([a], [other])
-    assert segtrain("compare", run) == 2
-    away = run.parent / "x" / ".." / run.name
-    assert segtrain("compare", run, "--with", away, "--with", "b") == 2
-    assert "on both sides" in capsys.readouterr().err
 
 
-def test_a_run_is_named_by_its_directory_or_its_config(run, tmp_path, capsys):
-    """A checkpoint is refused: the best one of the run would be read in its place."""
-    page = tmp_path / "page.html"
-    assert segtrain("report", run / "config.yaml", "--output", page) == 0
-    assert page.exists()
-    checkpoint, folder = run / "checkpoints/last.pt", tmp_path / "experiment"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("")
-    for other, said in (
-        (checkpoint, f"found a checkpoint; instead of it give {run}"),
-        (folder, "found an experiment"),
-        (tmp_path, "expected the directory of a run"),
-    ):
-        for command in ("report", "suspects", "verify"):
-            more = ["--output", page] if command == "report" else []
-            assert segtrain(command, other, *more) == 2
-            assert said in capsys.readouterr().err
+def test_a_run_is_named_by_its_config_too(run, lab):
+    lab.done("report", run / "config.yaml", "--output", lab.folder / "page.html")
+    assert (lab.folder / "page.html").exists()
 
 
-def test_compare_prints_and_writes(run, tmp_path, capsys):
+def test_compare_prints_and_writes(run, tmp_path, lab):
     """A seed that is said to be another one: the same model, which differs in nothing."""
     second = tmp_path / "second"
     shutil.copytree(run, second)
     text = (second / "config.yaml").read_text()
     (second / "config.yaml").write_text(text.replace("\nseed: 0\n", "\nseed: 7\n"))
     for _ in range(2):  # the second replaces the first
-        capsys.readouterr()
-        assert segtrain("compare", run, second, "--json", tmp_path / "c.json") == 0
-    said = capsys.readouterr().out
+        said = lab.done("compare", run, second, "--json", tmp_path / "c.json").out
     assert "B - A       +0.00 (+0.00 to +0.00) points" in said
     assert "config      seed: 0 in A, 7 in B" in said
     assert json.loads((tmp_path / "c.json").read_text())["models"][0] == 0
     shutil.copytree(run, tmp_path / "third")
-    assert segtrain("compare", run, tmp_path / "third", "--with", second) == 2
-    assert "several of one side have seed 0" in capsys.readouterr().err
+    said = lab.refused("compare", run, tmp_path / "third", "--with", second)
+    assert "several of one side have seed 0" in said

@@ -15,11 +15,8 @@ from experiments import (
     write_config,
 )
 
-from segtrain.cli import main
-from segtrain.config import load_config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import shares
-from segtrain.errors import ConfigError
 from segtrain.training import state as training_state
 from segtrain.training.exact_sum import ExactGradientSum
 
@@ -232,34 +229,12 @@ def test_a_step_that_is_computed_again_changes_nothing(run_ranks, tmp_path, data
     assert run(run_ranks, tmp_path / "again", config, 1, trained_twice) == once
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"train": {"shares": 6}}, "shares: 6 shares of a microbatch of 5 images"),
-        ({"train": {"batch_size": 11, "accumulate_steps": 3, "shares": 4}}, "shares: 4 shares of"),
-        ({"train": {"shares": 0}}, "train.shares"),
-    ],
-)
-def test_what_shares_cannot_promise_is_refused(tmp_path, data, sections, said):
-    sections = {"train": {"shares": 3}, **sections}
-    sections["train"] = {"shares": 3} | sections["train"]
-    config = write_config(tmp_path / "c.yaml", options(data, sections))
-    with pytest.raises(ConfigError) as error:
-        load_config(config)
-    assert said in str(error.value)
-
-
-def test_more_ranks_than_shares_are_refused_by_the_ranks_and_by_the_launcher(
-    run_ranks, tmp_path, data, capsys
-):
+def test_more_ranks_than_shares_are_refused_by_the_ranks_too(run_ranks, tmp_path, data):
     config = write_config(tmp_path / "c.yaml", options(data, {"train": {"shares": 2}}))
     said = "train.shares: 2 shares leave some of 3 ranks without one; start at most 2 ranks"
     for kind, code, text in run_ranks(3, refusal, train, config, tmp_path / "run"):
         assert (kind, code) == ("ConfigError", 2)
         assert text.startswith(said)
-    other = ["train", str(config), "--nproc", "3", "--output", str(tmp_path / "other")]
-    assert main(other) == 2
-    assert said in capsys.readouterr().err
 
 
 def with_digits(digits, function, *args):

@@ -13,7 +13,6 @@ from segtrain.config import load_config
 from segtrain.data.read.image import ImageForm
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout
-from segtrain.errors import ConfigError
 from segtrain.models import build_model
 from segtrain.models.norms import make_norm
 from segtrain.training import speed
@@ -153,9 +152,6 @@ def test_a_split_for_other_ranks_is_even_with_a_warning(run_ranks, tmp_path, dat
     log = (tmp_path / "run" / "train.log").read_text()
     assert "train.split: [5, 3, 1] is for 3 ranks, and there are 2" in log
     assert "batch      5 images of 25x33, 3 + 2 of a microbatch to the ranks" in log
-    for wrong, said in {"[0, 0]": "all numbers are 0", "[]": "at least 1", "fast": "split"}.items():
-        with pytest.raises(ConfigError, match=said):
-            load_config(config, [f"train.split={wrong}"])
 
 
 def speed_and_state(config):

@@ -13,7 +13,6 @@ import torch
 from experiments import small, train, write_config
 from test_verify import OPTIONS, STEPS, flip_digest_bit
 
-from segtrain import cli
 from segtrain.checkpoint.format import load, save
 from segtrain.data.sample.stream import hash_pixels
 
@@ -155,19 +154,13 @@ PLAIN_CASES = [
 
 
 @pytest.mark.parametrize("common", [(), PLAIN], ids=["receipts", "logs"])
-def test_the_first_cause_is_named(run, tmp_path, capsys, common):
+def test_the_first_cause_is_named(run, tmp_path, lab, common):
     a = edited(run, tmp_path / "a", *common)
     for i, (edits, expected) in enumerate(PLAIN_CASES if common else CASES):
         b = edited(a, tmp_path / str(i), *edits)
-        *_, verdict = compared(capsys, a, b)
+        *_, verdict = lab.done("compare", a, b, "--steps").out.splitlines()
         assert verdict[:12] == "verdict     "
         assert verdict[12:].startswith(expected), (i, verdict)
-
-
-def compared(capsys, *arguments):
-    """The lines of the comparison."""
-    assert cli.main(["compare", *map(str, arguments), "--steps"]) == 0
-    return capsys.readouterr().out.splitlines()
 
 
 def edited(run, directory, *edits):
@@ -179,10 +172,10 @@ def edited(run, directory, *edits):
     return directory
 
 
-def test_what_differs_is_listed_with_the_names_of_tensors(run, tmp_path, capsys):
+def test_what_differs_is_listed_with_the_names_of_tensors(run, tmp_path, lab):
     edits = receipt(2, gradients=flip_digest_bit, grad_norm=1e-7), LATE, RATE, WEIGHTS
     b = edited(run, tmp_path / "b", *edits)
-    lines = compared(capsys, run, "--with", b)
+    lines = lab.done("compare", run, "--with", b, "--steps").out.splitlines()
     number = len(load(run / "checkpoints/last.pt").shares["exponents"])
     assert "config      optim.lr: 0.02 in A, 0.03 in B" in lines
     assert "data        equal: classes, files by name and size, labels" in lines
@@ -192,23 +185,16 @@ def test_what_differs_is_listed_with_the_names_of_tensors(run, tmp_path, capsys)
     shutil.rmtree(b / "checkpoints")
     (b / "checkpoints").mkdir()
     bare = edited(b, tmp_path / "bare", receipt(3, gradients=flip_digest_bit))
-    lines = compared(capsys, b, bare)
+    lines = lab.done("compare", b, bare, "--steps").out.splitlines()
     assert "data        not known: a run has no checkpoint that tells" in lines
     assert f"step 3      {gradients}number 1" in lines
     rewritten("environment.json", lambda text: "{}")(bare)
     PLAIN[0](bare)
     (bare / "metrics.jsonl").unlink()
-    lines = compared(capsys, b, bare)
+    lines = lab.done("compare", b, bare, "--steps").out.splitlines()
     assert "steps       none has receipts in both runs; B lost them" in lines
     assert "versions    not known: a run has lost its environment.json" in lines
     assert lines[-1].endswith("  not known: no checkpoints or losses of the same steps are left")
-
-
-@pytest.mark.parametrize("more", [["other"], ["--by", "image"], ["--json", "file"], []])
-def test_other_arguments_are_refused(run, tmp_path, capsys, more):
-    assert cli.main(["compare", str(run), str(tmp_path), *more, "--steps"]) == 2
-    said = "--steps: expected two runs, without --by and" if more else f"{tmp_path}: expected"
-    assert said in capsys.readouterr().err
 
 
 def test_the_hash_of_pixels_sees_every_part_of_a_sample_and_its_place():

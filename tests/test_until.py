@@ -17,7 +17,6 @@ from experiments import (
     write_config,
 )
 
-from segtrain import cli
 from segtrain.errors import DataError
 
 
@@ -113,20 +112,3 @@ def test_an_evaluation_that_was_cut_short_is_done_where_the_run_pauses(run_ranks
 
 def receipts(run):
     return (run / "receipts.jsonl").read_text().splitlines()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--until", "10"], "--until: 10 is more than train.steps, 9"),
-        (["--accept-changes"], "--accept-changes: serves only --resume"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_also_at_a_restart(
-    tmp_path, capsys, monkeypatch, options, said
-):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    config = tmp_path / "c.yaml"
-    config.write_text("data: {layout: folders, root: /d, classes: voc}\ntrain: {steps: 9}\n")
-    assert cli.main(["train", str(config), *options]) == 2
-    assert said in capsys.readouterr().err
