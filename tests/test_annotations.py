@@ -5,7 +5,6 @@ import io
 import json
 import re
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,7 +14,6 @@ from PIL import Image, ImageOps
 from pycocotools import mask as masks
 from pycocotools.coco import COCO
 
-from segtrain import cli
 from segtrain.annotations import detect, draw, label_maps, read_annotations
 from segtrain.annotations.coco import unpacked
 from segtrain.annotations.regions import mask_of_runs
@@ -468,21 +466,12 @@ def test_without_pycocotools_the_package_to_install_is_named(tmp_path, monkeypat
         read_annotations([tmp_path])
 
 
-def run(*argv):
-    """The exit code of `segtrain data import`, and what it printed."""
-    said = io.StringIO()
-    with redirect_stdout(said):
-        code = cli.main(["data", "import", *map(str, argv)])
-    return code, said.getvalue()
-
-
-def test_the_command_writes_labels_classes_and_pairs_that_segtrain_reads(tmp_path, capsys):
+def test_the_command_writes_labels_classes_and_pairs_that_segtrain_reads(tmp_path, lab):
     data, out = tmp_path / "data", tmp_path / "out"
     for split in ("#train", "val"):
         image(data / split / "a.png")
         coco(data / split)
-    code, said = run(data, "--output", out, "--overlap", "order")
-    assert code == 0
+    said = lab.done("data", "import", data, "--output", out, "--overlap", "order").out
     assert "2 labels from COCO, overlaps by order" in said
     assert re.search(rf"blob +{100 * MASKS['blob'].mean():.3f} % +2\n", said)
     classes = load_class_file(str(out / "classes.yaml"))
@@ -494,34 +483,35 @@ def test_the_command_writes_labels_classes_and_pairs_that_segtrain_reads(tmp_pat
     assert not listing.problems
     assert [pair.name for pair in listing.pairs] == ["#train/a", "val/a"]
 
-    assert run(data, "--output", out)[0] == 2
-    assert "--overwrite replaces them" in capsys.readouterr().err
-    assert run(data / "val", "--output", out, "--overwrite", "--jobs", "1")[0] == 0
+    said = lab.refused("data", "import", data, "--output", out)
+    assert "--overwrite replaces them" in said
+    lab.done("data", "import", data / "val", "--output", out, "--overwrite", "--jobs", 1)
     assert not (out / "labels" / "#train").exists()
-    assert run(data, "--output", data / "labels")[0] == 2
+    lab.refused("data", "import", data, "--output", data / "labels")
     (out / "notes.txt").touch()
-    assert run(data, "--output", out, "--overwrite")[0] == 2
-    assert "holds notes.txt" in capsys.readouterr().err
+    said = lab.refused("data", "import", data, "--output", out, "--overwrite")
+    assert "holds notes.txt" in said
 
 
-def test_half_an_import_is_no_data_set_and_the_next_one_replaces_it(tmp_path, monkeypatch):
+def test_half_an_import_is_no_data_set_and_the_next_one_replaces_it(tmp_path, lab, monkeypatch):
     data, out = tmp_path / "data", tmp_path / "out"
+    command = ("data", "import", data, "--output", out)
     image(data / "a.png")
     coco(data)
     with monkeypatch.context() as patched:
         patched.setattr(label_maps, "write_atomic", Mock(side_effect=KeyboardInterrupt))
-        assert run(data, "--output", out)[0] == EXIT_INTERRUPTED
+        assert lab.command(*command).code == EXIT_INTERRUPTED
     assert [path.name for path in out.iterdir()] == [".unfinished"]
-    assert run(data, "--output", out)[0] == 0
+    lab.done(*command)
     assert sorted(path.name for path in out.iterdir()) == ["classes.yaml", "labels", "pairs.txt"]
 
 
-def test_a_background_that_no_pixel_shows_is_no_class(tmp_path):
+def test_a_background_that_no_pixel_shows_is_no_class(tmp_path, lab):
     image(tmp_path / "data" / "a.png")
     everything = [(0, 0), (W, 0), (W, H), (0, H)]
     shapes = [{"label": "sky", "points": everything}, {"label": "ell", "points": ELL}]
     labelme(tmp_path / "data", shapes=shapes)
-    assert run(tmp_path / "data", "--output", tmp_path / "out")[0] == 0
+    lab.done("data", "import", tmp_path / "data", "--output", tmp_path / "out")
     classes = load_class_file(str(tmp_path / "out" / "classes.yaml"))
     assert set(classes.names) == {"ell", "sky"}
     label = read_label(tmp_path / "out/labels/a.png", classes)

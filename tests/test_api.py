@@ -20,7 +20,6 @@ from preloaded import PipedFork
 from processes import REPOSITORY
 
 import segtrain
-from segtrain import cli
 from segtrain.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 
 BY_WINDOWS = ["eval.mode=slide", "eval.crop_size=[33, 41]"]
@@ -84,13 +83,13 @@ def test_a_trained_run_is_returned_with_its_curves(run):
 
 
 @pytest.mark.parametrize("options", [[], BY_WINDOWS], ids=["whole", "windows"])
-def test_labels_are_those_of_segtrain_predict(tmp_path, options):
+def test_labels_are_those_of_segtrain_predict(tmp_path, lab, options):
     words = [word for text in options for word in ("--set", text)]
     output, source = tmp_path / "out", "camvid_deeplabv3plus_r18"
     photo = cv2.imread(str(REPOSITORY / "configs/demo.png"))[20:150, 10:210]
     cv2.imwrite(str(tmp_path / "photo.png"), photo)
-    command = ["predict", source, tmp_path / "photo.png", "--output", output, "--device", "cpu"]
-    assert cli.main([*map(str, command), *words]) == 0
+    command = ("predict", source, tmp_path / "photo.png", "--output", output, "--device", "cpu")
+    lab.done(*command, *words)
     expected = cv2.imread(str(output / "labels/photo.png"), cv2.IMREAD_UNCHANGED)
     predictor = segtrain.Predictor(source, device="cpu", settings=options)
     found = predictor(photo[..., ::-1])

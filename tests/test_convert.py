@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torchvision.models.segmentation.deeplabv3 import ASPP
 
-from segtrain import cli
 from segtrain.checkpoint import load_model
 from segtrain.checkpoint.trained import load_initial
 from segtrain.config import override_config
@@ -901,11 +900,7 @@ def test_classes_of_labels_whose_zero_is_ignored_begin_at_one(more, mmseg_model,
 # The command
 
 
-def run(*arguments):
-    return cli.main(["convert", *map(str, arguments)])
-
-
-def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path, classes, capsys):
+def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path, classes, lab):
     """Also of a file in half precision and without batch counters."""
     half = {key: v.half() if v.is_floating_point() else v for key, v in smp_state.items()}
     del half["encoder.bn1.num_batches_tracked"]
@@ -914,8 +909,8 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
     setting = ("--set", "model.align_corners=false", "--set", "data.mean=[1, 2, 3]")
     setting += ("--ignore", "loss.")
     output = tmp_path / "ours.pt"
-    assert run("theirs.pth", "--classes", classes, "--output", output, *setting) == 0
-    said = capsys.readouterr().out
+    command = ("convert", "theirs.pth", "--classes", classes, "--output", output)
+    said = lab.done(*command, *setting).out
     unused = sum(k.startswith(("encoder.layer3.", "encoder.layer4.")) for k in smp_state)
     for line in (
         f"source      segmentation_models.pytorch: {len(half)} tensors under net",
@@ -951,22 +946,20 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
         (("--output", "ours.pt", "--entry", "ema"), 4, "no state dict there"),
     ],
 )
-def test_wrong_command_lines_are_refused(arguments, code, message, smp_state, classes, capsys):
+def test_wrong_command_lines_are_refused(arguments, code, message, smp_state, classes, lab):
     torch.save(smp_state, "theirs.pt")
-    assert run("theirs.pt", "--classes", classes, *arguments) == code
-    assert message in capsys.readouterr().err
+    command = ("convert", "theirs.pt", "--classes", classes, *arguments)
+    assert message in lab.refused(*command, code=code)
 
 
-def test_files_that_run_code_and_those_of_segtrain_are_refused(smp_state, classes, capsys):
+def test_files_that_run_code_and_those_of_segtrain_are_refused(smp_state, classes, lab):
     """torchvision's training script stores its arguments, a class of Python."""
     torch.save({"model": smp_state, "args": argparse.Namespace(lr=1)}, "theirs.pth")
-    assert run("theirs.pth", "--classes", classes, "--output", "ours.pt") == 4
-    assert "could run code" in capsys.readouterr().err
-    assert not Path("ours.pt").exists()
+    command = ("convert", "--classes", classes, "--output")
+    assert "could run code" in lab.refused(*command, "ours.pt", "theirs.pth", code=4)
     torch.save(smp_state, "theirs.pth")
-    assert run("theirs.pth", "--classes", classes, "--output", "o.pt") == 0
-    assert run("o.pt", "--classes", classes, "--output", "p.pt") == 4
-    assert "checkpoint of segtrain already" in capsys.readouterr().err
+    lab.done(*command, "o.pt", "theirs.pth")
+    assert "checkpoint of segtrain already" in lab.refused(*command, "p.pt", "o.pt", code=4)
 
 
 def test_checkpoint_of_mmengines_runner_is_read(mmseg_model, tmp_path, monkeypatch):

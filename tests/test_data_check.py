@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segtrain.cli import main as segtrain
 from segtrain.config import DataConfig
 from segtrain.data import open_dataset
 from segtrain.data.check import findings, scan
@@ -308,28 +307,31 @@ def test_colour_labels_are_counted_and_an_unlisted_colour_is_never_ignored_by_de
 # The command.
 
 
-def command(root, *options):
-    """The exit code of `segtrain data check`."""
+@pytest.fixture
+def check(root, lab):
+    """Runs `segtrain data check`."""
     path = root / "toy_config.yaml"
     path.write_text(f"data: {{layout: folders, root: {root}, classes: {root}/toy.yaml}}\n")
-    return segtrain(["data", "check", str(path), "--jobs", "1", *map(str, options)])
+    return partial(lab.command, "data", "check", path, "--jobs", 1)
 
 
-def test_command_exits_with_0_and_prints_the_table(root, capsys):
-    assert command(root) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_command_exits_with_0_and_prints_the_table(check):
+    code, out, _ = check()
+    assert code == 0
+    lines = out.splitlines()
     assert lines[0] == "train: 3 pairs of 6x9 to 6x9, 11.1% of the pixels ignored"
     assert "the data is fine" in lines[-1]
     (road,) = [line for line in lines if line.startswith("road")]
     assert road.split() == ["road", "75.000", "%", "3", "8.333", "%", "1"]
 
 
-def test_command_exits_with_3_and_writes_all_findings_as_json(root, capsys):
+def test_command_exits_with_3_and_writes_all_findings_as_json(root, check):
     for i in range(15):
         write_pair(root, "train", f"v{i}", rows(0, 7), seed=20 + i)
         (root / f"labels/train/v{i}.png").unlink()
-    assert command(root, "--json", root / "out.json") == 3
-    assert "and 5 more" in capsys.readouterr().out
+    code, out, _ = check("--json", root / "out.json")
+    assert code == 3
+    assert "and 5 more" in out
     report = json.loads((root / "out.json").read_text())
     assert not report["ok"]
     assert report["splits"]["train"]["classes"]["car"] == {"pixels": 9, "images": 1}

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY
 
-from segtrain import cli
 from segtrain.commands.launch import num_ranks_here
 from segtrain.run.environment import library_version
 
@@ -18,16 +17,15 @@ REPAIR = "pip install --force-reinstall --no-deps opencv-python-headless"
 
 
 @pytest.fixture
-def doctor(capsys, monkeypatch):
+def doctor(lab, monkeypatch):
     """Exit code and output; `installed` is a folder with further packages."""
 
     def run(installed=None):
         if installed is not None:
             monkeypatch.syspath_prepend(installed)
-        code = cli.main(["doctor"])
-        said = capsys.readouterr()
-        assert said.err == ""
-        return code, said.out
+        code, said, error = lab.command("doctor")
+        assert error == ""
+        return code, said
 
     return run
 

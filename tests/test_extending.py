@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from experiments import small, write_config
 from stepping import train_steps
 
 from segtrain.api import train
-from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, TrainConfig
 from segtrain.data import open_dataset
 from segtrain.data.read.image import RGB
@@ -86,18 +84,16 @@ def test_the_loss_trains_and_is_more_than_cross_entropy():
 
 
 @pytest.mark.parametrize("table", [LOSSES, BACKBONES, MODELS, LAYOUTS])
-def test_a_choice_that_other_processes_would_not_know_is_refused_where_they_start(
-    table, tmp_path, data, capsys
-):
+def test_a_choice_that_other_processes_would_not_know_is_refused_where_they_start(table, data, lab):
     """Two ranks and `segtrain.train` would train the shipped one."""
-    config = write_config(tmp_path / "c.yaml", small(data))
+    config, run = lab.config(data), lab.folder / "run"
     name, *_, other = table
     table[name] = table[other]
-    assert segtrain(["train", str(config), "--nproc", "2", "--output", str(tmp_path / "run")]) == 2
-    assert f"{name} changed in this process, and those that" in capsys.readouterr().err
+    said = lab.refused("train", config, "--nproc", 2, "--output", run)
+    assert f"{name} changed in this process, and those that" in said
     with pytest.raises(ConfigError, match=f"{name} changed in this process"):
-        train(config, output=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+        train(config, output=run)
+    assert not run.exists()
 
 
 def test_the_backbone_trains_and_keeps_its_strides():

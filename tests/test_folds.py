@@ -1,5 +1,6 @@
 """`segtrain folds`: the division, interruptions, the joined score, and what is refused."""
 
+import functools
 import json
 import re
 from collections import Counter
@@ -10,7 +11,6 @@ import pytest
 import torch
 from experiments import bits, last, small, train_member, write_config, write_data
 
-from segtrain import cli
 from segtrain.commands import programs
 from segtrain.commands.folds import fold_of_each
 from segtrain.errors import ConfigError
@@ -61,14 +61,16 @@ def stop(monkeypatch, run_ranks):
     return stop
 
 
-def folds(config, *words):
-    return cli.main(["folds", str(config), "--device", "cpu", *map(str, words)])
+@pytest.fixture
+def folds(lab):
+    """Runs the command on the CPU."""
+    return functools.partial(lab.command, "folds", "--device", "cpu")
 
 
-def test_folds_that_are_killed_and_resumed_end_with_the_same_bits(own, stop, tmp_path, capsys):
+def test_folds_that_are_killed_and_resumed_end_with_the_same_bits(own, stop, tmp_path, lab, folds):
     whole, cut, maps = tmp_path / "whole", tmp_path / "cut", tmp_path / "maps"
-    assert folds(own, "-k", 3, "--output", whole, "--save-predictions", maps) == 0
-    said = capsys.readouterr()
+    said = folds(own, "-k", 3, "--output", whole, "--save-predictions", maps)
+    assert said.code == 0
     assert "eval.every_steps: null for folds" in said.err
     assert "warning: --by image" not in said.err
     assert "continue sequences" not in said.err
@@ -77,35 +79,36 @@ def test_folds_that_are_killed_and_resumed_end_with_the_same_bits(own, stop, tmp
     assert [words[0] for words in ran] == ["train"] * 3 + ["eval"] * 3
     # Within the second fold, then between the second and the third.
     stop |= {len(ran) + 2: 3, len(ran) + 4: 0}
-    assert folds(own, "-k", 3, "--output", cut) == 143
-    assert f"to go on: segtrain folds {cut} --resume" in capsys.readouterr().err
-    assert folds(own, "--output", cut, "--resume", "-k", 3) == 130
+    said = folds(own, "-k", 3, "--output", cut)
+    assert said.code == 143
+    assert f"to go on: segtrain folds {cut} --resume" in said.err
+    assert folds(own, "--output", cut, "--resume", "-k", 3).code == 130
     del stop[len(ran)]
     assert [fold.finished for fold in read_division(cut).folds] == [True, True, False]
     before = len(ran)
-    assert cli.main(["eval", str(cut)]) == 4
-    assert "not trained to the end: fold_2; go on with segtrain folds" in capsys.readouterr().err
-    assert folds(cut, "--resume") == 0
+    error = lab.refused("eval", cut, code=4)
+    assert "not trained to the end: fold_2; go on with segtrain folds" in error
+    assert folds(cut, "--resume").code == 0
     assert len(ran) == before + 1
     for i in range(3):
         assert bits(last(whole / f"fold_{i}")) == bits(last(cut / f"fold_{i}"))
     assert (whole / "folds.json").read_text() == (cut / "folds.json").read_text()
-    assert folds(cut, "--resume", "--set", "log.charts=true") == 0  # nothing is trained again
-    assert len(ran) == before + 1
-    check_page(cut, capsys.readouterr().out)
+    said = folds(cut, "--resume", "--set", "log.charts=true")  # nothing is trained again
+    assert (said.code, len(ran)) == (0, before + 1)
+    check_page(cut, said.out)
     before = (cut / "report.html").read_text()
     (cut / "report.html").unlink()
-    assert cli.main(["report", str(cut), "--figures", str(tmp_path / "figures")]) == 0
+    lab.done("report", cut, "--figures", tmp_path / "figures")
     assert (cut / "report.html").read_text() == before
-    check_comparison(whole, cut, tmp_path, capsys)
+    check_comparison(whole, cut, lab)
     trained = len(ran)
-    check_changes(cut, own.parent / "labels/train/d4_000.png", capsys)
+    check_changes(cut, own.parent / "labels/train/d4_000.png", lab)
     assert len(ran) == trained
 
     found = json.loads((whole / "folds.json").read_text())
     check_division(found, whole)
     check_score(found, maps, own.parent)
-    check_ensemble(whole, capsys)
+    check_ensemble(whole, lab)
 
 
 def check_division(found, directory):
@@ -152,20 +155,19 @@ def check_page(directory, said):
     assert (directory / "results.csv").read_text().startswith("class,IoU,")
 
 
-def check_comparison(whole, cut, folder, capsys):
+def check_comparison(whole, cut, lab):
     """Folds are compared by their joined scores, with folds made alike only."""
-    capsys.readouterr()
-    assert cli.main(["compare", str(whole), str(cut), "--json", str(folder / "c.json")]) == 0
-    assert "+0.00 (+0.00 to +0.00) points" in capsys.readouterr().out
+    file = lab.folder / "c.json"
+    said = lab.done("compare", whole, cut, "--json", file).out
+    assert "+0.00 (+0.00 to +0.00) points" in said
     score = read_division(whole).scores["mIoU"]
-    scores = json.loads((folder / "c.json").read_text())["scores"]
+    scores = json.loads(file.read_text())["scores"]
     assert scores == [[pytest.approx(score)], [pytest.approx(score)]]
-    for command in (["compare"], ["report", "--output", str(folder / "x.html")]):
-        assert cli.main([*command, str(whole), str(cut / "fold_0")]) == 2
-        assert f"{whole}" in capsys.readouterr().err
+    for command in (["compare"], ["report", "--output", lab.folder / "x.html"]):
+        assert f"{whole}" in lab.refused(*command, whole, cut / "fold_0")
 
 
-def check_changes(directory, label, capsys):
+def check_changes(directory, label, lab):
     """Folds of another config or of other labels are not joined, though nothing is left to do."""
     experiment = directory / "experiment.yaml"
     for path, change, said in (
@@ -177,27 +179,23 @@ def check_changes(directory, label, capsys):
         (label, lambda old: old + b" ", "names, sizes or order of the files differ"),
         (label, lambda old: old[:-1] + b" ", "labels hold something else; the first is"),
     ):
-        before, score = path.read_bytes(), (directory / "folds.json").read_text()
+        before = path.read_bytes()
         path.write_bytes(change(before))
-        assert folds(directory, "--resume") == 2
-        error = capsys.readouterr().err
+        error = lab.refused("folds", directory, "--resume", "--device", "cpu")
         assert f"{directory}: was started otherwise" in error
         assert f"fold_0: {'' if path == experiment else 'split '}" in error
         assert said in error
         path.write_bytes(before)
-        assert (directory / "folds.json").read_text() == score
 
 
-def check_ensemble(directory, capsys):
+def check_ensemble(directory, lab):
     """The directory is the ensemble, evaluated on the split that no fold has seen."""
-    capsys.readouterr()
-    assert cli.main(["eval", str(directory)]) == 0
-    said = capsys.readouterr()
+    said = lab.done("eval", directory)
     assert f"mean probability of 3 models: {directory / 'fold_0'} step 4" in said.out
     assert "2 images of split val" in said.out
     assert "trained a member" not in said.err
-    assert cli.main(["eval", str(directory), "--split", "train"]) == 0
-    assert "20 of 20 images of split train trained a member" in capsys.readouterr().err
+    said = lab.done("eval", directory, "--split", "train")
+    assert "20 of 20 images of split train trained a member" in said.err
 
 
 @pytest.mark.parametrize(
@@ -209,38 +207,37 @@ def check_ensemble(directory, capsys):
         (["--save-predictions", "images/train/out"], "--save-predictions images/train/out: would"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(own, tmp_path, monkeypatch, capsys, words, said):
+def test_what_cannot_be_divided_is_refused(own, tmp_path, monkeypatch, folds, words, said):
     monkeypatch.chdir(own.parent)
-    assert folds(own, "--output", tmp_path / "out", *words) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out" / "folds.json").exists()
-    # A second try in the same directory is not refused for what the first has left.
-    assert folds(own, "--output", tmp_path / "out", *words) == 2
-    assert said in capsys.readouterr().err
+    for _ in range(2):  # the second try is not refused for what the first has left
+        code, _, error = folds(own, "--output", tmp_path / "out", *words)
+        assert code == 2
+        assert said in error
+        assert not (tmp_path / "out" / "folds.json").exists()
 
 
-def test_other_options_are_refused_when_folds_go_on(own, stop, tmp_path, capsys):
+def test_other_options_are_refused_when_folds_go_on(own, stop, tmp_path, folds, lab):
     stop[1] = 0
-    assert folds(own, "-k", 2, "--by", "image", "--all", "--output", tmp_path) == 130
+    begun = folds(own, "-k", 2, "--by", "image", "--all", "--output", tmp_path)
+    assert begun.code == 130
     division = read_division(tmp_path)
     assert [len(fold.images) for fold in division.folds] == [11, 11]
-    assert "warning: --by image: the names show sequences" in capsys.readouterr().err
-    words = ["-k", 3, "--by", "sequence", "--set", "optim.lr=0.5", "--resume"]
-    assert folds(tmp_path, *words) == 2
-    said = capsys.readouterr().err
+    assert "warning: --by image: the names show sequences" in begun.err
+    words = ("-k", 3, "--by", "sequence", "--set", "optim.lr=0.5", "--resume")
+    said = lab.refused("folds", tmp_path, *words)
     for line in ("-k: 2 there, 3 now", "--by: image there, sequence now", "optim.lr: 0.02 there"):
         assert line in said
-    assert folds(own, "-k", 2, "--output", tmp_path) == 2
-    assert "is not empty; go on by --resume" in capsys.readouterr().err
+    said = lab.refused("folds", own, "-k", 2, "--output", tmp_path)
+    assert "is not empty; go on by --resume" in said
 
 
-def test_a_fold_without_labels_is_refused_before_any_trains(stop, tmp_path, capsys):
+def test_a_fold_without_labels_is_refused_before_any_trains(stop, tmp_path, folds):
     write_data(tmp_path, num_images=4, num_val=1)
     cv2.imwrite(str(tmp_path / "labels/train/3.png"), np.full((56, 72), 255, np.uint8))
     config = write_config(tmp_path / "c.yaml", small(tmp_path))
     for _ in range(2):
-        assert folds(config, "-k", 4, "--output", tmp_path / "out") == 3
-        said = capsys.readouterr().err
+        code, _, said = folds(config, "-k", 4, "--output", tmp_path / "out")
+        assert code == 3
         assert re.search(r"fold_\d: .*\n?.*all other pixels are ignored", said)
     assert stop["ran"] == []
 

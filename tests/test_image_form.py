@@ -344,11 +344,10 @@ def five_bands(tmp_path):
     return config
 
 
-def test_stats_print_what_a_set_of_other_values_needs(five_bands, capsys):
-    assert segtrain(["train", str(five_bands), "--output", str(five_bands.parent / "no")]) == 2
-    assert "'segtrain data stats' prints them" in capsys.readouterr().err
-    assert segtrain(["data", "stats", str(five_bands)]) == 0
-    text = capsys.readouterr().out
+def test_stats_print_what_a_set_of_other_values_needs(five_bands, lab):
+    said = lab.refused("train", five_bands, "--output", five_bands.parent / "no")
+    assert "'segtrain data stats' prints them" in said
+    text = lab.done("data", "stats", five_bands).out
     lines = [
         line for line in text.splitlines() if line.startswith(("  value_r", "  mean", "  std"))
     ]
@@ -365,7 +364,7 @@ def test_stats_print_what_a_set_of_other_values_needs(five_bands, capsys):
     assert (config.data.value_range, len(config.data.std)) == ((0.0, 4095.0), 5)
 
 
-def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, capsys, monkeypatch):
+def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, lab, monkeypatch):
     root, run = five_bands.parent, five_bands.parent / "run"
     numbers = [
         "data.value_range=[0, 4095]",
@@ -374,14 +373,14 @@ def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, cap
         "data.num_workers=0",
     ]
     sets = [part for number in numbers for part in ("--set", number)]
-    assert segtrain(["train", str(five_bands), "--output", str(run), "--device", "cpu", *sets]) == 0
-    assert segtrain(["eval", str(run), "--device", "cpu", "--overlays", str(root / "o")]) == 0
-    predict = ["predict", str(run), str(root / "images/val"), "--output", str(root / "p")]
-    assert segtrain(predict) == 0
+    lab.done("train", five_bands, "--output", run, "--device", "cpu", *sets)
+    lab.done("eval", run, "--device", "cpu", "--overlays", root / "o")
+    predict = ("predict", run, root / "images/val", "--output", root / "p")
+    lab.done(*predict)
     assert len(list((root / "p").rglob("*.png"))) == 3 * 3 + 1
     monkeypatch.setattr("segtrain.commands.predict.MAX_PHOTO_PIXELS", 100)
     monkeypatch.setattr("segtrain.data.read.raster._MIN_BYTES", 0)
-    assert segtrain([*predict, "--overwrite"]) == 0
+    lab.done(*predict, "--overwrite")
     for path in (root / "p/labels").glob("*.tif"):
         label = np.array(Image.open(path.with_suffix(".png")))
         np.testing.assert_array_equal(tifffile.imread(path), label)
@@ -389,40 +388,41 @@ def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, cap
     tifffile.imwrite(root / "rgb.tif", np.zeros((40, 24, 3), np.uint16))  # read by windows
     as_bands = {"photometric": "minisblack", "planarconfig": "contig"}
     tifffile.imwrite(root / "bytes.tif", np.zeros((40, 24, 5), np.uint8), **as_bands)
-    wrong = [str(root / name) for name in ("rgb.png", "rgb.tif", "bytes.tif")]
-    assert segtrain(["predict", str(run), *wrong, "--output", str(root / "q")]) == 3
-    said = capsys.readouterr().err
+    wrong = [root / name for name in ("rgb.png", "rgb.tif", "bytes.tif")]
+    code, _, said = lab.command("predict", run, *wrong, "--output", root / "q")
+    assert code == 3
     assert said.count("3 channels, and the model was trained on 5: it needs the same bands") == 2
     assert "bytes.tif: values of uint8, and the model was trained on values of [0.0, 4095" in said
-    export = ["export", str(run), "--format", "pt2", "--output", str(root / "m.pt2")]
-    assert segtrain([*export, "--normalize", "uint8"]) == 2
-    assert segtrain([*export, "--normalize", "float32"]) == 0
+    export = ("export", run, "--format", "pt2", "--output", root / "m.pt2")
+    lab.refused(*export, "--normalize", "uint8")
+    lab.done(*export, "--normalize", "float32")
 
 
-def test_a_pack_gives_the_same_pixels(five_bands):
+def test_a_pack_gives_the_same_pixels(five_bands, lab):
     from test_pack import assert_same_items
 
     root = five_bands.parent
     numbers = {"mean": (1.0,) * 5, "std": (1.0,) * 5, "channels": 5, "value_range": (0.0, 4095.0)}
     sets = [f"data.{key}={json.dumps(value)}" for key, value in numbers.items()]
     args = [part for one in sets for part in ("--set", one)]
-    assert segtrain(["data", "pack", str(five_bands), "--output", str(root / "pack"), *args]) == 0
+    lab.done("data", "pack", five_bands, "--output", root / "pack", *args)
     files = open_dataset(data_of(root, **numbers), "val")
     packed = open_dataset(data_of(root, pack=str(root / "pack"), **numbers), "val")
     assert_same_items(packed, files)
     assert packed[0][0].dtype == np.uint16
 
 
-def test_colours_change_in_8_bit_rgb_alone(five_bands, capsys):
+def test_colours_change_in_8_bit_rgb_alone(five_bands, lab):
     augment = AugmentConfig(color_prob=0.5)
     with pytest.raises(ConfigError, match=r"augment\.color_prob: takes 8-bit images"):
         TrainTransform(augment, form=ImageForm(3, np.dtype(np.uint16)))
     sets = ["data.value_range=[0, 4095]", f"data.mean={[120] * 5}", f"data.std={[70] * 5}"]
     sets += ["augment.extra=[{name: InvertImg}]"]
-    check = ["data", "check", str(five_bands), *(part for one in sets for part in ("--set", one))]
+    check = ["data", "check", five_bands, *(part for one in sets for part in ("--set", one))]
     for options, code in ((check, 3), (check[:-2], 0)):  # as training says
-        assert segtrain(options) == code
-        assert ("augment.extra: takes 8-bit images" in capsys.readouterr().out) is (code == 3)
+        outcome = lab.command(*options)
+        said = "augment.extra: takes 8-bit images" in outcome.out
+        assert (outcome.code, said) == (code, code == 3)
     data = DataConfig(layout="camvid", root="x", classes="x", channels=4)
     with pytest.raises(ValueError, match="are those of RGB"):
         Config(data=data, augment=augment)

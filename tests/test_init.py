@@ -219,7 +219,7 @@ QUESTIONS = [
 ]
 
 
-def test_a_question_about_annotated_images_is_answered_too(tmp_path, capsys):
+def test_a_question_about_annotated_images_is_answered_too(tmp_path, lab, capsys):
     """Their labels are drawn before it, and again after it."""
     folder = tmp_path / "data"
     truth = CASES["annotations_of_coco"](folder)
@@ -232,8 +232,7 @@ def test_a_question_about_annotated_images_is_answered_too(tmp_path, capsys):
     output = init(folder, code=2)
     assert "a band, or transparency?" in capsys.readouterr().err
     assert {path.name for path in output.iterdir()} <= {"reading_1.png", "reading_2.png"}
-    assert main(["train", str(output)]) == 2
-    assert "stopped here with a question" in capsys.readouterr().err
+    assert "stopped here with a question" in lab.refused("train", output)
     found, config = labels_of(init(folder, "--channels", "4"))
     assert config.data.channels == 4
     assert_same_division(found, {name.replace(".jpg", ".png"): x for name, x in truth.items()})
@@ -259,7 +258,7 @@ def test_where_two_readings_fit_it_stops_and_the_option_goes_on(
 
 
 @pytest.mark.parametrize("make", dict.fromkeys(make for make, *_ in QUESTIONS))
-def test_all_options_that_a_question_offers_are_taken(tmp_path, capsys, make):
+def test_all_options_that_a_question_offers_are_taken(tmp_path, lab, capsys, make):
     folder = tmp_path / "data"
     make(folder)
     init(folder, code=2)
@@ -268,8 +267,7 @@ def test_all_options_that_a_question_offers_are_taken(tmp_path, capsys, make):
     for number, option in enumerate(options):
         if "VALUES" not in option:
             output = tmp_path / f"{number}"
-            words = ["init", str(folder), "--output", str(output), *shlex.split(option)]
-            assert main(words) == 0, option
+            lab.done("init", folder, "--output", output, *shlex.split(option))
             assert not any(map(says_no_class, load_class_file(str(output / "classes.yaml")).names))
 
 
@@ -380,7 +378,7 @@ def test_bad_data_are_refused(tmp_path, capsys, make, message):
     assert not output.exists()
 
 
-def test_sixteen_bits_train_as_they_are_and_a_list_may_say_what_0_means(tmp_path):
+def test_sixteen_bits_train_as_they_are_and_a_list_may_say_what_0_means(tmp_path, lab):
     """Colours change in 8-bit images alone, so the config does not ask for it."""
     folder = tmp_path / "data"
     for i in range(8):
@@ -396,10 +394,9 @@ def test_sixteen_bits_train_as_they_are_and_a_list_may_say_what_0_means(tmp_path
     classes = open_dataset(config.data, config.data.train_split).classes
     assert classes.names == ("car", "road", "tree")
     assert (found["images/3.tif"] == 255).any()
-    config_path = tmp_path / "made" / "config.yaml"
     small = [f"--set={key}" for key in ("train.steps=1", "schedule.warmup_steps=0")]
     small += ["--set=model.num_stages=2", "--set=data.num_workers=0", "--device=cpu"]
-    assert main(["train", str(config_path), "--output", str(tmp_path / "run"), *small]) == 0
+    lab.done("train", tmp_path / "made/config.yaml", "--output", tmp_path / "run", *small)
 
 
 def test_a_damaged_image_is_left_out_and_classes_of_one_colour_have_it_once(tmp_path, capsys):
@@ -487,7 +484,7 @@ def test_what_may_be_unlabelled_is_named_at_both_ends(tmp_path, capsys):
     assert "if one means no data, add --ignore 0 or --ignore 3" in capsys.readouterr().out
 
 
-def test_grey_images_among_others_count_in_the_mean(tmp_path, capsys):
+def test_grey_images_among_others_count_in_the_mean(tmp_path, lab):
     folder, means = tmp_path / "data", []
     write(folder, lambda classes: classes)
     for path in (folder / "images").iterdir():
@@ -498,9 +495,8 @@ def test_grey_images_among_others_count_in_the_mean(tmp_path, capsys):
         means.append(np.broadcast_to(pixels.T, (3, 80, 64) if pixels.ndim == 2 else pixels.T.shape))
     _, config = labels_of(init(folder))
     assert config.data.mean == pytest.approx(np.mean(means, axis=(0, 2, 3)), abs=1e-3)
-    output = str(tmp_path / "four")
-    assert main(["init", str(folder), "--output", output, "--channels", "4"]) == 2
-    assert "--channels 4: the images have 1, 3" in capsys.readouterr().err
+    said = lab.refused("init", folder, "--output", tmp_path / "four", "--channels", 4)
+    assert "--channels 4: the images have 1, 3" in said
 
 
 @pytest.mark.parametrize("mode", ["1", "P"])
@@ -573,7 +569,7 @@ def test_red_green_and_blue_are_colours_although_one_channel_is_set_in_each(tmp_
     assert class_colors(init(folder)) == wanted
 
 
-def test_the_images_to_evaluate_on_may_be_named_in_a_file(tmp_path, capsys):
+def test_the_images_to_evaluate_on_may_be_named_in_a_file(tmp_path, lab):
     folder, names = tmp_path / "data", tmp_path / "mine.txt"
     write(folder, lambda classes: classes)
     names.write_text("3.png\nimages/5\n")
@@ -589,35 +585,30 @@ def test_the_images_to_evaluate_on_may_be_named_in_a_file(tmp_path, capsys):
             path.rename(path.parent / ("test" if i < 2 else "") / path.name)
     for number, val in enumerate((names, 0.3)):
         output = tmp_path / str(number)
-        assert main(["init", str(folder), "--output", str(output), "--val", str(val)]) == 0
+        said = lab.done("init", folder, "--output", output, "--val", val).out
         assert len(labels_of(output)[0]) == 6
-        assert "2 of test are not used" in capsys.readouterr().out
+        assert "2 of test are not used" in said
     names.write_text("3.png\nmissing\n")
-    assert main(["init", str(folder), "--output", str(tmp_path / "b"), "--val", str(names)]) == 2
-    assert "line 2 names no image" in capsys.readouterr().err
+    said = lab.refused("init", folder, "--output", tmp_path / "b", "--val", names)
+    assert "line 2 names no image" in said
 
 
-def test_nothing_is_overwritten_or_written_into_the_data(tmp_path, capsys):
+def test_nothing_is_overwritten_or_written_into_the_data(tmp_path, lab):
     folder = tmp_path / "data"
     write(folder, lambda classes: classes)
-    output = init(folder)
-    before = (output / "config.yaml").read_bytes()
-    init(folder, code=2)
-    assert "exists already" in capsys.readouterr().err
-    assert (output / "config.yaml").read_bytes() == before
-    assert main(["init", str(folder), "--output", str(folder / "x")]) == 2
-    assert f"such as --output {tmp_path / 'data_segtrain'}" in capsys.readouterr().err
-    assert not (folder / "x").exists()
+    assert "exists already" in lab.refused("init", folder, "--output", init(folder))
+    said = lab.refused("init", folder, "--output", folder / "x")
+    assert f"such as --output {tmp_path / 'data_segtrain'}" in said
     (tmp_path / "file").touch()
     (folder / "labels" / "0.png").write_bytes(b"")  # which a survey would see
-    assert main(["init", str(folder), "--output", str(tmp_path / "file" / "x")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    said = lab.refused("init", folder, "--output", tmp_path / "file" / "x")
+    assert "cannot be written" in said
 
 
-def test_from_inside_the_data_the_experiment_goes_beside_them(tmp_path, monkeypatch):
+def test_from_inside_the_data_the_experiment_goes_beside_them(tmp_path, lab, monkeypatch):
     write(tmp_path / "data", lambda classes: classes)
     monkeypatch.chdir(tmp_path / "data" / "images")
-    assert main(["init", ".."]) == 0
+    lab.done("init", "..")
     assert (tmp_path / "data_segtrain" / "config.yaml").exists()
 
 
@@ -630,7 +621,7 @@ def test_a_class_that_only_images_to_evaluate_on_show_is_named(tmp_path, capsys)
     assert "warning: no image to train on shows class_7\n" in capsys.readouterr().out
 
 
-def test_sequences_stay_together_and_a_split_that_leaks_is_named(tmp_path, capsys):
+def test_sequences_stay_together_and_a_split_that_leaks_is_named(tmp_path, lab, capsys):
     folder = tmp_path / "data"
     for sequence in range(6):
         pixels, classes = scene(sequence)
@@ -651,8 +642,8 @@ def test_sequences_stay_together_and_a_split_that_leaks_is_named(tmp_path, capsy
         target = path.parent / split / path.name
         target.parent.mkdir(exist_ok=True)
         path.rename(target)
-    main(["init", str(folder), "--output", str(tmp_path / "other")])
-    assert "6 of 6 images to evaluate on have a near-duplicate among" in capsys.readouterr().out
+    said = lab.done("init", folder, "--output", tmp_path / "other").out
+    assert "6 of 6 images to evaluate on have a near-duplicate among" in said
 
 
 @pytest.mark.parametrize("has_it", [True, False])

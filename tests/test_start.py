@@ -11,7 +11,6 @@ import torch
 from experiments import bits, last, small, stopped_after, train, write_config
 from test_verify import change_checkpoint, verify
 
-from segtrain import cli
 from segtrain.checkpoint.format import load
 from segtrain.commands.train.setup import _load_initial
 from segtrain.config import Config, DataConfig, ModelConfig, load_config
@@ -129,11 +128,11 @@ def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_pa
         assert "backbone.layer2.0.conv1.weight" in line
 
 
-def test_eval_and_export_say_how_much_is_zero(alone, tmp_path, capsys):
-    run, file = str(alone[1]), str(tmp_path / "x.safetensors")
-    assert cli.main(["eval", run, "--device", "cpu"]) == 0
-    assert cli.main(["export", run, "--format", "safetensors", "--output", file]) == 0
-    found = re.findall(r"^zeros: ([\d.]+)% of the kernels \(", capsys.readouterr().out, re.M)
+def test_eval_and_export_say_how_much_is_zero(alone, lab):
+    run, file = alone[1], lab.folder / "x.safetensors"
+    said = lab.done("eval", run, "--device", "cpu").out
+    said += lab.done("export", run, "--format", "safetensors", "--output", file).out
+    found = re.findall(r"^zeros: ([\d.]+)% of the kernels \(", said, re.M)
     held = sum(int(mask.sum()) for mask in last(alone[1]).start["held"].values())
     kernels = [value for value in last(alone[1]).model.values() if value.dim() > 1]
     assert found == [f"{100 * held / sum(map(torch.numel, kernels)):.2f}"] * 2

@@ -1,5 +1,6 @@
 """`segtrain suspects`: masks that training never came to believe."""
 
+import functools
 import html.parser
 import shutil
 
@@ -10,7 +11,6 @@ import torch
 from experiments import COLORS, last, small, train, write_config, write_data
 from scipy import stats
 
-from segtrain import cli
 from segtrain.checkpoint.format import save
 from segtrain.config import load_config
 from segtrain.results.suspects import OUTLIER, best_shift, claims, disputed, modified_z, rank
@@ -163,8 +163,10 @@ def planted(tmp_path_factory):
     return root / "run", config
 
 
-def suspects(*words):
-    return cli.main(["suspects", *map(str, words), "--device", "cpu"])
+@pytest.fixture
+def suspects(lab):
+    """Runs the command on the CPU."""
+    return functools.partial(lab.command, "suspects", "--device", "cpu")
 
 
 class Sources(html.parser.HTMLParser):
@@ -179,23 +181,26 @@ class Sources(html.parser.HTMLParser):
         self.found += [value for key, value in attrs if key in ("src", "href")]
 
 
-def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path, capsys):
+def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path, suspects):
     run, config = planted
     page, listed = tmp_path / "page.html", tmp_path / "wrong.yaml"
     words = ("--number", 2, "--output", page, "--exclude", listed)
     moved = shutil.copytree(config.parent / "images", tmp_path / "moved/images").parent
-    assert suspects(run, *words, "--set", f"data.root={moved}") == 3
-    assert str(moved / "labels") in capsys.readouterr().err
+    words += ("--set", f"data.root={moved}")
+    code, _, error = suspects(run, *words)
+    assert code == 3
+    assert str(moved / "labels") in error
     shutil.copytree(config.parent / "labels", moved / "labels")
-    assert suspects(run, *words, "--set", f"data.root={moved}") == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
+    code, out, _ = suspects(run, *words)
+    assert code == 0
+    first, second, *_ = out.splitlines()
     mended = next((moved / "labels/train").iterdir())
     cv2.imwrite(str(mended), cv2.imread(str(mended), cv2.IMREAD_UNCHANGED)[::-1])
-    assert suspects(run, *words, "--set", f"data.root={moved}") == 2  # it may have been edited
+    assert suspects(run, *words).code == 2  # it may have been edited
     listed.unlink()
-    capsys.readouterr()
-    assert suspects(run, *words, "--set", f"data.root={moved}") == 0
-    assert "not the data of the training" in capsys.readouterr().out
+    code, out, _ = suspects(run, *words)
+    assert code == 0
+    assert "not the data of the training" in out
     assert {tuple(line.split()[1:3]) for line in (first, second)} == {("*", "3"), ("*", "17")}
     assert "swapped" in first + second or "looks like" in first + second
     text = page.read_text()
@@ -212,7 +217,7 @@ def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path
 
 @pytest.mark.parametrize(("longer", "warned"), [(1, True), (3, False)])
 def test_only_masks_that_stand_out_are_left_out_and_few_crops_are_warned_of(
-    planted, tmp_path, capsys, longer, warned
+    planted, tmp_path, suspects, longer, warned
 ):
     run, listed = tmp_path / "run", tmp_path / "wrong.yaml"
     shutil.copytree(planted[0], run)
@@ -224,8 +229,8 @@ def test_only_masks_that_stand_out_are_left_out_and_few_crops_are_warned_of(
     steps = checkpoint.config.replace('"steps": 40', f'"steps": {40 * longer}')
     changed = {"sample_losses": kept | {"sums": alike}, "step": 40 * longer, "config": steps}
     save(run / "checkpoints/last.pt", checkpoint._replace(**changed))
-    assert suspects(run, "--number", 1, "--exclude", listed) == 0
-    out = capsys.readouterr().out
+    code, out, _ = suspects(run, "--number", 1, "--exclude", listed)
+    assert code == 0
     assert "wrong.yaml: not written: none stands out" in out
     assert not listed.exists()
     page = (run / "suspects.html").read_text()
@@ -235,20 +240,21 @@ def test_only_masks_that_stand_out_are_left_out_and_few_crops_are_warned_of(
         assert ("longer (train.steps: 120)" in text) == warned
 
 
-def test_what_suspects_cannot_read_is_refused(planted, tmp_path, capsys):
+def test_what_suspects_cannot_read_is_refused(planted, tmp_path, suspects):
     run, config = planted
     checkpoint, classes = last(run), config.parent / "classes.yaml"
     before = classes.read_text()
     classes.write_text(before.replace("water", "lava"))
-    assert suspects(run, "--output", tmp_path / "page.html") == 3
-    assert "lava" in capsys.readouterr().err
+    code, _, error = suspects(run, "--output", tmp_path / "page.html")
+    assert code == 3
+    assert "lava" in error
     classes.write_text(before)
 
     def refused(changed, directory=tmp_path / "run"):
         (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
         (directory / "environment.json").touch()
         save(directory / "checkpoints/last.pt", checkpoint._replace(**changed))
-        return suspects(directory), capsys.readouterr().err
+        return suspects(directory)
 
     kept = checkpoint.sample_losses
     other = {"sample_losses": kept | {"names": "0" * 64}}
@@ -260,10 +266,12 @@ def test_what_suspects_cannot_read_is_refused(planted, tmp_path, capsys):
         (other, 3, "other images than split train has now"),
     ):
         found = refused(changed)
-        assert found[0] == code
-        assert said in found[1]
-    assert suspects(config) == 2
-    assert "expected the directory of a run" in capsys.readouterr().err
+        assert found.code == code
+        assert said in found.err
+    found = suspects(config)
+    assert found.code == 2
+    assert "expected the directory of a run" in found.err
     (tmp_path / "run/checkpoints/last.pt").unlink()
-    assert suspects(tmp_path / "run") == 4
-    assert "last.pt: missing, and it alone" in capsys.readouterr().err
+    found = suspects(tmp_path / "run")
+    assert found.code == 4
+    assert "last.pt: missing, and it alone" in found.err

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from segtrain import cli
 from segtrain.config import DataConfig, config_to_yaml, parse_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
@@ -60,19 +59,16 @@ def test_names_that_are_unfit_for_a_line_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_errors_and_wrong_arguments_reach_the_terminal_escaped_and_cut(monkeypatch, capsys, text):
+def test_errors_and_wrong_arguments_reach_the_terminal_escaped_and_cut(monkeypatch, lab, text):
     def fail(args):
         raise DataError(f"{text}: bad\nsecond")
 
     monkeypatch.setattr("segtrain.commands.config.write_schema", fail)
-    assert cli.main(["config", "schema"]) == 3
-    first, second = capsys.readouterr().err.splitlines()
+    first, second = lab.refused("config", "schema", code=3).splitlines()
     assert is_fit(first)
     assert len(first) < 6000
     assert second == "segtrain: second"
-    with pytest.raises(SystemExit):
-        cli.main(["train", "c.yaml", f"--{text[:9]}"])
-    assert is_fit(capsys.readouterr().err.replace("\n", ""))
+    assert is_fit(lab.refused("train", "c.yaml", f"--{text[:9]}").replace("\n", ""))
 
 
 def test_the_log_and_the_score_table_escape_what_they_are_given(tmp_path, capsys):

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from experiments import experiment, write_config
 from torch import nn
 
-from segtrain import cli
 from segtrain.commands.train.setup import _other_normalization
 from segtrain.config import LayerRule, ModelConfig, OptimConfig, load_config, override_config
 from segtrain.errors import CheckpointError, ConfigError
@@ -72,14 +71,13 @@ def test_features_are_those_of_timm(name, output_stride):
         assert a.shape[1] == channels
 
 
-def test_a_trained_run_is_evaluated_and_exported(data, tmp_path, capsys):
+def test_a_trained_run_is_evaluated_and_exported(data, tmp_path, lab):
     sizes = {"augment": {"crop_size": [33, 41]}, "train": {"steps": 1, "precision": "float32"}}
     options = experiment(data, model={"backbone": f"timm/{REGNET}"}, **sizes)
     config = write_config(tmp_path / "timm.yaml", options)
-    run = tmp_path / "run"
-    assert cli.main(["train", str(config), "--nproc", "1", "--output", str(run)]) == 0
-    out = tmp_path / "m.pt2"
-    assert cli.main(["export", str(run), "--format", "pt2", "--output", str(out)]) == 0
+    run, out = tmp_path / "run", tmp_path / "m.pt2"
+    lab.done("train", config, "--nproc", 1, "--output", run)
+    lab.done("export", run, "--format", "pt2", "--output", out)
     assert out.stat().st_size > 1_000_000
 
 

@@ -9,7 +9,6 @@ from typing import get_args
 import pytest
 from experiments import small, train, write_config, write_data
 
-from segtrain import cli
 from segtrain.config import Config
 from segtrain.run import trackers
 from segtrain.run.log import RunLog
@@ -112,15 +111,13 @@ def test_an_error_of_the_run_ends_its_trackers(fake, tmp_path):
     assert calls[-1] == ("finish", {}, (), "FAILED")
 
 
-def test_a_missing_library_is_refused_at_the_start(tmp_path, monkeypatch, capsys):
-    write_data(tmp_path)
-    config = write_config(tmp_path / "x.yaml", small(tmp_path, log={"trackers": ["wandb"]}))
+def test_a_missing_library_is_refused_at_the_start(data, monkeypatch, lab):
+    config = lab.config(data, "x.yaml", log={"trackers": ["wandb"]})
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    assert cli.main(["train", str(config), "--output", str(tmp_path / "run")]) == 2
-    assert "x.yaml:" in (said := capsys.readouterr().err)
+    said = lab.refused("train", config, "--output", lab.folder / "run")
+    assert "x.yaml:" in said
     assert "log.trackers: wandb not installed; " in said
     assert "pip install '.[trackers]'" in said
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_config_takes_every_tracker():
