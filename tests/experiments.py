@@ -95,12 +95,17 @@ def sections(**options: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def settings(**options: Any) -> Any:
-    """A Config with these `sections`, of a model that starts from weights."""
+def unread(**sections: Any) -> Any:
+    """A Config with these sections, whose data set nobody opens."""
     from segtrain.config import Config
 
-    data = {"layout": "folders", "root": "none", "classes": "none"}
-    return Config(data=data, model={"pretrained": "DEFAULT"}, **sections(**options))
+    data = {"layout": "folders", "root": "none", "classes": "camvid"}
+    return Config.model_validate({"data": data, **sections})
+
+
+def settings(**options: Any) -> Any:
+    """A Config with these `sections`, of a model that starts from weights."""
+    return unread(model={"pretrained": "DEFAULT"}, **sections(**options))
 
 
 def write_config(path: Path, options: dict[str, Any]) -> Path:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from experiments import unread
 from stepping import train_steps
 
 from segtrain.api import train
-from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, TrainConfig
+from segtrain.config import AugmentConfig
 from segtrain.data import open_dataset
 from segtrain.data.read.image import RGB
 from segtrain.data.read.layouts import LAYOUTS
@@ -51,11 +52,8 @@ def add(title):
 
 def config(**choices):
     """A small experiment. `choices` are set as if segtrain/config/ allowed the names already."""
-    whole = Config(
-        data=DataConfig(layout="folders", root="x", classes="x"),
-        model=ModelConfig(backbone="resnet18", head_channels=8, aux_channels=8),
-        train=TrainConfig(steps=1, batch_size=2),
-    )
+    model = {"backbone": "resnet18", "head_channels": 8, "aux_channels": 8}
+    whole = unread(model=model, train={"steps": 1, "batch_size": 2})
     for key, name in choices.items():
         section, _, option = key.partition("__")
         changed = getattr(whole, section).model_copy(update={option: name})

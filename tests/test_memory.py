@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments import experiment, train, write_config
+from experiments import experiment, train, unread, write_config
 from memory import measure_step
 from stepping import train_steps
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from segtrain.config import Config
 from segtrain.distributed import machine as this_machine
 from segtrain.errors import ConfigError
 from segtrain.models import DropoutChannels, build_model, memory
@@ -37,11 +36,6 @@ def machine(monkeypatch):
     monkeypatch.setattr(memory, "network_bytes", lambda *_: 0)
 
 
-def config(**sections):
-    data = {"layout": "camvid", "root": "x", "classes": "camvid"}
-    return Config.model_validate({"data": data} | sections)
-
-
 @pytest.mark.parametrize(
     ("section", "options", "said"),
     [
@@ -59,23 +53,23 @@ def test_sizes_that_no_memory_holds_are_refused(data, tmp_path, section, options
 
 
 def test_the_bound_is_what_images_and_scores_take(machine):
-    fits = config(augment={"crop_size": (60, 100)}, model={"aux_head": False})
+    fits = unread(augment={"crop_size": (60, 100)}, model={"aux_head": False})
     # 6,000 pixels x (3 + 12 + 9 + (4 + 4) x 17) bytes are 0.96 MB.
     assert training_finding(fits, 17, 1, CPU, 1) is None
     assert training_finding(fits, 18, 1, CPU, 1) is not None
     assert "2 crops of 60x100 take at least" in training_finding(fits, 17, 2, CPU, 1)
     assert "on each of 2 ranks" in training_finding(fits, 17, 1, CPU, 2)
-    compiled = config(augment={"crop_size": (60, 100)}, train={"compile": True})
+    compiled = unread(augment={"crop_size": (60, 100)}, train={"compile": True})
     assert training_finding(compiled, 17, 6, CPU, 1) is None
     assert training_finding(compiled, 17, 7, CPU, 1) is not None
     crop = {"crop_size": (10, 10), "mixup_alpha": 0.2}
-    virtual = config(augment=crop, train={"virtual_ranks": 2}, loss={"kind": "dice"})
+    virtual = unread(augment=crop, train={"virtual_ranks": 2}, loss={"kind": "dice"})
     rest = 3 + 12 + 2 * 9 + 2 * 4 * 19
     # On CUDA the host keeps what waits.
     assert training_bytes(virtual, 19, 1, torch.device("cuda")) == 100 * (rest + 4 * 19)
     assert training_bytes(virtual, 19, 1, CPU) == 100 * (rest + 4 * 4 * 19)
     # There a kernel may compute cross entropy without scores at full size.
-    pixels = config(augment=crop, loss={"also": ({"kind": "focal"},)})
+    pixels = unread(augment=crop, loss={"also": ({"kind": "focal"},)})
     assert training_bytes(pixels, 19, 1, torch.device("cuda")) == 100 * (3 + 12 + 2 * 9)
     assert training_bytes(pixels, 19, 1, CPU) == 100 * (rest + 8 * 4 * 19)
 
@@ -130,7 +124,7 @@ def peak_of_a_step(made):
 )
 def test_a_step_takes_the_bound_and_not_much_more(name, aux_head, mixup_alpha):
     loss, most = LOSSES[name]
-    made = config(
+    made = unread(
         augment={"crop_size": SIZE, "mixup_alpha": mixup_alpha},
         model={"aux_head": aux_head, "dropout": 0.0},
         loss=loss,
@@ -155,7 +149,7 @@ def test_the_features_of_a_network_are_those_that_live_after_its_forward_pass(
 ):
     monkeypatch.setattr(memory, "resident_bytes", lambda pid: 0)
     model = {"backbone": backbone, "recompute": recompute, "head_channels": 8, "aux_channels": 8}
-    made = config(augment={"crop_size": (65, 65)}, model=model, optim={"momentum": 0.9})
+    made = unread(augment={"crop_size": (65, 65)}, model=model, optim={"momentum": 0.9})
     built = build_model(made.model, num_classes=NUM_CLASSES)
     weights = sum(p.nbytes for p in built.parameters())
     state = torch.get_rng_state()
@@ -169,15 +163,15 @@ def test_the_features_of_a_network_are_those_that_live_after_its_forward_pass(
 
 def test_windows_count_only_where_there_are_any(machine):
     large = {"crop_size": (300, 300)}
-    check_windows(config(eval=large), 19, CPU)
+    check_windows(unread(eval=large), 19, CPU)
     with pytest.raises(ConfigError, match=r"eval\.crop_size"):
-        check_windows(config(eval=large | {"mode": "slide"}), 19, CPU)
+        check_windows(unread(eval=large | {"mode": "slide"}), 19, CPU)
     many = {"mode": "slide", "crop_size": (50, 50), "batch_size": 1000}
     with pytest.raises(ConfigError, match=r"eval\.batch_size: 1000 windows of 50x50"):
-        check_windows(config(eval=many), 19, CPU)
-    check_windows(config(eval=many | {"batch_size": 2}), 19, CPU)
+        check_windows(unread(eval=many), 19, CPU)
+    check_windows(unread(eval=many | {"batch_size": 2}), 19, CPU)
     with pytest.raises(ConfigError, match=r"eval\.crop_size"):
-        check_windows(config(augment=large, eval={"mode": "slide"}), 19, CPU)
+        check_windows(unread(augment=large, eval={"mode": "slide"}), 19, CPU)
 
 
 TOTAL = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024

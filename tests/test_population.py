@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments import bits, last, losses, sections, small, train_member, write_config
+from experiments import bits, last, losses, sections, small, train_member, unread, write_config
 
 from segtrain.checkpoint.format import Checkpoint, config_field, load
 from segtrain.checkpoint.manager import CheckpointManager
@@ -23,7 +23,7 @@ from segtrain.commands.population import history
 from segtrain.commands.population import members as population_members
 from segtrain.commands.population.history import History, Row
 from segtrain.commands.population.members import score, take_over
-from segtrain.config import Config, load_config
+from segtrain.config import load_config
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.run.division import read_record, write_record
 
@@ -34,12 +34,7 @@ pytestmark = pytest.mark.usefixtures("handlers")
 
 
 def config(**train):
-    return Config.model_validate(
-        {
-            "data": {"layout": "folders", "root": "x", "classes": "x"},
-            **sections(**{"steps": 40, "lr": 0.01, "weight_decay": 1e-4} | train),
-        }
-    )
+    return unread(**sections(**{"steps": 40, "lr": 0.01, "weight_decay": 1e-4} | train))
 
 
 def population(scores, *, alone=False, **train):

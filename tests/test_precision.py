@@ -4,9 +4,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from experiments import small, train, write_config
+from experiments import small, train, unread, write_config
 
-from segtrain.config import Config, TrainConfig
+from segtrain.config import TrainConfig
 from segtrain.errors import ConfigError
 from segtrain.evaluation import predictor
 from segtrain.evaluation.settings import InferenceSettings
@@ -54,13 +54,7 @@ def test_what_a_device_computes_in_is_said_and_what_float32_costs(monkeypatch):
 
 
 def config(*, trained="float32", evaluated=None):
-    return Config.model_validate(
-        {
-            "data": {"layout": "voc", "root": "nowhere", "classes": "voc"},
-            "train": {"precision": trained},
-            "eval": {"precision": evaluated},
-        }
-    )
+    return unread(train={"precision": trained}, eval={"precision": evaluated})
 
 
 def test_evaluations_have_the_precision_of_the_training_unless_they_name_their_own():

@@ -9,11 +9,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from experiments import unread
 from test_compile import small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.models.precision import float32_products
@@ -70,7 +70,6 @@ class Record(TorchDispatchMode):
 
 def config_of(names):
     sections = {
-        "data": {"layout": "folders", "root": "none", "classes": "none"},
         "augment": {"crop_size": SIZE},
         "model": {"head_channels": 8, "aux_channels": 8},
         "train": {"batch_size": N, "steps": STEPS},
@@ -79,7 +78,7 @@ def config_of(names):
     for name in names:
         for section, values in OPTIONS[name].items():
             sections[section] = sections.get(section, {}) | values
-    return Config(**sections)
+    return unread(**sections)
 
 
 def batches(config, step):

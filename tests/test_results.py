@@ -14,13 +14,12 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from experiments import experiment, train, write_config, write_data
+from experiments import experiment, train, unread, write_config, write_data
 from scipy import stats
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import precision_recall_fscore_support
 
 from segtrain.commands.start import write_page
-from segtrain.config import Config, DataConfig
 from segtrain.errors import ConfigError, DataError
 from segtrain.evaluation.records import (
     LABELLED,
@@ -351,9 +350,7 @@ def test_a_difference_its_images_and_its_classes():
 
 
 def read_like(name):
-    return Run(
-        Path(name), Config(data=DataConfig(layout="folders", root="x", classes="camvid")), {}, {}
-    )
+    return Run(Path(name), unread(), {}, {})
 
 
 def test_the_interval_with_seeds_is_that_of_welch_and_satterthwaite():

@@ -8,12 +8,12 @@ import shutil
 
 import pytest
 import torch
-from experiments import bits, last, small, stopped_after, train, write_config
+from experiments import bits, last, small, stopped_after, train, unread, write_config
 from test_verify import change_checkpoint, verify
 
 from segtrain.checkpoint.format import load
 from segtrain.commands.train.setup import _load_initial
-from segtrain.config import Config, DataConfig, ModelConfig, load_config
+from segtrain.config import ModelConfig, load_config
 from segtrain.models import build_backbone, build_model
 from segtrain.training.optim.schedule import learning_rate
 
@@ -142,10 +142,9 @@ def test_weights_that_no_file_has_are_new_layers(tmp_path):
     """Of a deep stem, where the file has a 7x7 one; of heads; and of a classifier of other size."""
     sizes = {"backbone": "resnet18", "head_channels": 8, "aux_channels": 8}
     torch.save(build_backbone(ModelConfig(**sizes)).state_dict(), tmp_path / "r18.pth")
-    data = DataConfig(layout="folders", root="x", classes="camvid")
-    deep = ModelConfig(**sizes, stem="32-32-64", pretrained=str(tmp_path / "r18.pth"))
-    config = Config(data=data, model=deep)
-    model = build_model(deep, num_classes=4)
+    deep = {"stem": "32-32-64", "pretrained": str(tmp_path / "r18.pth")}
+    config = unread(model=sizes | deep)
+    model = build_model(config.model, num_classes=4)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     _, loaded = _load_initial(model, config, ())
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from experiments import sections
+from experiments import sections, unread
 from stepping import train_steps
 from torch import nn
 
 from segtrain import seed
-from segtrain.config import AugmentConfig, Config, DataConfig, LossConfig, ModelConfig, NormConfig
+from segtrain.config import AugmentConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import partition
 from segtrain.models import DropoutChannels
@@ -44,13 +44,8 @@ class TwoHeads(nn.Module):
 
 def config(*, loss=None, norm=None, dropout=0.0, **train):
     options = {"steps": 6, "batch_size": N, "lr": 0.5, "precision": "float64"} | train
-    return Config(
-        data=DataConfig(layout="folders", root="nowhere", classes="nothing"),
-        model=ModelConfig(dropout=dropout),
-        loss=LossConfig(**(loss or {})),
-        norm=NormConfig(**(norm or {})),
-        **sections(**options),
-    )
+    model = {"dropout": dropout}
+    return unread(model=model, loss=loss or {}, norm=norm or {}, **sections(**options))
 
 
 def whole_batch(step):
