@@ -83,7 +83,7 @@ def test_steps_of_a_device_are_timed_by_the_device_and_not_waited_for(monkeypatc
     [
         (24, 2, None, 12, 8),
         (24, 2, 10**9, 12, 8),
-        (24, 2, 2 * 5 * 500_000 + 999_999, 5, 5),
+        (24, 2, 2 * 5 * 400_000 + 799_999, 5, 5),
         (24, 2, 10, 1, 1),  # the start refuses it
         (1, 2, None, 0, 0),
     ],
@@ -91,14 +91,14 @@ def test_steps_of_a_device_are_timed_by_the_device_and_not_waited_for(monkeypatc
 def test_cores_and_shared_memory_bound_the_number(
     monkeypatch, tmp_path, data, cores, ranks, free, most, first
 ):
-    options = experiment(data, data={"num_workers": "auto", "prefetch": 5})
+    options = experiment(data, data={"num_workers": "auto"})
     options["augment"]["crop_size"] = [100, 125]
     config = load_config(write_config(tmp_path / "c.yaml", options))
     monkeypatch.setattr(loader, "num_cores", lambda: cores)
     monkeypatch.setattr(loader, "free_shared_memory", lambda: free)
     monkeypatch.setattr(dist, "local_world_size", lambda: ranks)
     monkeypatch.setattr(dist, "world_size", lambda: 2 * ranks)  # two images a rank
-    assert loader.bytes_in_flight(config, RGB, 1) == 5 * 2 * 4 * 100 * 125 == 500_000
+    assert loader.bytes_in_flight(config, RGB, 1) == 4 * 2 * 4 * 100 * 125 == 400_000
     assert loader.most_workers(config, RGB) == most
     assert loader.first_workers(config, RGB) == first
 

@@ -105,19 +105,3 @@ def test_dilations_of_resnets(depth, options, layer3, layer4):
     backbone = on_meta(lambda: backbone_of(f"resnet{depth}", **options))
     assert dilations(backbone, "layer2") == [1] * 4
     assert [dilations(backbone, f"layer{i}") for i in (3, 4)] == [layer3, layer4]
-
-
-@pytest.mark.parametrize(("name", "stem"), [("resnet18", "7x7"), ("resnet50", "64-64-128")])
-def test_residual_blocks_start_at_zero_as_torchvisions(name, stem):
-    keys = on_meta(lambda: torchvision.models.get_model(name)).state_dict()
-    last = "bn3.weight" if name == "resnet50" else "bn2.weight"
-    wanted = {key for key in keys if key.startswith("layer") and key.endswith(last)}
-    torch.manual_seed(0)
-    config = ModelConfig(backbone=name, stem=stem, zero_init_residual=True)
-    backbone = build_backbone(config)
-    state = backbone.state_dict()
-    zero = {key for key, value in state.items() if key.endswith("weight") and not value.any()}
-    assert zero == wanted
-    torch.manual_seed(0)
-    other = build_backbone(config.model_copy(update={"zero_init_residual": False})).state_dict()
-    assert {key for key in state if not torch.equal(state[key], other[key])} == wanted

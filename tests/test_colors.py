@@ -113,7 +113,7 @@ def test_no_change_returns_the_pixels_and_any_change_leaves_its_input_alone():
 
 
 def test_each_change_is_drawn_for_itself_and_uniformly():
-    augment = AugmentConfig(color_prob=0.25, brightness=0.1, contrast=0.4, saturation=0.3, hue=0.05)
+    augment = AugmentConfig(color_prob=0.25, color_jitter=(0.1, 0.4, 0.3, 0.05))
     rng, number = np.random.default_rng(0), 8000
     drawn = np.array([draw_color_change(augment, rng) for _ in range(number)])
     offsets = (drawn - ColorChange()) / [25.5, 0.4, 0.3, 0.05]

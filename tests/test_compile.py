@@ -179,10 +179,9 @@ VARIANTS = {
         "loss": {"kind": "ohem", "ohem_min_kept": 3000, "class_weights": [1.0, 2.0, 0.5, 0.0]},
         "train": {"accumulate_steps": 2, "batch_size": 11},
     },
-    "a sum of losses, cumulative average, no dropout, contiguous": {
+    "a sum of losses, cumulative average, no dropout": {
         "loss": {
-            "kind": "lovasz",
-            "lovasz_per_image": False,
+            "kind": "lovasz_batch",
             "also": [
                 {"kind": "ohem", "ohem_fraction": 0.2},
                 {"kind": "focal", "class_weights": [1.0, 2.0, 0.5, 0.0]},
@@ -190,9 +189,8 @@ VARIANTS = {
         },
         "norm": {"momentum": None},
         "model": {"dropout": 0.0},
-        "train": {"channels_last": False},
     },
-    "group norm": {"norm": {"kind": "group", "num_groups": 1}},
+    "group norm": {"norm": {"kind": "group"}, "model": {"ppm_channels": 64}},
     "sharpness aware": {"optim": {"sam_rho": 0.5, "sam_every": 2}},
 }
 

@@ -251,9 +251,8 @@ def test_the_recipes_of_mosaicml_are_theirs():
         dice = loss.also[0]
         assert (loss.kind, loss.weight, dice.kind, dice.weight) == (
             *("cross_entropy", 0.375),
-            *("dice", 1.125),
+            *("dice_linear", 1.125),
         )
-        assert not dice.dice_squared
         sam = {"mild": (None, 1), "medium": (0.3, 2), "hot": (0.3, 1)}[kind]
         assert (optim.sam_rho, optim.sam_every) == sam
         assert config.augment.mixup_alpha == {"mild": None, "medium": 0.2, "hot": 0.5}[kind]

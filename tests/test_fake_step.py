@@ -93,7 +93,7 @@ LOSSES = [
     {"kind": "dice"},
     {"kind": "focal", "class_weights": (1.0,) * K},
     {"kind": "lovasz"},
-    {"kind": "lovasz", "lovasz_per_image": False},
+    {"kind": "lovasz_batch"},
     {"kind": "boundary_relaxation"},
     {"kind": "cross_entropy", "also": ({"kind": "dice", "weight": 3.0}, {"kind": "lovasz"})},
 ]

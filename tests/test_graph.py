@@ -27,7 +27,7 @@ from segtrain.training.step_sync import StepSync
 STEPS = EAGER_STEPS + 4
 OPTIONS = [
     *((), ("adamw",), ("muon",), ("average", "clipping"), ("microbatches", "MixUp"), ("mining",)),
-    *(("float16", "adamw"), ("bfloat16", "nesterov"), ("groups of images",), ("recomputed",)),
+    *(("float16", "adamw"), ("bfloat16",), ("groups of images",), ("recomputed",)),
     *(("sample losses", "microbatches"), ("decoupled decay", "rates of layers"), ("zeros",)),
     *(("lovasz", "two losses"), ("sharpness aware", "average", "muon"), ("float64", "warmup")),
 ]

@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_on_fewer_ranks_does_not_show_them_either(run_ranks, 
                 "ohem_min_kept": 700,
                 "also": [
                     {"kind": "dice"},
-                    {"kind": "lovasz", "lovasz_per_image": False},
+                    {"kind": "lovasz_batch"},
                     {"kind": "lovasz"},
                 ],
             },

@@ -57,7 +57,6 @@ def loader(
         start_step=start_step,
         steps=steps,
         num_workers=num_workers,
-        prefetch=2,
         pin_memory=False,
         timeout_s=60,
     )

@@ -164,9 +164,9 @@ CASES = {
     "too few to mine": ({"kind": "ohem", "ohem_min_kept": 5000}, cross_entropy),
     "dice": ({"kind": "dice"}, dice),
     "focal": ({"kind": "focal"}, focal),
-    "focal, 0.5, weighted": (
-        {"kind": "focal", "focal_gamma": 0.5, "class_weights": WEIGHTS},
-        partial(focal, gamma=0.5, weights=WEIGHTS),
+    "focal, weighted": (
+        {"kind": "focal", "class_weights": WEIGHTS},
+        partial(focal, weights=WEIGHTS),
     ),
     "adjusted, weighted": (
         {"class_weights": WEIGHTS, "logit_adjustment": 0.5},
@@ -186,16 +186,16 @@ CASES = {
         partial(cross_entropy, weights=WEIGHTS, smoothing=0.1),
     ),
     "relaxed": ({"kind": "boundary_relaxation"}, relaxed),
-    "relaxed, 2 px, weighted": (
-        {"kind": "boundary_relaxation", "boundary_px": 2, "class_weights": WEIGHTS},
-        partial(relaxed, radius=2, weights=WEIGHTS),
+    "relaxed, weighted": (
+        {"kind": "boundary_relaxation", "class_weights": WEIGHTS},
+        partial(relaxed, weights=WEIGHTS),
     ),
     "lovasz of images": ({"kind": "lovasz"}, lovasz_images),
-    "lovasz of the batch": ({"kind": "lovasz", "lovasz_per_image": False}, lovasz_batch),
+    "lovasz of the batch": ({"kind": "lovasz_batch"}, lovasz_batch),
     "hardest fifth": ({"kind": "ohem", "ohem_fraction": 0.2}, hardest),
     "hardest pixel": ({"kind": "ohem", "ohem_fraction": 1e-9}, partial(hardest, fraction=1e-9)),
     "Composer's recipe": (
-        {"weight": 0.375, "also": ({"kind": "dice", "weight": 1.125, "dice_squared": False},)},
+        {"weight": 0.375, "also": ({"kind": "dice_linear", "weight": 1.125},)},
         recipe,
     ),
     "four terms": (
@@ -203,7 +203,7 @@ CASES = {
             "weight": 0.5,
             "class_weights": WEIGHTS,
             "also": (
-                {"kind": "lovasz", "lovasz_per_image": False, "weight": 2.0},
+                {"kind": "lovasz_batch", "weight": 2.0},
                 {"kind": "focal"},
                 {"kind": "ohem", "ohem_fraction": 0.2},
             ),
@@ -301,7 +301,7 @@ def test_odd_logits_and_labels_have_a_finite_loss_and_gradient(name):
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["focal, 0.5, weighted", "smoothed, weighted", "relaxed"])
+@pytest.mark.parametrize("name", ["focal, weighted", "smoothed, weighted", "relaxed"])
 def test_a_mean_over_pixels_is_exact_over_microbatches(name):
     """The step weighs microbatches by `label_weight`, whatever the loss."""
     config, formula = CASES[name]

@@ -88,7 +88,7 @@ def test_half_of_the_classes_is_rounded_down(classes, pasted):
 
 def test_what_is_pasted_on_the_padding_stays_when_colours_change():
     augment = AugmentConfig(
-        crop_size=(20, 20), scale_range=(1.0, 1.0), brightness=1.0, color_prob=1
+        crop_size=(20, 20), scale_range=(1.0, 1.0), color_jitter=(1.0, 0.5, 0.5, 0.1), color_prob=1
     )
     transform = TrainTransform(augment, form=ImageForm(mean=(9, 9, 9)))
     crop = transform.crop(
@@ -146,7 +146,6 @@ def batches(stream, rank=0, world_size=1, num_workers=0, start_step=0):
             start_step=start_step,
             steps=4,
             num_workers=num_workers,
-            prefetch=2,
             pin_memory=False,
             timeout_s=60,
         )

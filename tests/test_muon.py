@@ -130,7 +130,7 @@ def test_kernels_go_as_torchs_muon_takes_them(monkeypatch):
 def test_all_else_goes_as_torchs_adamw_takes_it_to_the_bit():
     model = Mixed()
     other = copy.deepcopy(model)
-    options = {"weight_decay": 0.3, "decay_norm_and_bias": False, "betas": (0.8, 0.9)}
+    options = {"weight_decay": 0.3, "decay_norm_and_bias": False}
     steps(model, build_optimizer(model, settings(optimizer="muon", **options)))
     steps(other, build_optimizer(other, settings(optimizer="adamw", **options)))
     wanted = dict(other.named_parameters())

@@ -38,7 +38,7 @@ def test_frozen_statistics_stay_and_are_used_in_training():
 @pytest.mark.parametrize(
     ("options", "layer", "words"),
     [
-        ({"momentum": 0.03, "eps": 1e-3}, SyncBatchNorm2d, "synchronized batch norm"),
+        ({"momentum": 0.03}, SyncBatchNorm2d, "synchronized batch norm"),
         ({"images": 2, "running": "mean"}, SyncBatchNorm2d, "over groups of 2 images, .* the mean"),
         ({"kind": "frozen"}, FrozenBatchNorm2d, "frozen"),
         ({"kind": "group"}, nn.GroupNorm, "group norm, at most 32 groups"),
@@ -63,15 +63,15 @@ def test_the_config_chooses_the_layer_and_says_so(options, layer, words):
 )
 def test_group_norm_of_single_values_is_refused_in_training(arch, width):
     """The branch of one pixel would be a constant, with gradients that depend on rounding."""
-    options = {"arch": arch, "backbone": "resnet18", "num_stages": 2, "output_stride": 8, width: 32}
-    images = torch.randn(2, 3, 41, 57)
-    for groups, is_refused in ((32, True), (16, False)):
-        norm = make_norm(NormConfig(kind="group", num_groups=groups))
-        model = build_model(ModelConfig(**options), num_classes=4, norm=norm)
+    options = {"arch": arch, "backbone": "resnet18", "num_stages": 2, "output_stride": 8}
+    images, norm = torch.randn(2, 3, 41, 57), make_norm(NormConfig(kind="group"))
+    for channels, is_refused in ((32, True), (64, False)):
+        config = ModelConfig(**options, **{width: channels})
+        model = build_model(config, num_classes=4, norm=norm)
         # Models trained before can still be scored.
         assert model.eval()(images).out.shape == (2, 4, 41, 57)
         if is_refused:
-            with pytest.raises(ConfigError, match="num_groups: a layer of 32 channels and one"):
+            with pytest.raises(ConfigError, match="group: a layer of 32 channels and one"):
                 model.train()(images)
         else:
             model.train()(images)

@@ -74,12 +74,13 @@ def stopped(run_ranks, tmp_path_factory, data):
         data,
         train={"steps": 3},
         eval={"every_steps": 1},
-        checkpoint={"keep_every_steps": 1, "keep_limit": 1},
+        checkpoint={"keep_every_steps": 1},
     )
     config = write_config(where / "c.yaml", options)
     assert run_ranks(1, train, config, where / "run", until=2) == [0]
     names = sorted(path.name for path in (where / "run" / "checkpoints").iterdir())
-    assert names == ["best.pt", "last.pt", "manifest.json", "previous.pt", "step_0000002.pt"]
+    kept = ["step_0000001.pt", "step_0000002.pt"]
+    assert names == ["best.pt", "last.pt", "manifest.json", "previous.pt", *kept]
     return config, where / "run"
 
 

@@ -30,7 +30,6 @@ SIZE, N, STEPS = (17, 21), 4, 8
 OPTIONS = {
     "adamw": {"optim": {"kind": "adamw"}},
     "muon": {"optim": {"kind": "muon"}},
-    "nesterov": {"optim": {"nesterov": True}},
     "average": {"optim": {"ema_decay": 0.999}},
     "clipping": {"optim": {"clip_grad_norm": 1.0}},
     "sharpness aware": {"optim": {"sam_rho": 0.05}},

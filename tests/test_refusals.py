@@ -176,9 +176,9 @@ VALUES = [
     (f"{HOGWILD} train.precision=float16", 2, "...precision: ... cannot go ..."),
     (f"{HOGWILD} loss.kind=ohem", 2, "...loss: ohem is about the pixels of the whole batch..."),
     (
-        f"{HOGWILD} loss.kind=lovasz --set loss.lovasz_per_image=false",
+        f"{HOGWILD} loss.kind=lovasz_batch",
         2,
-        "...loss: lovasz is about the pixels of the whole batch...",
+        "...loss: lovasz_batch is about the pixels of the whole batch...",
     ),
     (f"{SHOW} 'loss.also=[{{weight: 5.0}}]'", 2, "...kind..."),
     (

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from math import nan
@@ -17,6 +18,7 @@ from experiments import (
     last,
     losses,
     refusal,
+    segtrain,
     signalled_in_evaluation,
     small,
     stopped_after,
@@ -29,7 +31,10 @@ from processes import Command, logged_steps
 from segtrain.checkpoint import format as checkpoint_format
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.manager import CheckpointManager
+from segtrain.checkpoint.trained import load_model
+from segtrain.config.removed import REMOVED
 from segtrain.distributed.machine import descendants, is_alive
+from segtrain.errors import CheckpointError
 from segtrain.training.step import TrainStep
 
 
@@ -358,3 +363,46 @@ def curves(directory):
 
 
 TIMELESS = ("step", "train/loss", "train/aux_loss", "train/grad_norm", "train/lr")
+
+
+def test_a_run_that_holds_options_which_are_gone_goes_on_and_predicts(
+    run_ranks, tmp_path, data, capsys
+):
+    """The config of a run is complete, so that of an older version holds every one of them."""
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert run_ranks(1, train, config, whole) == [0]
+    assert run_ranks(1, train, config, run, until=1) == [0]
+    age(run, {key: old.value for key, old in REMOVED.items()})
+    aged = (run / "config.yaml").read_text()
+    assert run_ranks(1, train, run / "config.yaml", run, True) == [0]
+    assert_same_state(last(run), last(whole))
+    assert "warning" not in (run / "train.log").read_text()
+    assert "boundary_px" in aged
+    assert "boundary_px" not in last(run).config
+
+    said = "data.prefetch: is always 4 now, got 9; remove it"
+    age(run, {"data.prefetch": 9})
+    assert segtrain("train", run, "--resume") == 2
+    assert re.search(rf"config\.yaml:\d+: {said}\n", capsys.readouterr().err)
+    shutil.copy(whole / "config.yaml", run)  # the checkpoint still has it
+    _, code, error = refusal(train, run / "config.yaml", run, True)
+    assert code == 4
+    assert error.endswith(f"last.pt: its config does not fit this version of segtrain: {said}")
+    assert load_model(run / "checkpoints" / "last.pt").step == 2
+    age(run, {"norm.eps": 0.01})
+    with pytest.raises(CheckpointError, match=r"norm\.eps: is always 1e-05 now, got 0\.01; remove"):
+        load_model(run / "checkpoints" / "last.pt")
+
+
+def age(run, options):
+    """Gives the config of `run` and of its newest checkpoint these `options` too."""
+    manager = CheckpointManager(run / "checkpoints")
+    manager.clean_up()
+    saved = last(run)
+    sections = json.loads(saved.config)
+    for key, value in options.items():
+        section, name = key.split(".")
+        sections[section][name] = value
+    manager.save_last(saved._replace(config=json.dumps(sections, indent=1)))
+    write_config(run / "config.yaml", sections)

@@ -88,9 +88,9 @@ def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
 
 
 def test_options_that_do_not_change_the_model_may_differ_at_a_resumption(config, tmp_path):
-    moved = {"root": "/elsewhere", "classes": "/c.yaml", "num_workers": 3, "prefetch": 7}
+    moved = {"root": "/elsewhere", "classes": "/c.yaml", "num_workers": 3}
     other = changed(changed(config, "data", **moved), "train", timeout_s=30.0)
-    other = changed(changed(other, "log", every_steps=7), "checkpoint", keep_limit=1)
+    other = changed(changed(other, "log", every_steps=7), "checkpoint", every_steps=7)
     assert run_directory.check_config(tmp_path, config, other, accept_changes=False) == []
 
 

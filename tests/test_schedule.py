@@ -37,37 +37,17 @@ def test_cosine_is_torchs():
 
 
 def test_steps_are_torchs():
-    train = settings(schedule="step", steps=STEPS, lr=0.3, milestones=(7, 30), milestone_factor=0.2)
-    wanted = theirs(lr_scheduler.MultiStepLR, milestones=[7, 30], gamma=0.2)
+    train = settings(schedule="step", steps=STEPS, lr=0.3, milestones=(7, 30))
+    wanted = theirs(lr_scheduler.MultiStepLR, milestones=[7, 30], gamma=0.1)
     assert rates(train) == pytest.approx(wanted, rel=1e-12)
     assert len(set(rates(train))) == 3
 
 
-@pytest.mark.parametrize("rise", [0.3, 0.25, 0.05])
 @pytest.mark.parametrize("steps", [STEPS, 37])
-def test_one_cycle_is_torchs(rise, steps):
-    train = settings(schedule="one_cycle", steps=steps, lr=0.3, cycle_rise=rise)
-    options = {"max_lr": 0.3, "total_steps": steps, "pct_start": rise, "cycle_momentum": False}
+def test_one_cycle_is_torchs(steps):
+    train = settings(schedule="one_cycle", steps=steps, lr=0.3)
+    options = {"max_lr": 0.3, "total_steps": steps, "cycle_momentum": False}
     wanted = theirs(lr_scheduler.OneCycleLR, steps=steps, **options)
-    assert rates(train) == pytest.approx(wanted, rel=1e-9)
-
-
-@pytest.mark.parametrize("schedule", ["poly", "cosine"])
-def test_a_schedule_after_warmup_is_torchs_sequence(schedule):
-    warmup = {"warmup_steps": 8, "warmup_start": 0.25, "after_warmup": True}
-    train = settings(schedule=schedule, steps=STEPS, lr=0.3, **warmup)
-
-    def sequence(optimizer):
-        total = STEPS - 8
-        after = (
-            lr_scheduler.PolynomialLR(optimizer, total, power=0.9)
-            if schedule == "poly"
-            else lr_scheduler.CosineAnnealingLR(optimizer, total)
-        )
-        first = lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=8)
-        return lr_scheduler.SequentialLR(optimizer, [first, after], milestones=[8])
-
-    wanted = theirs(sequence)
     assert rates(train) == pytest.approx(wanted, rel=1e-9)
 
 
@@ -98,7 +78,10 @@ def test_poly_is_that_of_detectron2_and_of_mmsegmentation(step):
         (CONSTANT | {"finish_from": 4, "finish_peak": 1e-4}, "finish_peak: 0.0001 must be larger"),
         (CONSTANT | {"finish_from": 4, "warmup_steps": 5}, "4 must not be smaller than warmup"),
         (CONSTANT | {"finish_from": 4, "min_lr": 0.5}, "min_lr: 0.5 must not be larger than"),
-        ({"schedule": "one_cycle", "steps": 3}, "cycle_rise: 0.3 of 3 steps is not more than one"),
+        (
+            {"schedule": "one_cycle", "steps": 3},
+            "one_cycle rises in 0.3 of the steps, and of 3 steps",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_meant_is_refused(train, message):

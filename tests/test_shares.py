@@ -71,8 +71,7 @@ CASES = {
     "pspnet, six losses": {
         "model": {"arch": "pspnet", "backbone": "mobilenet_v2"},
         "loss": {
-            "kind": "lovasz",
-            "lovasz_per_image": False,
+            "kind": "lovasz_batch",
             "also": [
                 {"kind": "ohem", "ohem_fraction": 0.2, "class_weights": WEIGHTS},
                 {"kind": "focal", "weight": 0.7},
@@ -85,7 +84,7 @@ CASES = {
         "optim": {"kind": "muon", "lr": 1e-3},
     },
     # Passes of 4, 3 and 3 images.
-    "deeplabv3, dice, three passes, float64, precise statistics, NCHW": {
+    "deeplabv3, dice, three passes, float64, precise statistics": {
         "model": {"arch": "deeplabv3", "recompute": "blocks"},
         "loss": {"kind": "dice"},
         "norm": {"precise_batches": 2},
@@ -95,7 +94,6 @@ CASES = {
             "shares": 3,
             "steps": 1,
             "precision": "float64",
-            "channels_last": False,
         },
         "optim": {"kind": "adamw", "lr": 1e-3, "ema_decay": 0.5},
     },
@@ -104,7 +102,7 @@ CASES = {
     # and losses are added up in it, and rounding to float32 would hide most differences. The
     # gradient of a mean over pixels contains their number alone, that of dice all of its sums.
     "dice and lovasz, float64": {
-        "loss": {"kind": "dice", "also": [{"kind": "lovasz", "lovasz_per_image": False}]},
+        "loss": {"kind": "dice", "also": [{"kind": "lovasz_batch"}]},
         "norm": {"precise_batches": 1},
         "train": {"steps": 1, "batch_size": 7, "shares": 5, "precision": "float64"},
     },
@@ -134,8 +132,8 @@ CASES = {
         "train": {"batch_size": 8, "shares": 3},
     },
     "group norm, float16": {
-        "model": {"arch": "deeplabv3plus"},
-        "norm": {"kind": "group", "num_groups": 4},
+        "model": {"arch": "deeplabv3plus", "head_channels": 64},
+        "norm": {"kind": "group"},
         "train": {"batch_size": 4, "shares": 4, "precision": "float16"},
         "optim": {"clip_grad_norm": 0.5},
     },

@@ -51,7 +51,7 @@ CASES = {
     "microbatches, lovasz, mixup": {
         "train": {"steps": 3, "batch_size": 7, "accumulate_steps": 2},
         "augment": {"crop_size": [25, 33], "mixup_alpha": 1.0},
-        "loss": {"kind": "ohem", "also": [{"kind": "lovasz", "lovasz_per_image": False}]},
+        "loss": {"kind": "ohem", "also": [{"kind": "lovasz_batch"}]},
     },
     "groups of two images": {
         "train": {"steps": 3, "batch_size": 8, "virtual_ranks": 2},
@@ -194,7 +194,7 @@ def speed_and_state(config):
 def test_measuring_tells_ranks_apart_and_changes_nothing(
     run_ranks, tmp_path, data, sections, seconds
 ):
-    loss = {"kind": "lovasz", "lovasz_per_image": False}
+    loss = {"kind": "lovasz_batch"}
     config = config_file(tmp_path / "c.yaml", data, loss=loss, **sections)
     found = run_ranks(2, speed_and_state, config)
     assert found == [(1, s, None) for s in seconds]

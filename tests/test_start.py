@@ -35,7 +35,7 @@ EVERYTHING = {
             {"names": ["backbone"], "keep_zeros": True, "zero": [f"{CUT}[:, 3:5]"]},
         ],
     },
-    "schedule": {"kind": "one_cycle", "cycle_rise": 0.8},
+    "schedule": {"kind": "one_cycle"},
     "norm": {"precise_batches": 1},
 }
 

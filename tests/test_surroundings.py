@@ -14,7 +14,7 @@ from segtrain.checkpoint.format import load
 @pytest.mark.fault(22)
 def test_too_little_shared_memory_is_refused_at_the_start(tmp_path, data, little_shared_memory):
     """Both ranks together: alone each would find enough."""
-    sizes = {"data": {"num_workers": 4, "prefetch": 10}, "train": {"steps": 1}}
+    sizes = {"data": {"num_workers": 10}, "train": {"steps": 1}}
     config = write_config(tmp_path / "c.yaml", small(data, **sizes))
     arguments = ["train", config, "--nproc", 2, "--output", tmp_path / "run"]
     command = Command(tmp_path, *arguments, wrapper=little_shared_memory)
@@ -22,10 +22,10 @@ def test_too_little_shared_memory_is_refused_at_the_start(tmp_path, data, little
     assert len(command.errors.splitlines()) == 1, command.errors
     line = command.errors
     assert line.startswith("segtrain: /dev/shm: the loader's batches take up to 1.3 MB and 1.0 MB ")
-    assert "are free; use fewer data.num_workers, a smaller data.prefetch, or give" in line
+    assert "are free; use fewer data.num_workers, or give" in line
     assert not (tmp_path / "run").exists()
 
-    fewer = ["--set", "data.prefetch=2", "--set", "data.num_workers=1"]
+    fewer = ["--set", "data.num_workers=1"]
     command = Command(tmp_path, *arguments, *fewer, wrapper=little_shared_memory)
     assert command.wait() == 0, command.errors
 

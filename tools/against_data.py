@@ -104,7 +104,8 @@ def _segtrain(root: Path, crop: Size, colors: bool, source: str, share: float) -
     if source == "pack":
         data = DataConfig(**data.model_dump(exclude_unset=True), pack=str(root / "pack"))
     dataset = open_dataset(data, "train")
-    changes = {"color_prob": 0.5, **COLORS} if colors else {}
+    jitter = tuple(COLORS.values())
+    changes = {"color_prob": 0.5, "color_jitter": jitter} if colors else {}
     augment = AugmentConfig(crop_size=crop, scale_range=SCALES, max_class_share=share, **changes)
     transform = TrainTransform(augment, form=dataset.form._replace(mean=_FILL))
     if source != "decoded":

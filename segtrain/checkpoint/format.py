@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from segtrain import __version__, files
 from segtrain.config import Config
+from segtrain.config.loading import parse_config_json
 from segtrain.data.read.classes import ClassFile, class_file_from_json
 from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.data.read.fingerprint import DataFingerprint, fingerprint_from_json
@@ -265,13 +266,20 @@ def experiment_fields(config: Config, classes: ClassFile) -> dict[str, str]:
     }
 
 
-def parse_experiment(checkpoint: Checkpoint, path: Path) -> tuple[Config, ClassFile]:
-    """The config and the classes of the run; CheckpointError if this version cannot read them."""
+def parse_experiment(
+    checkpoint: Checkpoint, path: Path, *, trained: bool = False
+) -> tuple[Config, ClassFile]:
+    """The config and the classes of the run; CheckpointError if this version cannot read them.
+
+    trained: the model is only used, see `drop_removed`.
+    """
+    what = "its config does not fit this version of segtrain"
     try:
-        config = Config.model_validate_json(checkpoint.config)
+        config = parse_config_json(checkpoint.config, trained=trained)
+        what = "its classes contradict themselves"
         return config, class_file_from_json(checkpoint.classes)
     except ConfigError as error:
-        raise CheckpointError(f"{path}: its classes contradict themselves: {error}") from None
+        raise CheckpointError(f"{path}: {what}: {error}") from None
     except ValidationError as error:
         what = "its config does not fit this version of segtrain"
         raise CheckpointError(f"{path}: {what}: {first_problem(error)}") from None

@@ -30,6 +30,10 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EX
 _TEMPORARY = re.compile(r"\.((last|previous|best|step_\d{7,})\.pt|manifest\.json)\.\d+\.tmp")
 
 
+# How many step_N.pt are kept.
+_KEEP_LIMIT = 5
+
+
 class CheckpointManager:
     """Writes last.pt, previous.pt, best.pt and some step_N.pt, and finds the newest good one.
 
@@ -38,7 +42,11 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, directory: Path, *, keep_limit: int, check_lock: Callable[[], None] = lambda: None
+        self,
+        directory: Path,
+        *,
+        keep_limit: int = _KEEP_LIMIT,
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
         self._check_lock = check_lock

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, parse_data, parse_experiment
 from segtrain.checkpoint.weights import check_fit, check_plain, load_weights
 from segtrain.config import Config, load_config, recipes
-from segtrain.config.loading import yaml_value
+from segtrain.config.loading import parse_config_json, yaml_value
 from segtrain.data.read.classes import (
     ClassFile,
     class_differences,
@@ -111,7 +111,7 @@ def load_model(
     if read_division(Path(path)) is None:
         return joined
     # A fold evaluates on images that the others have trained on; the experiment does not.
-    data = load_config(Path(path) / EXPERIMENT).data
+    data = load_config(Path(path) / EXPERIMENT, trained=True).data
     return joined._replace(config=first.config.model_copy(update={"data": data}), data=None)
 
 
@@ -152,7 +152,7 @@ def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
 def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
     file = resolve(path)
     checkpoint = load(file)
-    config, classes = parse_experiment(checkpoint, file)
+    config, classes = parse_experiment(checkpoint, file, trained=True)
     check_sizes(checkpoint, config, classes, file)
     model = _inference_model(config, classes)
     load_weights(model, inference_weights(checkpoint), file)
@@ -219,10 +219,10 @@ def _inference_model(config: Config, classes: ClassFile) -> SegModel:
 _SILENT = {
     *("model.output_stride", "model.variant", "model.multi_grid", "model.align_corners"),
     *("model.ppm_bins", "model.aspp_rates"),
-    *("data.mean", "data.std", "data.value_range", "data.short_side_px", "norm.eps"),
+    *("data.mean", "data.std", "data.value_range", "data.short_side_px"),
 }
 # Options that may change keys or shapes.
-_MODEL = re.compile(r"model\.(?!pretrained|dropout)|norm\.(kind|num_groups)|data\.channels")
+_MODEL = re.compile(r"model\.(?!pretrained|dropout)|norm\.kind|data\.channels")
 
 
 class Initial(NamedTuple):
@@ -271,7 +271,7 @@ def load_initial(
         elif rows != in_place:
             weights[key] = _with_rows(own[key], weights[key], rows)
             random += [key] if None in rows else []
-    options = {} if config is None else _other_options(checkpoint.config, config)
+    options = {} if config is None else _other_options(checkpoint.config, config, file)
     # In the order of the config: head and backbone first, then what changes a part of them.
     larger = [f"{key}: {shown}" for key, shown in options.items() if _MODEL.match(key)]
     load_weights(model, weights, file, differences=larger)
@@ -283,10 +283,13 @@ def load_initial(
     return Initial(lines, random)
 
 
-def _other_options(there: str, here: Config) -> dict[str, str]:
+def _other_options(there: str, here: Config, path: Path) -> dict[str, str]:
     """Both values, in words, of each option that is another one in the config `there`, JSON."""
     try:
-        before = flat(Config.model_validate_json(there))
+        before = flat(parse_config_json(there, trained=True))
+    except ConfigError as error:
+        what = "its config does not fit this version of segtrain"
+        raise CheckpointError(f"{path}: {what}: {error}") from None
     except ValidationError:
         return {}  # of another version
     return {

@@ -46,7 +46,7 @@ def begin(
     problems = []
     if checkpoint is None:
         folder = run / run_directory.CHECKPOINTS
-        checkpoint, problems = CheckpointManager(folder, keep_limit=1).newest()
+        checkpoint, problems = CheckpointManager(folder).newest()
     if checkpoint is None:
         raise CheckpointError(f"{run}: has saved no checkpoint yet")
     saved = load(checkpoint)
@@ -64,7 +64,7 @@ def begin(
         *(f"changed    {x}" for x in changes if not x.startswith(("train.steps:", "schedule."))),
     ]
     # 3. The run. Its config comes last: without the checkpoint, it would train from the beginning.
-    checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS, keep_limit=1)
+    checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS)
     with RunLock(directory), ExitStack() as stack:
         run_directory.check_directory(directory, config, resume=False)
         stack.enter_context(RunLog(directory, enabled=True))

@@ -156,7 +156,7 @@ def _check_trained(directory: Path, config: Config, division: Division) -> None:
     """
     for fold in division.folds:
         folder = directory / fold.run / CHECKPOINTS
-        newest = CheckpointManager(folder, keep_limit=1).newest
+        newest = CheckpointManager(folder).newest
         path = folder / BEST if fold.finished else newest()[0]
         if path is None:
             continue

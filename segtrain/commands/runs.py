@@ -88,7 +88,7 @@ def _clear(directory: Path) -> int:
     """
     directory = run_directory.named_run(directory)
     with run_directory.RunLock(directory, elsewhere=""):
-        checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS, keep_limit=1)
+        checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS)
         checkpoints.clean_up()
         if checkpoints.is_cleared():
             return 0
@@ -96,7 +96,7 @@ def _clear(directory: Path) -> int:
         if path is None:
             raise ConfigError(f"{printable(directory)}: has no checkpoint to clear")
         checkpoint = load(path)
-        config, _ = parse_experiment(checkpoint, path)
+        config, _ = parse_experiment(checkpoint, path, trained=True)
         criteria = StopCriteria(config.train, checkpoint.ending)
         if not criteria.completion(checkpoint.step, checkpoint.evaluated):
             done = f"step {checkpoint.step} of {config.train.steps}"

@@ -151,7 +151,7 @@ def _losses(run: Path) -> tuple[Checkpoint, Config, np.ndarray]:
         sums = parse_sums(checkpoint.sample_losses)
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
-    config, classes = parse_experiment(checkpoint, path)
+    config, classes = parse_experiment(checkpoint, path, trained=True)
     if sums.shape[2] not in (1, classes.num_classes):
         raise CheckpointError(f"{path}: damaged: sample_losses: sums of {sums.shape[2]} classes")
     return checkpoint, config, sums.numpy()

@@ -42,7 +42,7 @@ from segtrain.training.step_sync import StepSync
 
 # These change no bit of a step.
 _SETTABLE = (
-    *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
+    *("data.root", "data.classes", "data.pack", "data.num_workers"),
     "train.timeout_s",
 )
 

@@ -9,7 +9,6 @@ from segtrain.config.section import (
     Fraction,
     NonNegative,
     Pixels,
-    Positive,
     PositiveFloat,
     Scale,
     Section,
@@ -87,7 +86,6 @@ class DataConfig(Section):
         "loader processes a rank; null: the cores divided by the ranks, at most 8; auto: as many "
         "as the first steps show are needed, at most the cores divided by the ranks",
     )
-    prefetch: Positive = option(4, "batches each loader worker prepares ahead")
     class_uniform: Fraction = option(
         0.0,
         "fraction of the samples of an epoch that show a class drawn uniformly, in a crop around "
@@ -95,7 +93,6 @@ class DataConfig(Section):
     )
 
     def _mistakes(self) -> Iterator[str]:
-        yield from self._no_effect("prefetch", self.num_workers != 0, "num_workers 0")
         if self.value_range is not None and self.value_range[0] >= self.value_range[1]:
             yield f"value_range: expected [low, high], found {list(self.value_range)}"
         for key, values in (("mean", self.mean), ("std", self.std)):
@@ -119,9 +116,8 @@ class AugmentConfig(Section):
         (0.5, 2.0), "uniform random scale of the image; [1, 1]: none"
     )
     rotate_deg: Annotated[float, Field(ge=0, le=180)] = option(
-        0.0, "rotation uniform in [-x, x] degrees; semseg uses 10"
+        0.0, "rotation of half of the images, uniform in [-x, x] degrees; semseg uses 10"
     )
-    rotate_prob: Fraction = option(0.5, "probability of a rotation")
     flip_prob: Fraction = option(0.5, "probability of a horizontal flip")
     vertical_flip_prob: Fraction = option(
         0.0, "probability of a vertical flip, for images without an up, as of satellites or cells"
@@ -145,11 +141,13 @@ class AugmentConfig(Section):
         "probability of each change of colour: brightness, contrast, saturation, hue; of 8-bit RGB "
         "only; mmsegmentation uses 0.5",
     )
-    brightness: Fraction = option(0.125, "largest change of brightness, as a share of 255")
-    contrast: Fraction = option(0.5, "contrast factor drawn from [1 - x, 1 + x]")
-    saturation: Fraction = option(0.5, "saturation factor drawn from [1 - x, 1 + x]")
-    hue: Annotated[float, Field(ge=0, le=0.5)] = option(
-        0.1, "largest rotation of the hue, as a share of the circle"
+    color_jitter: tuple[Fraction, Fraction, Fraction, Annotated[float, Field(ge=0, le=0.5)]] = (
+        option(
+            (0.125, 0.5, 0.5, 0.1),
+            "largest changes of colour, [brightness, contrast, saturation, hue]: what is added, as "
+            "a share of 255; contrast and saturation factors from [1 - x, 1 + x]; rotation of the "
+            "hue, as a share of the circle; the default is mmsegmentation's",
+        )
     )
     extra: tuple[ExtraTransform, ...] = option(
         (), "further albumentations transforms of 8-bit images, applied to the crop last"
@@ -161,6 +159,7 @@ class AugmentConfig(Section):
     )
 
     def _mistakes(self) -> Iterator[str]:
+        yield from self._no_effect("color_prob", any(self.color_jitter), "color_jitter of zeros")
         low, high = self.scale_range
         if low > high:
             yield f"scale_range: the first number, {low}, is larger than {high}"

@@ -10,7 +10,7 @@ from pydantic import Field
 from segtrain.config.data import AugmentConfig, DataConfig
 from segtrain.config.messages import did_you_mean, show
 from segtrain.config.model import ModelConfig, NormConfig
-from segtrain.config.optim import Name, OptimConfig, ScheduleConfig
+from segtrain.config.optim import CYCLE_RISE, Name, OptimConfig, ScheduleConfig
 from segtrain.config.section import (
     NEEDS,
     Fraction,
@@ -26,7 +26,16 @@ from segtrain.config.section import (
 from segtrain.config.train import TrainConfig
 from segtrain.text import MAX_NAME, counted, first_of, printable
 
-LossKind = Literal["cross_entropy", "ohem", "dice", "focal", "lovasz", "boundary_relaxation"]
+LossKind = Literal[
+    "cross_entropy",
+    "ohem",
+    "dice",
+    "dice_linear",
+    "focal",
+    "lovasz",
+    "lovasz_batch",
+    "boundary_relaxation",
+]
 
 
 class BaseLoss(Section):
@@ -34,10 +43,13 @@ class BaseLoss(Section):
 
     kind: LossKind = option(
         "cross_entropy",
-        "ohem: cross entropy over the hardest pixels only; dice: soft Dice (V-Net), "
-        "mean over the classes that the labels of a microbatch show; focal: cross entropy times "
-        "(1 - p) ** focal_gamma; lovasz: Lovasz-Softmax, a surrogate of the IoU; "
-        "boundary_relaxation: along boundaries any of the classes nearby is right",
+        "ohem: cross entropy over the hardest pixels only; dice: soft Dice of squared "
+        "probabilities (V-Net), mean over the classes that the labels of a microbatch show; "
+        "dice_linear: without the squares, as MONAI and MosaicML's Composer; focal: cross entropy "
+        "times (1 - p) ** 2; lovasz: Lovasz-Softmax, a surrogate of the IoU, mean over the images "
+        "(of microbatches: by their pixels); lovasz_batch: over the pixels of all ranks, which are "
+        "all sent to every rank and sorted there, class by class; boundary_relaxation: along "
+        "boundaries the classes of the pixels beside it are right too",
     )
     weight: PositiveFloat = option(1.0, "factor of this loss in the sum with those of loss.also")
     class_weights: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None = option(
@@ -54,9 +66,6 @@ class BaseLoss(Section):
     label_smoothing: FractionBelow1 = option(
         0.0, "cross_entropy: this part of each label is spread over all classes, as in torch"
     )
-    focal_gamma: NonNegativeFloat = option(
-        2.0, "focal: the larger, the less pixels count that are right already; 0: cross entropy"
-    )
     ohem_threshold: Fraction = option(
         0.7, "keep pixels whose probability of the true class is below this"
     )
@@ -69,18 +78,6 @@ class BaseLoss(Section):
         None,
         "ohem: keep this part of the valid pixels, the hardest of all ranks, whatever their "
         "probability; detectron2's DeepLab uses 0.2; null: ohem_threshold and ohem_min_kept decide",
-    )
-    dice_squared: bool = option(
-        True, "dice: squared probabilities, as V-Net; false: as MONAI and MosaicML's Composer"
-    )
-    lovasz_per_image: bool = option(
-        True,
-        "lovasz: the mean of the losses of the images (of microbatches: by their pixels); false: "
-        "over the pixels of all ranks, which are all sent to every rank and sorted there, class "
-        "by class",
-    )
-    boundary_px: Annotated[int, Field(gt=0, le=100)] = option(
-        1, "boundary_relaxation: how far away other classes are right too"
     )
 
     def _mistakes(self) -> Iterator[str]:
@@ -212,9 +209,8 @@ class CheckpointConfig(Section):
 
     every_steps: Positive = option(1000, "write last.pt this often")
     keep_every_steps: Positive | None = option(
-        None, "also keep a checkpoint of its own this often; null: none"
+        None, "also keep a checkpoint of its own this often, the newest five; null: none"
     )
-    keep_limit: Positive = option(5, "how many of those to keep")
 
 
 class Config(Section):
@@ -243,7 +239,7 @@ class Config(Section):
         yield from self._no_effect("model.recompute", by_batch, f"norm.kind {norm.kind}")
         yield from self._norm_mistakes()
         for term in self.loss.terms if train.parallel == "hogwild" else ():
-            if term.kind == "ohem" or (term.kind == "lovasz" and not term.lovasz_per_image):
+            if term.kind in ("ohem", "lovasz_batch"):
                 yield (
                     f"loss: {term.kind} is about the pixels of the whole batch, which no process "
                     "has with train.parallel hogwild; choose another loss"
@@ -314,10 +310,10 @@ class Config(Section):
                 f"schedule.milestones: {list(marks)} must end before the last of train.steps, "
                 f"{steps}"
             )
-        if schedule.kind == "one_cycle" and schedule.cycle_rise * steps <= 1:
+        if schedule.kind == "one_cycle" and CYCLE_RISE * steps <= 1:
             yield (
-                f"schedule.cycle_rise: {schedule.cycle_rise} of {steps} steps is not more than one "
-                "step"
+                f"schedule.kind: one_cycle rises in {CYCLE_RISE} of the steps, and of {steps} "
+                "steps that is not more than one step"
             )
 
     def _start_mistakes(self) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """From YAML text and `--set` options to a checked Config, and back to YAML."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import yaml
 from segtrain import __version__
 from segtrain.config.experiment import SECTIONS, Config
 from segtrain.config.messages import FOREIGN_KEYS, KeyPath, KeyPlace, dotted, report, validate
+from segtrain.config.removed import drop_removed
 from segtrain.config.strict_yaml import Document, parse_value, plain_value, read_text, scan_yaml
 from segtrain.errors import ConfigError
 from segtrain.text import printable
@@ -23,19 +26,43 @@ _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*\Z")
 _BOOLEANS = ("yes", "no", "on", "off", "y", "n", "true", "false", "null")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, trained: bool = False
+) -> Config:
     """The experiment in the YAML file `path`, with `section.key=value` overrides applied.
+
+    trained: its run is only looked at, see `drop_removed`.
 
     Raises:
         ConfigError: one line for every mistake, with `file:line` or `--set key`.
     """
-    return parse_config(read_text(path), source=str(path), overrides=overrides)
+    options = {"overrides": overrides, "trained": trained}
+    return parse_config(read_text(path), source=str(path), **options)
 
 
-def parse_config(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
+def parse_config(
+    text: str, *, source: str, overrides: Sequence[str] = (), trained: bool = False
+) -> Config:
     """As `load_config`, from YAML `text`; messages call it `source`."""
     by = _WRITTEN_BY.match(text)
-    return _checked(scan_yaml(text, source=source), overrides, version=by and by[1])
+    document = scan_yaml(text, source=source)
+    return _checked(document, overrides, version=by and by[1], trained=trained)
+
+
+def parse_config_json(text: str, *, trained: bool = False) -> Config:
+    """The config that a checkpoint holds, as JSON.
+
+    Raises:
+        ConfigError: it has other values of options that are gone.
+        ValidationError: anything else that is wrong.
+    """
+    with suppress(ValueError, RecursionError):  # pydantic says what is wrong with it
+        options = json.loads(text)
+        if isinstance(options, dict):
+            if mistakes := drop_removed(options, trained=trained):
+                raise ConfigError("; ".join(f"{dotted(m.path)}: {m.message}" for m in mistakes))
+            text = json.dumps(options)
+    return Config.model_validate_json(text)
 
 
 def with_places(message: str, source: str, overrides: Sequence[str]) -> str:
@@ -72,7 +99,13 @@ def override_config(
     return _checked(Document(source, data, {}, ()), overrides)
 
 
-def _checked(document: Document, overrides: Sequence[str], *, version: str | None = None) -> Config:
+def _checked(
+    document: Document,
+    overrides: Sequence[str],
+    *,
+    version: str | None = None,
+    trained: bool = False,
+) -> Config:
     data, places, mistakes = document.data, document.places, list(document.mistakes)
     unplaced = []
     for i, text in enumerate(overrides):
@@ -87,6 +120,7 @@ def _checked(document: Document, overrides: Sequence[str], *, version: str | Non
         places = {p: place for p, place in places.items() if p[: len(path)] != path}
         for length in range(len(path), 0, -1):  # the sections too, where the file has none
             places.setdefault(path[:length], KeyPlace((1, i), f"--set {dotted(path)}"))
+    mistakes += drop_removed(data, trained=trained)
     checked = validate(Config, data, hints=FOREIGN_KEYS)
     if isinstance(checked, list):
         # A value that was refused is missing from the data, which is no second mistake.

@@ -28,7 +28,7 @@ _FOREIGN_KEYS = {
     "resuming is an option of the command: --resume": "resume",
     "did you mean model.backbone?": "layers encoder",
     "did you mean schedule.min_lr?": "eta_min",
-    "did you mean schedule.cycle_rise?": "pct_start",
+    "it is 0.3 with schedule.kind one_cycle": "pct_start",
     "did you mean schedule.milestones?": "lr_steps lr_step",
     "did you mean optim.layers?": "paramwise_cfg custom_keys frozen_stages",
     "model.variant decides it (segtrain/models/forms.py)": "model.contract_dilation "

@@ -9,7 +9,6 @@ from pydantic import Field, WithJsonSchema, WrapValidator
 from segtrain.config.section import (
     FractionBelow1,
     Positive,
-    PositiveFloat,
     Positives,
     Section,
     option,
@@ -72,11 +71,6 @@ class ModelConfig(Section):
         "shortcuts that halve the size take means of 2x2 pixels before a 1x1 convolution "
         "(ResNetV1d)",
     )
-    zero_init_residual: bool = option(
-        False,
-        "ResNet: the last norm of each residual block starts with weight 0, so that blocks start "
-        "as identities (arXiv:1706.02677, section 5.1)",
-    )
     multi_grid: Positives | None = option(
         None,
         "dilation multipliers of the last stage's blocks, such as [1, 2, 4]; with variant mmseg "
@@ -135,7 +129,8 @@ class NormConfig(Section):
     kind: Literal["sync", "frozen", "group"] = option(
         "sync",
         "sync: batch norm, synchronized exactly; frozen: the running statistics of the weights "
-        "training starts from, as constants; group: GroupNorm, which knows no batch",
+        "training starts from, as constants; group: GroupNorm of 32 groups, or as many as divide "
+        "the width too, which knows no batch",
     )
     images: Literal["all"] | Positive = option(
         "all",
@@ -153,13 +148,9 @@ class NormConfig(Section):
         "before an evaluation, take the running statistics anew from this many "
         "training batches, with the weights standing still",
     )
-    num_groups: Positive = option(
-        32, "group: at most this many groups; the largest common divisor with the width"
-    )
     momentum: Annotated[float, Field(gt=0, le=1)] | None = option(
         0.1, "share of the new batch in the running statistics; null: cumulative average"
     )
-    eps: PositiveFloat = option(1e-5, "added to the variance")
 
     def _mistakes(self) -> Iterator[str]:
         yield from self._no_effect("running", self.images != "all", "images all")

@@ -21,6 +21,9 @@ from segtrain.config.section import (
 
 Name = Annotated[str, Field(min_length=1)]
 
+# The share of the steps in which the rate of one_cycle rises: pct_start of torch's OneCycleLR.
+CYCLE_RISE = 0.3
+
 _SLICE = re.compile(r"([\w.]+)\[([^\[\]]+)\]", re.ASCII)
 _INDEX = re.compile(r"(-?\d{1,9})|(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8}))?", re.ASCII)
 
@@ -102,11 +105,6 @@ class OptimConfig(Section):
     )
     head_lr_mult: PositiveFloat = option(1.0, "learning rate factor outside the backbone")
     momentum: FractionBelow1 = option(0.9, "SGD")
-    nesterov: bool = option(False, "SGD: Nesterov's momentum")
-    betas: tuple[FractionBelow1, FractionBelow1] = option(
-        (0.9, 0.999),
-        "AdamW, also beside Muon: decay of the averages of gradient and squared gradient",
-    )
     weight_decay: NonNegativeFloat = option(
         1e-4,
         "SGD: L2, decay * weight joins the gradient; AdamW and Muon: decoupled, lr * decay * "
@@ -154,34 +152,25 @@ class OptimConfig(Section):
         rates = (self.weight_decay, self.new_weight_decay, *(r.weight_decay for r in self.layers))
         keys = "decoupled_decay decay_norm_and_bias decay_toward"
         yield from self._no_effect(keys, any(rates), "weight_decay 0")
-        if self.nesterov and self.momentum == 0:
-            yield "nesterov: needs a momentum above 0"
 
 
 class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
     kind: Literal["poly", "cosine", "step", "one_cycle", "constant"] = option(
-        "poly", "how the learning rate goes on after warmup, over the steps"
+        "poly",
+        "how the learning rate goes on after warmup; poly and cosine count from the first step, as "
+        "detectron2's do; one_cycle rises in 0.3 of the steps, as torch's OneCycleLR",
     )
     poly_power: NonNegativeFloat = option(0.9, "lr * (1 - step / steps) ** power; 0: constant")
     min_lr: NonNegativeFloat = option(
         0.0, "learning rate that poly, cosine and finish_from end with"
     )
     milestones: Positives | None = option(
-        None, "kind step: the steps after which the rate is multiplied by milestone_factor"
-    )
-    milestone_factor: PositiveFloat = option(0.1, "kind step: factor at each milestone")
-    cycle_rise: Annotated[float, Field(gt=0, lt=1)] = option(
-        0.3, "one_cycle: share of the steps in which the rate rises (torch: pct_start)"
+        None, "kind step: the steps after which the rate is a tenth of what it was"
     )
     warmup_steps: NonNegative = option(0, "steps of linear warmup")
     warmup_start: Fraction = option(0.1, "share of the learning rate at the first step")
-    after_warmup: bool = option(
-        False,
-        "poly and cosine begin when warmup ends (mmsegmentation, torchvision); false: with the "
-        "first step (detectron2)",
-    )
     finish_from: Positive | None = option(
         None,
         "constant: after this step the rate falls, as 1 - sqrt(t), to the end of train.steps "
@@ -202,7 +191,7 @@ class ScheduleConfig(Section):
                 f"finish_from: {self.finish_from} must not be smaller than warmup_steps, "
                 f"{self.warmup_steps}"
             )
-        yield from self._no_effect("after_warmup", self.kind != "constant", "kind constant")
+        yield from self._no_effect("min_lr", self.poly_power > 0, "poly_power 0")
         marks = self.milestones
         if self.kind == "step" and marks is None:
             yield "milestones: kind step needs them, such as [60000, 75000]"

@@ -58,7 +58,6 @@ class TrainConfig(Section):
         "on CUDA, replay steps as CUDA graphs after the first three: the same numbers, without "
         "waiting for Python; takes some memory",
     )
-    channels_last: bool = option(True, "NHWC memory format for images and convolutions")
     init_from: str | None = option(
         None,
         "run or checkpoint whose weights training starts from, instead of model.pretrained; "

@@ -5,7 +5,7 @@ from functools import partial
 from torch import nn
 
 from segtrain.config import NormConfig
-from segtrain.norm import FrozenBatchNorm2d, NormFactory, SyncBatchNorm2d, group_norm
+from segtrain.norm import NUM_GROUPS, FrozenBatchNorm2d, NormFactory, SyncBatchNorm2d, group_norm
 
 _WORDS = {
     "pooled": "of all of them together",
@@ -18,8 +18,8 @@ _WORDS = {
 def make_norm(config: NormConfig) -> NormFactory:
     """The layers that `config` asks for; with `images` see `placed` and `sync_running_stats`."""
     if config.kind == "group":
-        return partial(group_norm, config.num_groups, eps=config.eps)
-    options = {"eps": config.eps, "momentum": config.momentum}
+        return group_norm
+    options = {"momentum": config.momentum}
     if config.kind == "frozen":
         return partial(FrozenBatchNorm2d, **options)
     if config.images != "all":
@@ -31,13 +31,13 @@ def make_inference_norm(config: NormConfig) -> NormFactory:
     """torch's own layers with the same keys and the same results in evaluation mode."""
     if config.kind == "group":
         return make_norm(config)
-    return partial(nn.BatchNorm2d, eps=config.eps)
+    return nn.BatchNorm2d
 
 
 def describe_norm(config: NormConfig) -> str:
     """`config` in words: whose statistics are used in training, and which in evaluation."""
     if config.kind == "group":
-        return f"group norm, at most {config.num_groups} groups"
+        return f"group norm, at most {NUM_GROUPS} groups"
     if config.kind == "frozen":
         return "frozen batch norm, statistics of the initial weights"
     words = "synchronized batch norm"

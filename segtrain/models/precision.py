@@ -99,7 +99,7 @@ def to_eval_precision(model: nn.Module, config: Config, device: torch.device) ->
     """`model`, in the precision and memory format of its evaluation; changed in place."""
     if for_evaluation(config).precision == "float64":
         model.double()
-    if config.train.channels_last and device.type == "cuda":
+    if device.type == "cuda":
         model.to(memory_format=torch.channels_last)
     return model
 

@@ -129,8 +129,7 @@ class ResNet(_ConvChain):
 
     `multi_grid` is that of DeepLabV3 (arXiv:1706.05587, section 4.2.1); such a stage is not
     contracted. `recompute` norm: see `segtrain.norm.norm_relu_conv`; blocks: the stem and each
-    residual block are `recomputed`. `zero_init_residual` is torchvision's: each block starts as its
-    shortcut (arXiv:1706.02677, section 5.1).
+    residual block are `recomputed`.
     """
 
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
@@ -166,11 +165,6 @@ class ResNet(_ConvChain):
                 channels = convs[-1].width
             self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
         self._num_stages = model.num_stages
-        if model.zero_init_residual:
-            last = "bn3.weight" if bottleneck else "bn2.weight"
-            for name, weight in self.named_parameters():
-                if name.startswith("layer") and name.endswith(last):
-                    nn.init.zeros_(weight)
 
     def forward(self, images: Tensor) -> Features:
         """Features of normalized images (N, 3, H, W)."""

@@ -10,6 +10,7 @@ makes what a config names.
 
 from segtrain.norm.groups import most_images, placed
 from segtrain.norm.kinds import (
+    NUM_GROUPS,
     FrozenBatchNorm2d,
     NormFactory,
     convert,
@@ -37,6 +38,7 @@ from segtrain.norm.sync import (
 )
 
 __all__ = [
+    "NUM_GROUPS",
     "FrozenBatchNorm2d",
     "NormFactory",
     "SyncBatchNorm",

@@ -57,17 +57,21 @@ class _GroupNorm(nn.GroupNorm):
         """`input` (N, C, *) normalized within each image and group."""
         if self.training and input.shape[1:].numel() == self.num_groups:
             raise ConfigError(
-                f"norm.num_groups: a layer of {self.num_channels} channels and one pixel, as after "
-                f"global pooling, is divided into {self.num_groups} groups of one value each, of "
-                "which group norm leaves nothing; use fewer groups or more channels"
+                f"norm.kind: group: a layer of {self.num_channels} channels and one pixel, as "
+                f"after global pooling, is divided into {self.num_groups} groups of one value "
+                "each, of which group norm leaves nothing; use more channels, or another kind"
             )
         return super().forward(input)
 
 
-def group_norm(num_groups: int, channels: int, *, eps: float) -> nn.GroupNorm:
-    """Group norm of at most `num_groups` groups."""
+# As in arXiv:1803.08494.
+NUM_GROUPS = 32
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """Group norm of NUM_GROUPS groups, or the most of these that `channels` can be divided into."""
     # 48 channels cannot be divided into 32 groups, but into gcd(32, 48) = 16.
-    return _GroupNorm(math.gcd(num_groups, channels), channels, eps=eps)
+    return _GroupNorm(math.gcd(NUM_GROUPS, channels), channels)
 
 
 _TO_SYNC = {

@@ -157,7 +157,7 @@ def read_run(directory: Path) -> Run:
     """
     if not run_directory.is_run(directory):
         raise ConfigError(run_directory.no_run(directory))
-    config = load_config(directory / run_directory.CONFIG)
+    config = load_config(directory / run_directory.CONFIG, trained=True)
     environment: Any = {}
     with suppress(OSError, ValueError):  # only people read it
         environment = parse_json(read_bytes(directory / ENVIRONMENT, 1 << 20))

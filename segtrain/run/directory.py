@@ -116,7 +116,7 @@ SUSPECTS = "suspects.html"
 # With train.shares, whose bits they would change, those of _ROUNDING are not among them.
 _ROUNDING = ("model.recompute", "train.virtual_ranks")
 HARMLESS = (
-    *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
+    *("data.root", "data.classes", "data.pack", "data.num_workers"),
     # Where a run ends does not change the steps before.
     *(
         "train.compile",

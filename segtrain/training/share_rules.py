@@ -73,8 +73,9 @@ def fingerprint(device: torch.device, train: TrainConfig) -> str:
 
     def random(*shape: int) -> Tensor:
         values = torch.randn(*shape, generator=generator).to(device, dtype)
-        layout = torch.channels_last if train.channels_last else torch.contiguous_format
-        return values.to(memory_format=layout).requires_grad_() if values.dim() == 4 else values
+        if values.dim() != 4:
+            return values
+        return values.to(memory_format=torch.channels_last).requires_grad_()
 
     def normalized(x: Tensor) -> Tensor:
         return F.relu(F.batch_norm(x, None, None, training=True))

@@ -138,7 +138,6 @@ class TrainState:
 
     model: nn.Module
     normalize: nn.Module
-    memory_format: torch.memory_format  # of images in the model
     criterion: SegLoss
     wrapped: nn.Module  # both as one module, compiled if the config says so
     gradients: GradientSum | ExactGradientSum
@@ -180,12 +179,7 @@ def make_state(
     """
     train, optim = config.train, config.optim
     freeze_layers(model, optim, None if resumed else loaded)
-    # Also where channels_last is off: the loader's images have that layout, and convolutions would
-    # follow it.
-    layout = torch.channels_last if train.channels_last else torch.contiguous_format
-    model.to(device, dtype_of(train))
-    if train.channels_last:
-        model.to(memory_format=layout)
+    model.to(device, dtype_of(train)).to(memory_format=torch.channels_last)
     share_weights(model)
     initial_weights = make_initial_weights(model, optim, loaded, resumed=resumed)
     if optim.sam_rho is not None:
@@ -208,7 +202,6 @@ def make_state(
     state = TrainState(
         model=model,
         normalize=normalize,
-        memory_format=layout,
         criterion=criterion,
         wrapped=wrapped,
         gradients=GradientSum(summed, overlap=train.virtual_ranks == 1),

@@ -172,7 +172,7 @@ def forward(
     """
     criterion = state.criterion
     with span(FORWARD):
-        images = state.normalize(part.images.contiguous(memory_format=state.memory_format))
+        images = state.normalize(part.images.contiguous(memory_format=torch.channels_last))
         on_logits = None
         if part.shown is not None:
             on_logits = partial(state.sample_losses.add, numbers.phase, part.shown)

@@ -89,7 +89,6 @@ def test_a_killed_loader_worker_ends_the_run_and_is_named(device, figures, tmp_p
     options = settings(
         data__root=draw_scenes(tmp_path / "scenes", 16, 4, (64, 128)),
         data__num_workers=2,
-        data__prefetch=1,
         augment__crop_size=[48, 64],
         train__steps=100_000,
         train__timeout_s=300,  # whoever comes that far hangs

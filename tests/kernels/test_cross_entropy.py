@@ -200,7 +200,7 @@ LOSS_CONFIGS = {
         False,
     ),
     "hardest fifth": ({"kind": "ohem", "ohem_fraction": 0.2}, False),
-    "focal": ({"kind": "focal", "focal_gamma": 0.5, "class_weights": WEIGHTS}, False),
+    "focal": ({"kind": "focal", "class_weights": WEIGHTS}, False),
     "two of pixels": ({"weight": 0.5, "also": ({"kind": "focal"},)}, False),
     "dice": ({"kind": "dice"}, True),
     "boundary": ({"kind": "boundary_relaxation"}, True),

@@ -399,8 +399,8 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     # 1. The run directory belongs to this run alone.
     lock, notes = RunLock(directory), []
     dist.run_on_rank0(lambda: _take_directory(request, lock, stack))
-    folder, limit = directory / run_directory.CHECKPOINTS, config.checkpoint.keep_limit
-    checkpoints = CheckpointManager(folder, keep_limit=limit, check_lock=lock.check)
+    folder = directory / run_directory.CHECKPOINTS
+    checkpoints = CheckpointManager(folder, check_lock=lock.check)
     # 2. The checkpoint to go on from, if there is one; is it one of this config?
     resumed = _find_checkpoint(checkpoints, request, notes)
     saved = resumed and resumed.checkpoint

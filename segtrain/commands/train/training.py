@@ -123,7 +123,6 @@ class Training:
             start_step=start,
             steps=stop,
             num_workers=self.num_workers(),
-            prefetch=self.config.data.prefetch,
             pin_memory=self.device.type == "cuda",
             # Time out before the other ranks do, so that the error names the loader.
             timeout_s=0.8 * self.config.train.timeout_s,

@@ -30,6 +30,8 @@ from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
 from segtrain.types import Batch
 
+# Batches that each worker prepares ahead.
+_PREFETCH = 4
 _PINNING = re.compile("^Pin memory thread exited|^Caught .* in pin memory thread")
 
 
@@ -69,7 +71,7 @@ def bytes_in_flight(config: Config, form: ImageForm, num_workers: int) -> int:
     # A pixel has one byte of each label.
     pixel = form.channels * form.dtype.itemsize + labels
     microbatch = largest_microbatch(config) * pixel * height * width
-    return num_workers * config.data.prefetch * microbatch
+    return num_workers * _PREFETCH * microbatch
 
 
 class TrainLoader:
@@ -89,7 +91,6 @@ class TrainLoader:
         start_step: int,
         steps: int,
         num_workers: int,
-        prefetch: int,
         pin_memory: bool,
         timeout_s: float,
     ) -> None:
@@ -103,7 +104,7 @@ class TrainLoader:
             batch_sampler=([(step, position) for position in part or [0]] for step, part in parts),
             collate_fn=_collate,
             num_workers=num_workers,
-            prefetch_factor=prefetch if num_workers else None,
+            prefetch_factor=_PREFETCH if num_workers else None,
             pin_memory=pin_memory,
             worker_init_fn=_start_worker,
         )

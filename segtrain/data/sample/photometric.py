@@ -49,12 +49,8 @@ def draw_color_change(augment: AugmentConfig, rng: np.random.Generator) -> Color
     def drawn(largest: float) -> float:
         return rng.uniform(-largest, largest) if rng.random() < augment.color_prob else 0.0
 
-    return ColorChange(
-        brightness=255 * drawn(augment.brightness),
-        contrast=1 + drawn(augment.contrast),
-        saturation=1 + drawn(augment.saturation),
-        hue=drawn(augment.hue),
-    )
+    brightness, contrast, saturation, hue = map(drawn, augment.color_jitter)
+    return ColorChange(255 * brightness, 1 + contrast, 1 + saturation, hue)
 
 
 def change_colors(image: np.ndarray, change: ColorChange) -> np.ndarray:

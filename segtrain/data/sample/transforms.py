@@ -15,6 +15,7 @@ from segtrain.data.sample.geometry import Placement, Span
 from segtrain.data.sample.photometric import change_pixels, extra_transforms
 
 _MAX_REDRAWS = 10  # mmsegmentation, RandomCrop
+_ROTATE_PROB = 0.5  # semseg, RandRotate
 
 
 class Crop(NamedTuple):
@@ -111,7 +112,7 @@ def draw_placement(
     height, width = label.shape
     unit = short_side_px / min(height, width) if short_side_px else 1.0
     scale = unit * rng.uniform(*augment.scale_range)
-    rotated = augment.rotate_deg > 0 and rng.random() < augment.rotate_prob
+    rotated = augment.rotate_deg > 0 and rng.random() < _ROTATE_PROB
     angle_deg = rng.uniform(-augment.rotate_deg, augment.rotate_deg) if rotated else 0.0
     flip = bool(rng.random() < augment.flip_prob)
     # Without these options they draw nothing: runs of before they existed keep their numbers.

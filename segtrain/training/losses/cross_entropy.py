@@ -48,10 +48,14 @@ class CrossEntropy(PixelMean):
         return column_of_sums(losses, pixel_weights(labels, class_weights))
 
 
+# Of the focal loss: arXiv:1708.02002, section 5.1.
+_GAMMA = 2.0
+
+
 class Focal(CrossEntropy):
     """(1 - p) ** gamma * -log(p), for the probability p of the true class (arXiv:1708.02002).
 
-    gamma: `focal_gamma`; 0 is cross entropy. The alpha of the paper is `class_weights`. As in cross
+    gamma is 2, as in the paper, whose alpha is `class_weights`. As in cross
     entropy, the sum is divided by the weights of the valid pixels, not by their factors.
     """
 
@@ -60,17 +64,16 @@ class Focal(CrossEntropy):
     def pixel_losses(self, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
         """The focal loss of every pixel, 0 where it is ignored."""
         losses = super().pixel_losses(logits, labels)
-        # For gamma < 1 the derivative at p = 1 is infinite, and infinity times 0 is not a number.
         wrong = -torch.expm1(-losses)  # 1 - p without cancellation
         wrong = wrong.clamp(min=torch.finfo(losses.dtype).tiny)
-        return wrong**self.options.config.focal_gamma * losses
+        return wrong**_GAMMA * losses
 
 
 class BoundaryRelaxation(PixelMean):
     """-log(sum of p over the classes near the pixel), boundary label relaxation.
 
-    arXiv:1812.01593, section 3.2. Near are the labels of the window of 2 r + 1 pixels a side around
-    it, r = `boundary_px`. Away from boundaries this is cross entropy. Ignored pixels and what lies
+    arXiv:1812.01593, section 3.2. Near are the labels of the window of 3 x 3 pixels around it.
+    Away from boundaries this is cross entropy. Ignored pixels and what lies
     outside the crop add no class.
 
     NVIDIA's ImgWtLossSoftNLL differs in three ways: it also trains ignored pixels that are near
@@ -89,7 +92,5 @@ class BoundaryRelaxation(PixelMean):
     def _classes_near(self, labels: Tensor, num_classes: int) -> Tensor:
         """(N, K, H, W) bool: whether a pixel in the window has the class."""
         classes = torch.arange(num_classes, device=labels.device).view(1, -1, 1, 1)
-        radius = self.options.config.boundary_px
         found = (labels.unsqueeze(1) == classes).float()
-        found = F.max_pool2d(found, (2 * radius + 1, 1), stride=1, padding=(radius, 0))
-        return F.max_pool2d(found, (1, 2 * radius + 1), stride=1, padding=(0, radius)) > 0
+        return F.max_pool2d(found, 3, stride=1, padding=1) > 0

@@ -15,15 +15,15 @@ class Dice:
     valid pixels of the batch: D_k = 2 sum(p g) / (sum(p^2) + sum(g^2)). Classes that no label of
     the batch shows are left out of the mean: whatever the model predicts, their D_k would be 0.
 
-    `dice_squared: false` leaves out the squares below, as the DiceLoss of MONAI and of MosaicML's
-    Composer does. Composer's with `batch` and `ignore_absent_classes`, as in its recipes for
+    `dice_linear` leaves out the squares below, as the DiceLoss of MONAI and of MosaicML's Composer
+    does. Composer's with `batch` and `ignore_absent_classes`, as in its recipes for
     ADE20K, is then this one but for an epsilon of 1e-5 pixels, and over the pixels of one rank.
     """
 
     num_sums = 3
 
     def __init__(self, options: LossOptions) -> None:
-        self._squared = options.config.dice_squared
+        self._squared = options.config.kind == "dice"
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(3, K): sum(p g), sum(p^2) or sum(p), and sum(g^2) = sum(g) of each class."""

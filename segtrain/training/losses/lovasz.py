@@ -12,13 +12,8 @@ from torch import Tensor
 from segtrain.distributed import collectives as dist
 from segtrain.models.blocks import at_least_float32
 from segtrain.norm import most_images
-from segtrain.training.losses.base import LossOptions, column_of_sums
+from segtrain.training.losses.base import column_of_sums
 from segtrain.types import IGNORE_INDEX
-
-
-def lovasz(options: LossOptions) -> "LovaszImages | LovaszBatch":
-    """Over each image or over the batch, as `lovasz_per_image` says."""
-    return LovaszImages() if options.config.lovasz_per_image else LovaszBatch()
 
 
 class LovaszImages:

@@ -12,7 +12,7 @@ from segtrain.models.enlarged import Enlarged
 from segtrain.training.losses.base import Loss, LossOptions, pixel_weights
 from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
-from segtrain.training.losses.lovasz import lovasz
+from segtrain.training.losses.lovasz import LovaszBatch, LovaszImages
 from segtrain.training.losses.ohem import OHEM
 from segtrain.types import Choices, SegLogits
 
@@ -21,8 +21,10 @@ LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
         "cross_entropy": CrossEntropy,
         "ohem": OHEM,
         "dice": Dice,
+        "dice_linear": Dice,
         "focal": Focal,
-        "lovasz": lovasz,
+        "lovasz": lambda _: LovaszImages(),
+        "lovasz_batch": lambda _: LovaszBatch(),
         "boundary_relaxation": BoundaryRelaxation,
     }
 )

@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         lr: float | Tensor,
         *,
-        betas: tuple[float, float],
+        betas: tuple[float, float] = (0.9, 0.999),
         fused: bool | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": 0.0, "muon": False, "fused": fused}

@@ -78,13 +78,11 @@ def build_optimizer(
     groups = parameter_groups(model, optim, None if start is None else start.loaded)
     fused = capturable or None  # None: as torch chooses; on CPUs other kernels stay, and their bits
     if optim.kind == "adamw":
-        options = {"betas": optim.betas, "fused": fused, "capturable": capturable}
-        optimizer = torch.optim.AdamW(groups, lr, **options)
+        optimizer = torch.optim.AdamW(groups, lr, fused=fused, capturable=capturable)
     elif optim.kind == "muon":
-        optimizer = Muon(groups, lr, betas=optim.betas, fused=fused)
+        optimizer = Muon(groups, lr, fused=fused)
     else:
-        options = {"momentum": optim.momentum, "nesterov": optim.nesterov, "fused": fused}
-        optimizer = torch.optim.SGD(groups, lr, **options)
+        optimizer = torch.optim.SGD(groups, lr, momentum=optim.momentum, fused=fused)
         if fused:
             optimizer.register_step_pre_hook(_make_velocities)
     for group in optimizer.param_groups if capturable else ():

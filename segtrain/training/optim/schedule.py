@@ -4,10 +4,13 @@ import math
 from bisect import bisect_right
 
 from segtrain.config import Config
+from segtrain.config.optim import CYCLE_RISE
 
 # One cycle begins with the rate divided by the first, and ends with that divided by the second:
 # div_factor and final_div_factor of torch's OneCycleLR.
 _CYCLE_START_DIV, _CYCLE_END_DIV = 25.0, 1e4
+# Of kind step, at each milestone.
+_MILESTONE_FACTOR = 0.1
 # The part of the steps after finish_from in which the rate rises to finish_peak.
 _RISE = 0.1
 
@@ -26,7 +29,7 @@ def learning_rate(config: Config, step: int) -> float:
     """The backbone's learning rate of update `step`, 0 .. steps - 1.
 
     Linear warmup from warmup_start times the rate (arXiv:1706.02677, section 2.2), multiplied with
-    the schedule, which begins at the first step or after the warmup. min_lr is what poly, cosine
+    the schedule, which begins at the first step. min_lr is what poly, cosine
     and finish_from end with.
 
     Of 100 steps 10 are warmup, which begins at a fifth. Half way up, at step 5, the factor is 0.6,
@@ -88,7 +91,7 @@ def _scheduled(config: Config, step: int) -> float:
     """
     lr, train, schedule = base_lr(config), config.train, config.schedule
     if schedule.kind == "one_cycle":
-        start, turn = lr / _CYCLE_START_DIV, schedule.cycle_rise * train.steps - 1
+        start, turn = lr / _CYCLE_START_DIV, CYCLE_RISE * train.steps - 1
         if step <= turn:
             done, a, b = step / turn, start, lr
         else:
@@ -97,11 +100,9 @@ def _scheduled(config: Config, step: int) -> float:
     if schedule.kind == "constant":
         return lr
     if schedule.kind == "step":
-        return lr * schedule.milestone_factor ** bisect_right(schedule.milestones or (), step)
-    begin = schedule.warmup_steps if schedule.after_warmup else 0
-    done, total = max(step - begin, 0), train.steps - begin
+        return lr * _MILESTONE_FACTOR ** bisect_right(schedule.milestones or (), step)
     if schedule.kind == "poly":
-        fraction = (1 - done / total) ** schedule.poly_power
+        fraction = (1 - step / train.steps) ** schedule.poly_power
     else:
-        fraction = (1 + math.cos(math.pi * done / total)) / 2
+        fraction = (1 + math.cos(math.pi * step / train.steps)) / 2
     return schedule.min_lr + (lr - schedule.min_lr) * fraction
