@@ -23,11 +23,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from segtrain.checkpoint.format import load
-from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import load_config
-from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
-from segtrain.errors import ConfigError
 from segtrain.models import SegModel, build_model
 from segtrain.models.blocks import AuxHead, FeatureChannels, Features, conv2d
 from segtrain.models.norms import make_norm
@@ -231,19 +228,6 @@ def test_a_compiled_step_is_the_uncompiled_one(run_ranks, tmp_path, data, sectio
     for found, one in zip(compiled, wanted, strict=True):
         assert_same_training(found, one, tolerance=tolerance)
         assert found[3][:2] == ([1] * 3, {})
-
-
-def test_what_cannot_be_compiled_safely_is_told_before_anything_else(tmp_path, data, monkeypatch):
-    """torch runs what it finds in its cache, whose name in the temporary folder can be told."""
-    options = experiment(data, train={"compile": True})
-    config = load_config(write_config(tmp_path / "c.yaml", options))
-    sets = [open_dataset(config.data, split) for split in ("train", "val")]
-    cache = tmp_path / "torchinductor"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    check_experiment(config, *sets, device=CPU)
-    cache.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"train\.compile: .*torchinductor, .*by other users"):
-        check_experiment(config, *sets, device=CPU)
 
 
 @pytest.mark.slow

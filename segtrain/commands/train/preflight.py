@@ -1,7 +1,5 @@
 """Before training: what is checked before device time is spent, and the lines that are logged."""
 
-import os
-import stat
 from pathlib import Path
 
 import torch
@@ -59,8 +57,6 @@ def check_experiment(
                 f"{config.data.classes}"
             )
     findings += config.eval.unknown_classes(train_set.classes.names)
-    if config.train.compile:
-        findings += _cache_findings()
     if findings:
         raise ConfigError("\n".join(findings))
     # 2. Each machine has its own memory.
@@ -98,21 +94,6 @@ def _split_warnings(train: TrainConfig, ranks: int) -> list[str]:
             "the others; the result is the same on fewer"
         )
     return warnings
-
-
-def _cache_findings() -> list[str]:
-    from torch._inductor.runtime.runtime_utils import cache_dir
-
-    # torch runs the code in its cache without asking who wrote it. The cache is in the temporary
-    # folder, under a name that other users can guess and create first.
-    cache = cache_dir()  # created by this call if it does not exist
-    found = os.lstat(cache)
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
-        return []
-    return [
-        f"train.compile: {cache}, torch's cache of compiled code, can be written by other users; "
-        "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
-    ]
 
 
 def _device_memory_finding(config: Config, num_classes: int, device: torch.device) -> str | None:
