@@ -18,13 +18,9 @@ EXIT_TERMINATED = 143
 
 
 class UserError(Exception):
-    """A mistake outside the program; `str(error)` may hold several lines, one finding each.
-
-    quotes: the option that names the file whose content the text may show, if it is such a text.
-    """
+    """A mistake outside the program; `str(error)` may hold several lines, one finding each."""
 
     exit_code = EXIT_INTERNAL
-    quotes = ""
 
 
 class ConfigError(UserError):

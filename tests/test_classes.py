@@ -152,6 +152,5 @@ def test_labels_in_colours_need_the_colour_of_each_class(tmp_path):
         "classes:\n- {name: road, color: [0, 0, 0]}\n- crack\n- {name: sky, ids: [9]}\n"
     )
     assert load_class_file(str(path)).num_classes == 3
-    with pytest.raises(ConfigError, match="these classes have no `color`: crack, sky") as caught:
+    with pytest.raises(ConfigError, match="these classes have no `color`: crack, sky"):
         load_class_file(str(path), label_format="colors")
-    assert caught.value.quotes == "data.classes"

@@ -16,7 +16,7 @@ from segtrain.commands.evaluate import run_eval
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig
 from segtrain.data.read.classes import ClassFile, default_palette, load_class_file
 from segtrain.distributed import collectives as dist
-from segtrain.errors import DataError, UserError
+from segtrain.errors import DataError
 from segtrain.types import SegLogits
 
 # Raw ids of the test scenes: ignored ones too; `train` (31) occurs nowhere.
@@ -287,19 +287,6 @@ def test_ranks_that_have_loaded_different_checkpoints_do_not_evaluate(run_ranks,
     assert second == (kind, code, said)
     assert (kind, code) == ("CheckpointError", 4)
     assert said.startswith("runs/x: replaced while the ranks were loading it (steps 500, 1000); ")
-
-
-@pytest.mark.parametrize("name", ["data.classes", "data.eval_split"])
-def test_no_line_is_shown_of_a_file_that_only_the_checkpoint_names(know_the_colors, tmp_path, name):
-    """A checkpoint from elsewhere can name any file of this machine."""
-    (tmp_path / "shadow").write_text("root:$6$secret: x\n")
-    classes = tmp_path / "shadow" if name == "data.classes" else "voc"
-    data = data_of(tmp_path, "list", classes, eval_split="shadow")
-    know_the_colors(Config(data=data), load_class_file("voc"))
-    for settings, shown in (([], False), ([f"{name}={tmp_path / 'shadow'}"], True)):
-        with pytest.raises(UserError) as caught:
-            run_eval(arguments("run", set=settings))
-        assert (f"{tmp_path / 'shadow'}:1: " in str(caught.value)) == shown
 
 
 def test_images_that_are_left_out_are_told(command, cityscapes, capsys):

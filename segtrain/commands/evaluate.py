@@ -70,7 +70,7 @@ def run_eval(args: argparse.Namespace) -> int:
     loaded = load_model(args.checkpoint, *args.others, device=device)
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
     split = args.split or config.data.eval_split
-    dataset = _open_split(args, config.data, split)
+    dataset = open_dataset(config.data, split, labelled=not args.no_labels)
     _check_classes(loaded, dataset)
     num_classes = loaded.classes.num_classes
     check_windows(config, num_classes, device, dist.local_world_size())
@@ -221,24 +221,6 @@ def _check_classes(loaded: LoadedModel, dataset: SegDataset) -> None:
         raise DataError(
             f"{difference}; evaluate with the class file of the training, --set data.classes=..."
         )
-
-
-def _open_split(args: argparse.Namespace, data: DataConfig, split: str) -> SegDataset:
-    """As `open_dataset`; no message shows what is in a text file that the checkpoint names.
-
-    A checkpoint from elsewhere can name any file of this machine.
-    """
-    try:
-        return open_dataset(data, split, labelled=not args.no_labels)
-    except UserError as error:
-        by_user = given_keys(args.set)
-        by_user |= {"data.eval_split"} if args.split else set()
-        if error.quotes in {"", *by_user}:
-            raise
-        raise type(error)(
-            f"{error.quotes}: mistakes in the file that the checkpoint names, or in what that "
-            f"lists; they are shown if you name it yourself, by --set {error.quotes}=..."
-        ) from None
 
 
 def _differences(

@@ -206,11 +206,7 @@ def load_class_file(name_or_path: str, *, label_format: str = "ids") -> ClassFil
         text = read_text(path)
     except ConfigError as error:
         raise ConfigError(f"data.classes: {error}") from None
-    try:
-        return parse_class_file(text, path, label_format)
-    except ConfigError as error:
-        error.quotes = "data.classes"
-        raise
+    return parse_class_file(text, path, label_format)
 
 
 def class_file_from_json(text: str) -> ClassFile:

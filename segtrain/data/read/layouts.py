@@ -67,9 +67,7 @@ def list_split(data: DataConfig, split: str, *, labelled: bool = True) -> Listin
     listing = scan_layout(data, split, labelled=labelled)
     if listing.problems:
         title = f"{printable(data.root)}, split {split!r}"
-        error = DataError(first_lines(title, listing.problems))
-        error.quotes = "data.eval_split" if data.layout in ("list", "voc") else ""
-        raise error
+        raise DataError(first_lines(title, listing.problems))
     return listing
 
 
