@@ -23,8 +23,6 @@ from segtrain.text import printable
 MAX_BYTES = 100_000
 _MAX_DEPTH = 20
 _MAX_DIGITS = 40
-# Halves of UTF-16 pairs. A quoted text can spell them ("\ud83d"), but no UTF-8 file can hold them.
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)\Z")
 _FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?\Z")
@@ -310,11 +308,7 @@ class _Builder:
 
 
 def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
-    if node.style is None:
-        return plain_value(node.value)
-    if half := _SURROGATE.search(node.value):
-        raise ValueError(f"{half.group()!a} is half a character; write the character itself")
-    return node.value
+    return plain_value(node.value) if node.style is None else node.value
 
 
 def _line(node: yaml.Node) -> int:
