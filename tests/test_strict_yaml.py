@@ -59,10 +59,7 @@ def test_spellings_that_readers_disagree_about_are_refused(text, pyyaml):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *(
-            (f"key: {x}", "f.yaml:1: key: ")
-            for x in (".nan", "None", "00", "1e400", "9" * 50, "-01")
-        ),
+        *((f"key: {x}", "f.yaml:1: key: ") for x in (".nan", "None", "00", "1e400", "-01")),
         ("a: 1\nb: 2\na: 3", "f.yaml:3: a: is given twice, first on line 1"),
         ("t:\n  a: 1\n  a: 1", "f.yaml:3: t.a: is given twice, first on line 2"),
         ("a: &x 1\nb: *x", "f.yaml:1: anchors and aliases"),
