@@ -119,27 +119,13 @@ def _is_stored(member: zipfile.ZipInfo) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Whether `value` is a dense tensor of real numbers, each with memory of its own.
-
-    Sparse, quantized and expanded tensors would load and fail later, or fill the memory.
-    """
+    """Whether `value` is a dense tensor of real numbers; sparse and quantized ones fail later."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
         and value.device.type != "meta"
         and not (value.is_quantized or value.is_complex() or value.is_nested)
-        and not _overlaps(value)
     )
-
-
-def _overlaps(value: Tensor) -> bool:
-    """Whether elements may share memory, as those of an expanded tensor do."""
-    reach = 0
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return value.numel() > 0
-        reach += stride * (size - 1)
-    return False
 
 
 # What `read` raises for a file that cannot be read, besides pickle.UnpicklingError for one that may
