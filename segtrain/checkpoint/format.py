@@ -1,6 +1,7 @@
-"""The checkpoint format: tensors and plain data, written atomically and loaded weights-only.
+"""The checkpoint format: a dict of tensors and plain data, in a file of torch.save.
 
-So a checkpoint from a stranger cannot run code.
+Files are written atomically. They are loaded with weights_only, so a checkpoint from a stranger
+cannot run code.
 """
 
 import json
@@ -40,8 +41,12 @@ class BestScore(TypedDict):
     score: float
 
 
-def _named(best: Any) -> Any:
-    """The best evaluation in a file of version 0.2.0 or older, which knows mIoU alone."""
+def _with_name_of_score(best: Any) -> Any:
+    """The field `best` of a file as `BestScore`; version 0.2.0 and older knew mIoU alone.
+
+    >>> _with_name_of_score({"step": 500, "mean_iou": 0.71})
+    {'by': 'mIoU', 'score': 0.71, 'step': 500, 'mean_iou': 0.71}
+    """
     if isinstance(best, dict) and "mean_iou" in best:
         return {"by": "mIoU", "score": best["mean_iou"]} | best
     return best
@@ -58,7 +63,7 @@ class SplitFields(TypedDict):
     """How the ranks divided a microbatch after train.split: measured."""
 
     counts: list[Annotated[int, Field(ge=0)]]  # images, or shares, of each rank
-    step: int  # since which it holds
+    step: int  # optimizer steps done when it began
     predicted: float  # how many times as fast as the split before
     images_per_s: list[float | None]  # of the split before and of this one; None: not known
 
@@ -71,9 +76,9 @@ class Checkpoint(NamedTuple):
     classes: str  # the ClassFile as JSON
     model: dict[str, Any]
     average: dict[str, Any] | None  # the averaged weights, if the run keeps them
-    optimizer: dict[str, Any] | None  # it and `scaler` are None if the file is for inference only
-    scaler: dict[str, Any] | None
-    best: Annotated[BestScore | None, BeforeValidator(_named)]
+    optimizer: dict[str, Any] | None  # None: the file is for inference only
+    scaler: dict[str, Any] | None  # the same
+    best: Annotated[BestScore | None, BeforeValidator(_with_name_of_score)]
     evaluated: int = 0  # the step of the newest evaluation; 0: none
     data: str | None = None  # the DataFingerprint as JSON; None: the model comes from elsewhere
     shares: dict[str, Any] | None = None  # see `restore.shares_fields`
@@ -98,8 +103,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
 def write_temporary(path: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, Entry]]:
     """Writes a temporary file beside `path`, fsyncs and verifies it; yields it with its entry.
 
-    It is loaded once: content that weights_only refuses, such as a NumPy array, must be found now
-    and not when the run is resumed.
+    Rename it to `path` inside the `with` block: afterwards it is removed.
 
     Raises:
         ExecutionError: the disk is full, or the directory cannot be written, here or by the caller.
@@ -114,18 +118,21 @@ def write_temporary(path: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, 
                 torch.save(content, hashing)
                 file.flush()
                 os.fsync(file.fileno())
+            # Content that weights_only refuses, such as a NumPy array, must be found now and not
+            # when the run is resumed. The SHA-256 is compared below.
             load(temporary, verified=True)
             if manifest.sha256_of(temporary) != hashing.sha256():
                 raise OSError("the disk gives back other bytes than were written")
             yield temporary, Entry(checkpoint.step, hashing.num_bytes, hashing.sha256())
     except (OSError, RuntimeError) as error:
-        # While torch.save handles a failed write, it raises a RuntimeError of its own.
+        # If a write fails or Ctrl-C interrupts it, torch.save raises a RuntimeError of its own,
+        # whose context is the cause.
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, KeyboardInterrupt):
             raise cause from None
-        if not isinstance(cause, OSError):
-            raise
-        raise ExecutionError(f"{path}: cannot write the checkpoint: {cause}") from cause
+        if isinstance(cause, OSError):
+            raise ExecutionError(f"{path}: cannot write the checkpoint: {cause}") from cause
+        raise
 
 
 def num_bytes(content: Any) -> int:
@@ -142,7 +149,7 @@ def num_bytes(content: Any) -> int:
 def load(path: Path, *, verified: bool = False) -> Checkpoint:
     """The checkpoint in `path`, on the CPU; CheckpointError if it is damaged or not segtrain's.
 
-    verified: the caller compares its SHA-256.
+    verified: the caller compares the SHA-256 of the file, so its CRC-32 are not compared here.
     """
     mistaken = {".yaml": "a config", ".yml": "a config"} | dict.fromkeys(IMAGE_SUFFIXES, "an image")
     if found := mistaken.get(path.suffix.lower()):
@@ -167,16 +174,19 @@ def load(path: Path, *, verified: bool = False) -> Checkpoint:
 
 
 def _load_verified(path: Path, verified: bool) -> Any:
-    """The content of `path`, verified by the manifest; safe while a run replaces the file."""
+    """The content of `path`, verified by the manifest; safe while a run replaces the file.
+
+    verified: as in `load`.
+    """
     while True:
-        # One open file for both: between two calls of open() a run could replace it.
+        # Verify and load the same open file: between two calls of open() a run could replace it.
         with files.open_regular(path) as file:
             try:
                 compared = manifest.verify(path, file)
             except CheckpointError:
-                # If a run has replaced the file meanwhile, the manifest is newer than `file`.
                 if files.is_same_file(file.fileno(), path):
                     raise
+                # A run has replaced the file meanwhile: the manifest is newer than `file`.
                 continue
             file.seek(0)
             return torch_file.load(file, verified=verified or compared)
@@ -185,7 +195,7 @@ def _load_verified(path: Path, verified: bool) -> Any:
 def _load_exported(path: Path) -> Checkpoint:
     """What `segtrain export --format safetensors` wrote, as a checkpoint for inference."""
     with files.open_regular(path):
-        pass  # safetensors would wait for a pipe
+        pass  # refuses a pipe, for which safetensors would wait
     with safe_open(path, framework="pt") as file:
         about = file.metadata() or {}
         try:
@@ -197,14 +207,19 @@ def _load_exported(path: Path) -> Checkpoint:
             "its metadata are not those of segtrain export; for the weights of another program "
             "use segtrain convert"
         )
-    # Half precision is for other programs; here kernels are float32.
-    kernels = {key: w.float() if w.dtype == torch.float16 else w for key, w in weights.items()}
-    fields = dict.fromkeys(("average", "optimizer", "scaler", "best"))
-    step = about["step"]  # `_parse` refuses text
-    fields["step"] = int(step) if step.isdecimal() and len(step) < 17 else step
-    content = {"format": FORMAT_VERSION, "model": kernels, **fields}
-    content["segtrain"] = about["segtrain_version"]
-    return _parse(content | {key: about[key] for key in ("config", "classes")})
+    step = about["step"]
+    is_number = step.isdecimal() and len(step) <= 16
+    content = {
+        "format": FORMAT_VERSION,
+        "segtrain": about["segtrain_version"],
+        "step": int(step) if is_number else step,  # `_parse` refuses text
+        "config": about["config"],
+        "classes": about["classes"],
+        # Half precision is for other programs; here kernels are float32.
+        "model": {key: w.float() if w.dtype == torch.float16 else w for key, w in weights.items()},
+        **dict.fromkeys(("average", "optimizer", "scaler", "best")),  # not exported: None
+    }
+    return _parse(content)
 
 
 class _ForeignError(Exception):
@@ -212,28 +227,32 @@ class _ForeignError(Exception):
 
 
 def _parse(content: Any) -> Checkpoint:
+    """The checkpoint with this content, also of an older version; _ForeignError if it is none."""
     if not isinstance(content, dict) or "format" not in content:
         kind = "a bare state dict" if isinstance(content, dict) else type(content).__name__
         raise _ForeignError(f"expected a checkpoint of segtrain, found {kind}")
-    if content["format"] is not FORMAT_VERSION:
+    version = content["format"]
+    # True and 1.0 are equal to 1, but not written by segtrain.
+    if type(version) is not int or version != FORMAT_VERSION:
         raise _ForeignError(
-            f"format {printable(content['format'], MAX_NAME)}, written by segtrain "
+            f"format {printable(version, MAX_NAME)}, written by segtrain "
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
     fields = {key: content[key] for key in Checkpoint._fields if key in content}
     if content.get("segtrain") == "0.1.0" and isinstance(fields.get("config"), str):
-        fields["config"] = _with_its_network(fields["config"])
+        fields["config"] = _as_after_0_1_0(fields["config"])
     try:
         return _CHECKPOINT.validate_python(fields)
     except ValidationError as error:
         raise _ForeignError(f"damaged: {first_problem(error)}") from None
 
 
-def _with_its_network(config: str) -> str:
-    """A config of segtrain 0.1.0, as one that describes the same network today.
+def _as_after_0_1_0(config: str) -> str:
+    """A config (JSON) of segtrain 0.1.0, changed to one that describes the same network today.
 
-    It stretched features over images whose sides are no multiples of the stride.
+    Where the sides of an image are no multiples of the stride, that version stretched the features
+    over it. Its "paper", the default, is "paper_stretched" today.
     """
     try:
         options = json.loads(config)
@@ -256,13 +275,9 @@ def config_field(config: Config) -> str:
 def experiment_fields(config: Config, classes: ClassFile) -> dict[str, str]:
     """The fields `config` and `classes` of a Checkpoint."""
     # Without an ignored colour, leave the key out: the default colour may be that of a class.
-    default = set() if classes.ignores_color else {"ignore_color"}
-    return {
-        "config": config_field(config),
-        "classes": _CLASS_FILE.dump_json(
-            classes, indent=1, exclude=default, exclude_defaults=True
-        ).decode(),
-    }
+    left_out = set() if classes.ignores_color else {"ignore_color"}
+    text = _CLASS_FILE.dump_json(classes, indent=1, exclude=left_out, exclude_defaults=True)
+    return {"config": config_field(config), "classes": text.decode()}
 
 
 def parse_experiment(
@@ -272,16 +287,20 @@ def parse_experiment(
 
     trained: the model is only used, see `drop_removed`.
     """
-    what = "its config does not fit this version of segtrain"
+    unfit = f"{path}: its config does not fit this version of segtrain"
     try:
         config = parse_config_json(checkpoint.config, trained=trained)
-        what = "its classes contradict themselves"
-        return config, class_file_from_json(checkpoint.classes)
     except ConfigError as error:
-        raise CheckpointError(f"{path}: {what}: {error}") from None
+        raise CheckpointError(f"{unfit}: {error}") from None
     except ValidationError as error:
-        what = "its config does not fit this version of segtrain"
-        raise CheckpointError(f"{path}: {what}: {first_problem(error)}") from None
+        raise CheckpointError(f"{unfit}: {first_problem(error)}") from None
+    try:
+        classes = class_file_from_json(checkpoint.classes)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: its classes contradict themselves: {error}") from None
+    except ValidationError as error:
+        raise CheckpointError(f"{unfit}: {first_problem(error)}") from None
+    return config, classes
 
 
 def first_problem(error: ValidationError) -> str:
