@@ -1,7 +1,7 @@
 """Synchronized batch norm as modules: a drop-in for nn.BatchNorm1d, 2d and 3d.
 
-Below them: layers that share a collective, and running statistics that are updated together, or of
-groups of images.
+In this order: the modules; functions that compute several modules at once; what they ask of a
+module for that; the running statistics of groups of images, and of many layers together.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -109,8 +109,8 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"running: {running} is about groups of images; give images, too")
         self.process_group = as_ranks(process_group)
         self.images, self.running = images, running
-        # What groups of images have to say about batches that the running statistics have not
-        # followed yet, by virtual rank.
+        # With `images`: the batches that the running statistics have not followed yet, by slot (the
+        # number of a virtual rank).
         self._seen: dict[int, list[_Seen]] = {}
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -126,16 +126,21 @@ class SyncBatchNorm(_BatchNorm):
         if fused.takes(input) and _in_one_pass([(input, self)]):
             return _fused([(input, self)], "none")[0]
         if self.images is None and dist.group_size(self._group()) == 1:
-            # Without values a batch does not count, as among several ranks.
-            if self.running_mean is None or (is_tracked() and input.numel()):
-                return super().forward(input)
-            # Copies, not None: checkpointing compares the saved tensors with the first pass's.
-            buffers = self.weight, self.bias, self.running_mean.clone(), self.running_var.clone()
-            # Not that of torch.nn.functional, which refuses one value per channel: a rank that is
-            # measured alone may have one image.
-            by_cudnn = torch.backends.cudnn.enabled
-            return torch.batch_norm(input, *buffers, True, 0.0, self.eps, by_cudnn)
+            return self._normalize_alone(input)
         return synchronized([(input, self)])[0]
+
+    def _normalize_alone(self, input: Tensor) -> Tensor:
+        """What nn.BatchNorm2d computes in training, on a rank that shares with no other."""
+        # Without values a batch does not count, as among several ranks.
+        if self.running_mean is None or (is_tracked() and input.numel()):
+            return super().forward(input)
+        # Copies, as torch writes to them. Not None: checkpointing compares the saved tensors with
+        # the first pass's.
+        buffers = self.weight, self.bias, self.running_mean.clone(), self.running_var.clone()
+        # Not that of torch.nn.functional, which refuses one value per channel: a rank that is
+        # measured alone may have one image.
+        by_cudnn = torch.backends.cudnn.enabled
+        return torch.batch_norm(input, *buffers, True, 0.0, self.eps, by_cudnn)
 
     def _evaluate(self, input: Tensor) -> Tensor:
         waiting = current().waiting
@@ -158,10 +163,15 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _track(self, found: list[Moments], groups: Groups | None) -> None:
-        """Tracks the statistics of a batch: of all its images, or of each group here."""
+        """Lets the running statistics follow a batch, now or later.
+
+        found: the statistics of each of its `groups` that has images here; if `groups` is None, one
+            element, of all its images.
+        """
         if self.running_mean is None or not is_tracked():
             return
         if groups is not None:
+            # Only the part with the first image of a group speaks for it in `sync_running_stats`.
             led = {groups.first + i: found[i] for i in groups.led}
             seen = _Seen(groups.count, led, self.momentum)
             self._seen.setdefault(virtual_ranks.slot(), []).append(seen)
@@ -189,9 +199,11 @@ class SyncBatchNorm(_BatchNorm):
         batches: Tensor | bool,
         weight: Tensor | None = None,
     ) -> None:
-        """Moves the running statistics toward those of some `batches`; 0 change nothing.
+        """Moves the running statistics toward `mean` and `unbiased_var`.
 
-        weight: what they count together, in momenta; None: one each.
+        batches: how many batches these are of; 0 or False: nothing changes.
+        weight: how far to move, as a multiple of the momentum; None: `batches`. The cumulative
+            average (momentum None) counts batches instead.
         """
         self.num_batches_tracked.add_(batches)
         if self.momentum is None:
@@ -221,48 +233,80 @@ class SyncBatchNorm(_BatchNorm):
         return Sharing(dist.group_of(groups.ranks), groups)
 
     def _contribution(self, batch: "_Seen | None") -> Tensor:
-        """What the groups that begin here add to the sum over all of a batch, (2 C + 2,).
+        """What this part adds to the sum of a batch over all parts, (2 C + 2,) float64.
 
-        batch: None: this part has not called the layer.
+        It speaks for the groups that begin here. A group with mean m (C,), biased variance v,
+        unbiased variance u, and n values per channel adds
+
+            pooled:      [n m, n (v + m^2), n, 1]
+            mean:        [m, u, 1, 1]
+            first:       the same if it is the first group of all, else [0, 0, 0, 1]
+            sequential:  [w m, w u, w, 1] with w = (1 - momentum)^(number of groups after it)
+
+        and zeros if it has no values. So the last element is the number of groups with values.
+
+        batch: None: this part has not called the layer, and adds zeros.
         """
         total = self.running_mean.new_zeros(2 * self.num_features + 2, dtype=torch.float64)
-        if batch is not None and batch.momentum != self.momentum:
+        if batch is None:
+            return total
+        if batch.momentum != self.momentum:
             raise RuntimeError(
                 "the momentum has changed since the forward pass (torch.optim.swa_utils.update_bn "
                 "does so); for statistics of many batches use segtrain.norm.precise_statistics"
             )
-        for number, (mean, var, count) in batch.led.items() if batch is not None else ():
-            one = (count >= 1).double()
+        for number, (mean, var, count) in batch.led.items():
+            has_values = (count >= 1).double()
             if self.running == "pooled":
                 total[:-1] += packed(mean, var, 1) * count
             elif self.running != "first" or number == 0:
                 later = batch.num_groups - 1 - number if self.running == "sequential" else 0
-                weight = (1 - (self.momentum or 0.0)) ** later * one
+                weight = (1 - (self.momentum or 0.0)) ** later * has_values
                 statistics = torch.cat([mean, unbiased(var, count), mean.new_ones(1)])
                 total[:-1] += statistics.double() * weight
-            total[-1] += one
+            total[-1] += has_values
         return total
 
     def _follow_groups(self, total: Tensor) -> None:
-        """Takes in one batch, given the sum of all contributions."""
-        statistics, groups = total[:-1], total[-1]
+        """Takes in one batch. total: the sum of the `_contribution` of all parts."""
+        statistics, num_groups = total[:-1], total[-1]
         if self.running == "pooled":
             mean, var, count = unpacked_moments(statistics)
             self._update(mean, unbiased(var, count), count >= 1)
             return
         weight = statistics[-1]
-        mean, var = (statistics[:-1] / torch.where(weight > 0, weight, 1.0)).view(2, -1)
+        mean, var = (statistics[:-1] / torch.where(weight > 0, weight, 1.0)).view(2, -1)  # (C,)
         if self.running == "sequential":
-            self._update(mean, var, groups.long(), weight)
+            # With momentum p, k groups in turn take r to r (1 - p)^k + p sum(w m). As p sum(w) is
+            # 1 - (1 - p)^k, one step of p sum(w) from r toward the weighted mean does the same.
+            self._update(mean, var, num_groups.long(), weight)
         else:
             self._update(mean, var, weight > 0)
 
 
-class _Seen(NamedTuple):
-    """A batch in groups: their number, and the statistics of those that begin in this part."""
+class SyncBatchNorm1d(SyncBatchNorm):
+    """SyncBatchNorm for (N, C) and (N, C, L)."""
 
-    num_groups: int
-    led: dict[int, Moments]
+    _dims = (2, 3)
+
+
+class SyncBatchNorm2d(SyncBatchNorm):
+    """SyncBatchNorm for (N, C, H, W)."""
+
+    _dims = (4,)
+
+
+class SyncBatchNorm3d(SyncBatchNorm):
+    """SyncBatchNorm for (N, C, D, H, W)."""
+
+    _dims = (5,)
+
+
+class _Seen(NamedTuple):
+    """A batch in groups, as one part of it (a rank or a virtual rank) has seen it."""
+
+    num_groups: int  # in the whole batch
+    led: dict[int, Moments]  # of the groups that begin in this part, by their number in the batch
     momentum: float | None  # of the layer then
 
 
@@ -276,19 +320,11 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
     pairs = list(pairs)
     if _fit_kernels(pairs):
         return _fused(pairs, "none")
-    if _are_free(pairs):
+    if _are_alike(pairs):
         layer = pairs[0][1]
         if layer.images or dist.group_size(layer._group()) > 1:
             return synchronized(pairs)
     return [layer(x) for x, layer in pairs]
-
-
-def _are_free(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
-    """Whether one function may compute these layers, which share alike."""
-    layers = [layer for _, layer in pairs]
-    if not all(map(_computes_freely, layers)) or len({*map(type, layers)}) != 1:
-        return False
-    return len({(layer.images, layer.sharing_ranks()) for layer in layers}) == 1
 
 
 def synchronized(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> list[Tensor]:
@@ -348,34 +384,6 @@ def norm_activation(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor
     return activation(norm(x))
 
 
-def _fit_kernels(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
-    """Whether kernels may compute these layers with what follows them."""
-    return all(fused.takes(x) for x, _ in pairs) and _are_free(pairs) and _in_one_pass(pairs)
-
-
-def _in_one_pass(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> bool:
-    """Whether `fused_norms` computes layers that share alike."""
-    _, layer = pairs[0]
-    # Groups of images are cut apart, and virtual ranks keep what waits on the host.
-    if layer.images is not None or virtual_ranks.current() is not None:
-        return False
-    # One rank with one value a channel, or with none, is a case of its own.
-    return dist.group_size(layer._group()) > 1 or all(x.numel() > x.shape[1] for x, _ in pairs)
-
-
-def _fused(
-    pairs: Sequence[tuple[Tensor, SyncBatchNorm]], activation: str, **options: Any
-) -> list[Tensor]:
-    """`fused_norms` of layers, whose running statistics follow."""
-    for x, layer in pairs:
-        layer._check_input_dim(x)
-    inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
-    ys, moments = fused.fused_norms(inputs, pairs[0][1]._group(), activation, **options)
-    for (_, layer), found in zip(pairs, moments, strict=True):
-        layer._track([found], None)
-    return ys
-
-
 def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
     """conv(relu(norm(x))), keeping `x` alone for the backward pass (collective in training).
 
@@ -383,7 +391,7 @@ def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
     Other layers than synchronized batch norms in training run as they are, and so do those with
     hooks. The convolution must have no bias.
     """
-    if not _computes_freely(norm) or _has_hooks(conv):
+    if not _is_plain(norm) or _has_hooks(conv):
         return conv(F.relu(norm(x), inplace=True))
     norm._check_input_dim(x)
     assert conv.bias is None
@@ -393,6 +401,55 @@ def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
     y, moments = norm_relu_conv2d(layer, conv.weight, geometry, sharing)
     norm._track(moments, sharing.groups)
     return y
+
+
+def _fused(
+    pairs: Sequence[tuple[Tensor, SyncBatchNorm]], activation: str, **options: Any
+) -> list[Tensor]:
+    """The outputs of layers by `fused_norms`; their running statistics follow (collective)."""
+    for x, layer in pairs:
+        layer._check_input_dim(x)
+    inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
+    ys, moments = fused.fused_norms(inputs, pairs[0][1]._group(), activation, **options)
+    for (_, layer), found in zip(pairs, moments, strict=True):
+        layer._track([found], None)
+    return ys
+
+
+def _fit_kernels(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
+    """Whether `fused_norms` may compute these layers, with an activation after them."""
+    return all(fused.takes(x) for x, _ in pairs) and _are_alike(pairs) and _in_one_pass(pairs)
+
+
+def _are_alike(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
+    """Whether one function may compute these layers: plain ones that share with the same ranks."""
+    layers = [layer for _, layer in pairs]
+    if not all(map(_is_plain, layers)) or len({*map(type, layers)}) != 1:
+        return False
+    return len({(layer.images, layer.sharing_ranks()) for layer in layers}) == 1
+
+
+def _in_one_pass(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> bool:
+    """Whether `fused_norms` can compute these layers, if they share with the same ranks."""
+    _, layer = pairs[0]
+    # Groups of images are cut apart, and virtual ranks keep what waits on the host.
+    if layer.images is not None or virtual_ranks.current() is not None:
+        return False
+    # One rank with one value a channel, or with none, is a case of its own.
+    return dist.group_size(layer._group()) > 1 or all(x.numel() > x.shape[1] for x, _ in pairs)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a function may compute this layer instead of a call: in training, without hooks."""
+    if not isinstance(layer, SyncBatchNorm) or type(layer).forward is not SyncBatchNorm.forward:
+        return False  # a subclass may compute anything
+    return layer.training and not _has_hooks(layer)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    forward = [module._forward_pre_hooks, module._forward_hooks]
+    backward = [module._backward_pre_hooks, module._backward_hooks]
+    return any(forward + backward)
 
 
 def make_groups(module: nn.Module) -> None:
@@ -416,36 +473,43 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     that shares nothing with others; if it is called several times, then by all equally often.
 
     others: replicas of `module`, which share its buffers.
-    shares: of which each slot of this rank is one; then these bits are the same on any number of
-        ranks.
+    shares: those of the run, if each slot of this rank computes one; then these bits are the same
+        on any number of ranks.
     """
-    alike = [
+    layers_of_all = zip(module.modules(), *(other.modules() for other in others), strict=True)
+    # Of each layer that has anything to follow: itself, then its replicas.
+    replicas = [
         layers
-        for layers in zip(module.modules(), *(other.modules() for other in others), strict=True)
-        if isinstance(layers[0], SyncBatchNorm) and layers[0].images is not None
+        for layers in layers_of_all
+        if isinstance(layers[0], SyncBatchNorm)
+        and layers[0].images is not None
+        and layers[0].running_mean is not None
     ]
-    alike = [layers for layers in alike if layers[0].running_mean is not None]
-    if not alike or not current().tracked:
+    if not replicas or not current().tracked:
         return
-    seen = [{slot: s for layer in layers for slot, s in layer._seen.items()} for layers in alike]
-    num_slots = 1 + max((slot for of_slot in seen for slot in of_slot), default=0)
-    num_slots = num_slots if shares is None else shares.counts[dist.rank()]
-    # Of each layer and batch, its numbers in each slot. All ranks send equally much, those too that
-    # have not called a layer.
+    # Of each layer: the batches that each slot has seen.
+    seen = [{slot: s for layer in layers for slot, s in layer._seen.items()} for layers in replicas]
+    if shares is None:
+        num_slots = 1 + max((slot for of_slot in seen for slot in of_slot), default=0)
+    else:
+        num_slots = shares.counts[dist.rank()]
+    # All slots on all ranks send equally much: for each layer, one contribution per batch. Slots
+    # that have not called a layer send zeros.
     rows: list[list[Tensor]] = [[] for _ in range(num_slots)]
-    owners: list[SyncBatchNorm] = []
-    for (layer, *_), of_slot in zip(alike, seen, strict=True):
-        batches = max(map(len, of_slot.values()), default=1)
-        owners += [layer] * batches
+    owners: list[SyncBatchNorm] = []  # of each contribution in a row
+    for (layer, *_), of_slot in zip(replicas, seen, strict=True):
+        num_batches = max(map(len, of_slot.values()), default=1)
+        owners += [layer] * num_batches
         for slot, row in enumerate(rows):
-            found = of_slot.get(slot, [])
-            row += map(layer._contribution, [*found, *[None] * (batches - len(found))])
+            batches: list[_Seen | None] = [*of_slot.get(slot, [])]
+            batches += [None] * (num_batches - len(batches))
+            row += [layer._contribution(batch) for batch in batches]
     parts = [torch.cat(row) for row in rows]
     total = dist.all_reduce_sum(sum(parts)) if shares is None else shares.sum(torch.stack(parts))
     sizes = [2 * layer.num_features + 2 for layer in owners]
     for layer, part in zip(owners, total.split(sizes), strict=True):
         layer._follow_groups(part)
-    for layers in alike:
+    for layers in replicas:
         for layer in layers:
             layer._seen.clear()
 
@@ -455,36 +519,6 @@ def forget_batches(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
             layer._seen.clear()
-
-
-class SyncBatchNorm1d(SyncBatchNorm):
-    """SyncBatchNorm for (N, C) and (N, C, L)."""
-
-    _dims = (2, 3)
-
-
-class SyncBatchNorm2d(SyncBatchNorm):
-    """SyncBatchNorm for (N, C, H, W)."""
-
-    _dims = (4,)
-
-
-class SyncBatchNorm3d(SyncBatchNorm):
-    """SyncBatchNorm for (N, C, D, H, W)."""
-
-    _dims = (5,)
-
-
-def _computes_freely(layer: nn.Module) -> bool:
-    """Whether one function may compute this layer with others; hooks need a call of it."""
-    if not isinstance(layer, SyncBatchNorm) or type(layer).forward is not SyncBatchNorm.forward:
-        return False  # a subclass may compute anything
-    return layer.training and not _has_hooks(layer)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    forward, backward = module._forward_hooks, module._backward_hooks
-    return any([forward, backward, module._forward_pre_hooks, module._backward_pre_hooks])
 
 
 @contextmanager
@@ -563,23 +597,32 @@ def tracked_together() -> Iterator[None]:
     while waiting:
         # A layer that was called twice follows its batches one after another.
         now: dict[SyncBatchNorm, Moments] = {}
-        waiting = [pair for pair in waiting if now.setdefault(*pair) is not pair[1]]
+        later = []
+        for layer, moments in waiting:
+            if layer in now:
+                later.append((layer, moments))
+            else:
+                now[layer] = moments
         _follow(list(now), list(now.values()))
+        waiting = later
 
 
 @torch.no_grad()
 def _follow(layers: Sequence[SyncBatchNorm], batches: Sequence[Moments]) -> None:
-    """Moves the running statistics of different `layers` toward a batch of each."""
+    """Moves the running statistics of different `layers` toward a batch of each.
+
+    The channels of all layers lie in one tensor, so that an operation serves all of them.
+    """
     sizes = [layer.num_features for layer in layers]
 
     def along(values: Tensor) -> Tensor:
-        """Each of `values` (layers,) once for every channel of its layer, (sum of sizes,)."""
+        """Each of `values` (layers,) once for every channel of its layer, (channels of all,)."""
         pairs = zip(values.unbind(), sizes, strict=True)
         return torch.cat([value.expand(size) for value, size in pairs])
 
     means, variances, counts = (list(tensors) for tensors in zip(*batches, strict=True))
-    counts = torch.stack(counts)
-    mean = torch.cat(means)
+    counts = torch.stack(counts)  # (layers,)
+    mean = torch.cat(means)  # (channels of all,)
     seen = counts >= 1
     torch._foreach_add_([layer.num_batches_tracked for layer in layers], list(seen.long()))
     momenta = constant([layer.momentum for layer in layers], mean.dtype, mean.device)
