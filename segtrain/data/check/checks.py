@@ -1,8 +1,12 @@
-"""The checks of a data set: of every pair, and of the headers and a few pairs before training."""
+"""The two checks of a data set.
+
+`check_data` reads every pair completely, for `segtrain data check`. `quick_check`, before training,
+reads the headers of every pair and decodes a sample.
+"""
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -36,14 +40,14 @@ from segtrain.text import counted, printable, table_lines
 
 T = TypeVar("T")
 
-# Few enough for large images.
+# Few: each holds a decoded image, which may be large.
 _DECODING_THREADS = 4
 # Pairs to look at before training: fewer could all be dark, or without the high ids, by chance.
 _SAMPLES = 32
-# Only if at least this fraction of the classes has raw ids that cannot be train ids.
+# The least fraction of classes whose raw ids cannot be train ids, see `_can_tell_train_ids`.
 _MIN_TELLING = 0.25
-# What a few pairs can tell.
-_KINDS = {
+# The kinds of findings that a sample can tell; others, such as "absent" classes, need all pairs.
+_KINDS_BY_SAMPLE = {
     *("unreadable", "values", "palette", "palettes", "one class", "train ids"),
     *("range", "faint", "dropped band", "white", "outside", "orientation"),
 }
@@ -68,22 +72,26 @@ class CheckResult:
         """For a terminal: a table of the classes, the findings, a verdict."""
         lines = [_split_line(scan) for scan in self.scans]
         if self.scans:
-            columns = [["class", *self.class_names]]
-            for scan in self.scans:
-                total = max(1, int(scan.pixels.sum()))
-                percentages = [f"{100 * pixels / total:.3f} %" for pixels in scan.pixels]
-                columns.append([f"{scan.split} pixels", *percentages])
-                columns.append(["images", *map(str, scan.images)])
-            lines += ["", *table_lines(columns)]
+            lines += ["", *self._class_table()]
         ordered = sorted(self.findings, key=lambda finding: finding.severity, reverse=True)
         for finding in ordered:  # warnings, then errors, which a terminal shows last
             first, *places = finding.lines()
             lines += ["", f"{finding.severity}: {first}", *places]
         counts = Counter(finding.severity for finding in self.findings)
-        of = {severity: counted(n, "kind", "kinds") for severity, n in counts.items()}
-        verdict = "the data is fine" if self.ok else f"errors of {of['error']}"
-        warnings = f"warnings of {of['warning']}" if "warning" in of else "no warnings"
+        kinds = {severity: counted(n, "kind", "kinds") for severity, n in counts.items()}
+        verdict = "the data is fine" if self.ok else f"errors of {kinds['error']}"
+        warnings = f"warnings of {kinds['warning']}" if "warning" in kinds else "no warnings"
         return "\n".join([*lines, "", f"{verdict}; {warnings}"])
+
+    def _class_table(self) -> list[str]:
+        """The lines of a table: a class a line; of each split, its pixels and its images."""
+        columns = [["class", *self.class_names]]
+        for scan in self.scans:
+            total = max(1, int(scan.pixels.sum()))
+            percentages = [f"{100 * pixels / total:.3f} %" for pixels in scan.pixels]
+            columns.append([f"{scan.split} pixels", *percentages])
+            columns.append(["images", *map(str, scan.images)])
+        return table_lines(columns)
 
     def as_json(self) -> str:
         """The whole result, with every place of every finding, as one JSON object."""
@@ -140,9 +148,9 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
     if train.split == evaluation.split:
         return [ONE_SPLIT, *check_split(train)]
     trained = {(pair.image, pair.window) for pair in train.pairs}
-    both = [x.image for x in evaluation.pairs if (x.image, x.window) in trained]
-    both = [finding.lines()[0] for finding in both_splits([printable(path) for path in both])]
-    return both + check_split(train) + check_split(evaluation)
+    in_both = [x.image for x in evaluation.pairs if (x.image, x.window) in trained]
+    warnings = [finding.lines()[0] for finding in both_splits(list(map(printable, in_both)))]
+    return warnings + check_split(train) + check_split(evaluation)
 
 
 def check_split(dataset: SegDataset) -> list[str]:
@@ -155,11 +163,13 @@ def check_split(dataset: SegDataset) -> list[str]:
         return []
     depths = _check_headers(dataset)
     scan = _scan_sample(dataset, depths)
-    kinds = _KINDS if _can_tell_train_ids(dataset) else _KINDS - {"train ids"}
+    kinds = _KINDS_BY_SAMPLE
+    if not _can_tell_train_ids(dataset):
+        kinds = kinds - {"train ids"}
     classes = read_by(dataset.classes, dataset.label_format)
-    found = [one for one in split_findings(scan, classes) if one.kind in kinds]
+    found = [finding for finding in split_findings(scan, classes) if finding.kind in kinds]
     refuse_errors(found)
-    return _lines(found)
+    return [_warning_line(finding) for finding in found]
 
 
 def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Finding], SegDataset]:
@@ -177,6 +187,7 @@ def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Findin
 
 
 def _split_line(scan: SplitScan) -> str:
+    """Such as "train: 8 pairs of 96x128 to 100x128, 2.5% of the pixels ignored"."""
     total = int(scan.pixels.sum()) + scan.ignored_pixels
     ignored = f", {scan.ignored_pixels / total:.1%} of the pixels ignored" if total else ""
     size = ""
@@ -186,13 +197,13 @@ def _split_line(scan: SplitScan) -> str:
     return f"{scan.split}: {counted(scan.num_pairs, 'pair', 'pairs')}{size}{ignored}"
 
 
-def _lines(findings: Iterable[Finding]) -> list[str]:
-    """Each on a line, with its first file."""
-    return [
-        f"split {one.split!r}, by a sample: {one.text}"
-        + "".join(f"; such as {printable(names[0])}" for names in list(one.places.values())[:1])
-        for one in findings
-    ]
+def _warning_line(finding: Finding) -> str:
+    """A finding of a sample on one line, with its first file."""
+    line = f"split {finding.split!r}, by a sample: {finding.text}"
+    if finding.places:
+        names = next(iter(finding.places.values()))
+        line += f"; such as {printable(names[0])}"
+    return line
 
 
 def _check_headers(dataset: SegDataset) -> list[int]:
@@ -208,13 +219,18 @@ def _check_headers(dataset: SegDataset) -> list[int]:
 
 
 def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[SplitScan, int]:
-    """What is wrong with a pair, as far as its headers tell, and the bit depth of its image."""
-    scan, path, depth = SplitScan("", 1, num_classes), pair.image, 0
+    """What is wrong with a pair, as far as its headers tell, and the bit depth of its image.
+
+    The depth is 0 if the image cannot be used.
+    """
+    scan, depth = SplitScan("", 1, num_classes), 0
+    path = pair.image  # of the file that a DataError is about
     try:
         image, *more = map(read_info, pair.images)
         if problem := other_sizes([image, *more]):
             raise DataError(f"{printable(path)}: {problem}")
-        depth, path = image.depth, pair.label
+        depth = image.depth
+        path = pair.label
         label = read_info(path)
         if problem := label_problem(label, label_format):
             raise DataError(problem)
@@ -225,7 +241,10 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
 
 
 def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
-    """What some pairs hold, among them images of 16 bits if there are any."""
+    """What some pairs hold, among them images of 16 bits if there are any.
+
+    If these show a single class, labels of more pairs are read.
+    """
     classes, label_format = dataset.classes, dataset.label_format
     deep = [i for i, depth in enumerate(depths) if depth > 8]
     indices = dict.fromkeys([*_spread(range(len(dataset))), *_spread(deep)])
@@ -233,20 +252,31 @@ def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
     scan = SplitScan(dataset.split, len(dataset), classes.num_classes)
     for found in prefetch(work, (dataset.pairs[i] for i in indices), _DECODING_THREADS):
         scan.add(found)
-    # With a single class any model scores 100 %. Only all labels together can tell.
-    for i in range(len(dataset)):
-        is_single = classes.num_classes > 1 and np.count_nonzero(scan.pixels) < 2
-        if not is_single or scan.unknown or scan.places["unreadable"]:
-            break
-        if i not in indices:
-            scan.add(scan_label(dataset.pairs[i], classes, label_format))
+    if classes.num_classes > 1:
+        _look_for_second_class(scan, dataset, scanned=indices)
     return scan
+
+
+def _look_for_second_class(
+    scan: SplitScan, dataset: SegDataset, *, scanned: Container[int]
+) -> None:
+    """Adds labels to `scan`, beside those `scanned`, until it holds two classes or an error.
+
+    If all labels show a single class, any model scores 100 %. Only all of them can tell.
+    """
+    for i, pair in enumerate(dataset.pairs):
+        if np.count_nonzero(scan.pixels) >= 2 or scan.unknown or scan.places["unreadable"]:
+            return
+        if i not in scanned:
+            scan.add(scan_label(pair, dataset.classes, dataset.label_format))
 
 
 def _can_tell_train_ids(dataset: SegDataset) -> bool:
     """Whether a sample of labels shows that they hold train ids instead of raw ids.
 
-    Not with ADE20K, whose raw ids are 1 to 150, and train ids 0 to 149.
+    It does with Cityscapes: train ids end at 18, and 13 of its 19 classes have raw ids from 19 to
+    33. A sample of raw ids has one of these 13. It does not with ADE20K: train ids end at 149, and
+    only one class has a larger raw id, 150. A sample may well lack it.
     """
     classes = dataset.classes
     telling = sum(min(one.ids) >= classes.num_classes for one in classes.classes)
@@ -254,5 +284,9 @@ def _can_tell_train_ids(dataset: SegDataset) -> bool:
 
 
 def _spread(items: Sequence[T]) -> Sequence[T]:
-    """_SAMPLES of the items or a few more, evenly spread; all if they are fewer."""
+    """_SAMPLES of the items or up to twice as many, evenly spread; all if they are fewer.
+
+    >>> len(_spread(range(31))), _spread(range(320))[:3]
+    (31, range(0, 30, 10))
+    """
     return items[:: max(1, len(items) // _SAMPLES)]
