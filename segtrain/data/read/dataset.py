@@ -23,22 +23,25 @@ from segtrain.types import IGNORE_INDEX
 
 
 class HashedLabel(NamedTuple):
-    """A label that is not decoded yet. digest: the SHA-256 of its file. read: (H, W) uint8."""
+    """A label and its hash, which can be compared before the label is decoded."""
 
-    digest: bytes
-    read: Callable[[], np.ndarray]
+    digest: bytes  # the SHA-256 of its file; for a window of a raster, of its train ids
+    read: Callable[[], np.ndarray]  # gives the label, (H, W) uint8 train ids
 
 
 @dataclass(eq=False)
 class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     """Images and labels, read from their files at each access.
 
-    Item i is (image, label): (H, W, C) as `form` says, for most sets uint8 RGB, and (H, W) uint8
-    train ids with 255 for ignored pixels, which are also those without a value (NaN). The object
-    holds paths only, so it is cheap to send to loader processes.
-    `warnings`: lines that training and evaluation show when they start. `may_exclude`: whether
-    `data.train_exclude` concerns this split. labelled: False: there are no labels, and every pixel
-    is ignored.
+    Item i is (image, label). The image is (H, W, C) as `form` says, for most sets uint8 RGB. The
+    label is (H, W) uint8 train ids, with 255 for ignored pixels; pixels of which the image has no
+    value (NaN) are ignored, too. The object holds paths only, so it is cheap to send to loader
+    processes.
+
+    Args:
+        warnings: lines that training and evaluation show when they start.
+        may_exclude: whether `data.train_exclude` concerns this split.
+        labelled: whether there are labels; if not, every pixel is ignored.
 
     Raises:
         DataError: on access; the file is missing, damaged or does not fit, named with its path.
@@ -54,7 +57,7 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     may_exclude: bool = False
     labelled: bool = True
 
-    # Whether it is a pack: then its files were checked when it was made.
+    # True in the subclass `PackedDataset`: its files were checked when the pack was made.
     is_packed = False
 
     def __len__(self) -> int:
@@ -64,20 +67,21 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         return ignore_missing(*self.view(index), self.form)
 
     def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """As item `index`, for who needs a part of it: it may be read-only and not contiguous.
+        """Item `index` before `ignore_missing`, for a caller that takes a part of it, as a crop.
 
-        Pixels without a value are NaN in it.
+        Pixels without a value are still NaN, and their labels are not 255 yet. The arrays may be
+        read-only and not contiguous.
         """
         self.form.check()
         pair = self.pairs[index]
         try:
             image = read_image(pair.images, self.form, pair.window)
         except DataError as error:
-            # Without its folder all others are gone too.
+            # If its folder is gone, so are all others: leaving out this one would not help.
             if not (self.may_exclude and Path(pair.image).parent.is_dir()):
                 raise
-            way = f"replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
-            raise DataError(f"{error}; {way}") from error
+            repair = f"replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
+            raise DataError(f"{error}; {repair}") from error
         if not self.labelled:
             return image, np.full(image.shape[:2], IGNORE_INDEX, np.uint8)
         label = read_label(pair.label, self.classes, self.label_format, pair.window)
@@ -88,7 +92,9 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     def size(self, index: int) -> tuple[int, int]:
         """The (height, width) of image `index`; DataError: its header cannot be read."""
         pair = self.pairs[index]
-        return read_info(pair.image).size if pair.window is None else pair.window[2:]
+        if pair.window is not None:
+            return pair.window[2:]
+        return read_info(pair.image).size
 
     def source_bytes(self, index: int) -> list[int]:
         """Sizes of the files of image and label; DataError: a file is gone."""
@@ -97,20 +103,18 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
             return [os.stat(path).st_size for path in (*pair.images, pair.label)]
 
     def hashed_label(self, index: int) -> HashedLabel:
-        """The label of item `index`, with the hash of its file; DataError: it is unreadable.
-
-        Of the window of a raster, with the hash of its train ids.
-        """
-        path, window = self.pairs[index].label, self.pairs[index].window
-        read = partial(read_label, path, self.classes, self.label_format)
-        if window is not None:
-            label = read(window)
+        """The label of item `index`, with its hash; DataError: it is unreadable."""
+        pair = self.pairs[index]
+        read = partial(read_label, pair.label, self.classes, self.label_format)
+        if pair.window is not None:
+            # Windows share a file, so its hash would be the same for all of them.
+            label = read(pair.window)
             return HashedLabel(hashlib.sha256(label).digest(), lambda: label)
-        content = read_bytes(path)
+        content = read_bytes(pair.label)
         return HashedLabel(hashlib.sha256(content).digest(), partial(read, content=content))
 
     def content_hash(self) -> str:
-        """The hash of all pixels where it is known, as of a pack; else empty."""
+        """The hash of all pixels; empty where it is not known, which is so except in a pack."""
         return ""
 
     @property
