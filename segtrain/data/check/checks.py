@@ -6,7 +6,7 @@ reads the headers of every pair and decodes a sample.
 
 import json
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -18,6 +18,7 @@ from segtrain.data.check.findings import (
     ONE_SPLIT,
     Finding,
     both_splits,
+    copy_findings,
     file_findings,
     refuse_errors,
     shared_image_findings,
@@ -29,17 +30,20 @@ from segtrain.data.pack.opening import dataset_of, open_dataset
 from segtrain.data.read.classes import ClassFile, load_class_file, read_by
 from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.decode import Info
 from segtrain.data.read.find import Pair
-from segtrain.data.read.image import RGB, ImageForm, other_sizes
+from segtrain.data.read.image import RGB, ImageForm, other_sizes, read_values
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.layouts import scan_layout
 from segtrain.data.read.raw_label import label_problem
+from segtrain.data.read.tiles import matched, overlapping, tile_boxes
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import counted, printable, table_lines
 
 T = TypeVar("T")
 
+_TIFF = (".tif", ".tiff")
 # Few: each holds a decoded image, which may be large.
 _DECODING_THREADS = 4
 # Pairs to look at before training: fewer could all be dark, or without the high ids, by chance.
@@ -48,6 +52,7 @@ _SAMPLES = 32
 _MIN_TELLING = 0.25
 # The kinds of findings that a sample can tell; others, such as "absent" classes, need all pairs.
 _KINDS_BY_SAMPLE = {
+    "blended",
     *("unreadable", "values", "palette", "palettes", "one class", "train ids"),
     *("range", "faint", "dropped band", "white", "outside", "orientation"),
 }
@@ -131,6 +136,9 @@ def check_data(data: DataConfig, jobs: int | None = None) -> CheckResult:
         scans = [scan_split(dataset, pool, compare=True) for dataset in datasets]
     for scan in scans:
         findings += split_findings(scan, read_by(classes, data.label_format))
+    if len(datasets) == 2:
+        findings += copy_findings(*(dataset.names for dataset in datasets))
+        findings += _tile_findings(*datasets)
     findings += shared_image_findings(scans, is_one_split=data.train_split == data.eval_split)
     form = next((one.form for one in datasets if one.split == data.train_split), RGB)
     return CheckResult(classes.name, classes.names, scans, findings, form)
@@ -149,7 +157,12 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
         return [ONE_SPLIT, *check_split(train)]
     trained = {(pair.image, pair.window) for pair in train.pairs}
     in_both = [x.image for x in evaluation.pairs if (x.image, x.window) in trained]
-    warnings = [finding.lines()[0] for finding in both_splits(list(map(printable, in_both)))]
+    findings = [
+        *both_splits(list(map(printable, in_both))),
+        *copy_findings(train.names, evaluation.names),
+        *_tile_findings(train, evaluation),
+    ]
+    warnings = [finding.lines()[0] for finding in findings]
     return warnings + check_split(train) + check_split(evaluation)
 
 
@@ -235,9 +248,47 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
         if problem := label_problem(label, label_format):
             raise DataError(problem)
         scan.compare_sizes(pair, image.size, label.size)
+        scan.compare_places(pair)
     except DataError as error:
         scan.add_unreadable(path, error)
     return scan, depth
+
+
+def _tile_findings(train: SegDataset, evaluation: SegDataset) -> Iterator[Finding]:
+    """About tiles to evaluate on that show what tiles to train on show, too."""
+    pairs = [*train.pairs, *evaluation.pairs]
+    of_tiff = (pair.image.suffix.lower() in _TIFF and pair.window is None for pair in pairs)
+    if train.is_packed or not (any(of_tiff) or any(matched(pair.name) for pair in pairs)):
+        return
+    infos = list(prefetch(_info_or_none, pairs, IO_THREADS))
+    known = [i for i, info in enumerate(infos) if info is not None]
+    boxes = tile_boxes(
+        [pairs[i].name for i in known],
+        [infos[i].size for i in known],
+        [infos[i].place for i in known],
+        lambda k: read_values(pairs[known[k]].image),
+    )
+    shared = {
+        known[b]: known[a] for a, b in overlapping(boxes) if known[a] < len(train) <= known[b]
+    }
+    if shared:
+        found = [
+            f"{printable(pairs[b].name)} and {printable(pairs[a].name)}" for b, a in shared.items()
+        ]
+        what = counted(len(found), "tile to evaluate on shows", "tiles to evaluate on show")
+        text = (
+            f"{what} what tiles to train on show, too: the scores will be too good; leave tiles "
+            "out that overlap, as segtrain init does"
+        )
+        yield Finding("warning", "", "tiles", text, {"": found})
+
+
+def _info_or_none(pair: Pair) -> Info | None:
+    """The header of an image; None: it is unreadable, which is said elsewhere, or has windows."""
+    try:
+        return None if pair.window else read_info(pair.image)
+    except DataError:
+        return None
 
 
 def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:

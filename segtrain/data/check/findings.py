@@ -14,6 +14,10 @@ from segtrain.data.read.classes import ClassFile, Color
 from segtrain.data.read.find import indented
 from segtrain.data.read.image import ValueRange
 from segtrain.data.read.labels import looks_like_train_ids, unknown_colors, unknown_ids
+from segtrain.data.read.places import SAME_EXTENT
+from segtrain.data.read.rims import BLENDED
+from segtrain.data.read.sequences import without_split
+from segtrain.data.read.sources import source_of
 from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, counted, first_of, printable
 from segtrain.types import IGNORE_INDEX
@@ -200,6 +204,8 @@ def file_findings(scan: SplitScan) -> Iterator[Finding]:
     yield from _counted("error", scan.split, "unreadable", scan.places["unreadable"], *words)
     words = "label has", "labels have", "another size than the image; EXIF orientation is ignored"
     yield from _counted("error", scan.split, "sizes", scan.places["sizes"], *words)
+    words = "label lies", "labels lie", f"elsewhere on the map than the image; {SAME_EXTENT}"
+    yield from _counted("error", scan.split, "places", scan.places["map places"], *words)
 
 
 def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> Iterator[Finding]:
@@ -214,6 +220,24 @@ def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> 
             if digest in second
         ]
         yield from both_splits(shared)
+
+
+def copy_findings(train: Sequence[str], evaluation: Sequence[str]) -> Iterator[Finding]:
+    """About images to evaluate on whose names say that they are copies of images to train on."""
+    there = {source_of(without_split(name)): name for name in train}
+    pairs = ((name, there.get(source_of(without_split(name)))) for name in evaluation)
+    found = [
+        f"{printable(name)} of {printable(source)}"
+        for name, source in pairs
+        if source is not None and without_split(source) != without_split(name)
+    ]
+    words = (
+        "image to evaluate on is a copy",
+        "images to evaluate on are copies",
+        "of images to train on, flipped or otherwise changed: the scores will be too good; "
+        "segtrain init and segtrain folds keep copies together",
+    )
+    yield from _counted("warning", "", "copies", {"": found}, *words)
 
 
 def both_splits(names: Sequence[str]) -> Iterator[Finding]:
@@ -267,6 +291,16 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     elif absent:
         text = f"{len(absent)} of {classes.num_classes} classes never occur"
         yield Finding("warning", scan.split, "absent", text, {"": absent})
+    for name, images, pixels, blended in zip(
+        classes.names, scan.images, scan.pixels, scan.blended, strict=True
+    ):
+        if images > 1 and blended >= BLENDED * pixels:
+            text = (
+                f"{printable(name, MAX_NAME)} is only where a lower and a higher value meet: "
+                "labels were resized with interpolation (resize them by nearest neighbour), or "
+                "its areas are thin lines"
+            )
+            yield Finding("warning", scan.split, "blended", text)
     if looks_like_train_ids(scan.values, classes):
         text = (
             f"no label holds an id above {max(i for i in scan.values if i != IGNORE_INDEX)}, "

@@ -21,7 +21,9 @@ from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
 from segtrain.data.read.image import ImageForm, drops_alpha, read_image
-from segtrain.data.read.image_formats import open_stored, read_palette
+from segtrain.data.read.image_formats import open_stored, read_info, read_palette
+from segtrain.data.read.places import other_place
+from segtrain.data.read.rims import blended_pixels
 from segtrain.errors import DataError
 from segtrain.text import printable
 
@@ -31,7 +33,7 @@ Palette = Mapping[int, Color]
 Value = int | Color
 # Pixels of a split by which percentiles are estimated, and the least of an image.
 _SAMPLE, _MIN_SAMPLE = 1 << 20, 16
-_KINDS = ("unreadable", "sizes", "values", "all ignored", "orientation", "images")
+_KINDS = ("unreadable", "sizes", "values", "all ignored", "orientation", "images", "map places")
 
 
 @dataclass
@@ -40,6 +42,7 @@ class SplitScan:
 
     pixels, images: (K,) int64, pixels of each class and number of images that hold it.
     pixels_beside: (K,) int64, valid pixels of all images that hold the class.
+    blended: (K,) int64, the `pixels` that are `blended_pixels`; none of a pack.
     ignored_pixels: pixels that are ignored or unknown.
     sizes: number of images of each (height, width).
     values: pixels of each raw id; empty where labels hold colours.
@@ -59,6 +62,7 @@ class SplitScan:
     pixels: np.ndarray = field(init=False)
     images: np.ndarray = field(init=False)
     pixels_beside: np.ndarray = field(init=False)
+    blended: np.ndarray = field(init=False)
     ignored_pixels: int = 0
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     values: Counter[int] = field(default_factory=Counter)
@@ -72,13 +76,15 @@ class SplitScan:
     )
 
     def __post_init__(self, num_classes: int) -> None:
-        self.pixels, self.images, self.pixels_beside = np.zeros((3, num_classes), np.int64)
+        zeros = np.zeros((4, num_classes), np.int64)
+        self.pixels, self.images, self.pixels_beside, self.blended = zeros
 
     def add(self, pair: "SplitScan") -> None:
         """Adds what one pair holds."""
         self.pixels += pair.pixels
         self.images += pair.images
         self.pixels_beside += pair.pixels_beside
+        self.blended += pair.blended
         self.ignored_pixels += pair.ignored_pixels
         self.moments = self.moments + pair.moments
         self.sample += pair.sample
@@ -101,6 +107,15 @@ class SplitScan:
         if tuple(image) != tuple(label):
             what = f"height x width {label[0]}x{label[1]} instead of {image[0]}x{image[1]}"
             self.places["sizes"][what].append(printable(pair.label))
+
+    def compare_places(self, pair: Pair) -> None:
+        """Notes that a label lies elsewhere on the map than its image, as both files say."""
+        try:
+            image, label = (read_info(path).place for path in (pair.image, pair.label))
+        except DataError:  # said elsewhere
+            return
+        if what := other_place(image, label):
+            self.places["map places"][what].append(printable(pair.label))
 
     def add_image(
         self,
@@ -190,6 +205,7 @@ def scan_pair(
     else:
         scan.add_image(image, values, digest, info.orientation, sample_size)
     scan.add(scan_label(pair, classes, label_format, scan.sizes))
+    scan.compare_places(pair)
     return scan
 
 
@@ -234,11 +250,14 @@ def _count_label(
     if label_format == "colors":
         colors = raw_label.read_colors(pair.label, pair.window)
         label = labels.map_colors(colors, classes)
+        at_blend = label[blended_pixels(colors) & (label >= 0)]
+        scan.blended += np.bincount(at_blend, minlength=256)[: classes.num_classes]
         scan.unknown.update(labels.count_colors(colors[label < 0]))
         return label.shape, np.bincount(label[label >= 0], minlength=256)[: classes.num_classes]
     label = raw_label.read_raw_label(pair.label, pair.window)
     scan.values.update(labels.count_ids(label))
     pixels = np.zeros(classes.num_classes, np.int64)
+    blended = labels.count_ids(label[blended_pixels(label)])
     train_id_of = read_by(classes, label_format).train_id_of
     for raw_id, count in scan.values.items():
         train_id = train_id_of.get(raw_id)
@@ -246,6 +265,7 @@ def _count_label(
             scan.unknown[raw_id] = count
         elif train_id < classes.num_classes:
             pixels[train_id] += count
+            scan.blended[train_id] += blended.get(raw_id, 0)
     colors = read_palette(pair.label)
     # In a grey ramp each colour only repeats its index.
     if any(color != (i, i, i) for i, color in enumerate(colors)):

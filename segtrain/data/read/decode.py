@@ -24,6 +24,7 @@ import cv2
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from segtrain.data.read.places import MapPlace
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
@@ -54,7 +55,7 @@ class Info(NamedTuple):
     dtype: of a stored sample, in native byte order. alpha: whether the last channel is marked so.
     depth: bits of a sample, such as 12 in a TIFF of uint16. orientation: of EXIF, 1 is upright.
     lossless: whether the format keeps every number, as class ids need. no_data: the number by which
-    a TIFF marks pixels without a value (GDAL_NODATA).
+    a TIFF marks pixels without a value (GDAL_NODATA). place: on the map.
     """
 
     size: tuple[int, int]
@@ -66,6 +67,7 @@ class Info(NamedTuple):
     orientation: int = 1
     lossless: bool = True
     no_data: float | None = None
+    place: MapPlace | None = None
 
 
 def read_bytes(path: str | Path) -> bytes:

@@ -34,7 +34,7 @@ def read_raw_label(
     content: the bytes of the file; None: they are to be read.
     """
     file = _opened(path, "ids", window, content)
-    pixels, info = file.pixels(), file.info
+    pixels, info = with_no_data_id(file.pixels(), file.info.no_data), file.info
     raw = np.ascontiguousarray(pixels[..., 0])
     if (pixels[..., 1 : info.channels - info.alpha] != pixels[..., :1]).any():
         what = f"the label is RGB, expected one channel of class ids; {_COLOR_WORDS}"
@@ -49,6 +49,25 @@ def read_raw_label(
         repair = "give pixels to ignore an id, and list it under ignore_ids in the class file"
         raise DataError(f"{printable(path)}: the label holds {what}; {repair}")
     return raw.astype(np.uint8 if high <= 255 else np.uint16)
+
+
+def marked_value(no_data: float | None) -> float | None:
+    """The value by which a label has the pixels that GDAL_NODATA marks; None: it marks none."""
+    if no_data is None or (0 <= no_data <= _MAX_ID and no_data == int(no_data)):
+        return no_data
+    return _MAX_ID
+
+
+def with_no_data_id(stored: np.ndarray, no_data: float | None) -> np.ndarray:
+    """The pixels of a label with 65535 where they are marked by a number that can be no id.
+
+    GDAL_NODATA is -1 or -9999 in many labels of signed numbers or floats, or not a number.
+    """
+    if marked_value(no_data) == no_data:
+        return stored
+    missing = np.isnan(stored) if np.isnan(no_data) else stored == stored.dtype.type(no_data)
+    wide = np.float64 if stored.dtype.kind == "f" else np.int64
+    return np.where(missing, wide(_MAX_ID), stored)
 
 
 def read_colors(

@@ -12,6 +12,7 @@ import numpy as np
 
 from segtrain.data.read.decode import Info, Palette, checked_pixels, damage_named, number_dtype
 from segtrain.data.read.find import Window
+from segtrain.data.read.places import PLACE_TAGS, place_of
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
@@ -73,6 +74,7 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
             orientation if orientation in range(1, 9) else 1,
             page.compression in _LOSSLESS,
             _no_data(page),
+            place_of({tag.code: tag.value for tag in page.tags if tag.code in PLACE_TAGS}),
         )
 
 

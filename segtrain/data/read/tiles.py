@@ -1,0 +1,164 @@
+"""Images that are tiles of one larger picture, where they lie in it, and which ones overlap.
+
+Georeferences tell, or names: `tile_r0_c3` counts rows and columns, `mosaic_512_1024` counts pixels.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from segtrain.data.read.places import MapPlace
+from segtrain.data.read.thumbnails import grey_of
+from segtrain.errors import DataError
+
+_NAMES = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(?P<mosaic>.*?)[-_. ]?r(?:ow)?[-_]?(?P<row>\d+)[-_. ]?c(?:ol)?[-_]?(?P<column>\d+)",
+        r"(?P<mosaic>.*?)[-_. ]?y[-_]?(?P<row>\d+)[-_. ]?x[-_]?(?P<column>\d+)",
+        r"(?P<mosaic>.*?)[-_. ]?x[-_]?(?P<column>\d+)[-_. ]?y[-_]?(?P<row>\d+)",
+        r"(?P<mosaic>.*?)[-_. ](?P<row>\d+)[-_](?P<column>\d+)",
+    )
+]
+# Dates and times, or numbers of scenes and frames, fill no grid.
+_FILLED, _LEAST_TILES = 0.5, 6
+_LEAST_OVERLAP_PX, _EQUAL, _SAMPLES = 4, 10.0, 3
+
+
+class TileBox(NamedTuple):
+    """What a tile shows of a picture, in its pixels; bottom and right are outside."""
+
+    mosaic: str
+    top: float
+    left: float
+    bottom: float
+    right: float
+
+    def overlaps(self, other: "TileBox") -> bool:
+        """Whether both show more of the picture than a rim of half a pixel.
+
+        >>> TileBox("a", 0, 0, 64, 64).overlaps(TileBox("a", 0, 48, 64, 112))
+        True
+        """
+        down = min(self.bottom, other.bottom) - max(self.top, other.top)
+        right = min(self.right, other.right) - max(self.left, other.left)
+        return self.mosaic == other.mosaic and min(down, right) > 0.5
+
+
+class _Header(NamedTuple):
+    """What is known of an image before its pixels: its name, (height, width), and place."""
+
+    name: str
+    size: tuple[int, int]
+    place: MapPlace | None
+
+
+def tile_boxes(
+    names: Sequence[str],
+    sizes: Sequence[tuple[int, int]],
+    places: Sequence[MapPlace | None],
+    pixels: Callable[[int], np.ndarray],
+) -> list[TileBox | None]:
+    """Where each image lies in a picture that others are of, too; None: it is no tile.
+
+    sizes: (height, width). pixels: reads an image, (H, W, C); a few are compared where names count
+        rows and columns, which do not tell how far tiles overlap.
+    """
+    headers = [_Header(*each) for each in zip(names, sizes, places, strict=True)]
+    found: list[TileBox | None] = [_on_the_map(one) for one in headers]
+    by_mosaic: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
+    for i, one in enumerate(headers):
+        match = None if found[i] else matched(one.name)
+        if match is not None:
+            by_mosaic[match["mosaic"]][int(match["row"]), int(match["column"])] = i
+    for mosaic, at in by_mosaic.items():
+        rows, columns = ({place[axis] for place in at} for axis in (0, 1))
+        grid = len(rows) * len(columns)
+        if min(len(rows), len(columns)) < 2 or len(at) < max(_LEAST_TILES, _FILLED * grid):
+            continue
+        steps = _steps(at, headers, pixels)
+        for (row, column), i in at.items():
+            top, left = row * steps[0], column * steps[1]
+            height, width = headers[i].size
+            found[i] = TileBox(mosaic, top, left, top + height, left + width)
+    return found
+
+
+def overlapping(boxes: Sequence[TileBox | None]) -> Iterator[tuple[int, int]]:
+    """The pairs of tiles that overlap, by their indices, the smaller one first."""
+    sides = [max(b.bottom - b.top, b.right - b.left) for b in boxes if b is not None]
+    side = max(sides, default=1.0)
+    cells: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for i, box in enumerate(boxes):
+        if box is None:
+            continue
+        row, column = int(box.top // side), int(box.left // side)
+        for down in (-1, 0, 1):
+            for right in (-1, 0, 1):
+                for other in cells.get((box.mosaic, row + down, column + right), ()):
+                    if box.overlaps(boxes[other]):
+                        yield other, i
+        cells[box.mosaic, row, column].append(i)
+
+
+def _on_the_map(header: _Header) -> TileBox | None:
+    """The box of a georeferenced image whose rows go straight down, in pixels of its own size."""
+    place = header.place
+    if place is None or place.right[1] or place.down[0] or not (place.right[0] and place.down[1]):
+        return None
+    top, left = place.y / place.down[1], place.x / place.right[0]
+    mosaic = f"map {place.system} {place.right[0]:.6g} {place.down[1]:.6g}"
+    height, width = header.size
+    return TileBox(mosaic, top, left, top + height, left + width)
+
+
+def matched(name: str) -> re.Match[str] | None:
+    """The parts of a name that may be of a tile: mosaic, row and column."""
+    return next(filter(None, (pattern.fullmatch(name) for pattern in _NAMES)), None)
+
+
+def _steps(
+    at: dict[tuple[int, int], int],
+    headers: Sequence[_Header],
+    pixels: Callable[[int], np.ndarray],
+) -> tuple[float, float]:
+    """The pixels from one row of tiles to the next, and from one column to the next.
+
+    1 where names count pixels already.
+    """
+    steps = []
+    for axis in (0, 1):
+        numbers = sorted({place[axis] for place in at})
+        if min(b - a for a, b in pairwise(numbers)) > 1:
+            steps.append(1.0)
+            continue
+        beside = ((i, at.get((row + 1 - axis, column + axis))) for (row, column), i in at.items())
+        pairs = [(i, j) for i, j in beside if j is not None][:: max(1, len(at) // _SAMPLES)]
+        sides = [headers[i].size[axis] for i in at.values()]
+        shared = []
+        for i, j in pairs[:_SAMPLES]:
+            try:
+                shared.append(_shared_px(pixels(i), pixels(j), axis))
+            except DataError:
+                continue
+        steps.append(max(sides) - (median(shared) if shared else 0))
+    return steps[0], steps[1]
+
+
+def _shared_px(one: np.ndarray, other: np.ndarray, axis: int) -> int:
+    """How many rows (axis 0) or columns at the end of a tile begin the next one; 0: none."""
+    a, b = (np.moveaxis(grey_of(x).astype(np.float32), axis, 0)[:, ::4] for x in (one, other))
+    if a.shape[1] != b.shape[1]:
+        return 0
+    scale = max(float(np.std(a)), 1e-6)
+    best, shared = np.inf, 0
+    for number in range(_LEAST_OVERLAP_PX, min(len(a), len(b))):
+        difference = float(np.abs(a[-number:] - b[:number]).mean()) / scale
+        if difference < best:
+            best, shared = difference, number
+    return shared if _EQUAL * best < 1 else 0
