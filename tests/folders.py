@@ -10,6 +10,8 @@ import tifffile
 from PIL import Image
 from pycocotools.mask import encode
 
+from segtrain.config import Config, load_config
+from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
 
 NAMES = ("background", "car", "road", "tree")
@@ -42,6 +44,31 @@ def save(path: Path, array: np.ndarray, **options: object) -> None:
         cv2.imwrite(str(path), array)
     else:
         Image.fromarray(array).save(path, **options)
+
+
+def labels_of(output: Path) -> tuple[Truth, Config]:
+    """The label of each image, by its path below the data's root, and the config."""
+    config = load_config(output / "config.yaml")
+    found = {}
+    for split in (config.data.train_split, config.data.eval_split):
+        dataset = open_dataset(config.data, split)
+        for i, pair in enumerate(dataset.pairs):
+            name = str(pair.image.relative_to(config.data.root))
+            assert name not in found  # in one split only
+            found[name] = dataset[i][1]
+    return found, config
+
+
+def assert_same_division(found: Truth, truth: Truth) -> None:
+    """Equal labels but for the order of the classes."""
+    assert found.keys() == truth.keys()
+    pairs = {
+        pair
+        for name, classes in truth.items()
+        for pair in zip(classes.reshape(-1).tolist(), found[name].reshape(-1).tolist(), strict=True)
+    }
+    num_classes = len({a for a, _ in pairs})
+    assert len(pairs) == len({b for _, b in pairs}) == num_classes > 1
 
 
 def _folder(

@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
-from folders import CASES, COLORS, NAMES, save, scene
+from folders import CASES, COLORS, NAMES, assert_same_division, labels_of, save, scene
 from PIL import Image
 
 from segtrain.cli import main
@@ -26,31 +26,6 @@ def init(folder, *words, code=0):
     output = folder.with_name("made")
     assert main(["init", str(folder), "--output", str(output), *words]) == code
     return output
-
-
-def labels_of(output):
-    """The label of each image, by its path below the data's root, and the config."""
-    config = load_config(output / "config.yaml")
-    found = {}
-    for split in (config.data.train_split, config.data.eval_split):
-        dataset = open_dataset(config.data, split)
-        for i, pair in enumerate(dataset.pairs):
-            name = str(pair.image.relative_to(config.data.root))
-            assert name not in found  # in one split only
-            found[name] = dataset[i][1]
-    return found, config
-
-
-def assert_same_division(found, truth):
-    """Equal labels but for the order of the classes."""
-    assert found.keys() == truth.keys()
-    pairs = {
-        pair
-        for name, classes in truth.items()
-        for pair in zip(classes.reshape(-1).tolist(), found[name].reshape(-1).tolist(), strict=True)
-    }
-    num_classes = len({a for a, _ in pairs})
-    assert len(pairs) == len({b for _, b in pairs}) == num_classes > 1
 
 
 @pytest.mark.parametrize("case", CASES)

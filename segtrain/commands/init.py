@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
         DataError: no images, no labels, or labels that cannot be read.
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
-    words = ("labels", "names", "ignore", "val", "channels")
+    words = ("labels", "names", "missing", "ignore", "val", "channels")
     answers = {word: getattr(args, word) for word in words}
     config = write_experiment(args.folder, args.output, jobs=args.jobs, **answers)
     print(f"\nnext: segtrain train {shlex.quote(str(config.parent))}")
@@ -54,7 +54,16 @@ def write_experiment(
     """The path of the config that was written; see `main`. answers: as `Answers` has them."""
     output = default_output(folder) if output is None else output
     _claim(output, folder)
-    from segtrain.survey import class_lists, decide, decisions, label_sets, recipe, splits
+    from segtrain.survey import (
+        class_files,
+        class_lists,
+        decide,
+        decisions,
+        label_sets,
+        label_values,
+        recipe,
+        splits,
+    )
     from segtrain.survey.survey import survey
 
     given = decide.Answers(**answers)
@@ -65,8 +74,8 @@ def write_experiment(
             labels, chosen = decisions.draw_annotations(found, output, given, jobs)
         else:
             labels = decide.choose_labels(found, given)
-            sizes = {image.path: image.size for image in found.images}
-            labels = label_sets.count_values(folder, labels, sizes, jobs)
+            labels = class_files.by_class(found, labels, given)
+            labels = label_values.count_values(folder, labels, found.images, jobs)
             comparison = label_sets.compared(folder, found.images, labels)
             decide.check_pairs(found, labels, comparison, given)
             chosen = class_lists.choose_classes(found, labels, given)
@@ -145,7 +154,8 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
     )
     lines = [
         f"images     {len(survey.images)}: {first_of(patterns, 3)}",
-        f"labels     {len(labels.labels)}: {labels.pattern}",
+        f"labels     {len(labels.labels)}: {labels.pattern}"
+        + (f", pairs of {survey.pair_source}" if survey.pair_source else ""),
     ]
     lines += [
         f"pixels     {option.key} {yaml_value(option.value)}: {option.reason}"
@@ -153,7 +163,7 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
         if option.key in ("data.channels", "data.value_range")
     ]
     for image, files in list(labels.labels.items())[:3]:
-        lines.append(f"  pair     {image}  {first_of(files, 2)}")
+        lines.append(f"  pair     {image}  {first_of(files, 2) or 'background alone'}")
     lines += [f"classes    {line}" for line in plan.classes.reasons]
     total = sum(one.pixels for one in plan.classes.classes) or 1
     for one in plan.classes.classes:
@@ -174,7 +184,9 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
     without = [image.path for image in others if image.path not in labels.labels]
     if without:
         found = counted(len(without), "image has no label", "images have no label")
-        notes.append(f"{found}: {first_of(without, 3)}")
+        notes.append(
+            f"{found}: {first_of(without, 3)}; --missing background if they show nothing else"
+        )
     if machine.weights is None:
         notes.append("no pretrained weights here and no network: a schedule for random weights")
     return lines + [f"warning: {note}" for note in notes]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from segtrain.data.read.classes import says_no_class
+from segtrain.data.read.rims import BLENDED
 from segtrain.errors import ConfigError, DataError
 from segtrain.survey.contents import Color, Value, word
 from segtrain.survey.decide import (
@@ -29,6 +29,8 @@ from segtrain.text import counted, first_of
 # A border between areas: so much of it lies beside other values.
 _THIN = 0.3
 _STRAY = 1e-5
+# Where so much is without a class, it may be the background.
+_MOST_NO_DATA = 0.5
 _BLACK = (0, 0, 0)
 _LAST_OF_16_BITS = 65535
 
@@ -89,6 +91,7 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     source, named = named_values(survey.legends, labels, answers)
     meaning = meanings(labels, list(named), answers)
     known = _Known(labels, answers, source, named, sorted(set(meaning.values())))
+    _check_blends(known)
     ignored, reasons = _ignored(known)
     left = [value for value in known.there if value not in ignored]
     if named and not named.keys() >= set(left):
@@ -122,25 +125,36 @@ def _by_file(labels: LabelSet, answers: Answers) -> Classes:
     if answers.ignore:
         raise ConfigError(f"--ignore: {labels.pattern}: a file for each class holds no such value")
     numbers = range(1, len(labels.classes) + 1)
-    without = [i for i in numbers if says_no_class(labels.classes[i - 1])]
+    without = labels.void
     background = [i for i in numbers if labels.classes[i - 1].lower() == "background"]
-    kept = [0, *(i for i in numbers if i not in (*without, *background))]
+    shown = [i for i in numbers if i in labels.values and labels.values[i].pixels]
+    kept = [0, *(i for i in shown if i not in (*without, *background))]
     names = ("background", *(labels.classes[i - 1] for i in kept[1:]))
-    if answers.names is not None:
-        names = _given(answers.names, len(names), "a background and each file")
-    how = "its objects, a file each" if labels.classes == ("foreground",) else "a file each"
+    is_one = labels.classes == ("foreground",)
+    if answers.names is not None and is_one:
+        given = answers.names if len(answers.names) > 1 else ("background", *answers.names)
+        names = _given(given, 2, "a background and what the files show")
+    how = "in files of their own"
     reason = (
         f"{labels.pattern}: {counted(len(names) - 1, 'class', 'classes')}, {how}; what none of "
-        "them shows is background; where several do, the last of the list counts"
+        "them shows is background"
     )
-    shown = first_of(labels.classes[i - 1] for i in without)
-    reasons = (reason, f"ignored: {shown}, by name") if without else (reason,)
+    if labels.claimed:
+        total = sum(one.pixels for one in labels.values.values())
+        reason += (
+            f"; {labels.claimed / total:.2%} of the pixels are in several: the smaller area counts"
+        )
+    reasons = [reason]
+    if without:
+        reasons.append(f"ignored: {first_of(labels.classes[i - 1] for i in without)}, by name")
+    if empty := [labels.classes[i - 1] for i in numbers if i not in (*shown, *background)]:
+        reasons.append(f"no class: {first_of(empty)}, whose files show nothing")
     found = []
     for i, name in zip(kept, names, strict=True):
         values = (i,) if i else (0, *background)
         pixels = sum(labels.values[v].pixels for v in values if v in labels.values)
         found.append(Class(name, values, None, pixels))
-    return Classes(tuple(found), tuple(without), reasons)
+    return Classes(tuple(found), tuple(without), tuple(reasons))
 
 
 # The stages, alike for ids and colours
@@ -174,6 +188,33 @@ def _ignored(known: _Known) -> tuple[list[Value], list[str]]:
             reasons.append(f"ignored: {last}: {reason}")
             _check_count(known, ignored)
     return ignored, reasons
+
+
+def _check_blends(known: _Known) -> None:
+    """Stops where a value is only between others: labels were resized, or its areas are thin.
+
+    Raises:
+        UndecidedError: one is so, and --ignore does not say what it means.
+    """
+    if known.answers.ignore is not None:
+        return
+    facts = known.labels.values
+    blends = tuple(
+        v
+        for v in known.there
+        if v in facts and facts[v].files > 1 and facts[v].blended >= BLENDED * facts[v].pixels
+    )
+    if not blends or len(blends) == len(known.there):
+        return
+    raise UndecidedError(
+        f"{known.labels.pattern}: {first_of(map(word, blends), 5)} only where a lower and a higher "
+        f"value meet ({shares_of(known.labels, blends[:5])}): were labels resized with "
+        "interpolation, or is this a class of thin lines?",
+        [
+            Reading("resized: no data there", ignore_option(blends), blends, leaves_out=True),
+            Reading("a class", ignore_option([]), blends),
+        ],
+    )
 
 
 def _check_count(known: _Known, ignored: Sequence[Value]) -> None:
@@ -285,6 +326,10 @@ def _why_no_data(
                 f"{labels.pattern}: {files[1]} labels hold 0 and {last}, {files[0]} others 0 and "
                 f"1: make them equal first, or say by --ignore what {last} means"
             )
+    total = sum(facts.pixels for facts in labels.values.values())
+    if len(others) > 1 and labels.values[last].pixels > _MOST_NO_DATA * total:
+        found = f"the labels hold {first_of(values)}, and {last} is most of them"
+        raise _class_or_not(labels, found, last)
     if has_names or labels.values[last].rim >= _THIN * labels.values[last].pixels:
         return "beside other ids it means no data, as in VOC and Cityscapes"
     if len(others) >= 3 and others[0] <= 1 and others[-1] - others[0] == len(others) - 1:

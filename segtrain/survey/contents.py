@@ -1,6 +1,6 @@
 """What single files hold: whether one looks like a label, its values, and facts about an image."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -10,7 +10,10 @@ import numpy as np
 from segtrain.data.read import image_formats
 from segtrain.data.read.find import Window
 from segtrain.data.read.image import read_values
+from segtrain.data.read.places import MapPlace
 from segtrain.data.read.raster import raster_size, windows
+from segtrain.data.read.raw_label import marked_value, with_no_data_id
+from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.thumbnails import LOSSY, grey_of
 from segtrain.errors import DataError
 
@@ -55,19 +58,25 @@ def spread(items: Sequence[T], number: int) -> list[T]:
 class ValueFacts(NamedTuple):
     """How many pixels and files hold a value, and one of these files.
 
-    rim: the pixels that have a neighbour of another value.
+    rim: the pixels that have a neighbour of another value. blended: see `blended_pixels`.
     """
 
     pixels: int
     rim: int
     files: int
     example: str
+    blended: int = 0
+
+    def added(self, other: "ValueFacts") -> "ValueFacts":
+        """The facts of both, with the example of this one."""
+        numbers = (a + b for a, b in zip(self[:3], other[:3], strict=True))
+        return ValueFacts(*numbers, self.example, self.blended + other.blended)
 
 
 class LabelFacts(NamedTuple):
     """A file as a label: values are counted unless it is a picture.
 
-    palette: the colours of the ids, if the file has a palette.
+    palette: the colours of the ids, if the file has a palette. place: on the map.
     is_rgb: whether ids are greys of an RGB file: beside files in colours, they are colours.
     why: a picture is no label. no_data: the value that a TIFF marks as none (GDAL_NODATA).
     """
@@ -79,6 +88,7 @@ class LabelFacts(NamedTuple):
     is_rgb: bool = False
     why: str = ""
     no_data: float | None = None
+    place: MapPlace | None = None
 
 
 def label_facts(folder: Path, file: str) -> LabelFacts:
@@ -89,13 +99,11 @@ def label_facts(folder: Path, file: str) -> LabelFacts:
     """
     path = folder / file
     size = raster_size(path)
-    no_data = image_formats.read_info(path).no_data
+    info = image_formats.read_info(path)
+    known = {"no_data": marked_value(info.no_data), "place": info.place}
     if size is None:
-        return _facts_of(image_formats.read_stored(path), path, file)._replace(no_data=no_data)
-    parts = [
-        _facts_of(image_formats.open_stored(path, window).pixels(), path, file)
-        for window in windows(size)
-    ]
+        return _facts_of(read_label(path), path, file)._replace(**known)
+    parts = [_facts_of(read_label(path, window), path, file) for window in windows(size)]
     kinds = {part.kind for part in parts}
     if "picture" in kinds:
         return next(part for part in parts if part.kind == "picture")._replace(size=size)
@@ -104,9 +112,14 @@ def label_facts(folder: Path, file: str) -> LabelFacts:
     values: dict[Value, ValueFacts] = {}
     for value, found in (pair for part in parts for pair in part.values.items()):
         before = values.get(value)
-        pixels, rim = (0, 0) if before is None else (before.pixels, before.rim)
-        values[value] = found._replace(pixels=pixels + found.pixels, rim=rim + found.rim)
-    return parts[0]._replace(size=size, values=values, no_data=no_data)
+        values[value] = found if before is None else before.added(found)._replace(files=1)
+    return parts[0]._replace(size=size, values=values, **known)
+
+
+def read_label(path: Path, window: Window | None = None) -> np.ndarray:
+    """The pixels of a label or of a window of it, (H, W, C), without a no-data value below 0."""
+    file = image_formats.open_stored(path, window)
+    return with_no_data_id(file.pixels(), file.info.no_data)
 
 
 def _facts_of(stored: np.ndarray, path: Path, file: str) -> LabelFacts:
@@ -116,7 +129,7 @@ def _facts_of(stored: np.ndarray, path: Path, file: str) -> LabelFacts:
     if kind == "picture":
         return LabelFacts(kind, size, {}, why=_why_no_label(stored, path))
     values = label_values(stored, kind)
-    counts = _counted(values, file)
+    counts = _counted(values, file, stored[..., :3] if kind == "colors" else values)
     if counts is None:
         return LabelFacts("picture", size, {}, why=_TOO_MANY)
     if kind == "colors":
@@ -127,7 +140,7 @@ def _facts_of(stored: np.ndarray, path: Path, file: str) -> LabelFacts:
 
 def read_label_part(path: Path) -> np.ndarray:
     """A label as stored, (H, W, C); of a raster the middle window."""
-    return image_formats.open_stored(path, middle_window(path)).pixels()
+    return read_label(path, middle_window(path))
 
 
 def middle_window(path: Path) -> Window | None:
@@ -162,6 +175,25 @@ def shows_object(path: Path) -> np.ndarray:
         return label_values(stored, "two") > 0
     channel = _single(stored)
     return stored[..., :3].any(axis=2) if channel is None else channel > 0
+
+
+def painted(
+    files: Sequence[tuple[Path, int]], size: tuple[int, int], void: Collection[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The class of each pixel, and which pixels several classes claim, (H, W) int32 and bool.
+
+    Smaller areas lie on larger ones, as a lesion on its liver; 0 is where no file shows anything.
+
+    files: of two values each, and the number of its class. void: numbers that mean no class, and
+        lie on all.
+    """
+    shown = [(shows_object(path), number) for path, number in files]
+    label, claimed = np.zeros(size, np.int32), np.zeros(size, bool)
+    for where, number in sorted(shown, key=lambda x: (x[1] in void, -np.count_nonzero(x[0]))):
+        if number not in void:
+            claimed |= where & (label != 0) & (label != number)
+        label[where] = number
+    return label, claimed
 
 
 def _kind(stored: np.ndarray, path: Path) -> Kind:
@@ -214,8 +246,11 @@ def _has_two_values(channel: np.ndarray) -> bool:
     return bool(has_contrast or dark.all() or white.all())
 
 
-def _counted(label: np.ndarray, file: str) -> dict[int, ValueFacts] | None:
-    """The values of a label (H, W) int32; None: too many, or areas that are not flat."""
+def _counted(label: np.ndarray, file: str, channels: np.ndarray) -> dict[int, ValueFacts] | None:
+    """The values of a label (H, W) int32; None: too many, or areas that are not flat.
+
+    channels: the label, (H, W), or its colours, (H, W, 3) uint8.
+    """
     # By runs of equal values, of which a label has few: sorting all pixels takes 20 times as long.
     flat = label.reshape(-1)
     starts = np.flatnonzero(np.concatenate([[True], flat[1:] != flat[:-1]]))
@@ -227,8 +262,10 @@ def _counted(label: np.ndarray, file: str) -> dict[int, ValueFacts] | None:
     down = np.pad(label[1:] != label[:-1], ((1, 1), (0, 0)))
     edge = across[:, 1:] | across[:, :-1] | down[1:] | down[:-1]
     rim = np.bincount(np.searchsorted(values, label[edge]), minlength=len(values))
-    counts = zip(values.tolist(), pixels.tolist(), rim.tolist(), strict=True)
-    return {value: ValueFacts(*count, 1, file) for value, *count in counts}
+    at_blend = label[blended_pixels(channels)]
+    blended = np.bincount(np.searchsorted(values, at_blend), minlength=len(values))
+    counts = zip(*(x.tolist() for x in (values, pixels, rim, blended)), strict=True)
+    return {value: ValueFacts(p, r, 1, file, b) for value, p, r, b in counts}
 
 
 # Images

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from segtrain.errors import ConfigError, DataError
 from segtrain.survey.contents import Value, word
@@ -30,6 +30,7 @@ class Answers:
 
     labels: a part of the pattern of a label set. names: of the classes, in the order of their
     values. ignore: values without a class. val: a fraction, or a list file. channels: of images.
+    missing: what images without a label show.
     """
 
     labels: str | None = None
@@ -37,6 +38,7 @@ class Answers:
     ignore: frozenset[Value] | None = None
     val: float | str | None = None
     channels: int | None = None
+    missing: Literal["background"] | None = None
 
 
 class Reading(NamedTuple):
@@ -181,6 +183,7 @@ def _joined(sets: Sequence[LabelSet], *, always: bool) -> list[LabelSet]:
                 found[i] = replace(
                     other,
                     pattern=f"{other.pattern}, {one.pattern}",
+                    pattern_of=_patterns(other) | _patterns(one),
                     labels={**other.labels, **one.labels},
                     values={**one.values, **other.values},
                     class_of={**one.class_of, **other.class_of},
@@ -189,6 +192,12 @@ def _joined(sets: Sequence[LabelSet], *, always: bool) -> list[LabelSet]:
         else:
             found.append(one)
     return found
+
+
+def _patterns(labels: LabelSet) -> dict[str, str]:
+    """The pattern of each file."""
+    files = (file for found in labels.labels.values() for file in found)
+    return {file: labels.pattern_of.get(file, labels.pattern) for file in files}
 
 
 def _have_alike_names(*sets: LabelSet) -> bool:

@@ -85,7 +85,7 @@ def write(plan: Decisions, output: Path, command: str, *, jobs: int | None) -> l
 def _label_format(plan: Decisions) -> str | None:
     """`data.label_format`; None: training cannot read the labels as they are, so they are drawn."""
     labels = plan.labels
-    if labels.classes or labels.kind not in ("ids", "colors"):
+    if labels.classes or labels.kind not in ("ids", "colors") or () in labels.labels.values():
         return None
     if labels.kind == "colors" and len(plan.classes.ignored) > 1:
         return None  # a class file can ignore one colour
@@ -133,8 +133,9 @@ def _config(plan: Decisions, here: Path, label_format: str | None, command: str)
     lines = [f"# Written by segtrain {__version__}: {printable(command)}"]
     warnings = (*plan.classes.warnings, *plan.splits.warnings)
     lines += [f"# warning: {printable(line)}" for line in warnings]
+    pairs = plan.survey.pair_source or "name"
     options = [
-        Option("data.layout", "list", f"{plan.labels.pattern}, pairs by name"),
+        Option("data.layout", "list", f"{plan.labels.pattern}, pairs by {pairs}"),
         Option("data.root", str(plan.survey.root.resolve()), "only read"),
         Option("data.classes", str(here / CLASSES), plan.classes.reasons[0]),
         Option("data.train_split", str(here / TRAIN), f"{len(plan.splits.train)} images"),
@@ -214,22 +215,28 @@ def _draw_one(
     image: Image,
 ) -> None:
     files = labels.labels[image.path]
-    if labels.classes:
-        train_ids = {v: i for i, one in enumerate(classes.classes) for v in one.values}
-        drawn = np.zeros(image.size, np.uint8)
-        for file in files:
-            number = labels.class_of.get(file, 1)
-            shown = contents.shows_object(root / file)
-            drawn[shown] = train_ids.get(number, IGNORE_INDEX)
+    if not files and not labels.classes:  # --missing background
+        drawn = np.full(image.size, _train_id_of(classes, 0), np.uint8)
+    elif labels.classes:
+        numbers, _ = contents.painted(labels.class_files(root, image.path), image.size, labels.void)
+        train_ids = np.full(len(labels.classes) + 1, IGNORE_INDEX, np.uint8)
+        for i, one in enumerate(classes.classes):
+            train_ids[[*one.values]] = i
+        drawn = train_ids[numbers]
     else:
         drawn = _train_ids(root / files[0], labels, classes)
     colors = [*palette, *[(0, 0, 0)] * (256 - len(palette))]
     write_indexed_png(folder / f"{image.name}.png", drawn, colors)
 
 
+def _train_id_of(classes: Classes, value: Value) -> int:
+    found = (i for i, one in enumerate(classes.classes) if value in one.values)
+    return next(found, IGNORE_INDEX)
+
+
 def _train_ids(file: Path, labels: LabelSet, classes: Classes) -> np.ndarray:
     """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
-    found = contents.label_values(image_formats.read_stored(file), labels.kind)
+    found = contents.label_values(contents.read_label(file), labels.kind)
     train_ids = {packed(v): i for i, one in enumerate(classes.classes) for v in one.values}
     train_ids |= {packed(v): IGNORE_INDEX for v in classes.ignored}
     known = np.array(sorted(train_ids))

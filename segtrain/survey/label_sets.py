@@ -4,8 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -14,13 +13,11 @@ import cv2
 import numpy as np
 
 from segtrain.data.read import image_formats
-from segtrain.data.read.concurrent import for_each_pair, num_processes
-from segtrain.distributed.machine import process_pool
+from segtrain.data.read.classes import says_no_class
 from segtrain.errors import DataError
 from segtrain.survey import contents, pairing
 from segtrain.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts, spread
 from segtrain.survey.image_kinds import Image
-from segtrain.text import counted, first_of
 
 # Files of a set that are read where a sample is enough; images that are compared with labels.
 SAMPLE, _COMPARED = 6, 24
@@ -34,14 +31,15 @@ _MOST_NUMBERS, _AREAS = 255, 1.1
 class LabelSet:
     """Labels of the same kind: one file for each image, or several.
 
-    pattern: of their names, such as `masks/*_mask.png`. labels: by the path of the image.
+    pattern: of their names, such as `masks/*_mask.png`; pattern_of: by file, where sets were
+        joined. labels: by the path of the image; none where an image shows background alone.
     values: of the sample; after `count_values`, of all files.
     classes: with several files an image, the word that each stands for; their place among these,
         from 1, by file, if there are several words.
     palette: the colours of ids, known after `count_values`.
     twin: the colours of ids in a set that divides the images alike, in a sample.
-    no_data, shown_in: values that files mark as none; the images that show each value. Both are
-        known after `count_values`.
+    no_data, shown_in, claimed: values that files mark as none; the images that show each value;
+        pixels that the files of several classes show. All are known after `count_values`.
     """
 
     pattern: str
@@ -54,6 +52,17 @@ class LabelSet:
     twin: Mapping[int, Color] = field(default_factory=dict)
     no_data: frozenset[float] = frozenset()
     shown_in: Mapping[Value, Set[str]] = field(default_factory=dict)
+    claimed: int = 0
+    pattern_of: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def void(self) -> list[int]:
+        """The numbers of classes whose name says that there is none."""
+        return [i for i, name in enumerate(self.classes, start=1) if says_no_class(name)]
+
+    def class_files(self, folder: Path, image: str) -> list[tuple[Path, int]]:
+        """The files of an image in `folder` and the number of the class of each, from 1."""
+        return [(folder / file, self.class_of.get(file, 1)) for file in self.labels[image]]
 
 
 _ByImage = Mapping[str, tuple[str, ...]]
@@ -86,7 +95,7 @@ def label_sets(
     samples = {form: _sample_of(by_image, pattern_of, facts) for form, by_image in sets.items()}
     # Several sets of two values each, such as masks/car/ and masks/road/, are one label together.
     binary = {form: by_image for form, by_image in sets.items() if _is_binary(samples[form])}
-    classes = _differing_words(binary)
+    classes = differing_words(binary)
     if classes and _share_images(binary.values()) and not _show_the_same(folder, *binary.values()):
         yield _together(binary, classes)
         sets = {form: by_image for form, by_image in sets.items() if form not in binary}
@@ -110,10 +119,16 @@ def _sets_by_form(
 
     sets = _grouped(labels, lambda image, label: _form(pattern_of[label], image))
     for form, by_image in list(sets.items()):
-        if not _several(by_image) or (are_binary(by_image) and _have_own_folders(by_image)):
+        if not _several(by_image):
             continue
+        if are_binary(by_image) and _are_named_by_class(by_image):
+            # masks/s01/liver.png is of masks/liver.png
+            sets |= _grouped(by_image, lambda _, x, form=form: form.replace("*", _stem(x)))
+        elif are_binary(by_image) and _have_own_folders(by_image):
+            continue
+        else:
+            sets |= _grouped(by_image, lambda _, label: pairing.form_of(pattern_of[label]))
         del sets[form]
-        sets |= _grouped(by_image, lambda _, label: pairing.form_of(pattern_of[label]))
     for form, by_image in list(sets.items()):
         if not _several(by_image) or are_binary(by_image):
             continue
@@ -161,19 +176,17 @@ def _of_one_kind(form: str, by_image: _ByImage, sample: Sequence[LabelFacts]) ->
         pattern=form,
         kind=Counter(one.kind for one in found).most_common(1)[0][0],
         labels=by_image,
-        values=_totals(one.values for one in found),
+        values=total_values(one.values for one in found),
         classes=("foreground",) if _several(by_image) else (),
     )
 
 
-def _totals(found: Iterable[Mapping[Value, ValueFacts]]) -> dict[Value, ValueFacts]:
+def total_values(found: Iterable[Mapping[Value, ValueFacts]]) -> dict[Value, ValueFacts]:
     """The facts of several files added up."""
     sums: dict[Value, ValueFacts] = {}
     for values in found:
-        for value, (pixels, rim, files, example) in values.items():
-            before = sums.get(value, ValueFacts(0, 0, 0, example))
-            together = before.pixels + pixels, before.rim + rim, before.files + files
-            sums[value] = ValueFacts(*together, before.example)
+        for value, facts in values.items():
+            sums[value] = sums[value].added(facts) if value in sums else facts
     return sums
 
 
@@ -199,7 +212,7 @@ def _form(pattern: str, image: str) -> str:
     return "/".join([*(roles or kept[:1]), *words[:1], name])
 
 
-def _differing_words(forms: Iterable[str]) -> tuple[str, ...]:
+def differing_words(forms: Iterable[str]) -> tuple[str, ...]:
     """The one word in which the names of several sets differ, of each; empty if it is not one."""
     parts = [re.split(r"[/_\-.* ]+", form) for form in forms]
     if len({len(part) for part in parts}) != 1:
@@ -214,6 +227,18 @@ def _differing_words(forms: Iterable[str]) -> tuple[str, ...]:
 def _is_binary(facts: Sequence[LabelFacts]) -> bool:
     found = [set(one.values) for one in facts if one.kind in ("ids", "two")]
     return bool(found) and all(len(values | {0}) <= 2 for values in found)
+
+
+def _stem(path: str) -> str:
+    return PurePosixPath(path).stem
+
+
+def _are_named_by_class(by_image: _ByImage) -> bool:
+    """Whether names of files come again and again, one for each class: `liver`, not `mask_1`."""
+    images = Counter(_stem(label).lower() for files in by_image.values() for label in {*files})
+    words = {re.sub(r"[\d_\-. ]", "", stem) for stem in images}
+    is_word = len(words) == len(images) and all(stem[:1].isalpha() for stem in images)
+    return 2 * len(images) <= images.total() and (is_word or words <= {"class", "label"})
 
 
 def _several(by_image: _ByImage) -> bool:
@@ -396,134 +421,3 @@ def _are_numbered(numbers: Sequence[tuple[int, int] | None]) -> bool:
         return False
     most, areas = zip(*numbers, strict=True)
     return len(set(most)) > 1 and max(most) > 2 and sum(areas) <= _AREAS * sum(most)
-
-
-# All files of a set
-
-
-def count_values(
-    folder: Path, labels: LabelSet, sizes: Mapping[str, tuple[int, int]], jobs: int | None
-) -> LabelSet:
-    """`labels` with the values of all of its files.
-
-    sizes: of each image, by its path.
-
-    Raises:
-        DataError: files that are no labels, or of another size than the image.
-    """
-    files = [(image, file) for image, found in labels.labels.items() for file in found]
-    work = partial(_facts_or_problem, folder)
-    with process_pool(num_processes(len(files), jobs)) as pool:
-        read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
-    is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
-    kind = "colors" if is_colored else labels.kind
-    found = [(*names, facts) for names, facts in zip(files, read, strict=True)]
-    kinds = {"ids", "two"} if labels.classes and not is_colored else {kind}
-    shown = _checked(folder, found, kinds, sizes)
-
-    counts: list[dict[Value, ValueFacts]] = []
-    shown_in: dict[Value, set[str]] = defaultdict(set)
-    for image, file, facts in found:
-        for stored, count in facts.values.items():
-            value = _meaning(stored, file, facts, labels, is_colored=is_colored)
-            if value is not None:
-                counts.append({value: count})
-                shown_in[value].add(image)
-    values = dict(sorted(_totals(counts).items()))
-    if labels.classes:
-        values = {0: _background(values, labels, sizes), **values}
-        shown_in[0] = set(labels.labels)
-    palette = max((facts.palette for facts in read), key=len, default=())
-    palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
-    no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
-    known = {"palette": palette, "no_data": no_data, "shown_in": shown_in}
-    return replace(labels, kind=kind, values=values, **known)
-
-
-def _meaning(
-    stored: Value, file: str, facts: LabelFacts, labels: LabelSet, *, is_colored: bool
-) -> Value | None:
-    """What a value of a file counts as; None: as nothing.
-
-    is_colored: whether other files are in colours.
-    """
-    if labels.classes:
-        return None if stored == 0 else labels.class_of.get(file, 1)
-    if is_colored and facts.kind == "ids":
-        return (stored,) * 3
-    return stored
-
-
-def _background(
-    values: Mapping[Value, ValueFacts], labels: LabelSet, sizes: Mapping[str, tuple[int, int]]
-) -> ValueFacts:
-    """What no file shows, of labels with a file for each class.
-
-    Where several files show the same pixel, it counts too little.
-    """
-    pixels = sum(height * width for height, width in map(sizes.__getitem__, labels.labels))
-    rest = max(0, pixels - sum(one.pixels for one in values.values()))
-    return ValueFacts(rest, 0, len(labels.labels), "")
-
-
-def _checked(
-    folder: Path,
-    found: Iterable[tuple[str, str, LabelFacts | str]],
-    kinds: Set[Kind],
-    sizes: Mapping[str, tuple[int, int]],
-) -> dict[int, Color]:
-    """The colours that palettes give to the values; found: image, file and facts of each label.
-
-    Raises:
-        DataError: as `count_values`.
-    """
-    shown, unfit, wrong = {}, [], []
-    for image, file, facts in found:
-        if problem := _problem(facts, file, shown, kinds):
-            unfit.append(problem)
-        elif facts.size != sizes[image]:
-            sides = ["x".join(map(str, size)) for size in (facts.size, sizes[image])]
-            wrong.append(f"{file}: {sides[0]}, image {sides[1]}")
-        else:
-            shown |= _shown(facts)
-    if unfit:
-        what = counted(len(unfit), "label cannot", "labels cannot")
-        shown_files = first_of(unfit, 5)
-        raise DataError(f"{folder}: {what} be read: {shown_files}; replace them or move them away")
-    if wrong:
-        what = counted(len(wrong), "label has", "labels have")
-        raise DataError(f"{folder}: {what} another size than the image: {first_of(wrong, 5)}")
-    return shown
-
-
-def _shown(facts: LabelFacts) -> dict[int, Color]:
-    """The colours of the values in a file; none if it has no palette."""
-    return {v: facts.palette[v] for v in facts.values if facts.palette and v < len(facts.palette)}
-
-
-def _problem(
-    facts: LabelFacts | str, file: str, shown: Mapping[int, Color], kinds: Set[Kind]
-) -> str:
-    """Why a file does not belong to the labels beside it, or empty.
-
-    shown: the colours of values in those before it. kinds: of them.
-    """
-    if isinstance(facts, str):
-        return facts
-    if facts.kind not in kinds and not (facts.is_rgb and "colors" in kinds):
-        wanted = contents.KINDS[min(kinds)]
-        return f"{file}: holds {contents.KINDS[facts.kind]}, other labels hold {wanted}"
-    if facts.kind != "two" and "two" in kinds and len(facts.values.keys() | {0}) > 2:
-        return (
-            f"{file}: holds {len(facts.values)} values, where each of several files shows one class"
-        )
-    if any(shown.get(value, color) != color for value, color in _shown(facts).items()):
-        return f"{file}: its palette gives the same values other colours than those before it"
-    return ""
-
-
-def _facts_or_problem(folder: Path, file: str) -> LabelFacts | str:
-    try:
-        return contents.label_facts(folder, file)
-    except DataError as error:
-        return str(error)

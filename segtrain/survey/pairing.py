@@ -65,6 +65,11 @@ class FileName(NamedTuple):
     words: frozenset[str]
 
     @property
+    def stem(self) -> str:
+        """The name without folders and suffix, in lower case."""
+        return PurePosixPath(self.path).stem.lower()
+
+    @property
     def split(self) -> str | None:
         """train, val or test, if a folder says so."""
         found = {split for word in self.folders if (split := split_of(word))}
@@ -170,7 +175,7 @@ def _without_affixes(
     cores = [core for _, core, _ in parts]
     starts, ends = list(map(_start_of, cores)), list(map(_end_of, cores))
     common_starts = _common_starts(kinds, starts)
-    common_ends = _common_ends(kinds, cores, ends)
+    common_ends = _common_ends(kinds, cores, ends) - _ends_of_images(kinds, parts, ends)
     found = []
     for kind, (before, core, after), start, end in zip(kinds, parts, starts, ends, strict=True):
         if not _is_role(start) and (kind, start) not in common_starts:
@@ -195,7 +200,10 @@ def _common_starts(kinds: Sequence[_FolderKind], starts: Sequence[str]) -> set[_
         is_scene = folders[name] > 1 and words_of(start) == words_of(name)
         if is_common and not is_scene:
             found.add((kind, start))
-    return found
+    # Of a class that few images show, as in the folders of the others.
+    beside = {(_siblings(kind), start) for kind, start in found}
+    small = {key for key in zip(kinds, starts, strict=True) if sizes[key[0]] <= 2}
+    return found | {(kind, start) for kind, start in small if (_siblings(kind), start) in beside}
 
 
 def _common_ends(
@@ -216,6 +224,40 @@ def _common_ends(
     apart = {(kind, end) for kind, stem, end in names if (kind, stem) not in beside}
     rare = {key for key, number in counts.items() if number >= 2 and key not in apart}
     return common | rare
+
+
+def _siblings(kind: _FolderKind) -> _FolderKind:
+    """The folder above that of a kind, and its suffix."""
+    folder, suffix = kind
+    return str(PurePosixPath(folder).parent), suffix
+
+
+def _ends_of_images(
+    kinds: Sequence[_FolderKind], parts: Sequence[tuple[str, str, str]], ends: Sequence[str]
+) -> set[_Affix]:
+    """The ends, by kind, that belong to images: `_flip` of `1_flip`, `_z07` of `p2_z07`.
+
+    Names of another folder go on from there (`p2_z07_liver`) or end there too. It is not so where
+    `1_car` is of the image `1`: then the name without the end is in another folder alone.
+    """
+    wholes: dict[_FolderKind, set[str]] = defaultdict(set)
+    stems: set[str] = set()
+    beginnings: dict[str, set[_FolderKind]] = defaultdict(set)
+    for kind, (before, core, after) in zip(kinds, parts, strict=True):
+        stem = (before + core + after).lower()
+        stems.add(stem)
+        wholes[kind].add((before + core).lower())
+        for end in re.finditer(r"(?=[_\-. ])|$", stem):
+            beginnings[stem[: end.start()]].add(kind)
+    votes: dict[_Affix, list[bool]] = defaultdict(list)
+    for kind, (before, core, _), end in zip(kinds, parts, ends, strict=True):
+        if not end or _is_role(end) or any(map(split_of, words_of(end))):
+            continue
+        whole, bare = (before + core).lower(), (before + core.removesuffix(end)).lower()
+        goes_on = bool(beginnings[whole] - {kind})
+        is_of_another = bare in stems and bare not in wholes[kind]
+        votes[kind, end].append(goes_on and not is_of_another)
+    return {key for key, found in votes.items() if sum(found) > len(found) / 2}
 
 
 def _start_of(stem: str) -> str:
@@ -259,11 +301,16 @@ def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
     ({'img/a_1.jpg': ['gt/a_1_mask.png']}, ['gt/a_7_mask.png'])
     """
     by_core: dict[str, list[FileName]] = defaultdict(list)
+    by_stem: dict[str, list[FileName]] = defaultdict(list)
     for image in images:
         by_core[image.core].append(image)
+        by_stem[image.stem].append(image)
     found = Matches(defaultdict(list), {}, [], [])
     left = []
-    fitting = [(label, _nearest(label, by_core.get(label.core, ()))) for label in labels]
+    fitting = [
+        (label, _nearest(label, by_core.get(label.core) or by_stem.get(label.stem, ())))
+        for label in labels
+    ]
     partners = _Partners(fitting)
     for label, candidates in fitting:
         strays = [image for image in candidates if partners.are_others(label, image)]
@@ -280,7 +327,7 @@ def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
             found.unclear.append(label.path)
         else:
             left.append(label)
-    for rule in (_by_number, _by_folder):
+    for rule in (_by_number, _by_folder, _by_only_image):
         matched = rule(images, left) if left else {}
         for label, image in matched.items():
             found.labels[image].append(label)
@@ -335,7 +382,13 @@ def _nearest(label: FileName, images: Collection[FileName]) -> list[FileName]:
     if len(images) < 2:
         return images
     scores = [
-        (len(image.folders & label.folders), len(image.words & label.words)) for image in images
+        # Of `img_1` and its copy `img_1_flip`, the former is that of `img_1_mask`.
+        (
+            len(image.folders & label.folders),
+            len(image.words & label.words),
+            -len(image.words - label.words),
+        )
+        for image in images
     ]
     best = max(scores)
     images = [image for image, score in zip(images, scores, strict=True) if score == best]
@@ -402,7 +455,8 @@ def _by_folder(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[s
     """Labels in a folder of the image's name, as in `masks/0001/car.png`."""
     by_core: dict[str, list[str]] = defaultdict(list)
     for image in images:
-        by_core[image.core].append(image.path)
+        for name in {image.core, image.stem}:
+            by_core[name].append(image.path)
     found: dict[str, str] = {}
     for label in labels:
         for folder in reversed(PurePosixPath(label.path).parts[:-1]):
@@ -410,4 +464,18 @@ def _by_folder(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[s
             if len(candidates) == 1:
                 found[label.path] = candidates[0]
                 break
+    return found
+
+
+def _by_only_image(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[str, str]:
+    """Labels below the folder of one image alone: `s01/masks/car.png` and `s01/image.png`."""
+    in_folder: dict[str, list[str]] = defaultdict(list)
+    for image in images:
+        in_folder[_folder(image)].append(image.path)
+    found: dict[str, str] = {}
+    for label in labels:
+        above = map(str, PurePosixPath(label.path).parents)
+        there = next((in_folder[folder] for folder in above if folder in in_folder), [])
+        if len(there) == 1:
+            found[label.path] = there[0]
     return found

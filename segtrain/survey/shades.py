@@ -33,9 +33,13 @@ def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict
         DataError: so many colours, that labels were smoothed.
         UndecidedError: colours differ by a shade, and both are frequent.
     """
-    if labels.kind != "colors":
-        if _is_smoothed_mask(labels) and answers.ignore is answers.names is None:
+    if answers.ignore is answers.names is None:
+        if _is_smoothed_mask(labels):
             raise _smoothed(labels, "values between 0 and 255", "make them 0 or 255")
+        if _are_blended(labels):
+            repair = "save labels as PNG and resize them by nearest neighbour (--ignore none)"
+            raise _smoothed(labels, "colours" if labels.kind == "colors" else "values", repair)
+    if labels.kind != "colors":
         return {value: value for value in labels.values}
     colors = sorted(labels.values, key=lambda color: -labels.values[color].pixels)
     main = named or _frequent(labels, colors, answers)
@@ -64,6 +68,12 @@ def _is_smoothed_mask(labels: LabelSet) -> bool:
     pixels = sum(facts.pixels for facts in between)
     is_few = pixels < min(labels.values[value].pixels for value in (0, 255))
     return is_few and sum(facts.rim for facts in between) >= _BESIDE * pixels
+
+
+def _are_blended(labels: LabelSet) -> bool:
+    """Whether labels hold many values, and half of them only beside others, as JPEG leaves them."""
+    thin = [x for x in labels.values.values() if x.rim >= _BESIDE * x.pixels]
+    return len(thin) > max(_LEVELS, len(labels.values) / 2)
 
 
 def _frequent(labels: LabelSet, colors: Sequence[Color], answers: Answers) -> list[Color]:

@@ -1,12 +1,15 @@
 """The decision: which images to train and to evaluate on; a pure function of the survey."""
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from segtrain.data.read.sources import source_of
+from segtrain.data.read.tiles import overlapping
 from segtrain.errors import DataError
+from segtrain.survey.contents import Value
 from segtrain.survey.decide import Answers
 from segtrain.survey.image_kinds import Image
 from segtrain.survey.label_sets import LabelSet
@@ -43,9 +46,12 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
     train, val, reason = [], [], ""
     if survey.split_source and not isinstance(answers.val, float):
         train, val, reason = _given(survey, images)
+        if not any(labels.labels[image.path] for image in train):  # good parts alone, as MVTec's
+            train, val = [], []
+            images = [replace(image, split=None) for image in images]
         images = train or val or images  # the other one is hidden, perhaps
     if not (train and val):
-        train, val, reason = _divided(survey, images, answers)
+        train, val, reason = _divided(survey, labels, images, answers)
     leak = _leak(survey, train, val)
     return Splits(tuple(train), tuple(val), reason, (leak,) if leak else ())
 
@@ -69,56 +75,135 @@ def _given(survey: Survey, images: Sequence[Image]) -> tuple[list[Image], list[I
 
 
 def _divided(
-    survey: Survey, images: Sequence[Image], answers: Answers
+    survey: Survey, labels: LabelSet, images: Sequence[Image], answers: Answers
 ) -> tuple[list[Image], list[Image], str]:
-    """A division by a hash of names; what belongs together stays together."""
+    """A division by a hash of names; what belongs together stays together.
+
+    Unless training would lose a class by it, as where a folder of images is one.
+    """
     share = answers.val if isinstance(answers.val, float) else DEFAULT_VAL
     rest = [image for image in images if image.split != "test"]
     unused = len(images) - len(rest) if len(rest) > 1 else 0
     images = rest if unused else images
-    key, what = _grouping(survey, images)
-    groups: dict[str, list[Image]] = defaultdict(list)
-    for image in images:
-        groups[key(image)].append(image)
-    order = sorted(groups, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    chosen, size = set(), 0
-    for name in order[:-1]:
-        if size + len(groups[name]) / 2 <= max(share * len(images), 1):
-            chosen.add(name)
-            size += len(groups[name])
-    chosen = chosen or {order[0]}
-    train = [image for image in images if key(image) not in chosen]
-    val = [image for image in images if key(image) in chosen]
+    for key, how in _groupings(survey, images):
+        what, chosen = how, _chosen(list(map(key, images)), share)
+        train = [image for image in images if key(image) not in chosen]
+        val = [image for image in images if key(image) in chosen]
+        if not _lost(labels, images, train):
+            break
+    beside = _overlapping_tiles(survey, train, val)
+    train = [image for image in train if image.path not in beside] or train
     reason = f"{len(val)} of {len(images)} images, {what}, chosen by a hash of the names (--val)"
     reason += f"; {unused} of test are not used" if unused else ""
+    if beside and len(train) + len(val) < len(images):
+        which = counted(len(beside), "tile that overlaps", "tiles that overlap")
+        reason += f"; {which} them left out"
     return train, val, reason
 
 
-def _grouping(survey: Survey, images: Sequence[Image]) -> tuple[Callable[[Image], str], str]:
-    """What stays together when images are divided: scene, sequence, or blocks of like images."""
+def _chosen(groups: Sequence[str], share: float) -> set[str]:
+    """The groups to evaluate on: about this share of the images; groups: that of each image."""
+    sizes = Counter(groups)
+    order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    chosen, size = set(), 0
+    for name in order[:-1]:
+        if size + sizes[name] / 2 <= max(share * len(groups), 1):
+            chosen.add(name)
+            size += sizes[name]
+    return chosen or {order[0]}
+
+
+def _lost(labels: LabelSet, images: Sequence[Image], train: Sequence[Image]) -> list[Value]:
+    """The values that images show, and none to train on."""
+    here, kept = ({image.path for image in found} for found in (images, train))
+    return [value for value, where in labels.shown_in.items() if where & here and not where & kept]
+
+
+def _groupings(
+    survey: Survey, images: Sequence[Image]
+) -> Iterator[tuple[Callable[[Image], str], str]]:
+    """What stays together when images are divided: scene, sequence, or blocks of like images.
+
+    The best first, the last one is single images.
+    """
     keys: dict[str, Callable[[Image], str]] = {
         "scenes": lambda image: image.scene,
         "sequences": lambda image: f"{image.scene}/{image.sequence}",
     }
+    alike = _alike(survey, images)
+    sizes = Counter(alike.values())
+    if _shared_pixels(survey, images) and max(sizes.values()) > len(images) / 2:
+        band = _bands(survey, images)
+        yield lambda image: band[image.path], "a band of the picture that they are tiles of"
     for what, key in keys.items():
         number = len(set(map(key, images)))
         if _MIN_GROUPS <= number <= len(images) / 2:
-            return key, f"whole {what} ({number})"
-    ordered = sorted(images, key=lambda image: image.place)
-    blocks, block = {ordered[0].path: 0}, 0
-    for before, image in pairwise(ordered):
-        block += (before.path, image.path) not in survey.similar
-        blocks[image.path] = block
-    if survey.similar and block + 1 >= _MIN_GROUPS:
-        return (
-            lambda image: f"{blocks[image.path]} {ordered[0].path}",
-            "like neighbours kept together",
-        )
+            yield key, f"whole {what} ({number})"
+    if _MIN_GROUPS <= len(sizes) < len(images) and max(sizes.values()) <= len(images) / 2:
+        yield lambda image: alike[image.path], "copies and like images kept together"
     if survey.similar or survey.moving:
+        ordered = sorted(images, key=lambda image: image.place)
         size = max(1, len(images) // 5)
-        blocks = {image.path: i // size for i, image in enumerate(ordered)}
-        return lambda image: str(blocks[image.path]), "a block of one sequence"
-    return lambda image: image.path, "single images"
+        fifths = {image.path: i // size for i, image in enumerate(ordered)}
+        yield lambda image: str(fifths[image.path]), "a block of one sequence"
+    yield lambda image: image.path, "single images"
+
+
+def _alike(survey: Survey, images: Sequence[Image]) -> dict[str, str]:
+    """The group of each image, by path: copies by name, near-duplicates, tiles that overlap."""
+    parent: dict[str, str] = {}
+
+    def root(path: str) -> str:
+        while (above := parent.setdefault(path, path)) != path:
+            parent[path] = path = parent[above]
+        return path
+
+    first: dict[str, str] = {}
+    for image in images:
+        before = first.setdefault(f"{image.scene}/{source_of(image.name)}", image.path)
+        parent[root(image.path)] = root(before)
+    for one, other in survey.similar:
+        parent[root(one)] = root(other)
+    for one, other in _shared_pixels(survey, images):
+        parent[root(one)] = root(other)
+    return {image.path: root(image.path) for image in images}
+
+
+def _shared_pixels(survey: Survey, images: Sequence[Image]) -> list[tuple[str, str]]:
+    """Tiles that show the same part of a larger picture, by their paths."""
+    boxes = [survey.tiles.get(image.path) for image in images]
+    return [(images[i].path, images[j].path) for i, j in overlapping(boxes)]
+
+
+def _overlapping_tiles(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> set[str]:
+    """The tiles to train on that show what tiles to evaluate on show, too."""
+    to_train = {image.path for image in train}
+    pairs = _shared_pixels(survey, [*train, *val])
+    return {
+        path
+        for one, other in pairs
+        if (one in to_train) != (other in to_train)
+        for path in (one, other)
+        if path in to_train
+    }
+
+
+def _bands(survey: Survey, images: Sequence[Image]) -> dict[str, str]:
+    """A fifth of the tiles as one group, from the top down or, of a wide picture, from the left."""
+    boxes = {image.path: survey.tiles.get(image.path) for image in images}
+    known = [box for box in boxes.values() if box is not None]
+    height, width = (
+        max(box[side + 2] for box in known) - min(box[side] for box in known) for side in (1, 2)
+    )
+    side = 1 if height >= width else 2
+    order = sorted(
+        (path for path, box in boxes.items() if box is not None),
+        key=lambda path: (boxes[path].mosaic, boxes[path][side], path),
+    )
+    size = max(1, len(order) // 5)
+    return {path: path for path in boxes} | {
+        path: f"band {i // size}" for i, path in enumerate(order)
+    }
 
 
 def _leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
@@ -127,8 +212,11 @@ def _leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
     if survey.moving:
         frames = pairwise(sorted(survey.images, key=lambda image: image.place))
         pairs |= {(a.path, b.path) for a, b in frames if a.place[:2] == b.place[:2]}
+    sources = {source_of(image.name) for image in train}
+    copies = _overlapping_tiles(survey, val, train)
+    copies |= {image.path for image in val if source_of(image.name) in sources}
     names = {image.path for image in train}
-    near = {b for pair in pairs for a, b in (pair, pair[::-1]) if a in names}
+    near = copies | {b for pair in pairs for a, b in (pair, pair[::-1]) if a in names}
     found = [image for image in val if image.path in near]
     if len(found) * 3 < len(val):
         return ""

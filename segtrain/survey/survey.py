@@ -12,21 +12,14 @@ from pathlib import Path, PurePosixPath
 
 from segtrain.annotations import detect
 from segtrain.data.read import image_formats
+from segtrain.data.read.tiles import TileBox, tile_boxes
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.survey import contents, pairing
 from segtrain.survey.contents import Color, ImageFacts, LabelFacts, spread
-from segtrain.survey.image_kinds import (
-    Image,
-    facts_of,
-    listed_pairs,
-    note_all,
-    similar_images,
-    split_by,
-    with_headers,
-    with_splits,
-)
+from segtrain.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
 from segtrain.survey.label_sets import SAMPLE, LabelSet, equal_sets, label_sets
+from segtrain.survey.listings import SUFFIXES, listed_pairs, split_by, with_splits
 from segtrain.survey.names import Legend, is_called_legend, read_legend
 from segtrain.survey.pairing import FileName, Matches
 from segtrain.text import first_of
@@ -46,7 +39,9 @@ class Survey:
     facts: Mapping[str, ImageFacts]  # of a sample of images
     similar: frozenset[tuple[str, str]]  # images that are nearly alike, by their paths
     moving: bool  # whether neighbours by name are more alike than others, as frames of a video
+    tiles: Mapping[str, TileBox]  # where images lie in a larger picture, by their paths
     split_source: str  # what says the splits; "" if nothing does
+    pair_source: str  # the tables that say which label is whose; "" if names do
     annotations: Mapping[str, tuple[Path, ...]]  # files by format
     notes: tuple[str, ...]  # what is odd about the folder, and what is not used
 
@@ -69,9 +64,10 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
 
     notes: list[str] = []
-    lists = [path for path in others if path.endswith((".txt", ".csv"))]
+    lists = [path for path in others if path.endswith(SUFFIXES)]
     pattern_of = {name.path: name.pattern for name in label_names}
-    if listed := listed_pairs(folder, lists, image_names, label_names):
+    listed, pair_source = listed_pairs(folder, lists, image_names, label_names)
+    if listed:
         matches = pairing.with_pairs(matches, image_names, listed, pattern_of)
     images = with_headers(folder, image_names, matches, notes)
     there = {image.path for image in images}
@@ -109,10 +105,22 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
         facts=facts,
         similar=similar,
         moving=moving,
+        tiles=_tiles(folder, images),
         split_source=split_source,
+        pair_source=pair_source,
         annotations={kind: tuple(files) for kind, files in detect(folder).items()},
         notes=tuple(notes),
     )
+
+
+def _tiles(folder: Path, images: Sequence[Image]) -> dict[str, TileBox]:
+    boxes = tile_boxes(
+        [image.name for image in images],
+        [image.size for image in images],
+        [image.map_place for image in images],
+        lambda i: contents.read_bands([folder / file for file in images[i].files]),
+    )
+    return {x.path: box for x, box in zip(images, boxes, strict=True) if box is not None}
 
 
 def _files(folder: Path) -> tuple[list[str], list[str]]:

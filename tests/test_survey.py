@@ -1,0 +1,523 @@
+"""Folders in which a guess trains wrong: each is read as its truth, pixel by pixel, or refused."""
+
+import csv
+import shutil
+from collections import Counter
+
+import cv2
+import numpy as np
+import pytest
+import tifffile
+import yaml
+from folders import NAMES, labels_of, save, scene
+
+from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.rims import blended_pixels
+from segtrain.data.read.sources import source_of
+from segtrain.data.read.tiles import TileBox, overlapping, tile_boxes
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setattr("segtrain.commands.init._HOST", ("127.0.0.1", 9))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def init(lab, folder):
+    """Runs init with these words; the labels that training sees, and what was said."""
+
+    def run(*words):
+        output = folder.with_name("made")
+        said = lab.done("init", folder, "--output", output, "--jobs", "1", *words).out
+        return labels_of(output)[0], said
+
+    return run
+
+
+@pytest.fixture
+def refused(lab, folder):
+    return lambda *words, code=2: lab.refused(
+        "init", folder, "--output", folder.with_name("made"), "--jobs", "1", *words, code=code
+    )
+
+
+@pytest.fixture
+def asked(lab, folder):
+    """The question that init stops with; its pictures are gone."""
+
+    def run(*words):
+        output = folder.with_name("made")
+        outcome = lab.command("init", folder, "--output", output, "--jobs", "1", *words)
+        assert outcome.code == 2
+        assert "and one of them goes on" in outcome.err
+        assert all(path.name.startswith("reading_") for path in output.iterdir())
+        return outcome.err
+
+    return run
+
+
+def names(folder):
+    return load_class_file(str(folder.with_name("made") / "classes.yaml")).names
+
+
+def disc(seed, radius=9):
+    """A disc somewhere in (64, 80) bool."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros((64, 80), np.uint8)
+    cv2.circle(mask, (int(rng.integers(20, 60)), int(rng.integers(20, 44))), radius, 1, -1)
+    return mask > 0
+
+
+def mask_of(shown):
+    return np.where(shown, 255, 0).astype(np.uint8)
+
+
+def assert_labels(found, truth):
+    assert found.keys() == truth.keys()
+    for name, label in truth.items():
+        np.testing.assert_array_equal(found[name], label, err_msg=name)
+
+
+# A file or a folder for each class
+
+
+def test_a_class_that_two_images_show_is_one(folder, init):
+    truth = {}
+    classes = ("dent", "scratch", "rust")
+    for i in range(40):
+        save(folder / f"images/part{i:03}.png", scene(i)[0])
+        label = np.zeros((64, 80), np.uint8)
+        for k, name in enumerate(classes, start=1):
+            if name != "rust" or i in (6, 20):
+                shown = np.zeros_like(label, bool)
+                shown[10 * k : 10 * k + 6, i : i + 9] = True
+                save(folder / f"masks/{name}/part{i:03}.png", mask_of(shown))
+                label[shown] = k
+        truth[f"images/part{i:03}.png"] = label
+    found, _ = init("--names", ",".join(classes))
+    assert names(folder) == ("background", *classes)
+    assert_labels(found, truth)
+
+
+def organs(folder, label="masks/s{i:02}_{name}.png"):
+    """A lesion in a liver, a file each."""
+    truth = {}
+    for i in range(8):
+        save(folder / f"images/s{i:02}.png", scene(i)[0])
+        liver, lesion = disc(i, 20), disc(i, 5)
+        for name, shown in (("liver", liver), ("lesion", lesion)):
+            save(folder / label.format(i=i, name=name), mask_of(shown))
+        truth[f"images/s{i:02}.png"] = np.where(lesion, 2, liver).astype(np.uint8)
+    return truth
+
+
+@pytest.mark.parametrize(
+    "label", ["masks/s{i:02}_{name}.png", "masks/{name}/s{i:02}.png", "masks/s{i:02}/{name}.png"]
+)
+def test_a_smaller_area_lies_on_a_larger_one(folder, init, label):
+    truth = organs(folder, label)
+    found, said = init("--names", "liver,lesion")
+    assert_labels(found, truth)
+    twice = sum(int((x == 2).sum()) for x in truth.values()) / sum(x.size for x in truth.values())
+    assert f"{twice:.2%} of the pixels are in several: the smaller area counts" in said
+    shares = Counter(np.concatenate([x.ravel() for x in truth.values()]).tolist())
+    assert f"  liver                {shares[1] / shares.total():7.2%}" in said
+
+
+def test_a_class_of_which_nothing_is_left_is_refused(folder, refused):
+    for i in range(8):
+        save(folder / f"images/s{i:02}.png", scene(i)[0])
+        parts = {"left": disc(i) & (np.arange(80) < 40), "right": disc(i) & (np.arange(80) >= 40)}
+        for name, shown in {**parts, "body": disc(i)}.items():
+            save(folder / f"masks/s{i:02}_{name}.png", mask_of(shown))
+    assert "nothing is left of body: other classes, in smaller areas" in refused(code=3)
+
+
+def test_names_choose_and_order_the_classes_of_files(folder, init, refused, lab):
+    truth = organs(folder)
+    found, _ = init("--names", "lesion=2,liver=1")
+    assert names(folder) == ("background", "liver", "lesion")
+    assert_labels(found, truth)
+    lab.folder.joinpath("made").rename(lab.folder / "first")
+    found, _ = init("--names", "lesion")
+    assert names(folder) == ("background", "lesion")
+    assert_labels(found, {name: (label == 2).astype(np.uint8) for name, label in truth.items()})
+    lab.folder.joinpath("made").rename(lab.folder / "second")
+    assert "--names: tumour: no such class; the files show lesion, liver" in refused(
+        "--names", "liver,tumour"
+    )
+    for wrong in ("lesion=3,liver=1", "lesion=1,liver", "liver,liver"):
+        assert "--names" in refused("--names", wrong)
+
+
+def test_folders_of_masks_with_the_names_of_images_are_classes(folder, init):
+    """masks/scratch/x00.png and masks/dent/x01.png, of images/x00.png and images/x01.png."""
+    truth = {}
+    for i in range(12):
+        name = ("dent", "scratch")[i % 2]
+        save(folder / f"images/x{i:02}.png", scene(i)[0])
+        save(folder / f"masks/{name}/x{i:02}.png", mask_of(disc(i)))
+        truth[f"images/x{i:02}.png"] = disc(i) * np.uint8(1 + i % 2)
+    found, _ = init()
+    assert names(folder) == ("background", "dent", "scratch")
+    assert_labels(found, truth)
+
+
+def parts_with_defects(folder, image="test/{name}/{i:03}.png"):
+    """As MVTec has them; the good ones have no mask."""
+    truth = {}
+    for k, name in enumerate(("dent", "hole"), start=1):
+        for i in range(6):
+            path = image.format(name=name, i=i)
+            save(folder / path, scene(10 * k + i)[0])
+            save(folder / f"ground_truth/{name}/{i:03}_mask.png", mask_of(disc(i + k)))
+            truth[path] = disc(i + k) * np.uint8(k)
+    for i in range(4):
+        save(folder / f"train/good/{i:03}.png", scene(100 + i)[0])
+        truth[f"train/good/{i:03}.png"] = np.zeros((64, 80), np.uint8)
+    return truth
+
+
+def test_folders_that_images_and_masks_share_are_asked_about(folder, init, asked, lab):
+    truth = parts_with_defects(folder)
+    said = asked()
+    assert "in 2 folders, which the images share (dent, hole): classes, or places?" in said
+    assert "classes: --names dent,hole" in said
+    assert "places, with one class: --names background,foreground" in said
+    found, said = init("--names", "dent,hole")
+    assert "4 images have no label: train/good/000.png, " in said
+    assert_labels(found, {name: label for name, label in truth.items() if "good" not in name})
+    lab.folder.joinpath("made").rename(lab.folder / "first")
+    found, _ = init("--names", "dent,hole", "--missing", "background")
+    assert_labels(found, truth)
+    lab.folder.joinpath("made").rename(lab.folder / "second")
+    found, _ = init("--names", "background,defect")
+    with_masks = {name: label for name, label in truth.items() if "good" not in name}
+    assert_labels(found, {name: (label > 0).astype(np.uint8) for name, label in with_masks.items()})
+
+
+def test_a_split_leaves_no_class_out_of_training(folder, init):
+    """A folder of images and masks for each class, which would be divided as a whole."""
+    for k, name in enumerate(("Blowhole", "Break", "Crack", "Fray", "Uneven")):
+        for i in range(7):
+            stem = folder / f"MT_{name}/Imgs/exp1_num_{100 * k + i}"
+            save(stem.with_suffix(".jpg"), scene(10 * k + i)[0])
+            save(stem.with_suffix(".png"), mask_of(disc(10 * k + i)))
+    _, said = init("--names", "Blowhole,Break,Crack,Fray,Uneven")
+    assert "no image to train on shows" not in said
+
+
+def test_the_files_of_a_case_lie_in_its_folder(folder, init):
+    truth = {}
+    for i in range(8):
+        save(folder / f"s{i:02}/image.png", scene(i)[0])
+        for k, name in enumerate(("kidney", "liver"), start=1):
+            save(folder / f"s{i:02}/masks/{name}.png", mask_of(disc(i, 4 * k)))
+        truth[f"s{i:02}/image.png"] = np.where(disc(i, 4), 1, 2 * disc(i, 8)).astype(np.uint8)
+    found, _ = init()
+    assert_labels(found, truth)
+
+
+def test_numbers_of_slices_are_no_roles(folder, init):
+    """p00_z03_liver.png is of p00_z03.png."""
+    truth = {}
+    for i in range(12):
+        stem = f"p{i // 4:02}_z{i % 4:02}"
+        save(folder / f"images/{stem}.png", scene(i)[0])
+        for k, name in enumerate(("liver", "spleen"), start=1):
+            save(folder / f"masks/{stem}_{name}.png", mask_of(disc(i, 12 - 4 * k)))
+        label = np.where(disc(i, 4), 2, disc(i, 8)).astype(np.uint8)
+        truth[f"images/{stem}.png"] = label
+    found, _ = init()
+    assert_labels(found, truth)
+
+
+def test_images_without_a_label_show_background_where_it_is_said(folder, init):
+    truth = {}
+    for i in range(12):
+        image, classes = scene(i)
+        save(folder / f"images/t{i}.png", image)
+        if i % 3:
+            save(folder / f"masks/t{i}.png", classes)
+        truth[f"images/t{i}.png"] = classes * np.uint8(i % 3 > 0)
+    found, _ = init("--missing", "background")
+    assert_labels(found, truth)
+
+
+# Pairs
+
+
+@pytest.mark.parametrize("header", ["image,mask", "mask,image", ""])
+def test_a_table_of_pairs_counts_whatever_it_is_called(folder, init, header):
+    order = np.random.default_rng(0).permutation(16)
+    rows, truth = [header] if header else [], {}
+    for i in range(16):
+        image, classes = scene(i)
+        save(folder / f"images/{i:03}.png", image)
+        save(folder / f"masks/{order[i]:03}.png", classes)
+        row = [f"{i:03}.png", f"{order[i]:03}.png"]
+        rows.append(",".join(row[::-1] if header.startswith("mask") else row))
+        truth[f"images/{i:03}.png"] = classes
+    (folder / "mapping.csv").write_text("\n".join(rows) + "\n")
+    found, said = init()
+    assert "pairs of mapping.csv" in said
+    assert_labels(found, truth)
+
+
+def test_tables_that_disagree_are_refused(folder, refused):
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"images/{i:03}.png", image)
+        save(folder / f"masks/{i:03}.png", classes)
+    for name, step in (("a.csv", 0), ("b.txt", 1)):
+        with (folder / name).open("w") as file:
+            rows = csv.writer(file)
+            rows.writerows(
+                [f"images/{i:03}.png", f"masks/{(i + step) % 8:03}.png"] for i in range(8)
+            )
+    assert "has the label masks/000.png in a.csv and masks/001.png in b.txt" in refused()
+
+
+def copies(folder, image, label):
+    """Each picture, the same mirrored, and upside down."""
+    truth = {}
+    for i in range(8):
+        pixels, classes = scene(i)
+        for end, turned in (("", (1, 1)), ("_flip", (1, -1)), ("_rot", (-1, -1))):
+            down, right = turned
+            names = {"i": i, "end": end, "hash": f"{i * 7919 + len(end) * 104729:032x}"}
+            save(folder / image.format(**names), pixels[::down, ::right])
+            save(folder / label.format(**names), classes[::down, ::right])
+            truth[image.format(**names)] = classes[::down, ::right]
+    return truth
+
+
+@pytest.mark.parametrize(
+    ("image", "label"),
+    [
+        ("images/img_{i:03}{end}.png", "masks/img_{i:03}{end}.png"),
+        ("images/img_{i:03}{end}.png", "masks/img_{i:03}{end}_mask.png"),
+        ("images/IMG_{i}_jpg.rf.{hash}.png", "masks/IMG_{i}_jpg.rf.{hash}.png"),
+    ],
+)
+def test_copies_of_a_picture_have_their_own_labels_and_one_split(folder, init, lab, image, label):
+    truth = copies(folder, image, label)
+    found, said = init()
+    assert_labels(found, truth)
+    assert "copies and like images kept together" in said
+    made = folder.with_name("made")
+    lists = [(made / name).read_text().splitlines()[2:] for name in ("train.txt", "val.txt")]
+    sources = [
+        {source_of(line.split("\t")[0].removesuffix(".png")) for line in lines} for lines in lists
+    ]
+    assert all(sources)
+    assert not sources[0] & sources[1]
+
+    lines = [*lists[0], *lists[1]]
+    (made / "train.txt").write_text("\n".join(lines[::2]))
+    (made / "val.txt").write_text("\n".join(lines[1::2]))
+    said = lab.command("data", "check", made, "--jobs", "1").out
+    assert "images to evaluate on are copies of images to train on, flipped or" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("a/b_hflip", "a/b"),
+        ("a/b_rot90_bright", "a/b"),
+        ("aug_b", "b"),
+        ("b (2)", "b"),
+        ("b-copy", "b"),
+        ("street_7", "street_7"),
+        ("rot", "rot"),
+        ("carrot_1", "carrot_1"),
+        ("noise/b", "noise/b"),
+    ],
+)
+def test_words_of_copies_are_no_part_of_a_source(name, source):
+    assert source_of(name) == source
+
+
+# Values
+
+
+def test_masks_that_were_resized_with_interpolation_are_doubted(folder, init, asked, lab):
+    for i in range(8):
+        image, classes = scene(i)
+        label = cv2.resize(2 * (classes > 0).astype(np.uint8), (160, 128), interpolation=1)
+        assert set(np.unique(label)) == {0, 1, 2}
+        save(folder / f"images/t{i}.png", cv2.resize(image, (160, 128)))
+        save(folder / f"masks/t{i}.png", label)
+    said = asked()
+    assert "1 only where a lower and a higher value meet" in said
+    assert "resized: no data there: --ignore 1" in said
+    found, _ = init("--ignore", "none")
+    assert {v for label in found.values() for v in np.unique(label).tolist()} == {0, 1, 2}
+    said = lab.command("data", "check", folder.with_name("made"), "--jobs", "1").out
+    assert "class_1 is only where a lower and a higher value meet" in said
+
+
+def test_thick_areas_between_others_are_not_doubted(folder, init):
+    for i in range(8):
+        label = np.repeat(np.arange(4, dtype=np.uint8), 20)[None].repeat(64, 0)
+        save(folder / f"images/t{i}.png", scene(i)[0])
+        save(folder / f"masks/t{i}.png", np.roll(label, i, axis=1))
+    assert "class_2" in init()[1]
+
+
+def test_a_pixel_is_blended_if_lower_and_higher_values_are_near():
+    label = np.array([[0, 0, 0, 1, 2, 2, 2, 1, 1, 1, 1, 1, 1, 0]], np.uint8).repeat(6, 0)
+    np.testing.assert_array_equal(np.flatnonzero(blended_pixels(label)[0]), [3])
+    colors = np.array([[[0, 0, 0]] * 3 + [[100, 0, 40]] + [[200, 0, 80]] * 3], np.uint8)
+    np.testing.assert_array_equal(np.flatnonzero(blended_pixels(colors)[0]), [3])
+
+
+def test_grey_levels_from_a_jpeg_are_refused(folder, refused):
+    for i in range(8):
+        image, classes = scene(i, 3)
+        _, content = cv2.imencode(".jpg", 100 * classes, [cv2.IMWRITE_JPEG_QUALITY, 95])
+        save(folder / f"images/t{i}.png", image)
+        save(folder / f"masks/t{i}.png", cv2.imdecode(content, cv2.IMREAD_GRAYSCALE))
+    assert "values, most on few pixels: edges were smoothed or resized" in refused(code=3)
+
+
+def test_255_on_most_pixels_is_asked_about(folder, init, asked):
+    truth = {}
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"images/t{i}.png", image)
+        save(folder / f"masks/t{i}.png", classes - np.uint8(1))  # 255 is the background
+        truth[f"images/t{i}.png"] = (classes - np.uint8(1)).clip(max=3)
+    said = asked()
+    assert "255 is most of them" in said
+    found, _ = init("--ignore", "none")
+    assert_labels(found, truth)
+
+
+# Places
+
+
+def georeferenced(path, array, x, y, size=1.0, **tags):
+    """A TIFF whose upper left corner is at x, y."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    extra = [
+        (33550, "d", 3, (size, size, 0.0), True),
+        (33922, "d", 6, (0.0, 0.0, 0.0, x, y, 0.0), True),
+        (34735, "H", 8, (1, 1, 0, 1, 3072, 0, 1, tags.get("epsg", 32632)), True),
+    ]
+    tifffile.imwrite(path, array, extratags=extra)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"x": 1008.0}, "8 pixels to the right and 0 down"),
+        ({"y": 5000.0 + 64}, "0 pixels to the right and -64 down"),
+        ({"size": 2.0}, "pixels of another size or direction"),
+        ({"epsg": 32633}, "coordinate system (32633,) instead of (32632,)"),
+        ({"x": 1000.5}, None),
+    ],
+)
+def test_labels_that_lie_elsewhere_on_the_map_are_refused(
+    folder, lab, refused, init, changed, said
+):
+    truth = {}
+    for i in range(8):
+        image, classes = scene(i)
+        place = {"x": 1000.0, "y": 5000.0}
+        georeferenced(folder / f"images/t{i}.tif", image, **place)
+        georeferenced(folder / f"labels/t{i}.tif", classes, **(place | changed))
+        truth[f"images/t{i}.tif"] = classes
+    if said is None:
+        return assert_labels(init()[0], truth)
+    assert said in refused(code=3)
+    classes = [{"name": name, "ids": [i]} for i, name in enumerate(NAMES)]
+    (lab.folder / "classes.yaml").write_text(yaml.safe_dump({"classes": classes}))
+    data = {"layout": "folders", "classes": str(lab.folder / "classes.yaml")}
+    for split in ("train", "val"):
+        for kind in ("images", "labels"):
+            shutil.copytree(folder / kind, lab.folder / "split" / kind / split)
+    config = lab.config(lab.folder / "split", data=data)
+    assert said in lab.command("data", "check", config, "--jobs", "1").out
+    assert said in lab.refused("train", config, "--output", lab.folder / "run", code=3)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mark"), [("int16", -1), ("float32", -9999), ("float32", np.nan)]
+)
+def test_no_data_below_0_is_no_data(folder, init, dtype, mark):
+    truth = {}
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"images/t{i}.png", image)
+        label = classes.astype(dtype)
+        label[50:] = mark
+        (folder / "labels").mkdir(exist_ok=True)
+        tags = [(42113, "s", 0, str(mark), True)]
+        tifffile.imwrite(folder / f"labels/t{i}.tif", label, extratags=tags)
+        truth[f"images/t{i}.png"] = np.where(np.arange(64)[:, None] < 50, classes, 255)
+    found, said = init()
+    assert "GDAL_NODATA" in said
+    assert_labels(found, truth)
+
+
+def mosaic():
+    scenes = [[scene(10 * row + column) for column in range(5)] for row in range(6)]
+    return tuple(np.vstack([np.hstack([s[k] for s in row]) for row in scenes]) for k in (0, 1))
+
+
+@pytest.mark.parametrize("names", ["tile_r{row}_c{column}.png", "area_{y}_{x}.png", "a{i:02}.tif"])
+def test_no_pixel_to_evaluate_on_is_trained_on(folder, init, lab, names):
+    """Tiles overlap by a third; counted in rows and columns, in pixels, or on the map."""
+    image, label = mosaic()
+    boxes = {}
+    for i in range(56):
+        row, column = divmod(i, 7)
+        y, x = 42 * row, 52 * column
+        here = np.s_[y : y + 64, x : x + 80]
+        for folder_name, whole in (("images", image), ("masks", label)):
+            path = (
+                folder / folder_name / names.format(i=37 * i % 56, row=row, column=column, y=y, x=x)
+            )
+            if path.suffix == ".tif":
+                georeferenced(path, whole[here], 1000.0 + x, 5000.0 - y)
+            else:
+                save(path, whole[here])
+        boxes[f"images/{path.name}"] = here
+    found, said = init()
+    assert "tiles that overlap them left out" in said
+    made = folder.with_name("made")
+    seen = []
+    for name in ("train.txt", "val.txt"):
+        seen.append(np.zeros(label.shape, bool))
+        for line in (made / name).read_text().splitlines()[2:]:
+            seen[-1][boxes[line.split("\t")[0]]] = True
+    assert not (seen[0] & seen[1]).any()
+    assert len(found) >= 40
+
+    lines = [
+        f"images/{(p := line.split(chr(9))[0].rpartition('/')[2])}\tmasks/{p}" for line in boxes
+    ]
+    (made / "train.txt").write_text("\n".join(lines[::2]))
+    (made / "val.txt").write_text("\n".join(lines[1::2]))
+    said = lab.command("data", "check", made, "--jobs", "1").out
+    assert "28 tiles to evaluate on show what tiles to train on show, too" in said
+
+
+def test_tiles_that_only_touch_do_not_overlap():
+    image, _ = mosaic()
+    at = [divmod(i, 5) for i in range(30)]
+    boxes = tile_boxes(
+        [f"a/tile_r{row}_c{column}" for row, column in at],
+        [(64, 80)] * 30,
+        [None] * 30,
+        lambda i: image[64 * at[i][0] :, 80 * at[i][1] :][:64, :80],
+    )
+    assert boxes[7] == TileBox("a/tile", 64, 160, 128, 240)
+    assert not list(overlapping(boxes))
