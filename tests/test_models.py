@@ -10,10 +10,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from segtrain.config import ModelConfig
+from segtrain.config.section import RESNETS
 from segtrain.models import BACKBONES, MODELS, build_backbone, build_model
 from segtrain.models.blocks import FeatureChannels, Features
 from segtrain.models.deeplab import DeepLabV3Head
 from segtrain.models.pspnet import adaptive_avg_pools
+from segtrain.models.resnet import DEPTHS
 from segtrain.types import DropoutMasks
 
 ARCHS = ("pspnet", "deeplabv3", "deeplabv3plus")
@@ -117,6 +119,10 @@ def test_auxiliary_head_runs_in_training_only_and_its_keys_stay():
 @pytest.mark.parametrize(("option", "table"), [("arch", MODELS), ("backbone", BACKBONES)])
 def test_the_config_knows_the_models_that_there_are(option, table):
     assert get_args(ModelConfig.model_fields[option].annotation) == tuple(table)
+
+
+def test_the_config_knows_which_backbones_are_resnets():
+    assert tuple(DEPTHS) == RESNETS
 
 
 def test_heads_that_run_together_have_the_logits_of_separate_calls():

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, WithJsonSchema, WrapValidator
 
 from segtrain.config.section import (
+    RESNETS,
     FractionBelow1,
     Positive,
     Positives,
@@ -29,9 +30,7 @@ def _or_timm(value: Any, check: Callable[[Any], Any]) -> Any:
     return value
 
 
-_OwnBackbone = Literal[
-    "resnet18", "resnet34", "resnet50", "resnet101", "mobilenet_v2", "mobilenet_v3_large"
-]
+_OwnBackbone = Literal[*RESNETS, "mobilenet_v2", "mobilenet_v3_large"]
 _SCHEMA = {"anyOf": [{"enum": [*get_args(_OwnBackbone)]}, {"pattern": f"^{_TIMM}$"}]}
 Backbone = Annotated[_OwnBackbone, WrapValidator(_or_timm), WithJsonSchema(_SCHEMA)]
 
@@ -102,7 +101,7 @@ class ModelConfig(Section):
     dropout: FractionBelow1 = option(0.1, "channel dropout before each classifier")
 
     def _mistakes(self) -> Iterator[str]:
-        if not self.backbone.startswith("resnet"):
+        if self.backbone not in RESNETS:
             served = self.recompute == "blocks" and not self.backbone.startswith("timm/")
             yield from self._no_effect("recompute", served, f"backbone {self.backbone}")
             return

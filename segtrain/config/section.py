@@ -27,13 +27,15 @@ Size = tuple[Pixels, Pixels]
 Positives = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
+# The backbones that `models.resnet.DEPTHS` has, with the options of ResNets.
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
+
 # Options that have an effect only with another one: the one has this value, or any but null, 0 and
 # false. Where several are named, one of them is enough.
 NEEDS: dict[str, dict[str, str]] = {
     "DataConfig": {"images_dir": "layout=folders", "labels_dir": "layout=folders layout=list"},
     "ModelConfig": {
-        "stem num_stages multi_grid": "backbone=resnet18 backbone=resnet34 backbone=resnet50 "
-        "backbone=resnet101",
+        "stem num_stages multi_grid": " ".join(f"backbone={name}" for name in RESNETS),
         "multi_grid": "num_stages=4",
         "ppm_bins ppm_channels": "arch=pspnet",
         "aspp_rates separable": "arch=deeplabv3 arch=deeplabv3plus",
