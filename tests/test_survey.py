@@ -405,12 +405,17 @@ def test_255_on_most_pixels_is_asked_about(folder, init, asked):
 def georeferenced(path, array, x, y, size=1.0, **tags):
     """A TIFF whose upper left corner is at x, y."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    kind = (
+        {"photometric": tags["photometric"], "extrasamples": ["unassalpha"]}
+        if ("photometric" in tags)
+        else {}
+    )
     extra = [
         (33550, "d", 3, (size, size, 0.0), True),
         (33922, "d", 6, (0.0, 0.0, 0.0, x, y, 0.0), True),
         (34735, "H", 8, (1, 1, 0, 1, 3072, 0, 1, tags.get("epsg", 32632)), True),
     ]
-    tifffile.imwrite(path, array, extratags=extra)
+    tifffile.imwrite(path, array, extratags=extra, **kind)
 
 
 @pytest.mark.parametrize(
@@ -465,6 +470,31 @@ def test_no_data_below_0_is_no_data(folder, init, dtype, mark):
     found, said = init()
     assert "GDAL_NODATA" in said
     assert_labels(found, truth)
+
+
+def test_transparent_pixels_of_a_map_are_no_data(folder, init):
+    truth = {}
+    for i in range(8):
+        image, classes = scene(i)
+        alpha = np.full((64, 80, 1), 255, np.uint8)
+        alpha[:20] = 0
+        pixels = np.concatenate([image, alpha], axis=2)
+        georeferenced(folder / f"images/t{i}.tif", pixels, 0.0, 0.0, photometric="rgb")
+        save(folder / f"labels/t{i}.png", classes)
+        truth[f"images/t{i}.tif"] = np.where(np.arange(64)[:, None] < 20, 255, classes)
+    found, _ = init("--channels", "3")
+    assert_labels(found, truth)
+
+
+def test_a_mask_inside_of_a_tiff_is_refused(folder, refused):
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"labels/t{i}.png", classes)
+        (folder / "images").mkdir(exist_ok=True)
+        with tifffile.TiffWriter(folder / f"images/t{i}.tif") as file:
+            file.write(image, photometric="rgb")
+            file.write(np.ones((64, 80), bool), photometric="mask", subfiletype=4)
+    assert "a mask in the TIFF says where it has values, and is not read" in refused(code=3)
 
 
 def mosaic():

@@ -55,7 +55,8 @@ class Info(NamedTuple):
     dtype: of a stored sample, in native byte order. alpha: whether the last channel is marked so.
     depth: bits of a sample, such as 12 in a TIFF of uint16. orientation: of EXIF, 1 is upright.
     lossless: whether the format keeps every number, as class ids need. no_data: the number by which
-    a TIFF marks pixels without a value (GDAL_NODATA). place: on the map.
+    a TIFF marks pixels without a value (GDAL_NODATA). place: on the map. masked: whether a TIFF
+    says by a mask of its own where it has values.
     """
 
     size: tuple[int, int]
@@ -68,6 +69,7 @@ class Info(NamedTuple):
     lossless: bool = True
     no_data: float | None = None
     place: MapPlace | None = None
+    masked: bool = False
 
 
 def read_bytes(path: str | Path) -> bytes:

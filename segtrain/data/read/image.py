@@ -223,6 +223,8 @@ def _missing(pixels: np.ndarray, info: Info) -> np.ndarray | None:
     elif info.no_data is not None:
         bands = pixels[..., : info.channels - info.alpha]
         missing = (bands == bands.dtype.type(info.no_data)).all(axis=2, keepdims=True)
+    elif info.alpha and info.place is not None:  # as GDAL writes where a raster has no value
+        missing = pixels[..., -1:] == 0
     else:
         return None
     return missing if missing.any() else None

@@ -90,10 +90,18 @@ def open_stored(
 
     content: the bytes of the file; None: they are to be read.
     """
+    if window is None:
+        content = read_bytes(path) if content is None else content
+        info = reader_of(path).info(io.BytesIO(content), path)
+    else:
+        content, info = None, read_info(path)
+    if info.masked:  # its pixels would be trained as what they are not
+        raise DataError(
+            f"{printable(path)}: a mask in the TIFF says where it has values, and is not read; "
+            "write such pixels as GDAL_NODATA, as gdalwarp -dstnodata does"
+        )
     if window is not None:
-        return StoredFile(path, read_info(path), None, window)
-    content = read_bytes(path) if content is None else content
-    info = reader_of(path).info(io.BytesIO(content), path)
+        return StoredFile(path, info, None, window)
     if math.prod(info.size) > max_pixels:
         raise too_large(path, max_pixels)
     if info.channels > MAX_CHANNELS:

@@ -75,6 +75,7 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
             page.compression in _LOSSLESS,
             _no_data(page),
             place_of({tag.code: tag.value for tag in page.tags if tag.code in PLACE_TAGS}),
+            any(one.keyframe.subfiletype & _MASK for one in page.parent.series),
         )
 
 
