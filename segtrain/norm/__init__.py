@@ -4,8 +4,8 @@
 
 functional.py is the arithmetic, with kernels.py on a CPU and cuda_kernels.py on CUDA; fused.py is
 that of a layer with its activation and shortcut, by `segtrain.kernels`. sync.py are the modules,
-groups.py tells which images share statistics, precise.py takes them over many batches, kinds.py
-makes what a config names.
+tracking.py and running.py move their running statistics; groups.py tells which images share
+statistics, precise.py takes them over many batches, kinds.py makes what a config names.
 """
 
 from segtrain.norm.groups import most_images, placed
@@ -20,22 +20,20 @@ from segtrain.norm.kinds import (
     keep_inside,
 )
 from segtrain.norm.precise import precise_statistics
+from segtrain.norm.running import make_groups, sync_running_stats
 from segtrain.norm.sync import (
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
-    make_groups,
     norm_activation,
     norm_relu,
     norm_relu_conv,
     norm_relu_together,
     normalize_together,
-    sync_running_stats,
-    tracked_together,
     until_all_end,
-    untracked,
 )
+from segtrain.norm.tracking import tracked_together, untracked
 
 __all__ = [
     "NUM_GROUPS",

@@ -14,7 +14,7 @@ from segtrain.distributed import virtual_ranks
 from segtrain.distributed.shares import Shares
 from segtrain.norm.kernels import local_moments, packed, unbiased, unpacked_moments
 from segtrain.norm.kinds import FrozenBatchNorm2d
-from segtrain.norm.sync import untracked
+from segtrain.norm.tracking import untracked
 
 T = TypeVar("T")
 

@@ -1,11 +1,10 @@
 """Synchronized batch norm as modules: a drop-in for nn.BatchNorm1d, 2d and 3d.
 
 In this order: the modules; functions that compute several modules at once; what they ask of a
-module for that; the running statistics of groups of images, and of many layers together.
+module for that. How running statistics wait and follow is in tracking.py and running.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -16,10 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
-from segtrain.distributed.passes import current, passing
-from segtrain.distributed.shares import Shares
+from segtrain.distributed.passes import current
 from segtrain.norm import fused
-from segtrain.norm.cuda_kernels import constant, takes
+from segtrain.norm.cuda_kernels import takes
 from segtrain.norm.functional import (
     Moments,
     NormInput,
@@ -28,6 +26,7 @@ from segtrain.norm.functional import (
 )
 from segtrain.norm.groups import Groups, Sharing, groups_here
 from segtrain.norm.kernels import packed, unbiased, unpacked_moments
+from segtrain.norm.tracking import is_tracked
 
 T = TypeVar("T")
 Group = ProcessGroup | Sequence[int] | Literal["node"] | None
@@ -111,7 +110,7 @@ class SyncBatchNorm(_BatchNorm):
         self.images, self.running = images, running
         # With `images`: the batches that the running statistics have not followed yet, by slot (the
         # number of a virtual rank).
-        self._seen: dict[int, list[_Seen]] = {}
+        self._seen: dict[int, list[SeenBatch]] = {}
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._dims:
@@ -173,7 +172,7 @@ class SyncBatchNorm(_BatchNorm):
         if groups is not None:
             # Only the part with the first image of a group speaks for it in `sync_running_stats`.
             led = {groups.first + i: found[i] for i in groups.led}
-            seen = _Seen(groups.count, led, self.momentum)
+            seen = SeenBatch(groups.count, led, self.momentum)
             self._seen.setdefault(virtual_ranks.slot(), []).append(seen)
             return
         # Virtual ranks share the layer and see the same statistics.
@@ -232,7 +231,7 @@ class SyncBatchNorm(_BatchNorm):
         groups = groups_here(self.images, num_images)
         return Sharing(dist.group_of(groups.ranks), groups)
 
-    def _contribution(self, batch: "_Seen | None") -> Tensor:
+    def _contribution(self, batch: "SeenBatch | None") -> Tensor:
         """What this part adds to the sum of a batch over all parts, (2 C + 2,) float64.
 
         It speaks for the groups that begin here. A group with mean m (C,), biased variance v,
@@ -302,7 +301,7 @@ class SyncBatchNorm3d(SyncBatchNorm):
     _dims = (5,)
 
 
-class _Seen(NamedTuple):
+class SeenBatch(NamedTuple):
     """A batch in groups, as one part of it (a rank or a virtual rank) has seen it."""
 
     num_groups: int  # in the whole batch
@@ -452,92 +451,6 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(forward + backward)
 
 
-def make_groups(module: nn.Module) -> None:
-    """Makes the process groups of all norm layers of `module` (collective over all ranks).
-
-    Call it before training if layers have a `process_group`. Those with `images` need it inside of
-    `placed`, and again where images lie elsewhere.
-    """
-    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    wanted = {layer.sharing_ranks() for layer in layers if layer.images is None}
-    wanted |= {groups_here(layer.images).ranks for layer in layers if layer.images is not None}
-    dist.make_groups(sorted(wanted - {None}))
-
-
-@torch.no_grad()
-def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | None = None) -> None:
-    """Lets the running statistics of groups of images follow the last batches (collective).
-
-    One all_reduce for all layers and all batches since the last call; none if there is no such
-    layer, or inside `untracked`. All ranks end with the same bits. A rank may have left out a layer
-    that shares nothing with others; if it is called several times, then by all equally often.
-
-    others: replicas of `module`, which share its buffers.
-    shares: those of the run, if each slot of this rank computes one; then these bits are the same
-        on any number of ranks.
-    """
-    layers_of_all = zip(module.modules(), *(other.modules() for other in others), strict=True)
-    # Of each layer that has anything to follow: itself, then its replicas.
-    replicas = [
-        layers
-        for layers in layers_of_all
-        if isinstance(layers[0], SyncBatchNorm)
-        and layers[0].images is not None
-        and layers[0].running_mean is not None
-    ]
-    if not replicas or not current().tracked:
-        return
-    # Of each layer: the batches that each slot has seen.
-    seen = [{slot: s for layer in layers for slot, s in layer._seen.items()} for layers in replicas]
-    if shares is None:
-        num_slots = 1 + max((slot for of_slot in seen for slot in of_slot), default=0)
-    else:
-        num_slots = shares.counts[dist.rank()]
-    # All slots on all ranks send equally much: for each layer, one contribution per batch. Slots
-    # that have not called a layer send zeros.
-    rows: list[list[Tensor]] = [[] for _ in range(num_slots)]
-    owners: list[SyncBatchNorm] = []  # of each contribution in a row
-    for (layer, *_), of_slot in zip(replicas, seen, strict=True):
-        num_batches = max(map(len, of_slot.values()), default=1)
-        owners += [layer] * num_batches
-        for slot, row in enumerate(rows):
-            batches: list[_Seen | None] = [*of_slot.get(slot, [])]
-            batches += [None] * (num_batches - len(batches))
-            row += [layer._contribution(batch) for batch in batches]
-    parts = [torch.cat(row) for row in rows]
-    total = dist.all_reduce_sum(sum(parts)) if shares is None else shares.sum(torch.stack(parts))
-    sizes = [2 * layer.num_features + 2 for layer in owners]
-    for layer, part in zip(owners, total.split(sizes), strict=True):
-        layer._follow_groups(part)
-    for layers in replicas:
-        for layer in layers:
-            layer._seen.clear()
-
-
-def forget_batches(module: nn.Module) -> None:
-    """Drops the batches that running statistics have not followed yet: their pass has failed."""
-    for layer in module.modules():
-        if isinstance(layer, SyncBatchNorm):
-            layer._seen.clear()
-
-
-@contextmanager
-def untracked() -> Iterator[None]:
-    """Inside, running statistics stay as they are, for a step that is computed a second time."""
-    with passing(tracked=False):
-        yield
-
-
-def is_tracked() -> bool:
-    """Whether batches move the running statistics: not inside `untracked`, and not a second time.
-
-    Activation checkpointing repeats the forward pass inside the backward pass. Then all ranks
-    repeat the collective, but the batch has been tracked already.
-    """
-    recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-    return current().tracked and not recomputing
-
-
 def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
     """`process_group` as a layer stores it.
 
@@ -575,61 +488,3 @@ def until_all_end(
         if not dist.all_reduce_sum(torch.tensor(float(batch is not end), device=device)):
             return
         yield empty if batch is end else batch
-
-
-@contextmanager
-def tracked_together() -> Iterator[None]:
-    """On exit, running statistics follow the batches that layers on CUDA have seen inside.
-
-    There the update of one layer is a dozen small kernels, which cost the host more than the
-    device; of a whole model together it is some twenty. Inside, these layers cannot evaluate, and
-    their buffers are those from before. On a CPU, and in compiled code, a layer follows at once.
-    After an exception the batches are dropped.
-
-    Raises:
-        RuntimeError: it is entered twice.
-    """
-    if current().waiting is not None:
-        raise RuntimeError("tracked_together() inside tracked_together()")
-    waiting: list[tuple[SyncBatchNorm, Moments]] = []  # layers, each with a batch's moments
-    with passing(waiting=waiting):
-        yield
-    while waiting:
-        # A layer that was called twice follows its batches one after another.
-        now: dict[SyncBatchNorm, Moments] = {}
-        later = []
-        for layer, moments in waiting:
-            if layer in now:
-                later.append((layer, moments))
-            else:
-                now[layer] = moments
-        _follow(list(now), list(now.values()))
-        waiting = later
-
-
-@torch.no_grad()
-def _follow(layers: Sequence[SyncBatchNorm], batches: Sequence[Moments]) -> None:
-    """Moves the running statistics of different `layers` toward a batch of each.
-
-    The channels of all layers lie in one tensor, so that an operation serves all of them.
-    """
-    sizes = [layer.num_features for layer in layers]
-
-    def along(values: Tensor) -> Tensor:
-        """Each of `values` (layers,) once for every channel of its layer, (channels of all,)."""
-        pairs = zip(values.unbind(), sizes, strict=True)
-        return torch.cat([value.expand(size) for value, size in pairs])
-
-    means, variances, counts = (list(tensors) for tensors in zip(*batches, strict=True))
-    counts = torch.stack(counts)  # (layers,)
-    mean = torch.cat(means)  # (channels of all,)
-    seen = counts >= 1
-    torch._foreach_add_([layer.num_batches_tracked for layer in layers], list(seen.long()))
-    momenta = constant([layer.momentum for layer in layers], mean.dtype, mean.device)
-    weight = along(momenta * seen)
-    var = unbiased(torch.cat(variances), along(counts))
-    for name, batch in (("running_mean", mean), ("running_var", var)):
-        running = [getattr(layer, name) for layer in layers]
-        # The buffers may be float16 (module.half()): compute in the wide type, round once.
-        moved = torch.cat(running).to(batch.dtype).lerp_(batch, weight)
-        torch._foreach_copy_(running, list(moved.split(sizes)))

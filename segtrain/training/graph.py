@@ -19,7 +19,7 @@ from torch import Tensor
 from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
-from segtrain.norm.sync import forget_batches
+from segtrain.norm.running import forget_batches
 from segtrain.run.console import say
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.local import LocalStep
