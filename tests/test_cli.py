@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import segtrain
 from segtrain import cli
 from segtrain.cli import table
 from segtrain.commands import exit_code
@@ -172,3 +173,10 @@ def test_a_mean_in_units_of_0_to_1_is_a_warning_where_a_run_has_begun_with_it(
     outcome = lab.command("train", config, *options)
     assert outcome.code == 7
     assert outcome.err.startswith("segtrain: warning: data.mean: [0.485, ")
+
+
+def test_the_readme_shows_every_command():
+    shown = (Path(segtrain.__file__).parent / "README.md").read_text()
+    told_elsewhere = {"config copy", "config show", "config schema"}  # configs/README.md
+    names = {command.name for command in table.COMMANDS}
+    assert {name for name in names if f"segtrain {name}" not in shown} == told_elsewhere

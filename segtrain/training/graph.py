@@ -69,7 +69,7 @@ class GraphStep:
             self._layout = self._state.layout
             self._seen.clear()
             self._graphs.clear()
-        shape = local.sharpens, *(tuple(tensor.shape) for tensor in local.tensors())
+        shape = local.shape
         if self._seen[shape] < EAGER_STEPS:
             self._seen[shape] += 1
             return self.eager(local)

@@ -93,6 +93,12 @@ class LocalStep(NamedTuple):
     batches: Sequence[Batch]
     data_s: float = 0.0
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What steps have in common that one recording serves: all flags, the tensors' shapes."""
+        flags = (value for value in self if isinstance(value, bool))
+        return *flags, *(tuple(tensor.shape) for tensor in self.tensors())
+
     def tensors(self) -> Iterator[Tensor]:
         """All on the device: of the images, and the numbers if they are tensors."""
         for part in self.microbatches:
