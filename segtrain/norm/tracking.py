@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.distributed.passes import current, passing
 from segtrain.norm.cuda_kernels import constant
 from segtrain.norm.functional import Moments
 from segtrain.norm.kernels import unbiased
-
-if TYPE_CHECKING:
-    from segtrain.norm.sync import SyncBatchNorm
 
 
 @contextmanager
@@ -47,12 +44,12 @@ def tracked_together() -> Iterator[None]:
     """
     if current().waiting is not None:
         raise RuntimeError("tracked_together() inside tracked_together()")
-    waiting: list[tuple[SyncBatchNorm, Moments]] = []  # layers, each with a batch's moments
+    waiting: list[tuple[_BatchNorm, Moments]] = []  # layers, each with a batch's moments
     with passing(waiting=waiting):
         yield
     while waiting:
         # A layer that was called twice follows its batches one after another.
-        now: dict[SyncBatchNorm, Moments] = {}
+        now: dict[_BatchNorm, Moments] = {}
         later = []
         for layer, moments in waiting:
             if layer in now:
@@ -64,7 +61,7 @@ def tracked_together() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _follow(layers: Sequence["SyncBatchNorm"], batches: Sequence[Moments]) -> None:
+def _follow(layers: Sequence[_BatchNorm], batches: Sequence[Moments]) -> None:
     """Moves the running statistics of different `layers` toward a batch of each.
 
     The channels of all layers lie in one tensor, so that an operation serves all of them.
