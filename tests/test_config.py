@@ -20,6 +20,7 @@ from segtrain.config.loading import with_places
 from segtrain.config.removed import REMOVED
 from segtrain.config.section import CONFLICTS, NEEDS, Section
 from segtrain.errors import ConfigError
+from segtrain.results.runs import differing
 
 DATA = "data: {layout: folders, root: /d, classes: voc}\n"
 
@@ -246,10 +247,20 @@ GONE = [
     ("norm.num_groups", "32", "4", "is always 32 now, got 4; remove it"),
     ("norm.eps", "1.0e-05", "0.001", "is always 1e-05 now, got 0.001; remove it"),
     ("loss.focal_gamma", "2.0", "1.0", "is always 2.0 now, got 1.0; remove it"),
-    ("loss.dice_squared", "true", "false", "is always true now, got false; write kind: dice_li"),
-    ("loss.lovasz_per_image", "true", "false", "always true now, got false; write kind: lovasz_b"),
+    (
+        "loss.dice_squared",
+        "true",
+        "false",
+        "always true now, got false; for kind: dice write dice_l",
+    ),
+    (
+        "loss.lovasz_per_image",
+        "true",
+        "false",
+        "always true now, got false; for kind: lovasz write lov",
+    ),
     ("loss.boundary_px", "1", "2", "is always 1 now, got 2; remove it"),
-    ("train.channels_last", "true", "1", "is always true now, got 1; remove it"),
+    ("train.channels_last", "true", "false", "is always true now, got false; remove it"),
     ("optim.nesterov", "false", "true", "is always false now, got true; remove it"),
     ("optim.betas", "[0.9, 0.999]", "[0.9, 0.95]", "always [0.9, 0.999] now, got [0.9, 0.95]; "),
     ("schedule.milestone_factor", "0.1", "0.5", "is always 0.1 now, got 0.5; remove it"),
@@ -284,7 +295,10 @@ def test_an_option_that_is_gone_may_have_the_value_that_always_holds(key, held, 
         with pytest.raises(ConfigError, match=said.split(";")[0].replace("[", r"\[")):
             parse_config(text + other, source="f.yaml", trained=True)
     else:
-        assert parse_config(text + other, source="f.yaml", trained=True) == plain
+        known = parse_config(text + other, source="f.yaml", trained=True)
+        assert known.gone == {key: yaml.safe_load(other)}
+        assert differing([plain, known]) == {key: [REMOVED[key].value, known.gone[key]]}
+        assert known.trained_with({}) == plain
 
 
 def test_the_terms_of_a_loss_had_the_same_options():
@@ -293,7 +307,7 @@ def test_the_terms_of_a_loss_had_the_same_options():
     (line,) = refusal(term.replace("true", "false"))
     assert line == (
         "f.yaml:2: loss.also[0].dice_squared: is always true now, got false; "
-        "write kind: dice_linear"
+        "for kind: dice write dice_linear"
     )
 
 

@@ -2,10 +2,10 @@
 options that probably do not do what is meant.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from segtrain.config.data import AugmentConfig, DataConfig
 from segtrain.config.messages import did_you_mean, show
@@ -230,6 +230,19 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    # Options that are gone, of a run that is only looked at: the values that it was trained with.
+    _gone: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def gone(self) -> Mapping[str, Any]:
+        """Options that are gone, with the values that this was trained with if they differ."""
+        return self._gone
+
+    def trained_with(self, gone: Mapping[str, Any]) -> Self:
+        """The same; a run had these values of options that are gone."""
+        self._gone = dict(gone)
+        return self
 
     def _mistakes(self) -> Iterator[str]:
         train, norm = self.train, self.norm

@@ -56,13 +56,15 @@ def parse_config_json(text: str, *, trained: bool = False) -> Config:
         ConfigError: it has other values of options that are gone.
         ValidationError: anything else that is wrong.
     """
+    gone: dict[str, Any] = {}
     with suppress(ValueError, RecursionError):  # pydantic says what is wrong with it
         options = json.loads(text)
         if isinstance(options, dict):
-            if mistakes := drop_removed(options, trained=trained):
+            mistakes, gone = drop_removed(options, trained=trained)
+            if mistakes:
                 raise ConfigError("; ".join(f"{dotted(m.path)}: {m.message}" for m in mistakes))
             text = json.dumps(options)
-    return Config.model_validate_json(text)
+    return Config.model_validate_json(text).trained_with(gone)
 
 
 def with_places(message: str, source: str, overrides: Sequence[str]) -> str:
@@ -120,7 +122,8 @@ def _checked(
         places = {p: place for p, place in places.items() if p[: len(path)] != path}
         for length in range(len(path), 0, -1):  # the sections too, where the file has none
             places.setdefault(path[:length], KeyPlace((1, i), f"--set {dotted(path)}"))
-    mistakes += drop_removed(data, trained=trained)
+    removed, gone = drop_removed(data, trained=trained)
+    mistakes += removed
     checked = validate(Config, data, hints=FOREIGN_KEYS)
     if isinstance(checked, list):
         # A value that was refused is missing from the data, which is no second mistake.
@@ -138,7 +141,7 @@ def _checked(
         lines = report(mistakes, places, source=document.source)
         raise ConfigError("\n".join([*lines, *unplaced]))
     assert isinstance(checked, Config)
-    return checked
+    return checked.trained_with(gone)
 
 
 def _overlap(a: KeyPath, b: KeyPath) -> bool:

@@ -22,6 +22,10 @@ class RemovedOption(NamedTuple):
     in_network: bool = False
 
 
+_REPAIR = (
+    "remove it (a run that was started so cannot go on, but its weights can start another one by "
+    "train.init_from)"
+)
 _COLORS = "write augment.color_jitter: [brightness, contrast, saturation, hue]"
 
 REMOVED = {
@@ -35,8 +39,8 @@ REMOVED = {
     "norm.num_groups": RemovedOption(32, in_network=True),
     "norm.eps": RemovedOption(1e-5, in_network=True),
     "loss.focal_gamma": RemovedOption(2.0),
-    "loss.dice_squared": RemovedOption(True, "write kind: dice_linear"),
-    "loss.lovasz_per_image": RemovedOption(True, "write kind: lovasz_batch"),
+    "loss.dice_squared": RemovedOption(True, "for kind: dice write dice_linear"),
+    "loss.lovasz_per_image": RemovedOption(True, "for kind: lovasz write lovasz_batch"),
     "loss.boundary_px": RemovedOption(1),
     "train.channels_last": RemovedOption(True),
     "optim.nesterov": RemovedOption(False),
@@ -48,24 +52,40 @@ REMOVED = {
 }
 
 
-def drop_removed(options: dict[str, Any], *, trained: bool = False) -> list[Mistake]:
-    """Takes these options out of `options`, by section; a mistake for each that had another value.
+def value_now(key: str) -> Any:
+    """What an option that is gone always is; None: there was none of this name."""
+    names = key.split(".")
+    removed = REMOVED.get(f"{names[0]}.{names[-1]}")
+    return None if removed is None else removed.value
+
+
+def drop_removed(
+    options: dict[str, Any], *, trained: bool = False
+) -> tuple[list[Mistake], dict[str, Any]]:
+    """Takes these options out of `options`, by section.
 
     trained: a model that was trained so is only used: what concerns training alone is no mistake.
+
+    Returns:
+        A mistake for each that had another value than now, and these values by their full names
+        where they are no mistake.
     """
-    mistakes = []
+    mistakes, gone = [], {}
     for path, section in _sections(options):
         for key in list(section):
             removed = REMOVED.get(f"{path[0]}.{key}")
             if removed is None:
                 continue
             value = section.pop(key)
-            if not _is_same(value, removed.value) and (removed.in_network or not trained):
-                what = f"is always {show(removed.value)} now"
-                repair = removed.instead or "remove it"
-                message = f"{what}, got {show(value)}; {repair}"
-                mistakes.append(Mistake((*path, key), message))
-    return mistakes
+            if _is_same(value, removed.value):
+                continue
+            if trained and not removed.in_network:
+                gone[".".join(map(str, (*path, key)))] = value
+                continue
+            message = f"is always {show(removed.value)} now, got {show(value)}; "
+            message += removed.instead or _REPAIR
+            mistakes.append(Mistake((*path, key), message))
+    return mistakes, gone
 
 
 def _sections(options: dict[str, Any]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
