@@ -206,6 +206,23 @@ def test_each_format_is_found_and_drawn_as_what_it_was_made_from(tmp_path, kind)
     assert np.array_equal(label, drawn(*names, classes=found.classes))
 
 
+def test_rectangles_and_circles_of_labelme_are_drawn(tmp_path):
+    Image.new("RGB", (80, 64)).save(tmp_path / "a.png")
+    shapes = [
+        {"label": "box", "shape_type": "rectangle", "points": [[50, 40], [70, 10]]},
+        {"label": "disc", "shape_type": "circle", "points": [[25, 30], [25, 45]]},
+    ]
+    content = {"imagePath": "a.png", "imageHeight": 64, "imageWidth": 80, "shapes": shapes}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    found = read_annotations([tmp_path / "a.json"], tmp_path)
+    label = draw(found.images[0], found.classes, "order")
+    y, x = np.indices((64, 80)) + 0.5
+    rim = abs(np.hypot(x - 25, y - 30) - 15) < 1
+    truth = np.where((x > 50) & (x < 70) & (y > 10) & (y < 40), found.classes.index("box"), 0)
+    truth = np.where(np.hypot(x - 25, y - 30) < 15, found.classes.index("disc"), truth)
+    assert ((label == truth) | rim).all()
+
+
 def test_coco_is_drawn_as_by_pycocotools_pixel_by_pixel(tmp_path):
     """Polygons of fractions of pixels that cross, leave the image and have several parts."""
     rng = np.random.default_rng(4)
@@ -330,7 +347,7 @@ def test_an_image_is_found_by_the_end_of_its_path_or_refused(
         assert expected.replace("ROOT", str(tmp_path)) in str(caught.value)
 
 
-BOX = "a box, no outline: segtrain trains on outlines"
+BOX = "boxes are no masks: segtrain trains on outlines"
 MASK = '<mask label="e" rle="{}" top="0" left="{}" width="{}" height="{}"/>'
 ONE = {"image_id": 7, "category_id": 40}
 
@@ -373,8 +390,7 @@ BROKEN = [
     (coco, {"images": 2 * [{"id": 7, "file_name": "a.png"}]}, "have one id"),
     (coco, {"images": [{"id": 7, "file_name": "a.png", "height": 23, "width": 30}]}, "be equal"),
     (coco, {"images": [{"id": i, "file_name": "a.png"} for i in (7, 8)]}, "is annotated twice"),
-    (labelme, shape(shape_type="rectangle"), BOX),
-    (labelme, shape(shape_type="circle"), "circle: only polygons and masks are read"),
+    (labelme, shape(shape_type="ellipse"), "ellipse: only polygons and masks are read"),
     (labelme, shape(shape_type="mask", mask="aGk"), "padding"),
     (labelme, shape(shape_type="mask", mask="aGk="), "not a PNG image"),
     (labelme, shape(label=["a"]), "expected text as the names"),

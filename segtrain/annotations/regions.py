@@ -114,7 +114,7 @@ class Findings:
     def no_region(self, kind: str, place: object) -> None:
         """Refuses or notes a shape that is no polygon and no mask."""
         if kind in _BOXES:
-            self.refuse(place, "a box, no outline: segtrain trains on outlines")
+            self.refuse(place, "boxes are no masks: segtrain trains on outlines")
         elif kind in _WITHOUT_AREA:
             self.note(place, f"{kind}: left out, because it has no area")
         else:
