@@ -79,6 +79,7 @@ USAGE = [
     ),
     ("predict runs/x --output out", 2, "usage: segtrain predict [-h]..."),
     ("data synth root --size 64", 2, "usage: segtrain data synth [-h]..."),
+    ("data synth root --size 64 1", 2, "--size 64 1: a scene has at least 16 px a side"),
     ("train c.yaml --lr 0.1", 2, "...arguments: --lr 0.1; did you mean --set optim.lr=VALUE?"),
     ("train c.yaml --train.crop_size", 2, "...; did you mean --set augment.crop_size=VALUE?"),
     ("train c.yaml train.batch_size=4", 2, "...; did you mean --set train.batch_size=VALUE?"),

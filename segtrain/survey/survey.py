@@ -77,7 +77,7 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
     if not facts:
         raise DataError(f"{folder}: no image can be read; {first_of(notes)}")
     if any(one.has_nan for one in facts.values()):
-        notes.append("images hold NaN: such pixels count as no data")
+        notes.append("pixels of images without a value (NaN or GDAL_NODATA) count as no data")
     if val_list is None:
         split_source, images = with_splits(folder, images, lists, notes)
     else:

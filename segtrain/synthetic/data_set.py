@@ -10,7 +10,7 @@ import numpy as np
 
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.distributed.machine import num_cores, process_pool
-from segtrain.errors import DataError
+from segtrain.errors import ConfigError, DataError
 from segtrain.files import write_atomic
 from segtrain.synthetic.scene import draw_scene
 from segtrain.text import printable
@@ -22,6 +22,8 @@ DRAWING_VERSION = 4
 _CITIES = {"train": ("ashdown", "brookfield", "carlow"), "val": ("dunmore",)}
 _SPLIT_KEY = {"train": 1, "val": 2}
 _SCENES_PER_PROCESS = 8
+# Smaller ones have no room for the things that are drawn.
+_LEAST_PX = 16
 # Noise hardly compresses: a higher level takes five times as long for a twentieth of the bytes.
 _PNG = (cv2.IMWRITE_PNG_COMPRESSION, 1)
 
@@ -29,6 +31,8 @@ _PNG = (cv2.IMWRITE_PNG_COMPRESSION, 1)
 def main(args: argparse.Namespace) -> int:
     """The command `segtrain data synth ROOT`; returns the exit code."""
     size = tuple(args.size)
+    if min(size) < _LEAST_PX:
+        raise ConfigError(f"--size {size[0]} {size[1]}: a scene has at least {_LEAST_PX} px a side")
     counts = {"train": args.num_train, "val": args.num_val}
     drawn = write_dataset(args.root, counts, size=size, seed=args.seed, jobs=args.jobs)
     print(

@@ -120,7 +120,7 @@ def _shared_memory_finding(config: Config, form: ImageForm) -> str | None:
     return (
         f"{SHARED_MEMORY}: the loader's batches take up to {needed / 1e6:.1f} MB and "
         f"{free / 1e6:.1f} MB are free; use fewer data.num_workers, or give the "
-        " container more shared memory (docker run --shm-size)"
+        "container more shared memory (docker run --shm-size)"
     )
 
 
