@@ -63,6 +63,7 @@ class SyncBatchNorm(_BatchNorm):
     Four images of one value, 1 and 3 in the first group, 5 and 9 in the second. With a momentum of
     1 the running mean and variance are those of this batch:
 
+    >>> from segtrain.norm import sync_running_stats
     >>> for running in get_args(Running):
     ...     norm = SyncBatchNorm(1, momentum=1.0, images=2, running=running)
     ...     y = norm(torch.tensor([[1.0], [3.0], [5.0], [9.0]]))
