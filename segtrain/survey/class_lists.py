@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from segtrain.data.read.rims import BLENDED
+from segtrain.data.read.rims import is_blend
 from segtrain.errors import ConfigError, DataError
 from segtrain.survey.contents import Color, Value, word
 from segtrain.survey.decide import (
@@ -199,10 +199,11 @@ def _check_blends(known: _Known) -> None:
     if known.answers.ignore is not None:
         return
     facts = known.labels.values
+    total = sum(one.pixels for one in facts.values())
     blends = tuple(
         v
         for v in known.there
-        if v in facts and facts[v].files > 1 and facts[v].blended >= BLENDED * facts[v].pixels
+        if v in facts and facts[v].files > 1 and is_blend(facts[v].blended, facts[v].pixels, total)
     )
     if not blends or len(blends) == len(known.there):
         return

@@ -15,7 +15,7 @@ from segtrain.data.read.find import indented
 from segtrain.data.read.image import ValueRange
 from segtrain.data.read.labels import looks_like_train_ids, unknown_colors, unknown_ids
 from segtrain.data.read.places import SAME_EXTENT
-from segtrain.data.read.rims import BLENDED
+from segtrain.data.read.rims import is_blend
 from segtrain.data.read.sequences import without_split
 from segtrain.data.read.sources import source_of
 from segtrain.errors import DataError
@@ -294,7 +294,7 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     for name, images, pixels, blended in zip(
         classes.names, scan.images, scan.pixels, scan.blended, strict=True
     ):
-        if images > 1 and blended >= BLENDED * pixels:
+        if images > 1 and is_blend(blended, pixels, scan.pixels.sum()):
             text = (
                 f"{printable(name, MAX_NAME)} is only where a lower and a higher value meet: "
                 "labels were resized with interpolation (resize them by nearest neighbour), or "

@@ -5,8 +5,17 @@ import numpy as np
 
 # Bilinear interpolation blends values over two pixels where it doubles the size.
 _WINDOW = np.ones((5, 5), np.uint8)
-# Of the pixels of a value: so many lie between others where no class of its own is shown.
-BLENDED = 0.9
+# Of the pixels of a value: so many lie between others where no class of its own is shown; and of
+# all pixels, so few are on rims.
+_BLENDED, _RIMS = 0.9, 0.1
+
+
+def is_blend(blended: int, pixels: int, total: int) -> bool:
+    """Whether a value with so many `pixels`, of which so many are `blended_pixels`, is no class.
+
+    total: the pixels of all values.
+    """
+    return 0 < pixels <= _RIMS * total and blended >= _BLENDED * pixels
 
 
 def blended_pixels(label: np.ndarray) -> np.ndarray:
