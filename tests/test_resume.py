@@ -381,10 +381,13 @@ def test_a_run_that_holds_options_which_are_gone_goes_on_and_predicts(
     assert "boundary_px" in aged
     assert "boundary_px" not in last(run).config
 
-    said = "data.prefetch: is always 4 now, got 9; remove it"
+    said = (
+        "data.prefetch: is always 4 now, got 9; remove it (a run that was started so cannot go on, "
+        "but its weights can start another one by train.init_from)"
+    )
     age(run, {"data.prefetch": 9})
     assert segtrain("train", run, "--resume") == 2
-    assert re.search(rf"config\.yaml:\d+: {said}\n", capsys.readouterr().err)
+    assert re.search(rf"config\.yaml:\d+: {re.escape(said)}\n", capsys.readouterr().err)
     shutil.copy(whole / "config.yaml", run)  # the checkpoint still has it
     _, code, error = refusal(train, run / "config.yaml", run, True)
     assert code == 4
