@@ -20,7 +20,7 @@ from segtrain.types import DropoutMasks
 
 
 def pays():
-    return mock.patch.object(sync, "takes", return_value=True)
+    return mock.patch.object(sync, "has_cuda_kernels", return_value=True)
 
 
 def followed(together):

@@ -35,8 +35,8 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     that shares nothing with others; if it is called several times, then by all equally often.
 
     others: replicas of `module`, which share its buffers.
-    shares: those of the run, if each slot of this rank computes one; then these bits are the same
-        on any number of ranks.
+    shares: those of the run, if each slot of this rank computes one share; then the sums are the
+        same bits on any number of ranks.
     """
     layers_of_all = zip(module.modules(), *(other.modules() for other in others), strict=True)
     # Of each layer that has anything to follow: itself, then its replicas.
@@ -49,8 +49,11 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     ]
     if not replicas or not current().tracked:
         return
-    # Of each layer: the batches that each slot has seen.
-    seen = [{slot: s for layer in layers for slot, s in layer._seen.items()} for layers in replicas]
+    # Of each layer, by slot: the batches that it has seen. A slot calls one replica only.
+    seen = [
+        {slot: batches for layer in layers for slot, batches in layer._seen.items()}
+        for layers in replicas
+    ]
     if shares is None:
         num_slots = 1 + max((slot for of_slot in seen for slot in of_slot), default=0)
     else:
@@ -60,6 +63,7 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     rows: list[list[Tensor]] = [[] for _ in range(num_slots)]
     owners: list[SyncBatchNorm] = []  # of each contribution in a row
     for (layer, *_), of_slot in zip(replicas, seen, strict=True):
+        # Of a layer that no slot here has called: one batch of zeros, as other ranks send one.
         num_batches = max(map(len, of_slot.values()), default=1)
         owners += [layer] * num_batches
         for slot, row in enumerate(rows):

@@ -17,7 +17,7 @@ from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
 from segtrain.distributed.passes import current
 from segtrain.norm import fused
-from segtrain.norm.cuda_kernels import takes
+from segtrain.norm.cuda_kernels import takes as has_cuda_kernels
 from segtrain.norm.functional import (
     Moments,
     NormInput,
@@ -134,11 +134,11 @@ class SyncBatchNorm(_BatchNorm):
         # Without values a batch does not count, as among several ranks.
         if self.running_mean is None or (is_tracked() and input.numel()):
             return super().forward(input)
-        # Copies, as torch writes to them. Not None: checkpointing compares the saved tensors with
-        # the first pass's.
+        # Not tracked: torch writes to the buffers that it gets, so these are copies. None would
+        # save other tensors than the first pass, and checkpointing compares them.
         buffers = self.weight, self.bias, self.running_mean.clone(), self.running_var.clone()
-        # Not that of torch.nn.functional, which refuses one value per channel: a rank that is
-        # measured alone may have one image.
+        # Not F.batch_norm, which refuses one value per channel: a rank whose speed is measured may
+        # have one image.
         by_cudnn = torch.backends.cudnn.enabled
         return torch.batch_norm(input, *buffers, True, 0.0, self.eps, by_cudnn)
 
@@ -171,7 +171,8 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_mean is None or not is_tracked():
             return
         if groups is not None:
-            # Only the part with the first image of a group speaks for it in `sync_running_stats`.
+            # Every rank, or virtual rank, with images of a group has found the same statistics. The
+            # one with its first image leads it: that one alone adds them in `sync_running_stats`.
             led = {groups.first + i: found[i] for i in groups.led}
             seen = SeenBatch(groups.count, led, self.momentum)
             self._seen.setdefault(virtual_ranks.slot(), []).append(seen)
@@ -181,7 +182,7 @@ class SyncBatchNorm(_BatchNorm):
             return
         (moments,) = found
         waiting = current().waiting
-        if waiting is not None and self.momentum is not None and takes(moments.mean):
+        if waiting is not None and self.momentum is not None and has_cuda_kernels(moments.mean):
             waiting.append((self, moments))
             return
         mean, var, count = moments

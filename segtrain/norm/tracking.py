@@ -26,6 +26,7 @@ def is_tracked() -> bool:
     Activation checkpointing repeats the forward pass inside the backward pass. Then all ranks
     repeat the collective, but the batch has been tracked already.
     """
+    # -1: no backward pass runs on this thread.
     recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
     return current().tracked and not recomputing
 
@@ -76,10 +77,10 @@ def _follow(layers: Sequence[_BatchNorm], batches: Sequence[Moments]) -> None:
     means, variances, counts = (list(tensors) for tensors in zip(*batches, strict=True))
     counts = torch.stack(counts)  # (layers,)
     mean = torch.cat(means)  # (channels of all,)
-    seen = counts >= 1
-    torch._foreach_add_([layer.num_batches_tracked for layer in layers], list(seen.long()))
+    has_values = counts >= 1
+    torch._foreach_add_([layer.num_batches_tracked for layer in layers], list(has_values.long()))
     momenta = constant([layer.momentum for layer in layers], mean.dtype, mean.device)
-    weight = along(momenta * seen)
+    weight = along(momenta * has_values)
     var = unbiased(torch.cat(variances), along(counts))
     for name, batch in (("running_mean", mean), ("running_var", var)):
         running = [getattr(layer, name) for layer in layers]
