@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
-from folders import NAMES, labels_of, save, scene
+from folders import COLORS, NAMES, assert_same_division, labels_of, save, scene
 
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.rims import blended_pixels
@@ -396,6 +396,37 @@ def test_255_on_most_pixels_is_asked_about(folder, init, asked):
     said = asked()
     assert "255 is most of them" in said
     found, _ = init("--ignore", "none")
+    assert_labels(found, truth)
+
+
+def test_what_is_transparent_in_a_mask_is_not_drawn(folder, init):
+    truth = {}
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"images/t{i}.png", image)
+        drawn = np.dstack([COLORS[classes], 255 * (classes > 0).astype(np.uint8)])
+        drawn[..., :3][classes == 0] = 77  # what an editor leaves below
+        save(folder / f"masks/t{i}.png", drawn)
+        truth[f"images/t{i}.png"] = classes
+    found, _ = init()
+    assert_same_division(found, truth)
+
+
+def test_ids_of_objects_may_be_one_class(folder, init, asked):
+    truth = {}
+    for i in range(8):
+        image, classes = scene(i, 2)
+        count, objects = cv2.connectedComponents(classes)
+        for k in range(3 + i % 3):  # some have more than others
+            objects[8 + 6 * k : 11 + 6 * k, 60:64] = count + k
+        save(folder / f"images/t{i}.png", image)
+        save(
+            folder / f"masks/t{i}.png", np.unique(objects, return_inverse=True)[1].astype(np.uint8)
+        )
+        truth[f"images/t{i}.png"] = (objects > 0).astype(np.uint8)
+    assert "objects of one class: --instances binary" in asked()
+    found, _ = init("--instances", "binary", "--names", "background,cell")
+    assert names(folder) == ("background", "cell")
     assert_labels(found, truth)
 
 

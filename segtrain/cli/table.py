@@ -190,6 +190,7 @@ COMMANDS = (
         _argument("--labels", "which labels, where there are several: a folder or pattern", "PATH"),
         _argument("--names", "classes, in the order of their values in labels", "A,B,C", _names),
         _argument("--missing", "what images without a label show", choices=("background",)),
+        _argument("--instances", "ids number objects of one class", choices=("binary",)),
         _argument("--ignore", "ids or #rrggbb that mean no data, or none", "VALUES|none", _values),
         _argument("--val", "evaluate on a part (default: 0.2), or a file of names", "PART", _part),
         _argument("--channels", "of the images, where that is in question", "C", positive),

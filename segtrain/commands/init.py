@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
         DataError: no images, no labels, or labels that cannot be read.
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
-    words = ("labels", "names", "missing", "ignore", "val", "channels")
+    words = ("labels", "names", "missing", "instances", "ignore", "val", "channels")
     answers = {word: getattr(args, word) for word in words}
     config = write_experiment(args.folder, args.output, jobs=args.jobs, **answers)
     print(f"\nnext: segtrain train {shlex.quote(str(config.parent))}")

@@ -27,6 +27,10 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
         UndecidedError: folders that images and labels share may name classes, or places.
         ConfigError: --names names a class that no file is of, or --missing has no background.
     """
+    if answers.instances is not None and not labels.classes:
+        if labels.kind != "ids":
+            raise ConfigError(f"--instances: {labels.pattern}: these labels hold no numbers")
+        labels = replace(labels, classes=("foreground",), class_of={}, values={}, numbered=True)
     if _shows_one_class(labels) and (words := _class_words(labels)):
         labels = _divided(labels, words, answers)
     if answers.missing:

@@ -117,9 +117,17 @@ def label_facts(folder: Path, file: str) -> LabelFacts:
 
 
 def read_label(path: Path, window: Window | None = None) -> np.ndarray:
-    """The pixels of a label or of a window of it, (H, W, C), without a no-data value below 0."""
+    """The pixels of a label or of a window of it, (H, W, C), without a no-data value below 0.
+
+    What is wholly transparent is black, or 0: nothing was drawn there.
+    """
     file = image_formats.open_stored(path, window)
-    return with_no_data_id(file.pixels(), file.info.no_data)
+    stored = with_no_data_id(file.pixels(), file.info.no_data)
+    if file.info.alpha and stored.dtype.kind in "ui":
+        alpha = stored[..., -1:]
+        if ((alpha == 0) | (alpha == np.iinfo(stored.dtype).max)).all():
+            stored = stored[..., :-1] * (alpha > 0)
+    return stored
 
 
 def _facts_of(stored: np.ndarray, path: Path, file: str) -> LabelFacts:
@@ -170,7 +178,7 @@ def packed(value: Value) -> int:
 
 def shows_object(path: Path) -> np.ndarray:
     """(H, W) bool: where a file of two values shows what it stands for."""
-    stored = image_formats.read_stored(path)
+    stored = read_label(path)
     if path.suffix.lower() in LOSSY:
         return label_values(stored, "two") > 0
     channel = _single(stored)

@@ -30,7 +30,7 @@ class Answers:
 
     labels: a part of the pattern of a label set. names: of the classes, in the order of their
     values. ignore: values without a class. val: a fraction, or a list file. channels: of images.
-    missing: what images without a label show.
+    missing: what images without a label show. instances: binary: ids number objects of one class.
     """
 
     labels: str | None = None
@@ -39,6 +39,7 @@ class Answers:
     val: float | str | None = None
     channels: int | None = None
     missing: Literal["background"] | None = None
+    instances: Literal["binary"] | None = None
 
 
 class Reading(NamedTuple):
@@ -245,7 +246,7 @@ def check_pairs(survey: Survey, labels: LabelSet, found: EdgeScores, answers: An
             f"{labels.pattern}: each label has about one area of each value from 1 on, some "
             "more than others: numbers of objects, or classes?",
             [
-                Reading("objects of one class: make all but 0 equal first", "no option does it"),
+                Reading("objects of one class", "--instances binary"),
                 Reading("classes", ignore_option([])),
             ],
         )

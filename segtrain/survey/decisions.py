@@ -90,7 +90,8 @@ def _label_format(plan: Decisions) -> str | None:
     if labels.kind == "colors" and len(plan.classes.ignored) > 1:
         return None  # a class file can ignore one colour
     info = image_formats.read_info(plan.survey.root / next(iter(labels.labels.values()))[0])
-    return None if label_problem(info, labels.kind) else labels.kind
+    # Training refuses transparent pixels, which may be in any of the files.
+    return None if info.alpha or label_problem(info, labels.kind) else labels.kind
 
 
 def _class_file(plan: Decisions, label_format: str | None) -> str:

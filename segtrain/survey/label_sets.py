@@ -40,6 +40,7 @@ class LabelSet:
     twin: the colours of ids in a set that divides the images alike, in a sample.
     no_data, shown_in, claimed: values that files mark as none; the images that show each value;
         pixels that the files of several classes show. All are known after `count_values`.
+    numbered: whether values number objects, all of the one class.
     """
 
     pattern: str
@@ -53,6 +54,7 @@ class LabelSet:
     no_data: frozenset[float] = frozenset()
     shown_in: Mapping[Value, Set[str]] = field(default_factory=dict)
     claimed: int = 0
+    numbered: bool = False
     pattern_of: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -35,7 +35,8 @@ def count_values(
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     kind = "colors" if is_colored else labels.kind
     found = [(*names, facts) for names, facts in zip(files, read, strict=True)]
-    kinds = {"ids", "two"} if labels.classes and not is_colored else {kind}
+    shows_one = labels.classes and not (labels.numbered or is_colored)
+    kinds = {"ids", "two"} if shows_one else {kind}
     shown = _checked(folder, found, kinds, by_path)
     if labels.classes:
         labels = _with_painted(folder, labels, by_path, jobs)
