@@ -4,6 +4,9 @@ A layer with `images` remembers the batches that it has seen. `sync_running_stat
 ranks have seen of them, and the layers follow.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +29,36 @@ def make_groups(module: nn.Module) -> None:
     dist.make_groups(sorted(wanted - {None}))
 
 
+class _LayerBatches(NamedTuple):
+    """A layer, and what this rank has seen of its batches since they were followed last.
+
+    by_slot: the batches of each slot (one, or one of each virtual rank) that has called the layer.
+    """
+
+    layer: SyncBatchNorm
+    by_slot: dict[int, list[SeenBatch]]
+
+    @classmethod
+    def of(cls, replicas: Sequence[SyncBatchNorm]) -> Self:
+        """Of a layer, the first, and its replicas. A slot calls one of them only."""
+        by_slot = {slot: seen for one in replicas for slot, seen in one._seen.items()}
+        return cls(replicas[0], by_slot)
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches are summed, on all ranks alike.
+
+        One where no slot here has called the layer: elsewhere it was called, and zeros are added.
+        """
+        return max(map(len, self.by_slot.values()), default=1)
+
+    def contributions(self, slot: int) -> list[Tensor]:
+        """What a slot adds to each batch, (2 C + 2,) each; zeros if it has not called the layer."""
+        seen: list[SeenBatch | None] = [*self.by_slot.get(slot, [])]
+        seen += [None] * (self.num_batches - len(seen))
+        return [self.layer._contribution(batch) for batch in seen]
+
+
 @torch.no_grad()
 def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | None = None) -> None:
     """Lets the running statistics of groups of images follow the last batches (collective).
@@ -34,50 +67,42 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     layer, or inside `untracked`. All ranks end with the same bits. A rank may have left out a layer
     that shares nothing with others; if it is called several times, then by all equally often.
 
+    Two layers of 3 and 5 channels, called once each: a rank sends 2 * 3 + 2 and 2 * 5 + 2 numbers,
+    20 together.
+
     others: replicas of `module`, which share its buffers.
     shares: those of the run, if each slot of this rank computes one share; then the sums are the
         same bits on any number of ranks.
     """
-    layers_of_all = zip(module.modules(), *(other.modules() for other in others), strict=True)
-    # Of each layer that has anything to follow: itself, then its replicas.
-    replicas = [
-        layers
-        for layers in layers_of_all
-        if isinstance(layers[0], SyncBatchNorm)
-        and layers[0].images is not None
-        and layers[0].running_mean is not None
-    ]
-    if not replicas or not current().tracked:
+    of_all = zip(module.modules(), *(other.modules() for other in others), strict=True)
+    with_replicas = [layers for layers in of_all if _has_groups(layers[0])]
+    if not with_replicas or not current().tracked:
         return
-    # Of each layer, by slot: the batches that it has seen. A slot calls one replica only.
-    seen = [
-        {slot: batches for layer in layers for slot, batches in layer._seen.items()}
-        for layers in replicas
-    ]
+    batches = [_LayerBatches.of(layers) for layers in with_replicas]
     if shares is None:
-        num_slots = 1 + max((slot for of_slot in seen for slot in of_slot), default=0)
+        num_slots = 1 + max((slot for one in batches for slot in one.by_slot), default=0)
     else:
         num_slots = shares.counts[dist.rank()]
-    # All slots on all ranks send equally much: for each layer, one contribution per batch. Slots
-    # that have not called a layer send zeros.
-    rows: list[list[Tensor]] = [[] for _ in range(num_slots)]
-    owners: list[SyncBatchNorm] = []  # of each contribution in a row
-    for (layer, *_), of_slot in zip(replicas, seen, strict=True):
-        # Of a layer that no slot here has called: one batch of zeros, as other ranks send one.
-        num_batches = max(map(len, of_slot.values()), default=1)
-        owners += [layer] * num_batches
-        for slot, row in enumerate(rows):
-            batches: list[SeenBatch | None] = [*of_slot.get(slot, [])]
-            batches += [None] * (num_batches - len(batches))
-            row += [layer._contribution(batch) for batch in batches]
-    parts = [torch.cat(row) for row in rows]
-    total = dist.all_reduce_sum(sum(parts)) if shares is None else shares.sum(torch.stack(parts))
-    sizes = [2 * layer.num_features + 2 for layer in owners]
-    for layer, part in zip(owners, total.split(sizes), strict=True):
+    # What each slot sends, equally much: layer after layer, of each batch after batch.
+    rows = [
+        torch.cat([part for one in batches for part in one.contributions(slot)])
+        for slot in range(num_slots)
+    ]
+    total = dist.all_reduce_sum(sum(rows)) if shares is None else shares.sum(torch.stack(rows))
+
+    layers = [one.layer for one in batches for _ in range(one.num_batches)]
+    sizes = [2 * layer.num_features + 2 for layer in layers]
+    for layer, part in zip(layers, total.split(sizes), strict=True):
         layer._follow_groups(part)
-    for layers in replicas:
-        for layer in layers:
+    for replicas in with_replicas:
+        for layer in replicas:
             layer._seen.clear()
+
+
+def _has_groups(layer: nn.Module) -> bool:
+    """Whether running statistics of groups of images are to follow."""
+    is_grouped = isinstance(layer, SyncBatchNorm) and layer.images is not None
+    return is_grouped and layer.running_mean is not None
 
 
 def forget_batches(module: nn.Module) -> None:
