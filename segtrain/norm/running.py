@@ -1,7 +1,8 @@
 """Running statistics of groups of images (`norm.images`): all layers of a model in one sum.
 
 A layer with `images` remembers the batches that it has seen. `sync_running_stats` adds up what all
-ranks have seen of them, and the layers follow.
+ranks have seen of them, and the layers follow. A slot is a virtual rank of this process; there is
+one without virtual ranks.
 """
 
 from collections.abc import Sequence
@@ -64,15 +65,16 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     """Lets the running statistics of groups of images follow the last batches (collective).
 
     One all_reduce for all layers and all batches since the last call; none if there is no such
-    layer, or inside `untracked`. All ranks end with the same bits. A rank may have left out a layer
-    that shares nothing with others; if it is called several times, then by all equally often.
+    layer, or inside `untracked`. All ranks end with the same bits. A rank may leave out a layer
+    whose groups lie inside of single ranks, if no rank calls it twice; a layer that is called more
+    often must be called equally often on all ranks.
 
     Two layers of 3 and 5 channels, called once each: a rank sends 2 * 3 + 2 and 2 * 5 + 2 numbers,
     20 together.
 
     others: replicas of `module`, which share its buffers.
-    shares: those of the run, if each slot of this rank computes one share; then the sums are the
-        same bits on any number of ranks.
+    shares: those of the run (`distributed/shares.py`), if each slot of this rank computes one: then the
+        sums are the same bits on any number of ranks.
     """
     of_all = zip(module.modules(), *(other.modules() for other in others), strict=True)
     with_replicas = [layers for layers in of_all if _has_groups(layers[0])]

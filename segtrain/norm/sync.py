@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
     sequential 7.0 8.0
 
     Shape: (N, C, ...) to the same, with 2 to 5 dimensions. One value per channel in the whole group
-        has no variance: the result is the bias.
+        has no variance: the result is the bias. One rank refuses it, as nn.BatchNorm2d does.
     """
 
     _dims: tuple[int, ...] = (2, 3, 4, 5)
@@ -123,6 +123,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return self._evaluate(input)
+        # Triton's kernels: on CUDA, if type and memory format fit.
         if fused.takes(input) and _in_one_pass([(input, self)]):
             return _fused([(input, self)], "none")[0]
         if self.images is None and dist.group_size(self._group()) == 1:
@@ -134,8 +135,9 @@ class SyncBatchNorm(_BatchNorm):
         # Without values a batch does not count, as among several ranks.
         if self.running_mean is None or (is_tracked() and input.numel()):
             return super().forward(input)
-        # Not tracked: torch writes to the buffers that it gets, so these are copies. None would
-        # save other tensors than the first pass, and checkpointing compares them.
+        # Not tracked: torch writes to the buffers that it gets, so these are copies. With None for
+        # the running ones it would save other tensors than the first pass, which checkpointing
+        # compares.
         buffers = self.weight, self.bias, self.running_mean.clone(), self.running_var.clone()
         # Not F.batch_norm, which refuses one value per channel: a rank whose speed is measured may
         # have one image.
@@ -173,6 +175,7 @@ class SyncBatchNorm(_BatchNorm):
         if groups is not None:
             # Every rank, or virtual rank, with images of a group has found the same statistics. The
             # one with its first image leads it: that one alone adds them in `sync_running_stats`.
+            # `groups.first` is the number of found[0] in the batch; `groups.led`: places in found.
             led = {groups.first + i: found[i] for i in groups.led}
             seen = SeenBatch(groups.count, led, self.momentum)
             self._seen.setdefault(virtual_ranks.slot(), []).append(seen)
@@ -242,7 +245,8 @@ class SyncBatchNorm(_BatchNorm):
             pooled:      [n m, n (v + m^2), n, 1]
             mean:        [m, u, 1, 1]
             first:       the same if it is the first group of all, else [0, 0, 0, 1]
-            sequential:  [w m, w u, w, 1] with w = (1 - momentum)^(number of groups after it)
+            sequential:  [w m, w u, w, 1] with w = (1 - momentum)^(number of groups after it),
+                         1 without momentum
 
         and zeros if it has no values. So the last element is the number of groups with values.
 
@@ -457,7 +461,7 @@ def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
     """`process_group` as a layer stores it.
 
     Raises:
-        ValueError: it is no group, or this process is not in it.
+        ValueError: it is no group, or a process group without this process.
     """
     if group is None or group == "node":
         return group

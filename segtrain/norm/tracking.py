@@ -37,8 +37,8 @@ def tracked_together() -> Iterator[None]:
 
     There the update of one layer is a dozen small kernels, which cost the host more than the
     device; of a whole model together it is some twenty. Inside, these layers cannot evaluate, and
-    their buffers are those from before. On a CPU, and in compiled code, a layer follows at once.
-    After an exception the batches are dropped.
+    their buffers are those from before. On a CPU, in compiled code and with momentum None
+    a layer follows at once. After an exception the batches are dropped.
 
     Raises:
         RuntimeError: it is entered twice.
