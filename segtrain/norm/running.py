@@ -73,8 +73,8 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     20 together.
 
     others: replicas of `module`, which share its buffers.
-    shares: those of the run (`distributed/shares.py`), if each slot of this rank computes one: then the
-        sums are the same bits on any number of ranks.
+    shares: those of the run (distributed/shares.py), if each slot of this rank computes one: then
+        the sums are the same bits on any number of ranks.
     """
     of_all = zip(module.modules(), *(other.modules() for other in others), strict=True)
     with_replicas = [layers for layers in of_all if _has_groups(layers[0])]

@@ -241,7 +241,8 @@ def check_pairs(survey: Survey, labels: LabelSet, found: EdgeScores, answers: An
             f"times as strong along their borders there, {own:.2f} times here; names, order or "
             "orientation were mixed up"
         )
-    if found.are_numbered and not survey.legends and answers.ignore is answers.names is None:
+    is_unsaid = answers.ignore is answers.names is answers.instances is None
+    if found.are_numbered and not survey.legends and is_unsaid:
         raise UndecidedError(
             f"{labels.pattern}: each label has about one area of each value from 1 on, some "
             "more than others: numbers of objects, or classes?",
