@@ -19,7 +19,7 @@ from random import Random
 import fuzz
 import pytest
 from fuzz_inputs import malicious_pickles, zipped
-from fuzz_targets import TARGETS, Target, hostile_archives
+from fuzz_targets import TARGETS, Target, archive_of, hostile_archives
 from hypothesis import HealthCheck, configuration, given, settings
 from hypothesis import strategies as st
 
@@ -234,6 +234,24 @@ def test_what_was_a_finding_is_loaded_or_refused_now(name, file, tmp_path):
 def test_no_malicious_pickle_runs(name, tmp_path):
     for data in hostile_archives():
         verdict = fuzz.judge(TARGETS[name], data, tmp_path)
+        assert verdict.refusal
+
+
+WORD = b"x" * 100_000
+LONG_WORDS = {
+    "name": b"c" + WORD + b"\n" + WORD + b"\n)R.",
+    "name that does not end": b"cx\n" + WORD,
+    "text": b"X" + len(WORD).to_bytes(4, "little") + WORD + b")R.",
+}
+
+
+@pytest.mark.parametrize("pickled", LONG_WORDS.values(), ids=LONG_WORDS)
+def test_a_long_word_in_a_pickle_does_not_take_minutes_to_refuse(pickled, tmp_path):
+    """torch searches its own complaint in quadratic time."""
+    alone = b"\x80\x02" + pickled
+    for data in (alone, archive_of(alone)):
+        verdict = fuzz.judge(TARGETS["pretrained"], data, tmp_path)
+        assert not verdict.finding
         assert verdict.refusal
 
 

@@ -269,6 +269,7 @@ _CLASS_FILE = TypeAdapter(ClassFile)
 
 def config_field(config: Config) -> str:
     """The field `config` of a Checkpoint."""
+    # Indented, because `torch_file` refuses a long text without blanks.
     return config.model_dump_json(indent=1)
 
 

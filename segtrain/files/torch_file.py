@@ -5,11 +5,13 @@ torch.load does not compare the CRC-32 of a record, so a flipped bit would be a 
 
 import errno
 import os
+import pickletools
 import re
 import struct
 import warnings
 import zipfile
 from functools import partial
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +28,7 @@ class DamagedError(Exception):
     """A file is not what torch.save writes; says what is wrong with it."""
 
 
+_MAX_WORD = 20_000  # characters
 _BLOCK_BYTES = 1 << 20
 # What torch's unpickler raises, depending on which byte is wrong.
 _DAMAGED = (
@@ -85,12 +88,15 @@ def load(file: IO[bytes], *, verified: bool = False) -> Any:
 
 
 def _check(file: IO[bytes], verified: bool) -> None:
-    """Refuses files that cost torch all memory, and those whose CRC-32 do not fit.
+    """Refuses files that cost torch all memory, or hours, and those whose CRC-32 do not fit.
 
     verified: the CRC-32 are not compared.
     """
     if file.read(4) != b"PK\3\4":
-        return  # torch's format before 1.6 has none
+        file.seek(0)
+        # torch's format before 1.6 begins with five pickles.
+        _refuse_long_words(file, 5)
+        return
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
@@ -102,7 +108,12 @@ def _check(file: IO[bytes], verified: bool) -> None:
                 # What torch stores after set_crc32_options(False); zipfile then compares nothing.
                 if has_none := member.CRC == 0:
                     del member.CRC
-                if not (verified or has_none):
+                if member.filename.endswith("data.pkl"):
+                    pickled = archive.read(member)
+                    # A cheap test that most files pass: a word has no more letters than bytes.
+                    if max(map(len, pickled.split()), default=0) > _MAX_WORD:
+                        _refuse_long_words(BytesIO(pickled), 1)
+                elif not (verified or has_none):
                     with archive.open(member) as record:
                         for _ in iter(partial(record.read, _BLOCK_BYTES), b""):
                             pass  # at its end zipfile compares the CRC-32
@@ -116,6 +127,21 @@ def _is_stored(member: zipfile.ZipInfo) -> bool:
     # torch reads nothing of what is marked as a folder: the weight would be what the memory held.
     is_folder = member.external_attr & 0x10 and member.file_size
     return member.compress_size == member.file_size and not (member.compress_type or is_folder)
+
+
+def _refuse_long_words(file: BufferedReader | BytesIO, num_pickles: int) -> None:
+    """Refuses long words: torch puts them in an error that takes quadratic time to format."""
+    try:
+        for i in range(num_pickles):
+            if i > 0 and not file.peek(1):
+                return  # fewer pickles; torch refuses the file
+            for _, argument, _ in pickletools.genops(file):
+                words = argument.split() if isinstance(argument, str) else ()
+                if max(map(len, words), default=0) > _MAX_WORD:
+                    raise DamagedError("a word of too many letters")
+    except ValueError as error:
+        # torch might read on, such as past a name without a line end.
+        raise DamagedError(f"no whole pickle: {error}") from error
 
 
 def is_plain(value: object) -> bool:
