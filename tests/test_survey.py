@@ -13,7 +13,7 @@ from folders import COLORS, NAMES, assert_same_division, labels_of, save, scene
 
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.rims import blended_pixels
-from segtrain.data.read.sources import source_of
+from segtrain.data.read.sources import source_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping, tile_boxes
 
 
@@ -325,13 +325,21 @@ def test_copies_of_a_picture_have_their_own_labels_and_one_split(folder, init, l
     assert "images to evaluate on are copies of images to train on, flipped or" in said
 
 
+def test_names_that_only_count_are_of_no_copies():
+    """As a folder of photographs that were renamed together, which folds would refuse."""
+    for form in ("photo ({})", "aug_{}", "rot{}"):
+        names = [form.format(i) for i in range(1, 40)]
+        assert sources_of(names) == names
+    names = [f"{animal} ({i})" for animal in ("cat", "dog") for i in range(1, 9)]
+    assert sources_of(names) == names
+
+
 @pytest.mark.parametrize(
     ("name", "source"),
     [
         ("a/b_hflip", "a/b"),
         ("a/b_rot90_bright", "a/b"),
         ("aug_b", "b"),
-        ("b (2)", "b"),
         ("b-copy", "b"),
         ("street_7", "street_7"),
         ("rot", "rot"),

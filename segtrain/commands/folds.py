@@ -39,7 +39,7 @@ from segtrain.data.read.layouts import list_split
 from segtrain.data.read.lists import list_pairs, list_text
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.sequences import sequences_of, show_sequences, without_split
-from segtrain.data.read.sources import source_of
+from segtrain.data.read.sources import sources_of
 from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
@@ -212,7 +212,9 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
         groups = sequences_of(names)
     else:  # the same folds wherever the data lie
         paths = [os.path.splitext(os.path.relpath(pair.image, root)) for pair in pairs]
-        groups = [source_of(name) + suffix for name, suffix in paths]  # with their copies
+        stems, suffixes = zip(*paths, strict=True)
+        sources = sources_of(stems)  # with their copies
+        groups = [name + suffix for name, suffix in zip(sources, suffixes, strict=True)]
     fold_of = fold_of_each(groups, number)
     found = []
     for i in range(number):

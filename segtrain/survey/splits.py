@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from segtrain.data.read.sources import source_of
+from segtrain.data.read.sources import sources_of
 from segtrain.data.read.tiles import overlapping
 from segtrain.errors import DataError
 from segtrain.survey.contents import Value
@@ -159,8 +159,8 @@ def _alike(survey: Survey, images: Sequence[Image]) -> dict[str, str]:
         return path
 
     first: dict[str, str] = {}
-    for image in images:
-        before = first.setdefault(f"{image.scene}/{source_of(image.name)}", image.path)
+    for image, source in zip(images, sources_of([x.name for x in images]), strict=True):
+        before = first.setdefault(source, image.path)
         parent[root(image.path)] = root(before)
     for one, other in survey.similar:
         parent[root(one)] = root(other)
@@ -212,11 +212,13 @@ def _leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
     if survey.moving:
         frames = pairwise(sorted(survey.images, key=lambda image: image.place))
         pairs |= {(a.path, b.path) for a, b in frames if a.place[:2] == b.place[:2]}
-    sources = {source_of(image.name) for image in train}
+    names = [image.name for image in (*train, *val)]
+    source_by_name = dict(zip(names, sources_of(names), strict=True))
+    sources = {source_by_name[image.name] for image in train}
     copies = _overlapping_tiles(survey, val, train)
-    copies |= {image.path for image in val if source_of(image.name) in sources}
-    names = {image.path for image in train}
-    near = copies | {b for pair in pairs for a, b in (pair, pair[::-1]) if a in names}
+    copies |= {image.path for image in val if source_by_name[image.name] in sources}
+    trained = {image.path for image in train}
+    near = copies | {b for pair in pairs for a, b in (pair, pair[::-1]) if a in trained}
     found = [image for image in val if image.path in near]
     if len(found) * 3 < len(val):
         return ""

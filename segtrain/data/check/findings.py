@@ -17,7 +17,7 @@ from segtrain.data.read.labels import looks_like_train_ids, unknown_colors, unkn
 from segtrain.data.read.places import SAME_EXTENT
 from segtrain.data.read.rims import is_blend
 from segtrain.data.read.sequences import without_split
-from segtrain.data.read.sources import source_of
+from segtrain.data.read.sources import sources_of
 from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, counted, first_of, printable
 from segtrain.types import IGNORE_INDEX
@@ -224,13 +224,14 @@ def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> 
 
 def copy_findings(train: Sequence[str], evaluation: Sequence[str]) -> Iterator[Finding]:
     """About images to evaluate on whose names say that they are copies of images to train on."""
-    there = {source_of(without_split(name)): name for name in train}
-    pairs = ((name, there.get(source_of(without_split(name)))) for name in evaluation)
-    found = [
-        f"{printable(name)} of {printable(source)}"
-        for name, source in pairs
-        if source is not None and without_split(source) != without_split(name)
-    ]
+    names = [without_split(name) for name in (*train, *evaluation)]
+    sources = sources_of(names)
+    there = dict(zip(sources, range(len(train)), strict=False))
+    found = []
+    for i, name in enumerate(evaluation, start=len(train)):
+        k = there.get(sources[i])
+        if k is not None and names[k] != names[i]:
+            found.append(f"{printable(name)} of {printable(train[k])}")
     words = (
         "image to evaluate on is a copy",
         "images to evaluate on are copies",

@@ -11,8 +11,10 @@ _CHANGES = (
     rf"flipud|mirror(ed)?|rot(at(ed?|ion))?{_NUMBER}|aug(mented|mentation)?{_NUMBER}|copy{_NUMBER}|"
     r"blur(red)?|nois[ey]|bright(er|ness)?|dark(er)?|contrast|gamma|jitter(ed)?|transposed?|orig(inal)?"
 )
-_AT_END = re.compile(rf"[-_. ]+({_CHANGES})$|[ ]?\(\d+\)$", re.IGNORECASE)
+_AT_END = re.compile(rf"[-_. ]+({_CHANGES})$", re.IGNORECASE)
 _AT_START = re.compile(rf"^({_CHANGES})[-_. ]+(?=.)", re.IGNORECASE)
+# More images of one such name are numbered by it: aug_1 to aug_500.
+_MOST_COPIES = 24
 
 
 def source_of(name: str) -> str:
@@ -28,11 +30,23 @@ def source_of(name: str) -> str:
     return folder + slash + stem
 
 
-def copies_in(names: Sequence[str]) -> int:
-    """How many of the names are of a picture that another one of them shows too.
+def sources_of(names: Sequence[str]) -> list[str]:
+    """The source of each name, by all of them; a name without copies is its own source,
+    and so is one of too many.
 
-    >>> copies_in(["img_1", "img_1_flip", "img_2"])
-    2
+    `photo (2)` is a copy where there is a `photo`; a folder of `photo (1)`, `photo (2)` ... has
+    none.
+
+    >>> sources_of(["a_flip", "a", "b (1)", "b (2)", "c", "c (1)"])
+    ['a', 'a', 'b (1)', 'b (2)', 'c', 'c']
     """
-    numbers = Counter(map(source_of, names))
-    return sum(number for number in numbers.values() if number > 1)
+    found = list(map(source_of, names))
+    there = set(found)
+    for i, source in enumerate(found):
+        bare = re.sub(r" ?\(\d+\)$", "", source)
+        found[i] = bare if bare in there else source
+    sizes = Counter(found)
+    return [
+        source if 1 < sizes[source] <= _MOST_COPIES and len(sizes) > 1 else name
+        for name, source in zip(names, found, strict=True)
+    ]
