@@ -590,3 +590,13 @@ def test_tiles_that_only_touch_do_not_overlap():
     )
     assert boxes[7] == TileBox("a/tile", 64, 160, 128, 240)
     assert not list(overlapping(boxes))
+
+
+@pytest.mark.parametrize("gap", [1, 30])
+def test_frames_of_clips_are_no_tiles(gap):
+    """street_2_30 is the second clip; its frames look alike, and none is left out."""
+    names = [f"street_{clip}_{gap * frame}" for clip in range(3) for frame in range(6)]
+    boxes = tile_boxes(
+        names, [(64, 80)] * 18, [None] * 18, lambda i: np.roll(scene(i // 6)[0], i % 6, axis=1)
+    )
+    assert not list(overlapping(boxes))

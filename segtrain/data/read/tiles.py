@@ -6,6 +6,7 @@ Georeferences tell, or names: `tile_r0_c3` counts rows and columns, `mosaic_512_
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -26,8 +27,8 @@ _NAMES = [
     )
 ]
 # Dates and times, or numbers of scenes and frames, fill no grid.
-_FILLED, _LEAST_TILES = 0.5, 6
-_LEAST_OVERLAP_PX, _EQUAL, _SAMPLES = 4, 10.0, 3
+_FILLED, _LEAST_TILES = 0.6, 6
+_LEAST_OVERLAP_PX, _SAME_PX, _EQUAL, _SAMPLES = 4, 2, 10.0, 3
 
 
 class TileBox(NamedTuple):
@@ -82,6 +83,8 @@ def tile_boxes(
         if min(len(rows), len(columns)) < 2 or len(at) < max(_LEAST_TILES, _FILLED * grid):
             continue
         steps = _steps(at, headers, pixels)
+        if steps is None:
+            continue
         for (row, column), i in at.items():
             top, left = row * steps[0], column * steps[1]
             height, width = headers[i].size
@@ -126,28 +129,48 @@ def _steps(
     at: dict[tuple[int, int], int],
     headers: Sequence[_Header],
     pixels: Callable[[int], np.ndarray],
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
     """The pixels from one row of tiles to the next, and from one column to the next.
 
-    1 where names count pixels already.
+    1 where names count pixels; then the pixels of neighbours must agree. None: they do not, or
+    names count rows, but columns in pixels: clips and frames, perhaps.
     """
+    least = [
+        min(b - a for a, b in pairwise(sorted({place[axis] for place in at}))) for axis in (0, 1)
+    ]
+    if (least[0] > 1) != (least[1] > 1):
+        return None
     steps = []
-    for axis in (0, 1):
-        numbers = sorted({place[axis] for place in at})
-        if min(b - a for a, b in pairwise(numbers)) > 1:
+    for axis, gap in enumerate(least):
+        side = max(headers[i].size[axis] for i in at.values())
+        shared = _shared_by_neighbours(at, axis, gap, headers, pixels)
+        if gap == 1:
+            steps.append(float(side - shared))
+        elif side - gap >= _LEAST_OVERLAP_PX and abs(side - gap - shared) > _SAME_PX:
+            return None
+        else:
             steps.append(1.0)
-            continue
-        beside = ((i, at.get((row + 1 - axis, column + axis))) for (row, column), i in at.items())
-        pairs = [(i, j) for i, j in beside if j is not None][:: max(1, len(at) // _SAMPLES)]
-        sides = [headers[i].size[axis] for i in at.values()]
-        shared = []
-        for i, j in pairs[:_SAMPLES]:
-            try:
-                shared.append(_shared_px(pixels(i), pixels(j), axis))
-            except DataError:
-                continue
-        steps.append(max(sides) - (median(shared) if shared else 0))
     return steps[0], steps[1]
+
+
+def _shared_by_neighbours(
+    at: dict[tuple[int, int], int],
+    axis: int,
+    gap: int,
+    headers: Sequence[_Header],
+    pixels: Callable[[int], np.ndarray],
+) -> float:
+    """How many rows (axis 0) or columns tiles have in common with the next one, of a few pairs."""
+    beside = (
+        (i, at.get((row + gap * (1 - axis), column + gap * axis)))
+        for (row, column), i in at.items()
+    )
+    pairs = [(i, j) for i, j in beside if j is not None]
+    shared = []
+    for i, j in pairs[:: max(1, len(pairs) // _SAMPLES)][:_SAMPLES]:
+        with suppress(DataError):
+            shared.append(_shared_px(pixels(i), pixels(j), axis))
+    return median(shared) if shared else 0.0
 
 
 def _shared_px(one: np.ndarray, other: np.ndarray, axis: int) -> int:
