@@ -10,8 +10,10 @@ from segtrain.config import TrainConfig
 from segtrain.errors import ConfigError
 from segtrain.evaluation import predictor
 from segtrain.evaluation.settings import InferenceSettings
+from segtrain.models import precision
 from segtrain.models.precision import (
     check_eval_precision,
+    evaluation_warnings,
     float32_products,
     for_evaluation,
     precision_on,
@@ -51,6 +53,18 @@ def test_what_a_device_computes_in_is_said_and_what_float32_costs(monkeypatch):
         assert len(precision_warnings(exact, cuda)) == warned
     assert precision_on(default, torch.device("cpu")) == "float32"
     assert precision_warnings(exact, torch.device("cpu")) == []
+
+
+def test_a_processor_without_instructions_for_a_precision_is_told(monkeypatch):
+    cpu, seconds = torch.device("cpu"), {torch.float32: 1.0, torch.bfloat16: 90.0}
+    monkeypatch.setattr(precision, "_convolution_s", seconds.get)
+    lower = config(trained="bfloat16")
+    assert "90 times as long as float32" in precision_warnings(lower.train, cpu)[0]
+    assert "--set eval.precision=tf32" in evaluation_warnings(lower, cpu)[0]
+    assert evaluation_warnings(config(trained="bfloat16", evaluated="tf32"), cpu) == []
+    assert precision_warnings(lower.train, torch.device("cuda", 0)) == []
+    seconds[torch.bfloat16] = 0.9
+    assert evaluation_warnings(lower, cpu) == []
 
 
 def config(*, trained="float32", evaluated=None):

@@ -47,6 +47,7 @@ from segtrain.metrics import calibration_error, percent, thin_classes
 from segtrain.models.memory import check_windows
 from segtrain.models.norms import describe_norm
 from segtrain.models.precision import (
+    evaluation_warnings,
     for_evaluation,
     to_eval_precision,
 )
@@ -86,7 +87,8 @@ def run_eval(args: argparse.Namespace) -> int:
         found = _differences(loaded, config, dataset, no_labels=args.no_labels)
         differences = stack.enter_context(closing(found))
         if dist.is_main():
-            for line in next(differences):
+            slow = (f"warning: {line}" for line in evaluation_warnings(config, device))
+            for line in (*next(differences), *slow):
                 text.say(line)
 
         # 3. All ranks predict and count.

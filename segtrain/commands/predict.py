@@ -45,6 +45,7 @@ from segtrain.evaluation.transfer import Transfer
 from segtrain.evaluation.video import overlay_video
 from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
+from segtrain.models.precision import evaluation_warnings
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.text import counted, first_of, printable
@@ -104,6 +105,8 @@ def main(args: argparse.Namespace) -> int:
     paths = [f"{kind}/{name}.png" for name in names for kind in pictures.KINDS]
     check_pictures("--output", output, paths, ready.config.data)
     print(f"{ready.loaded.about}; {ready.predictor.settings.describe()}; {device}")
+    for line in evaluation_warnings(ready.config, device):
+        print(f"warning: {line}")
     if skipped:
         print(skipped)
 
