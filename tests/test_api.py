@@ -85,7 +85,7 @@ def test_a_trained_run_is_returned_with_its_curves(run):
 @pytest.mark.parametrize("options", [[], BY_WINDOWS], ids=["whole", "windows"])
 def test_labels_are_those_of_segtrain_predict(tmp_path, lab, options):
     words = [word for text in options for word in ("--set", text)]
-    output, source = tmp_path / "out", "camvid_deeplabv3plus_r18"
+    output, source = tmp_path / "out", "camvid_deeplabv3plus_r34"
     photo = cv2.imread(str(REPOSITORY / "configs/demo.png"))[20:150, 10:210]
     cv2.imwrite(str(tmp_path / "photo.png"), photo)
     command = ("predict", source, tmp_path / "photo.png", "--output", output, "--device", "cpu")

@@ -316,7 +316,7 @@ def test_weights_that_come_with_a_config_are_of_it(tmp_path, monkeypatch):
     """And are found by its name, wherever one works."""
     monkeypatch.chdir(tmp_path)
     with_weights = [name for name in NAMES if recipes.weights(name) is not None]
-    assert with_weights == ["camvid_deeplabv3plus_r18"]
+    assert with_weights == ["camvid_deeplabv3plus_r34"]
     for name in with_weights:
         loaded = load_model(name)
         config = load(name)

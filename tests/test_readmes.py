@@ -55,7 +55,7 @@ segtrain compare runs/mine runs/mine_lr2
 segtrain compare runs/mine runs/mine_lr2 --steps
 segtrain eval runs/mine --with runs/mine_lr2
 segtrain eval runs/mine_pack --set data.pack=null
-segtrain predict camvid_deeplabv3plus_r18 photos/ --output street
+segtrain predict camvid_deeplabv3plus_r34 photos/ --output street
 segtrain predict runs/mine photos/ --output predictions
 segtrain predict runs/mine photos/ one_more.jpg --output predictions
 segtrain export runs/mine --format safetensors --output mine.safetensors
