@@ -4,8 +4,10 @@
 
 functional.py is the arithmetic, with kernels.py on a CPU and cuda_kernels.py on CUDA; fused.py is
 that of a layer with its activation and shortcut, by `segtrain.kernels`. sync.py are the modules,
-tracking.py and running.py move their running statistics; groups.py tells which images share
-statistics, precise.py takes them over many batches, kinds.py makes what a config names.
+together.py computes them with their neighbours. tracking.py and running.py move their running
+statistics, group_sums.py says where to. groups.py tells which images share statistics, precise.py
+takes them over many batches, kinds.py makes what a config names, uneven.py is for ranks with
+different numbers of batches.
 """
 
 from segtrain.norm.groups import most_images, placed
@@ -26,14 +28,16 @@ from segtrain.norm.sync import (
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
+)
+from segtrain.norm.together import (
     norm_activation,
     norm_relu,
     norm_relu_conv,
     norm_relu_together,
     normalize_together,
-    until_all_end,
 )
 from segtrain.norm.tracking import tracked_together, untracked
+from segtrain.norm.uneven import until_all_end
 
 __all__ = [
     "NUM_GROUPS",

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.errors import ConfigError
+from segtrain.norm.group_sums import Running
 from segtrain.norm.sync import (
     Group,
-    Running,
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.passes import current
 from segtrain.distributed.shares import Shares
+from segtrain.norm.group_sums import SeenBatch, contribution, move
 from segtrain.norm.groups import groups_here
-from segtrain.norm.sync import SeenBatch, SyncBatchNorm
+from segtrain.norm.sync import SyncBatchNorm
 
 
 def make_groups(module: nn.Module) -> None:
@@ -54,10 +55,20 @@ class _LayerBatches(NamedTuple):
         return max(map(len, self.by_slot.values()), default=1)
 
     def contributions(self, slot: int) -> list[Tensor]:
-        """What a slot adds to each batch, (2 C + 2,) each; zeros if it has not called the layer."""
-        seen: list[SeenBatch | None] = [*self.by_slot.get(slot, [])]
-        seen += [None] * (self.num_batches - len(seen))
-        return [self.layer._contribution(batch) for batch in seen]
+        """What a slot adds to each batch, (2 C + 2,) each; zeros if it has not called the layer.
+
+        Raises:
+            RuntimeError: the momentum has changed since the forward pass.
+        """
+        layer, seen = self.layer, self.by_slot.get(slot, [])
+        if any(batch.momentum != layer.momentum for batch in seen):
+            raise RuntimeError(
+                "the momentum has changed since the forward pass (torch.optim.swa_utils.update_bn "
+                "does so); for statistics of many batches use segtrain.norm.precise_statistics"
+            )
+        zeros = layer.running_mean.new_zeros(2 * layer.num_features + 2, dtype=torch.float64)
+        found = [contribution(batch, layer.running, zeros) for batch in seen]
+        return found + [zeros] * (self.num_batches - len(seen))
 
 
 @torch.no_grad()
@@ -95,7 +106,7 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     layers = [one.layer for one in batches for _ in range(one.num_batches)]
     sizes = [2 * layer.num_features + 2 for layer in layers]
     for layer, part in zip(layers, total.split(sizes), strict=True):
-        layer._follow_groups(part)
+        layer._update(*move(part, layer.running))
     for replicas in with_replicas:
         for layer in replicas:
             layer._seen.clear()

@@ -1,15 +1,16 @@
 """Synchronized batch norm as modules: a drop-in for nn.BatchNorm1d, 2d and 3d.
 
-In this order: the modules; functions that compute several modules at once; what they ask of a
-module for that. How running statistics wait and follow is in tracking.py and running.py.
+A module in training computes in one of three ways: by Triton's kernels, as nn.BatchNorm2d where it
+shares with no other rank, or by functional.py. Then its running statistics follow (`_track`): at
+once, with those of other layers (tracking.py), or after the backward pass (running.py).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.distributed import collectives as dist
@@ -18,19 +19,13 @@ from segtrain.distributed.collectives import ProcessGroup
 from segtrain.distributed.passes import current
 from segtrain.norm import fused
 from segtrain.norm.cuda_kernels import takes as has_cuda_kernels
-from segtrain.norm.functional import (
-    Moments,
-    NormInput,
-    norm_relu_conv2d,
-    sync_batch_norms,
-)
+from segtrain.norm.functional import Moments, NormInput, sync_batch_norms
+from segtrain.norm.group_sums import Running, SeenBatch
 from segtrain.norm.groups import Groups, Sharing, groups_here
-from segtrain.norm.kernels import packed, unbiased, unpacked_moments
+from segtrain.norm.kernels import unbiased
 from segtrain.norm.tracking import is_tracked
 
-T = TypeVar("T")
 Group = ProcessGroup | Sequence[int] | Literal["node"] | None
-Running = Literal["pooled", "mean", "first", "sequential"]
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -123,9 +118,8 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return self._evaluate(input)
-        # Triton's kernels: on CUDA, if type and memory format fit.
-        if fused.takes(input) and _in_one_pass([(input, self)]):
-            return _fused([(input, self)], "none")[0]
+        if fit_kernels([(input, self)]):
+            return by_kernels([(input, self)], "none")[0]
         if self.images is None and dist.group_size(self._group()) == 1:
             return self._normalize_alone(input)
         return synchronized([(input, self)])[0]
@@ -236,58 +230,6 @@ class SyncBatchNorm(_BatchNorm):
         groups = groups_here(self.images, num_images)
         return Sharing(dist.group_of(groups.ranks), groups)
 
-    def _contribution(self, batch: "SeenBatch | None") -> Tensor:
-        """What this part adds to the sum of a batch over all parts, (2 C + 2,) float64.
-
-        It speaks for the groups that begin here. A group with mean m (C,), biased variance v,
-        unbiased variance u, and n values per channel adds
-
-            pooled:      [n m, n (v + m^2), n, 1]
-            mean:        [m, u, 1, 1]
-            first:       the same if it is the first group of all, else [0, 0, 0, 1]
-            sequential:  [w m, w u, w, 1] with w = (1 - momentum)^(number of groups after it),
-                         1 without momentum
-
-        and zeros if it has no values. So the last element is the number of groups with values.
-
-        batch: None: this part has not called the layer, and adds zeros.
-        """
-        total = self.running_mean.new_zeros(2 * self.num_features + 2, dtype=torch.float64)
-        if batch is None:
-            return total
-        if batch.momentum != self.momentum:
-            raise RuntimeError(
-                "the momentum has changed since the forward pass (torch.optim.swa_utils.update_bn "
-                "does so); for statistics of many batches use segtrain.norm.precise_statistics"
-            )
-        for number, (mean, var, count) in batch.led.items():
-            has_values = (count >= 1).double()
-            if self.running == "pooled":
-                total[:-1] += packed(mean, var, 1) * count
-            elif self.running != "first" or number == 0:
-                later = batch.num_groups - 1 - number if self.running == "sequential" else 0
-                weight = (1 - (self.momentum or 0.0)) ** later * has_values
-                statistics = torch.cat([mean, unbiased(var, count), mean.new_ones(1)])
-                total[:-1] += statistics.double() * weight
-            total[-1] += has_values
-        return total
-
-    def _follow_groups(self, total: Tensor) -> None:
-        """Takes in one batch. total: the sum of the `_contribution` of all parts."""
-        statistics, num_groups = total[:-1], total[-1]
-        if self.running == "pooled":
-            mean, var, count = unpacked_moments(statistics)
-            self._update(mean, unbiased(var, count), count >= 1)
-            return
-        weight = statistics[-1]
-        mean, var = (statistics[:-1] / torch.where(weight > 0, weight, 1.0)).view(2, -1)  # (C,)
-        if self.running == "sequential":
-            # With momentum p, k groups in turn take r to r (1 - p)^k + p sum(w m). As p sum(w) is
-            # 1 - (1 - p)^k, one step of p sum(w) from r toward the weighted mean does the same.
-            self._update(mean, var, num_groups.long(), weight)
-        else:
-            self._update(mean, var, weight > 0)
-
 
 class SyncBatchNorm1d(SyncBatchNorm):
     """SyncBatchNorm for (N, C) and (N, C, L)."""
@@ -307,33 +249,11 @@ class SyncBatchNorm3d(SyncBatchNorm):
     _dims = (5,)
 
 
-class SeenBatch(NamedTuple):
-    """A batch in groups, as one part of it (a rank or a virtual rank) has seen it."""
-
-    num_groups: int  # in the whole batch
-    led: dict[int, Moments]  # of the groups that begin in this part, by their number in the batch
-    momentum: float | None  # of the layer then
-
-
-def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
-    """Each tensor through its own norm layer, with one all_reduce for all layers (collective).
-
-    For independent branches: no input may depend on another's result. The numbers are bit for bit
-    those of one layer after another. If a layer is in evaluation mode, has hooks, or is of another
-    kind or group, the layers run one by one.
-    """
-    pairs = list(pairs)
-    if _fit_kernels(pairs):
-        return _fused(pairs, "none")
-    if _are_alike(pairs):
-        layer = pairs[0][1]
-        if layer.images or dist.group_size(layer._group()) > 1:
-            return synchronized(pairs)
-    return [layer(x) for x, layer in pairs]
-
-
 def synchronized(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> list[Tensor]:
-    """As `normalize_together` for layers in training that share alike (collective)."""
+    """Each tensor through its own layer, which share alike; one all_reduce for all (collective).
+
+    The layers are in training. Their running statistics follow.
+    """
     for x, layer in pairs:
         layer._check_input_dim(x)
     inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
@@ -346,72 +266,13 @@ def synchronized(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> list[Tensor]:
     return outputs
 
 
-def norm_relu_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
-    """ReLU of each tensor after its own norm layer, as `normalize_together` (collective)."""
-    pairs = list(pairs)
-    if _fit_kernels(pairs):
-        return _fused(pairs, "relu")
-    return [F.relu(y, inplace=True) for y in normalize_together(pairs)]
-
-
-def norm_relu(
-    x: Tensor, norm: nn.Module, shortcut: Tensor | tuple[Tensor, nn.Module] | None = None
-) -> Tensor:
-    """relu(norm(x) + shortcut) (collective in training).
-
-    Where `segtrain.kernels` may compute, layers in training are one pass each way, and norm(x) is
-    never stored; differentiable once. Other layers run as they are, and so do those with hooks.
-
-    shortcut: like norm(x); or a tensor and its own norm layer, which shares the collective; None:
-        nothing is added.
-    """
-    if isinstance(shortcut, tuple):
-        pairs = [(x, norm), shortcut]
-        if x.shape == shortcut[0].shape and _fit_kernels(pairs):
-            return _fused(pairs, "relu", joined=True)[0]
-        y, shortcut = normalize_together(pairs)
-    else:
-        alike = shortcut is None or (shortcut.shape, shortcut.dtype) == (x.shape, x.dtype)
-        if alike and _fit_kernels([(x, norm)]):
-            return _fused([(x, norm)], "relu", shortcut=shortcut)[0]
-        y = norm(x)
-    return F.relu(y if shortcut is None else y.add_(shortcut), inplace=True)
-
-
-_ACTIVATIONS = {nn.ReLU: "relu", nn.ReLU6: "relu6"}
-
-
-def norm_activation(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
-    """activation(norm(x)), as `norm_relu` (collective in training)."""
-    kind = _ACTIVATIONS.get(type(activation))
-    if kind and not _has_hooks(activation) and _fit_kernels([(x, norm)]):
-        return _fused([(x, norm)], kind)[0]
-    return activation(norm(x))
-
-
-def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
-    """conv(relu(norm(x))), keeping `x` alone for the backward pass (collective in training).
-
-    Outputs, gradients and running statistics are those of the three modules; differentiable once.
-    Other layers than synchronized batch norms in training run as they are, and so do those with
-    hooks. The convolution must have no bias.
-    """
-    if not _is_plain(norm) or _has_hooks(conv):
-        return conv(F.relu(norm(x), inplace=True))
-    norm._check_input_dim(x)
-    assert conv.bias is None
-    assert conv.padding_mode == "zeros"
-    geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    layer, sharing = NormInput(x, norm.weight, norm.bias, norm.eps), norm._sharing(len(x))
-    y, moments = norm_relu_conv2d(layer, conv.weight, geometry, sharing)
-    norm._track(moments, sharing.groups)
-    return y
-
-
-def _fused(
+def by_kernels(
     pairs: Sequence[tuple[Tensor, SyncBatchNorm]], activation: str, **options: Any
 ) -> list[Tensor]:
-    """The outputs of layers by `fused_norms`; their running statistics follow (collective)."""
+    """Layers that `fit_kernels`, by Triton's kernels, each with its activation (collective).
+
+    options: those of `fused_norms`.
+    """
     for x, layer in pairs:
         layer._check_input_dim(x)
     inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
@@ -421,40 +282,17 @@ def _fused(
     return ys
 
 
-def _fit_kernels(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
-    """Whether `fused_norms` may compute these layers, with an activation after them."""
-    return all(fused.takes(x) for x, _ in pairs) and _are_alike(pairs) and _in_one_pass(pairs)
-
-
-def _are_alike(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
-    """Whether one function may compute these layers: plain ones that share with the same ranks."""
-    layers = [layer for _, layer in pairs]
-    if not all(map(_is_plain, layers)) or len({*map(type, layers)}) != 1:
+def fit_kernels(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> bool:
+    """Whether `by_kernels` can compute these layers, which share alike."""
+    # On CUDA, if type and memory format fit.
+    if not all(fused.takes(x) for x, _ in pairs):
         return False
-    return len({(layer.images, layer.sharing_ranks()) for layer in layers}) == 1
-
-
-def _in_one_pass(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> bool:
-    """Whether `fused_norms` can compute these layers, if they share with the same ranks."""
     _, layer = pairs[0]
     # Groups of images are cut apart, and virtual ranks keep what waits on the host.
     if layer.images is not None or virtual_ranks.current() is not None:
         return False
     # One rank with one value a channel, or with none, is a case of its own.
     return dist.group_size(layer._group()) > 1 or all(x.numel() > x.shape[1] for x, _ in pairs)
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether a function may compute this layer instead of a call: in training, without hooks."""
-    if not isinstance(layer, SyncBatchNorm) or type(layer).forward is not SyncBatchNorm.forward:
-        return False  # a subclass may compute anything
-    return layer.training and not _has_hooks(layer)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    forward = [module._forward_pre_hooks, module._forward_hooks]
-    backward = [module._backward_pre_hooks, module._backward_hooks]
-    return any(forward + backward)
 
 
 def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
@@ -473,24 +311,3 @@ def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
         'process_group: expected a process group that this process is in, ranks, "node" or None, '
         f"got {group!r}"
     )
-
-
-def until_all_end(
-    batches: Iterable[T], empty: T, *, device: torch.device | str = "cpu"
-) -> Iterator[T]:
-    """Yields this rank's `batches`, then `empty` until all ranks have no more (collective).
-
-    If a rank just stopped, the others would wait for it in the next batch norm. An empty batch adds
-    zeros to the statistics. Divide a sum of losses by a count over all ranks: the mean over no
-    pixels is NaN.
-
-    Args:
-        empty: a batch with N = 0, such as images of shape (0, 3, H, W).
-        device: that of the process group, so a GPU for NCCL.
-    """
-    iterator, end = iter(batches), object()
-    while True:
-        batch = next(iterator, end)
-        if not dist.all_reduce_sum(torch.tensor(float(batch is not end), device=device)):
-            return
-        yield empty if batch is end else batch
