@@ -276,3 +276,35 @@ def test_the_interval_holds_the_score_of_the_population():
         )
         held += found.low <= truth <= found.high
     assert 0.91 <= held / trials <= 0.99
+
+
+def test_no_fold_trains_on_pixels_that_it_is_scored_on(stop, tmp_path, folds):
+    """Tiles of 40x56 that overlap by half, six rows of four; by their names, in pixels."""
+    write_data(tmp_path, num_images=24, num_val=1, size=(40, 56))
+    field, boxes = np.random.default_rng(0).integers(0, 256, (140, 140, 3), np.uint8), {}
+    for i in range(24):
+        y, x = 20 * (i // 4), 28 * (i % 4)
+        boxes[f"images/train/field_y{y}_x{x}"] = here = np.s_[y : y + 40, x : x + 56]
+        for kind in ("images", "labels"):
+            file = tmp_path / kind / "train" / f"{i}.png"
+            file.rename(file.with_name(f"field_y{y}_x{x}.png"))
+        cv2.imwrite(str(tmp_path / f"images/train/field_y{y}_x{x}.png"), field[here])
+    config = write_config(tmp_path / "own.yaml", small(tmp_path, train={"steps": 2}))
+    stop[1] = 0
+    said = folds(config, "-k", 3, "--output", tmp_path / "out")
+    assert said.code == 130
+    left = re.findall(r"8 images; (\d) tiles that overlap them left out of training", said.err)
+    assert sorted(left) == ["4", "4", "8"]  # of two strips at the ends, and one between them
+    scored = []
+    for number in range(3):
+        seen = []
+        for part in ("train", "eval"):
+            seen.append(np.zeros((140, 140), int))
+            for line in (tmp_path / "out" / f"fold_{number}_{part}.txt").read_text().splitlines():
+                if not line.startswith("#"):
+                    seen[-1][boxes[re.split(r"\.png", line)[0]]] += 1
+        assert seen[0].any()
+        assert not (seen[0] & seen[1]).any()
+        scored.append(seen[1])
+    assert sum(scored).max() == 4  # each tile is scored in one fold
+    assert sum(scored).sum() == 24 * 40 * 56

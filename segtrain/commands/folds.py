@@ -40,6 +40,7 @@ from segtrain.data.read.lists import list_pairs, list_text
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.sequences import sequences_of, show_sequences, without_split
 from segtrain.data.read.sources import sources_of
+from segtrain.data.read.tiles import boxes_of, overlapping, strips
 from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
@@ -203,8 +204,11 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
     splits = [data.train_split, data.eval_split] if args.all else [data.train_split]
     pairs = list({p.image: p for split in splits for p in list_split(data, split).pairs}.values())
     names = [without_split(pair.name) for pair in pairs]
-    by = args.by or ("sequence" if show_sequences(names) else "image")
-    if by == "image" and show_sequences(names):
+    boxes = boxes_of(pairs)
+    shared = list(overlapping(boxes))
+    in_sequences = not shared and show_sequences(names)  # tiles are numbered, too
+    by = args.by or ("sequence" if in_sequences else "image")
+    if by == "image" and in_sequences:
         say("warning: --by image: the names show sequences, and neighbours will be in two folds")
     root = data_root(data)
     labels_root = root / os.path.expanduser(data.labels_dir or "")
@@ -215,17 +219,25 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
         stems, suffixes = zip(*paths, strict=True)
         sources = sources_of(stems)  # with their copies
         groups = [name + suffix for name, suffix in zip(sources, suffixes, strict=True)]
-    fold_of = fold_of_each(groups, number)
+    whole = groups
+    if shared and by == "image":
+        in_strips = zip(strips(boxes, number), groups, strict=True)
+        whole = [group if strip is None else strip for strip, group in in_strips]
+    fold_of = fold_of_each(whole, number)
     found = []
     for i in range(number):
-        own, others = ([j for j, at in enumerate(fold_of) if (at == i) is x] for x in (True, False))
+        own = [j for j, at in enumerate(fold_of) if at == i]
+        # What these images show, tiles of other folds show, too.
+        beside = {k for two in shared if i in [fold_of[j] for j in two] for k in two} - {*own}
+        others = [j for j, at in enumerate(fold_of) if at != i and j not in beside]
         train, evaluation = _lists(directory, f"fold_{i}")
         _write_list(train, [pairs[j] for j in others], root, labels_root)
         listed = _write_list(evaluation, [pairs[j] for j in own], root, labels_root)
         images = {name: groups[j] for name, j in zip(listed, own, strict=True)}
         found.append(Fold(run=f"fold_{i}", images=images))
         units = f", {counted(len(set(images.values())), by, f'{by}s')}" if by == "sequence" else ""
-        say(f"fold_{i}: {counted(len(own), 'image', 'images')}{units}")
+        left = f"; {counted(len(beside), 'tile', 'tiles')} that overlap them left out of training"
+        say(f"fold_{i}: {counted(len(own), 'image', 'images')}{units}{left if beside else ''}")
     if len({name for fold in found for name in fold.images}) < len(pairs):
         raise ConfigError("--all: both splits have images whose names differ in the suffix only")
     _check_labels(directory, config, found)

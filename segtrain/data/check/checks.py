@@ -30,13 +30,12 @@ from segtrain.data.pack.opening import dataset_of, open_dataset
 from segtrain.data.read.classes import ClassFile, load_class_file, read_by
 from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.decode import Info
 from segtrain.data.read.find import Pair
-from segtrain.data.read.image import RGB, ImageForm, other_sizes, read_values
+from segtrain.data.read.image import RGB, ImageForm, other_sizes
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.layouts import scan_layout
 from segtrain.data.read.raw_label import label_problem
-from segtrain.data.read.tiles import matched, overlapping, tile_boxes
+from segtrain.data.read.tiles import boxes_of, overlapping
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import counted, printable, table_lines
@@ -256,21 +255,10 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
 
 def _tile_findings(train: SegDataset, evaluation: SegDataset) -> Iterator[Finding]:
     """About tiles to evaluate on that show what tiles to train on show, too."""
-    pairs = [*train.pairs, *evaluation.pairs]
-    of_tiff = (pair.image.suffix.lower() in _TIFF and pair.window is None for pair in pairs)
-    if train.is_packed or not (any(of_tiff) or any(matched(pair.name) for pair in pairs)):
+    if train.is_packed:
         return
-    infos = list(prefetch(_info_or_none, pairs, IO_THREADS))
-    known = [i for i, info in enumerate(infos) if info is not None]
-    boxes = tile_boxes(
-        [pairs[i].name for i in known],
-        [infos[i].size for i in known],
-        [infos[i].place for i in known],
-        lambda k: read_values(pairs[known[k]].image),
-    )
-    shared = {
-        known[b]: known[a] for a, b in overlapping(boxes) if known[a] < len(train) <= known[b]
-    }
+    pairs = [*train.pairs, *evaluation.pairs]
+    shared = {b: a for a, b in overlapping(boxes_of(pairs)) if a < len(train) <= b}
     if shared:
         found = [
             f"{printable(pairs[b].name)} and {printable(pairs[a].name)}" for b, a in shared.items()
@@ -281,14 +269,6 @@ def _tile_findings(train: SegDataset, evaluation: SegDataset) -> Iterator[Findin
             "out that overlap, as segtrain init does"
         )
         yield Finding("warning", "", "tiles", text, {"": found})
-
-
-def _info_or_none(pair: Pair) -> Info | None:
-    """The header of an image; None: it is unreadable, which is said elsewhere, or has windows."""
-    try:
-        return None if pair.window else read_info(pair.image)
-    except DataError:
-        return None
 
 
 def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:

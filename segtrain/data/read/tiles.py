@@ -13,6 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from segtrain.data.read.concurrent import IO_THREADS, prefetch
+from segtrain.data.read.decode import Info
+from segtrain.data.read.find import Pair
+from segtrain.data.read.image import read_values
+from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.places import MapPlace
 from segtrain.data.read.thumbnails import grey_of
 from segtrain.errors import DataError
@@ -28,6 +33,7 @@ _NAMES = [
 ]
 # Dates and times, or numbers of scenes and frames, fill no grid.
 _FILLED, _LEAST_TILES = 0.6, 6
+_TIFF = (".tif", ".tiff")
 _LEAST_OVERLAP_PX, _SAME_PX, _EQUAL, _SAMPLES = 4, 2, 10.0, 3
 
 
@@ -89,6 +95,62 @@ def tile_boxes(
             top, left = row * steps[0], column * steps[1]
             height, width = headers[i].size
             found[i] = TileBox(mosaic, top, left, top + height, left + width)
+    return found
+
+
+def boxes_of(pairs: Sequence[Pair]) -> list[TileBox | None]:
+    """`tile_boxes` of the images of `pairs`; None too for those that cannot be read.
+
+    Headers are read only where a name or a TIFF may tell a place. Windows of images have none.
+    """
+    found: list[TileBox | None] = [None] * len(pairs)
+    of_tiff = (pair.image.suffix.lower() in _TIFF and pair.window is None for pair in pairs)
+    if not (any(of_tiff) or any(matched(pair.name) for pair in pairs)):
+        return found
+    infos = list(prefetch(_info_or_none, pairs, IO_THREADS))
+    known = [i for i, info in enumerate(infos) if info is not None]
+    boxes = tile_boxes(
+        [pairs[i].name for i in known],
+        [infos[i].size for i in known],
+        [infos[i].place for i in known],
+        lambda k: read_values(pairs[known[k]].image),
+    )
+    for i, box in zip(known, boxes, strict=True):
+        found[i] = box
+    return found
+
+
+def _info_or_none(pair: Pair) -> Info | None:
+    try:
+        return None if pair.window else read_info(pair.image)
+    except DataError:
+        return None  # which is said elsewhere
+
+
+def strips(boxes: Sequence[TileBox | None], number: int) -> list[str | None]:
+    """The strip of its picture that each tile is in, of `number` with about equally many tiles.
+
+    Strips follow each other from the top or, in a wide picture, from the left, so that few tiles
+    overlap those of another strip.
+
+    >>> strips([TileBox("a", 0, x, 64, x + 64) for x in (0, 48, 96, 144)] + [None], 2)
+    ['a 0', 'a 0', 'a 1', 'a 1', None]
+    """
+    found: list[str | None] = [None] * len(boxes)
+    by_mosaic: dict[str, list[int]] = defaultdict(list)
+    for i, box in enumerate(boxes):
+        if box is not None:
+            by_mosaic[box.mosaic].append(i)
+    for mosaic, tiles in by_mosaic.items():
+        height, width = (
+            max(boxes[i][end] for i in tiles) - min(boxes[i][start] for i in tiles)
+            for start, end in ((1, 3), (2, 4))
+        )
+        side = 1 if height >= width else 2
+        places = sorted({boxes[i][side] for i in tiles})
+        for i in tiles:
+            # Tiles that begin at one place are in one strip.
+            found[i] = f"{mosaic} {places.index(boxes[i][side]) * number // len(places)}"
     return found
 
 
