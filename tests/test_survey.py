@@ -12,6 +12,7 @@ import yaml
 from folders import COLORS, NAMES, assert_same_division, labels_of, save, scene
 
 from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.places import place_beside
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping, tile_boxes
@@ -490,6 +491,36 @@ def test_labels_that_lie_elsewhere_on_the_map_are_refused(
     assert said in lab.command("data", "check", config, "--jobs", "1").out
     assert said in lab.refused("train", config, "--output", lab.folder / "run", code=3)
     return None
+
+
+@pytest.mark.parametrize(("right", "said"), [(8, "8 pixels to the right and 0 down"), (0, None)])
+def test_world_files_tell_the_place(folder, init, refused, right, said):
+    """Of pixels of half a metre; the corner of an image is half a pixel from the middle of one."""
+    truth = {}
+    for i in range(8):
+        image, truth[f"images/t{i}.png"] = scene(i)
+        save(folder / f"images/t{i}.png", image)
+        save(folder / f"labels/t{i}.png", truth[f"images/t{i}.png"])
+        for kind, x in (("images", 100.25), ("labels", 100.25 + 0.5 * right)):
+            lines = f"0.5\n0.0\n0.0\n-0.5\n{x}\n199.75\n"
+            (folder / kind / f"t{i}.pgw").write_text(lines)
+    assert place_beside(folder / "images/t0.png") == (100.0, 200.0, (0.5, 0.0), (0.0, -0.5), ())
+    if said is None:
+        assert_labels(init()[0], truth)
+    else:
+        assert said in refused(code=3)
+
+
+def test_labels_whose_numbers_are_scaled_are_refused(folder, refused):
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"images/t{i}.png", image)
+        (folder / "labels").mkdir(exist_ok=True)
+        item = '<Item name="{}" sample="0" role="{}">{}</Item>'
+        items = item.format("OFFSET", "offset", 0) + item.format("SCALE", "scale", 0.5)
+        tags = [(42112, "s", 0, f"<GDALMetadata>{items}</GDALMetadata>", True)]
+        tifffile.imwrite(folder / f"labels/t{i}.tif", 2 * classes, extratags=tags)
+    assert "GDAL's scale or offset makes other numbers of the label's ids" in refused(code=3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from segtrain.data.read.find import Window
 from segtrain.data.read.image import read_values
 from segtrain.data.read.places import MapPlace
 from segtrain.data.read.raster import raster_size, windows
-from segtrain.data.read.raw_label import marked_value, with_no_data_id
+from segtrain.data.read.raw_label import SCALED, marked_value, with_no_data_id
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.thumbnails import LOSSY, grey_of
 from segtrain.errors import DataError
@@ -100,6 +100,8 @@ def label_facts(folder: Path, file: str) -> LabelFacts:
     path = folder / file
     size = raster_size(path)
     info = image_formats.read_info(path)
+    if info.scaled:
+        return LabelFacts("picture", info.size, {}, why=SCALED)
     known = {"no_data": marked_value(info.no_data), "place": info.place}
     if size is None:
         return _facts_of(read_label(path), path, file)._replace(**known)

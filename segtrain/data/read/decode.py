@@ -56,7 +56,8 @@ class Info(NamedTuple):
     depth: bits of a sample, such as 12 in a TIFF of uint16. orientation: of EXIF, 1 is upright.
     lossless: whether the format keeps every number, as class ids need. no_data: the number by which
     a TIFF marks pixels without a value (GDAL_NODATA). place: on the map. masked: whether a TIFF
-    says by a mask of its own where it has values.
+    says by a mask of its own where it has values. scaled: whether it says that its numbers count
+    times a scale, or with an offset, as GDAL writes it.
     """
 
     size: tuple[int, int]
@@ -70,6 +71,7 @@ class Info(NamedTuple):
     no_data: float | None = None
     place: MapPlace | None = None
     masked: bool = False
+    scaled: bool = False
 
 
 def read_bytes(path: str | Path) -> bytes:

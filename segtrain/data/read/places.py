@@ -1,6 +1,7 @@
 """Where GeoTIFFs lie on the map, and whether a label lies where its image does."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # https://docs.ogc.org/is/19-008r4/19-008r4.html: tags of GeoTIFF, and keys of coordinate systems.
@@ -43,6 +44,22 @@ def place_of(tags: Mapping[int, Any]) -> MapPlace | None:
     except (KeyError, TypeError, ValueError):
         return None
     return MapPlace(x - column * width, y + row * height, (width, 0.0), (0.0, -height), system)
+
+
+def place_beside(path: str | Path) -> MapPlace | None:
+    """The place that a world file beside an image gives: `a.tfw`, `a.pgw`, `a.jgw`; None: no such.
+
+    Its six lines are the steps of a pixel, and the middle of the first one
+    (https://en.wikipedia.org/wiki/World_file).
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    try:
+        lines = path.with_suffix(f"{suffix[:2]}{suffix[-1]}w").read_text("ascii").split()
+        a, d, b, e, x, y = map(float, lines)
+    except (OSError, ValueError):
+        return None
+    return MapPlace(x - (a + b) / 2, y - (d + e) / 2, (a, d), (b, e))
 
 
 def other_place(image: MapPlace | None, label: MapPlace | None) -> str:

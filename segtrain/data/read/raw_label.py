@@ -85,11 +85,16 @@ def read_colors(
     return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
 
 
+SCALED = "GDAL's scale or offset makes other numbers of the label's ids; write these numbers"
+
+
 def label_problem(info: Info, label_format: str) -> str:
     """Why a label with this header cannot be read in this format; empty if it can."""
     channels = info.channels - info.alpha
     if not info.lossless:
         return "the label is compressed with loss, as JPEG does it, which changes its ids"
+    if info.scaled:
+        return SCALED
     if label_format == "colors":
         if channels in (1, 3) and info.dtype == np.uint8:
             return ""

@@ -3,6 +3,7 @@
 import io
 import logging
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,10 @@ def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
         yield pictures[0]
 
 
+# An item of GDAL_METADATA: <Item name="SCALE" sample="0" role="scale">0.5</Item>
+_SCALING = re.compile(r'role="(scale|offset)">\s*([-+\d.]+(?:e[-+]?\d+)?)\s*<', re.IGNORECASE)
+
+
 def read_header(file: IO[bytes], path: str | Path) -> Info:
     """As `formats.read_info`."""
     with opened_tiff(file, path) as picture:
@@ -76,7 +81,14 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
             _no_data(page),
             place_of({tag.code: tag.value for tag in page.tags if tag.code in PLACE_TAGS}),
             any(one.keyframe.subfiletype & _MASK for one in page.parent.series),
+            _is_scaled(page),
         )
+
+
+def _is_scaled(page: Any) -> bool:
+    """Whether GDAL's metadata give the numbers a scale other than 1 or an offset other than 0."""
+    found = _SCALING.findall(str(page.tags.valueof("GDAL_METADATA")))
+    return any(float(number) != (role == "scale") for role, number in found)
 
 
 def _no_data(page: Any) -> float | None:
