@@ -1,7 +1,7 @@
-"""The sum over all ranks that running statistics of groups of images follow (`norm.running`).
+"""What the running statistics of groups of images follow: a sum over all ranks.
 
-Each part of a batch (a rank, or a virtual rank) adds a `contribution`. `move` tells from the sum
-how the running statistics go on.
+The config key `norm.running` chooses one of four rules. Each part of a batch (a rank, or a virtual
+rank) adds a `contribution`; `move_from` tells from the sum where the running statistics go.
 """
 
 from typing import Literal, NamedTuple
@@ -20,7 +20,7 @@ class SeenBatch(NamedTuple):
 
     num_groups: int  # in the whole batch
     led: dict[int, Moments]  # of the groups that begin in this part, by their number in the batch
-    momentum: float | None  # of the layer then
+    momentum: float | None  # of the layer in that forward pass
 
 
 class Move(NamedTuple):
@@ -35,8 +35,8 @@ class Move(NamedTuple):
 def contribution(batch: SeenBatch, running: Running, zeros: Tensor) -> Tensor:
     """What a part adds to the sum, (2 C + 2,) float64.
 
-    It speaks for the groups that begin there. A group with mean m (C,), biased variance v,
-    unbiased variance u, and n values per channel adds
+    Only groups whose first image is in this part count here. A group with mean m (C,), biased
+    variance v, unbiased variance u, and n values per channel adds
 
         pooled:      [n m, n (v + m^2), n, 1]
         mean:        [m, u, 1, 1]
@@ -44,7 +44,8 @@ def contribution(batch: SeenBatch, running: Running, zeros: Tensor) -> Tensor:
         sequential:  [w m, w u, w, 1] with w = (1 - momentum)^(number of groups after it),
                      1 without momentum
 
-    and zeros if it has no values. So the last element is the number of groups with values.
+    and zeros if it has no values; sequential still counts it among the groups after others. So the
+    last element is the number of groups with values.
 
     Two groups of one channel in one part: values 1 and 3, then 5 and 9.
 
@@ -56,7 +57,7 @@ def contribution(batch: SeenBatch, running: Running, zeros: Tensor) -> Tensor:
     >>> contribution(batch, "mean", zeros).tolist()
     [9.0, 10.0, 2.0, 2.0]
 
-    zeros: (2 C + 2,) float64 on the device of the layer.
+    zeros: (2 C + 2,) float64 on the device of the layer, which many calls start from.
     """
     total = zeros.clone()
     for number, (mean, var, count) in batch.led.items():
@@ -72,7 +73,7 @@ def contribution(batch: SeenBatch, running: Running, zeros: Tensor) -> Tensor:
     return total
 
 
-def move(total: Tensor, running: Running) -> Move:
+def move_from(total: Tensor, running: Running) -> Move:
     """How running statistics follow the sum of all contributions, (2 C + 2,) float64."""
     statistics, num_groups = total[:-1], total[-1]
     if running == "pooled":
@@ -81,7 +82,7 @@ def move(total: Tensor, running: Running) -> Move:
     weight = statistics[-1]
     mean, var = (statistics[:-1] / torch.where(weight > 0, weight, 1.0)).view(2, -1)  # (C,)
     if running == "sequential":
-        # With momentum p, k groups in turn take r to r (1 - p)^k + p sum(w m). As p sum(w) is
-        # 1 - (1 - p)^k, one step of p sum(w) from r toward the weighted mean does the same.
+        # With momentum p, k groups with values take r in turn to r (1 - p)^k + p sum(w m). As
+        # p sum(w) is 1 - (1 - p)^k, one step of p sum(w) from r toward the weighted mean does that.
         return Move(mean, var, num_groups.long(), weight)
     return Move(mean, var, weight > 0)

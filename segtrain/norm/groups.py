@@ -143,10 +143,11 @@ def groups_here(images: int, num_images: int | None = None) -> Groups:
 class Sharing(NamedTuple):
     """Whose values the statistics of layers are made of.
 
-    ranks: with all ranks of this process group, everything; for `groups`, see there.
+    process_group: of the ranks that share; None: all. groups: of images, if not all of a batch
+        share.
     """
 
-    ranks: dist.Group | None = None
+    process_group: dist.Group | None = None
     groups: Groups | None = None
 
     def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -159,7 +160,7 @@ class Sharing(NamedTuple):
     def sum(self, vectors: Tensor) -> Tensor:
         """The sums over all parts of what `cut` has made vectors of, (G * n,) (collective)."""
         if self.groups is None:
-            return dist.all_reduce_sum(vectors, self.ranks)
+            return dist.all_reduce_sum(vectors, self.process_group)
         _, _, _, rows, num_rows, *_ = self.groups
         if num_rows == 0:
             return vectors
@@ -169,6 +170,6 @@ class Sharing(NamedTuple):
             if row is not None:
                 sent[row] = vector
         # With 0 added, the sign of a zero does not tell how many parts there were.
-        total = dist.all_reduce_sum(sent, self.ranks) + 0.0
+        total = dist.all_reduce_sum(sent, self.process_group) + 0.0
         found = [v if row is None else total[row] for v, row in zip(mine, rows, strict=True)]
         return torch.stack(found).flatten()

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.errors import ConfigError
 from segtrain.norm.group_sums import Running
 from segtrain.norm.sync import (
-    Group,
+    GroupLike,
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,
@@ -88,7 +88,7 @@ def convert(
     module: nn.Module,
     to: Literal["sync", "local"] = "sync",
     *,
-    process_group: Group = None,
+    process_group: GroupLike = None,
     images: int | None = None,
     running: Running = "pooled",
 ) -> nn.Module:

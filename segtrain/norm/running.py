@@ -1,8 +1,8 @@
 """Running statistics of groups of images (`norm.images`): all layers of a model in one sum.
 
 A layer with `images` remembers the batches that it has seen. `sync_running_stats` adds up what all
-ranks have seen of them, and the layers follow. A slot is a virtual rank of this process; there is
-one without virtual ranks.
+ranks have seen of them, and the layers follow. A slot is a virtual rank of this process; without
+virtual ranks there is one, 0.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.passes import current
 from segtrain.distributed.shares import Shares
-from segtrain.norm.group_sums import SeenBatch, contribution, move
+from segtrain.norm.group_sums import SeenBatch, contribution, move_from
 from segtrain.norm.groups import groups_here
 from segtrain.norm.sync import SyncBatchNorm
 
@@ -23,7 +23,7 @@ def make_groups(module: nn.Module) -> None:
     """Makes the process groups of all norm layers of `module` (collective over all ranks).
 
     Call it before training if layers have a `process_group`. Those with `images` need it inside of
-    `placed`, and again where images lie elsewhere.
+    `placed`, and again whenever the positions of a rank change.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     wanted = {layer.sharing_ranks() for layer in layers if layer.images is None}
@@ -42,20 +42,20 @@ class _LayerBatches(NamedTuple):
 
     @classmethod
     def of(cls, replicas: Sequence[SyncBatchNorm]) -> Self:
-        """Of a layer, the first, and its replicas. A slot calls one of them only."""
+        """Of a layer, the first, and its replicas, of which each slot has called one at most."""
         by_slot = {slot: seen for one in replicas for slot, seen in one._seen.items()}
         return cls(replicas[0], by_slot)
 
     @property
     def num_batches(self) -> int:
-        """How many batches are summed, on all ranks alike.
+        """How many batches are summed; it must be the same number on all ranks.
 
-        One where no slot here has called the layer: elsewhere it was called, and zeros are added.
+        1 if no slot here has called the layer: zeros are sent, in case that other ranks have.
         """
         return max(map(len, self.by_slot.values()), default=1)
 
     def contributions(self, slot: int) -> list[Tensor]:
-        """What a slot adds to each batch, (2 C + 2,) each; zeros if it has not called the layer.
+        """What a slot sends for each batch, (2 C + 2,) each; zeros if it has not called the layer.
 
         Raises:
             RuntimeError: the momentum has changed since the forward pass.
@@ -75,10 +75,11 @@ class _LayerBatches(NamedTuple):
 def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | None = None) -> None:
     """Lets the running statistics of groups of images follow the last batches (collective).
 
-    One all_reduce for all layers and all batches since the last call; none if there is no such
-    layer, or inside `untracked`. All ranks end with the same bits. A rank may leave out a layer
-    whose groups lie inside of single ranks, if no rank calls it twice; a layer that is called more
-    often must be called equally often on all ranks.
+    One all_reduce for all layers and all batches since the last call (with shares, a gather); none
+    if there is no such layer, or inside `untracked`. All ranks end with the same bits.
+
+    A layer that is called several times must be called equally often on all ranks. One that is
+    called once may be left out on some ranks, if its groups lie inside of single ranks.
 
     Two layers of 3 and 5 channels, called once each: a rank sends 2 * 3 + 2 and 2 * 5 + 2 numbers,
     20 together.
@@ -91,22 +92,22 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     with_replicas = [layers for layers in of_all if _has_groups(layers[0])]
     if not with_replicas or not current().tracked:
         return
-    batches = [_LayerBatches.of(layers) for layers in with_replicas]
+    of_layers = [_LayerBatches.of(layers) for layers in with_replicas]
     if shares is None:
-        num_slots = 1 + max((slot for one in batches for slot in one.by_slot), default=0)
+        num_slots = 1 + max((slot for one in of_layers for slot in one.by_slot), default=0)
     else:
         num_slots = shares.counts[dist.rank()]
-    # What each slot sends, equally much: layer after layer, of each batch after batch.
+    # Every slot sends the same numbers of values: layer after layer, and of each batch after batch.
     rows = [
-        torch.cat([part for one in batches for part in one.contributions(slot)])
+        torch.cat([part for one in of_layers for part in one.contributions(slot)])
         for slot in range(num_slots)
     ]
     total = dist.all_reduce_sum(sum(rows)) if shares is None else shares.sum(torch.stack(rows))
 
-    layers = [one.layer for one in batches for _ in range(one.num_batches)]
+    layers = [one.layer for one in of_layers for _ in range(one.num_batches)]
     sizes = [2 * layer.num_features + 2 for layer in layers]
     for layer, part in zip(layers, total.split(sizes), strict=True):
-        layer._update(*move(part, layer.running))
+        layer._update(*move_from(part, layer.running))
     for replicas in with_replicas:
         for layer in replicas:
             layer._seen.clear()

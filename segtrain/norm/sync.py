@@ -1,8 +1,9 @@
 """Synchronized batch norm as modules: a drop-in for nn.BatchNorm1d, 2d and 3d.
 
-A module in training computes in one of three ways: by Triton's kernels, as nn.BatchNorm2d where it
-shares with no other rank, or by functional.py. Then its running statistics follow (`_track`): at
-once, with those of other layers (tracking.py), or after the backward pass (running.py).
+A module in training computes in one of three ways: by Triton's kernels; as nn.BatchNorm2d, which
+moves the running statistics too, where it shares with no other rank; or by functional.py. After
+the first and the last way the running statistics follow at once, together with those of other
+layers (tracking.py), or, of groups of images, after the backward pass (running.py).
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from segtrain.norm.groups import Groups, Sharing, groups_here
 from segtrain.norm.kernels import unbiased
 from segtrain.norm.tracking import is_tracked
 
-Group = ProcessGroup | Sequence[int] | Literal["node"] | None
+GroupLike = ProcessGroup | Sequence[int] | Literal["node"] | None
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -33,9 +34,9 @@ class SyncBatchNorm(_BatchNorm):
 
     Any split of the batch over the ranks gives the same result: different numbers of images,
     different heights and widths, ranks without images. It runs on CPU and CUDA and has the
-    state-dict keys of nn.BatchNorm2d; on one rank it is nn.BatchNorm2d. In training all ranks of
-    the group must call it, forward and backward. Evaluation never communicates: it uses the
-    running statistics or, without any, those of this rank's batch.
+    state-dict keys of nn.BatchNorm2d, whose results it has on one rank. In training all ranks that
+    share must call it, forward and backward. Evaluation never communicates: it uses the running
+    statistics or, without any, those of this rank's batch.
 
     It does not derive from nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
 
@@ -44,11 +45,11 @@ class SyncBatchNorm(_BatchNorm):
         eps, momentum, affine, track_running_stats: as in nn.BatchNorm2d; momentum None is the
             cumulative average.
         process_group: the ranks that share statistics: a process group, a sequence of ranks, "node"
-            for the ranks of this machine, None for all. It is stored as rank numbers, so that the
-            module can be copied and pickled.
+            for the ranks of this machine, None for all. A process group is stored as the numbers of
+            its ranks, so that the module can be copied and pickled.
         images: None: all. n: groups of n images have statistics of their own, the first n positions
-            of the batch of all ranks, the next n, and so on. Which positions a rank has,
-            `placed` tells.
+            of the batch of all ranks, the next n, and so on. Which positions a rank has, the
+            context segtrain.norm.placed tells.
         running: with `images`, what the running statistics follow: mean and variance of all values
             together (pooled); the mean over the groups of means and of unbiased variances (mean);
             the first group; or one group after the other (sequential), as if each were a batch.
@@ -69,8 +70,9 @@ class SyncBatchNorm(_BatchNorm):
     first 2.0 2.0
     sequential 7.0 8.0
 
-    Shape: (N, C, ...) to the same, with 2 to 5 dimensions. One value per channel in the whole group
-        has no variance: the result is the bias. One rank refuses it, as nn.BatchNorm2d does.
+    Shape: (N, C, ...) to the same, with 2 to 5 dimensions. One value per channel in all that share
+        has no variance: the result is the bias. A rank that shares with no other refuses it, as
+        nn.BatchNorm2d does.
     """
 
     _dims: tuple[int, ...] = (2, 3, 4, 5)
@@ -82,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: Group = None,
+        process_group: GroupLike = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -104,8 +106,8 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"running: {running} is about groups of images; give images, too")
         self.process_group = as_ranks(process_group)
         self.images, self.running = images, running
-        # With `images`: the batches that the running statistics have not followed yet, by slot (the
-        # number of a virtual rank).
+        # With `images`: the batches that the running statistics have not followed yet, by slot: the
+        # number of a virtual rank, 0 without them.
         self._seen: dict[int, list[SeenBatch]] = {}
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -133,8 +135,8 @@ class SyncBatchNorm(_BatchNorm):
         # the running ones it would save other tensors than the first pass, which checkpointing
         # compares.
         buffers = self.weight, self.bias, self.running_mean.clone(), self.running_var.clone()
-        # Not F.batch_norm, which refuses one value per channel: a rank whose speed is measured may
-        # have one image.
+        # Not F.batch_norm, which refuses one value per channel: where `train.split: measured` times
+        # a step, a rank may have one image.
         by_cudnn = torch.backends.cudnn.enabled
         return torch.batch_norm(input, *buffers, True, 0.0, self.eps, by_cudnn)
 
@@ -167,17 +169,23 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_mean is None or not is_tracked():
             return
         if groups is not None:
-            # Every rank, or virtual rank, with images of a group has found the same statistics. The
-            # one with its first image leads it: that one alone adds them in `sync_running_stats`.
-            # `groups.first` is the number of found[0] in the batch; `groups.led`: places in found.
-            led = {groups.first + i: found[i] for i in groups.led}
-            seen = SeenBatch(groups.count, led, self.momentum)
-            self._seen.setdefault(virtual_ranks.slot(), []).append(seen)
-            return
-        # Virtual ranks share the layer and see the same statistics.
-        if virtual_ranks.slot() != 0:
-            return
-        (moments,) = found
+            self._remember(found, groups)
+        elif virtual_ranks.slot() == 0:  # virtual ranks share the layer and see the same statistics
+            self._follow(*found)
+
+    def _remember(self, found: list[Moments], groups: Groups) -> None:
+        """Keeps the statistics of the groups that begin here for `sync_running_stats`.
+
+        Every rank, or virtual rank, with images of a group has found the same ones. The one with
+        its first image leads the group: it alone adds them.
+        """
+        # `groups.first` is the number of found[0] in the batch; `groups.led`: places in `found`.
+        led = {groups.first + i: found[i] for i in groups.led}
+        seen = SeenBatch(groups.count, led, self.momentum)
+        self._seen.setdefault(virtual_ranks.slot(), []).append(seen)
+
+    def _follow(self, moments: Moments) -> None:
+        """Lets the running statistics follow: at once, or at the end of `tracked_together`."""
         waiting = current().waiting
         if waiting is not None and self.momentum is not None and has_cuda_kernels(moments.mean):
             waiting.append((self, moments))
@@ -218,7 +226,7 @@ class SyncBatchNorm(_BatchNorm):
                 buffer.copy_(wide)
 
     def sharing_ranks(self) -> tuple[int, ...] | None:
-        """The ranks that share statistics with this one; None: all."""
+        """The ranks that share statistics with this one; None: all. Without `images`."""
         return dist.node_ranks() if self.process_group == "node" else self.process_group
 
     def _group(self) -> dist.Group | None:
@@ -250,9 +258,12 @@ class SyncBatchNorm3d(SyncBatchNorm):
 
 
 def synchronized(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> list[Tensor]:
-    """Each tensor through its own layer, which share alike; one all_reduce for all (collective).
+    """Each tensor through its own layer, with one all_reduce for all layers (collective).
 
-    The layers are in training. Their running statistics follow.
+    The layers are in training, with the same ranks and `images`. Their running statistics follow.
+
+    Raises:
+        ValueError: with `images`, the tensors have different numbers of images.
     """
     for x, layer in pairs:
         layer._check_input_dim(x)
@@ -269,9 +280,9 @@ def synchronized(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> list[Tensor]:
 def by_kernels(
     pairs: Sequence[tuple[Tensor, SyncBatchNorm]], activation: str, **options: Any
 ) -> list[Tensor]:
-    """Layers that `fit_kernels`, by Triton's kernels, each with its activation (collective).
+    """Layers that `fit_kernels`, by Triton's kernels, with the activation after each (collective).
 
-    options: those of `fused_norms`.
+    options: those of `fused_norms`; with joined=True there is one output, of the sum of two layers.
     """
     for x, layer in pairs:
         layer._check_input_dim(x)
@@ -283,12 +294,12 @@ def by_kernels(
 
 
 def fit_kernels(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> bool:
-    """Whether `by_kernels` can compute these layers, which share alike."""
+    """Whether `by_kernels` can compute these layers, which have the same ranks and `images`."""
     # On CUDA, if type and memory format fit.
     if not all(fused.takes(x) for x, _ in pairs):
         return False
     _, layer = pairs[0]
-    # Groups of images are cut apart, and virtual ranks keep what waits on the host.
+    # Groups of images are cut apart, and virtual ranks keep waiting tensors in the host's memory.
     if layer.images is not None or virtual_ranks.current() is not None:
         return False
     # One rank with one value a channel, or with none, is a case of its own.
