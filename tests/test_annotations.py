@@ -181,6 +181,20 @@ def yolo(root, lines=None, names="[ell, bar]"):
     return path
 
 
+def numbered(mask):
+    """The runs of a mask as Kaggle has them: down the columns, the first pixel is 1."""
+    pixels = np.flatnonzero(mask.T) + 1
+    parts = np.split(pixels, np.flatnonzero(np.diff(pixels) > 1) + 1)
+    return " ".join(f"{part[0]} {len(part)}" for part in parts if part.size)
+
+
+def rle_table(root, lines=None, header="Image_Label,EncodedPixels"):
+    lines = lines or [f"a.png_{x},{numbered(MASKS[x])}" for x in ("ell", "bar", "blob")]
+    path = root / "train.csv"
+    path.write_text("\n".join([header, *lines, ""]))
+    return path
+
+
 # Writer, its image, and the regions from the first drawn to the last.
 WRITERS = {
     "COCO": (coco, "a.png", ("ell", "bar", "blob")),
@@ -188,6 +202,7 @@ WRITERS = {
     "CVAT": (cvat, "a.png", ("ell", "bar", "blob")),
     "Label Studio": (label_studio, "a.png", ("ell", "bar", "blob")),
     "YOLO": (yolo, "images/a.png", ("ell", "bar")),
+    "RLE table": (rle_table, "a.png", ("ell", "bar", "blob")),
 }
 
 
@@ -250,6 +265,51 @@ def test_coco_is_drawn_as_by_pycocotools_pixel_by_pixel(tmp_path):
         for i in order:
             expected[drawn_masks[i]] = ids[i]
         assert np.array_equal(draw(found.images[0], found.classes, overlap), expected), overlap
+
+
+@pytest.mark.parametrize(
+    ("header", "line"),
+    [
+        ("ImageId,ClassId,EncodedPixels", "{image},{label},{runs}"),
+        ("ImageId_ClassId,EncodedPixels", "{image}_{label},{runs}"),
+        ('"EncodedPixels","class","Height","image_id"', '"{runs}","{label}",23,"{image}"\r'),
+    ],
+)
+def test_numbers_of_classes_in_a_table_stay_and_images_without_runs_are_background(
+    tmp_path, header, line
+):
+    """Class 2 occurs only without pixels, class 4 in two lines; `e.png` is in another folder."""
+    for name in ("train/a_1.png", "train/b.png", "train/c.png", "test/e.png", "train/d.jpg"):
+        image(tmp_path / name)
+    half = MASKS["blob"] & (np.indices(SIZE)[1] < 23)
+    rows = [
+        *(("a_1.png", 3, numbered(MASKS["bar"])), ("a_1.png", 4, numbered(half))),
+        *(("a_1.png", 4, numbered(MASKS["blob"] & ~half)), ("a_1.png", 1, numbered(MASKS["ell"]))),
+        *(("b.png", 2, ""), ("b.png", 0, "")),
+    ]
+    lines = [line.format(image=x, label=label, runs=runs) for x, label, runs in rows]
+    rle_table(tmp_path, lines, header)
+    (tmp_path / "sample_submission.csv").write_text("ImageId,EncodedPixels\ne.png,1 1\n")
+    found = read_annotations([tmp_path])
+    assert found.classes == ("background", "class_1", "class_2", "class_3", "class_4")
+    labels = {x.name: draw(x, found.classes, found.overlap) for x in found.images}
+    truth = np.zeros(SIZE, np.uint8)
+    for i, name in sorted(((1, "ell"), (3, "bar"), (4, "blob")), key=lambda x: -MASKS[x[1]].sum()):
+        truth[MASKS[name]] = i
+    assert labels.keys() == {"train/a_1.png", "train/b.png", "train/c.png"}
+    assert np.array_equal(labels["train/a_1.png"], truth)
+    assert not labels["train/b.png"].any()
+    assert not labels["train/c.png"].any()
+    assert "train/b.png, train/c.png: no region, so all of it is background" in found.notes
+    assert f"{tmp_path}: 2 images are not named by any annotation and left out" in found.notes
+
+
+def test_a_table_without_classes_has_one(tmp_path):
+    image(tmp_path / "a.png")
+    rle_table(tmp_path, [f"a.png,{numbered(MASKS['bar'])}"], "ImageId,EncodedPixels")
+    found = read_annotations([tmp_path])
+    assert found.classes == ("background", "class_1")
+    assert np.array_equal(draw(found.images[0], found.classes, "area"), MASKS["bar"])
 
 
 @pytest.mark.parametrize("orientation", [5, 6, 7, 8])
@@ -419,6 +479,21 @@ BROKEN = [
     (yolo, {"lines": "\n0 0 0 1 0 1\n"}, "a.txt:2: expected pairs of x and y"),
     (yolo, {"lines": "0 0 0 12 0 12 9\n"}, "outside of the image"),
     (yolo, {"names": "ell"}, "expected `names`, a list of class names"),
+    (rle_table, {"lines": ["", "a.png_1,705 10"]}, "train.csv:3: a run ends at pixel 714"),
+    (rle_table, {"lines": ["a.png_1,1 5 9"]}, "train.csv:2: expected pairs of start and length"),
+    (rle_table, {"lines": ["a.png_1,0 5"]}, "train.csv:2: expected starts and lengths from 1 to"),
+    (rle_table, {"lines": ["a.png_1,5 0"]}, "train.csv:2: expected starts and lengths from 1 to"),
+    (rle_table, {"lines": [f"a.png_1,5 {2**62}"]}, "starts and lengths from 1 to 89478485"),
+    (rle_table, {"lines": [f"a.png_1,5 {2**80}"]}, "train.csv:2: "),
+    (rle_table, {"lines": ["a.png_1,5 6 10 2"]}, "train.csv:2: runs overlap or go back"),
+    (rle_table, {"lines": ["a.png_1,x 6"]}, "train.csv:2: invalid literal"),
+    (rle_table, {"lines": ["", "b.png_1,5 6"]}, "train.csv:3: b.png: no such image in ROOT"),
+    (rle_table, {"lines": ["a.png_1,1 5,x"]}, "train.csv:2: expected 2 columns"),
+    (rle_table, {"lines": ["a.png,1 5"]}, "train.csv:2: expected an image and a class"),
+    (rle_table, {"lines": ["a.png_0,1 5"]}, "train.csv:2: class 0 has pixels"),
+    (rle_table, {"lines": ["a.png_999999999,1 5"]}, "class 999999999: at most 254"),
+    (rle_table, {"header": "ImageId,Image,EncodedPixels"}, "ImageId and Image: keep one of these"),
+    (rle_table, {"header": "id,EncodedPixels"}, "expected the columns ImageId,ClassId,EncodedP"),
 ]
 
 

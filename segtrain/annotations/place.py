@@ -25,12 +25,13 @@ _TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 
 def place_images(
-    images: Iterable[Annotated], folder: Path, findings: Findings
+    images: Iterable[Annotated], folder: Path, findings: Findings, *, others_are_empty: bool
 ) -> tuple[list[Annotated], int]:
     """The annotated images with their files below `folder`, their sizes and checked regions.
 
     Images that are missing, ambiguous or of another size are refused in `findings`. Also returns
-    how many images below `folder` no annotation names.
+    how many images below `folder` no annotation names. others_are_empty: those of the same suffix
+    beside an annotated image have no region, and are returned, too.
     """
     by_name: dict[str, list[str]] = {}
     for file in visible_files(folder):
@@ -42,12 +43,18 @@ def place_images(
     for image in images:
         file, problem = _file_of(image, folder, by_name)
         if problem:
-            findings.refuse(image.name, problem)
+            findings.refuse(image.place or image.name, problem)
         elif file in found:
             both = f"{found[file].source} and {image.source}"
             findings.refuse(file, f"is annotated twice, in {both}; keep one annotation")
         else:
             found[file] = image._replace(name=file, path=folder / file)
+    files = sorted({file for files in by_name.values() for file in files} - found.keys())
+    if others_are_empty:
+        kinds = {_folder_and_suffix(file): image.source for file, image in found.items()}
+        for file in files:
+            if source := kinds.get(_folder_and_suffix(file)):
+                found[file] = Annotated(source, file, None, [], path=folder / file)
     placed = []
     for image, problem in prefetch(_fitted, found.values(), _THREADS):
         if problem:
@@ -55,7 +62,11 @@ def place_images(
         else:
             checked = (_checked(region, image, findings) for region in image.regions)
             placed.append(image._replace(regions=[region for region in checked if region]))
-    return placed, len({file for files in by_name.values() for file in files}) - len(found)
+    return placed, len([file for file in files if file not in found])
+
+
+def _folder_and_suffix(file: str) -> tuple[Path, str]:
+    return Path(file).parent, Path(file).suffix.lower()
 
 
 def _file_of(image: Annotated, folder: Path, by_name: dict[str, list[str]]) -> tuple[str, str]:
@@ -119,6 +130,10 @@ def _fitted(image: Annotated) -> tuple[Annotated, str]:
 def _checked(region: Region, image: Annotated, findings: Findings) -> Region | None:
     """`region` in pixels, without polygons of fewer than three points; None: nothing is left."""
     assert image.size is not None
+    if region.runs is not None:
+        with findings.refusing(region.place):
+            return region.with_mask(image.size)
+        return None
     place = f"{image.name} ({region.name})"
     sides = np.array(image.size[::-1], np.float64)  # of x and y
     kept = []

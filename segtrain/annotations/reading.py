@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from segtrain.annotations import coco, cvat, label_studio, labelme, yolo
+from segtrain.annotations import coco, cvat, label_studio, labelme, rle_table, yolo
 from segtrain.annotations.draw import Overlap
 from segtrain.annotations.place import place_images
 from segtrain.annotations.regions import IGNORED, Annotated, Findings, lines, mask_library
@@ -26,8 +26,9 @@ BACKGROUND = "background"
 _SNIFFED_BYTES = 1 << 16
 # By how much, of a diagonal, the corners of a rectangle may be off.
 _RECTANGLE = 0.02
-# Other files that come with COCO: no outlines of objects, or the same ones once more.
-_OTHER_COCO = ("captions_", "image_info_", "panoptic_", "person_keypoints_")
+# Other files that come with COCO, without outlines of objects or with the same ones once more; and
+# Kaggle's example of an answer for the test images.
+_OTHER_FILES = ("captions_", "image_info_", "panoptic_", "person_keypoints_", "sample_submission")
 
 
 class AnnotationFormat(NamedTuple):
@@ -39,12 +40,14 @@ class AnnotationFormat(NamedTuple):
         ValueError, LookupError or TypeError: no such file. What is wrong with a single region goes
         to the findings.
     overlap: which of two regions its own tool shows.
+    others_are_empty: it leaves out images without regions, which are background.
     """
 
     suffixes: tuple[str, ...]
     pattern: bytes
     read: Callable[[Path, Findings], tuple[list[str], list[Annotated]]]
     overlap: Overlap
+    others_are_empty: bool = False
 
 
 # The first that matches counts.
@@ -58,6 +61,9 @@ FORMATS: dict[str, AnnotationFormat] = {
     ),
     "CVAT": AnnotationFormat((".xml",), rb".*<annotations\b", cvat.read, "order"),
     "YOLO": AnnotationFormat((".yaml", ".yml"), rb"(.*\n)?names\s*:", yolo.read, "area"),
+    "RLE table": AnnotationFormat(
+        (".csv",), rb"(?i)[^\r\n]*\bEncodedPixels\b", rle_table.read, "area", others_are_empty=True
+    ),
 }
 
 
@@ -93,7 +99,7 @@ def detect(source: Path) -> dict[str, list[Path]]:
         files = [source]
         if source.resolve(strict=True).is_dir():
             files = [here / name for here, names in walk(source, hidden=False) for name in names]
-            files = [file for file in files if not file.name.startswith(_OTHER_COCO)]
+            files = [file for file in files if not file.name.startswith(_OTHER_FILES)]
         for file in files:
             if kind := _format_of(file):
                 found[kind].append(file)
@@ -139,7 +145,9 @@ def read_annotations(sources: Sequence[Path], images: Path | None = None) -> Ann
             read += of_file
     folder = _image_folder(sources[0]) if images is None else images
     with os_errors_as(DataError):
-        placed, unnamed = place_images(read, folder, findings)
+        placed, unnamed = place_images(
+            read, folder, findings, others_are_empty=FORMATS[kind].others_are_empty
+        )
     classes = _classes(declared, placed, findings)
     if not read and not findings.problems:
         findings.refuse(first_of(sources, 3), "no annotated images in it")

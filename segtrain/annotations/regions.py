@@ -30,16 +30,21 @@ _MAX_BYTES = 4 << 30  # COCO's own training set has 470 MB
 
 
 class Region(NamedTuple):
-    """The pixels of one object: the union of its polygons, or a mask.
+    """The pixels of one object: the union of its polygons, a mask, or runs of an image's pixels.
 
     name: of the class.
     polygons: each (P, 2) float64, x and y in pixels; (0, 0) is the corner of the first pixel.
     mask: of the whole image, as COCO's compressed run lengths; empty: there are polygons.
+    runs: (R, 2) int64, first pixel and length, down the columns from 0, in order, where the
+        annotation does not say the size of the image; `with_mask` makes the mask of them.
+    place: where the runs stand, for messages.
     """
 
     name: str
     polygons: tuple[np.ndarray, ...] = ()
     mask: bytes = b""
+    runs: np.ndarray | None = None
+    place: str = ""
 
     @classmethod
     def of_outlines(cls, name: str, *outlines: Iterable) -> Self:
@@ -62,6 +67,17 @@ class Region(NamedTuple):
         whole[top : top + height, left : left + width] = mask != 0
         return cls(name, mask=mask_library().encode(whole)["counts"])
 
+    def with_mask(self, size: tuple[int, int]) -> Self:
+        """The region of runs as a mask; ValueError: a run leaves the image."""
+        assert self.runs is not None
+        check_pixels(size)
+        total, ends = size[0] * size[1], self.runs.cumsum(axis=1)  # (R, 2): begin and end
+        if ends[-1, 1] > total:
+            raise ValueError(f"a run ends at pixel {ends[-1, 1]}, but the image has {total}")
+        counts = np.diff(ends.ravel(), prepend=0, append=total).tolist()
+        packed = mask_library().frPyObjects({"size": list(size), "counts": counts}, *size)
+        return self._replace(mask=packed["counts"], runs=None)
+
 
 class Annotated(NamedTuple):
     """An image and its regions, in the order in which the file lists them.
@@ -72,6 +88,7 @@ class Annotated(NamedTuple):
     are_fractions: polygons are fractions of width and height, not pixels.
     path: the image file, once found.
     orientation: of EXIF, if the regions were drawn on the turned image; else 1.
+    place: where the annotation file names the image, for messages; empty: the name is enough.
     """
 
     source: Path
@@ -81,6 +98,7 @@ class Annotated(NamedTuple):
     are_fractions: bool = False
     path: Path = Path()
     orientation: int = 1
+    place: str = ""
 
 
 class Findings:

@@ -491,8 +491,8 @@ COMMANDS = (
         _switch("--overwrite", "replace the labels of an earlier import"),
         _JOBS,
         description="Draw PNG label maps from annotations of COCO (polygons, RLE), LabelMe, CVAT "
-        "for images,\nLabel Studio (JSON) or YOLO (outlines), and write the class file and the "
-        "list of pairs.\nNeeds pycocotools: pip install '.[annotations]'.",
+        "for images,\nLabel Studio (JSON), YOLO (outlines) or a table of run lengths, and write "
+        "the class file\nand the list of pairs. Needs pycocotools: pip install '.[annotations]'.",
         examples="segtrain data import annotations/instances_train.json --images "
         "train2017 --output labels_train\nsegtrain data import roboflow_export --output labels",
     ),
