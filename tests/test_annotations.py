@@ -238,6 +238,27 @@ def test_rectangles_and_circles_of_labelme_are_drawn(tmp_path):
     assert ((label == truth) | rim).all()
 
 
+def test_coco_by_id_and_with_quoted_ids_is_drawn_as_the_lists_are(tmp_path):
+    """Keys and ids go together, whatever their order and whether they are text."""
+    for name in ("a.png", "b.png"):
+        image(tmp_path / name)
+    content = json.loads(coco(tmp_path).read_text())
+    first, *others = content["annotations"]
+    first |= {"category_id": "40", "segmentation": flat(ELL), "image_id": 8}
+    images = {
+        "8": {"file_name": "b.png", "height": H, "width": W},
+        "7": {"id": "7", "file_name": "a.png", "height": H, "width": W},
+    }
+    annotations = {"x": first, **{str(9 - i): one for i, one in enumerate(others)}}
+    categories = {"90": {"name": "blob"}, "41": {"name": "bar"}, "40": {"id": 40, "name": "ell"}}
+    coco(tmp_path, images=images, annotations=annotations, categories=categories)
+    found = read_annotations([tmp_path])
+    labels = {x.name: draw(x, found.classes, "order") for x in found.images}
+    assert found.classes == ("background", "blob", "bar", "ell")
+    assert np.array_equal(labels["a.png"], drawn("bar", "blob", classes=found.classes))
+    assert np.array_equal(labels["b.png"], drawn("ell", classes=found.classes))
+
+
 def test_coco_is_drawn_as_by_pycocotools_pixel_by_pixel(tmp_path):
     """Polygons of fractions of pixels that cross, leave the image and have several parts."""
     rng = np.random.default_rng(4)
@@ -449,6 +470,10 @@ BROKEN = [
     (coco, {"categories": [{"id": i, "name": f"{i}"} for i in range(300)]}, "301 classes: at most"),
     (coco, {"images": 2 * [{"id": 7, "file_name": "a.png"}]}, "have one id"),
     (coco, {"images": [{"id": 7, "file_name": "a.png", "height": 23, "width": 30}]}, "be equal"),
+    (coco, {"images": [{"id": i, "file_name": "a.png"} for i in (7, "7")]}, "have one id"),
+    (coco, {"images": {"7": {"id": 8, "file_name": "a.png"}}}, "the key 7 has the id 8"),
+    (coco, {"annotations": {"3": ONE | {"category_id": "5"}}}, "annotations[3]: its image_id or"),
+    (coco, {"annotations": {"7": [ONE]}}, "annotations[7]: damaged: "),
     (coco, {"images": [{"id": i, "file_name": "a.png"} for i in (7, 8)]}, "is annotated twice"),
     (labelme, shape(shape_type="ellipse"), "ellipse: only polygons and masks are read"),
     (labelme, shape(shape_type="mask", mask="aGk"), "padding"),

@@ -150,6 +150,11 @@ def read_text(path: Path) -> bytes:
         return read_bytes(path, _MAX_BYTES)
 
 
+def entries(found: Any) -> Iterable[tuple[Any, Any]]:
+    """Keys and values of a mapping, or positions and items of a list."""
+    return found.items() if isinstance(found, dict) else enumerate(found)
+
+
 def image_size(image: dict[str, Any], height: str, width: str) -> tuple[int, int] | None:
     """(H, W) as stated under these keys; None: the file does not say."""
     size = image.get(height), image.get(width)
