@@ -195,6 +195,25 @@ def rle_table(root, lines=None, header="Image_Label,EncodedPixels"):
     return path
 
 
+def via_region(name, shape="polygon", **numbers):
+    if not numbers:
+        xs, ys = zip(*{"ell": ELL, "bar": BAR}[name], strict=True)
+        numbers = {"all_points_x": xs, "all_points_y": ys}
+    return {"shape_attributes": {"name": shape, **numbers}, "region_attributes": {"kind": name}}
+
+
+def via(root, regions=None, name="a.png", **project):
+    """A project of version 2 if there are further keys, else what version 1 exports."""
+    regions = regions or [via_region("ell"), via_region("bar")]
+    images = {
+        f"{name}99": {"filename": name, "size": 99, "regions": regions, "file_attributes": {}}
+    }
+    if not project:
+        images[f"{name}99"]["regions"] = {str(i): region for i, region in enumerate(regions)}
+    content = {"_via_settings": {}, "_via_img_metadata": images, **project} if project else images
+    return write_json(root / "via_region_data.json", content)
+
+
 # Writer, its image, and the regions from the first drawn to the last.
 WRITERS = {
     "COCO": (coco, "a.png", ("ell", "bar", "blob")),
@@ -203,6 +222,7 @@ WRITERS = {
     "Label Studio": (label_studio, "a.png", ("ell", "bar", "blob")),
     "YOLO": (yolo, "images/a.png", ("ell", "bar")),
     "RLE table": (rle_table, "a.png", ("ell", "bar", "blob")),
+    "VIA": (via, "a.png", ("ell", "bar")),
 }
 
 
@@ -286,6 +306,58 @@ def test_coco_is_drawn_as_by_pycocotools_pixel_by_pixel(tmp_path):
         for i in order:
             expected[drawn_masks[i]] = ids[i]
         assert np.array_equal(draw(found.images[0], found.classes, overlap), expected), overlap
+
+
+def test_shapes_of_via_are_drawn_by_the_attribute_that_names_the_class(tmp_path, lab):
+    """Points and lines have no area; the ellipse is turned by 0.6 radians, clockwise."""
+    data = tmp_path / "data"
+    image(data / "a.png", (64, 80))
+    shapes = [
+        via_region("disc", "circle", cx=20, cy=40, r=15),
+        via_region("box", "rect", x=50, y=2, width="20", height="11"),
+        via_region("egg", "ellipse", cx=55, cy=40, rx=20, ry=8, theta=0.6),
+        via_region("box", "point", cx=3, cy=3),
+        via_region("box", "polyline", all_points_x=[1, 9, 9], all_points_y=[1, 1, 9]),
+    ]
+    options = {"options": {"box": "", "egg": "", "disc": "", "cup": ""}}
+    project = {"_via_attributes": {"region": {"kind": options}}}
+    via(data, shapes, **project)
+    found = read_annotations([data])
+    assert found.classes == ("background", "box", "egg", "disc", "cup")
+    y, x = np.indices((64, 80)) + 0.5
+    along = (x - 55) * np.cos(0.6) + (y - 40) * np.sin(0.6)
+    across = (y - 40) * np.cos(0.6) - (x - 55) * np.sin(0.6)
+    disc, egg = np.hypot(x - 20, y - 40) / 15, np.hypot(along / 20, across / 8)
+    truth = np.select([egg < 1, disc < 1, (x > 50) & (x < 70) & (y > 2) & (y < 13)], [2, 3, 1])
+    rim = (abs(disc - 1) < 1 / 15) | (abs(egg - 1) < 1 / 8)
+    label = draw(found.images[0], found.classes, found.overlap)
+    assert ((label == truth) | rim).all()
+    notes = "\n".join(found.notes)
+    assert "regions[3]: point: left out, because it has no area" in notes
+    assert "regions[4]: polyline: left out, because it has no area" in notes
+
+    for region in shapes:
+        region["region_attributes"]["is it dirty"] = {"yes": True}
+    via(data, shapes, **project)
+    message = "may name the class: --attribute 'is it dirty' or --attribute kind"
+    command = ("data", "import", data, "--output", tmp_path / "out")
+    assert message in lab.refused(*command)
+    assert message in lab.refused("init", data, "--output", tmp_path / "exp")
+    lab.done(*command, "--attribute", "kind")
+    classes = load_class_file(str(tmp_path / "out" / "classes.yaml"))
+    assert np.array_equal(read_label(tmp_path / "out" / "labels" / "a.png", classes), label)
+    found = read_annotations([data], attribute="is it dirty")
+    assert found.classes == ("background", "yes")
+    with pytest.raises(DataError, match="its attribute 'is' does not name one class"):
+        read_annotations([data], attribute="is")
+
+    for region in shapes:
+        region["region_attributes"] = {"kind": ""}
+    via(data, shapes)
+    found = read_annotations([data])
+    assert found.classes == ("background", "object")
+    assert np.array_equal(draw(found.images[0], found.classes, "order"), label > 0)
+    assert found.notes[0].endswith("no attribute names a class, so all regions are 'object'")
 
 
 @pytest.mark.parametrize(
@@ -451,6 +523,7 @@ def result(kind="polygonlabels", **value):
 
 
 LS = label_studio
+VIA_UNNAMED = via_region("ell") | {"region_attributes": {"kind": {"a": True, "b": True}}}
 BROKEN = [
     (coco, {"annotations": [ONE]}, BOX),
     (coco, segment([flat(ELL)[:-1]]), "annotations[0]: "),
@@ -504,6 +577,12 @@ BROKEN = [
     (yolo, {"lines": "\n0 0 0 1 0 1\n"}, "a.txt:2: expected pairs of x and y"),
     (yolo, {"lines": "0 0 0 12 0 12 9\n"}, "outside of the image"),
     (yolo, {"names": "ell"}, "expected `names`, a list of class names"),
+    (via, {"regions": [via_region("x", "path", d="M")]}, "path: only polygons and masks are read"),
+    (via, {"regions": [via_region("x", "rect", x=1, y=1, width=2)]}, "regions[0]: has no 'height'"),
+    (via, {"regions": [via_region("x", "circle", cx=1, cy=1, r="a")]}, "regions[0]: could not"),
+    (via, {"regions": [via_region("x", "circle", cx=1, cy=1, r=1e9)]}, "an outline of more than"),
+    (via, {"regions": [via_region("x", all_points_x=[1, 2], all_points_y=[1])]}, "regions[0]: zip"),
+    (via, {"regions": [via_region("ell"), VIA_UNNAMED]}, "regions[1]: its attribute 'kind' does"),
     (rle_table, {"lines": ["", "a.png_1,705 10"]}, "train.csv:3: a run ends at pixel 714"),
     (rle_table, {"lines": ["a.png_1,1 5 9"]}, "train.csv:2: expected pairs of start and length"),
     (rle_table, {"lines": ["a.png_1,0 5"]}, "train.csv:2: expected starts and lengths from 1 to"),

@@ -5,18 +5,19 @@ To add a format, write a module with a `read` as in `coco`, and enter it in `FOR
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from segtrain.annotations import coco, cvat, label_studio, labelme, rle_table, yolo
+from segtrain.annotations import coco, cvat, label_studio, labelme, rle_table, via, yolo
 from segtrain.annotations.draw import Overlap
 from segtrain.annotations.place import place_images
 from segtrain.annotations.regions import IGNORED, Annotated, Findings, lines, mask_library
 from segtrain.data.read.classes import says_no_class
 from segtrain.data.read.find import first_lines
-from segtrain.errors import DataError
+from segtrain.errors import ConfigError, DataError
 from segtrain.files import open_regular, os_errors_as, walk
 from segtrain.text import counted, first_of, name_problem, printable
 
@@ -58,6 +59,12 @@ FORMATS: dict[str, AnnotationFormat] = {
     ),
     "COCO": AnnotationFormat(
         (".json",), rb'\s*\{(?=.*"images"\s*:).*"(annotations|category_id)"\s*:', coco.read, "area"
+    ),
+    "VIA": AnnotationFormat(
+        (".json",),
+        rb'\s*\{(?=.*"filename"\s*:).*"(region_attributes|file_attributes)"\s*:',
+        via.read,
+        "order",
     ),
     "CVAT": AnnotationFormat((".xml",), rb".*<annotations\b", cvat.read, "order"),
     "YOLO": AnnotationFormat((".yaml", ".yml"), rb"(.*\n)?names\s*:", yolo.read, "area"),
@@ -118,26 +125,34 @@ def _format_of(path: Path) -> str | None:
     return next((k for k in kinds if re.match(FORMATS[k].pattern, text, re.DOTALL)), None)
 
 
-def read_annotations(sources: Sequence[Path], images: Path | None = None) -> AnnotationSet:
+def read_annotations(
+    sources: Sequence[Path], images: Path | None = None, *, attribute: str | None = None
+) -> AnnotationSet:
     """The annotations in these files, or in folders of such files, all of one format.
 
     images: the folder of the images, which are searched to any depth; None: the folder of the
         first source, and for a folder `annotations` the one above it.
+    attribute: of VIA's regions, the one that names the class; None: the only one.
 
     Raises:
         DataError: no annotation files, or several formats; images that are missing, ambiguous or
             of another size; boxes without outlines; anything else that could train wrong. All of
             it is reported at once.
-        ConfigError: pycocotools is not installed.
+        ConfigError: pycocotools is not installed, or `attribute` is for another format.
     """
     mask_library()  # missing, it is reported at once
     kind, files = _one_format(sources)
+    read_file = FORMATS[kind].read
+    if attribute is not None:
+        if kind != "VIA":
+            raise ConfigError(f"--attribute: annotations of {kind} have none; only those of VIA")
+        read_file = partial(via.read, attribute=attribute)
     findings = Findings()
     declared: list[str] = []
     read: list[Annotated] = []
     for file in files:
         with findings.refusing(file):
-            names, of_file = FORMATS[kind].read(file, findings)
+            names, of_file = read_file(file, findings)
             texts = [*names, *(x.name for image in of_file for x in (image, *image.regions))]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError("expected text as the names of images and classes")

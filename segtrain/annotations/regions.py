@@ -26,6 +26,7 @@ _WITHOUT_AREA = (
     *("line", "linestrip", "point", "points", "polyline", "tag"),
     *("keypointlabels", "vectorlabels"),
 )
+_CORNERS = 72
 _MAX_BYTES = 4 << 30  # COCO's own training set has 470 MB
 
 
@@ -159,6 +160,23 @@ def image_size(image: dict[str, Any], height: str, width: str) -> tuple[int, int
     """(H, W) as stated under these keys; None: the file does not say."""
     size = image.get(height), image.get(width)
     return size if all(size) else None
+
+
+def rectangle(corner: Sequence[float], across: Sequence[float]) -> np.ndarray:
+    """The outline (4, 2) of two corners that lie across from each other."""
+    (left, top), (right, bottom) = corner, across
+    return np.array([(left, top), (right, top), (right, bottom), (left, bottom)], np.float64)
+
+
+def ellipse(center: Sequence[float], radii: Sequence[float], turn: float = 0) -> np.ndarray:
+    """An outline (72, 2) that is off by a thousandth of the radius.
+
+    turn: of the radii against the axes, in radians from x to y, which is clockwise on a screen.
+    """
+    angles = np.linspace(0, 2 * np.pi, _CORNERS, endpoint=False)
+    x, y = radii[0] * np.cos(angles), radii[1] * np.sin(angles)
+    turned = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
+    return np.column_stack(turned) + center
 
 
 def mask_library() -> ModuleType:

@@ -189,6 +189,7 @@ COMMANDS = (
         _argument("--output", "folder to write (default: <name of FOLDER>_segtrain)", "DIR", _path),
         _argument("--labels", "which labels, where there are several: a folder or pattern", "PATH"),
         _argument("--names", "classes, in the order of their values in labels", "A,B,C", _names),
+        _argument("--attribute", "of VIA's regions, the one that names the class", "NAME"),
         _argument("--missing", "what images without a label show", choices=("background",)),
         _argument("--instances", "ids number objects of one class", choices=("binary",)),
         _argument("--ignore", "ids or #rrggbb that mean no data, or none", "VALUES|none", _values),
@@ -488,11 +489,13 @@ COMMANDS = (
             "which region is on top: the later, the smaller, or of the later class",
             choices=("order", "area", "class"),
         ),
+        _argument("--attribute", "of VIA's regions, the one that names the class", "NAME"),
         _switch("--overwrite", "replace the labels of an earlier import"),
         _JOBS,
         description="Draw PNG label maps from annotations of COCO (polygons, RLE), LabelMe, CVAT "
-        "for images,\nLabel Studio (JSON), YOLO (outlines) or a table of run lengths, and write "
-        "the class file\nand the list of pairs. Needs pycocotools: pip install '.[annotations]'.",
+        "for images,\nLabel Studio (JSON), VIA, YOLO (outlines) or a table of run lengths, and "
+        "write the\nclass file and the list of pairs.\n"
+        "Needs pycocotools: pip install '.[annotations]'.",
         examples="segtrain data import annotations/instances_train.json --images "
         "train2017 --output labels_train\nsegtrain data import roboflow_export --output labels",
     ),

@@ -31,7 +31,7 @@ def import_annotations(args: argparse.Namespace) -> int:
     """
     from segtrain.annotations import label_maps, read_annotations
 
-    found = read_annotations(args.sources, args.images)
+    found = read_annotations(args.sources, args.images, attribute=args.attribute)
     label_maps.claim(args.output, found.folder, overwrite=args.overwrite)
     overlap = args.overlap or found.overlap
     pixels, images = label_maps.write_labels(found, args.output, overlap=overlap, jobs=args.jobs)

@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
         DataError: no images, no labels, or labels that cannot be read.
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
-    words = ("labels", "names", "missing", "instances", "ignore", "val", "channels")
+    words = ("labels", "names", "attribute", "missing", "instances", "ignore", "val", "channels")
     answers = {word: getattr(args, word) for word in words}
     config = write_experiment(args.folder, args.output, jobs=args.jobs, **answers)
     print(f"\nnext: segtrain train {shlex.quote(str(config.parent))}")
@@ -72,6 +72,8 @@ def write_experiment(
         found = survey(folder, val_list=Path(given.val) if isinstance(given.val, str) else None)
         if found.annotations and (not found.sets or given.labels in found.annotations):
             labels, chosen = decisions.draw_annotations(found, output, given, jobs)
+        elif given.attribute is not None:
+            raise ConfigError("--attribute: the labels are no regions of VIA")
         else:
             labels = decide.choose_labels(found, given)
             labels = class_files.by_class(found, labels, given)

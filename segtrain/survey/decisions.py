@@ -181,7 +181,7 @@ def draw_annotations(
             "--names, --ignore: the annotation file names the classes; change it there"
         )
     files = survey.annotations[kinds[0]]
-    found = read_annotations(files, survey.root)
+    found = read_annotations(files, survey.root, attribute=answers.attribute)
     claim(output, survey.root, overwrite=True)
     pixels, _ = write_labels(found, output, overlap=found.overlap, jobs=jobs)
     (output / PAIRS).unlink()

@@ -22,6 +22,7 @@ _SIGNS = {
     "an export of Label Studio": r"project-\d+-at-[^/]*\.json",
     "a data set of nnU-Net": r"imagestr/[^/]*",
     "annotations of YOLO": r"data\.ya?ml",
+    "annotations of VIA": r"via_[^/]*\.json",
     "annotations of CVAT": r"annotations\.xml",
     "masks of CVAT": r"labelmap\.txt",
     "Pascal VOC's boxes, which are no outlines": r"annotations/[^/]*\.xml",
