@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+import zlib
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -214,6 +215,47 @@ def via(root, regions=None, name="a.png", **project):
     return write_json(root / "via_region_data.json", content)
 
 
+def packed_png(mask, mode="P"):
+    """A bitmap as Supervisely has it: a palette whose first colour is clear, or another mode."""
+    png, values, options = io.BytesIO(), mask.astype(np.uint8), {}
+    picture = Image.fromarray(values)
+    if mode == "P":
+        picture.putpalette([0, 0, 0, 255, 255, 255])
+        options = {"transparency": 0}
+    elif mode == "RGBA":
+        picture = Image.fromarray(np.dstack([values * 0 + 7, values, values, 255 * values]))
+    elif mode == "1":
+        picture = Image.fromarray(mask)
+    picture.save(png, "PNG", **options)
+    return base64.b64encode(zlib.compress(png.getvalue())).decode()
+
+
+def super_shape(name, kind, **content):
+    return {"classTitle": name, "geometryType": kind, "tags": [], **content}
+
+
+def bitmap(mask=BLOB, name="blob", mode="P", **changes):
+    content = {"data": packed_png(mask, mode), "origin": [0, 0], **changes}
+    return super_shape(name, "bitmap", bitmap=content)
+
+
+def super_box(name, *corners):
+    return super_shape(name, "rectangle", points={"exterior": corners, "interior": []})
+
+
+def supervisely(root, objects=None, name="a.png", **changes):
+    """Rectangles include their last row and column."""
+    objects = objects or [
+        *(super_box("ell", (2, 3), (19, 8)), super_box("ell", (7, 18), (2, 8))),
+        *(bitmap(MASKS["bar"], "bar"), bitmap(BLOB, "blob", origin=[18, 14])),
+    ]
+    classes = [("bar", "bitmap"), ("edge", "line"), ("ell", "rectangle"), ("blob", "any")]
+    meta = {"classes": [{"title": x, "shape": y, "color": "#ff0000"} for x, y in classes]}
+    write_json(root / "meta.json", meta)
+    content = {"description": "", "tags": [], "size": {"height": H, "width": W}}
+    return write_json(root / f"ds/ann/{name}.json", content | {"objects": objects} | changes)
+
+
 # Writer, its image, and the regions from the first drawn to the last.
 WRITERS = {
     "COCO": (coco, "a.png", ("ell", "bar", "blob")),
@@ -223,6 +265,7 @@ WRITERS = {
     "YOLO": (yolo, "images/a.png", ("ell", "bar")),
     "RLE table": (rle_table, "a.png", ("ell", "bar", "blob")),
     "VIA": (via, "a.png", ("ell", "bar")),
+    "Supervisely": (supervisely, "ds/img/a.png", ("ell", "bar", "blob")),
 }
 
 
@@ -397,6 +440,50 @@ def test_numbers_of_classes_in_a_table_stay_and_images_without_runs_are_backgrou
     assert f"{tmp_path}: 2 images are not named by any annotation and left out" in found.notes
 
 
+def test_polygons_of_supervisely_have_holes_and_vertices_in_the_middle_of_pixels(tmp_path):
+    """Points and lines have no area; the order of the classes is that of meta.json."""
+    for folder in ("ds", "ds2"):
+        image(tmp_path / folder / "img/a.png")
+    hole, box = [(4.0, 5.25), (6.0, 5.25), (6.0, 7.75), (4.0, 7.75)], np.s_[5:8, 4:6]
+    outline = [(x + 0.25, y) for x, y in ELL]
+    pixels, inner = [(3, 2), (25, 4), (18, 20), (6, 15)], [(9, 8), (14, 8), (11, 12)]
+    whole = super_shape("blob", "polygon", points={"exterior": pixels, "interior": [inner]})
+    path = supervisely(tmp_path, [whole])
+    (tmp_path / "ds2/ann").mkdir()
+    path.rename(tmp_path / "ds2/ann/a.png.json")
+    supervisely(
+        tmp_path,
+        [
+            super_shape("ell", "polygon", points={"exterior": outline, "interior": [hole]}),
+            super_shape("edge", "line", points={"exterior": [[1, 1], [5, 5]], "interior": []}),
+            super_shape("edge", "point", points={"exterior": [[1, 1]], "interior": []}),
+        ],
+    )
+    found = read_annotations([tmp_path])
+    assert found.classes == ("background", "bar", "ell", "blob")
+    first, second = (draw(x, found.classes, found.overlap) for x in found.images)
+    truth = np.where(MASKS["ell"], 2, 0)
+    truth[box] = 0
+    assert np.array_equal(first, truth)
+    parts = (masks.frPyObjects([[x + 0.5 for x in flat(p)]], *SIZE) for p in (pixels, inner))
+    outer, hole = (masks.decode(part)[..., 0] for part in parts)
+    assert np.array_equal(second, 3 * (outer & ~hole & 1))
+    notes = "\n".join(found.notes)
+    assert "objects[1]: line: left out, because it has no area" in notes
+    assert "objects[2]: point: left out, because it has no area" in notes
+    alone = read_annotations([tmp_path / "ds/ann"])
+    assert [x.name for x in alone.images] == ["img/a.png"]
+
+
+@pytest.mark.parametrize("mode", ["P", "RGBA", "L", "1"])
+def test_bitmaps_of_supervisely_are_read_in_each_kind_of_png(tmp_path, mode):
+    image(tmp_path / "ds/img/a.png")
+    supervisely(tmp_path, [bitmap(mode=mode, origin=[18, 14])])
+    found = read_annotations([tmp_path])
+    label = draw(found.images[0], found.classes, found.overlap)
+    assert np.array_equal(label, np.where(MASKS["blob"], found.classes.index("blob"), 0))
+
+
 def test_a_table_without_classes_has_one(tmp_path):
     image(tmp_path / "a.png")
     rle_table(tmp_path, [f"a.png,{numbered(MASKS['bar'])}"], "ImageId,EncodedPixels")
@@ -522,6 +609,11 @@ def result(kind="polygonlabels", **value):
     return {"results": [{"type": kind, "value": {"points": [[0, 0], [9, 0], [9, 9]], **value}}]}
 
 
+def stamp(**options):
+    return {"objects": [bitmap(**options)]}
+
+
+BOMB_OF_ZEROS = base64.b64encode(zlib.compress(bytes(1 << 24))).decode()
 LS = label_studio
 VIA_UNNAMED = via_region("ell") | {"region_attributes": {"kind": {"a": True, "b": True}}}
 BROKEN = [
@@ -583,6 +675,18 @@ BROKEN = [
     (via, {"regions": [via_region("x", "circle", cx=1, cy=1, r=1e9)]}, "an outline of more than"),
     (via, {"regions": [via_region("x", all_points_x=[1, 2], all_points_y=[1])]}, "regions[0]: zip"),
     (via, {"regions": [via_region("ell"), VIA_UNNAMED]}, "regions[1]: its attribute 'kind' does"),
+    (supervisely, stamp(mask=np.ones((H, W + 1), bool)), "a bitmap of 23x32 px, larger than the"),
+    (supervisely, stamp(origin=[18, 20]), "6x11 px at 18, 20 do not lie in the image"),
+    (supervisely, stamp(origin=[-1, 0]), "6x11 px at -1, 0 do not lie in the image"),
+    (supervisely, stamp(data=BOMB_OF_ZEROS), "cut off, or larger than the image"),
+    (supervisely, stamp(data=packed_png(BLOB)[:40]), "cut off, or larger than the image"),
+    (supervisely, stamp(data="aGk="), "objects[0]: a damaged bitmap: "),
+    (supervisely, stamp(data=base64.b64encode(zlib.compress(b"a")).decode()), "not a PNG image"),
+    (supervisely, {"objects": [super_shape("x", "cuboid")]}, "cuboid: only polygons and masks"),
+    (supervisely, {"objects": [{"classTitle": "x"}]}, "objects[0]: has no 'geometryType'"),
+    (supervisely, {"objects": [super_box("x", (1, 2))]}, "objects[0]: cannot reshape"),
+    (supervisely, {"size": {"height": 10**6, "width": 10**6}}, "1000000x1000000 px; at most"),
+    (supervisely, {"size": {"height": W, "width": H}}, "31x23 px in ROOT/ds/ann/a.png.json, 23x31"),
     (rle_table, {"lines": ["", "a.png_1,705 10"]}, "train.csv:3: a run ends at pixel 714"),
     (rle_table, {"lines": ["a.png_1,1 5 9"]}, "train.csv:2: expected pairs of start and length"),
     (rle_table, {"lines": ["a.png_1,0 5"]}, "train.csv:2: expected starts and lengths from 1 to"),
@@ -603,7 +707,8 @@ BROKEN = [
 
 @pytest.mark.parametrize(("write", "changes", "message"), BROKEN)
 def test_what_could_train_wrong_is_refused_by_name(tmp_path, write, changes, message):
-    image(tmp_path / ("images/a.png" if write is yolo else "a.png"))
+    folders = {yolo: "images", supervisely: "ds/img"}
+    image(tmp_path / folders.get(write, "") / "a.png")
     path = write(tmp_path, **changes)
     with pytest.raises(DataError) as caught:
         read_annotations([path], tmp_path)

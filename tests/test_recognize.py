@@ -13,6 +13,7 @@ from segtrain.data.read.recognize import recognize
         ("a.jpg b.JPG a.json", "2 .jpg files, annotations of LabelMe (a.json)"),
         ("images/a.png labels/a.txt data.yaml", "1 .png file, annotations of YOLO (data.yaml)"),
         ("train/a.png train/via_region_data.json", "annotations of VIA (train/via_region_data"),
+        ("ds/img/a.jpg ds/ann/a.jpg.json", "annotations of Supervisely (ds/ann/a.jpg.json)"),
         ("images/a.png annotations.xml", "annotations of CVAT (annotations.xml)"),
         ("JPEGImages/a.png SegmentationClass/a.png labelmap.txt", "masks of CVAT (labelmap.txt)"),
         ("train/a.jpg train/a_mask.png train/_classes.csv", "masks of Roboflow (train/_classes"),

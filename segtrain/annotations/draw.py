@@ -1,8 +1,8 @@
 """A label map from the regions of an image.
 
 All formats are drawn by the rule of COCO's own tools, whatever tool they come from: a pixel is
-inside an outline as pycocotools says, the polygons of a region are joined, and what lies outside
-of the image is cut off.
+inside an outline as pycocotools says, the polygons of a region are joined, its holes are cut out,
+and what lies outside of the image is cut off.
 """
 
 from collections.abc import Sequence
@@ -55,5 +55,11 @@ def _packed(region: Region, size: tuple[int, int]) -> dict[str, object]:
     if region.mask:
         return {"size": list(size), "counts": region.mask}
     masks = mask_library()
-    polygons = [polygon.ravel().tolist() for polygon in region.polygons]
-    return masks.merge(masks.frPyObjects(polygons, *size))
+    packed, *holes = (
+        masks.merge(masks.frPyObjects([polygon.ravel().tolist() for polygon in polygons], *size))
+        for polygons in (region.polygons, region.holes)
+        if polygons
+    )
+    if not holes:
+        return packed
+    return masks.encode(masks.decode(packed) & (1 - masks.decode(holes[0])))

@@ -1,7 +1,7 @@
 """Which file an annotated image is, and whether its regions fit that file."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -135,9 +135,20 @@ def _checked(region: Region, image: Annotated, findings: Findings) -> Region | N
             return region.with_mask(image.size)
         return None
     place = f"{image.name} ({region.name})"
+    kept, holes = (
+        tuple(_checked_polygons(polygons, image, place, findings))
+        for polygons in (region.polygons, region.holes)
+    )
+    return region._replace(polygons=kept, holes=holes) if kept or region.mask else None
+
+
+def _checked_polygons(
+    polygons: Sequence[np.ndarray], image: Annotated, place: str, findings: Findings
+) -> Iterator[np.ndarray]:
+    """The polygons in pixels, but those of fewer than three points, which are noted."""
+    assert image.size is not None
     sides = np.array(image.size[::-1], np.float64)  # of x and y
-    kept = []
-    for polygon in region.polygons:
+    for polygon in polygons:
         points = polygon * sides if image.are_fractions else polygon
         if len(points) < 3:
             findings.note(place, "an outline of fewer than three points: left out")
@@ -151,7 +162,6 @@ def _checked(region: Region, image: Annotated, findings: Findings) -> Region | N
         elif np.abs(points - np.roll(points, 1, 0)).max(axis=1).sum() > _MAX_OUTLINE_PX:
             findings.refuse(place, f"an outline of more than {_MAX_OUTLINE_PX:,} px")
         else:
-            kept.append(points)
+            yield points
             if not is_near.all():
                 findings.note(place, "reaches far out of the image, and is cut off at its border")
-    return region._replace(polygons=tuple(kept)) if kept or region.mask else None

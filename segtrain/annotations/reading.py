@@ -11,7 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from segtrain.annotations import coco, cvat, label_studio, labelme, rle_table, via, yolo
+from segtrain.annotations import (
+    coco,
+    cvat,
+    label_studio,
+    labelme,
+    rle_table,
+    supervisely,
+    via,
+    yolo,
+)
 from segtrain.annotations.draw import Overlap
 from segtrain.annotations.place import place_images
 from segtrain.annotations.regions import IGNORED, Annotated, Findings, lines, mask_library
@@ -59,6 +68,12 @@ FORMATS: dict[str, AnnotationFormat] = {
     ),
     "COCO": AnnotationFormat(
         (".json",), rb'\s*\{(?=.*"images"\s*:).*"(annotations|category_id)"\s*:', coco.read, "area"
+    ),
+    "Supervisely": AnnotationFormat(
+        (".json",),
+        rb'\s*\{(?=.*"objects"\s*:\s*\[).*"size"\s*:\s*\{\s*"(height|width)"',
+        supervisely.read,
+        "order",
     ),
     "VIA": AnnotationFormat(
         (".json",),
@@ -131,7 +146,7 @@ def read_annotations(
     """The annotations in these files, or in folders of such files, all of one format.
 
     images: the folder of the images, which are searched to any depth; None: the folder of the
-        first source, and for a folder `annotations` the one above it.
+        first source, and for a folder `annotations` or `ann` the one above it.
     attribute: of VIA's regions, the one that names the class; None: the only one.
 
     Raises:
@@ -198,8 +213,8 @@ def _one_format(sources: Sequence[Path]) -> tuple[str, list[Path]]:
 def _image_folder(source: Path) -> Path:
     """Where the images of `source` are searched if the user does not say."""
     folder = source if source.is_dir() else source.parent
-    # COCO's files lie in a folder `annotations` beside those of the images.
-    return folder.parent if folder.name == "annotations" else folder
+    # COCO's files lie in a folder `annotations` beside those of the images, Supervisely's in `ann`.
+    return folder.parent if folder.name in ("annotations", "ann") else folder
 
 
 def _classes(

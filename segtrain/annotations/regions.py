@@ -21,20 +21,21 @@ from segtrain.text import first_of, printable
 # LabelMe's name for pixels that count for nothing.
 IGNORED = "__ignore__"
 
-_BOXES = ("box", "rectangle", "rectanglelabels")
-_WITHOUT_AREA = (
+WITHOUT_AREA = (
     *("line", "linestrip", "point", "points", "polyline", "tag"),
     *("keypointlabels", "vectorlabels"),
 )
+_BOXES = ("box", "rectangle", "rectanglelabels")
 _CORNERS = 72
 _MAX_BYTES = 4 << 30  # COCO's own training set has 470 MB
 
 
 class Region(NamedTuple):
-    """The pixels of one object: the union of its polygons, a mask, or runs of an image's pixels.
+    """The pixels of one object: polygons without holes, a mask, or runs of an image's pixels.
 
     name: of the class.
-    polygons: each (P, 2) float64, x and y in pixels; (0, 0) is the corner of the first pixel.
+    polygons: each (P, 2) float64, x and y in pixels; (0, 0) is the corner of the first pixel. All
+        that lies in one of them belongs to the object, but for what lies in one of `holes`.
     mask: of the whole image, as COCO's compressed run lengths; empty: there are polygons.
     runs: (R, 2) int64, first pixel and length, down the columns from 0, in order, where the
         annotation does not say the size of the image; `with_mask` makes the mask of them.
@@ -46,6 +47,7 @@ class Region(NamedTuple):
     mask: bytes = b""
     runs: np.ndarray | None = None
     place: str = ""
+    holes: tuple[np.ndarray, ...] = ()
 
     @classmethod
     def of_outlines(cls, name: str, *outlines: Iterable) -> Self:
@@ -134,7 +136,7 @@ class Findings:
         """Refuses or notes a shape that is no polygon and no mask."""
         if kind in _BOXES:
             self.refuse(place, "boxes are no masks: segtrain trains on outlines")
-        elif kind in _WITHOUT_AREA:
+        elif kind in WITHOUT_AREA:
             self.note(place, f"{kind}: left out, because it has no area")
         else:
             self.refuse(place, f"{kind or 'a shape'}: only polygons and masks are read")

@@ -493,8 +493,8 @@ COMMANDS = (
         _switch("--overwrite", "replace the labels of an earlier import"),
         _JOBS,
         description="Draw PNG label maps from annotations of COCO (polygons, RLE), LabelMe, CVAT "
-        "for images,\nLabel Studio (JSON), VIA, YOLO (outlines) or a table of run lengths, and "
-        "write the\nclass file and the list of pairs.\n"
+        "for images,\nLabel Studio (JSON), Supervisely, VIA, YOLO (outlines) or a table of run "
+        "lengths, and\nwrite the class file and the list of pairs.\n"
         "Needs pycocotools: pip install '.[annotations]'.",
         examples="segtrain data import annotations/instances_train.json --images "
         "train2017 --output labels_train\nsegtrain data import roboflow_export --output labels",

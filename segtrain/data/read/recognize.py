@@ -23,6 +23,7 @@ _SIGNS = {
     "a data set of nnU-Net": r"imagestr/[^/]*",
     "annotations of YOLO": r"data\.ya?ml",
     "annotations of VIA": r"via_[^/]*\.json",
+    "annotations of Supervisely": r"ann/[^/]*\.(jpe?g|png|tiff?|bmp|webp)\.json",
     "annotations of CVAT": r"annotations\.xml",
     "masks of CVAT": r"labelmap\.txt",
     "Pascal VOC's boxes, which are no outlines": r"annotations/[^/]*\.xml",
