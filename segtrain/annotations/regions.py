@@ -31,15 +31,15 @@ _MAX_BYTES = 4 << 30  # COCO's own training set has 470 MB
 
 
 class Region(NamedTuple):
-    """The pixels of one object: polygons without holes, a mask, or runs of an image's pixels.
+    """The pixels of one object: all inside its polygons but its holes, a mask, or runs of pixels.
 
     name: of the class.
-    polygons: each (P, 2) float64, x and y in pixels; (0, 0) is the corner of the first pixel. All
-        that lies in one of them belongs to the object, but for what lies in one of `holes`.
+    polygons: each (P, 2) float64, x and y in pixels; (0, 0) is the corner of the first pixel.
     mask: of the whole image, as COCO's compressed run lengths; empty: there are polygons.
     runs: (R, 2) int64, first pixel and length, down the columns from 0, in order, where the
         annotation does not say the size of the image; `with_mask` makes the mask of them.
     place: where the runs stand, for messages.
+    holes: outlines as polygons are.
     """
 
     name: str

@@ -6,7 +6,6 @@ numbered down the columns, from 1. Image and class may also share a column: `a.j
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,53 +13,36 @@ from segtrain.annotations.regions import Annotated, Findings, Region, read_text
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.types import IGNORE_INDEX
 
-_IMAGE = r"image(_?id)?"
-_CLASS = r"class(_?(id|name))?|label"
-_KINDS = {
-    "pixels": "encodedpixels",
-    "image": _IMAGE,
-    "class": _CLASS,
-    "image and class": rf"{_IMAGE}_({_CLASS})",
-}
-_COLUMNS = (
-    {"image", "class", "pixels"},
-    {"image and class", "pixels"},
-    {"image", "pixels"},  # of one class
-)
-
-
-class _Line(NamedTuple):
-    """place: file and line. runs: (R, 2), the first pixel, from 0, and the length of each."""
-
-    place: str
-    image: str
-    label: str
-    runs: np.ndarray
+_IMAGE, _CLASS = r"image(_?id)?", r"class(_?(id|name))?|label"
+_BOTH = f"{_IMAGE}_({_CLASS})"
+_KINDS = {"image": _IMAGE, "class": _CLASS, "both": _BOTH, "pixels": "encodedpixels"}
+# The last is a table of one class.
+_TABLES = ({"image", "class", "pixels"}, {"both", "pixels"}, {"image", "pixels"})
 
 
 def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
     """The classes and the images of one table; a class that is a number keeps it as its id."""
     lines = _lines(path, findings)
-    are_numbers = all(re.fullmatch("[0-9]{1,9}", line.label) for line in lines)
+    are_numbers = all(re.fullmatch("[0-9]{1,9}", region.name) for _, region in lines)
     images: dict[str, Annotated] = {}
     most = 0
-    for line in lines:
-        place, name = f"{line.place}: {line.image}", line.label
-        image = images.setdefault(line.image, Annotated(path, line.image, None, [], place=place))
-        with findings.refusing(line.place):
+    for name, region in lines:
+        place = f"{region.place}: {name}"
+        image = images.setdefault(name, Annotated(path, name, None, [], place=place))
+        with findings.refusing(region.place):
             if are_numbers:
-                most = max(most, number := _class_number(line))
-                name = f"class_{number}"
-            if len(line.runs):
-                image.regions.append(Region(name, runs=line.runs, place=line.place))
+                most = max(most, number := _class_number(region))
+                region = region._replace(name=f"class_{number}")
+            if len(region.runs):
+                image.regions.append(region)
     if are_numbers:
         # All of them: a number that no line shows must not move the ids of those behind it.
         return [f"class_{number}" for number in range(1, most + 1)], list(images.values())
-    return sorted({line.label for line in lines}), list(images.values())
+    return sorted({region.name for _, region in lines}), list(images.values())
 
 
-def _lines(path: Path, findings: Findings) -> list[_Line]:
-    """The lines that can be read; others are refused."""
+def _lines(path: Path, findings: Findings) -> list[tuple[str, Region]]:
+    """Image and region of each line, perhaps without runs; what cannot be read is refused."""
     # Not by `csv`: runs are longer than its limit for a cell.
     header, *rows = (
         [cell.strip(' "\r') for cell in line.split(",")]
@@ -71,7 +53,7 @@ def _lines(path: Path, findings: Findings) -> list[_Line]:
         for kind, pattern in _KINDS.items():
             if re.fullmatch(pattern, name.lower()) and columns.setdefault(kind, i) != i:
                 raise ValueError(f"{header[columns[kind]]} and {name}: keep one of these columns")
-    if set(columns) not in _COLUMNS:
+    if set(columns) not in _TABLES:
         raise ValueError("expected the columns ImageId,ClassId,EncodedPixels")
     lines = []
     for i, row in enumerate(rows, start=2):
@@ -80,22 +62,22 @@ def _lines(path: Path, findings: Findings) -> list[_Line]:
         with findings.refusing(place := f"{path}:{i}"):
             if len(row) != len(header):
                 raise ValueError(f"expected {len(header)} columns, as in its first line")
-            cells = {kind: row[column] for kind, column in columns.items()}
-            if "image and class" in cells:
-                cells["image"], _, cells["class"] = cells["image and class"].rpartition("_")
-            image, label = cells["image"], cells.get("class", "1")
-            if not image or not label:
+            cells = {"class": "1"} | {kind: row[column] for kind, column in columns.items()}
+            if "both" in cells:
+                cells["image"], _, cells["class"] = cells["both"].rpartition("_")
+            if not cells["image"] or not cells["class"]:
                 raise ValueError("expected an image and a class")
-            lines.append(_Line(place, image, label, _runs(cells["pixels"])))
+            region = Region(cells["class"], runs=_runs(cells["pixels"]), place=place)
+            lines.append((cells["image"], region))
     return lines
 
 
-def _class_number(line: _Line) -> int:
+def _class_number(region: Region) -> int:
     """The class of a line, 0 where it is the background; ValueError: it cannot be a class."""
-    number = int(line.label)
+    number = int(region.name)
     if number >= IGNORE_INDEX:
         raise ValueError(f"class {number}: at most {IGNORE_INDEX - 1}")
-    if number == 0 and len(line.runs):
+    if number == 0 and len(region.runs):
         raise ValueError(
             "class 0 has pixels, as a first class or as background: number classes from 1, or "
             "write their names"
