@@ -1,8 +1,13 @@
 """Running statistics of groups of images (`norm.images`): all layers of a model in one sum.
 
 A layer with `images` remembers the batches that it has seen. `sync_running_stats` adds up what all
-ranks have seen of them, and the layers follow. A slot is a virtual rank of this process; without
-virtual ranks there is one, 0.
+ranks have seen of them, and the layers follow. `make_groups` makes the process groups that layers
+need, once.
+
+A virtual rank is a thread that computes as one of several ranks would; a slot is its number in this
+process, 0 without virtual ranks. They use one model, or each a replica of it whose layers have the
+same buffers. A share is a part of the batch with a size of its own on any number of ranks
+(`train.shares`); where there are shares, a slot computes one.
 """
 
 from collections.abc import Sequence
@@ -26,6 +31,7 @@ def make_groups(module: nn.Module) -> None:
     `placed`, and again whenever the positions of a rank change.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    # `dist.make_groups` joins what the ranks ask for.
     wanted = {layer.sharing_ranks() for layer in layers if layer.images is None}
     wanted |= {groups_here(layer.images).ranks for layer in layers if layer.images is not None}
     dist.make_groups(sorted(wanted - {None}))
@@ -55,7 +61,10 @@ class _LayerBatches(NamedTuple):
         return max(map(len, self.by_slot.values()), default=1)
 
     def contributions(self, slot: int) -> list[Tensor]:
-        """What a slot sends for each batch, (2 C + 2,) each; zeros if it has not called the layer.
+        """What a slot sends for each batch; zeros if it has not called the layer.
+
+        (2 C + 2,) each: sums for mean and variance of C channels, their weight, and the number of
+        groups (group_sums.py).
 
         Raises:
             RuntimeError: the momentum has changed since the forward pass.
@@ -85,8 +94,8 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     20 together.
 
     others: replicas of `module`, which share its buffers.
-    shares: those of the run (distributed/shares.py), if each slot of this rank computes one: then
-        the sums are the same bits on any number of ranks.
+    shares: those of the run. Their parts are gathered and added in the order of the shares, so the
+        sums are the same bits on any number of ranks.
     """
     of_all = zip(module.modules(), *(other.modules() for other in others), strict=True)
     with_replicas = [layers for layers in of_all if _has_groups(layers[0])]
@@ -107,7 +116,8 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     layers = [one.layer for one in of_layers for _ in range(one.num_batches)]
     sizes = [2 * layer.num_features + 2 for layer in layers]
     for layer, part in zip(layers, total.split(sizes), strict=True):
-        layer._update(*move_from(part, layer.running))
+        move = move_from(part, layer.running)
+        layer._update(move.mean, move.unbiased_var, move.batches, move.weight)
     for replicas in with_replicas:
         for layer in replicas:
             layer._seen.clear()

@@ -129,11 +129,12 @@ class SyncBatchNorm(_BatchNorm):
     def _normalize_alone(self, input: Tensor) -> Tensor:
         """What nn.BatchNorm2d computes in training, on a rank that shares with no other."""
         # Without values a batch does not count, as among several ranks.
-        if self.running_mean is None or (is_tracked() and input.numel()):
+        moves_buffers = is_tracked() and input.numel() > 0
+        if self.running_mean is None or moves_buffers:
             return super().forward(input)
-        # Not tracked: torch writes to the buffers that it gets, so these are copies. With None for
-        # the running ones it would save other tensors than the first pass, which checkpointing
-        # compares.
+        # Untracked or empty: torch writes to the buffers that it gets, so these are copies. With
+        # None for the running ones it would save other tensors than the first pass, which
+        # checkpointing compares.
         buffers = self.weight, self.bias, self.running_mean.clone(), self.running_var.clone()
         # Not F.batch_norm, which refuses one value per channel: where `train.split: measured` times
         # a step, a rank may have one image.
@@ -208,8 +209,9 @@ class SyncBatchNorm(_BatchNorm):
         """Moves the running statistics toward `mean` and `unbiased_var`.
 
         batches: how many batches these are of; 0 or False: nothing changes.
-        weight: how far to move, as a multiple of the momentum; None: `batches`. The cumulative
-            average (momentum None) counts batches instead.
+        weight: how far to move, as a multiple of the momentum; None: `batches`. Three groups one
+            after another (`running: sequential`) are 3 batches of weight 1 + 0.9 + 0.81, with a
+            momentum of 0.1. The cumulative average (momentum None) counts batches instead.
         """
         self.num_batches_tracked.add_(batches)
         if self.momentum is None:
