@@ -203,6 +203,9 @@ def check_ensemble(directory, lab):
     [
         (["-k", 6, "--by", "sequence"], "-k 6: 5 groups of images for 6 folds"),
         (["-k", 21, "--by", "image"], "-k 21: 20 groups of images for 21 folds"),
+        (["-k", 6, "--group", r"([a-z]\d|[a-z] 2)_"], "-k 6: 5 groups of images for 6 folds"),
+        (["--group", "[a-d] ?._"], "4 images have no group: images/train/e5_000.png"),
+        (["--group", "x", "--by", "image"], "--by: no effect with --group"),
         (["--set", "data.pack=packs/x"], "data.pack: holds the splits, not folds of them"),
         (["--save-predictions", "images/train/out"], "--save-predictions images/train/out: would"),
     ],
@@ -308,3 +311,16 @@ def test_no_fold_trains_on_pixels_that_it_is_scored_on(stop, tmp_path, folds):
         scored.append(seen[1])
     assert sum(scored).max() == 4  # each tile is scored in one fold
     assert sum(scored).sum() == 24 * 40 * 56
+
+
+def test_groups_by_a_pattern_stay_in_one_fold(own, stop, tmp_path, folds, lab):
+    """Frames 000 to 003 of five sequences: here what has the same frame number stays together."""
+    stop[1] = 0
+    begun = folds(own, "-k", 2, "--group", r"_(\d+)\.png$", "--output", tmp_path)
+    assert begun.code == 130
+    assert "fold_0: 10 images, 2 groups" in begun.err
+    numbers = [{name[-3:] for name in fold.images} for fold in read_division(tmp_path).folds]
+    assert sorted(map(len, numbers)) == [2, 2]
+    assert not numbers[0] & numbers[1]
+    said = lab.refused("folds", tmp_path, "--group", "x", "--resume")
+    assert r"--group: _(\d+)\.png$ there, x now" in said

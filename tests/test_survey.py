@@ -202,6 +202,58 @@ def test_folders_that_images_and_masks_share_are_asked_about(folder, init, asked
     assert_labels(found, {name: (label > 0).astype(np.uint8) for name, label in with_masks.items()})
 
 
+def patients(folder, number=6, slices=3):
+    """`number` patients of some slices each, whose names show no sequence."""
+    truth = {}
+    for i in range(number * slices):
+        name = f"{'abcdef'[i // number]}{i * 37 % 101}_p{i % number}.png"
+        image, truth[f"images/{name}"] = scene(i)
+        save(folder / f"images/{name}", image)
+        save(folder / f"masks/{name}", truth[f"images/{name}"])
+    return truth
+
+
+def split_of(folder, name):
+    lines = (folder.with_name("made") / name).read_text().splitlines()
+    return [line.split("\t")[0] for line in lines if not line.startswith("#")]
+
+
+def test_a_group_is_on_one_side_of_the_split(folder, init):
+    truth = patients(folder)
+    found, said = init("--group", r"_(p\d)", "--val", "0.4")
+    assert "whole groups (6, --group)" in said
+    train, val = ({path[-6:] for path in split_of(folder, f"{x}.txt")} for x in ("train", "val"))
+    assert (len(train | val), len(val)) == (6, 2)
+    assert not train & val
+    assert_labels(found, truth)
+
+
+def test_groups_that_do_not_fit_are_refused(folder, refused, tmp_path):
+    truth = patients(folder)
+    assert "--group q: 18 images have no group: images/" in refused("--group", "q")
+    assert "--group p(?=[0-9]): all images are of one group" in refused("--group", "p(?=[0-9])")
+    (tmp_path / "val.txt").write_text("\n".join([*truth][:4]))
+    said = refused("--group", r"_(p\d)", "--val", tmp_path / "val.txt")
+    assert "4 groups are on both sides of the splits that are there: p0, p1, p2" in said
+
+
+def test_a_rare_class_is_trained_on_and_evaluated(folder, init):
+    """One that two of 40 images show, wherever their names put them."""
+    for rare in ((3, 17), (8, 30), (21, 22)):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder.with_name("made"), ignore_errors=True)
+        for i in range(40):
+            image, classes = scene(i, num_classes=3)
+            if i in rare:
+                classes[20:30, 20:30] = 3
+            save(folder / f"images/{i * 37 % 101:03}x.png", image)
+            save(folder / f"masks/{i * 37 % 101:03}x.png", classes)
+        init()
+        shown = {f"images/{i * 37 % 101:03}x.png" for i in rare}
+        for name in ("train.txt", "val.txt"):
+            assert len(shown.intersection(split_of(folder, name))) == 1
+
+
 def test_a_split_leaves_no_class_out_of_training(folder, init):
     """A folder of images and masks for each class, which would be divided as a whole."""
     for k, name in enumerate(("Blowhole", "Break", "Crack", "Fray", "Uneven")):
@@ -324,6 +376,20 @@ def test_copies_of_a_picture_have_their_own_labels_and_one_split(folder, init, l
     (made / "val.txt").write_text("\n".join(lines[1::2]))
     said = lab.command("data", "check", made, "--jobs", "1").out
     assert "images to evaluate on are copies of images to train on, flipped or" in said
+
+
+@pytest.mark.parametrize("copy", ["{}_aug{}", "{} ({})"])
+def test_copies_stay_together_where_names_show_sequences(folder, init, copy):
+    """`img_001` and `img_001_aug0` look like two sequences, with frames of one number."""
+    for i in range(10):
+        image, classes = scene(i)
+        for name in (f"img_{i:03}", *(copy.format(f"img_{i:03}", k) for k in (1, 2))):
+            save(folder / f"images/{name}.png", image)
+            save(folder / f"masks/{name}.png", classes)
+    init()
+    train, val = ({path[:14] for path in split_of(folder, f"{x}.txt")} for x in ("train", "val"))
+    assert len(train) + len(val) == 10
+    assert not train & val
 
 
 def test_names_that_only_count_are_of_no_copies():

@@ -111,6 +111,13 @@ def _values(text: str) -> frozenset[int | tuple[int, int, int]]:
     return frozenset(found)
 
 
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"no regular expression: {error}, got '{text}'") from None
+
+
 def _part(text: str) -> float | str:
     try:
         value = float(text)
@@ -169,6 +176,9 @@ _DATA_ROOT = _settings("only data.root=/elsewhere/data")
 _DATA_SETTINGS = _settings("data.root=/elsewhere/data, data.eval_split=test")
 _EXTENDING = {"nargs": "+", "action": "extend", "dest": "other", "default": []}
 _UNITS = ("image", "sequence")
+_GROUP_HELP = (
+    "images stay together whose paths have the same match or (match), such as '(p[0-9]+)_'"
+)
 _BY_NAMES = "(default: sequences where the names of the images show"
 _OVERWRITE = _switch("--overwrite", "replace a file that is already there")
 
@@ -194,6 +204,7 @@ COMMANDS = (
         _argument("--instances", "ids number objects of one class", choices=("binary",)),
         _argument("--ignore", "ids or #rrggbb that mean no data, or none", "VALUES|none", _values),
         _argument("--val", "evaluate on a part (default: 0.2), or a file of names", "PART", _part),
+        _argument("--group", _GROUP_HELP, "REGEX", _pattern),
         _argument("--channels", "of the images, where that is in question", "C", positive),
         _JOBS,
         description="Find which label belongs to which image, the classes, the splits and fitting\n"
@@ -201,6 +212,7 @@ COMMANDS = (
         "samples.png, into DIR. Where two readings fit, show both and the option that decides.",
         examples="segtrain init photos\n"
         "segtrain init photos --names background,crack --val 0.1 --output cracks\n"
+        "segtrain init scans --group 'patient_[0-9]+'\n"
         "segtrain train photos_segtrain/config.yaml",
     ),
     Command(
@@ -261,6 +273,7 @@ COMMANDS = (
         _argument("config", f"{_CONFIG_HELP}; with --resume also the directory", "CONFIG"),
         _argument("-k", "folds (default: 5)", "K", partial(_integer, least=2), dest="number"),
         _argument("--by", f"what stays in one fold {_BY_NAMES} some)", choices=_UNITS),
+        _argument("--group", _GROUP_HELP, "REGEX", _pattern),
         _switch("--all", "divide data.eval_split too, not only data.train_split"),
         _argument("--output", "directory (default: runs/<name of CONFIG>_folds)", "DIR", _path),
         _switch("--resume", "go on where the folds were left"),

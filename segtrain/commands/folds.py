@@ -39,7 +39,7 @@ from segtrain.data.read.layouts import list_split
 from segtrain.data.read.lists import list_pairs, list_text
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.sequences import sequences_of, show_sequences, without_split
-from segtrain.data.read.sources import sources_of
+from segtrain.data.read.sources import groups_of, sources_of
 from segtrain.data.read.tiles import boxes_of, overlapping, strips
 from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
@@ -59,9 +59,11 @@ _LEFT = re.compile(rf"{re.escape(LOCK)}|{re.escape(EXPERIMENT)}|fold_\d+_(train|
 def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code.
 
-    args: config, number (k), by, all, output, resume, save_predictions, set, nproc, device.
+    args: config, number (k), by, group, all, output, resume, save_predictions, set, nproc, device.
     """
     refuse_ranks()
+    if args.by and args.group:
+        raise ConfigError("--by: no effect with --group")
     directory, config, division = _begin_or_resume(args)
     show_warnings(config)
     with RunLock(directory):
@@ -140,6 +142,7 @@ def _check_same(
     """Refuses options that are not those of `division`, or would change its weights."""
     there = {"-k": len(division.folds), "--by": division.by, "--all": division.all}
     now = {"-k": args.number, "--by": args.by, "--all": args.all or None}
+    there["--group"], now["--group"] = division.group, args.group and args.group.pattern
     differences = [
         f"{option}: {there[option]} there, {value} now"
         for option, value in now.items()
@@ -207,12 +210,14 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
     boxes = boxes_of(pairs)
     shared = list(overlapping(boxes))
     in_sequences = not shared and show_sequences(names)  # tiles are numbered, too
-    by = args.by or ("sequence" if in_sequences else "image")
+    by = "group" if args.group else args.by or ("sequence" if in_sequences else "image")
     if by == "image" and in_sequences:
         say("warning: --by image: the names show sequences, and neighbours will be in two folds")
     root = data_root(data)
     labels_root = root / os.path.expanduser(data.labels_dir or "")
-    if by == "sequence":
+    if args.group:
+        groups = groups_of(args.group, [os.path.relpath(pair.image, root) for pair in pairs])
+    elif by == "sequence":
         groups = sequences_of(names)
     else:  # the same folds wherever the data lie
         paths = [os.path.splitext(os.path.relpath(pair.image, root)) for pair in pairs]
@@ -235,13 +240,14 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
         listed = _write_list(evaluation, [pairs[j] for j in own], root, labels_root)
         images = {name: groups[j] for name, j in zip(listed, own, strict=True)}
         found.append(Fold(run=f"fold_{i}", images=images))
-        units = f", {counted(len(set(images.values())), by, f'{by}s')}" if by == "sequence" else ""
+        units = f", {counted(len(set(images.values())), by, f'{by}s')}" if by != "image" else ""
         left = f"; {counted(len(beside), 'tile', 'tiles')} that overlap them left out of training"
         say(f"fold_{i}: {counted(len(own), 'image', 'images')}{units}{left if beside else ''}")
     if len({name for fold in found for name in fold.images}) < len(pairs):
         raise ConfigError("--all: both splits have images whose names differ in the suffix only")
     _check_labels(directory, config, found)
-    return Division(by=by, all=args.all, folds=found)
+    group = args.group and args.group.pattern
+    return Division(by=by, group=group, all=args.all, folds=found)
 
 
 def fold_of_each(groups: Sequence[str], number: int) -> list[int]:

@@ -31,8 +31,8 @@ def main(args: argparse.Namespace) -> int:
         DataError: no images, no labels, or labels that cannot be read.
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
-    words = ("labels", "names", "attribute", "missing", "instances", "ignore", "val", "channels")
-    answers = {word: getattr(args, word) for word in words}
+    words = "labels names attribute missing instances ignore val group channels"
+    answers = {word: getattr(args, word) for word in words.split()}
     config = write_experiment(args.folder, args.output, jobs=args.jobs, **answers)
     print(f"\nnext: segtrain train {shlex.quote(str(config.parent))}")
     return EXIT_OK
@@ -201,6 +201,7 @@ def _command(folder: Path, answers: Mapping[str, Any]) -> str:
     for key, value in answers.items():
         if key == "ignore" and value is not None:
             value = ",".join(map(word, value)) or "none"
+        value = value.pattern if key == "group" and value is not None else value
         value = ",".join(value) if key == "names" and value is not None else value
         words += [] if value is None else [f"--{key}", str(value)]
     return shlex.join(words)

@@ -42,12 +42,14 @@ class Fold(Record):
 class Division(Record):
     """The folds of an experiment.
 
-    by: what is kept whole. all: whether the evaluation split is divided too.
+    by: what is kept whole. group: the pattern of `--group`.
+    all: whether the evaluation split is divided too.
     scores: of all images, each by the model that has not seen it; empty until all folds are done.
     """
 
     format: Literal[1] = 1
-    by: Literal["image", "sequence"]
+    by: Literal["image", "sequence", "group"]
+    group: str | None = None
     all: bool
     folds: list[Fold]
     scores: dict[str, Any] = {}

@@ -31,6 +31,7 @@ class Answers:
     labels: a part of the pattern of a label set. names: of the classes, in the order of their
     values. ignore: values without a class. val: a fraction, or a list file. channels: of images.
     attribute: of VIA's regions, the one that names the class.
+    group: what in the path of an image tells with which others it stays together.
     missing: what images without a label show. instances: binary: ids number objects of one class.
     """
 
@@ -38,6 +39,7 @@ class Answers:
     names: tuple[str, ...] | None = None
     ignore: frozenset[Value] | None = None
     val: float | str | None = None
+    group: re.Pattern[str] | None = None
     channels: int | None = None
     attribute: str | None = None
     missing: Literal["background"] | None = None

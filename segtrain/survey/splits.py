@@ -1,20 +1,21 @@
 """The decision: which images to train and to evaluate on; a pure function of the survey."""
 
 import hashlib
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from segtrain.data.read.sources import sources_of
+from segtrain.data.read.sources import groups_of, sources_of
 from segtrain.data.read.tiles import overlapping
-from segtrain.errors import DataError
+from segtrain.errors import ConfigError, DataError
 from segtrain.survey.contents import Value
 from segtrain.survey.decide import Answers
 from segtrain.survey.image_kinds import Image
 from segtrain.survey.label_sets import LabelSet
 from segtrain.survey.survey import Survey
-from segtrain.text import counted
+from segtrain.text import counted, first_of
 
 DEFAULT_VAL = 0.2
 # Fewer groups are no division: all of one would be missing from training.
@@ -52,6 +53,8 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
         images = train or val or images  # the other one is hidden, perhaps
     if not (train and val):
         train, val, reason = _divided(survey, labels, images, answers)
+    if answers.group is not None:
+        _check_groups(answers.group, train, val)
     leak = _leak(survey, train, val)
     return Splits(tuple(train), tuple(val), reason, (leak,) if leak else ())
 
@@ -85,8 +88,9 @@ def _divided(
     rest = [image for image in images if image.split != "test"]
     unused = len(images) - len(rest) if len(rest) > 1 else 0
     images = rest if unused else images
-    for key, how in _groupings(survey, images):
+    for key, how in _groupings(survey, images, answers.group):
         what, chosen = how, _chosen(list(map(key, images)), share)
+        chosen |= _with_rare_classes(labels, images, key, chosen)
         train = [image for image in images if key(image) not in chosen]
         val = [image for image in images if key(image) in chosen]
         if not _lost(labels, images, train):
@@ -119,13 +123,59 @@ def _lost(labels: LabelSet, images: Sequence[Image], train: Sequence[Image]) -> 
     return [value for value, where in labels.shown_in.items() if where & here and not where & kept]
 
 
+def _with_rare_classes(
+    labels: LabelSet, images: Sequence[Image], key: Callable[[Image], str], chosen: set[str]
+) -> set[str]:
+    """Groups to evaluate on beside those `chosen`, so that each class is evaluated.
+
+    Of each class that at least two groups show, and none of the chosen, the first group by name, if
+    all that the group shows can be trained on without it.
+    """
+    added: set[str] = set()
+    by_count = sorted(labels.shown_in.items(), key=lambda item: (len(item[1]), str(item[0])))
+    for _, where in by_count:
+        groups = sorted({key(image) for image in images if image.path in where})
+        if len(groups) < 2 or (chosen | added).intersection(groups):
+            continue
+        for group in groups:
+            out = chosen | added | {group}
+            if not _lost(labels, images, [image for image in images if key(image) not in out]):
+                added.add(group)
+                break
+    return added
+
+
+def _check_groups(group: re.Pattern[str], train: Sequence[Image], val: Sequence[Image]) -> None:
+    """Refuses given splits that divide a group."""
+    both = set(groups_of(group, [x.path for x in train])) & set(
+        groups_of(group, [x.path for x in val])
+    )
+    if both:
+        what = counted(len(both), "group is", "groups are")
+        raise ConfigError(
+            f"--group {group.pattern}: {what} on both sides of the splits that are there: "
+            f"{first_of(sorted(both))}; --val {DEFAULT_VAL} divides anew"
+        )
+
+
 def _groupings(
-    survey: Survey, images: Sequence[Image]
+    survey: Survey, images: Sequence[Image], group: re.Pattern[str] | None
 ) -> Iterator[tuple[Callable[[Image], str], str]]:
     """What stays together when images are divided: scene, sequence, or blocks of like images.
 
-    The best first, the last one is single images.
+    The best first, the last one is single images. `group` leaves no choice.
+
+    Raises:
+        ConfigError: all images are of one group.
     """
+    if group is not None:
+        paths = [image.path for image in images]
+        group_by_path = dict(zip(paths, groups_of(group, paths), strict=True))
+        number = len(set(group_by_path.values()))
+        if number < 2:
+            raise ConfigError(f"--group {group.pattern}: all images are of one group")
+        yield lambda image: group_by_path[image.path], f"whole groups ({number}, --group)"
+        return
     keys: dict[str, Callable[[Image], str]] = {
         "scenes": lambda image: image.scene,
         "sequences": lambda image: f"{image.scene}/{image.sequence}",
@@ -136,9 +186,10 @@ def _groupings(
         band = _bands(survey, images)
         yield lambda image: band[image.path], "a band of the picture that they are tiles of"
     for what, key in keys.items():
-        number = len(set(map(key, images)))
-        if _MIN_GROUPS <= number <= len(images) / 2:
-            yield key, f"whole {what} ({number})"
+        # Copies of a picture may have names of several sequences: img_001, img_001_aug1.
+        joined, number = _alike(survey, images, key), len(set(map(key, images)))
+        if len(set(joined.values())) >= _MIN_GROUPS and number <= len(images) / 2:
+            yield lambda image, joined=joined: joined[image.path], f"whole {what} ({number})"
     if _MIN_GROUPS <= len(sizes) < len(images) and max(sizes.values()) <= len(images) / 2:
         yield lambda image: alike[image.path], "copies and like images kept together"
     if survey.similar or survey.moving:
@@ -149,8 +200,13 @@ def _groupings(
     yield lambda image: image.path, "single images"
 
 
-def _alike(survey: Survey, images: Sequence[Image]) -> dict[str, str]:
-    """The group of each image, by path: copies by name, near-duplicates, tiles that overlap."""
+def _alike(
+    survey: Survey, images: Sequence[Image], key: Callable[[Image], str] | None = None
+) -> dict[str, str]:
+    """The group of each image, by path: copies by name, near-duplicates, tiles that overlap.
+
+    key: what further images of one group have in common.
+    """
     parent: dict[str, str] = {}
 
     def root(path: str) -> str:
@@ -159,9 +215,11 @@ def _alike(survey: Survey, images: Sequence[Image]) -> dict[str, str]:
         return path
 
     first: dict[str, str] = {}
-    for image, source in zip(images, sources_of([x.name for x in images]), strict=True):
-        before = first.setdefault(source, image.path)
-        parent[root(image.path)] = root(before)
+    commons = [sources_of([x.name for x in images])] + ([list(map(key, images))] if key else [])
+    for i, common in enumerate(commons):
+        for image, what in zip(images, common, strict=True):
+            before = first.setdefault(f"{i} {what}", image.path)
+            parent[root(image.path)] = root(before)
     for one, other in survey.similar:
         parent[root(one)] = root(other)
     for one, other in _shared_pixels(survey, images):

@@ -1,8 +1,14 @@
-"""Which names are of changed copies of one picture: flipped, turned, brightened ones beside it."""
+"""Which images belong together: by a pattern (patients, drives), or as copies of one picture.
+
+Copies are flipped, turned, brightened ones, as their names say.
+"""
 
 import re
 from collections import Counter
 from collections.abc import Sequence
+
+from segtrain.errors import ConfigError
+from segtrain.text import counted, first_of
 
 _ROBOFLOW = re.compile(r"(_(jpe?g|png|bmp|tiff?|webp))?\.rf\.[0-9a-z]{6,}$", re.IGNORECASE)
 _NUMBER = r"[-_]?\d{0,3}"
@@ -15,6 +21,22 @@ _AT_END = re.compile(rf"[-_. ]+({_CHANGES})$", re.IGNORECASE)
 _AT_START = re.compile(rf"^({_CHANGES})[-_. ]+(?=.)", re.IGNORECASE)
 # More images of one such name are numbered by it: aug_1 to aug_500.
 _MOST_COPIES = 24
+
+
+def groups_of(pattern: re.Pattern[str], paths: Sequence[str]) -> list[str]:
+    r"""The group of each image: what the pattern finds in its path, or the parentheses in it.
+
+    >>> groups_of(re.compile(r"(p\d+)_"), ["a/p1_0.png", "a/p1_1.png", "b/p2_0.png"])
+    ['p1', 'p1', 'p2']
+
+    Raises:
+        ConfigError: it finds nothing in one of them.
+    """
+    found = [pattern.search(path) for path in paths]
+    if missing := [path for path, match in zip(paths, found, strict=True) if match is None]:
+        what = f"{counted(len(missing), 'image has', 'images have')} no group: {first_of(missing)}"
+        raise ConfigError(f"--group {pattern.pattern}: {what}")
+    return [" ".join(map(str, match.groups() or [match.group()])) for match in found]
 
 
 def source_of(name: str) -> str:
