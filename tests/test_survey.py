@@ -6,6 +6,7 @@ from collections import Counter
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 import tifffile
 import yaml
@@ -72,6 +73,14 @@ def disc(seed, radius=9):
     mask = np.zeros((64, 80), np.uint8)
     cv2.circle(mask, (int(rng.integers(20, 60)), int(rng.integers(20, 44))), radius, 1, -1)
     return mask > 0
+
+
+def save_indexed(path, label, palette):
+    """A PNG of these indices (H, W) and colours (N, 3)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = PIL.Image.fromarray(label.astype(np.uint8), mode="P")
+    picture.putpalette(np.asarray(palette, np.uint8).tobytes())
+    picture.save(path)
 
 
 def mask_of(shown):
@@ -472,6 +481,51 @@ def test_255_on_most_pixels_is_asked_about(folder, init, asked):
     assert "255 is most of them" in said
     found, _ = init("--ignore", "none")
     assert_labels(found, truth)
+
+
+def write_colors(folder, colors=COLORS):
+    """CamVid's list of classes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [" ".join(map(str, [*color, name])) for color, name in zip(colors, NAMES, strict=True)]
+    (folder / "label_colors.txt").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("is_palette", [False, True])
+def test_colours_a_little_off_are_those_of_the_list(folder, init, is_palette):
+    truth = {}
+    write_colors(folder)
+    order = np.array([0, 3, 1, 2])  # of the indices
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"images/t{i}.png", image)
+        shift = (3, -4, 7) if is_palette else (i % 5, 5 - i, i)
+        shown = (COLORS + shift).clip(0, 255).astype(np.uint8)
+        if is_palette:
+            palette = shown[np.argsort(order)]
+            save_indexed(folder / f"masks/t{i}.png", order[classes], palette)
+        else:
+            save(folder / f"masks/t{i}.png", shown[classes])
+        truth[f"images/t{i}.png"] = classes
+    found, said = init()
+    assert {names(folder).index(name) for name in NAMES} == {0, 1, 2, 3}
+    at = np.array([names(folder).index(name) for name in NAMES], np.uint8)
+    assert_labels(found, {name: at[label] for name, label in truth.items()})
+    if not is_palette:
+        pixels = sum(int((x == 3).sum()) for x in truth.values())
+        assert f"8 shades of #14a03c, {pixels} pixels, at most 7 off in a channel" in said
+
+
+def test_a_colour_between_two_classes_is_refused(folder, refused):
+    write_colors(folder, [*COLORS[:3], COLORS[2] + 6])
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"images/t{i}.png", image)
+        drawn = np.array([*COLORS[:3], COLORS[2] + np.uint8(6)])[classes]
+        drawn[60:62, :9] = COLORS[2] + np.uint8(3)
+        save(folder / f"masks/t{i}.png", drawn)
+    said = refused(code=3)
+    assert "#5d5d67 (144 pixels, as in masks/t0.png)" in said
+    assert "is within 3 of #5a5a64 and 3 of #60606a" in said
 
 
 def test_what_is_transparent_in_a_mask_is_not_drawn(folder, init):

@@ -22,7 +22,7 @@ from segtrain.survey.decide import (
 from segtrain.survey.label_sets import LabelSet
 from segtrain.survey.legends import named_values
 from segtrain.survey.names import NamedClass
-from segtrain.survey.shades import meanings
+from segtrain.survey.shades import distance, meanings
 from segtrain.survey.survey import Survey
 from segtrain.text import counted, first_of
 
@@ -293,7 +293,9 @@ def _about_shades(labels: LabelSet, shades: Mapping[Value, Sequence[Value]]) -> 
             pixels = sum(labels.values[shade].pixels for shade in found)
             shown = first_of(map(word, found), 3)
             number = counted(len(found), "shade", "shades")
-            yield f"{number} of {word(color)}, {pixels} pixels, counted as it: {shown}"
+            most = max(distance(color, shade) for shade in found)
+            how = f"{pixels} pixels, at most {most} off in a channel, counted as it"
+            yield f"{number} of {word(color)}, {how}: {shown}"
 
 
 # Rules

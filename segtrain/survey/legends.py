@@ -15,7 +15,7 @@ from segtrain.survey.decide import (
 )
 from segtrain.survey.label_sets import LabelSet
 from segtrain.survey.names import Legend, NamedClass
-from segtrain.survey.shades import is_close
+from segtrain.survey.shades import is_close, nearest
 from segtrain.text import first_of
 
 # Data sets that are known by the names of their labels.
@@ -106,11 +106,22 @@ def _with_values(legend: Legend, values: set[int], labels: LabelSet) -> Legend |
     if legend.has_values:
         known = {one.value for one in legend.classes}
         return legend if 2 * len(known & values) >= len(known) or values <= known else None
-    value_of = {labels.palette[v]: v for v in labels.values if v < len(labels.palette)}
-    if legend.has_colors and value_of and value_of.keys() <= {one.color for one in legend.classes}:
-        shown = [one for one in legend.classes if one.color in value_of]
-        return _valued(legend.source, shown, [value_of[one.color] for one in shown])
+    if legend.has_colors and (class_of := _classes_by_palette(legend, labels)):
+        return _valued(legend.source, class_of.values(), class_of)
     return _placed(legend, values, labels)
+
+
+def _classes_by_palette(legend: Legend, labels: LabelSet) -> dict[int, NamedClass]:
+    """The class whose colour the palette of labels gives to each value, or a shade of it.
+
+    Empty if not all of the palette's values have one of their own.
+    """
+    by_color = {one.color: one for one in reversed(legend.classes)}
+    colors = {v: labels.palette[v] for v in sorted(labels.values) if v < len(labels.palette)}
+    near = {v: nearest(color, list(by_color)) for v, color in colors.items()}
+    is_clear = all(len(found) == 1 for found in near.values())
+    is_own = len({found[0] for found in near.values() if found}) == len(near)
+    return {v: by_color[found[0]] for v, found in near.items()} if is_clear and is_own else {}
 
 
 def _placed(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:
@@ -142,7 +153,7 @@ def _placed(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None
     return None
 
 
-def _valued(source: str, classes: Sequence[NamedClass], values: Iterable[int]) -> Legend:
+def _valued(source: str, classes: Iterable[NamedClass], values: Iterable[int]) -> Legend:
     pairs = zip(classes, values, strict=True)
     return Legend(source, tuple(one._replace(value=value) for one, value in pairs))
 

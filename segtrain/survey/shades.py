@@ -9,6 +9,8 @@ from segtrain.survey.label_sets import LabelSet
 
 # A colour this close to another one, and this much rarer, is a shade of it.
 _CLOSE, _RARE = 8, 0.01
+# The colour that comes next must be so many times as far.
+_CLEAR = 2
 # So many colours without names come from smoothed edges, or more than so many levels of a mask
 # whose others lie beside another value.
 _SMOOTHED, _LEVELS, _BESIDE = 32, 4, 0.9
@@ -24,13 +26,25 @@ def is_close(one: Color, other: Color) -> bool:
     return distance(one, other) <= _CLOSE
 
 
+def nearest(color: Color, main: Sequence[Color]) -> list[Color]:
+    """The colour of `main` that this one is or is a shade of; several, if none is clearly nearer.
+
+    >>> nearest((12, 0, 0), [(10, 0, 0), (0, 0, 0)]), nearest((99, 0, 0), [(0, 0, 0)])
+    ([(10, 0, 0)], [])
+    """
+    near, *others = sorted(main, key=lambda one: distance(one, color))
+    least = distance(near, color)
+    rivals = [one for one in others if distance(one, color) < _CLEAR * least]
+    return [near, *rivals] if least <= _CLOSE else []
+
+
 def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict[Value, Value]:
     """What each value counts as: itself, or the colour of which it is a shade.
 
     named: colours that a list of classes gives; of others the frequent ones count as themselves.
 
     Raises:
-        DataError: so many colours, that labels were smoothed.
+        DataError: so many colours, that labels were smoothed; or one is as close to two classes.
         UndecidedError: colours differ by a shade, and both are frequent.
     """
     if answers.ignore is answers.names is None:
@@ -45,12 +59,24 @@ def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict
     main = named or _frequent(labels, colors, answers)
     found = {}
     for color in colors:
-        near = min(main, key=lambda one: distance(one, color))
-        is_own = color in (*main, *(answers.ignore or ())) or not is_close(near, color)
-        found[color] = color if is_own else near
+        is_own = color in (answers.ignore or ())
+        near = [] if is_own else nearest(color, main)
+        if len(near) > 1:
+            raise _between(labels, color, near)
+        found[color] = near[0] if near else color
     if named and len({*found.values()} - {*named}) > _SMOOTHED and answers.ignore is None:
         raise _smoothed(labels, "colours", "save masks without that")
     return found
+
+
+def _between(labels: LabelSet, color: Color, near: Sequence[Color]) -> DataError:
+    facts = labels.values[color]
+    places = " and ".join(f"{distance(one, color)} of {word(one)}" for one in near[:2])
+    return DataError(
+        f"{labels.pattern}: {word(color)} ({facts.pixels} pixels, as in {facts.example}) is within "
+        f"{places}: as near to two classes; give it the exact colour of one, or its own line in "
+        "the list of classes"
+    )
 
 
 def _smoothed(labels: LabelSet, what: str, repair: str) -> DataError:
