@@ -483,10 +483,10 @@ def test_255_on_most_pixels_is_asked_about(folder, init, asked):
     assert_labels(found, truth)
 
 
-def write_colors(folder, colors=COLORS):
+def write_colors(folder, colors=COLORS, names=NAMES):
     """CamVid's list of classes."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [" ".join(map(str, [*color, name])) for color, name in zip(colors, NAMES, strict=True)]
+    lines = [" ".join(map(str, [*color, name])) for color, name in zip(colors, names, strict=True)]
     (folder / "label_colors.txt").write_text("\n".join(lines))
 
 
@@ -526,6 +526,45 @@ def test_a_colour_between_two_classes_is_refused(folder, refused):
     said = refused(code=3)
     assert "#5d5d67 (144 pixels, as in masks/t0.png)" in said
     assert "is within 3 of #5a5a64 and 3 of #60606a" in said
+
+
+def reordered(folder, count=8):
+    """Palettes that were made file by file: the colours are right in each."""
+    truth = {}
+    for i in range(count):
+        image, classes = scene(i)
+        save(folder / f"images/t{i}.png", image)
+        order = np.roll(np.arange(4), i)  # of the indices
+        save_indexed(folder / f"masks/t{i}.png", order[classes], COLORS[np.argsort(order)])
+        truth[f"images/t{i}.png"] = classes
+    return truth
+
+
+@pytest.mark.parametrize("names", [NAMES, ("void", "car", "ignore", "tree"), None])
+def test_palettes_made_file_by_file_are_read_by_their_colours(folder, init, names, lab):
+    truth = reordered(folder)
+    if names:  # with two ignored colours labels are drawn
+        write_colors(folder, names=names)
+    found, _ = init()
+    if names == NAMES:
+        assert_labels(found, truth)
+    elif names:
+        train_ids = np.array([255, 0, 255, 1], np.uint8)
+        assert_labels(found, {name: train_ids[label] for name, label in truth.items()})
+    else:
+        assert_same_division(found, truth)
+    made = folder.with_name("made")
+    assert lab.command("data", "check", made, "--jobs", "1").code == 0
+
+
+@pytest.mark.parametrize("kind", ["ramp", "random"])
+def test_palettes_whose_colours_tell_nothing_are_refused(folder, refused, kind):
+    reordered(folder)
+    for i in range(2):
+        ramp = np.arange(4, dtype=np.uint8)[:, None].repeat(3, axis=1)
+        palette = ramp if kind == "ramp" else COLORS + np.uint8(i + 1)
+        save_indexed(folder / f"masks/t{i}.png", scene(i)[1], palette)
+    assert "gives the same values other colours than those before it" in refused(code=3)
 
 
 def test_what_is_transparent_in_a_mask_is_not_drawn(folder, init):

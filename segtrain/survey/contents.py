@@ -173,6 +173,14 @@ def label_values(stored: np.ndarray, kind: Kind) -> np.ndarray:
     return stored[..., 0].astype(np.int32)
 
 
+def values_of(path: Path, kind: Kind, window: Window | None = None) -> np.ndarray:
+    """As `label_values`, of a file or a window of it; colours also those of a palette."""
+    stored = read_label(path, window)
+    if kind == "colors" and stored.shape[2] == 1:
+        stored = image_formats.palette_colors(stored, path)
+    return label_values(stored, kind)
+
+
 def packed(value: Value) -> int:
     """The value as `label_values` has it."""
     return value if isinstance(value, int) else int.from_bytes(value)

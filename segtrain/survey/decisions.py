@@ -237,7 +237,7 @@ def _train_id_of(classes: Classes, value: Value) -> int:
 
 def _train_ids(file: Path, labels: LabelSet, classes: Classes) -> np.ndarray:
     """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
-    found = contents.label_values(contents.read_label(file), labels.kind)
+    found = contents.values_of(file, labels.kind)
     train_ids = {packed(v): i for i, one in enumerate(classes.classes) for v in one.values}
     train_ids |= {packed(v): IGNORE_INDEX for v in classes.ignored}
     known = np.array(sorted(train_ids))
@@ -316,8 +316,8 @@ def write_readings(
         image = next(one for one in survey.images if one.path == owner)
         cells = [_cell(_stretched(survey.root, image))]
         if shown.kind != "annotations":  # whose labels are gone
-            stored = contents.read_label_part(survey.root / shown.labels[owner][0])
-            label = contents.label_values(stored, shown.kind)
+            file = survey.root / shown.labels[owner][0]
+            label = contents.values_of(file, shown.kind, contents.middle_window(file))
             mark = _LEFT_OUT if reading.leaves_out else _MARK
             cells.append(_cell(_marked(label, reading.marked, mark)))
         picture = np.hstack(cells)

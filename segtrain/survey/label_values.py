@@ -32,6 +32,8 @@ def count_values(
     work = partial(_facts_or_problem, folder)
     with process_pool(num_processes(len(files), jobs)) as pool:
         read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
+    if not labels.classes and () not in labels.labels.values():
+        read = _by_palettes(read)
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     kind = "colors" if is_colored else labels.kind
     found = [(*names, facts) for names, facts in zip(files, read, strict=True)]
@@ -56,6 +58,33 @@ def count_values(
     no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
     known = {"palette": palette, "no_data": no_data, "shown_in": shown_in}
     return replace(labels, kind=kind, values=values, **known)
+
+
+def _by_palettes(read: list[LabelFacts | str]) -> list[LabelFacts | str]:
+    """The facts, with colours in the place of indices where palettes were made file by file.
+
+    It is so where the same index has other colours, and each colour is in several files.
+    """
+    shown = [{} if isinstance(facts, str) else _shown(facts) for facts in read]
+    pairs = {pair for colors in shown for pair in colors.items()}
+    files = Counter(color for colors in shown for color in {*colors.values()})
+    differ = len({value for value, _ in pairs}) < len(pairs)
+    is_ramp = any((i, i, i) == color for i, color in pairs if i)  # these colours are numbers
+    if not differ or is_ramp or min(files.values()) < 2 or not all(map(_is_shown, read)):
+        return read
+    return [_in_colors(facts) for facts in read]
+
+
+def _is_shown(facts: LabelFacts | str) -> bool:
+    """Whether a palette has a colour for each value, and none means no data."""
+    is_read = not isinstance(facts, str) and facts.no_data is None
+    return is_read and facts.values.keys() == _shown(facts).keys()
+
+
+def _in_colors(facts: LabelFacts) -> LabelFacts:
+    counts = ({facts.palette[value]: count} for value, count in facts.values.items())
+    values = {color: count._replace(files=1) for color, count in total_values(counts).items()}
+    return facts._replace(kind="colors", values=values, palette=())
 
 
 def _with_painted(
