@@ -528,6 +528,28 @@ def test_a_colour_between_two_classes_is_refused(folder, refused):
     assert "is within 3 of #5a5a64 and 3 of #60606a" in said
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252", "utf-16-le"])
+def test_names_are_read_in_the_encoding_of_their_file(folder, init, encoding):
+    truth = {}
+    german = ("Hintergrund", "Straße", "Gehölz", "Häuser")
+    write_colors(folder, names=german)
+    path = folder / "label_colors.txt"
+    path.write_bytes(path.read_text().encode(encoding))
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"images/t{i}.png", image)
+        save(folder / f"masks/t{i}.png", COLORS[classes])
+        truth[f"images/t{i}.png"] = classes
+    found, said = init()
+    assert ("not UTF-8: read as Windows-1252" in said) == (encoding == "cp1252")
+    if encoding == "utf-16-le":  # without a mark
+        assert "file has no names of classes: label_colors.txt" in said
+        assert_same_division(found, truth)
+    else:
+        assert names(folder) == german
+        assert_labels(found, truth)
+
+
 def reordered(folder, count=8):
     """Palettes that were made file by file: the colours are right in each."""
     truth = {}

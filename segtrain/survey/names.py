@@ -20,6 +20,7 @@ from segtrain.files import parse_json, read_bytes
 Color = tuple[int, int, int]
 
 _MAX_BYTES = 4 << 20
+_OF_WINDOWS = "cp1252"
 _MAX_CLASSES = 4096
 _NO_TRAIN_ID = 255
 _LISTS = ("classes", "class_names", "labels", "label_names", "names", "obj", "categories", "codes")
@@ -86,9 +87,12 @@ def read_legend(path: Path, source: str) -> Legend | None:
     """
     parse = _parser(path.stem.lower(), path.suffix.lower())
     try:
-        classes = list(parse(decoded(read_bytes(path, _MAX_BYTES))) if parse else ())
+        content = read_bytes(path, _MAX_BYTES) if parse else b""
+        classes = list(parse(decoded(content))) if parse else []
     except (OSError, ValueError, RecursionError, csv.Error):
         return None
+    if _encoding(content) == _OF_WINDOWS:
+        source = f"{source} (not UTF-8: read as Windows-1252)"
     names = [one.name for one in classes]
     fits = 1 <= len(names) <= _MAX_CLASSES and all(names) and len(set(names)) == len(names)
     return Legend(source, tuple(classes)) if fits else None
@@ -101,13 +105,24 @@ def is_called_legend(path: str) -> bool:
 
 
 def decoded(content: bytes) -> str:
-    """UTF-8, UTF-16 with a mark, or what Excel writes in western Europe."""
+    """The text of UTF-8, UTF-16 with a mark, or what Excel writes in western Europe.
+
+    ValueError: it is none of them.
+    """
+    text = content.decode(_encoding(content))
+    if "\0" in text:
+        raise ValueError("UTF-16 without a mark, or no text")
+    return text
+
+
+def _encoding(content: bytes) -> str:
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return content.decode("utf-16")
+        return "utf-16"
     try:
-        return content.decode("utf-8-sig")
+        content.decode("utf-8")
     except UnicodeDecodeError:
-        return content.decode("cp1252")
+        return _OF_WINDOWS
+    return "utf-8-sig"
 
 
 def _parser(stem: str, suffix: str) -> Callable[[str], Iterable[NamedClass]] | None:
