@@ -77,7 +77,7 @@ def write_experiment(
         else:
             labels = decide.choose_labels(found, given)
             labels = class_files.by_class(found, labels, given)
-            labels = label_values.count_values(folder, labels, found.images, jobs)
+            labels = label_values.count_values(folder, labels, found.images, found.legends, jobs)
             comparison = label_sets.compared(folder, found.images, labels)
             decide.check_pairs(found, labels, comparison, given)
             chosen = class_lists.choose_classes(found, labels, given)

@@ -16,13 +16,21 @@ from segtrain.survey import contents
 from segtrain.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts
 from segtrain.survey.image_kinds import Image
 from segtrain.survey.label_sets import LabelSet, total_values
+from segtrain.survey.names import Legend
+from segtrain.survey.shades import nearest
 from segtrain.text import counted, first_of
+
+_OTHER_COLORS = "its palette gives the same values other colours than those before it"
 
 
 def count_values(
-    folder: Path, labels: LabelSet, images: Sequence[Image], jobs: int | None
+    folder: Path,
+    labels: LabelSet,
+    images: Sequence[Image],
+    legends: Sequence[Legend],
+    jobs: int | None,
 ) -> LabelSet:
-    """`labels` with the values of all of its files.
+    """`labels` with the values of all of its files; legends: what names classes in the folder.
 
     Raises:
         DataError: files that are no labels, or of another size or at another place than the image.
@@ -33,7 +41,7 @@ def count_values(
     with process_pool(num_processes(len(files), jobs)) as pool:
         read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
     if not labels.classes and () not in labels.labels.values():
-        read = _by_palettes(read)
+        read = _by_palettes(read, legends)
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     kind = "colors" if is_colored else labels.kind
     found = [(*names, facts) for names, facts in zip(files, read, strict=True)]
@@ -60,17 +68,20 @@ def count_values(
     return replace(labels, kind=kind, values=values, **known)
 
 
-def _by_palettes(read: list[LabelFacts | str]) -> list[LabelFacts | str]:
+def _by_palettes(read: list[LabelFacts | str], legends: Sequence[Legend]) -> list[LabelFacts | str]:
     """The facts, with colours in the place of indices where palettes were made file by file.
 
-    It is so where the same index has other colours, and each colour is in several files.
+    It is so where the same index has other colours, and all of them are those of a list of classes.
     """
     shown = [{} if isinstance(facts, str) else _shown(facts) for facts in read]
     pairs = {pair for colors in shown for pair in colors.items()}
-    files = Counter(color for colors in shown for color in {*colors.values()})
     differ = len({value for value, _ in pairs}) < len(pairs)
-    is_ramp = any((i, i, i) == color for i, color in pairs if i)  # these colours are numbers
-    if not differ or is_ramp or min(files.values()) < 2 or not all(map(_is_shown, read)):
+    are_named = any(
+        all(len(nearest(color, [c.color for c in one.classes])) == 1 for _, color in pairs)
+        for one in legends
+        if one.has_colors
+    )
+    if not (differ and are_named and all(map(_is_shown, read))):
         return read
     return [_in_colors(facts) for facts in read]
 
@@ -155,8 +166,10 @@ def _checked(
             shown |= _shown(facts)
     if unfit:
         what = counted(len(unfit), "label cannot", "labels cannot")
-        shown_files = first_of(unfit, 5)
-        raise DataError(f"{folder}: {what} be read: {shown_files}; replace them or move them away")
+        repair = "replace them or move them away"
+        if any(problem.endswith(_OTHER_COLORS) for problem in unfit):
+            repair += ", or name the colours in class_dict.csv (name,r,g,b), and they will count"
+        raise DataError(f"{folder}: {what} be read: {first_of(unfit, 5)}; {repair}")
     if wrong:
         what = counted(len(wrong), "label has", "labels have")
         raise DataError(f"{folder}: {what} another size than the image: {first_of(wrong, 5)}")
@@ -189,7 +202,7 @@ def _problem(
             f"{file}: holds {len(facts.values)} values, where each of several files shows one class"
         )
     if any(shown.get(value, color) != color for value, color in _shown(facts).items()):
-        return f"{file}: its palette gives the same values other colours than those before it"
+        return f"{file}: {_OTHER_COLORS}"
     return ""
 
 
