@@ -550,6 +550,31 @@ def test_names_are_read_in_the_encoding_of_their_file(folder, init, encoding):
         assert_labels(found, truth)
 
 
+def in_two_channels(folder, third=0):
+    """As SYNTHIA has them: ids in the first of three 16-bit channels, objects in the second."""
+    truth = {}
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"RGB/{i:07}.png", image)
+        objects = cv2.connectedComponents((classes > 1).astype(np.uint8))[1] * (classes > 1)
+        stored = np.dstack([classes, objects, np.full_like(classes, third)]).astype(np.uint16)
+        save(folder / f"GT/LABELS/{i:07}.png", np.ascontiguousarray(stored[..., ::-1]))  # as BGR
+        truth[f"RGB/{i:07}.png"] = classes
+    return truth
+
+
+def test_ids_in_the_first_of_three_channels_are_read(folder, init):
+    truth = in_two_channels(folder)
+    found, said = init()
+    assert "labels hold ids in the first of three 16-bit channels, and numbers of objects" in said
+    assert_labels(found, truth)
+
+
+def test_other_16_bit_colours_are_refused(folder, refused):
+    in_two_channels(folder, third=7)
+    assert "16-bit colours: save ids as PNG of one channel" in refused(code=3)
+
+
 def reordered(folder, count=8):
     """Palettes that were made file by file: the colours are right in each."""
     truth = {}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from segtrain.data.read.rims import is_blend
 from segtrain.errors import ConfigError, DataError
-from segtrain.survey.contents import Color, Value, word
+from segtrain.survey.contents import KINDS, Color, Value, word
 from segtrain.survey.decide import (
     MOST_CLASSES,
     Answers,
@@ -82,7 +82,8 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     if labels.classes:
         return _by_file(labels, answers)
     place = f"{survey.root}: {labels.pattern}"
-    if labels.kind == "ids" and (len(labels.values) > MOST_CLASSES + 1 or is_instances(labels)):
+    is_number = labels.kind in ("ids", "first")
+    if is_number and (len(labels.values) > MOST_CLASSES + 1 or is_instances(labels)):
         raise DataError(
             f"{place}: {len(labels.values)} different values, up to {word(max(labels.values))}: "
             f"numbers of objects, or no labels of classes; segtrain trains on at most "
@@ -93,6 +94,8 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     known = _Known(labels, answers, source, named, sorted(set(meaning.values())))
     _check_blends(known)
     ignored, reasons = _ignored(known)
+    if labels.kind == "first":
+        reasons.append(f"labels hold {KINDS['first']}")
     left = [value for value in known.there if value not in ignored]
     if named and not named.keys() >= set(left):
         raise _unnamed(known, ignored, left)

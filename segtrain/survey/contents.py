@@ -21,11 +21,12 @@ T = TypeVar("T")
 Color = tuple[int, int, int]
 Value = int | Color
 """A value in labels: an id, or a colour."""
-Kind = Literal["ids", "colors", "two", "onehot", "annotations", "picture"]
+Kind = Literal["ids", "colors", "two", "first", "onehot", "annotations", "picture"]
 KINDS: dict[Kind, str] = {
     "ids": "one channel of numbers",
     "colors": "colours",
     "two": "two values in a JPEG",
+    "first": "ids in the first of three 16-bit channels, and numbers of objects in the second",
     "onehot": "a channel for each class",
     "annotations": "ids that were drawn from an annotation file",
     "picture": "too many values",
@@ -228,7 +229,9 @@ def _kind(stored: np.ndarray, path: Path) -> Kind:
         is_red = is_color and top > 1  # or green, or blue: an area of one class
         if (np.count_nonzero(stored, axis=2) == 1).all() and not is_red:
             return "onehot"
-    return "colors" if is_color else "picture"
+    # As SYNTHIA's.
+    is_first = stored.dtype == np.uint16 and stored.shape[2] == 3 and not stored[..., 2].any()
+    return "colors" if is_color else "first" if is_first else "picture"
 
 
 def _why_no_label(stored: np.ndarray, path: Path) -> str:
@@ -237,6 +240,8 @@ def _why_no_label(stored: np.ndarray, path: Path) -> str:
         return "JPEG has blurred their values: save labels as PNG"
     if _single(stored) is not None:
         return "values below 0, above 65535 or between whole numbers"
+    if stored.dtype == np.uint16:
+        return "16-bit colours: save ids as PNG of one channel"
     if without_alpha(stored).shape[2] in (2, 4):
         return "their transparency varies: save labels without it"
     return _TOO_MANY
