@@ -12,6 +12,8 @@ import tifffile
 import yaml
 from folders import COLORS, NAMES, assert_same_division, labels_of, save, scene
 
+from segtrain.config import load_config
+from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.places import place_beside
 from segtrain.data.read.rims import blended_pixels
@@ -91,6 +93,66 @@ def assert_labels(found, truth):
     assert found.keys() == truth.keys()
     for name, label in truth.items():
         np.testing.assert_array_equal(found[name], label, err_msg=name)
+
+
+# Bands in files of their own
+
+BANDS = [
+    ("scene{i:02}/B{k:02}.tif", "scene{i:02}/mask.tif"),
+    ("scenes/scene{i:02}/B{k:02}.tif", "labels/scene{i:02}.tif"),
+    ("train/{i}x/B{k:02}.tif", "train_labels/{i}x_mask.png"),
+    ("data/{i}x/B{k:02}.tif", "data/{i}x/label.png"),
+    ("train_{name}/{name}_patch_{i}_LC08.tif", "train_gt/gt_patch_{i}_LC08.tif"),
+    ("train_{name}/{name}_{i:03}.tif", "train_gt/gt_{i:03}.tif"),
+    ("B{k:02}/{i:03}.tif", "masks/{i:03}.png"),
+]
+
+
+def write_bands(folder, image, label):
+    """The files of an image, each a channel, and the truth by the first of them."""
+    pixels, truth = {}, {}
+    for i in range(8):
+        stored, classes = scene(i)
+        files = {}
+        for k, name in enumerate(("red", "green", "blue")):
+            path = image.format(i=i, k=k + 2, name=name)
+            files[path] = stored[..., k]
+            save(folder / path, files[path])
+        save(folder / label.format(i=i), classes)
+        first = min(files)
+        truth[first] = classes
+        pixels[first] = np.dstack([files[path] for path in sorted(files)])
+    return pixels, truth
+
+
+@pytest.mark.parametrize(("image", "label"), BANDS)
+def test_bands_in_files_are_one_image(folder, init, image, label):
+    pixels, truth = write_bands(folder, image, label)
+    found, said = init("--channels", "3")
+    assert_labels(found, truth)
+    assert any(f"in this order: {first}, " in said for first in truth)
+    config = load_config(folder.with_name("made") / "config.yaml")
+    for split in (config.data.train_split, config.data.eval_split):
+        dataset = open_dataset(config.data, split)
+        for i, pair in enumerate(dataset.pairs):
+            name = str(pair.image.relative_to(folder))
+            np.testing.assert_array_equal(dataset[i][0], pixels[name])
+
+
+@pytest.mark.parametrize(("image", "label"), BANDS)
+def test_an_image_of_other_bands_is_refused(folder, refused, image, label):
+    write_bands(folder, image, label)
+    path = folder / image.format(i=3, k=3, name="green")
+    other = folder / image.format(i=3, k=8, name="nir")
+    other.parent.mkdir(exist_ok=True)
+    path.rename(other)
+    said = refused(code=3)
+    assert "other bands than most" in said or "no labels that belong to them" in said
+
+
+def test_scenes_whose_pictures_are_not_called_as_bands_are_no_images_of_bands(folder, refused):
+    write_bands(folder, "scenes/scene{i:02}/P{k:02}.tif", "labels/scene{i:02}.tif")
+    assert "no labels that belong to them" in refused(code=3)
 
 
 # A file or a folder for each class

@@ -164,6 +164,8 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
         for option in plan.options
         if option.key in ("data.channels", "data.value_range")
     ]
+    if (bands := images[0].files)[1:]:
+        lines.append(f"bands      in this order: {first_of(bands, 16)}")
     for image, files in list(labels.labels.items())[:3]:
         lines.append(f"  pair     {image}  {first_of(files, 2) or 'background alone'}")
     lines += [f"classes    {line}" for line in plan.classes.reasons]

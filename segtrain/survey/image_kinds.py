@@ -1,6 +1,7 @@
 """The images of a folder: headers, splits, facts about a sample, and which are nearly alike."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -97,12 +98,26 @@ def with_headers(
                 map_place=infos[0].place,
             )
         )
+    _check_bands(folder, names, found)
     note_all(notes, unreadable, "image is left out", "images are left out")
     what = "label fits", "labels fit"
     note_all(notes, twins, *(f"{one} several pictures, the first is used" for one in what))
     what = "an EXIF orientation, which is ignored: pixels count as stored"
     note_all(notes, turned, f"image carries {what}", f"images carry {what}")
     return found
+
+
+def _check_bands(folder: Path, names: Sequence[FileName], images: Sequence[Image]) -> None:
+    """Stops where images in several files do not have the same bands, in the same order.
+
+    DataError: they have not; as many others would be taken for them.
+    """
+    band_of = {name.path: pairing.band_of(name) for name in names}
+    bands = {x.path: tuple(band_of[one] for one in x.files) for x in images if len(x.files) > 1}
+    usual = Counter(bands.values()).most_common(1)
+    if others := [path for path, found in bands.items() if found != usual[0][0]]:
+        what = counted(len(others), "image has", "images have")
+        raise DataError(f"{folder}: {what} other bands than most: {first_of(others, 3)}")
 
 
 def _is_said(word: str) -> bool:

@@ -42,6 +42,11 @@ _GLUED = re.compile(r"(train|training|val|valid|validation|test|testing)(\d+|cro
 # A beginning or end counts as one if so many names of a folder have it; role words always do.
 _COMMON_START, _COMMON_END = 0.9, 0.1
 _MOST_AFFIXES = 4
+# Words that say which band or kind of picture a file is, of satellites, radar and medicine.
+_BAND = re.compile(
+    r"(b|band|ch|channel)\d*a?|coastal|blue|green|red|re\d?|rededge\d?|nir\d?|swir\d?|tir\d?|"
+    r"thermal|pan|[vh][vh]|t[12](ce|gd|[cnfw])?|flair|dwi|adc"
+)
 
 _FolderKind = tuple[str, str]
 """The folder of a file, and its suffix."""
@@ -318,7 +323,7 @@ def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
             found.alone.append(label.path)
         elif strays:
             found.unclear.append(label.path)
-        elif candidates and len({image.pattern for image in candidates}) == len(candidates):
+        elif candidates and len(set(map(band_of, candidates))) == len(candidates):
             first, *bands = sorted(image.path for image in candidates)
             found.labels[first].append(label.path)
             if bands:
@@ -357,6 +362,44 @@ def with_pairs(
         [x for x in one if x not in placed] for one in (matches.unclear, matches.alone)
     )
     return matches._replace(labels=labels, unclear=unclear, alone=alone)
+
+
+def _band_words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in words_of(text) if _BAND.fullmatch(word))
+
+
+def band_of(image: FileName) -> tuple[str, ...]:
+    """What tells the bands of an image from each other, and is the same in all images.
+
+    Folders that differ in a number alone are scenes, unless they are called as bands are: `B02/`.
+    """
+    return (form_of(image.pattern), *_band_words(image.pattern))
+
+
+def match_scenes(
+    images: Sequence[FileName], labels: Sequence[FileName]
+) -> tuple[list[FileName], Matches]:
+    """A folder for each scene, and in all the same bands: `s1/B02.tif`, `s1/B03.tif`, `s2/B02.tif`.
+
+    The label lies there too, or is called as the folder: `s1/mask.tif`, `labels/s1.tif`. Matched as
+    if each band had a folder of its own: `B02/s1.tif`.
+    """
+    bands: dict[str, list[str]] = defaultdict(list)
+    for image in images:
+        bands[_folder(image)].append(PurePosixPath(image.path).name.lower())
+    are_bands = all(_band_words(stem) for stem in {image.stem for image in images})
+    if not are_bands or len({frozenset(x) for x in bands.values()}) > 1 or "" in bands:
+        return [], Matches({}, {}, [], [])
+    names = [*images, *labels]
+    turned = [PurePosixPath(name.path) for name in names]
+    for i, (name, path) in enumerate(zip(names, turned, strict=True)):
+        if _folder(name) in bands:
+            scene = path.parent.name
+            turned[i] = path.parents[1] / path.stem / f"{scene}{path.suffix}"
+    parsed = parse_names([str(path) for path in turned])
+    parsed = [one._replace(path=name.path) for one, name in zip(parsed, names, strict=True)]
+    renamed = parsed[: len(images)]
+    return renamed, match(renamed, parsed[len(images) :])
 
 
 def match_channels(

@@ -150,10 +150,11 @@ def _matched(
     images = [name for name in names if roles[name.pattern] == "image"]
     labels = [name for name in names if roles[name.pattern] == "label"]
     matches = pairing.match(images, labels)
-    if len(matches.labels) < len(images) / 2 and matches.alone:
-        renamed, by_channel = pairing.match_channels(images, labels)
-        if len(by_channel.labels) > len(matches.labels):
-            images, matches = renamed, by_channel
+    for other_way in (pairing.match_channels, pairing.match_scenes):
+        if len(matches.labels) < len(images) / 2 and (matches.alone or matches.unclear):
+            renamed, found = other_way(images, labels)
+            if len(found.labels) > len(matches.labels):
+                images, matches = renamed, found
     return roles, images, labels, matches
 
 
