@@ -807,6 +807,33 @@ def test_no_data_below_0_is_no_data(folder, init, dtype, mark):
     assert_labels(found, truth)
 
 
+def test_a_class_file_by_hand_is_told_of_no_data_below_0(folder, lab):
+    truth = {}
+    for split, i in (("train", 0), ("train", 1), ("val", 2)):
+        image, classes = scene(i)
+        save(folder / f"images/{split}/t{i}.png", image)
+        label = classes.astype(np.int16)
+        label[50:] = -1
+        (folder / f"labels/{split}").mkdir(parents=True, exist_ok=True)
+        tags = [(42113, "s", 0, "-1", True)]
+        tifffile.imwrite(folder / f"labels/{split}/t{i}.tif", label, extratags=tags)
+        truth[f"images/{split}/t{i}.png"] = np.where(label < 0, 255, classes)
+    path = lab.folder / "classes.yaml"
+    path.write_text(yaml.safe_dump({"classes": list(NAMES)}))
+    config = lab.config(folder, data={"layout": "folders", "classes": str(path)})
+    hint = "such as -1: to ignore it, list it there: `ignore_ids: [255, 65535]`"
+    assert hint in lab.command("data", "check", config, "--jobs", "1").out
+    assert hint in lab.refused("train", config, "--output", lab.folder / "run", code=3)
+    path.write_text(yaml.safe_dump({"classes": list(NAMES), "ignore_ids": [255, 65535]}))
+    assert lab.command("data", "check", config, "--jobs", "1").code == 0
+    data = load_config(config).data
+    for split in ("train", "val"):
+        dataset = open_dataset(data, split)
+        for i, pair in enumerate(dataset.pairs):
+            name = str(pair.image.relative_to(folder))
+            np.testing.assert_array_equal(dataset[i][1], truth[name])
+
+
 def test_transparent_pixels_of_a_map_are_no_data(folder, init):
     truth = {}
     for i in range(8):

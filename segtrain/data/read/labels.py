@@ -15,6 +15,8 @@ from segtrain.text import first_of, printable
 from segtrain.types import IGNORE_INDEX
 
 _MAX_SHOWN = 10
+# The largest of 16 bits, and the id of pixels that a TIFF marks by a number that is none.
+_NO_DATA_ID = 65535
 # More colours than 8-bit labels have values.
 _MANY_COLORS = 256
 
@@ -187,6 +189,11 @@ def _repair_for_ids(found: set[int], unknown: set[int], class_file: ClassFile) -
         )
     # A list in the file replaces the default, [255], so the line must repeat it.
     ignored = [*class_file.ignore_ids, *sorted(unknown)]
+    if unknown == {_NO_DATA_ID}:
+        return (
+            f"{_NO_DATA_ID} means no data as a rule, and stands for a GDAL_NODATA such as -1: to "
+            f"ignore it, list it there: `ignore_ids: {ignored}`"
+        )
     return f"give them a class there, or, to ignore them, write `ignore_ids: {ignored}` there"
 
 
