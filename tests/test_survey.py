@@ -105,6 +105,11 @@ BANDS = [
     ("train_{name}/{name}_patch_{i}_LC08.tif", "train_gt/gt_patch_{i}_LC08.tif"),
     ("train_{name}/{name}_{i:03}.tif", "train_gt/gt_{i:03}.tif"),
     ("B{k:02}/{i:03}.tif", "masks/{i:03}.png"),
+    ("{city}/{i:03}_B{k:02}.tif", "masks/{city}/{i:03}.png"),
+    (
+        "train_{name}/{name}_patch_{i}_1_by_1_LC08_L1TP_002053_2016_2017_01_T1.tif",
+        "train_gt/gt_patch_{i}_1_by_1_LC08_L1TP_002053_2016_2017_01_T1.tif",
+    ),
 ]
 
 
@@ -115,10 +120,11 @@ def write_bands(folder, image, label):
         stored, classes = scene(i)
         files = {}
         for k, name in enumerate(("red", "green", "blue")):
-            path = image.format(i=i, k=k + 2, name=name)
+            city = ("bern", "zurich")[i % 2]
+            path = image.format(i=i, k=k + 2, name=name, city=city)
             files[path] = stored[..., k]
             save(folder / path, files[path])
-        save(folder / label.format(i=i), classes)
+        save(folder / label.format(i=i, city=city), classes)
         first = min(files)
         truth[first] = classes
         pixels[first] = np.dstack([files[path] for path in sorted(files)])
@@ -142,8 +148,8 @@ def test_bands_in_files_are_one_image(folder, init, image, label):
 @pytest.mark.parametrize(("image", "label"), BANDS)
 def test_an_image_of_other_bands_is_refused(folder, refused, image, label):
     write_bands(folder, image, label)
-    path = folder / image.format(i=3, k=3, name="green")
-    other = folder / image.format(i=3, k=8, name="nir")
+    path = folder / image.format(i=3, k=3, name="green", city="zurich")
+    other = folder / image.format(i=3, k=8, name="nir", city="zurich")
     other.parent.mkdir(exist_ok=True)
     path.rename(other)
     said = refused(code=3)

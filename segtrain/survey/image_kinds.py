@@ -112,8 +112,12 @@ def _check_bands(folder: Path, names: Sequence[FileName], images: Sequence[Image
 
     DataError: they have not; as many others would be taken for them.
     """
-    band_of = {name.path: pairing.band_of(name) for name in names}
-    bands = {x.path: tuple(band_of[one] for one in x.files) for x in images if len(x.files) > 1}
+    words_of = {name.path: {*pairing.words_of(name.pattern)} for name in names}
+    bands: dict[str, tuple[frozenset[str], ...]] = {}
+    for image in images:
+        words = [words_of[file] for file in image.files]
+        if len(words) > 1:  # those that all files of an image have are of a place
+            bands[image.path] = tuple(frozenset(x - set.intersection(*words)) for x in words)
     usual = Counter(bands.values()).most_common(1)
     if others := [path for path, found in bands.items() if found != usual[0][0]]:
         what = counted(len(others), "image has", "images have")

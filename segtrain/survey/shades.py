@@ -74,8 +74,8 @@ def _between(labels: LabelSet, color: Color, near: Sequence[Color]) -> DataError
     places = " and ".join(f"{distance(one, color)} of {word(one)}" for one in near[:2])
     return DataError(
         f"{labels.pattern}: {word(color)} ({facts.pixels} pixels, as in {facts.example}) is within "
-        f"{places}: as near to two classes; give it the exact colour of one, or its own line in "
-        "the list of classes"
+        f"{places}: as near to two classes; give it the exact colour of one, or leave it out "
+        "(--ignore)"
     )
 
 
