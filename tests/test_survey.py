@@ -11,10 +11,12 @@ import pytest
 import tifffile
 import yaml
 from folders import COLORS, NAMES, assert_same_division, labels_of, save, scene
+from PIL import Image, ImageOps
 
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.decode import to_stored
 from segtrain.data.read.places import place_beside
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
@@ -708,6 +710,50 @@ def test_ids_of_objects_may_be_one_class(folder, init, asked):
     found, _ = init("--instances", "binary", "--names", "background,cell")
     assert names(folder) == ("background", "cell")
     assert_labels(found, truth)
+
+
+# Orientation
+
+
+def photo(path, upright, orientation):
+    """A JPEG that a viewer turns by its EXIF to show `upright`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = Image.fromarray(np.ascontiguousarray(to_stored(upright, orientation)))
+    stored.save(path, exif=exif, quality=95)
+    shown = np.asarray(ImageOps.exif_transpose(Image.open(path)))
+    assert abs(shown.astype(int) - upright).mean() < 12
+
+
+@pytest.mark.parametrize("orientations", [(1, 6), (8, 3), (5, 2, 7, 4)])
+def test_labels_of_photos_that_exif_turns_are_turned_back(folder, init, orientations):
+    """As tools of annotation write them: on the picture as it is shown."""
+    truth = {}
+    for i in range(12):
+        turn = orientations[i % len(orientations)]
+        image, classes = scene(i)
+        if i >= 8:  # square ones follow the others
+            image, classes = image[:, :64], classes[:, :64]
+        photo(folder / f"images/p{i}.jpg", image, turn)
+        save(folder / f"labels/p{i}.png", classes)
+        truth[f"images/p{i}.jpg"] = to_stored(classes, turn)
+    found, said = init()
+    assert "as EXIF turns the images, by their sizes" in said
+    assert_labels(found, truth)
+
+
+def test_labels_on_the_pixels_as_stored_stay(folder, init, refused):
+    truth = {}
+    for i in range(8):
+        image, classes = scene(i)
+        photo(folder / f"images/p{i}.jpg", image, 6)
+        truth[f"images/p{i}.jpg"] = np.rot90(classes)
+        save(folder / f"labels/p{i}.png", truth[f"images/p{i}.jpg"])
+    assert_labels(init()[0], truth)
+    shutil.rmtree(folder.with_name("made"))
+    save(folder / "labels/p3.png", scene(3)[1])
+    assert "1 label has another size than the image: labels/p3.png: 64x80" in refused(code=3)
 
 
 # Places

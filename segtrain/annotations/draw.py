@@ -11,21 +11,13 @@ from typing import Literal, get_args
 import numpy as np
 
 from segtrain.annotations.regions import IGNORED, Annotated, Region, mask_library
+from segtrain.data.read.decode import to_stored
 from segtrain.types import IGNORE_INDEX
 
 Overlap = Literal["order", "area", "class"]
 """Which of two regions a pixel shows: the later in the file, the smaller (where both have the same
 area the later), or that of the later class."""
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
-
-# EXIF orientation -> how the stored pixels come from the turned ones.
-_TO_STORED = {
-    1: lambda label: label,
-    5: np.transpose,
-    6: np.rot90,
-    7: lambda label: np.rot90(label, 2).T,
-    8: lambda label: np.rot90(label, -1),
-}
 
 
 def draw(annotated: Annotated, classes: Sequence[str], overlap: Overlap) -> np.ndarray:
@@ -47,7 +39,7 @@ def draw(annotated: Annotated, classes: Sequence[str], overlap: Overlap) -> np.n
     label = np.zeros(annotated.size, np.uint8, order="F")
     for i in sorted(range(len(drawn)), key=rank):
         label[masks.decode(drawn[i]) != 0] = regions[i]
-    return np.ascontiguousarray(_TO_STORED[annotated.orientation](label))
+    return np.ascontiguousarray(to_stored(label, annotated.orientation))
 
 
 def _packed(region: Region, size: tuple[int, int]) -> dict[str, object]:

@@ -168,6 +168,9 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
         lines.append(f"bands      in this order: {first_of(bands, 16)}")
     for image, files in list(labels.labels.items())[:3]:
         lines.append(f"  pair     {image}  {first_of(files, 2) or 'background alone'}")
+    if labels.upright:
+        what = "as EXIF turns the images, by their sizes: drawn anew on the pixels as stored"
+        lines.append(f"labels     {what}")
     lines += [f"classes    {line}" for line in plan.classes.reasons]
     total = sum(one.pixels for one in plan.classes.classes) or 1
     for one in plan.classes.classes:

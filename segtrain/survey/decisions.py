@@ -22,6 +22,7 @@ from segtrain.data.read import image_formats
 from segtrain.data.read.classes import default_palette, load_class_file, read_by
 from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.decode import to_stored
 from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import ConfigError, DataError, ExecutionError
@@ -86,6 +87,8 @@ def _label_format(plan: Decisions) -> str | None:
     """`data.label_format`; None: training cannot read the labels as they are, so they are drawn."""
     labels = plan.labels
     if labels.classes or labels.kind not in ("ids", "colors") or () in labels.labels.values():
+        return None
+    if labels.upright:
         return None
     if labels.kind == "colors" and len(plan.classes.ignored) > 1:
         return None  # a class file can ignore one colour
@@ -226,6 +229,7 @@ def _draw_one(
         drawn = train_ids[numbers]
     else:
         drawn = _train_ids(root / files[0], labels, classes)
+        drawn = to_stored(drawn, image.orientation) if labels.upright else drawn
     colors = [*palette, *[(0, 0, 0)] * (256 - len(palette))]
     write_indexed_png(folder / f"{image.name}.png", drawn, colors)
 

@@ -29,7 +29,7 @@ class Image:
     files: its file, or its bands in order. size: (height, width). channels: of all bands.
     alpha: whether the last channel is marked as transparency.
     split: train, val or test, if a folder or a list says so. scene: its folder without words of
-        role and split. sequence: its name without the last number.
+        role and split. sequence: its name without the last number. orientation: of EXIF.
     """
 
     files: tuple[str, ...]
@@ -41,6 +41,7 @@ class Image:
     scene: str
     sequence: str
     map_place: MapPlace | None = None
+    orientation: int = 1
 
     @property
     def path(self) -> str:
@@ -96,6 +97,7 @@ def with_headers(
                 scene="/".join(x for x in folders if not all(map(_is_said, pairing.words_of(x)))),
                 sequence=re.sub(r"\d+\D*$", "", name.core),
                 map_place=infos[0].place,
+                orientation=infos[0].orientation,
             )
         )
     _check_bands(folder, names, found)

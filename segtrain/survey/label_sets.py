@@ -14,6 +14,7 @@ import numpy as np
 
 from segtrain.data.read import image_formats
 from segtrain.data.read.classes import says_no_class
+from segtrain.data.read.decode import to_stored
 from segtrain.errors import DataError
 from segtrain.survey import contents, pairing
 from segtrain.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts, spread
@@ -41,6 +42,7 @@ class LabelSet:
     no_data, shown_in, claimed: values that files mark as none; the images that show each value;
         pixels that the files of several classes show. All are known after `count_values`.
     numbered: whether values number objects, all of the one class.
+    upright: whether labels follow the EXIF orientation of their images, as `count_values` finds.
     """
 
     pattern: str
@@ -55,6 +57,7 @@ class LabelSet:
     shown_in: Mapping[Value, Set[str]] = field(default_factory=dict)
     claimed: int = 0
     numbered: bool = False
+    upright: bool = False
     pattern_of: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -349,10 +352,10 @@ _TURNS = {"upside down": (-1, 1), "mirrored": (1, -1), "turned by 180 degrees": 
 
 def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeScores:
     """Compares a sample of the images with their labels, with others' and with turned ones."""
+    compared = [image for image in images if len(labels.labels.get(image.path, ())) == 1]
     pairs = [
         ([folder / file for file in image.files], folder / labels.labels[image.path][0])
-        for image in images
-        if len(labels.labels.get(image.path, ())) == 1
+        for image in compared
     ]
     seen: list[_EdgeFacts] = []
     for i in spread(range(len(pairs)), _COMPARED) if len(pairs) > 2 else ():
@@ -361,6 +364,8 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeSco
                 contents.read_bands(pairs[k % len(pairs)][0]) for k in (i - 1, i, i + 1)
             )
             label = contents.read_label_part(pairs[i][1])
+            if labels.upright:
+                label = to_stored(label, compared[i].orientation)
             scores = _edge_scores(label, own, {"the next": before, "the previous": after})
             numbers = _numbers(label) if labels.kind == "ids" else None
             seen.append(_EdgeFacts(scores, *_black_and_zero(own, label), numbers))

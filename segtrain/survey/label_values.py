@@ -47,7 +47,8 @@ def count_values(
     found = [(*names, facts) for names, facts in zip(files, read, strict=True)]
     shows_one = labels.classes and not (labels.numbered or is_colored)
     kinds = {"ids", "two"} if shows_one else {kind}
-    shown = _checked(folder, found, kinds, by_path)
+    upright = not labels.classes and _are_upright(found, by_path)
+    shown = _checked(folder, found, kinds, by_path, upright=upright)
     if labels.classes:
         labels = _with_painted(folder, labels, by_path, jobs)
         values, shown_in = labels.values, labels.shown_in
@@ -64,7 +65,7 @@ def count_values(
     palette = max((facts.palette for facts in read), key=len, default=())
     palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
     no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
-    known = {"palette": palette, "no_data": no_data, "shown_in": shown_in}
+    known = {"palette": palette, "no_data": no_data, "shown_in": shown_in, "upright": upright}
     return replace(labels, kind=kind, values=values, **known)
 
 
@@ -147,8 +148,12 @@ def _checked(
     found: Iterable[tuple[str, str, LabelFacts | str]],
     kinds: Set[Kind],
     images: Mapping[str, Image],
+    *,
+    upright: bool,
 ) -> dict[int, Color]:
     """The colours that palettes give to the values; found: image, file and facts of each label.
+
+    upright: as in LabelSet.
 
     Raises:
         DataError: as `count_values`.
@@ -157,7 +162,7 @@ def _checked(
     for image, file, facts in found:
         if problem := _problem(facts, file, shown, kinds):
             unfit.append(problem)
-        elif facts.size != images[image].size:
+        elif facts.size != _label_size(images[image], upright):
             sides = ["x".join(map(str, size)) for size in (facts.size, images[image].size)]
             wrong.append(f"{file}: {sides[0]}, image {sides[1]}")
         elif what := other_place(images[image].map_place, facts.place):
@@ -178,6 +183,33 @@ def _checked(
         where = f"elsewhere on the map than the image: {first_of(elsewhere, 5)}"
         raise DataError(f"{folder}: {what} {where}; {SAME_EXTENT}")
     return shown
+
+
+def _is_turned(image: Image) -> bool:
+    """Whether EXIF exchanges height and width."""
+    return image.orientation in (5, 6, 7, 8)
+
+
+def _label_size(image: Image, upright: bool) -> tuple[int, int]:
+    return image.size[::-1] if upright and _is_turned(image) else image.size
+
+
+def _are_upright(
+    found: Iterable[tuple[str, str, LabelFacts | str]], images: Mapping[str, Image]
+) -> bool:
+    """Whether labels were made on the pictures as EXIF turns them.
+
+    Their sizes tell: all labels of turned pictures that are not square have height and width
+    exchanged. Then those of upside-down and square ones were made so, too.
+    """
+    turned = [
+        facts.size == images[image].size[::-1]
+        for image, _, facts in found
+        if not isinstance(facts, str)
+        and _is_turned(images[image])
+        and len({*images[image].size}) == 2
+    ]
+    return bool(turned) and all(turned)
 
 
 def _shown(facts: LabelFacts) -> dict[int, Color]:

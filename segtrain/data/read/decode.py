@@ -186,6 +186,20 @@ def opened(file: IO[bytes], path: str | Path, formats: Sequence[str]) -> Iterato
             raise DataError(f"{printable(path)}: not a {' or '.join(formats)} image") from error
 
 
+def to_stored(upright: np.ndarray, orientation: int) -> np.ndarray:
+    """The pixels (H, W, ...) as stored of a picture that EXIF's orientation has made `upright`.
+
+    >>> to_stored(np.array([[1, 2, 3]]), 6).tolist()  # shown turned by a quarter to the right
+    [[3], [2], [1]]
+    """
+    if orientation in (2, 4):
+        return np.flip(upright, 1 if orientation == 2 else 0)
+    if orientation in (5, 7):
+        upright = np.rot90(upright, 2) if orientation == 7 else upright
+        return np.swapaxes(upright, 0, 1)
+    return np.rot90(upright, {3: 2, 6: 1, 8: -1}.get(orientation, 0))
+
+
 def exif_orientation(image: Image.Image) -> int:
     """The EXIF orientation of an opened image, 1 to 8; 1 if it is upright or says nothing.
 
