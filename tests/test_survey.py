@@ -381,6 +381,68 @@ def test_images_without_a_label_show_background_where_it_is_said(folder, init):
     assert_labels(found, truth)
 
 
+# Numbers of images, and other numbers
+
+
+def objects(folder, image, label, count):
+    """`count(i)` objects in image i, a file each; all are of one class."""
+    truth = {}
+    for i in range(8):
+        path = f"images/{image.format(i=i)}.jpg"
+        save(folder / path, scene(i)[0])
+        shown = [disc(10 * i + k, 4) for k in range(count(i))]
+        for k, mask in enumerate(shown):
+            save(folder / "masks" / f"{label.format(i=i, k=k)}.png", mask_of(mask))
+        truth[path] = np.any(shown, axis=0).astype(np.uint8)
+    return truth
+
+
+OBJECTS = [
+    ("{i}", "{i}/{k}", lambda i: 3),
+    ("{i}", "{i}/mask_{k}", lambda i: 2 + (i == 1)),
+    ("{i}", "{i:04}/{k:04}", lambda i: 3),
+    ("{i:04}", "{i:04}/{k:04}", lambda i: 2 + i % 4),
+    ("img_{i}", "img_{i}/{k}", lambda i: 3),
+    ("img_{i}", "img_{i}/{k}", lambda i: 8),
+    ("part{i}a", "part{i}a/{k}", lambda i: 9),
+]
+
+
+@pytest.mark.parametrize(("image", "label", "count"), OBJECTS)
+def test_objects_in_a_folder_that_is_called_as_an_image_are_of_it(
+    folder, init, image, label, count
+):
+    truth = objects(folder, image, label, count)
+    found, _ = init()
+    assert_labels(found, truth)
+
+
+def test_objects_whose_folder_and_file_are_images_are_refused(folder, refused):
+    objects(folder, "{i}", "{i}/{k}", lambda i: 8)
+    assert "its folder and its own name are both called as images" in refused(code=3)
+    shutil.rmtree(folder)
+    objects(folder, "{i}", "{i}/{k}", lambda i: 5 * (i < 4))  # as four classes in five images
+    assert "its folder and its own name are both called as images" in refused(code=3)
+
+
+@pytest.mark.parametrize(("label", "classes"), [("{k}/{i}", 3), ("{bucket}/{i:05}_{name}", 2)])
+def test_folders_of_classes_or_buckets_that_are_called_as_images_are_none(
+    folder, init, label, classes
+):
+    truth = {}
+    for i in range(10):
+        save(folder / f"img/{i}.jpg", scene(i)[0])
+        truth[f"img/{i}.jpg"] = np.zeros((64, 80), np.uint8)
+        for k in range(classes):
+            shown = np.zeros((64, 80), bool)
+            shown[10 * k : 10 * k + 8, 3 * i : 3 * i + 20] = True
+            name = label.format(i=i, k=k, bucket=i // 5, name=("hair", "skin")[k % 2])
+            save(folder / "anno" / f"{name}.png", mask_of(shown))
+            truth[f"img/{i}.jpg"][shown] = k + 1
+    found, _ = init()
+    assert_labels(found, truth)
+
+
 # Pairs
 
 

@@ -135,9 +135,9 @@ def _sets_by_form(
             sets |= _grouped(by_image, lambda _, label: pairing.form_of(pattern_of[label]))
         del sets[form]
     for form, by_image in list(sets.items()):
-        if not _several(by_image) or are_binary(by_image):
+        if not _several(by_image) or (are_binary(by_image) and _have_one_folder(by_image)):
             continue
-        del sets[form]  # versions: v1.2/labels/ and v2.0/labels/
+        del sets[form]  # versions: v1.2/labels/ and v2.0/labels/; classes: 1/ and 2/
         sets |= _grouped(by_image, lambda _, label: pattern_of[label])
     return sets
 
@@ -206,7 +206,7 @@ def _form(pattern: str, image: str) -> str:
     >>> _form("masks/train/car/*.png", image="images/train/1.png")
     'masks/car/*.png'
     """
-    scenes = PurePosixPath(image).parts[:-1]
+    scenes = PurePosixPath(image).with_suffix("").parts
     *folders, name = pattern.split("/")
     kept = [x for x in folders if not pairing.is_split(x)]
     roles = [x for x in kept if set(pairing.words_of(x)) & pairing.LABEL_WORDS]
@@ -253,9 +253,12 @@ def _several(by_image: _ByImage) -> bool:
 
 def _have_own_folders(by_image: _ByImage) -> bool:
     """Whether the labels of each image lie in one folder, which no other image shares."""
-    folders = [{PurePosixPath(label).parent for label in files} for files in by_image.values()]
-    is_one = all(len(found) == 1 for found in folders)
-    return is_one and len(set.union(*folders)) == len(folders)
+    folders = {PurePosixPath(label).parent for files in by_image.values() for label in files}
+    return _have_one_folder(by_image) and len(folders) == len(by_image)
+
+
+def _have_one_folder(by_image: _ByImage) -> bool:
+    return all(len({PurePosixPath(x).parent for x in files}) == 1 for files in by_image.values())
 
 
 def _share_images(sets: Iterable[_ByImage]) -> bool:

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from segtrain.data.read.sequences import SPLIT_WORDS
+from segtrain.errors import DataError
 
 _IMAGE_WORDS = (
     "image images img imgs im rgb photo photos picture pictures pic pics jpegimages "
@@ -300,6 +301,8 @@ class Matches(NamedTuple):
 def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
     """The labels of each image; see the top of the file.
 
+    DataError: folders and files of labels are called as images, and nothing says which counts.
+
     >>> images = parse_names(["img/a_1.jpg", "img/a_2.jpg"])
     >>> found = match(images, parse_names(["gt/a_1_mask.png", "gt/a_7_mask.png"]))
     >>> found.labels, found.alone
@@ -316,8 +319,12 @@ def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
         (label, _nearest(label, by_core.get(label.core) or by_stem.get(label.stem, ())))
         for label in labels
     ]
+    decided = _called_as_images(images, fitting)
     partners = _Partners(fitting)
     for label, candidates in fitting:
+        if (owner := decided.get(label.path)) is not None:
+            found.labels[owner].append(label.path)
+            continue
         strays = [image for image in candidates if partners.are_others(label, image)]
         if strays and len(candidates) == 1:
             found.alone.append(label.path)
@@ -333,7 +340,8 @@ def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
         else:
             left.append(label)
     for rule in (_by_number, _by_folder, _by_only_image):
-        matched = rule(images, left) if left else {}
+        asked = [x for x in left if rule is _by_number or x.path not in decided]
+        matched = rule(images, asked) if asked else {}
         for label, image in matched.items():
             found.labels[image].append(label)
         left = [label for label in left if label.path not in matched]
@@ -473,8 +481,84 @@ def _is_first(counts: Counter[str], key: str) -> bool:
     return key in counts and counts[key] == max(counts.values())
 
 
+def _called_as_images(
+    images: Sequence[FileName], fitting: Iterable[tuple[FileName, Sequence[FileName]]]
+) -> dict[str, str | None]:
+    """The image of each label whose folder is called as one; None: that of its own name counts.
+
+    `masks/3/1.png` may be an object in image 3, or image 1 in a folder of class or bucket 3. Labels
+    below one folder are of one kind: what names (nearly) all images there counts, or far more.
+
+    DataError: neither does.
+    """
+    by_name: dict[str, list[FileName]] = defaultdict(list)
+    by_number: dict[int | None, list[FileName]] = defaultdict(list)
+    for image in images:
+        by_number[_number(image)].append(image)
+        for name in {image.core, image.stem}:
+            by_name[name].append(image)
+    kinds: dict[tuple[str, ...], list[_Claim]] = defaultdict(list)
+    for label, fits in fitting:
+        number = _number(label)
+        of_file = fits or ([] if number is None else _nearest(label, by_number.get(number, ())))
+        *folders, _ = PurePosixPath(label.path).parts
+        for i, folder in reversed([*enumerate(folders)]):
+            numbered = by_number.get(int(folder), ()) if folder.isdecimal() else ()
+            of_folder = _nearest(label, by_name.get(folder.lower()) or numbered)
+            if len(of_folder) == 1:
+                words = {*words_of(folder)}
+                if not any(words <= image.folders for image in of_file):  # no scene of both
+                    kind = (x for k, x in enumerate(folders) if k != i and not is_split(x))
+                    kinds[tuple(kind)].append(_Claim(label, folder, of_folder[0], of_file))
+                break
+    found: dict[str, str | None] = {}
+    for claims in kinds.values():
+        if any(one.of_file for one in claims):
+            counts = _folders_count(images, claims)
+            found |= {x.label.path: x.of_folder.path if counts else None for x in claims}
+    return found
+
+
+class _Claim(NamedTuple):
+    """A label, and the images that its folder and its own name are called as."""
+
+    label: FileName
+    folder: str
+    of_folder: FileName
+    of_file: Sequence[FileName]
+
+
+def _folders_count(images: Sequence[FileName], claims: Sequence[_Claim]) -> bool:
+    """Whether folders say the image, and not files; see `_called_as_images`."""
+    of_folders = {one.of_folder.path for one in claims}
+    of_files = {image.path for one in claims for image in one.of_file}
+    places = {path.rpartition("/")[0] for path in of_folders | of_files}
+    most = 0.9 * sum(_folder(image) in places for image in images)
+    folder_is_whole = [one.folder.lower() == one.of_folder.stem for one in claims]
+    file_is_whole = [one.label.stem in [x.stem for x in one.of_file] for one in claims]
+    is_word = all(re.search("[a-z]", one.of_folder.stem) for one in claims)
+    if all(folder_is_whole) and is_word and not any(file_is_whole):
+        return True
+    stems = {one.label.stem for one in claims}
+    if all(file_is_whole) and not any(folder_is_whole) and len(stems) == len(claims):
+        return False
+    if 2 * len(of_files) <= len(of_folders) or (of_files < of_folders and len(of_folders) >= most):
+        return True
+    is_more = of_folders < of_files or 2 * len(of_folders) <= len(of_files)
+    if is_more and len(of_files) >= most:
+        return False
+    raise DataError(
+        f"{claims[0].label.path}: its folder and its own name are both called as images; name "
+        "folders of classes by words, or images and the folders of their objects with a letter, "
+        "such as a3.jpg and a3/1.png"
+    )
+
+
 def _by_number(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[str, str]:
-    """Pairs with the same number, `img_7` and `label007`, if all labels have one image each."""
+    """Pairs with the same number, `img_7` and `label007`, if all labels have one image each.
+
+    Several labels of an image must lie in one folder: `00007_hair`, `00007_skin`.
+    """
     by_number: dict[tuple[str | None, int], list[str]] = defaultdict(list)
     for image in images:
         if (number := _number(image)) is not None:
@@ -486,7 +570,10 @@ def _by_number(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[s
         if len(candidates) != 1:
             return {}
         found[label.path] = candidates[0]
-    return found if len(set(found.values())) == len(found) else {}
+    of_images = {(found[label.path], label.pattern) for label in labels}
+    places = {(found[label.path], _folder(label)) for label in labels}
+    is_one_each = len(of_images) == len(labels) and len(places) == len(set(found.values()))
+    return found if is_one_each else {}
 
 
 def _number(name: FileName) -> int | None:
