@@ -463,6 +463,25 @@ def test_a_table_of_pairs_counts_whatever_it_is_called(folder, init, header):
     assert_labels(found, truth)
 
 
+def test_a_listed_label_that_cannot_be_read_is_refused_and_not_replaced(folder, init, refused):
+    rows, truth = [], {}
+    for i in range(8):
+        image, truth[f"images/a{i}.png"] = scene(i)
+        label = truth[f"images/a{i}.png"].astype(np.int16)
+        label[:, 70:] = -1
+        save(folder / f"images/a{i}.png", image)
+        save(folder / f"labels/a{i}.tif", label)
+        save(folder / f"weak/a{i}_mask.png", mask_of(disc(i)))
+        rows.append(f"a{i}.png,a{i}.tif\n")
+    (folder / "pairs.csv").write_text("image,label\n" + "".join(rows))
+    said = refused(code=3)
+    assert "labels/a0.tif: the label of images/a0.png by pairs.csv: values below 0" in said
+    for name, label in truth.items():
+        save(folder / name.replace("images", "labels").replace("png", "tif"), label)
+    found, _ = init("--labels", "labels")
+    assert_labels(found, truth)
+
+
 def test_tables_that_disagree_are_refused(folder, refused):
     for i in range(8):
         image, classes = scene(i)

@@ -67,6 +67,7 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
     lists = [path for path in others if path.endswith(SUFFIXES)]
     pattern_of = {name.path: name.pattern for name in label_names}
     listed, pair_source = listed_pairs(folder, lists, image_names, label_names)
+    _check_listed(folder, lists, names, samples, {*listed})
     if listed:
         matches = pairing.with_pairs(matches, image_names, listed, pattern_of)
     images = with_headers(folder, image_names, matches, notes)
@@ -111,6 +112,34 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
         annotations={kind: tuple(files) for kind, files in detect(folder).items()},
         notes=tuple(notes),
     )
+
+
+def _check_listed(
+    folder: Path,
+    lists: Sequence[str],
+    names: Sequence[FileName],
+    samples: Mapping[str, Sequence[LabelFacts]],
+    labelled: Set[str],
+) -> None:
+    """Stops where a list gives images labels that cannot be read: others must not replace them.
+
+    labelled: images to which a list gives a label that can be read.
+
+    DataError: there are such images.
+    """
+    roles = _roles(samples)
+    why = {pattern: next((x.why for x in found if x.why), "") for pattern, found in samples.items()}
+    images = [x for x in names if roles[x.pattern] == "image" and x.path not in labelled]
+    unread = {
+        x.path: why[x.pattern]
+        for x in names
+        if roles[x.pattern] == "made" and pairing.MADE_WORDS.isdisjoint(_words(x.pattern))
+    }
+    others = [x for x in names if x.path in unread]
+    listed, source = listed_pairs(folder, lists, images, others)
+    for image, label in listed.items():
+        reason = unread[label] or "looks like a picture"
+        raise DataError(f"{folder / label}: the label of {image} by {source}: {reason}")
 
 
 def _tiles(folder: Path, images: Sequence[Image]) -> dict[str, TileBox]:
