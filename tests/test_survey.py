@@ -381,6 +381,23 @@ def test_images_without_a_label_show_background_where_it_is_said(folder, init):
     assert_labels(found, truth)
 
 
+@pytest.mark.parametrize("copy", ["png/copy{i}.png", "again/{i}.jpg", "jpg/{i}_mask_2.jpg"])
+def test_copies_and_masks_without_a_label_are_no_background(folder, init, copy):
+    truth = {}
+    for i in range(12):
+        image, label = scene(i)
+        save(folder / f"jpg/{i}.jpg", image)
+        truth[f"jpg/{i}.jpg"] = label * np.uint8(i < 9)
+        if i < 9:
+            save(folder / f"labels/jpg/{i}.tif", label)
+            mask = np.dstack([mask_of(disc(i))] * 3)
+            save(folder / copy.format(i=i), mask if "mask" in copy else image)
+    (folder / "pairs.csv").write_text("".join(f"jpg/{i}.jpg,{i}.tif\n" for i in range(9)))
+    found, said = init("--missing", "background")
+    assert_labels(found, truth)
+    assert "9 images have no label" in said
+
+
 # Numbers of images, and other numbers
 
 

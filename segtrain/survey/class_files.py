@@ -1,5 +1,6 @@
 """Labels in a file or a folder for each class: which class a file shows, and which are chosen."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -10,6 +11,7 @@ from segtrain.errors import ConfigError
 from segtrain.survey import pairing
 from segtrain.survey.contents import spread
 from segtrain.survey.decide import Answers, Reading, UndecidedError, names_option
+from segtrain.survey.image_kinds import Image
 from segtrain.survey.label_sets import LabelSet, differing_words
 from segtrain.survey.survey import Survey
 from segtrain.text import counted, first_of
@@ -105,7 +107,8 @@ def _divided(labels: LabelSet, words: Mapping[str, str], answers: Answers) -> La
 def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
     """`labels`, in which images without one show background alone.
 
-    Those of a test split stay out, unless it has labels.
+    Those of a test split stay out, unless it has labels; so do masks (`1_mask_2.png` beside
+    `1.png`) and copies: of another suffix in other folders, or of the same name and nearly alike.
 
     ConfigError: labels have no background.
     """
@@ -113,12 +116,30 @@ def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
         labels = replace(labels, kind="ids", classes=("foreground",), values={})
     elif not labels.classes and not (labels.kind == "ids" and 0 in labels.values):
         raise ConfigError(f"--missing background: {labels.pattern}: 0 is no class of these labels")
-    splits = {image.split for image in survey.images if image.path in labels.labels}
-    others = (
-        image.path
-        for image in survey.images
-        if image.path not in labels.labels and (image.split != "test" or "test" in splits)
-    )
+    labelled = [image for image in survey.images if image.path in labels.labels]
+    splits = {image.split for image in labelled}
+    places = [PurePosixPath(image.path) for image in labelled]
+    kinds = {place.suffix.lower() for place in places}, {place.parent for place in places}
+    names = {image.name for image in survey.images}
+    copies = {
+        other
+        for pair in survey.similar
+        for one, other in (pair, pair[::-1])
+        if one in labels.labels and PurePosixPath(one).stem == PurePosixPath(other).stem
+    }
+
+    def is_like(image: Image) -> bool:
+        place = PurePosixPath(image.path)
+        is_mask = any(
+            image.name[: end.start()] in names
+            and not pairing.LABEL_WORDS.isdisjoint(pairing.words_of(image.name[end.start() :]))
+            for end in re.finditer(r"[_\-. ]", image.name)
+        )
+        is_kept = image.split != "test" or "test" in splits
+        like = place.suffix.lower() in kinds[0] or place.parent in kinds[1]
+        return is_kept and like and not is_mask and image.path not in copies
+
+    others = [x.path for x in survey.images if x.path not in labels.labels and is_like(x)]
     return replace(labels, labels={**labels.labels, **dict.fromkeys(others, ())})
 
 

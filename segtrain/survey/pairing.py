@@ -356,7 +356,10 @@ def with_pairs(
     pairs: Mapping[str, str],
     pattern_of: Mapping[str, str],
 ) -> Matches:
-    """`matches`, but the label of an image in `pairs` is that, and no other of its pattern."""
+    """`matches`, but the label of an image in `pairs` is that, and no other of its pattern.
+
+    Nor is such an image a band of another one.
+    """
     placed = set(pairs.values())
     labels = {}
     for image in images:
@@ -369,7 +372,8 @@ def with_pairs(
     unclear, alone = (
         [x for x in one if x not in placed] for one in (matches.unclear, matches.alone)
     )
-    return matches._replace(labels=labels, unclear=unclear, alone=alone)
+    bands = {first: x for first, x in matches.bands.items() if pairs.keys().isdisjoint(x)}
+    return matches._replace(labels=labels, bands=bands, unclear=unclear, alone=alone)
 
 
 def _band_words(text: str) -> tuple[str, ...]:
