@@ -3,6 +3,7 @@
 import csv
 import shutil
 from collections import Counter
+from pathlib import PurePosixPath
 
 import cv2
 import numpy as np
@@ -496,6 +497,46 @@ def test_a_listed_label_that_cannot_be_read_is_refused_and_not_replaced(folder, 
     for name, label in truth.items():
         save(folder / name.replace("images", "labels").replace("png", "tif"), label)
     found, _ = init("--labels", "labels")
+    assert_labels(found, truth)
+
+
+PHOTOS = [
+    ("image/{i}.jpg", "depth/{i}.png"),
+    ("train/vi/{i}D.png", "train/ir/{i}D.png"),
+    ("vis/{i:03}D.png", "ir/{i:03}D.png"),
+    ("Visible/{i}.png", "Infrared/{i}.png"),
+    ("images/rgb/{i}.png", "images/nir/{i}.png"),
+]
+
+
+@pytest.mark.parametrize(("image", "other"), PHOTOS)
+def test_the_photo_is_trained_of_pictures_of_one_label(folder, init, image, other):
+    truth = {}
+    for i in range(8):
+        photo, classes = scene(i)
+        second = photo[..., 0].astype(np.uint16) * 99 if "depth" in other else 255 - photo
+        second = second[..., 0] if "nir" in other else second
+        save(folder / image.format(i=i), photo)
+        save(folder / other.format(i=i), second)
+        name = PurePosixPath(image.format(i=i))
+        save(folder / name.parent.with_name("label") / f"{name.stem}.png", classes)
+        truth[image.format(i=i)] = classes
+    found, said = init()
+    assert_labels(found, truth)
+    assert "8 labels fit several pictures, the first is used: " in said
+
+
+def test_two_dates_are_refused_unless_a_list_chooses(folder, init, refused):
+    truth = {}
+    for i in range(8):
+        photo, truth[f"B/{i}.png"] = scene(i)
+        save(folder / f"A/{i}.png", 255 - photo)
+        save(folder / f"B/{i}.png", photo)
+        save(folder / f"label/{i}.png", truth[f"B/{i}.png"])
+    assert "several pictures for one label: A/0.png and B/0.png" in refused(code=3)
+    rows = "".join(f"B/{i}.png,label/{i}.png\n" for i in range(8))
+    (folder / "pairs.csv").write_text(rows)
+    found, _ = init()
     assert_labels(found, truth)
 
 

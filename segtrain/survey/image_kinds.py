@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -66,9 +66,19 @@ def note_all(notes: list[str], found: Sequence[str], one: str, many: str) -> Non
 
 
 def with_headers(
-    folder: Path, names: Sequence[FileName], matches: Matches, notes: list[str]
+    folder: Path,
+    names: Sequence[FileName],
+    matches: Matches,
+    listed: Collection[str],
+    notes: list[str],
 ) -> list[Image]:
-    """The images with their headers; those that cannot be read and oddities go into `notes`."""
+    """The images with their headers; those that cannot be read and oddities go into `notes`.
+
+    listed: images that a list names.
+
+    DataError: several pictures belong to one label, and neither words nor a list choose.
+    """
+    name_of, unclear = {name.path: name for name in names}, []
     further = {band for bands in matches.bands.values() for band in bands}
     found, unreadable, twins, turned = [], [], [], []
     for name in names:
@@ -80,7 +90,13 @@ def with_headers(
         except DataError as error:
             unreadable.append(str(error))
             continue
-        if len({info.size for info in infos}) > 1 or any(i.channels > 1 for i in infos[1:]):
+        first, *others = pairing.are_photos([name_of[path] for path in files])
+        is_photo = first and not any(others)
+        are_other = any(i.channels > 1 or i.dtype != infos[0].dtype for i in infos[1:])
+        is_whole = bool(others) and is_photo and infos[0].channels > 1
+        if len({info.size for info in infos}) > 1 or are_other or is_whole:
+            if not is_photo and name.path not in listed:
+                unclear.append(" and ".join(files))
             twins.append(" and ".join(files))  # no bands, but other pictures of the same name
             files, infos = files[:1], infos[:1]
         if infos[0].orientation != 1:
@@ -99,6 +115,11 @@ def with_headers(
                 map_place=infos[0].place,
                 orientation=infos[0].orientation,
             )
+        )
+    if unclear:
+        raise DataError(
+            f"{folder}: several pictures for one label: {first_of(unclear, 3)}; move the others "
+            "elsewhere, or name image and label by a list"
         )
     _check_bands(folder, names, found)
     note_all(notes, unreadable, "image is left out", "images are left out")

@@ -30,6 +30,7 @@ _LABEL_WORDS = (
     "labelled labelids labeltrainids trimap trimaps matte mattes class classes index gray "
     "grey y l"
 )
+_PHOTO_WORDS = IMAGE_WORDS | {"vi", "vis", "visible", "color", "colour"}
 LABEL_WORDS = frozenset(_LABEL_WORDS.split())
 # Pictures made for people, or predictions: neither images nor labels to train on.
 _MADE_WORDS = (
@@ -331,7 +332,9 @@ def match(images: Sequence[FileName], labels: Iterable[FileName]) -> Matches:
         elif strays:
             found.unclear.append(label.path)
         elif candidates and len(set(map(band_of, candidates))) == len(candidates):
-            first, *bands = sorted(image.path for image in candidates)
+            is_other = [not is_photo for is_photo in are_photos(candidates)]
+            order = sorted(zip(is_other, (x.path for x in candidates), strict=True))
+            first, *bands = [path for _, path in order]
             found.labels[first].append(label.path)
             if bands:
                 found.bands[first] = bands
@@ -374,6 +377,13 @@ def with_pairs(
     )
     bands = {first: x for first, x in matches.bands.items() if pairs.keys().isdisjoint(x)}
     return matches._replace(labels=labels, bands=bands, unclear=unclear, alone=alone)
+
+
+def are_photos(images: Sequence[FileName]) -> list[bool]:
+    """Whether words that they do not share call each a photo: no picture of depth or heat."""
+    words = [{*words_of(image.pattern.replace("*", " "))} for image in images]
+    shared = set.intersection(*words)
+    return [not _PHOTO_WORDS.isdisjoint(one - shared) for one in words]
 
 
 def _band_words(text: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from segtrain.survey.pairing import FileName, Matches
 from segtrain.text import first_of
 
 _ROLES = {"made": pairing.MADE_WORDS, "image": pairing.IMAGE_WORDS, "label": pairing.LABEL_WORDS}
+_HEAT_WORDS = {"ir", "infrared", "thermal", "nir", "lwir"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
     _check_listed(folder, lists, names, samples, {*listed})
     if listed:
         matches = pairing.with_pairs(matches, image_names, listed, pattern_of)
-    images = with_headers(folder, image_names, matches, notes)
+    images = with_headers(folder, image_names, matches, listed, notes)
     there = {image.path for image in images}
     kept = {path: files for path, files in matches.labels.items() if path in there}
     matches = matches._replace(labels=kept)
@@ -209,6 +210,8 @@ def _roles(samples: Mapping[str, Sequence[LabelFacts]]) -> dict[str, str]:
     """image, label or made, of each pattern; a word that all of them have says nothing."""
     words = [set(_words(pattern)) for pattern in samples]
     shared = set.intersection(*words) if len(words) > 1 else set()
+    if not _HEAT_WORDS.isdisjoint(set().union(*words)):
+        shared |= {"vis"}  # visible light, and no visualization
     return {pattern: _role(pattern, facts, shared) for pattern, facts in samples.items()}
 
 
