@@ -5,8 +5,9 @@ import signal
 import pytest
 
 from segtrain.config.strict_yaml import foreign_yaml
+from segtrain.survey.file_names import parse_names
 from segtrain.survey.names import read_legend
-from segtrain.survey.pairing import match, parse_names
+from segtrain.survey.pairing import match
 
 FIVE = [f"{i:03}" for i in range(5)]
 PAIRS = {

@@ -8,9 +8,10 @@ from pathlib import PurePosixPath
 from segtrain.data.read import image_formats
 from segtrain.data.read.classes import says_no_class
 from segtrain.errors import ConfigError
-from segtrain.survey import pairing
+from segtrain.survey import file_names
 from segtrain.survey.contents import spread
 from segtrain.survey.decide import Answers, Reading, UndecidedError, names_option
+from segtrain.survey.file_names import LABEL_WORDS, words_of
 from segtrain.survey.image_kinds import Image
 from segtrain.survey.label_sets import LabelSet, differing_words
 from segtrain.survey.survey import Survey
@@ -18,7 +19,7 @@ from segtrain.text import counted, first_of
 
 BACKGROUND = "background"
 # Words that tell no class: of roles, of splits, and of kinds of files.
-_NO_CLASS = pairing.ROLE_WORDS | {suffix[1:] for suffix in image_formats.SUFFIXES}
+_NO_CLASS = file_names.ROLE_WORDS | {suffix[1:] for suffix in image_formats.SUFFIXES}
 _SHOWN = 200
 
 
@@ -73,9 +74,9 @@ def _last_folder(file: str) -> str:
 
 def _is_no_class(word: str) -> bool:
     """Whether it is a number, or says a role or a split."""
-    parts = pairing.words_of(word)
+    parts = words_of(word)
     numbered = any(map(str.isdigit, word))
-    return numbered or all(x in _NO_CLASS or pairing.split_of(x) for x in parts)
+    return numbered or all(x in _NO_CLASS or file_names.split_of(x) for x in parts)
 
 
 def _divided(labels: LabelSet, words: Mapping[str, str], answers: Answers) -> LabelSet:
@@ -83,7 +84,7 @@ def _divided(labels: LabelSet, words: Mapping[str, str], answers: Answers) -> La
     classes = tuple(sorted(set(words.values())))
     sample = spread([(image, files[0]) for image, files in labels.labels.items()], _SHOWN)
     beside = sum(
-        words[file].lower() in pairing.words_of(str(PurePosixPath(image).parent))
+        words[file].lower() in words_of(str(PurePosixPath(image).parent))
         or words[file] in PurePosixPath(image).parts[:-1]
         for image, file in sample
     )
@@ -132,7 +133,7 @@ def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
         place = PurePosixPath(image.path)
         is_mask = any(
             image.name[: end.start()] in names
-            and not pairing.LABEL_WORDS.isdisjoint(pairing.words_of(image.name[end.start() :]))
+            and not LABEL_WORDS.isdisjoint(words_of(image.name[end.start() :]))
             for end in re.finditer(r"[_\-. ]", image.name)
         )
         is_kept = image.split != "test" or "test" in splits

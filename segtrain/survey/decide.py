@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from segtrain.errors import ConfigError, DataError
 from segtrain.survey.contents import Value, word
+from segtrain.survey.file_names import split_of, words_of
 from segtrain.survey.label_sets import OWN, EdgeScores, LabelSet
-from segtrain.survey.pairing import split_of, words_of
 from segtrain.survey.survey import Survey
 from segtrain.text import counted, first_of
 

@@ -11,9 +11,10 @@ import numpy as np
 from segtrain.data.read import image_formats, thumbnails
 from segtrain.data.read.places import MapPlace
 from segtrain.errors import DataError
-from segtrain.survey import contents, pairing
+from segtrain.survey import contents, file_names
 from segtrain.survey.contents import ImageFacts, spread
-from segtrain.survey.pairing import FileName, Matches
+from segtrain.survey.file_names import FileName, words_of
+from segtrain.survey.pairing import Matches
 from segtrain.text import counted, first_of
 
 _SAMPLE = 200
@@ -90,7 +91,7 @@ def with_headers(
         except DataError as error:
             unreadable.append(str(error))
             continue
-        first, *others = pairing.are_photos([name_of[path] for path in files])
+        first, *others = file_names.are_photos([name_of[path] for path in files])
         is_photo = first and not any(others)
         are_other = any(i.channels > 1 or i.dtype != infos[0].dtype for i in infos[1:])
         is_whole = bool(others) and is_photo and infos[0].channels > 1
@@ -110,7 +111,7 @@ def with_headers(
                 alpha=infos[-1].alpha,
                 dtype=str(infos[0].dtype),
                 split=name.split,
-                scene="/".join(x for x in folders if not all(map(_is_said, pairing.words_of(x)))),
+                scene="/".join(x for x in folders if not all(map(_is_said, words_of(x)))),
                 sequence=re.sub(r"\d+\D*$", "", name.core),
                 map_place=infos[0].place,
                 orientation=infos[0].orientation,
@@ -135,7 +136,7 @@ def _check_bands(folder: Path, names: Sequence[FileName], images: Sequence[Image
 
     DataError: they have not; as many others would be taken for them.
     """
-    words_of = {name.path: {*pairing.words_of(name.pattern)} for name in names}
+    words_of = {name.path: {*words_of(name.pattern)} for name in names}
     bands: dict[str, tuple[frozenset[str], ...]] = {}
     for image in images:
         words = [words_of[file] for file in image.files]
@@ -149,7 +150,7 @@ def _check_bands(folder: Path, names: Sequence[FileName], images: Sequence[Image
 
 def _is_said(word: str) -> bool:
     """Whether a word of a folder says a role or a split, and no scene."""
-    return word in pairing.ROLE_WORDS or pairing.split_of(word) is not None
+    return word in file_names.ROLE_WORDS or file_names.split_of(word) is not None
 
 
 def facts_of(folder: Path, images: Sequence[Image], notes: list[str]) -> dict[str, ImageFacts]:

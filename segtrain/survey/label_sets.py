@@ -16,7 +16,7 @@ from segtrain.data.read import image_formats
 from segtrain.data.read.classes import says_no_class
 from segtrain.data.read.decode import to_stored
 from segtrain.errors import DataError
-from segtrain.survey import contents, pairing
+from segtrain.survey import contents, file_names, pairing
 from segtrain.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts, spread
 from segtrain.survey.image_kinds import Image
 
@@ -132,7 +132,7 @@ def _sets_by_form(
         elif are_binary(by_image) and _have_own_folders(by_image):
             continue
         else:
-            sets |= _grouped(by_image, lambda _, label: pairing.form_of(pattern_of[label]))
+            sets |= _grouped(by_image, lambda _, label: file_names.form_of(pattern_of[label]))
         del sets[form]
     for form, by_image in list(sets.items()):
         if not _several(by_image) or (are_binary(by_image) and _have_one_folder(by_image)):
@@ -208,8 +208,8 @@ def _form(pattern: str, image: str) -> str:
     """
     scenes = PurePosixPath(image).with_suffix("").parts
     *folders, name = pattern.split("/")
-    kept = [x for x in folders if not pairing.is_split(x)]
-    roles = [x for x in kept if set(pairing.words_of(x)) & pairing.LABEL_WORDS]
+    kept = [x for x in folders if not file_names.is_split(x)]
+    roles = [x for x in kept if set(file_names.words_of(x)) & file_names.LABEL_WORDS]
     # Below the folder that says "labels", classes come, or scenes, which have numbers or are
     # folders of the image too.
     below = kept[kept.index(roles[-1]) + 1 :] if roles else []

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from segtrain.errors import ConfigError
 from segtrain.files import read_bytes
-from segtrain.survey import pairing
+from segtrain.survey import file_names
+from segtrain.survey.file_names import FileName
 from segtrain.survey.image_kinds import Image
 from segtrain.survey.names import decoded
-from segtrain.survey.pairing import FileName
 from segtrain.text import counted, first_of
 
 SUFFIXES = (".txt", ".csv", ".tsv", ".lst")
@@ -21,7 +21,7 @@ _MAX_LIST_BYTES = 64 << 20
 _LIST_WORDS = {"list", "lists", "filelist", "pairs"}
 # More in one folder are files of single images.
 _MOST_TABLES = 20
-_ROLES = (pairing.IMAGE_WORDS, pairing.LABEL_WORDS)
+_ROLES = (file_names.IMAGE_WORDS, file_names.LABEL_WORDS)
 
 
 def with_splits(
@@ -68,7 +68,7 @@ def _chosen_lists(
 
 def _split_list(path: Path, by_name: Mapping[str, list[int]]) -> _SplitList | None:
     """A list that is called after a split; None: it is not, or most lines name no image."""
-    split = next(filter(None, map(pairing.split_of, pairing.words_of(path.stem))), None)
+    split = next(filter(None, map(file_names.split_of, file_names.words_of(path.stem))), None)
     if split is None:
         return None
     lines = list(_listed(path, by_name))
@@ -84,7 +84,7 @@ def _fitness(task: PurePosixPath, lists: Iterable[_SplitList]) -> tuple[bool, in
     Whether it is called after labels (ImageSets/Segmentation), then how many images it names.
     """
     named = {i for one in lists for i in one.indices}
-    return bool(pairing.LABEL_WORDS & set(pairing.words_of(task.name))), len(named)
+    return bool(file_names.LABEL_WORDS & set(file_names.words_of(task.name))), len(named)
 
 
 def _splits_of_lists(
@@ -151,8 +151,8 @@ def listed_pairs(
     crowded = Counter(PurePosixPath(path).parent for path in lists)
     found: dict[str, tuple[str, str]] = {}
     for path in map(PurePosixPath, lists):
-        words = pairing.words_of(path.stem)
-        is_list = any(map(pairing.split_of, words)) or not _LIST_WORDS.isdisjoint(words)
+        words = file_names.words_of(path.stem)
+        is_list = any(map(file_names.split_of, words)) or not _LIST_WORDS.isdisjoint(words)
         if not is_list and crowded[path.parent] > _MOST_TABLES:
             continue  # a file for each image
         lines = list(map(_cells, _lines_of(folder / path)))
@@ -181,9 +181,9 @@ def _pairs_of(
 
     Which comes first, where a name may be of either, a header says: `mask,image`.
     """
-    header = [pairing.words_of(cell) for cell in lines[0]] if lines else []
+    header = [file_names.words_of(cell) for cell in lines[0]] if lines else []
     roles = [known for cell in header for known in _ROLES if known & {*cell}]
-    swapped = roles[:2] == [pairing.LABEL_WORDS, pairing.IMAGE_WORDS]
+    swapped = roles[:2] == [file_names.LABEL_WORDS, file_names.IMAGE_WORDS]
     for cells in lines:
         found = [(x, y) for cell in cells if any((x := pictures[cell], y := masks[cell]))]
         if len(found) < 2:

@@ -15,16 +15,21 @@ from segtrain.data.read import image_formats
 from segtrain.data.read.tiles import TileBox, tile_boxes
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
-from segtrain.survey import contents, pairing
+from segtrain.survey import contents, file_names, pairing
 from segtrain.survey.contents import Color, ImageFacts, LabelFacts, spread
+from segtrain.survey.file_names import IMAGE_WORDS, LABEL_WORDS, MADE_WORDS, FileName, words_of
 from segtrain.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
 from segtrain.survey.label_sets import SAMPLE, LabelSet, equal_sets, label_sets
 from segtrain.survey.listings import SUFFIXES, listed_pairs, split_by, with_splits
 from segtrain.survey.names import Legend, is_called_legend, read_legend
-from segtrain.survey.pairing import FileName, Matches
+from segtrain.survey.pairing import Matches
 from segtrain.text import first_of
 
-_ROLES = {"made": pairing.MADE_WORDS, "image": pairing.IMAGE_WORDS, "label": pairing.LABEL_WORDS}
+_ROLES = {
+    "made": MADE_WORDS,
+    "image": IMAGE_WORDS,
+    "label": LABEL_WORDS,
+}
 _HEAT_WORDS = {"ir", "infrared", "thermal", "nir", "lwir"}
 
 
@@ -58,7 +63,7 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
     pictures, others = _files(folder)
     legends = {path: read_legend(folder / path, path) for path in others}
 
-    names = pairing.parse_names(pictures)
+    names = file_names.parse_names(pictures)
     samples = _samples(folder, names)
     roles, image_names, label_names, matches = _matched(names, samples)
     if not image_names:  # drawn images may look like labels
@@ -134,7 +139,7 @@ def _check_listed(
     unread = {
         x.path: why[x.pattern]
         for x in names
-        if roles[x.pattern] == "made" and pairing.MADE_WORDS.isdisjoint(_words(x.pattern))
+        if roles[x.pattern] == "made" and MADE_WORDS.isdisjoint(_words(x.pattern))
     }
     others = [x for x in names if x.path in unread]
     listed, source = listed_pairs(folder, lists, images, others)
@@ -195,7 +200,7 @@ def _samples(folder: Path, names: Sequence[FileName]) -> dict[str, list[LabelFac
     """Facts about some files of each pattern; patterns that differ in folders alone share them."""
     by_form: dict[str, list[FileName]] = defaultdict(list)
     for name in names:
-        by_form[pairing.form_of(name.pattern)].append(name)
+        by_form[file_names.form_of(name.pattern)].append(name)
     found: dict[str, list[LabelFacts]] = {}
     for members in by_form.values():
         facts: list[LabelFacts] = []
@@ -216,7 +221,7 @@ def _roles(samples: Mapping[str, Sequence[LabelFacts]]) -> dict[str, str]:
 
 
 def _words(part: str) -> tuple[str, ...]:
-    return pairing.words_of(part.replace("*", " "))
+    return words_of(part.replace("*", " "))
 
 
 def _role(pattern: str, facts: Sequence[LabelFacts], shared: Set[str]) -> str:
