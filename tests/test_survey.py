@@ -1055,7 +1055,21 @@ def mosaic():
     return tuple(np.vstack([np.hstack([s[k] for s in row]) for row in scenes]) for k in (0, 1))
 
 
-@pytest.mark.parametrize("names", ["tile_r{row}_c{column}.png", "area_{y}_{x}.png", "a{i:02}.tif"])
+NAMES_OF_TILES = [
+    "tile_r{row}_c{column}.png",
+    "img(r{row},c{column}).png",
+    "area_{y}_{x}.png",
+    "P0003__1__{x}___{y}.png",
+    "{column}_{row}.png",
+    "patch_{i}_{row}_by_{column}_LC08_053.png",
+    "2QB7XA_{x}-{y}-{right}-{bottom}.jpg",
+    "P0003_{y}_{bottom}_{x}_{right}.png",
+    "area_{x}_{y}_80_64.png",
+    "a{i:02}.tif",
+]
+
+
+@pytest.mark.parametrize("names", NAMES_OF_TILES)
 def test_no_pixel_to_evaluate_on_is_trained_on(folder, init, lab, names):
     """Tiles overlap by a third; counted in rows and columns, in pixels, or on the map."""
     image, label = mosaic()
@@ -1066,13 +1080,19 @@ def test_no_pixel_to_evaluate_on_is_trained_on(folder, init, lab, names):
         here = np.s_[y : y + 64, x : x + 80]
         for folder_name, whole in (("images", image), ("masks", label)):
             path = (
-                folder / folder_name / names.format(i=37 * i % 56, row=row, column=column, y=y, x=x)
+                folder
+                / folder_name
+                / names.format(
+                    i=37 * i % 56, row=row, column=column, y=y, x=x, bottom=y + 64, right=x + 80
+                )
             )
+            if folder_name == "masks" and path.suffix == ".jpg":
+                path = path.with_suffix(".png")
             if path.suffix == ".tif":
                 georeferenced(path, whole[here], 1000.0 + x, 5000.0 - y)
             else:
                 save(path, whole[here])
-        boxes[f"images/{path.name}"] = here
+        boxes[f"images/{path.stem}{names[-4:]}"] = here
     found, said = init()
     assert "tiles that overlap them left out" in said
     made = folder.with_name("made")
@@ -1084,13 +1104,27 @@ def test_no_pixel_to_evaluate_on_is_trained_on(folder, init, lab, names):
     assert not (seen[0] & seen[1]).any()
     assert len(found) >= 40
 
-    lines = [
-        f"images/{(p := line.split(chr(9))[0].rpartition('/')[2])}\tmasks/{p}" for line in boxes
-    ]
+    lines = [f"{name}\t{name.replace('images', 'masks').replace('.jpg', '.png')}" for name in boxes]
     (made / "train.txt").write_text("\n".join(lines[::2]))
     (made / "val.txt").write_text("\n".join(lines[1::2]))
     said = lab.command("data", "check", made, "--jobs", "1").out
     assert "28 tiles to evaluate on show what tiles to train on show, too" in said
+
+
+def test_classes_of_a_part_of_the_picture_stay_to_train_on(folder, init):
+    """A class in a corner, and tiles that overlap by half: most of them are left to train on."""
+    image, label = mosaic()
+    label = np.where(label == 3, 0, label)
+    label[:100, :60] = 3
+    for i in range(110):
+        row, column = divmod(i, 10)
+        here = np.s_[32 * row : 32 * row + 64, 36 * column : 36 * column + 64]
+        save(folder / f"images/field-{row}-{column}.png", image[here])
+        save(folder / f"masks/field-{row}-{column}.png", label[here])
+    _, said = init()
+    assert "no image to train on shows" not in said
+    trained = (folder.with_name("made") / "train.txt").read_text().splitlines()[2:]
+    assert len(trained) >= 66
 
 
 def test_tiles_that_only_touch_do_not_overlap():
@@ -1113,4 +1147,15 @@ def test_frames_of_clips_are_no_tiles(gap):
     boxes = tile_boxes(
         names, [(64, 80)] * 18, [None] * 18, lambda i: np.roll(scene(i // 6)[0], i % 6, axis=1)
     )
+    assert not list(overlapping(boxes))
+
+
+@pytest.mark.parametrize("form", ["cam_{a}_{b}", "{a}-{b}", "cam_{a}_{b}_{c}_{d}", "{a}_by_{b}"])
+@pytest.mark.parametrize("gap", [1, 30])
+def test_frames_of_a_camera_that_stands_still_are_no_tiles(form, gap):
+    """Soft pictures, which look nearly alike a few pixels farther."""
+    at = [(gap * (i // 8), gap * (i % 8)) for i in range(48)]
+    names = [form.format(a=a, b=b, c=a + 64, d=b + 80) for a, b in at]
+    soft = cv2.GaussianBlur(scene(3)[0], (0, 0), 9)
+    boxes = tile_boxes(names, [(64, 80)] * 48, [None] * 48, lambda i: np.roll(soft, i % 2, axis=1))
     assert not list(overlapping(boxes))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from segtrain.data.read.sources import groups_of, sources_of
 from segtrain.data.read.tiles import overlapping
 from segtrain.errors import ConfigError, DataError
@@ -20,6 +22,7 @@ from segtrain.text import counted, first_of
 DEFAULT_VAL = 0.2
 # Fewer groups are no division: all of one would be missing from training.
 _MIN_GROUPS = 4
+_BANDS = 5
 
 
 @dataclass(frozen=True)
@@ -88,15 +91,27 @@ def _divided(
     rest = [image for image in images if image.split != "test"]
     unused = len(images) - len(rest) if len(rest) > 1 else 0
     images = rest if unused else images
+    least, found, pairs = np.inf, None, _shared_pixels(survey, images)
     for key, how in _groupings(survey, images, answers.group):
-        what, chosen = how, _chosen(list(map(key, images)), share)
-        chosen |= _with_rare_classes(labels, images, key, chosen)
-        train = [image for image in images if key(image) not in chosen]
-        val = [image for image in images if key(image) in chosen]
-        if not _lost(labels, images, train):
+        few = _chosen(list(map(key, images)), share)
+        for chosen in (few | _with_rare_classes(labels, images, key, few), few):
+            val = [image for image in images if key(image) in chosen]
+            apart = [image for image in images if key(image) not in chosen]
+            shared = _overlapping(pairs, apart, val)
+            train = [image for image in apart if image.path not in shared] or apart
+            # What a division costs: classes that are not trained or evaluated on, and images.
+            lost = [
+                len(_lost(labels, images, part)) / len(labels.shown_in) for part in (train, val)
+            ]
+            cost = lost[0] + lost[1] / 2 + 1 - len(train) / len(images)
+            if cost < least:
+                least, found = cost, (train, val, how, shared)
+            if not pairs:
+                break
+        if not (lost[0] or pairs):
+            found = train, val, how, shared
             break
-    beside = _overlapping_tiles(survey, train, val)
-    train = [image for image in train if image.path not in beside] or train
+    train, val, what, beside = found
     reason = f"{len(val)} of {len(images)} images, {what}, chosen by a hash of the names (--val)"
     reason += f"; {unused} of test are not used" if unused else ""
     if beside and len(train) + len(val) < len(images):
@@ -183,8 +198,11 @@ def _groupings(
     alike = _alike(survey, images)
     sizes = Counter(alike.values())
     if _shared_pixels(survey, images) and max(sizes.values()) > len(images) / 2:
-        band = _bands(survey, images)
-        yield lambda image: band[image.path], "a band of the picture that they are tiles of"
+        for side in (None, 1, 2):
+            for turn in range(_BANDS):
+                band = _bands(survey, images, side, turn)
+                what = "a band of the picture that they are tiles of"
+                yield lambda image, band=band: band[image.path], what
     for what, key in keys.items():
         # Copies of a picture may have names of several sequences: img_001, img_001_aug1.
         joined, number = _alike(survey, images, key), len(set(map(key, images)))
@@ -233,34 +251,33 @@ def _shared_pixels(survey: Survey, images: Sequence[Image]) -> list[tuple[str, s
     return [(images[i].path, images[j].path) for i, j in overlapping(boxes)]
 
 
-def _overlapping_tiles(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> set[str]:
-    """The tiles to train on that show what tiles to evaluate on show, too."""
-    to_train = {image.path for image in train}
-    pairs = _shared_pixels(survey, [*train, *val])
-    return {
-        path
-        for one, other in pairs
-        if (one in to_train) != (other in to_train)
-        for path in (one, other)
-        if path in to_train
-    }
+def _overlapping(
+    pairs: Sequence[tuple[str, str]], train: Sequence[Image], val: Sequence[Image]
+) -> set[str]:
+    """The tiles to train on that show what tiles to evaluate on show, too; pairs: that overlap."""
+    trained, evaluated = ({image.path for image in part} for part in (train, val))
+    both = {two for pair in pairs for two in (pair, pair[::-1])}
+    return {one for one, other in both if one in trained and other in evaluated}
 
 
-def _bands(survey: Survey, images: Sequence[Image]) -> dict[str, str]:
-    """A fifth of the tiles as one group, from the top down or, of a wide picture, from the left."""
+def _bands(survey: Survey, images: Sequence[Image], side: int | None, turn: int) -> dict[str, str]:
+    """A fifth of the tiles as one group, from the top down (side 1) or from the left (2).
+
+    None: along the longer side of the picture. turn: which band is called the first.
+    """
     boxes = {image.path: survey.tiles.get(image.path) for image in images}
     known = [box for box in boxes.values() if box is not None]
     height, width = (
         max(box[side + 2] for box in known) - min(box[side] for box in known) for side in (1, 2)
     )
-    side = 1 if height >= width else 2
+    side = side or (1 if height >= width else 2)
     order = sorted(
         (path for path, box in boxes.items() if box is not None),
         key=lambda path: (boxes[path].mosaic, boxes[path][side], path),
     )
-    size = max(1, len(order) // 5)
+    size = max(1, len(order) // _BANDS)
     return {path: path for path in boxes} | {
-        path: f"band {i // size}" for i, path in enumerate(order)
+        path: f"band {(i // size + turn) % _BANDS}" for i, path in enumerate(order)
     }
 
 
@@ -273,7 +290,7 @@ def _leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
     names = [image.name for image in (*train, *val)]
     source_by_name = dict(zip(names, sources_of(names), strict=True))
     sources = {source_by_name[image.name] for image in train}
-    copies = _overlapping_tiles(survey, val, train)
+    copies = _overlapping(_shared_pixels(survey, [*train, *val]), val, train)
     copies |= {image.path for image in val if source_by_name[image.name] in sources}
     trained = {image.path for image in train}
     near = copies | {b for pair in pairs for a, b in (pair, pair[::-1]) if a in trained}
