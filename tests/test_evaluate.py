@@ -16,7 +16,7 @@ from segtrain.commands.evaluate import run_eval
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig
 from segtrain.data.read.classes import ClassFile, default_palette, load_class_file
 from segtrain.distributed import collectives as dist
-from segtrain.errors import DataError
+from segtrain.errors import ConfigError, DataError
 from segtrain.types import SegLogits
 
 # Raw ids of the test scenes: ignored ones too; `train` (31) occurs nowhere.
@@ -264,6 +264,11 @@ def test_scores_say_their_precision_and_which_images_went_by_windows(
     found = command("eval.precision=bfloat16")["inference"]
     assert (found["mode"], found["images_by_windows"]) == ("whole", len(NAMES))
     assert found["precision"] == found["autocast"] == "bfloat16"
+
+
+def test_a_scale_that_leaves_next_to_nothing_of_an_image_is_refused(command):
+    with pytest.raises(ConfigError, match=r"eval\.scales: 0\.01 makes 1x1 pixels of an image of"):
+        command("eval.scales=[0.01]")
 
 
 def test_overlays_are_spread_over_the_data_set(command, tmp_path):

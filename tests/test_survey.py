@@ -692,6 +692,38 @@ def test_255_on_most_pixels_is_asked_about(folder, init, asked):
     assert_labels(found, truth)
 
 
+def test_255_on_the_largest_area_beside_few_ids_is_asked_about(folder, init, asked):
+    truth = {}
+    for i in range(8):
+        image, classes = scene(i)
+        classes[:24] = 255
+        save(folder / f"images/t{i}.png", image)
+        save(folder / f"masks/t{i}.png", classes)
+        truth[f"images/t{i}.png"] = classes
+    said = asked()
+    assert "255 is a large part of them" in said
+    assert "--ignore 255" in said
+    found, _ = init("--ignore", "255")
+    assert_labels(found, truth)
+
+
+def test_white_beside_colours_is_said_to_be_perhaps_no_data(folder, init):
+    truth = {}
+    for i in range(8):
+        image, classes = scene(i)
+        colors = COLORS[classes]
+        colors[:20] = 255
+        save(folder / f"images/t{i}.png", image)
+        save(folder / f"masks/t{i}.png", colors)
+        ids = np.array([0, 3, 2, 1])[classes]  # by their colours
+        truth[f"images/t{i}.png"] = np.where(np.arange(64)[:, None] < 20, 255, ids)
+    _, said = init()
+    assert "white is taken for a class; if it means no data, add --ignore '#ffffff'" in said
+    shutil.rmtree(folder.with_name("made"))
+    found, _ = init("--ignore", "#ffffff")
+    assert_labels(found, truth)
+
+
 def write_colors(folder, colors=COLORS, names=NAMES):
     """CamVid's list of classes."""
     folder.mkdir(parents=True, exist_ok=True)

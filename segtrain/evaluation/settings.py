@@ -159,6 +159,10 @@ MAX_WHOLE_PIXELS = 2**22
 LARGE_WINDOW_PX = 1024
 
 
+# The least output stride of a network: a smaller view is a part of a feature.
+_LEAST_VIEW_PX = 8
+
+
 class SettingsBySize(NamedTuple):
     """The usual settings, and those for images that are too large for them.
 
@@ -190,8 +194,19 @@ class SettingsBySize(NamedTuple):
         return cls(usual, large, math.inf, fitting_pixels)
 
     def of(self, size: Size) -> InferenceSettings:
-        """The settings for an image of `size`, (height, width)."""
+        """The settings for an image of `size`, (height, width).
+
+        Raises:
+            ConfigError: a scale leaves next to nothing of it.
+        """
         sides = view_size(size, self.usual.short_side_px, 1.0)
+        scale = min(self.usual.scales)
+        least = view_size(size, self.usual.short_side_px, scale)
+        if min(least) < _LEAST_VIEW_PX <= min(sides):
+            raise ConfigError(
+                f"eval.scales: {scale:g} makes {least[0]}x{least[1]} pixels of an image of "
+                f"{sides[0]}x{sides[1]}; views need {_LEAST_VIEW_PX} a side"
+            )
         largest = view_size(size, self.usual.short_side_px, max(self.usual.scales))
         fits = self.usual.mode == "slide" or math.prod(largest) <= self.fitting_pixels
         if math.prod(sides) <= self.most_pixels and fits:

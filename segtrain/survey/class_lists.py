@@ -31,7 +31,9 @@ _THIN = 0.3
 _STRAY = 1e-5
 # Where so much is without a class, it may be the background.
 _MOST_NO_DATA = 0.5
-_BLACK = (0, 0, 0)
+# And so it may where so much is, and at most one class has more, and no list names the classes.
+_MUCH_NO_DATA = 0.2
+_BLACK, _WHITE = (0, 0, 0), (255, 255, 255)
 _LAST_OF_16_BITS = 65535
 
 
@@ -281,9 +283,11 @@ def _names(
         last = left[-1]  # lists have what is unlabelled first or, as CamVid's, last
         ways = f"{ignore_option([0])} or {ignore_option([last])}"
         warnings.append(f"0 and {last} are taken for classes; if one means no data, add {ways}")
-    if left[:1] == [_BLACK]:
-        option = ignore_option([_BLACK])
-        warnings.append(f"black is taken for a class; if it means no data, add {option}")
+    # White alone beside black is the foreground.
+    for color, name in ((_BLACK, "black"), *(((_WHITE, "white"),) if len(left) > 2 else ())):
+        if color in left:
+            option = ignore_option([color])
+            warnings.append(f"{name} is taken for a class; if it means no data, add {option}")
     if known.has_ids and left and left[0] > 0 and not ignored:
         warnings.append(f"values begin at {left[0]}, and nothing is ignored")
     reason = f"{what} {shown}, a class each; no file names them (--names)"
@@ -338,6 +342,10 @@ def _why_no_data(
         raise _class_or_not(labels, found, last)
     if has_names or labels.values[last].rim >= _THIN * labels.values[last].pixels:
         return "beside other ids it means no data, as in VOC and Cityscapes"
+    areas = sorted(labels.values[v].pixels for v in values)
+    if labels.values[last].pixels >= max(areas[-2], _MUCH_NO_DATA * total) and len(others) > 1:
+        found = f"the labels hold {first_of(values)}, and {last} is a large part of them"
+        raise _class_or_not(labels, found, last)
     if len(others) >= 3 and others[0] <= 1 and others[-1] - others[0] == len(others) - 1:
         return f"beside {others[0]} to {others[-1]} it means no data, as in VOC and Cityscapes"
     if len(values) > 3 and len({b - a for a, b in pairwise(values)}) == 1:
