@@ -98,14 +98,15 @@ def _divided(
             val = [image for image in images if key(image) in chosen]
             apart = [image for image in images if key(image) not in chosen]
             shared = _overlapping(pairs, apart, val)
-            train = [image for image in apart if image.path not in shared] or apart
+            train = [image for image in apart if image.path not in shared]
             # What a division costs: classes that are not trained or evaluated on, and images.
             lost = [
-                len(_lost(labels, images, part)) / len(labels.shown_in) for part in (train, val)
+                len(_lost(labels, images, part)) / max(1, len(labels.shown_in))
+                for part in (train, val)
             ]
             cost = lost[0] + lost[1] / 2 + 1 - len(train) / len(images)
             if cost < least:
-                least, found = cost, (train, val, how, shared)
+                least, found = cost, (train or apart, val, how, shared)
             if not pairs:
                 break
         if not (lost[0] or pairs):
