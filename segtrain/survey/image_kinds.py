@@ -136,10 +136,10 @@ def _check_bands(folder: Path, names: Sequence[FileName], images: Sequence[Image
 
     DataError: they have not; as many others would be taken for them.
     """
-    words_of = {name.path: {*words_of(name.pattern)} for name in names}
+    by_path = {name.path: {*words_of(name.pattern)} for name in names}
     bands: dict[str, tuple[frozenset[str], ...]] = {}
     for image in images:
-        words = [words_of[file] for file in image.files]
+        words = [by_path[file] for file in image.files]
         if len(words) > 1:  # those that all files of an image have are of a place
             bands[image.path] = tuple(frozenset(x - set.intersection(*words)) for x in words)
     usual = Counter(bands.values()).most_common(1)

@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-
-import numpy as np
+from typing import NamedTuple, Self
 
 from segtrain.data.read.sources import groups_of, sources_of
 from segtrain.data.read.tiles import overlapping
@@ -80,6 +79,41 @@ def _given(survey: Survey, images: Sequence[Image]) -> tuple[list[Image], list[I
     return train, val, f"the splits of {survey.split_source}: train and {val_name}{unused}"
 
 
+class _Division(NamedTuple):
+    """A way to divide the images.
+
+    how: in words. left_out: tiles that show what is evaluated on. num_lost: values that images
+    show, and none to train on. cost: shares of values that are not trained on, half of those that
+    are not evaluated, and of images that are not trained on.
+    """
+
+    train: list[Image]
+    val: list[Image]
+    how: str
+    left_out: set[str]
+    num_lost: int
+    cost: float
+
+    @classmethod
+    def of(
+        cls,
+        labels: LabelSet,
+        images: Sequence[Image],
+        how: str,
+        is_val: Sequence[bool],
+        pairs: Sequence[tuple[str, str]],
+    ) -> Self:
+        """is_val: whether each image is to be evaluated on. pairs: tiles that overlap."""
+        val = [image for image, there in zip(images, is_val, strict=True) if there]
+        others = [image for image, there in zip(images, is_val, strict=True) if not there]
+        left_out = _overlapping(pairs, others, val)
+        train = [image for image in others if image.path not in left_out]
+        num_lost, not_evaluated = (len(_lost(labels, images, part)) for part in (train, val))
+        cost = (num_lost + not_evaluated / 2) / max(1, len(labels.shown_in))
+        cost += 1 - len(train) / len(images)
+        return cls(train or others, val, how, left_out, num_lost, cost)
+
+
 def _divided(
     survey: Survey, labels: LabelSet, images: Sequence[Image], answers: Answers
 ) -> tuple[list[Image], list[Image], str]:
@@ -91,28 +125,20 @@ def _divided(
     rest = [image for image in images if image.split != "test"]
     unused = len(images) - len(rest) if len(rest) > 1 else 0
     images = rest if unused else images
-    least, found, pairs = np.inf, None, _shared_pixels(survey, images)
+    pairs = _shared_pixels(survey, images)
+    tried: list[_Division] = []
     for key, how in _groupings(survey, images, answers.group):
-        few = _chosen(list(map(key, images)), share)
-        for chosen in (few | _with_rare_classes(labels, images, key, few), few):
-            val = [image for image in images if key(image) in chosen]
-            apart = [image for image in images if key(image) not in chosen]
-            shared = _overlapping(pairs, apart, val)
-            train = [image for image in apart if image.path not in shared]
-            # What a division costs: classes that are not trained or evaluated on, and images.
-            lost = [
-                len(_lost(labels, images, part)) / max(1, len(labels.shown_in))
-                for part in (train, val)
-            ]
-            cost = lost[0] + lost[1] / 2 + 1 - len(train) / len(images)
-            if cost < least:
-                least, found = cost, (train or apart, val, how, shared)
-            if not pairs:
-                break
-        if not (lost[0] or pairs):
-            found = train, val, how, shared
+        groups = list(map(key, images))
+        few = _chosen(groups, share)
+        more = few | _with_rare_classes(labels, images, key, few)
+        for chosen in (more, few) if pairs else (more,):
+            is_val = [group in chosen for group in groups]
+            tried.append(_Division.of(labels, images, how, is_val, pairs))
+        if not (pairs or tried[-1].num_lost):  # the first that costs no class is the best
+            tried = tried[-1:]
             break
-    train, val, what, beside = found
+    best = min(tried, key=lambda division: division.cost)
+    train, val, what, beside = best.train, best.val, best.how, best.left_out
     reason = f"{len(val)} of {len(images)} images, {what}, chosen by a hash of the names (--val)"
     reason += f"; {unused} of test are not used" if unused else ""
     if beside and len(train) + len(val) < len(images):
