@@ -1,6 +1,7 @@
 """Folders in which a guess trains wrong: each is read as its truth, pixel by pixel, or refused."""
 
 import csv
+import re
 import shutil
 from collections import Counter
 from pathlib import PurePosixPath
@@ -690,6 +691,20 @@ def test_255_on_most_pixels_is_asked_about(folder, init, asked):
     assert "255 is most of them" in said
     found, _ = init("--ignore", "none")
     assert_labels(found, truth)
+
+
+def test_255_on_most_pixels_of_a_list_is_told(folder, lab):
+    for i in range(8):
+        image, classes = scene(i)
+        kind = "train" if i < 6 else "val"
+        save(folder / f"images/{kind}/t{i}.png", image)
+        save(folder / f"labels/{kind}/t{i}.png", classes - np.uint8(1))
+    classes = [{"name": name, "ids": [i]} for i, name in enumerate(NAMES[1:])]
+    (lab.folder / "classes.yaml").write_text(yaml.safe_dump({"classes": classes}))
+    data = {"layout": "folders", "classes": str(lab.folder / "classes.yaml")}
+    config = lab.config(folder, data=data)
+    told = r"[67]\d% of the pixels have no class: if they show a background"
+    assert re.search(told, lab.done("data", "check", config, "--jobs", "1").out)
 
 
 def test_255_on_the_largest_area_beside_few_ids_is_asked_about(folder, init, asked):

@@ -51,7 +51,7 @@ _SAMPLES = 32
 _MIN_TELLING = 0.25
 # The kinds of findings that a sample can tell; others, such as "absent" classes, need all pairs.
 _KINDS_BY_SAMPLE = {
-    "blended",
+    *("blended", "no class"),
     *("unreadable", "values", "palette", "palettes", "one class", "train ids"),
     *("range", "faint", "dropped band", "white", "outside", "orientation"),
 }

@@ -29,6 +29,8 @@ _MAX_NAMES = 3
 # In units of 0..255. A sensor's 14 bits in 16 reach 63, its 12 bits reach 15.
 _DARK_16_BIT = 64
 _DARK = 16
+# Of the pixels of a split; Cityscapes has 0.12.
+_MOST_WITHOUT_CLASS = 0.5
 # Of the samples of a split. Bright skies take 0.10 in CamVid; 12 bits cut off at 255 more than
 # half of all.
 _MANY_WHITE = 0.25
@@ -292,16 +294,26 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     elif absent:
         text = f"{len(absent)} of {classes.num_classes} classes never occur"
         yield Finding("warning", scan.split, "absent", text, {"": absent})
-    for name, images, pixels, blended in zip(
-        classes.names, scan.images, scan.pixels, scan.blended, strict=True
-    ):
-        if images > 1 and is_blend(blended, pixels, scan.pixels.sum()):
-            text = (
-                f"{printable(name, MAX_NAME)} is only where a lower and a higher value meet: "
-                "labels were resized with interpolation (resize them by nearest neighbour), or "
-                "its areas are thin lines"
-            )
-            yield Finding("warning", scan.split, "blended", text)
+    without = scan.ignored_pixels / (scan.ignored_pixels + scan.pixels.sum())
+    if len(present) > 1 and without > _MOST_WITHOUT_CLASS and not scan.unknown:
+        text = (
+            f"{without:.0%} of the pixels have no class: if they show a background, name it as a "
+            "class, with its id, and take the id out of ignore_ids"
+        )
+        yield Finding("warning", scan.split, "no class", text)
+    of_classes = zip(classes.names, scan.images, scan.pixels, scan.blended, strict=True)
+    if between := [
+        printable(name, MAX_NAME)
+        for name, images, pixels, blended in of_classes
+        if images > 1 and is_blend(blended, pixels, scan.pixels.sum())
+    ]:
+        is_only = "is only" if len(between) == 1 else "are only"
+        text = (
+            f"{first_of(between)} {is_only} where a lower and a higher value meet: labels were "
+            "resized with interpolation (resize them by nearest neighbour), or the areas are thin "
+            "lines"
+        )
+        yield Finding("warning", scan.split, "blended", text)
     if looks_like_train_ids(scan.values, classes):
         text = (
             f"no label holds an id above {max(i for i in scan.values if i != IGNORE_INDEX)}, "
