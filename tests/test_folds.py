@@ -296,7 +296,9 @@ def test_no_fold_trains_on_pixels_that_it_is_scored_on(stop, tmp_path, folds):
     stop[1] = 0
     said = folds(config, "-k", 3, "--output", tmp_path / "out")
     assert said.code == 130
-    left = re.findall(r"8 images; (\d) tiles that overlap them left out of training", said.err)
+    left = re.findall(
+        r"8 images, 1 group; (\d) tiles that overlap them left out of training", said.err
+    )
     assert sorted(left) == ["4", "4", "8"]  # of two strips at the ends, and one between them
     scored = []
     for number in range(3):

@@ -618,7 +618,7 @@ def test_sequences_stay_together_and_a_split_that_leaks_is_named(tmp_path, lab, 
         target.parent.mkdir(exist_ok=True)
         path.rename(target)
     said = lab.done("init", folder, "--output", tmp_path / "other").out
-    assert "6 of 6 images to evaluate on have a near-duplicate among" in said
+    assert "6 of 6 images to evaluate on have a near-duplicate or a neighbour " in said
 
 
 @pytest.mark.parametrize("has_it", [True, False])

@@ -313,9 +313,21 @@ def test_groups_that_do_not_fit_are_refused(folder, refused, tmp_path):
     truth = patients(folder)
     assert "--group q: 18 images have no group: images/" in refused("--group", "q")
     assert "--group p(?=[0-9]): all images are of one group" in refused("--group", "p(?=[0-9])")
+    assert "--group images/(.*): each image is a group" in refused("--group", "images/(.*)")
     (tmp_path / "val.txt").write_text("\n".join([*truth][:4]))
     said = refused("--group", r"_(p\d)", "--val", tmp_path / "val.txt")
     assert "4 groups are on both sides of the splits that are there: p0, p1, p2" in said
+
+
+def test_given_splits_that_divide_sequences_are_told(folder, init, tmp_path):
+    """One slice of every patient is evaluated on, as a file of names says."""
+    for i in range(24):
+        image, classes = scene(i)
+        save(folder / f"images/pat{'abcdef'[i // 4]}_slice{i % 4}.png", image)
+        save(folder / f"masks/pat{'abcdef'[i // 4]}_slice{i % 4}.png", classes)
+    (tmp_path / "val.txt").write_text("".join(f"pat{x}_slice2.png\n" for x in "abcdef"))
+    _, said = init("--val", tmp_path / "val.txt")
+    assert "6 of 6 images to evaluate on have a near-duplicate or a neighbour among" in said
 
 
 def test_a_rare_class_is_trained_on_and_evaluated(folder, init):

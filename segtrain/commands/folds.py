@@ -224,11 +224,10 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
         stems, suffixes = zip(*paths, strict=True)
         sources = sources_of(stems)  # with their copies
         groups = [name + suffix for name, suffix in zip(sources, suffixes, strict=True)]
-    whole = groups
-    if shared and by == "image":
+    if shared and by == "image":  # tiles beside each other say the same, so strips count, too
         in_strips = zip(strips(boxes, number), groups, strict=True)
-        whole = [group if strip is None else strip for strip, group in in_strips]
-    fold_of = fold_of_each(whole, number)
+        by, groups = "group", [group if strip is None else strip for strip, group in in_strips]
+    fold_of = fold_of_each(groups, number)
     found = []
     for i in range(number):
         own = [j for j, at in enumerate(fold_of) if at == i]

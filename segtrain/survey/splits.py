@@ -214,13 +214,14 @@ def _groupings(
         paths = [image.path for image in images]
         group_by_path = dict(zip(paths, groups_of(group, paths), strict=True))
         number = len(set(group_by_path.values()))
-        if number < 2:
-            raise ConfigError(f"--group {group.pattern}: all images are of one group")
+        if number in (1, len(images)):
+            what = "all images are of one group" if number == 1 else "each image is a group"
+            raise ConfigError(f"--group {group.pattern}: {what}")
         yield lambda image: group_by_path[image.path], f"whole groups ({number}, --group)"
         return
     keys: dict[str, Callable[[Image], str]] = {
-        "scenes": lambda image: image.scene,
-        "sequences": lambda image: f"{image.scene}/{image.sequence}",
+        "scenes": _scene_of,
+        "sequences": _sequence_of,
     }
     alike = _alike(survey, images)
     sizes = Counter(alike.values())
@@ -319,12 +320,35 @@ def _leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
     sources = {source_by_name[image.name] for image in train}
     copies = _overlapping(_shared_pixels(survey, [*train, *val]), val, train)
     copies |= {image.path for image in val if source_by_name[image.name] in sources}
+    copies |= _of_divided_sequences(train, val)
     trained = {image.path for image in train}
     near = copies | {b for pair in pairs for a, b in (pair, pair[::-1]) if a in trained}
     found = [image for image in val if image.path in near]
     if len(found) * 3 < len(val):
         return ""
     return (
-        f"{len(found)} of {len(val)} images to evaluate on have a near-duplicate among those to "
-        f"train on, such as {found[0].path}: scores will be too good; keep sequences together"
+        f"{len(found)} of {len(val)} images to evaluate on have a near-duplicate or a neighbour "
+        f"among those to train on, such as {found[0].path}: scores will be too good; keep "
+        "sequences together"
     )
+
+
+def _of_divided_sequences(train: Sequence[Image], val: Sequence[Image]) -> set[str]:
+    """The images to evaluate on of sequences or scenes that are trained on, too.
+
+    Where names show as many of these as `_groupings` would keep whole.
+    """
+    for key in (_scene_of, _sequence_of):
+        number = len(set(map(key, [*train, *val])))
+        if _MIN_GROUPS <= number <= (len(train) + len(val)) / 2:
+            trained = set(map(key, train))
+            return {image.path for image in val if key(image) in trained}
+    return set()
+
+
+def _scene_of(image: Image) -> str:
+    return image.scene
+
+
+def _sequence_of(image: Image) -> str:
+    return f"{image.scene}/{image.sequence}"
