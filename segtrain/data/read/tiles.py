@@ -23,7 +23,8 @@ from segtrain.data.read.places import MapPlace
 from segtrain.data.read.thumbnails import grey_of
 from segtrain.errors import DataError
 
-_N, _BETWEEN, _REST = r"(\d{1,7})", r"[-_. ,]+", r"(?P<rest>\D*)"
+_N, _REST = r"(\d{1,7})", r"(?P<rest>\D*)"
+_BETWEEN, _MAYBE_BETWEEN = r"[-_. ,]+", r"[-_. ,]*"
 _MOSAIC = r"(?:(?P<mosaic>.*?)[-_. ,/(])??"
 _MARKED = r"(?P<mosaic>.*?)[-_. ,(]*"
 _DOWN_FIRST, _EITHER = ((0, 1),), ((0, 1), (1, 0))
@@ -32,9 +33,9 @@ _DOWN_FIRST, _EITHER = ((0, 1),), ((0, 1), (1, 0))
 _FORMS = [
     (re.compile(pattern, re.IGNORECASE), orders)
     for pattern, orders in (
-        (rf"{_MARKED}r(?:ow)?[-_]?{_N}{_BETWEEN[:-1]}*c(?:ol)?[-_]?{_N}{_REST}", _DOWN_FIRST),
-        (rf"{_MARKED}y[-_]?{_N}{_BETWEEN[:-1]}*x[-_]?{_N}{_REST}", _DOWN_FIRST),
-        (rf"{_MARKED}x[-_]?{_N}{_BETWEEN[:-1]}*y[-_]?{_N}{_REST}", ((1, 0),)),
+        (rf"{_MARKED}r(?:ow)?[-_]?{_N}{_MAYBE_BETWEEN}c(?:ol)?[-_]?{_N}{_REST}", _DOWN_FIRST),
+        (rf"{_MARKED}y[-_]?{_N}{_MAYBE_BETWEEN}x[-_]?{_N}{_REST}", _DOWN_FIRST),
+        (rf"{_MARKED}x[-_]?{_N}{_MAYBE_BETWEEN}y[-_]?{_N}{_REST}", ((1, 0),)),
         (rf"{_MOSAIC}(?:\d+[-_])?{_N}[-_ ]?by[-_ ]?{_N}(?P<rest>(?:\D.*)?)", _EITHER),
         (
             rf"{_MOSAIC}{_N}{_BETWEEN}{_N}{_BETWEEN}{_N}{_BETWEEN}{_N}{_REST}",
