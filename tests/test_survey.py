@@ -19,10 +19,11 @@ from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.decode import to_stored
+from segtrain.data.read.find_tiles import tile_boxes
 from segtrain.data.read.places import place_beside
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
-from segtrain.data.read.tiles import TileBox, overlapping, tile_boxes
+from segtrain.data.read.tiles import TileBox, overlapping
 
 
 @pytest.fixture(autouse=True)

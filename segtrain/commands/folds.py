@@ -35,12 +35,13 @@ from segtrain.data import open_dataset
 from segtrain.data.check.checks import quick_check
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair, data_root
+from segtrain.data.read.find_tiles import boxes_of
 from segtrain.data.read.layouts import list_split
 from segtrain.data.read.lists import list_pairs, list_text
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.sequences import sequences_of, show_sequences, without_split
 from segtrain.data.read.sources import groups_of, sources_of
-from segtrain.data.read.tiles import boxes_of, overlapping, strips
+from segtrain.data.read.tiles import TileBox, overlapping, strips
 from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
@@ -48,7 +49,15 @@ from segtrain.metrics import or_none
 from segtrain.results.joined_folds import join_folds
 from segtrain.results.report import write_report
 from segtrain.run.directory import CHECKPOINTS, CONFIG, LOCK, RunLock, config_differences, is_run
-from segtrain.run.division import EXPERIMENT, FOLDS, Division, Fold, read_division, write_record
+from segtrain.run.division import (
+    EXPERIMENT,
+    FOLDS,
+    Division,
+    Fold,
+    read_division,
+    unit_of,
+    write_record,
+)
 from segtrain.text import counted, first_of, say
 
 NUMBER = 5
@@ -206,28 +215,18 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
     data, number = config.data, args.number or NUMBER
     splits = [data.train_split, data.eval_split] if args.all else [data.train_split]
     pairs = list({p.image: p for split in splits for p in list_split(data, split).pairs}.values())
-    names = [without_split(pair.name) for pair in pairs]
+    root = data_root(data)
+    labels_root = root / os.path.expanduser(data.labels_dir or "")
     boxes = boxes_of(pairs)
     shared = list(overlapping(boxes))
-    in_sequences = not shared and show_sequences(names)  # tiles are numbered, too
+    in_sequences = not shared and show_sequences([without_split(p.name) for p in pairs])
     by = "group" if args.group else args.by or ("sequence" if in_sequences else "image")
     if by == "image" and in_sequences:
         say("warning: --by image: the names show sequences, and neighbours will be in two folds")
-    root = data_root(data)
-    labels_root = root / os.path.expanduser(data.labels_dir or "")
-    if args.group:
-        groups = groups_of(args.group, [os.path.relpath(pair.image, root) for pair in pairs])
-    elif by == "sequence":
-        groups = sequences_of(names)
-    else:  # the same folds wherever the data lie
-        paths = [os.path.splitext(os.path.relpath(pair.image, root)) for pair in pairs]
-        stems, suffixes = zip(*paths, strict=True)
-        sources = sources_of(stems)  # with their copies
-        groups = [name + suffix for name, suffix in zip(sources, suffixes, strict=True)]
-    if shared and by == "image":  # tiles beside each other say the same, so strips count, too
-        in_strips = zip(strips(boxes, number), groups, strict=True)
-        by, groups = "group", [group if strip is None else strip for strip, group in in_strips]
-    fold_of = fold_of_each(groups, number)
+    groups = _groups(by, args.group, pairs, root)
+    if shared and by == "image":
+        groups = _with_strips(groups, boxes, number)
+    fold_of, unit = fold_of_each(groups, number), unit_of(by, groups)
     found = []
     for i in range(number):
         own = [j for j, at in enumerate(fold_of) if at == i]
@@ -239,7 +238,8 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
         listed = _write_list(evaluation, [pairs[j] for j in own], root, labels_root)
         images = {name: groups[j] for name, j in zip(listed, own, strict=True)}
         found.append(Fold(run=f"fold_{i}", images=images))
-        units = f", {counted(len(set(images.values())), by, f'{by}s')}" if by != "image" else ""
+        in_groups = counted(len(set(images.values())), unit, f"{unit}s")
+        units = "" if unit == "image" else f", {in_groups}"
         left = f"; {counted(len(beside), 'tile', 'tiles')} that overlap them left out of training"
         say(f"fold_{i}: {counted(len(own), 'image', 'images')}{units}{left if beside else ''}")
     if len({name for fold in found for name in fold.images}) < len(pairs):
@@ -247,6 +247,32 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
     _check_labels(directory, config, found)
     group = args.group and args.group.pattern
     return Division(by=by, group=group, all=args.all, folds=found)
+
+
+def _groups(
+    by: str, pattern: re.Pattern[str] | None, pairs: Sequence[Pair], root: Path
+) -> list[str]:
+    """The group of each image, which stays in one fold."""
+    if pattern is not None:
+        return groups_of(pattern, [os.path.relpath(pair.image, root) for pair in pairs])
+    if by == "sequence":
+        return sequences_of([without_split(pair.name) for pair in pairs])
+    # The same folds wherever the data lie.
+    paths = [os.path.splitext(os.path.relpath(pair.image, root)) for pair in pairs]
+    stems, suffixes = zip(*paths, strict=True)
+    sources = sources_of(stems)  # with their copies
+    return [name + suffix for name, suffix in zip(sources, suffixes, strict=True)]
+
+
+def _with_strips(groups: Sequence[str], boxes: Sequence[TileBox | None], number: int) -> list[str]:
+    """The groups; tiles are of a strip of their picture, or of all of it if it fits in a fold."""
+    sizes = Counter(box.mosaic for box in boxes if box is not None)
+    found = list(groups)
+    for i, (box, strip) in enumerate(zip(boxes, strips(boxes, number), strict=True)):
+        if box is not None:
+            is_small = number * sizes[box.mosaic] <= len(boxes)
+            found[i] = box.mosaic if is_small else f"{box.mosaic} {strip}"
+    return found
 
 
 def fold_of_each(groups: Sequence[str], number: int) -> list[int]:

@@ -15,7 +15,7 @@ from segtrain.evaluation.records import Records
 from segtrain.results.compare import CONFIDENCE, LEAST_GROUPS, score_interval
 from segtrain.results.report import Evaluated, Joined, evaluated
 from segtrain.results.runs import Run
-from segtrain.run.division import EXPERIMENT, read_division
+from segtrain.run.division import EXPERIMENT, read_division, unit_of
 from segtrain.text import counted
 
 _WINDOW = re.compile(r"_y\d+_x\d+$")  # of a raster, behind the name of its file
@@ -50,7 +50,8 @@ def join_folds(
     what = f"{len(found)} folds by {division.by}"
     records = Records.joined([one.records for one in found], split=what, folds=what)
     interval = score_interval(records, [groups[name] for name in records.names])
-    units = counted(len(set(groups.values())), division.by, f"{division.by}s")
+    unit = unit_of(division.by, [x for fold in division.folds for x in fold.images.values()])
+    units = counted(len(set(groups.values())), unit, f"{unit}s")
     value, low, high = (f"{100 * x:.2f}" for x in interval)
     bounds = f"{low} to {high} ({CONFIDENCE:.0%}, over {units})"
     if math.isnan(interval.low):

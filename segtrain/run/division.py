@@ -4,7 +4,7 @@ It holds experiment.yaml (the config), folds.json (`Division`), two lists of pai
 and the runs fold_0, fold_1 ...
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -53,6 +53,11 @@ class Division(Record):
     all: bool
     folds: list[Fold]
     scores: dict[str, Any] = {}
+
+
+def unit_of(by: str, groups: Collection[str]) -> str:
+    """What is kept whole, in a word; groups: that of each image. Copies and tiles make groups."""
+    return "group" if by == "image" and len(set(groups)) < len(groups) else by
 
 
 def read_division(directory: Path) -> Division | None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple, Self
 
 from segtrain.data.read.sources import groups_of, sources_of
-from segtrain.data.read.tiles import overlapping
+from segtrain.data.read.tiles import overlapping, strips
 from segtrain.errors import ConfigError, DataError
 from segtrain.survey.contents import Value
 from segtrain.survey.decide import Answers
@@ -230,7 +230,8 @@ def _groupings(
             for turn in range(_BANDS):
                 band = _bands(survey, images, side, turn)
                 what = "a band of the picture that they are tiles of"
-                yield lambda image, band=band: band[image.path], what
+                if len(set(band.values())) > 1:  # not of one place only
+                    yield lambda image, band=band: band[image.path], what
     for what, key in keys.items():
         # Copies of a picture may have names of several sequences: img_001, img_001_aug1.
         joined, number = _alike(survey, images, key), len(set(map(key, images)))
@@ -293,19 +294,11 @@ def _bands(survey: Survey, images: Sequence[Image], side: int | None, turn: int)
 
     None: along the longer side of the picture. turn: which band is called the first.
     """
-    boxes = {image.path: survey.tiles.get(image.path) for image in images}
-    known = [box for box in boxes.values() if box is not None]
-    height, width = (
-        max(box[side + 2] for box in known) - min(box[side] for box in known) for side in (1, 2)
-    )
-    side = side or (1 if height >= width else 2)
-    order = sorted(
-        (path for path, box in boxes.items() if box is not None),
-        key=lambda path: (boxes[path].mosaic, boxes[path][side], path),
-    )
-    size = max(1, len(order) // _BANDS)
-    return {path: path for path in boxes} | {
-        path: f"band {(i // size + turn) % _BANDS}" for i, path in enumerate(order)
+    boxes = [survey.tiles.get(image.path) for image in images]
+    found = zip(images, strips(boxes, _BANDS, side), strict=True)
+    return {
+        image.path: image.path if strip is None else f"band {(strip + turn) % _BANDS}"
+        for image, strip in found
     }
 
 

@@ -12,7 +12,8 @@ from pathlib import Path, PurePosixPath
 
 from segtrain.annotations import detect
 from segtrain.data.read import image_formats
-from segtrain.data.read.tiles import TileBox, tile_boxes
+from segtrain.data.read.find_tiles import tile_boxes
+from segtrain.data.read.tiles import TileBox
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.survey import contents, file_names, pairing

@@ -31,11 +31,12 @@ from segtrain.data.read.classes import ClassFile, load_class_file, read_by
 from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
+from segtrain.data.read.find_tiles import boxes_of
 from segtrain.data.read.image import RGB, ImageForm, other_sizes
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.layouts import scan_layout
 from segtrain.data.read.raw_label import label_problem
-from segtrain.data.read.tiles import boxes_of, overlapping
+from segtrain.data.read.tiles import overlapping
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import counted, printable, table_lines

@@ -1,56 +1,8 @@
-"""Images that are tiles of one larger picture, where they lie in it, and which ones overlap.
+"""Tiles of one larger picture: which of them overlap, and strips of them."""
 
-Georeferences tell, or names: `tile_r0_c3` counts rows and columns, `mosaic_512_1024` counts pixels,
-`mosaic_0_0_80_64` is a box. Which number is which, the pixels of neighbours tell.
-"""
-
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import pairwise
-from statistics import median
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import numpy as np
-
-from segtrain.data.read.concurrent import IO_THREADS, prefetch
-from segtrain.data.read.decode import Info
-from segtrain.data.read.find import Pair
-from segtrain.data.read.image import read_values
-from segtrain.data.read.image_formats import read_info
-from segtrain.data.read.places import MapPlace
-from segtrain.data.read.thumbnails import grey_of
-from segtrain.errors import DataError
-
-_N, _REST = r"(\d{1,7})", r"(?P<rest>\D*)"
-_BETWEEN, _MAYBE_BETWEEN = r"[-_. ,]+", r"[-_. ,]*"
-_MOSAIC = r"(?:(?P<mosaic>.*?)[-_. ,/(])??"
-_MARKED = r"(?P<mosaic>.*?)[-_. ,(]*"
-_DOWN_FIRST, _EITHER = ((0, 1),), ((0, 1), (1, 0))
-# What names may look like, and which numbers of them are, in which orders, those of top, left and,
-# of four, bottom and right, or height and width.
-_FORMS = [
-    (re.compile(pattern, re.IGNORECASE), orders)
-    for pattern, orders in (
-        (rf"{_MARKED}r(?:ow)?[-_]?{_N}{_MAYBE_BETWEEN}c(?:ol)?[-_]?{_N}{_REST}", _DOWN_FIRST),
-        (rf"{_MARKED}y[-_]?{_N}{_MAYBE_BETWEEN}x[-_]?{_N}{_REST}", _DOWN_FIRST),
-        (rf"{_MARKED}x[-_]?{_N}{_MAYBE_BETWEEN}y[-_]?{_N}{_REST}", ((1, 0),)),
-        (rf"{_MOSAIC}(?:\d+[-_])?{_N}[-_ ]?by[-_ ]?{_N}(?P<rest>(?:\D.*)?)", _EITHER),
-        (
-            rf"{_MOSAIC}{_N}{_BETWEEN}{_N}{_BETWEEN}{_N}{_BETWEEN}{_N}{_REST}",
-            ((1, 0, 3, 2), (0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 3, 1)),
-        ),
-        (rf"{_MOSAIC}{_N}{_BETWEEN}{_N}{_REST}", _EITHER),
-    )
-]
-# Dates and times, or numbers of scenes and frames, fill no grid.
-_FILLED, _LEAST_TILES = 0.6, 6
-_TIFF = (".tif", ".tiff")
-# Of the standard deviation: JPEG adds noise, which depends on the place in the tile.
-_NOISE = 0.25
-# Frames of a camera that moves slowly overlap by more than tiles.
-_LEAST_OVERLAP_PX, _MOST_OVERLAP, _EQUAL, _SAMPLES = 4, 0.9, 10.0, 3
 
 
 class TileBox(NamedTuple):
@@ -73,105 +25,6 @@ class TileBox(NamedTuple):
         return self.mosaic == other.mosaic and min(down, right) > 0.5
 
 
-class _Named(NamedTuple):
-    """Image `i`, and what its name says in one of the forms."""
-
-    i: int
-    mosaic: str
-    numbers: tuple[int, ...]
-
-
-class _Header(NamedTuple):
-    """What is known of an image before its pixels: its name, (height, width), and place."""
-
-    name: str
-    size: tuple[int, int]
-    place: MapPlace | None
-
-
-def tile_boxes(
-    names: Sequence[str],
-    sizes: Sequence[tuple[int, int]],
-    places: Sequence[MapPlace | None],
-    pixels: Callable[[int], np.ndarray],
-) -> list[TileBox | None]:
-    """Where each image lies in a picture that others are of, too; None: it is no tile.
-
-    sizes: (height, width). pixels: reads an image, (H, W, C); a few are compared where names count
-        rows and columns, which do not tell how far tiles overlap.
-    """
-    headers = [_Header(*each) for each in zip(names, sizes, places, strict=True)]
-    found: list[TileBox | None] = [_on_the_map(one) for one in headers]
-    for pattern, orders in _FORMS:
-        alike: dict[str, list[_Named]] = defaultdict(list)  # pictures whose names differ in numbers
-        for i, one in enumerate(headers):
-            match = None if found[i] else pattern.fullmatch(one.name)
-            if match is not None:
-                mosaic, rest = (match["mosaic"] or ""), match["rest"].rstrip(")")
-                numbers = tuple(int(x) for x in match.groups()[1:-1])
-                alike[re.sub(r"\d+", "0", mosaic)].append(_Named(i, mosaic + rest, numbers))
-        for named in alike.values():
-            for i, box in _placed(named, orders, headers, pixels).items():
-                found[i] = box
-    return found
-
-
-def boxes_of(pairs: Sequence[Pair]) -> list[TileBox | None]:
-    """`tile_boxes` of the images of `pairs`; None too for those that cannot be read.
-
-    Headers are read only where a name or a TIFF may tell a place. Windows of images have none.
-    """
-    found: list[TileBox | None] = [None] * len(pairs)
-    of_tiff = (pair.image.suffix.lower() in _TIFF and pair.window is None for pair in pairs)
-    if not (any(of_tiff) or any(_may_be_tile(pair.name) for pair in pairs)):
-        return found
-    infos = list(prefetch(_info_or_none, pairs, IO_THREADS))
-    known = [i for i, info in enumerate(infos) if info is not None]
-    boxes = tile_boxes(
-        [pairs[i].name for i in known],
-        [infos[i].size for i in known],
-        [infos[i].place for i in known],
-        lambda k: read_values(pairs[known[k]].image),
-    )
-    for i, box in zip(known, boxes, strict=True):
-        found[i] = box
-    return found
-
-
-def _info_or_none(pair: Pair) -> Info | None:
-    try:
-        return None if pair.window else read_info(pair.image)
-    except DataError:
-        return None  # which is said elsewhere
-
-
-def strips(boxes: Sequence[TileBox | None], number: int) -> list[str | None]:
-    """The strip of its picture that each tile is in, of `number` with about equally many tiles.
-
-    Strips follow each other from the top or, in a wide picture, from the left, so that few tiles
-    overlap those of another strip.
-
-    >>> strips([TileBox("a", 0, x, 64, x + 64) for x in (0, 48, 96, 144)] + [None], 2)
-    ['a 0', 'a 0', 'a 1', 'a 1', None]
-    """
-    found: list[str | None] = [None] * len(boxes)
-    by_mosaic: dict[str, list[int]] = defaultdict(list)
-    for i, box in enumerate(boxes):
-        if box is not None:
-            by_mosaic[box.mosaic].append(i)
-    for mosaic, tiles in by_mosaic.items():
-        height, width = (
-            max(boxes[i][end] for i in tiles) - min(boxes[i][start] for i in tiles)
-            for start, end in ((1, 3), (2, 4))
-        )
-        side = 1 if height >= width else 2
-        places = sorted({boxes[i][side] for i in tiles})
-        for i in tiles:
-            # Tiles that begin at one place are in one strip.
-            found[i] = f"{mosaic} {places.index(boxes[i][side]) * number // len(places)}"
-    return found
-
-
 def overlapping(boxes: Sequence[TileBox | None]) -> Iterator[tuple[int, int]]:
     """The pairs of tiles that overlap, by their indices, the smaller one first."""
     sides = [max(b.bottom - b.top, b.right - b.left) for b in boxes if b is not None]
@@ -189,161 +42,31 @@ def overlapping(boxes: Sequence[TileBox | None]) -> Iterator[tuple[int, int]]:
         cells[box.mosaic, row, column].append(i)
 
 
-def _on_the_map(header: _Header) -> TileBox | None:
-    """The box of a georeferenced image whose rows go straight down, in pixels of its own size."""
-    place = header.place
-    if place is None or place.right[1] or place.down[0] or not (place.right[0] and place.down[1]):
-        return None
-    top, left = place.y / place.down[1], place.x / place.right[0]
-    mosaic = f"map {place.system} {place.right[0]:.6g} {place.down[1]:.6g}"
-    height, width = header.size
-    return TileBox(mosaic, top, left, top + height, left + width)
+def strips(
+    boxes: Sequence[TileBox | None], number: int, side: int | None = None
+) -> list[int | None]:
+    """The strip of its picture that each tile is in, from 0; None: it is no tile.
 
+    Of `number` strips with about equally many tiles, from the top (side 1) or from the left (2), so
+    that few tiles overlap those of another strip. Tiles that begin at one place are in one strip.
 
-def _may_be_tile(name: str) -> bool:
-    return any(pattern.fullmatch(name) for pattern, _ in _FORMS)
+    side: None: along the longer side of the picture.
 
-
-def _placed(
-    named: Sequence[_Named],
-    orders: Sequence[tuple[int, ...]],
-    headers: Sequence[_Header],
-    pixels: Callable[[int], np.ndarray],
-) -> dict[int, TileBox]:
-    """The boxes of images, by their indices, in the order that pixels confirm best.
-
-    Empty: they are no tiles, or have no pixels in common.
+    >>> strips([TileBox("a", 0, x, 64, x + 64) for x in (0, 48, 96, 144)] + [None], 2)
+    [0, 0, 1, 1, None]
     """
-    numbers = np.array([one.numbers for one in named])
-    sizes = np.array([headers[one.i].size for one in named])
-    counts = [_least_gap(named, axis) == 1 for axis in (0, 1)]
-    if len(orders[0]) == 2 and any(counts):  # rows, but columns in pixels: clips and frames
-        return _counted(named, orders, headers, pixels) if all(counts) else {}
-    found, best = {}, 1.0
-    for order in orders:
-        starts, ends = numbers[:, order[:2]], numbers[:, order[2:]]
-        # Names may say the last pixel, or the size.
-        over = [{*(end - sizes).ravel()} for end in (ends - starts, ends)] if ends.size else [{0}]
-        if {0} not in over and {-1} not in over:
-            continue
-        boxes = [
-            TileBox(one.mosaic, top, left, top + height, left + width)
-            for one, (top, left), (height, width) in zip(
-                named, starts.tolist(), sizes.tolist(), strict=True
-            )
-        ]
-        moved, still, scale = _differences(boxes, lambda k: grey_of(pixels(named[k].i)))
-        # Two numbers say less than a box of the image's size.
-        most = min(_NOISE * scale, still / 3) if not ends.size else still
-        if moved < most and moved / still < best:
-            best, found = moved / still, {x.i: y for x, y in zip(named, boxes, strict=True)}
+    found: list[int | None] = [None] * len(boxes)
+    by_mosaic: dict[str, list[int]] = defaultdict(list)
+    for i, box in enumerate(boxes):
+        if box is not None:
+            by_mosaic[box.mosaic].append(i)
+    for tiles in by_mosaic.values():
+        height, width = (
+            max(boxes[i][end] for i in tiles) - min(boxes[i][start] for i in tiles)
+            for start, end in ((1, 3), (2, 4))
+        )
+        start = side or (1 if height >= width else 2)
+        places = sorted({boxes[i][start] for i in tiles})
+        for i in tiles:
+            found[i] = places.index(boxes[i][start]) * number // len(places)
     return found
-
-
-def _least_gap(named: Sequence[_Named], axis: int) -> int:
-    """The least difference of the numbers at `axis` within a picture; 0: there is none."""
-    of: dict[str, set[int]] = defaultdict(set)
-    for one in named:
-        of[one.mosaic].add(one.numbers[axis])
-    return min((b - a for found in of.values() for a, b in pairwise(sorted(found))), default=0)
-
-
-def _differences(
-    boxes: Sequence[TileBox], grey: Callable[[int], np.ndarray]
-) -> tuple[float, float, float]:
-    """How much tiles that overlap differ, of a sample: where both show the same, by `boxes`; at
-    the same places in both, where frames of a camera are more alike; and what both would be by
-    chance, the standard deviation.
-    """
-    pairs = [
-        (i, j)
-        for i, j in overlapping(boxes)
-        if boxes[i] != boxes[j] and min(_common(boxes[i], boxes[j])) >= _LEAST_OVERLAP_PX
-    ]
-    moved = still = scale = 0.0
-    for i, j in pairs[:: max(1, len(pairs) // (3 * _SAMPLES))]:
-        down, right = (int(b - a) for a, b in zip(boxes[i][1:3], boxes[j][1:3], strict=True))
-        height, width = _common(boxes[i], boxes[j])
-        with suppress(DataError):
-            a, b = grey(i), grey(j)
-            ours = a[max(down, 0) :, max(right, 0) :][:height, :width]
-            theirs = b[max(-down, 0) :, max(-right, 0) :][:height, :width]
-            moved += float(np.abs(ours - theirs).mean())
-            still += float(np.abs(a[:height, :width] - b[:height, :width]).mean())
-            scale += float(a.std())
-    return moved, still, scale
-
-
-def _common(one: TileBox, other: TileBox) -> tuple[int, int]:
-    """The height and width of what two tiles show both."""
-    return (
-        int(min(one.bottom, other.bottom) - max(one.top, other.top)),
-        int(min(one.right, other.right) - max(one.left, other.left)),
-    )
-
-
-def _counted(
-    named: Sequence[_Named],
-    orders: Sequence[tuple[int, ...]],
-    headers: Sequence[_Header],
-    pixels: Callable[[int], np.ndarray],
-) -> dict[int, TileBox]:
-    """As `_placed`, of names that count rows and columns, which do not tell how far tiles overlap.
-
-    Pictures with a grid that is nearly full; of the orders the one by which more rows and columns
-    begin with the end of the one before.
-    """
-    by_mosaic: dict[str, list[_Named]] = defaultdict(list)
-    for one in named:
-        by_mosaic[one.mosaic].append(one)
-    found = {}
-    for mosaic, tiles in by_mosaic.items():
-        rows, columns = ({one.numbers[axis] for one in tiles} for axis in (0, 1))
-        grid = len(rows) * len(columns)
-        if min(len(rows), len(columns)) < 2 or len(tiles) < max(_LEAST_TILES, _FILLED * grid):
-            continue
-        best = -1
-        for order in orders:
-            at = {(one.numbers[order[0]], one.numbers[order[1]]): one.i for one in tiles}
-            shared = [_shared_by_neighbours(at, axis, headers, pixels) for axis in (0, 1)]
-            if (overlaps := sum(x > 0 for x in shared)) <= best:
-                continue
-            best = overlaps
-            steps = [
-                max(headers[i].size[axis] for i in at.values()) - shared[axis] for axis in (0, 1)
-            ]
-            for (row, column), i in at.items():
-                top, left = row * steps[0], column * steps[1]
-                height, width = headers[i].size
-                found[i] = TileBox(mosaic, top, left, top + height, left + width)
-    return found
-
-
-def _shared_by_neighbours(
-    at: dict[tuple[int, int], int],
-    axis: int,
-    headers: Sequence[_Header],
-    pixels: Callable[[int], np.ndarray],
-) -> float:
-    """How many rows (axis 0) or columns tiles have in common with the next one, of a few pairs."""
-    beside = ((i, at.get((row + 1 - axis, column + axis))) for (row, column), i in at.items())
-    pairs = [(i, j) for i, j in beside if j is not None]
-    shared = []
-    for i, j in pairs[:: max(1, len(pairs) // _SAMPLES)][:_SAMPLES]:
-        with suppress(DataError):
-            shared.append(_shared_px(pixels(i), pixels(j), axis))
-    return median(shared) if shared else 0.0
-
-
-def _shared_px(one: np.ndarray, other: np.ndarray, axis: int) -> int:
-    """How many rows (axis 0) or columns at the end of a tile begin the next one; 0: none."""
-    a, b = (np.moveaxis(grey_of(x).astype(np.float32), axis, 0)[:, ::4] for x in (one, other))
-    if a.shape[1] != b.shape[1]:
-        return 0
-    scale = max(float(np.std(a)), 1e-6)
-    best, shared = np.inf, 0
-    for number in range(_LEAST_OVERLAP_PX, int(_MOST_OVERLAP * min(len(a), len(b)))):
-        difference = float(np.abs(a[-number:] - b[:number]).mean()) / scale
-        if difference < best:
-            best, shared = difference, number
-    return shared if _EQUAL * best < 1 else 0
