@@ -8,6 +8,7 @@ import numpy as np
 
 from segtrain.annotations.regions import Annotated, Findings, Region
 from segtrain.data.read.concurrent import prefetch
+from segtrain.data.read.decode import exchanges_sides
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
 from segtrain.data.read.image_formats import read_info
 from segtrain.errors import DataError
@@ -21,7 +22,6 @@ _MAX_OUTLINE_PX = 10_000_000  # pycocotools takes 100 bytes for each pixel of it
 # Label Studio puts eight digits before the name of an uploaded file.
 _UPLOAD = re.compile(r"^[0-9a-f]{8}-")
 _ELSEWHERE = "name the folder of the images: segtrain data import --images FOLDER"
-_TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 
 def place_images(
@@ -116,7 +116,7 @@ def _fitted(image: Annotated) -> tuple[Annotated, str]:
     stored, orientation = header.size, header.orientation
     if orientation != 1:
         # Most tools show such an image turned, some do not; only the size tells.
-        if orientation not in _TURNED or image.size is None or stored[0] == stored[1]:
+        if not exchanges_sides(orientation) or image.size is None or stored[0] == stored[1]:
             upright = "store the pixels upright, and annotate that file"
             return image, f"EXIF asks for a rotation, which regions may follow or not; {upright}"
         if image.size == stored[::-1]:

@@ -1,7 +1,7 @@
 """Labels in a file or a folder for each class: which class a file shows, and which are chosen."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import PurePosixPath
 
@@ -119,29 +119,38 @@ def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
         raise ConfigError(f"--missing background: {labels.pattern}: 0 is no class of these labels")
     labelled = [image for image in survey.images if image.path in labels.labels]
     splits = {image.split for image in labelled}
-    places = [PurePosixPath(image.path) for image in labelled]
-    kinds = {place.suffix.lower() for place in places}, {place.parent for place in places}
+    suffixes = {PurePosixPath(image.path).suffix.lower() for image in labelled}
+    folders = {PurePosixPath(image.path).parent for image in labelled}
     names = {image.name for image in survey.images}
-    copies = {
+    copies = _copies(survey, labels)
+
+    def is_like(image: Image) -> bool:
+        place = PurePosixPath(image.path)
+        is_kept = image.split != "test" or "test" in splits
+        is_beside = place.suffix.lower() in suffixes or place.parent in folders
+        is_other = image.path in copies or _is_mask_of_one(image.name, names)
+        return is_kept and is_beside and not is_other
+
+    others = [x.path for x in survey.images if x.path not in labels.labels and is_like(x)]
+    return replace(labels, labels={**labels.labels, **dict.fromkeys(others, ())})
+
+
+def _copies(survey: Survey, labels: LabelSet) -> set[str]:
+    """Images of the name of a labelled one that look nearly as it."""
+    return {
         other
         for pair in survey.similar
         for one, other in (pair, pair[::-1])
         if one in labels.labels and PurePosixPath(one).stem == PurePosixPath(other).stem
     }
 
-    def is_like(image: Image) -> bool:
-        place = PurePosixPath(image.path)
-        is_mask = any(
-            image.name[: end.start()] in names
-            and not LABEL_WORDS.isdisjoint(words_of(image.name[end.start() :]))
-            for end in re.finditer(r"[_\-. ]", image.name)
-        )
-        is_kept = image.split != "test" or "test" in splits
-        like = place.suffix.lower() in kinds[0] or place.parent in kinds[1]
-        return is_kept and like and not is_mask and image.path not in copies
 
-    others = [x.path for x in survey.images if x.path not in labels.labels and is_like(x)]
-    return replace(labels, labels={**labels.labels, **dict.fromkeys(others, ())})
+def _is_mask_of_one(name: str, names: Set[str]) -> bool:
+    """Whether a name is that of an image and a word of labels: `1_mask_2` beside `1`."""
+    return any(
+        name[: end.start()] in names and not LABEL_WORDS.isdisjoint(words_of(name[end.start() :]))
+        for end in re.finditer(r"[_\-. ]", name)
+    )
 
 
 def _chosen(labels: LabelSet, names: Sequence[str]) -> LabelSet:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.data.read.concurrent import for_each_pair, num_processes
+from segtrain.data.read.decode import exchanges_sides
 from segtrain.data.read.places import SAME_EXTENT, other_place
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
@@ -185,13 +186,8 @@ def _checked(
     return shown
 
 
-def _is_turned(image: Image) -> bool:
-    """Whether EXIF exchanges height and width."""
-    return image.orientation in (5, 6, 7, 8)
-
-
 def _label_size(image: Image, upright: bool) -> tuple[int, int]:
-    return image.size[::-1] if upright and _is_turned(image) else image.size
+    return image.size[::-1] if upright and exchanges_sides(image.orientation) else image.size
 
 
 def _are_upright(
@@ -206,7 +202,7 @@ def _are_upright(
         facts.size == images[image].size[::-1]
         for image, _, facts in found
         if not isinstance(facts, str)
-        and _is_turned(images[image])
+        and exchanges_sides(images[image].orientation)
         and len({*images[image].size}) == 2
     ]
     return bool(turned) and all(turned)

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, Self
@@ -225,6 +225,8 @@ def _groupings(
     }
     alike = _alike(survey, images)
     sizes = Counter(alike.values())
+    first: dict[str, str] = {}
+    same = [(first.setdefault(group, path), path) for path, group in alike.items()]
     if _shared_pixels(survey, images) and max(sizes.values()) > len(images) / 2:
         for side in (None, 1, 2):
             for turn in range(_BANDS):
@@ -234,7 +236,8 @@ def _groupings(
                     yield lambda image, band=band: band[image.path], what
     for what, key in keys.items():
         # Copies of a picture may have names of several sequences: img_001, img_001_aug1.
-        joined, number = _alike(survey, images, key), len(set(map(key, images)))
+        of_one = {image.path: key(image) for image in images}
+        joined, number = _joined(of_one, same), len(set(of_one.values()))
         if len(set(joined.values())) >= _MIN_GROUPS and number <= len(images) / 2:
             yield lambda image, joined=joined: joined[image.path], f"whole {what} ({number})"
     if _MIN_GROUPS <= len(sizes) < len(images) and max(sizes.values()) <= len(images) / 2:
@@ -247,31 +250,30 @@ def _groupings(
     yield lambda image: image.path, "single images"
 
 
-def _alike(
-    survey: Survey, images: Sequence[Image], key: Callable[[Image], str] | None = None
-) -> dict[str, str]:
-    """The group of each image, by path: copies by name, near-duplicates, tiles that overlap.
+def _alike(survey: Survey, images: Sequence[Image]) -> dict[str, str]:
+    """The group of each image, by path: copies by name, near-duplicates, tiles that overlap."""
+    sources = sources_of([image.name for image in images])
+    of_one = dict(zip((image.path for image in images), sources, strict=True))
+    return _joined(of_one, [*survey.similar, *_shared_pixels(survey, images)])
 
-    key: what further images of one group have in common.
+
+def _joined(group_of: Mapping[str, str], pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The group of each image, by path; those of the two images of a pair are one.
+
+    >>> _joined({"1.png": "a", "2.png": "b", "3.png": "c"}, [("1.png", "2.png")])
+    {'1.png': 'b', '2.png': 'b', '3.png': 'c'}
     """
     parent: dict[str, str] = {}
 
-    def root(path: str) -> str:
-        while (above := parent.setdefault(path, path)) != path:
-            parent[path] = path = parent[above]
-        return path
+    def root(group: str) -> str:
+        while (above := parent.setdefault(group, group)) != group:
+            parent[group] = group = parent[above]
+        return group
 
-    first: dict[str, str] = {}
-    commons = [sources_of([x.name for x in images])] + ([list(map(key, images))] if key else [])
-    for i, common in enumerate(commons):
-        for image, what in zip(images, common, strict=True):
-            before = first.setdefault(f"{i} {what}", image.path)
-            parent[root(image.path)] = root(before)
-    for one, other in survey.similar:
-        parent[root(one)] = root(other)
-    for one, other in _shared_pixels(survey, images):
-        parent[root(one)] = root(other)
-    return {image.path: root(image.path) for image in images}
+    for one, other in pairs:
+        if one in group_of and other in group_of:
+            parent[root(group_of[one])] = root(group_of[other])
+    return {path: root(group) for path, group in group_of.items()}
 
 
 def _shared_pixels(survey: Survey, images: Sequence[Image]) -> list[tuple[str, str]]:

@@ -186,6 +186,11 @@ def opened(file: IO[bytes], path: str | Path, formats: Sequence[str]) -> Iterato
             raise DataError(f"{printable(path)}: not a {' or '.join(formats)} image") from error
 
 
+def exchanges_sides(orientation: int) -> bool:
+    """Whether EXIF's orientation turns the picture by a quarter."""
+    return orientation in (5, 6, 7, 8)
+
+
 def to_stored(upright: np.ndarray, orientation: int) -> np.ndarray:
     """The pixels (H, W, ...) as stored of a picture that EXIF's orientation has made `upright`.
 
