@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from segtrain.data.read import image_formats, thumbnails
+from segtrain.data.read.decode import Info
 from segtrain.data.read.places import MapPlace
 from segtrain.errors import DataError
 from segtrain.survey import contents, file_names
@@ -92,13 +93,11 @@ def with_headers(
             unreadable.append(str(error))
             continue
         first, *others = file_names.are_photos([name_of[path] for path in files])
-        is_photo = first and not any(others)
-        are_other = any(i.channels > 1 or i.dtype != infos[0].dtype for i in infos[1:])
-        is_whole = bool(others) and is_photo and infos[0].channels > 1
-        if len({info.size for info in infos}) > 1 or are_other or is_whole:
-            if not is_photo and name.path not in listed:
+        is_the_photo = first and not any(others)
+        if len(files) > 1 and not _are_bands(infos, is_the_photo):
+            if not is_the_photo and name.path not in listed:
                 unclear.append(" and ".join(files))
-            twins.append(" and ".join(files))  # no bands, but other pictures of the same name
+            twins.append(" and ".join(files))
             files, infos = files[:1], infos[:1]
         if infos[0].orientation != 1:
             turned.append(name.path)
@@ -129,6 +128,18 @@ def with_headers(
     what = "an EXIF orientation, which is ignored: pixels count as stored"
     note_all(notes, turned, f"image carries {what}", f"images carry {what}")
     return found
+
+
+def _are_bands(infos: Sequence[Info], is_the_photo: bool) -> bool:
+    """Whether several files are the bands of one image, and not pictures of several kinds.
+
+    is_the_photo: whether the first alone is called a photo; one in colour is whole.
+    """
+    first, *others = infos
+    have_one_form = all(
+        (x.size, x.dtype, x.channels) == (first.size, first.dtype, 1) for x in others
+    )
+    return have_one_form and not (is_the_photo and first.channels > 1)
 
 
 def _check_bands(folder: Path, names: Sequence[FileName], images: Sequence[Image]) -> None:
