@@ -391,6 +391,7 @@ def test_verdicts():
     assert verdict(found, {"optim.lr"}).startswith("images and seeds together")
     a, b = pair(rng)
     assert verdict(compare([a], [b]), {"optim.lr"}).startswith("the choice of images explains")
+    assert verdict(compare([a], [a]), {"optim.lr"}).startswith("there is no difference")
 
 
 def test_what_cannot_be_compared_is_refused():

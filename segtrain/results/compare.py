@@ -168,6 +168,8 @@ def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> l
 
 def verdict(found: Comparison, different: Collection[str]) -> str:
     """One sentence. different: the options in which the configs differ."""
+    if found.recipes is None and tuple(found.models) == (0, 0, 0):
+        return "there is no difference: the scores are equal, whichever images are drawn"
     better = "B" if found.models.value > 0 else "A"
     if not different and found.models.value != 0:
         return (
