@@ -22,7 +22,7 @@ from segtrain.config import Config, config_to_yaml
 from segtrain.config.loading import override_config
 from segtrain.data.check.findings import photo_findings
 from segtrain.data.check.values import image_values
-from segtrain.data.read.image import form_of, ignore_missing, set_dtype
+from segtrain.data.read.image import form_of, ignore_missing, ignored_where, set_dtype
 from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import (
@@ -79,6 +79,8 @@ class Predictor:
     def __call__(self, image: np.ndarray) -> np.ndarray:
         """The train id of every pixel, (H, W) uint8; 255 where the image has no value.
 
+        With task multilabel (H, W, K) uint8: 1 where a class is, else 0.
+
         image: (H, W, C) with the values that the file holds, neither scaled nor normalized; three
             channels are RGB. uint8 or uint16; other numbers if the model was trained on a
             `data.value_range`, where NaN is no value. What a numpy masked array masks has no
@@ -111,7 +113,7 @@ class Predictor:
             )
         if probability is not None:
             return np.where(missing, np.float32(np.nan), probability.float().numpy())
-        return np.maximum(label.numpy(), missing)
+        return ignored_where(missing, label.numpy())
 
     def _checked(self, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The image as the model takes it; (H, W) uint8, IGNORE_INDEX without a value, else 0."""

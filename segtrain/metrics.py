@@ -8,7 +8,7 @@ that is predicted but never labelled has IoU 0.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ class Scores:
     pixel_acc: float  # correct / labelled pixels of all classes ("aAcc")
     freq_weighted_iou: float  # mean of `iou` weighted by `class_frequency` ("fwIoU")
     num_pixels: int  # labelled ones, of all classes
+    ap: tuple[float, ...] | None = None  # average precision, of classes that overlap
 
     def scalars(self, names: Sequence[str]) -> dict[str, float]:
         """The scores by their tags in TensorBoard and metrics.jsonl, without NaN."""
@@ -63,17 +64,18 @@ class Scores:
 
     def by_class(self) -> dict[str, tuple[float, ...]]:
         """The scores of each class by their names in tables and files."""
-        return {
+        columns = {
             "IoU": self.iou,
             "Dice": self.dice,
             "precision": self.precision,
             "recall": self.recall,
             "share": self.class_frequency,
         }
+        return columns if self.ap is None else columns | {"AP": self.ap}
 
     def means(self) -> dict[str, float]:
         """The scores over all classes by their usual names."""
-        return {
+        means = {
             "mIoU": self.mean_iou,
             "mDice": self.mean_dice,
             "mPrecision": self.mean_precision,
@@ -81,6 +83,7 @@ class Scores:
             "aAcc": self.pixel_acc,
             "fwIoU": self.freq_weighted_iou,
         }
+        return means if self.ap is None else means | {"mAP": mean_of_present(self.ap)}
 
 
 # Of probabilities; and those of the error and the curve, as in arXiv:1706.04599, which divide them.
@@ -174,28 +177,8 @@ class ConfusionMatrix:
         labelled = [sum(row) for row in rows]
         predicted = [sum(column) for column in zip(*rows, strict=True)]
         total = sum(labelled)
-
-        both = [a + b for a, b in zip(labelled, predicted, strict=True)]
-        iou = tuple(ratio(n, total - n) for n, total in zip(correct, both, strict=True))
-        dice = tuple(ratio(2 * n, total) for n, total in zip(correct, both, strict=True))
-        precision = tuple(map(ratio, correct, predicted))
-        recall = tuple(map(ratio, correct, labelled))
-        frequency = tuple(ratio(n, total) for n in labelled)
-        # A class without labelled pixels has weight 0, whether its IoU is 0 or NaN.
-        weighted = math.fsum(f * i for f, i in zip(frequency, iou, strict=True) if f > 0)
-        return Scores(
-            iou=iou,
-            dice=dice,
-            precision=precision,
-            recall=recall,
-            class_frequency=frequency,
-            mean_iou=mean_of_present(iou),
-            mean_dice=mean_of_present(dice),
-            mean_precision=mean_of_present(precision),
-            mean_recall=mean_of_present(recall),
-            pixel_acc=ratio(sum(correct), total),
-            freq_weighted_iou=weighted if total else math.nan,
-            num_pixels=total,
+        return _scores(
+            correct, labelled, predicted, [total] * len(rows), ratio(sum(correct), total)
         )
 
     def _check(self) -> None:
@@ -207,6 +190,187 @@ class ConfusionMatrix:
         for name, found in (("label", labels), ("pred", preds)):
             if found:
                 raise ValueError(f"{name}: expected 0 to {highest}, found {found} pixels above")
+
+
+def _scores(
+    correct: Sequence[int],
+    labelled: Sequence[int],
+    predicted: Sequence[int],
+    valid: Sequence[int],
+    pixel_acc: float,
+) -> Scores:
+    """Those of K classes with these pixels; valid: pixels that count for the class."""
+    both = [a + b for a, b in zip(labelled, predicted, strict=True)]
+    iou = tuple(ratio(n, total - n) for n, total in zip(correct, both, strict=True))
+    dice = tuple(ratio(2 * n, total) for n, total in zip(correct, both, strict=True))
+    precision = tuple(map(ratio, correct, predicted))
+    recall = tuple(map(ratio, correct, labelled))
+    total = sum(labelled)
+    # A class without labelled pixels has weight 0, whether its IoU is 0 or NaN.
+    weighted = math.fsum(ratio(n, total) * i for n, i in zip(labelled, iou, strict=True) if n > 0)
+    return Scores(
+        iou=iou,
+        dice=dice,
+        precision=precision,
+        recall=recall,
+        class_frequency=tuple(map(ratio, labelled, valid)),
+        mean_iou=mean_of_present(iou),
+        mean_dice=mean_of_present(dice),
+        mean_precision=mean_of_present(precision),
+        mean_recall=mean_of_present(recall),
+        pixel_acc=pixel_acc,
+        freq_weighted_iou=weighted if total else math.nan,
+        num_pixels=total,
+    )
+
+
+class BinaryCounts:
+    """Of classes that overlap: `counts` are pixels of each class by label and prediction.
+
+    (K, 2, 2) int64 on `device`. Of two pixels one has both classes, and the other none; for the
+    second class it is ignored.
+
+    >>> counts = BinaryCounts(2)
+    >>> label = torch.tensor([[[1, 1], [0, 255]]], dtype=torch.uint8)  # (1, 2, K)
+    >>> counts.update(torch.ones_like(label), label).tolist()
+    [[[0, 1], [0, 1]], [[0, 0], [0, 1]]]
+    >>> counts.scores().iou, counts.scores().precision
+    ((0.5, 1.0), (0.5, 1.0))
+    """
+
+    def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
+        self.counts = torch.zeros(num_classes, 2, 2, dtype=torch.int64, device=device)
+
+    def update(self, pred: Tensor, label: Tensor) -> Tensor:
+        """Adds the pixels of an image and returns their counts, as `counts`.
+
+        pred, label: (h, w, K) uint8 of 0 and 1; label also of IGNORE_INDEX.
+
+        Raises:
+            ValueError: shapes differ.
+        """
+        num_classes = len(self.counts)
+        if pred.shape != label.shape or pred.shape[-1] != num_classes:
+            shapes = f"pred {tuple(pred.shape)}, label {tuple(label.shape)}"
+            raise ValueError(f"expected (h, w, {num_classes}), got {shapes}")
+        cells = (2 * label.to(torch.int32) + pred).masked_fill_(label == IGNORE_INDEX, 4)
+        cells += torch.arange(0, 5 * num_classes, 5, dtype=torch.int32, device=cells.device)
+        counts = _histogram(cells.flatten(), 5 * num_classes).view(num_classes, 5)
+        counts = counts[:, :4].view(num_classes, 2, 2).to(self.counts.device)
+        self.counts += counts
+        return counts
+
+    def sum_over_ranks(self) -> None:
+        """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
+        dist.all_reduce_sum(self.counts)
+        dist.wait_for_device(self.counts.device)
+
+    def scores(self) -> Scores:
+        """The scores of all pixels so far; `pixel_acc` is of all pixels and classes together."""
+        rows = self.counts.tolist()
+        correct = [present[1] for _, present in rows]
+        labelled = [sum(present) for _, present in rows]
+        predicted = [absent[1] + present[1] for absent, present in rows]
+        valid = [sum(absent) + sum(present) for absent, present in rows]
+        right = sum(absent[0] + present[1] for absent, present in rows)
+        return _scores(correct, labelled, predicted, valid, ratio(right, sum(valid)))
+
+
+# A power of 2: then a bin holds exactly the float32 probabilities from its threshold on.
+_THRESHOLDS = 1024
+
+
+class ProbabilityCounts:
+    """Of classes that overlap: `counts` are pixels by class, label and probability of the class.
+
+    (K, 2, 1024) int64 on `device`, in bins of equal width from 0 to 1. Ignored pixels do not count.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
+        self.counts = torch.zeros(num_classes, 2, _THRESHOLDS, dtype=torch.int64, device=device)
+
+    def update(self, probability: Tensor, label: Tensor) -> Tensor:
+        """Adds pixels and returns their counts, as `counts`.
+
+        probability: (K, h, w) float in [0, 1]. label: (h, w, K) uint8.
+        """
+        bins = probability.nan_to_num(0).mul(_THRESHOLDS).to(torch.int32)
+        truth = label.movedim(-1, 0)
+        num_classes, whole = len(truth), 2 * _THRESHOLDS + 1
+        bins.clamp_(0, _THRESHOLDS - 1).add_((truth == 1).to(torch.int32), alpha=_THRESHOLDS)
+        bins.masked_fill_(truth == IGNORE_INDEX, 2 * _THRESHOLDS)
+        starts = torch.arange(0, num_classes * whole, whole, dtype=torch.int32, device=bins.device)
+        found = _histogram((bins + starts.view(-1, 1, 1)).flatten(), num_classes * whole)
+        counts = found.view(num_classes, whole)[:, :-1].unflatten(1, (2, _THRESHOLDS))
+        counts = counts.to(self.counts.device)
+        self.counts += counts
+        return counts
+
+    def sum_over_ranks(self) -> None:
+        """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
+        dist.all_reduce_sum(self.counts)
+        dist.wait_for_device(self.counts.device)
+
+
+def average_precision(counts: Tensor) -> tuple[float, ...]:
+    """That of each class, of `ProbabilityCounts.counts`; NaN for a class without pixels.
+
+    The sum of precision times growth of recall over all thresholds, as scikit-learn's
+    average_precision_score of probabilities rounded down to 1/1024.
+    """
+    found = []
+    for absent, present in counts.flip(-1).cumsum(-1).tolist():
+        hits = [0, *present]
+        terms = (
+            (hits[i + 1] - hits[i]) * hits[i + 1] / (hits[i + 1] + wrong)
+            for i, wrong in enumerate(absent)
+            if hits[i + 1] > hits[i]
+        )
+        found.append(ratio(math.fsum(terms), hits[-1]))
+    return tuple(found)
+
+
+# Thresholds that are tried, and counted for each image: multiples of 1/64.
+_LEVELS = 64
+
+
+def levels_of(counts: Tensor) -> Tensor:
+    """`ProbabilityCounts.counts`, (K, 2, 1024), in 64 bins: (K, 2, 64)."""
+    return counts.unflatten(-1, (_LEVELS, -1)).sum(-1)
+
+
+def best_thresholds(levels: Tensor) -> tuple[float, ...]:
+    """The threshold of each class whose IoU is the highest, of (K, 2, 64) from `levels_of`.
+
+    Of several the one next to 0.5, which is also that of a class without pixels.
+    """
+    found = []
+    for absent, present in levels.flip(-1).cumsum(-1).flip(-1).tolist():
+        # From the first level on, all pixels are predicted: that is no threshold.
+        pairs = list(zip(present, absent, strict=True))[1:]
+        ious = [ratio(hits, present[0] + wrong) if present[0] else 0.0 for hits, wrong in pairs]
+        equal = [i + 1 for i, iou in enumerate(ious) if iou == max(ious)]
+        found.append(min(equal, key=lambda i: abs(i - _LEVELS // 2)) / _LEVELS)
+    return tuple(found)
+
+
+def counts_at(levels: Tensor, thresholds: Sequence[float]) -> Tensor:
+    """Pixels by label and prediction at these thresholds, (..., K, 2, 2), of (..., K, 2, 64)."""
+    first = torch.tensor([round(t * _LEVELS) for t in thresholds], device=levels.device)
+    above = torch.arange(_LEVELS, device=levels.device) >= first.view(-1, 1, 1)
+    predicted = (levels * above).sum(-1)
+    return torch.stack([levels.sum(-1) - predicted, predicted], -1)
+
+
+def scores_of(matrix: Tensor, calibration: Tensor) -> Scores:
+    """The scores of `counts` of a ConfusionMatrix, or of BinaryCounts and ProbabilityCounts."""
+    if matrix.ndim == 2:
+        whole = ConfusionMatrix(len(matrix))
+        whole.counts += matrix.cpu()
+        return whole.scores()
+    binary = BinaryCounts(len(matrix))
+    binary.counts += matrix.cpu()
+    return replace(binary.scores(), ap=average_precision(calibration))
 
 
 class Calibration:
@@ -246,14 +410,17 @@ class ReliabilityBin(NamedTuple):
 
 
 def reliability(counts: Tensor) -> list[ReliabilityBin]:
-    """The reliability curve of `Calibration.counts`, (2, 960), without empty bins."""
-    wrong, right = counts.tolist()
+    """The reliability curve of `Calibration.counts`, (2, 960), without empty bins.
+
+    Of `ProbabilityCounts.counts` too: is a class there as often as its probability says?
+    """
+    wrong, right = counts.flatten(0, -3).sum(0).tolist() if counts.ndim > 2 else counts.tolist()
     total = sum(wrong) + sum(right)
     bins = []
-    width = FINE_BINS // _RELIABILITY_BINS
-    for fine in (range(start, start + width) for start in range(0, FINE_BINS, width)):
+    number, width = len(wrong), FINE_BINS // _RELIABILITY_BINS
+    for fine in (range(start, start + width) for start in range(0, number, width)):
         if size := sum(wrong[i] + right[i] for i in fine):
-            middle = sum((i + 0.5) / FINE_BINS * (wrong[i] + right[i]) for i in fine)
+            middle = sum((i + 0.5) / number * (wrong[i] + right[i]) for i in fine)
             correct = sum(right[i] for i in fine)
             bins.append(ReliabilityBin(size / total, middle / size, correct / size))
     return bins
@@ -262,7 +429,7 @@ def reliability(counts: Tensor) -> list[ReliabilityBin]:
 def calibration_error(counts: Tensor) -> float:
     """The expected calibration error (arXiv:1706.04599, equation 3); NaN without pixels.
 
-    counts: `Calibration.counts`. Right to 0.0005, half the width of the fine bins.
+    counts: as of `reliability`. Right to 0.0005, half the width of the fine bins.
     """
     bins = reliability(counts)
     return math.fsum(b.share * abs(b.accuracy - b.confidence) for b in bins) if bins else math.nan

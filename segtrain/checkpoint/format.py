@@ -87,6 +87,8 @@ class Checkpoint(NamedTuple):
     centroids: str | None = None  # `Centroids.sha256` with data.class_uniform
     sample_losses: dict[str, Any] | None = None  # `SampleLosses.fields` with log.sample_losses
     split: SplitFields | None = None  # with train.split measured
+    # With task multilabel, of each class, fitted by the newest evaluation.
+    thresholds: list[Annotated[float, Field(ge=0, le=1)]] | None = None
 
 
 _CHECKPOINT = TypeAdapter(Checkpoint, config=ConfigDict(strict=True))

@@ -105,7 +105,7 @@ def load_model(
         problem = "named twice" if files.count(file) > 1 else _misfit(loaded, first)
         if problem:
             raise CheckpointError(f"{source}: no member of an ensemble with {path}: {problem}")
-    model = Ensemble([one.model for one in found]).eval()
+    model = Ensemble([one.model for one in found], multilabel=first.config.is_multilabel).eval()
     members = [Member(str(s), x.config, x.step) for s, x in zip(sources, found, strict=True)]
     joined = first._replace(model=model, members=tuple(members))
     if read_division(Path(path)) is None:
@@ -139,6 +139,8 @@ _OF_IMAGES = ("channels", "mean", "std", "value_range", "short_side_px")
 
 def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
     """Why two models cannot take the same images and name the same classes; empty if they can."""
+    if loaded.config.task != first.config.task:
+        return f"task is {loaded.config.task} here, {first.config.task} there"
     if loaded.classes.names != first.classes.names:
         (difference,), _ = class_differences(first.classes, loaded.classes, "ids")
         return difference
@@ -157,6 +159,12 @@ def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
     model = _inference_model(config, classes)
     load_weights(model, inference_weights(checkpoint), file)
     data = parse_data(checkpoint, file)
+    fitted = checkpoint.thresholds
+    if fitted is not None and config.eval.thresholds is None:
+        if len(fitted) != classes.num_classes:
+            raise CheckpointError(f"{file}: damaged: {len(fitted)} thresholds")
+        evaluation = config.eval.model_copy(update={"thresholds": tuple(fitted)})
+        config = config.model_copy(update={"eval": evaluation})
     return LoadedModel(model.eval().to(device), config, classes, checkpoint.step, data)
 
 

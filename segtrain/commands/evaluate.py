@@ -37,13 +37,14 @@ from segtrain.errors import (
     ExecutionError,
     UserError,
 )
+from segtrain.evaluation.georaster import write_label
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import Records, load_records
 from segtrain.evaluation.score_table import InstanceCounts, Report, make_report
 from segtrain.evaluation.scoring import Chosen, Outcome, Prediction, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.files import os_errors_as
-from segtrain.metrics import calibration_error, percent, thin_classes
+from segtrain.metrics import percent, thin_classes
 from segtrain.models.memory import check_windows
 from segtrain.models.norms import describe_norm
 from segtrain.models.precision import (
@@ -52,7 +53,15 @@ from segtrain.models.precision import (
     to_eval_precision,
 )
 from segtrain.run.log import say
-from segtrain.run.pictures import as_rgb, panel, raw_ids, spread, write_indexed_png, write_png
+from segtrain.run.pictures import (
+    as_rgb,
+    panel,
+    raw_bands,
+    raw_ids,
+    spread,
+    write_indexed_png,
+    write_png,
+)
 from segtrain.text import counted, first_of, printable
 
 # Everything else was decided when the model was trained.
@@ -117,14 +126,12 @@ def run_eval(args: argparse.Namespace) -> int:
 
         # 4. Rank 0 reports.
         if dist.is_main():
-            calibration = calibration_error(outcome.calibration.counts)
             report = make_report(
-                outcome.matrix,
+                outcome,
                 loaded.classes.names,
                 dataset.classes,
                 instances,
                 layout=config.data.layout,
-                calibration_error=calibration,
             )
             classes = loaded.classes.names
             how = f"{settings.describe()}; trained with {describe_norm(config.norm)}"
@@ -136,6 +143,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
                 *(f"{name} alone: mIoU {percent(score)}" for name, score in alone.items()),
                 how,
+                *_about_thresholds(args, loaded, config, split),
                 *loaded.zeros(),
             ):
                 say(line)
@@ -147,6 +155,21 @@ def run_eval(args: argparse.Namespace) -> int:
             if args.per_image:
                 _write(args.per_image, records.table())
     return EXIT_OK
+
+
+def _about_thresholds(
+    args: argparse.Namespace, loaded: LoadedModel, config: Config, split: str
+) -> list[str]:
+    """Where classes overlap, what each is predicted from; a note if the split has chosen that."""
+    if not config.is_multilabel:
+        return []
+    thresholds = config.eval.thresholds or (0.5,)
+    each = zip(loaded.classes.names, thresholds * loaded.classes.num_classes, strict=False)
+    lines = ["thresholds: " + ", ".join(f"{printable(n)} {t:.3g}" for n, t in each)]
+    fitted = "eval.thresholds" not in given_keys(args.set) and config.eval.thresholds is not None
+    if fitted and split == loaded.config.data.eval_split:
+        lines.append(f"note: training fitted them on split {split}, which flatters its scores")
+    return lines
 
 
 def _json(
@@ -166,7 +189,8 @@ def _json(
         "split": dataset.split,
         "num_images": len(dataset),
         **report.to_dict(),
-        "confusion_matrix": outcome.matrix.counts.tolist(),
+        # Where classes overlap: pixels of each by label and prediction, absent before present.
+        "counts" if config.is_multilabel else "confusion_matrix": outcome.matrix.counts.tolist(),
         "inference": {
             **InferenceSettings.from_config(config).to_dict(),
             "precision": for_evaluation(config).precision,
@@ -315,9 +339,20 @@ def picture_writers(
 def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Writer:
     """Writes a PNG of raw class ids, at the size of the label, under the name of the image.
 
+    Where classes overlap a TIFF with a band for each.
     The evaluation server of Cityscapes expects <city>_<sequence>_<frame>*.png anywhere below the
     folder; that of VOC indices into VOC's palette.
     """
+    if dataset.classes.overlapping:
+
+        def write_bands(prediction: Prediction) -> None:
+            path = folder / f"{dataset.name(prediction.index)}.tif"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            bands = raw_bands(dataset.classes, prediction.pred)
+            with os_errors_as(ExecutionError, path, "cannot be written"):
+                write_label(path, bands, dataset.classes.write_ignored, [])
+
+        return write_bands
     ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
     ids = raw_ids(dataset.classes)
     write_ids: Callable[[Path, np.ndarray], None] = write_png

@@ -26,6 +26,11 @@ def main(args: argparse.Namespace) -> int:
     check_output(output, overwrite=args.overwrite)
     _check_request(args, output)
     loaded = load_model(args.source, *args.others)
+    if args.argmax and loaded.classes.overlapping:
+        raise ConfigError(
+            "--argmax: a pixel may have several classes here; without it the file gives logits, "
+            "and its metadata the thresholds of their sigmoids (inference)"
+        )
     if args.format == "safetensors":
         if loaded.members:
             raise ConfigError("--format safetensors: holds the weights of one model, no ensemble")

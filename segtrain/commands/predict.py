@@ -24,7 +24,7 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import VIDEO_SUFFIXES, first_lines
-from segtrain.data.read.image import ImageForm, ignore_missing
+from segtrain.data.read.image import ImageForm, ignore_missing, ignored_where
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, find_images, form_of_file, read_photo
 from segtrain.data.read.protect import check_pictures
@@ -102,7 +102,10 @@ def main(args: argparse.Namespace) -> int:
 
     device = device_for(args.device)
     ready = make_ready(args.source, *args.others, settings=args.set, device=device)
-    paths = [f"{kind}/{name}.png" for name in names for kind in pictures.KINDS]
+    classes = ready.loaded.classes
+    masks = pictures.mask_names(classes) if classes.overlapping else []
+    kinds = *pictures.KINDS, *(f"{pictures.MASKS}/{mask}" for mask in masks)
+    paths = [f"{kind}/{name}.png" for name in names for kind in kinds]
     check_pictures("--output", output, paths, ready.config.data)
     print(f"{ready.loaded.about}; {ready.predictor.settings.describe()}; {device}")
     for line in evaluation_warnings(ready.config, device):
@@ -111,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
         print(skipped)
 
     opacity = 0.5 if args.opacity is None else args.opacity
-    tint = pictures.make_tint(ready.loaded.classes, opacity, args.clear)
+    tint = pictures.make_tint(classes, opacity, args.clear)
     videos = [source for source in sources if source.path.suffix.lower() in VIDEO_SUFFIXES]
     _check_videos(videos, ready.form)
     images = [source for source in sources if source not in videos]
@@ -155,7 +158,7 @@ def _check_options(
 class _Finished(NamedTuple):
     """A predicted image on the host, to be written.
 
-    image: (H, W, 3) uint8. label: (H, W) uint8. probability: (K, H, W); None: not asked for.
+    image: (H, W, 3) uint8. label: (H, W) or (H, W, K) uint8. probability: (K, H, W); None: not asked for.
     """
 
     source: PhotoFile
@@ -224,7 +227,7 @@ def _finished(
     known = None
     if probability is not None:
         known = np.where(photo.missing, np.float32(np.nan), probability.float().numpy())
-    return _Finished(photo.source, image, np.maximum(label.numpy(), photo.missing), known)
+    return _Finished(photo.source, image, ignored_where(photo.missing, label.numpy()), known)
 
 
 def _write(
@@ -248,10 +251,17 @@ def _write(
                 path.unlink(missing_ok=True)
     path = output / pictures.LABELS / f"{source.name}.tif"
     with os_errors_as(ExecutionError, path, "cannot be written"):
-        if tags:
-            write_label(path, label, pictures.raw_ids(classes), tags)
+        if tags or classes.overlapping:
+            write_label(path, _stored(classes, label), classes.write_ignored, tags)
         else:
             path.unlink(missing_ok=True)
+
+
+def _stored(classes: ClassFile, label: np.ndarray) -> np.ndarray:
+    """What label files hold of a prediction: raw ids (H, W), or bands (H, W, K)."""
+    if classes.overlapping:
+        return pictures.raw_bands(classes, label)
+    return pictures.raw_ids(classes)[label]
 
 
 def predict_rasters(
@@ -292,7 +302,8 @@ def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path
             size,
             path,
             form=form,
-            ids=pictures.raw_ids(ready.loaded.classes),
+            stored=partial(_stored, ready.loaded.classes),
+            no_data=ready.loaded.classes.write_ignored,
             on_block=add,
         )
     return Notes(

@@ -141,6 +141,9 @@ def _losses(run: Path) -> tuple[Checkpoint, Config, np.ndarray]:
             "--clear removes it); put it back, or train again"
         )
     checkpoint = load(path)
+    config, classes = parse_experiment(checkpoint, path, trained=True)
+    if config.is_multilabel:
+        raise ConfigError(f"{run}: suspects needs classes of which a pixel has one, not several")
     if checkpoint.sample_losses is None:
         raise CheckpointError(
             f"{path}: holds no losses of the training images: they are kept with "
@@ -151,7 +154,6 @@ def _losses(run: Path) -> tuple[Checkpoint, Config, np.ndarray]:
         sums = parse_sums(checkpoint.sample_losses)
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
-    config, classes = parse_experiment(checkpoint, path, trained=True)
     if sums.shape[2] not in (1, classes.num_classes):
         raise CheckpointError(f"{path}: damaged: sample_losses: sums of {sums.shape[2]} classes")
     return checkpoint, config, sums.numpy()

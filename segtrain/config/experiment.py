@@ -35,7 +35,10 @@ LossKind = Literal[
     "lovasz",
     "lovasz_batch",
     "boundary_relaxation",
+    "tversky",
 ]
+# What serves classes that overlap, each class against all else; and the label formats of layouts.
+_MULTILABEL_LOSSES = ("cross_entropy", "focal", "dice", "dice_linear", "tversky", "lovasz")
 
 
 class BaseLoss(Section):
@@ -49,7 +52,9 @@ class BaseLoss(Section):
         "times (1 - p) ** 2; lovasz: Lovasz-Softmax, a surrogate of the IoU, mean over the images "
         "(of microbatches: by their pixels); lovasz_batch: over the pixels of all ranks, which are "
         "all sent to every rank and sorted there, class by class; boundary_relaxation: along "
-        "boundaries the classes of the pixels beside it are right too",
+        "boundaries the classes of the pixels beside it are right too. With task multilabel each "
+        "class is one of its own, against all else: binary cross entropy and focal loss, Dice of "
+        "sigmoids, Lovasz hinge; and tversky, Dice that weighs what is missed by tversky_missed",
     )
     weight: PositiveFloat = option(1.0, "factor of this loss in the sum with those of loss.also")
     class_weights: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None = option(
@@ -62,6 +67,14 @@ class BaseLoss(Section):
         "how much of class_weights is undone in the predictions. 0: classes of large weights are "
         "predicted more often than they occur; 1: as often. All pixels train the model with their "
         "weights either way (arXiv:2007.07314)",
+    )
+    positive_weights: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = option(
+        None,
+        "task multilabel: what a pixel of a class weighs in its cross_entropy beside one that is "
+        "none, a number a class; null: all 1; 'segtrain data stats' prints some",
+    )
+    tversky_missed: Fraction = option(
+        0.7, "tversky: weight of the pixels that are missed; those found wrongly have the rest to 1"
     )
     label_smoothing: FractionBelow1 = option(
         0.0, "cross_entropy: this part of each label is spread over all classes, as in torch"
@@ -137,6 +150,12 @@ class EvalConfig(Section):
     overlap: FractionBelow1 = option(1 / 3, "share of a window that its neighbour repeats")
     scales: tuple[Scale, ...] = option((1.0,), "image scales to average", min_length=1)
     flip: bool = option(False, "average with the mirrored image")
+    thresholds: Annotated[tuple[Fraction, ...], Field(min_length=1)] | None = option(
+        None,
+        "task multilabel: the probability from which a class is predicted, one for all or one a "
+        "class; null: for eval, predict and export those of the best IoU on eval_split, which the "
+        "checkpoint keeps; while training [0.5]",
+    )
     turns: bool = option(
         False,
         "average with the image turned by 90, 180 and 270 degrees, with flip also with their "
@@ -219,6 +238,11 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = option(
         0, "decides weights, sample order, augmentation and dropout"
     )
+    task: Literal["semantic", "multilabel"] = option(
+        "semantic",
+        "semantic: a pixel has one class; multilabel: any number of them, each found by itself "
+        "(needs data.label_format bands)",
+    )
     data: DataConfig
     augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = ModelConfig()
@@ -244,8 +268,14 @@ class Config(Section):
         self._gone = dict(gone)
         return self
 
+    @property
+    def is_multilabel(self) -> bool:
+        """Whether a pixel may have several classes."""
+        return self.task == "multilabel"
+
     def _mistakes(self) -> Iterator[str]:
         train, norm = self.train, self.norm
+        yield from self._task_mistakes()
         yield from self._start_mistakes()
         yield from self._schedule_mistakes()
         by_batch = self.model.recompute != "norm" or norm.is_batch_norm
@@ -270,6 +300,23 @@ class Config(Section):
                 "evaluation at its end changes running statistics, so a run that goes on would "
                 "not have the bits of one that never ended; set norm.precise_batches to null"
             )
+
+    def _task_mistakes(self) -> Iterator[str]:
+        """What serves only one task, beside the table of CONFLICTS."""
+        if self.is_multilabel != (self.data.label_format == "bands"):
+            yield "data.label_format: bands and task multilabel go together; set both, or neither"
+        if self.is_multilabel and self.data.layout not in ("folders", "list"):
+            yield f"data.layout: {self.data.layout} has one class a pixel; use folders or list"
+        for term in self.loss.terms:
+            if self.is_multilabel and term.kind not in _MULTILABEL_LOSSES:
+                yield (
+                    f"loss: {term.kind} is for classes of which a pixel has one; with task "
+                    f"multilabel use one of {', '.join(_MULTILABEL_LOSSES)}"
+                )
+            if self.is_multilabel and (term.label_smoothing or term.logit_adjustment):
+                yield "loss: label_smoothing and logit_adjustment cannot go with task multilabel"
+            if not self.is_multilabel and (term.kind == "tversky" or term.positive_weights):
+                yield "loss: tversky and positive_weights are for task multilabel"
 
     def _norm_mistakes(self) -> Iterator[str]:
         """Images that share statistics beside those of a microbatch."""

@@ -47,7 +47,8 @@ NEEDS: dict[str, dict[str, str]] = {
     "BaseLoss": {
         "class_weights": "kind=cross_entropy kind=ohem kind=focal kind=boundary_relaxation",
         "logit_adjustment": "class_weights",
-        "label_smoothing": "kind=cross_entropy",
+        "label_smoothing positive_weights": "kind=cross_entropy",
+        "tversky_missed": "kind=tversky",
         "ohem_fraction ohem_threshold ohem_min_kept": "kind=ohem",
         "ohem_threshold ohem_min_kept": "ohem_fraction=null",
     },
@@ -64,6 +65,7 @@ NEEDS: dict[str, dict[str, str]] = {
     "Config": {
         "loss.aux_weight": "model.aux_head",
         "train.patience": "eval.every_steps",
+        "eval.thresholds": "task=multilabel",
         "schedule.warmup_start": "schedule.warmup_steps",
     },
 }
@@ -82,6 +84,11 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ),
     ),
     "Config": (
+        (
+            "augment.class_mix_prob augment.max_class_share data.class_uniform data.pack",
+            "task",
+            "a pixel may have several classes",
+        ),
         ("augment.color_prob", "data.channels", "brightness, saturation and hue are those of RGB"),
         ("eval.precision", "train.precision=float64", "weights in float64 have no mixed precision"),
         ("model.recompute=blocks", "train.compile", "a compiled graph plans this by itself"),

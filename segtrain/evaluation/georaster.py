@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from segtrain.data.read.find import Window
-from segtrain.data.read.image import ImageForm, ignore_missing, read_image
+from segtrain.data.read.image import ImageForm, ignore_missing, ignored_where, read_image
 from segtrain.data.read.raster import is_tiff
 from segtrain.data.read.tiff import opened_tiff
 from segtrain.errors import DataError
@@ -18,7 +18,6 @@ from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import Size
 from segtrain.files import open_regular, os_errors_as, temporary
 from segtrain.text import printable
-from segtrain.types import IGNORE_INDEX
 
 # The side of a block whose prediction is kept, and what is seen around it: less context would show
 # as seams. Both together are an image of Cityscapes and fit where training did.
@@ -49,12 +48,15 @@ def geo_tags(path: Path) -> GeoTags:
         return [(tag.code, int(tag.dtype), tag.count, value, True) for tag, value in both]
 
 
-def write_label(path: Path, label: np.ndarray, ids: np.ndarray, tags: GeoTags) -> None:
-    """Writes train ids or IGNORE_INDEX (H, W) as a compressed TIFF with these tags, atomically.
+def write_label(path: Path, label: np.ndarray, no_data: int, tags: GeoTags) -> None:
+    """Writes a label (H, W) or (H, W, K) as a compressed TIFF with these tags, atomically.
 
-    ids: (256,) what to write for each; that of IGNORE_INDEX is marked as no data.
+    label: as label files hold it; its value `no_data` is marked as such.
     """
-    _write(path, ids[label], ids, tags)
+    if label.ndim == 2:
+        _write(path, label, no_data, tags)
+    else:  # a band a class
+        _write(path, np.moveaxis(label, 2, 0), no_data, tags, planarconfig="separate")
 
 
 def write_probabilities(
@@ -84,13 +86,14 @@ def predict_raster(
     output: Path,
     *,
     form: ImageForm,
-    ids: np.ndarray,
+    stored: Callable[[np.ndarray], np.ndarray],
+    no_data: int,
     on_block: Callable[[np.ndarray], object],
 ) -> bool:
-    """Writes the ids of the TIFF at `path`, (height, width) `size`, as a tiled TIFF.
+    """Writes the label of the TIFF at `path`, (height, width) `size`, as a tiled TIFF.
 
-    ids: as of `write_label`. form: of the file. on_block: called after each block with what the
-        network saw, as `read_image` gives it.
+    stored: what label files hold of a label map. no_data: as of `write_label`. form: of the file.
+    on_block: called after each block with what the network saw, as `read_image` gives it.
 
     Returns whether all scores were finite numbers; elsewhere the prediction means nothing.
 
@@ -104,41 +107,47 @@ def predict_raster(
         for top in range(0, size[0], BLOCK_PX):
             for left in range(0, size[1], BLOCK_PX):
                 seen, core = _around((top, left), size)
-                stored = read_image([path], form, seen)
-                nowhere = np.zeros(stored.shape[:2], np.uint8)
-                image, missing = ignore_missing(stored, nowhere, form)
+                pixels = read_image([path], form, seen)
+                nowhere = np.zeros(pixels.shape[:2], np.uint8)
+                image, missing = ignore_missing(pixels, nowhere, form)
                 (found,) = predictor.label_maps([torch.from_numpy(image)], place=printable(path))
                 is_finite = is_finite and bool(found.is_finite)
                 label = found.label.cpu().numpy()
-                block = np.zeros((BLOCK_PX, BLOCK_PX), ids.dtype)
-                part = ids[np.maximum(label, missing)[core]]
+                part = stored(ignored_where(missing, label)[core])
+                block = np.zeros((BLOCK_PX, BLOCK_PX, *part.shape[2:]), part.dtype)
                 block[: part.shape[0], : part.shape[1]] = part
-                on_block(stored)
+                on_block(pixels)
                 yield block
 
-    options = {"shape": size, "dtype": ids.dtype, "tile": (BLOCK_PX, BLOCK_PX), "maxworkers": 1}
-    is_big = math.prod(size) * ids.itemsize > _BIG_BYTES
-    _write(output, blocks(), ids, geo_tags(path), bigtiff=is_big, **options)
+    # The shape and type of what is written, of no pixel at all.
+    overlap = predictor.settings.usual.thresholds is not None
+    bands = (predictor.num_classes,) if overlap else ()
+    like = stored(np.zeros((0, 0, *bands), np.uint8))
+    options = {"shape": (*size, *bands), "dtype": like.dtype, "tile": (BLOCK_PX, BLOCK_PX)}
+    options |= {"planarconfig": "contig"} if overlap else {}
+    is_big = math.prod((*size, *bands)) * like.itemsize > _BIG_BYTES
+    tags = geo_tags(path)
+    _write(output, blocks(), no_data, tags, bigtiff=is_big, maxworkers=1, **options)
     return is_finite
 
 
 def _write(
     path: Path,
     pixels: np.ndarray | Iterator[np.ndarray],
-    ids: np.ndarray,
+    no_data: int,
     tags: GeoTags,
     **options: Any,
 ) -> None:
     import tifffile
 
-    no_data = (_NO_DATA, "s", 0, str(ids[IGNORE_INDEX]), True)
+    marked = (_NO_DATA, "s", 0, str(no_data), True)
     with temporary(path) as draft:
         tifffile.imwrite(
             draft,
             pixels,
             compression="deflate",
             photometric="minisblack",
-            extratags=[*tags, no_data],
+            extratags=[*tags, marked],
             metadata=None,
             **options,
         )

@@ -51,10 +51,11 @@ from segtrain.models.enlarged import enlarged
 class LabelMap(NamedTuple):
     """A prediction, on the device of its image.
 
-    label: (h, w) uint8, the most probable class of every pixel.
+    label: (h, w) uint8, the most probable class of every pixel; where classes overlap (h, w, K)
+        uint8, 1 where a class is.
     is_finite: () bool, whether the highest scores are finite numbers; else `label` means nothing.
-    probability: (h, w) float, that of `label`; or (K, h, w), of every class; None if neither was
-        asked for.
+    probability: (h, w) float, that of `label`; or (K, h, w), of every class, as always where they
+        overlap; None if neither was asked for.
     """
 
     label: Tensor
@@ -96,6 +97,9 @@ def predict_labels(
         return _labels_of_small(forward, images, settings, limits)
     found: dict[int, LabelMap] = {}
     for index, tiles in score_tiles(forward, images, settings, out_sizes, limits, on_windows):
+        if settings.thresholds is not None:
+            found[index] = _presence(tiles, settings, keep=probabilities != "none")
+            continue
         labels, finite, known = [], [], []
         for _, tile in tiles:
             highest = tile.max(0)
@@ -111,6 +115,21 @@ def predict_labels(
     return [found[i] for i in range(len(images))]
 
 
+def _presence(tiles: Iterator[Tile], settings: InferenceSettings, *, keep: bool) -> LabelMap:
+    """Where each class is; keep: with the probabilities."""
+    present, finite, known = [], [], []
+    for _, tile in tiles:
+        p = tile.sigmoid() if settings.gives_logits else tile
+        thresholds = torch.tensor(settings.thresholds, dtype=p.dtype).to(p.device).view(-1, 1, 1)
+        present.append((p >= thresholds).to(torch.uint8))
+        finite.append(p.isfinite().all())
+        if keep:
+            known.append(p.clone())
+    label = torch.cat(present, dim=1).movedim(0, -1).contiguous()
+    probability = torch.cat(known, dim=1) if keep else None
+    return LabelMap(label, torch.stack(finite).all(), probability)
+
+
 def _need_no_full_logits(
     model: nn.Module,
     images: Sequence[Tensor],
@@ -122,6 +141,8 @@ def _need_no_full_logits(
     if type(model) is not SegModel or model._forward_hooks or model._forward_pre_hooks:
         return False
     if model.head.stride is None or not settings.gives_logits or not images:
+        return False
+    if settings.thresholds is not None:
         return False
     sizes = [image.shape[-2:] for image in images]
     views = [view_sizes(size, settings) for size in sizes]
@@ -277,7 +298,8 @@ def _mean_of_views(
         totals = totals or [scores.new_zeros((scores.shape[1], *size)) for size in out_sizes]
         for total, one, size in zip(totals, scores, out_sizes, strict=True):
             for rows, tile in resized(one, size):
-                total[:, rows] += tile.softmax(0) if settings.mode == "whole" else tile
+                is_logits = settings.mode == "whole"
+                total[:, rows] += settings.probabilities(tile, 0) if is_logits else tile
         del scores, one  # before the next view is computed
     for total, size in zip(totals, out_sizes, strict=True):
         yield resized(total.div_(settings.num_views), size)

@@ -19,7 +19,7 @@ from segtrain.errors import DataError
 from segtrain.evaluation.scoring import Outcome
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.files import os_errors_as, read_bytes, write_atomic
-from segtrain.metrics import FINE_BINS, ConfusionMatrix, Scores, or_none
+from segtrain.metrics import FINE_BINS, Scores, or_none, scores_of
 from segtrain.run.directory import EVALUATION
 from segtrain.text import printable
 
@@ -37,7 +37,7 @@ class Records:
     names: of the images, N. classes: K names.
     images: (N, K, 3) int64, of each image and class the pixels that are right, labelled and
         predicted. matrix: (K, K) int64, as `ConfusionMatrix.counts`. calibration: (2, 960) int64,
-        as `Calibration.counts`.
+        as `Calibration.counts`. Where classes overlap as `BinaryCounts` and `ProbabilityCounts`.
     """
 
     about: dict[str, Any]
@@ -82,9 +82,7 @@ class Records:
     @property
     def scores(self) -> Scores:
         """Those of all images together."""
-        matrix = ConfusionMatrix(len(self.classes))
-        matrix.counts += torch.from_numpy(self.matrix)
-        return matrix.scores()
+        return scores_of(torch.from_numpy(self.matrix), torch.from_numpy(self.calibration))
 
     @property
     def class_iou(self) -> np.ndarray:
@@ -177,7 +175,8 @@ def load_records(directory: Path) -> Records | None:
             about = json.loads(file["about"].tobytes())
         records = Records(about["about"], *(tuple(about[k]) for k in ("names", "classes")), *arrays)
         size, n = len(records.classes), len(records.names)
-        if [x.shape[:2] for x in arrays] != [(n, size), (size, size), (2, FINE_BINS)]:
+        shapes = [x.shape[:2] for x in arrays]
+        if shapes not in ([(n, size), (size, size), (2, FINE_BINS)], [(n, size), *2 * [(size, 2)]]):
             raise ValueError("sizes do not fit")
     except Exception as error:  # zipfile, numpy and json raise many kinds
         raise DataError(

@@ -28,10 +28,11 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.raw_label import read_raw_label
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
-from segtrain.evaluation.scoring import Prediction
+from segtrain.evaluation.scoring import Outcome, Prediction
 from segtrain.metrics import (
     ConfusionMatrix,
     Scores,
+    calibration_error,
     mean_of_present,
     or_none,
     percent,
@@ -256,22 +257,21 @@ class Report:
 
 
 def make_report(
-    matrix: ConfusionMatrix,
+    outcome: Outcome,
     names: Sequence[str],
     classes: ClassFile,
     instances: InstanceCounts | None,
     *,
     layout: str,
-    calibration_error: float = math.nan,
 ) -> Report:
     """The report of an evaluation.
 
     names: of the model's classes. classes: of the data. layout: `data.layout`.
     """
-    scores = matrix.scores()
+    scores = outcome.scores
     benchmark = ade20k_scores(scores) if layout == "ade20k" else {}
-    groups = group_scores(matrix, classes, instances)
-    return Report(names, scores, groups, benchmark, calibration_error)
+    groups = None if classes.overlapping else group_scores(outcome.matrix, classes, instances)
+    return Report(names, scores, groups, benchmark, calibration_error(outcome.calibration.counts))
 
 
 def ade20k_scores(scores: Scores) -> dict[str, float]:

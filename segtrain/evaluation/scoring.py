@@ -18,7 +18,17 @@ from segtrain.distributed import collectives as dist
 from segtrain.evaluation.inference import LabelMap
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
-from segtrain.metrics import Calibration, ConfusionMatrix
+from segtrain.metrics import (
+    BinaryCounts,
+    Calibration,
+    ConfusionMatrix,
+    ProbabilityCounts,
+    Scores,
+    best_thresholds,
+    counts_at,
+    levels_of,
+    scores_of,
+)
 from segtrain.run.console import ProgressBar, say
 from segtrain.text import counted
 
@@ -38,6 +48,7 @@ class Prediction(NamedTuple):
 
     index: in the data set.
     image: (H, W, C) as stored. label, pred: (h, w) uint8 train ids; label may be IGNORE_INDEX.
+        Where classes overlap (h, w, K), 1 where a class is and 0 where not.
     """
 
     index: int
@@ -67,16 +78,33 @@ class Chosen(Sequence[Sample]):
 class Outcome(NamedTuple):
     """What an evaluation counts, the same on every rank.
 
-    matrix, calibration: of all pixels that are not ignored.
+    matrix, calibration: of all pixels that are not ignored. Where classes overlap each is counted
+        by itself.
     images: (N, K, 3) int64: of each image and class the pixels that are right, labelled and
         predicted as this class.
     num_by_windows: images for which there was no memory as a whole.
+    levels: (N, K, 2, 64) int32, where classes overlap: `levels_of` each image; else None.
     """
 
-    matrix: ConfusionMatrix
-    calibration: Calibration
+    matrix: ConfusionMatrix | BinaryCounts
+    calibration: Calibration | ProbabilityCounts
     images: Tensor
     num_by_windows: int
+    levels: Tensor | None = None
+
+    def fitted(self) -> tuple["Outcome", tuple[float, ...]]:
+        """The same at the thresholds of the highest IoU, and these; where classes overlap."""
+        thresholds = best_thresholds(levels_of(self.calibration.counts))
+        matrix = BinaryCounts(len(thresholds), self.levels.device)
+        by_image = counts_at(self.levels, thresholds)  # (N, K, 2, 2)
+        matrix.counts += by_image.sum(0)
+        images = _right_labelled_predicted(by_image)
+        return self._replace(matrix=matrix, images=images), thresholds
+
+    @property
+    def scores(self) -> Scores:
+        """Those of all images together."""
+        return scores_of(self.matrix.counts, self.calibration.counts)
 
 
 def group_size(num_images: int, settings: InferenceSettings, limits: BatchLimits) -> int:
@@ -140,7 +168,12 @@ def evaluate_dataset(
         MemoryLimitError: the memory does not suffice for an image.
     """
     settings = predictor.settings.usual
-    counts = _Counts(len(dataset), predictor.num_classes, predictor.device)
+    counts = _Counts(
+        len(dataset),
+        predictor.num_classes,
+        predictor.device,
+        overlapping=settings.thresholds is not None,
+    )
     images = _Images(predictor, dataset, counts, stop)
     size = group_size(len(dataset), settings, predictor.limits)
     groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
@@ -175,17 +208,32 @@ def evaluate_dataset(
 class _Counts:
     """What this rank has counted."""
 
-    def __init__(self, num_images: int, num_classes: int, device: torch.device) -> None:
+    def __init__(
+        self, num_images: int, num_classes: int, device: torch.device, *, overlapping: bool
+    ) -> None:
         self.num_infinite = torch.zeros((), dtype=torch.int64, device=device)
-        self._matrix = ConfusionMatrix(num_classes, device)
-        self._calibration = Calibration(device)
+        self._levels: Tensor | None = None
+        if overlapping:
+            self._matrix = BinaryCounts(num_classes, device)
+            self._calibration = ProbabilityCounts(num_classes, device)
+            size = num_images, *levels_of(self._calibration.counts).shape
+            self._levels = torch.zeros(size, dtype=torch.int32, device=device)
+        else:
+            self._matrix = ConfusionMatrix(num_classes, device)
+            self._calibration = Calibration(device)
         self._images = torch.zeros(num_images, num_classes, 3, dtype=torch.int64, device=device)
 
     def add(self, index: int, found: LabelMap, label: Tensor) -> None:
         """Counts image `index`; nothing waits for the device."""
         table = self._matrix.update(found.label, label)
-        self._images[index] = torch.stack([table.diagonal(), table.sum(1), table.sum(0)], dim=1)
-        self._calibration.update(found.probability, found.label, label)
+        if self._levels is None:
+            pixels = torch.stack([table.diagonal(), table.sum(1), table.sum(0)], dim=1)
+            self._calibration.update(found.probability, found.label, label)
+        else:
+            pixels = _right_labelled_predicted(table)
+            counts = self._calibration.update(found.probability, label)
+            self._levels[index] = levels_of(counts)
+        self._images[index] = pixels
         self.num_infinite += ~found.is_finite
 
     def sum_over_ranks(self, num_by_windows: int) -> Outcome:
@@ -193,7 +241,20 @@ class _Counts:
         self._matrix.sum_over_ranks()
         self._calibration.sum_over_ranks()
         dist.all_reduce_sum(self._images)
-        return Outcome(self._matrix, self._calibration, self._images, num_by_windows)
+        if self._levels is not None:
+            dist.all_reduce_sum(self._levels)
+        counts = self._matrix, self._calibration, self._images
+        return Outcome(*counts, num_by_windows, self._levels)
+
+
+def _right_labelled_predicted(counts: Tensor) -> Tensor:
+    """The pixels (..., K, 3) of `Outcome.images`, of `BinaryCounts.counts`, (..., K, 2, 2)."""
+    right, labelled, predicted = (
+        counts[..., 1, 1],
+        counts[..., 1, :].sum(-1),
+        counts[..., 1].sum(-1),
+    )
+    return torch.stack([right, labelled, predicted], -1)
 
 
 class _Decoded(NamedTuple):
@@ -254,7 +315,7 @@ class _Images:
         images, by_size = [one.image for one in group], self.predictor.settings
         chosen = [by_size.of(tuple(image.shape[:2])) for image in images]
         self.num_by_windows += sum(one.mode != by_size.usual.mode for one in chosen)
-        sizes = [tuple(one.label.shape) for one in group]
+        sizes = [tuple(one.label.shape[:2]) for one in group]
         asked = {"probabilities": "highest", "on_windows": self._leave_if_asked}
         return group, self.predictor.label_maps(images, sizes, place="evaluation", **asked)
 

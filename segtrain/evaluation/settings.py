@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from segtrain.config import Config, override_config
 from segtrain.config.loading import given_keys
@@ -56,6 +56,8 @@ class InferenceSettings:
     autocast: dtype of mixed precision; None: the model's own.
     tf32: products of float32 numbers are rounded to TF32 on CUDA.
     batch_size: views or windows that go through the network together; None: see `batch_limits`.
+    thresholds: the probability from which a class is predicted where classes overlap, one for all
+        or one a class; None: a pixel has the class of the highest probability.
     """
 
     mode: Literal["whole", "slide"] = "whole"
@@ -72,6 +74,11 @@ class InferenceSettings:
     autocast: torch.dtype | None = None
     tf32: bool = False
     batch_size: int | None = None
+    thresholds: tuple[float, ...] | None = None
+
+    def probabilities(self, logits: Tensor, dim: int = 1) -> Tensor:
+        """Those of the classes along `dim`: softmax, or the sigmoid of each."""
+        return logits.softmax(dim) if self.thresholds is None else logits.sigmoid()
 
     @property
     def num_views(self) -> int:
@@ -108,6 +115,7 @@ class InferenceSettings:
             autocast=autocast_dtype(precision),
             tf32=precision.precision == "tf32",
             batch_size=config.eval.batch_size,
+            thresholds=(config.eval.thresholds or (0.5,)) if config.is_multilabel else None,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,6 +136,8 @@ class InferenceSettings:
         parts.append("with flip" if self.flip else "no flip")
         if self.turns:
             parts.append("quarter turns")
+        if self.thresholds is not None:
+            parts.append("from " + " ".join(f"{t:.3g}" for t in self.thresholds))
         if self.autocast is not None:
             parts.append(str(self.autocast).removeprefix("torch.") + " autocast")
         return "; ".join(parts)

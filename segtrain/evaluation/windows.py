@@ -68,7 +68,7 @@ def slide(
     over_rows = _times_covered(padded_h, tops, crop_h, view.device).view(1, -1, 1)
     over_columns = _times_covered(padded_w, lefts, crop_w, view.device).view(1, 1, -1)
     windows = (padded[:, :, y : y + crop_h, x : x + crop_w] for y in tops for x in lefts)
-    probs = _probabilities(logits, windows, batch_size, on_windows, flip=settings.flip)
+    probs = _probabilities(logits, windows, batch_size, on_windows, settings)
     sums: Tensor | None = None  # of the rows start .. start + crop_h - 1
     for start, end in zip(tops, [*tops[1:], padded_h], strict=True):
         for x in lefts:
@@ -98,15 +98,14 @@ def _probabilities(
     windows: Iterator[Tensor],
     batch_size: int,
     on_windows: Callable[[int], object],
-    *,
-    flip: bool,
+    settings: InferenceSettings,
 ) -> Iterator[Tensor]:
     """(K, h, w) of each window; with `flip` the mean of its own and of its mirror image's."""
     while some := list(islice(windows, batch_size)):
         batch = torch.cat(some)
-        probs = logits(batch).softmax(1)
-        if flip:
-            probs += logits(batch.flip(-1)).softmax(1).flip(-1)
+        probs = settings.probabilities(logits(batch))
+        if settings.flip:
+            probs += settings.probabilities(logits(batch.flip(-1))).flip(-1)
             probs /= 2
         on_windows(len(some))
         yield from probs

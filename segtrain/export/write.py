@@ -243,6 +243,7 @@ def _metadata(loaded: LoadedModel) -> dict[str, str]:
         "model": " + ".join(f"{one.model.arch} {one.model.backbone}" for one in loaded.configs),
         "step": loaded.steps,
         **({"ensemble": loaded.about} if loaded.members else {}),
+        "task": config.task,
         "class_names": json.dumps(list(classes.names)),
         "class_ids": json.dumps(list(classes.write_ids)),
         "class_colors": json.dumps([list(color) for color in classes.palette]),

@@ -32,7 +32,8 @@ class Predicted(NamedTuple):
     """An image of a split and what a model says about it.
 
     index: in the split. image: (h, w, 3) uint8 RGB, of the label's size. label, pred: (h, w) uint8
-    train ids; label may be IGNORE_INDEX. probability: (h, w) float32, that of `pred`.
+    train ids; label may be IGNORE_INDEX. probability: (h, w) float32, that of `pred`. Where classes
+    overlap (h, w, K), and (K, h, w).
     """
 
     index: int
@@ -58,11 +59,12 @@ def predict_chosen(
         image, label = dataset[index]
         pixels, place = torch.from_numpy(image), f"image {index} of {dataset.split}"
         (found,) = predictor.label_maps(
-            [pixels], [label.shape], place=place, probabilities="highest"
+            [pixels], [label.shape[:2]], place=place, probabilities="highest"
         )
         image = as_rgb(image, dataset.form.value_range)
-        if image.shape[:2] != label.shape:
-            image = cv2.resize(image, label.shape[::-1], interpolation=cv2.INTER_AREA)
+        if image.shape[:2] != label.shape[:2]:
+            size = label.shape[1], label.shape[0]
+            image = cv2.resize(image, size, interpolation=cv2.INTER_AREA)
         maps = (x.cpu().numpy() for x in (found.label, found.probability.float()))
         yield Predicted(index, image, label, *maps)
 

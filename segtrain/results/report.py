@@ -138,7 +138,7 @@ def draw_figures(found: Sequence[Evaluated], *, joined: Joined | None = None) ->
     """The charts of the page, SVG by name; the confusion matrix is that of one run, or of folds."""
     names, records = _names(found), _single(found, joined)
     figures = _curves({name: one.run for name, one in zip(names, found, strict=True)})
-    if records:
+    if records and records.matrix.ndim == 2:
         figures["confusion"] = charts.confusion_svg(records.matrix, records.classes)
     counts = (torch.from_numpy(one.records.calibration) for one in found)
     figures["reliability"] = charts.reliability_diagram(dict(zip(names, counts, strict=True)))
@@ -152,7 +152,8 @@ def write_figures(
     for name, figure in draw_figures(found, joined=joined).items():
         black = figure.replace("currentColor", "black")  # not all programs know the former
         write_atomic(folder / f"{name.replace(' ', '_')}.svg", black, durable=False)
-    if records := _single(found, joined):
+    records = _single(found, joined)
+    if records and records.matrix.ndim == 2:
         write_atomic(folder / "confusion.csv", records.confusion_csv(), durable=False)
 
 

@@ -4,6 +4,7 @@ OpenCV 5 has Latin, Greek, Cyrillic, Chinese, Japanese and Korean letters; for o
 is Pillow's font, which has ASCII. Names in other letters are told apart by their numbers.
 
 Every picture is an (H, W, 3) uint8 RGB array. Labels are (H, W) uint8 train ids or IGNORE_INDEX.
+Where classes overlap they are (H, W, K): 1 where a class is, 0 where not, or IGNORE_INDEX.
 """
 
 import io
@@ -18,6 +19,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from segtrain.data.read.classes import ClassFile
+from segtrain.data.sample.geometry import by_bands
 from segtrain.errors import ConfigError, ExecutionError
 from segtrain.files import check_replaceable, os_errors_as, write_atomic
 from segtrain.text import MAX_NAME, first_of, printable
@@ -83,7 +85,14 @@ def as_rgb(image: np.ndarray, value_range: tuple[float, float] | None) -> np.nda
 
 
 def colorize(label: np.ndarray, palette: Sequence[Rgb]) -> np.ndarray:
-    """`label` in the colors of its classes; black for every value that is no class."""
+    """`label` in the colors of its classes; black for every value that is no class.
+
+    Where classes overlap in the mean of theirs.
+    """
+    if label.ndim == 3:
+        present = (label == 1).astype(np.float32)
+        sums = present @ np.array(palette, np.float32)
+        return np.rint(sums / np.maximum(present.sum(2, keepdims=True), 1)).astype(np.uint8)
     table = np.zeros((256, 3), dtype=np.uint8)
     table[: len(palette)] = palette
     return table[label]
@@ -105,9 +114,13 @@ def overlay(
 
 def error_map(label: np.ndarray, pred: np.ndarray) -> np.ndarray:
     """Red where `pred` is wrong, near white where it is right, grey where the label is ignored."""
-    picture = np.full((*label.shape, 3), _RIGHT, dtype=np.uint8)
-    picture[label != pred] = _WRONG
-    picture[label == IGNORE_INDEX] = _IGNORED
+    ignored = label == IGNORE_INDEX
+    wrong = (label != pred) & ~ignored
+    if label.ndim == 3:  # wrong in one class, ignored in all
+        wrong, ignored = wrong.any(2), ignored.all(2)
+    picture = np.full((*wrong.shape, 3), _RIGHT, dtype=np.uint8)
+    picture[wrong] = _WRONG
+    picture[ignored] = _IGNORED
     return picture
 
 
@@ -142,11 +155,13 @@ def panel(
     The title is above; below are the legend and the colors of the errors. All three arrays have the
     same height and width.
     """
-    shrink = min(1.0, max_side_px / max(label.shape))
-    height, width = (max(1, round(side * shrink)) for side in label.shape)
+    shrink = min(1.0, max_side_px / max(label.shape[:2]))
+    height, width = (max(1, round(side * shrink)) for side in label.shape[:2])
     image = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
-    label = cv2.resize(label, (width, height), interpolation=cv2.INTER_NEAREST)
-    pred = cv2.resize(pred, (width, height), interpolation=cv2.INTER_NEAREST)
+    label, pred = (
+        by_bands(lambda band: cv2.resize(band, (width, height), interpolation=cv2.INTER_NEAREST), x)
+        for x in (label, pred)
+    )
     parts = {
         "image": image,
         "label": overlay(image, label, palette, alpha=0.6),
@@ -239,7 +254,7 @@ def _text(draw: ImageDraw.ImageDraw, place: tuple[int, int], text: str) -> None:
 
 
 KINDS = LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
-VIDEOS, PROBABILITIES = "videos", "probabilities"
+VIDEOS, PROBABILITIES, MASKS = "videos", "probabilities", "masks"
 PROBABILITY_ENDINGS = "npz", "tif"
 
 
@@ -289,8 +304,23 @@ def raw_ids(classes: ClassFile) -> np.ndarray:
 
 def write_legend(output: Path, classes: ClassFile) -> None:
     """Writes the colour, the id in label maps and the name of each class."""
-    labels = class_labels(classes.names, classes.write_ids)
+    labels = class_labels(classes.names, None if classes.overlapping else classes.write_ids)
     write_png(output / "legend.png", legend(labels, classes.palette))
+
+
+def raw_bands(classes: ClassFile, pred: np.ndarray) -> np.ndarray:
+    """The label of classes that overlap as their files have it, (H, W, K) uint8 or uint16.
+
+    pred: (H, W, K) of 0, 1 and IGNORE_INDEX.
+    """
+    dtype = np.min_scalar_type(max(classes.write_ignored, *classes.write_ids))
+    bands = pred * np.array(classes.write_ids, dtype)
+    return np.where(pred == IGNORE_INDEX, dtype.type(classes.write_ignored), bands)
+
+
+def mask_names(classes: ClassFile) -> list[str]:
+    """The folder of each class below MASKS, where classes overlap."""
+    return [name.replace("/", "_").replace("\\", "_") for name in classes.names]
 
 
 def write_prediction(
@@ -300,9 +330,15 @@ def write_prediction(
 
     ExecutionError if it cannot.
 
-    Label maps hold the raw ids of the class file: grey, with 16 bits if an id exceeds 255.
+    Label maps hold the raw ids of the class file: grey, with 16 bits if an id exceeds 255. Of
+    `pred` (H, W, K), where classes overlap, each class has a mask instead: 255 where it is.
     """
     colors = colorize(pred, classes.palette)
-    blended = tint.over(image, pred)
-    for kind, picture in zip(KINDS, (raw_ids(classes)[pred], colors, blended), strict=True):
+    pictures = {COLORS: colors, OVERLAYS: tint.over(image, pred)}
+    if classes.overlapping:
+        for k, folder in enumerate(mask_names(classes)):
+            pictures[f"{MASKS}/{folder}"] = np.uint8(255) * (pred[..., k] == 1)
+    else:
+        pictures[LABELS] = raw_ids(classes)[pred]
+    for kind, picture in pictures.items():
         write_png(output / kind / f"{name}.png", picture)

@@ -47,6 +47,8 @@ def names_digest(names: Iterable[str]) -> str:
 
 def why_unmeasured(config: Config, num_images: int) -> str:
     """Why a run of this config cannot keep the losses of so many images; empty if it can."""
+    if config.is_multilabel:
+        return "a pixel has several classes (task multilabel)"
     if config.train.compile:
         return "a compiled graph may never make the logits (train.compile)"
     if config.train.parallel == "hogwild":

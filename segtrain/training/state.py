@@ -60,7 +60,8 @@ class ModelWithLoss(nn.Module):
     ) -> Tensor:
         """The sums for normalized images (N, 3, H, W), (S, heads, ...) (collective).
 
-        labels: (S, N, H, W) int64; two sets of labels with MixUp, otherwise one.
+        labels: (S, N, H, W) int64, or (S, N, K, H, W) uint8, as `SegLoss.labels` gives them; two
+            sets of labels with MixUp, otherwise one.
         on_logits: is shown the logits of the main head and the first set of labels.
         """
         if self.recompute:
@@ -186,7 +187,12 @@ def make_state(
         refuse_layers(model, "optim.sam_rho")
     data = config.data
     normalize = Normalize(data.mean, data.std, data.value_range).to(device, dtype_of(train))
-    criterion = SegLoss(config.loss, device, microbatches=train.accumulate_steps)
+    criterion = SegLoss(
+        config.loss,
+        device,
+        microbatches=train.accumulate_steps,
+        multilabel=config.is_multilabel,
+    )
     again = config.model.recompute == "blocks"
     wrapped = ModelWithLoss(model, criterion, train, recompute=again)
     if train.compile:

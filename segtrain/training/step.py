@@ -176,7 +176,7 @@ def forward(
         on_logits = None
         if part.shown is not None:
             on_logits = partial(state.sample_losses.add, numbers.phase, part.shown)
-        sums = module(images, part.labels.long(), part.dropout, on_logits)
+        sums = module(images, criterion.labels(part.labels), part.dropout, on_logits)
         totals = step_sync.reduce(sums, numbers.requests)
         pairs = zip(sums, totals, strict=True)
         objectives = torch.stack([criterion.objective(*pair) for pair in pairs])
@@ -280,14 +280,18 @@ def _microbatch_weights(state: TrainState, labels: Sequence[Tensor]) -> Tensor:
     """
     if len(labels) == 1:
         return torch.ones(1, dtype=torch.float64, device=labels[0].device)
-    weight = state.criterion.label_weight
+    criterion = state.criterion
+
+    def weight(stored: Tensor) -> Tensor:
+        return criterion.label_weight(criterion.labels(stored))
+
     if state.shares is None:
-        weights = dist.all_reduce_sum(torch.stack([weight(one.long()) for one in labels]))
+        weights = dist.all_reduce_sum(torch.stack([weight(one) for one in labels]))
     else:
         rank = dist.rank()
         parts = [one.split(state.layout.sizes(i, rank)) for i, one in enumerate(labels)]
         shares = zip(*parts, strict=True)  # the labels of each in all microbatches
-        weights = [torch.stack([weight(label.long()) for label in share]) for share in shares]
+        weights = [torch.stack([weight(label) for label in share]) for share in shares]
         weights = state.shares.sum(torch.stack(weights))
     whole = weights.sum()
     return weights / torch.where(whole == 0, 1.0, whole)

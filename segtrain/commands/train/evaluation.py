@@ -4,6 +4,7 @@ import math
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -58,7 +59,10 @@ def evaluate(run: TrainRun) -> bool:
         run.step_sync.ask(stop=True)
         log.lines([f"the evaluation after step {step} was stopped; --resume repeats it"])
         return False
-    scores = outcome.matrix.scores()
+    run.thresholds = None
+    if config.is_multilabel and config.eval.thresholds is None:
+        outcome, run.thresholds = outcome.fitted()
+    scores = outcome.scores
     is_first, run.evaluated = run.evaluated == 0, step
     error = calibration_error(outcome.calibration.counts)
     if is_first:
@@ -66,7 +70,7 @@ def evaluate(run: TrainRun) -> bool:
     by, score = _chosen_score(run, scores, is_first=is_first)
     more = {"eval/calibration_error": error, config.eval.best_tag: score}
     log.scalars(step, scores.scalars(classes.names) | more)
-    if log.enabled and config.log.charts:
+    if log.enabled and config.log.charts and not config.is_multilabel:
         confusion = confusion_picture(outcome.matrix.counts.cpu().numpy(), classes.names)
         log.picture(step, "eval/confusion", confusion)
     _show(run, pictures)
@@ -85,6 +89,9 @@ def evaluate(run: TrainRun) -> bool:
     words = f"mIoU {scores.mean_iou:.4f}"
     if config.eval.best != "miou":
         words += f"  {printable(by, MAX_NAME)} {score:.4f}"
+    if run.thresholds is not None:
+        from_each = " ".join(f"{threshold:.2f}" for threshold in run.thresholds)
+        words += f" with thresholds {printable(from_each, MAX_NAME)}"
     log.lines([f"step {step}  {words}{precision}  {score_text(run.best)}"])
     return True
 
@@ -109,6 +116,8 @@ def _chosen_score(run: TrainRun, scores: Scores, *, is_first: bool) -> tuple[str
 def _keep_records(run: TrainRun, outcome: Outcome) -> None:
     """Writes the scores of each image, for `segtrain report` and `compare`."""
     settings = InferenceSettings.from_config(run.config)
+    if run.thresholds is not None:
+        settings = replace(settings, thresholds=run.thresholds)
     try:
         Records.of(outcome, run.eval_set, settings, run.state.step).save(run.directory)
     except OSError as error:  # they can be computed again

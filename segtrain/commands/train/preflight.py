@@ -49,13 +49,18 @@ def check_experiment(
     findings = batch_findings(config, dist.world_size())
     if config.train.parallel == "hogwild" and device.type != "cpu":
         findings.append("train.parallel: hogwild runs on CPUs only: use --device cpu, or sync")
+    numbers = {}
     for i, term in enumerate(config.loss.terms):
-        weights, key = term.class_weights, "loss" if i == 0 else f"loss.also[{i - 1}]"
-        if weights is not None and len(weights) != num_classes:
-            findings.append(
-                f"{key}.class_weights: {len(weights)} numbers for the {num_classes} classes of "
-                f"{config.data.classes}"
-            )
+        key = "loss" if i == 0 else f"loss.also[{i - 1}]"
+        numbers[f"{key}.class_weights"] = term.class_weights
+        numbers[f"{key}.positive_weights"] = term.positive_weights
+    if len(config.eval.thresholds or ()) != 1:
+        numbers["eval.thresholds"] = config.eval.thresholds
+    findings += [
+        f"{key}: {len(values)} numbers for the {num_classes} classes of {config.data.classes}"
+        for key, values in numbers.items()
+        if values is not None and len(values) != num_classes
+    ]
     findings += config.eval.unknown_classes(train_set.classes.names)
     if findings:
         raise ConfigError("\n".join(findings))

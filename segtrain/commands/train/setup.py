@@ -380,6 +380,7 @@ class TrainRun(Training):
     receipts: ReceiptMeter | None = None  # with train.shares
     meeting: HogwildBarrier | None = None  # with train.parallel hogwild
     split: MeasuredSplit | None = None  # with train.split measured, and several ranks
+    thresholds: Sequence[float] | None = None  # of the newest evaluation, with task multilabel
 
     def flush_receipts(self) -> None:
         """Writes the receipts of the steps since the last call (collective)."""
@@ -463,6 +464,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         watch=host_watch(config, device, stack),
         step_log=StepLog(config, StepMeter(config.train.batch_size, device)),
         meeting=meeting,
+        thresholds=saved and saved.thresholds,
     )
     stack.callback(run.reopen), stack.callback(run.step_log.close)
     # 6. What goes along with the steps: hogwild waits first; the log writes the receipts.

@@ -245,7 +245,7 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
         depth = image.depth
         path = pair.label
         label = read_info(path)
-        if problem := label_problem(label, label_format):
+        if problem := label_problem(label, label_format, num_classes):
             raise DataError(problem)
         scan.compare_sizes(pair, image.size, label.size)
         scan.compare_places(pair)
@@ -284,7 +284,7 @@ def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
     scan = SplitScan(dataset.split, len(dataset), classes.num_classes)
     for found in prefetch(work, (dataset.pairs[i] for i in indices), _DECODING_THREADS):
         scan.add(found)
-    if classes.num_classes > 1:
+    if classes.num_classes > 1 or classes.overlapping:
         _look_for_second_class(scan, dataset, scanned=indices)
     return scan
 
@@ -294,10 +294,12 @@ def _look_for_second_class(
 ) -> None:
     """Adds labels to `scan`, beside those `scanned`, until it holds two classes or an error.
 
-    If all labels show a single class, any model scores 100 %. Only all of them can tell.
+    If all labels show a single class, any model scores 100 %. Only all of them can tell. Where
+    classes overlap a single one is enough.
     """
+    enough = 1 if dataset.classes.overlapping else 2
     for i, pair in enumerate(dataset.pairs):
-        if np.count_nonzero(scan.pixels) >= 2 or scan.unknown or scan.places["unreadable"]:
+        if np.count_nonzero(scan.pixels) >= enough or scan.unknown or scan.places["unreadable"]:
             return
         if i not in scanned:
             scan.add(scan_label(pair, dataset.classes, dataset.label_format))

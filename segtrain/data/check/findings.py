@@ -283,6 +283,9 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
         return
     present = [name for name, pixels in zip(classes.names, scan.pixels, strict=True) if pixels]
     absent = [name for name in classes.names if name not in present]
+    if classes.overlapping:
+        yield from _presence_findings(scan, classes, absent)
+        return
     if classes.num_classes > 1 and len(present) < 2 and not scan.unknown:
         text = (
             f"classes that occur: {first_of(present) or 'none'}; all other pixels are ignored: "
@@ -320,6 +323,26 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
             "although the class file goes further: these may be train ids"
         )
         yield Finding("warning", scan.split, "train ids", text)
+
+
+def _presence_findings(
+    scan: SplitScan, classes: ClassFile, absent: Sequence[str]
+) -> Iterator[Finding]:
+    """About classes that overlap, each of which has a band of its own."""
+    everywhere = [
+        name
+        for name, pixels, others in zip(classes.names, scan.pixels, scan.absent, strict=True)
+        if pixels and not others
+    ]
+    if len(absent) == classes.num_classes:
+        text = "no label shows any class: check the bands, and ids in the class file"
+        yield Finding("error", scan.split, "one class", text)
+    elif absent:
+        text = f"{len(absent)} of {classes.num_classes} classes never occur"
+        yield Finding("warning", scan.split, "absent", text, {"": absent})
+    if everywhere:
+        text = "all pixels that are not ignored are of a class: 0 in its band is its absence"
+        yield Finding("warning", scan.split, "everywhere", text, {"": everywhere})
 
 
 def _palette_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:

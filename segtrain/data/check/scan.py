@@ -43,7 +43,9 @@ class SplitScan:
     pixels, images: (K,) int64, pixels of each class and number of images that hold it.
     pixels_beside: (K,) int64, valid pixels of all images that hold the class.
     blended: (K,) int64, the `pixels` that are `blended_pixels`; none of a pack.
-    ignored_pixels: pixels that are ignored or unknown.
+    absent: (K,) int64, where classes overlap: pixels that are known not to be of the class.
+    ignored_pixels: pixels that are ignored or unknown; where classes overlap, of the class of which
+        most are known.
     sizes: number of images of each (height, width).
     values: pixels of each raw id; empty where labels hold colours.
     unknown: pixels of each id or colour that the class file does not name.
@@ -63,6 +65,7 @@ class SplitScan:
     images: np.ndarray = field(init=False)
     pixels_beside: np.ndarray = field(init=False)
     blended: np.ndarray = field(init=False)
+    absent: np.ndarray = field(init=False)
     ignored_pixels: int = 0
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     values: Counter[int] = field(default_factory=Counter)
@@ -76,8 +79,8 @@ class SplitScan:
     )
 
     def __post_init__(self, num_classes: int) -> None:
-        zeros = np.zeros((4, num_classes), np.int64)
-        self.pixels, self.images, self.pixels_beside, self.blended = zeros
+        zeros = np.zeros((5, num_classes), np.int64)
+        self.pixels, self.images, self.pixels_beside, self.blended, self.absent = zeros
 
     def add(self, pair: "SplitScan") -> None:
         """Adds what one pair holds."""
@@ -85,6 +88,7 @@ class SplitScan:
         self.images += pair.images
         self.pixels_beside += pair.pixels_beside
         self.blended += pair.blended
+        self.absent += pair.absent
         self.ignored_pixels += pair.ignored_pixels
         self.moments = self.moments + pair.moments
         self.sample += pair.sample
@@ -141,7 +145,7 @@ class SplitScan:
 
     def add_label(self, name: str, pixels: np.ndarray, num_pixels: int) -> None:
         """Adds a label of `num_pixels` with this many `pixels` (K,) of each class."""
-        num_valid = int(pixels.sum())
+        num_valid = int((pixels + self.absent).max() if self.absent.any() else pixels.sum())
         self.pixels += pixels
         self.images += pixels > 0
         self.pixels_beside += (pixels > 0) * num_valid
@@ -254,6 +258,10 @@ def _count_label(
         scan.blended += np.bincount(at_blend, minlength=256)[: classes.num_classes]
         scan.unknown.update(labels.count_colors(colors[label < 0]))
         return label.shape, np.bincount(label[label >= 0], minlength=256)[: classes.num_classes]
+    if label_format == "bands":
+        label = labels.read_label(pair.label, classes, label_format, pair.window)
+        scan.absent += (label == 0).sum((0, 1))
+        return label.shape[:2], (label == 1).sum((0, 1))
     label = raw_label.read_raw_label(pair.label, pair.window)
     scan.values.update(labels.count_ids(label))
     pixels = np.zeros(classes.num_classes, np.int64)

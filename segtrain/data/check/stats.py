@@ -58,17 +58,27 @@ def class_weights(scan: SplitScan, beta: float) -> dict[str, list[float]]:
     return {name: [float(f"{w:.4g}") for w in values] for name, values in weights.items()}
 
 
+def positive_weights(scan: SplitScan) -> list[float]:
+    """`loss.positive_weights` of classes that overlap: pixels without the class / with it.
+
+    To 4 digits; 1 for a class that does not occur.
+    """
+    pairs = zip(scan.absent.tolist(), scan.pixels.tolist(), strict=True)
+    return [float(f"{max(absent, 1) / there:.4g}") if there else 1.0 for absent, there in pairs]
+
+
 @dataclass(frozen=True)
 class SplitStats:
     """What one split holds.
 
-    beta: that of the effective numbers.
+    beta: that of the effective numbers. overlapping: whether a pixel may have several classes.
     """
 
     class_names: Sequence[str]
     scan: SplitScan
     form: ImageForm
     beta: float
+    overlapping: bool = False
 
     @cached_property
     def percentiles(self) -> list[float]:
@@ -99,7 +109,7 @@ class SplitStats:
         return {
             "split": self.scan.split,
             "images": self.scan.num_pairs,
-            "valid_pixels": int(self.scan.pixels.sum()),
+            "valid_pixels": int(self.valid.max() if self.overlapping else self.valid[0]),
             "mean_size": sizes.mean(0).tolist(),
             "dtype": self.form.dtype.name,
             "values": self.seen,
@@ -108,20 +118,34 @@ class SplitStats:
             "mean": mean,
             "std": std,
             **counts_of(self.scan, self.class_names),
-            "effective_number_beta": self.beta,
-            "class_weights": class_weights(self.scan, self.beta),
+            **self._weights,
         }
+
+    @property
+    def valid(self) -> np.ndarray:
+        """(K,) int64: the pixels among which each class is counted."""
+        if self.overlapping:
+            return self.scan.pixels + self.scan.absent
+        return np.full(len(self.scan.pixels), self.scan.pixels.sum())
+
+    @property
+    def _weights(self) -> dict[str, Any]:
+        if self.overlapping:
+            return {"positive_weights": positive_weights(self.scan)}
+        weights = class_weights(self.scan, self.beta)
+        return {"effective_number_beta": self.beta, "class_weights": weights}
 
     def as_text(self) -> str:
         """For a terminal: the images, a table of the classes, and lines to paste into a config."""
         scan, numbers = self.scan, self.numbers
-        num_valid, weights = numbers["valid_pixels"], numbers["class_weights"]
+        num_valid, weights = numbers["valid_pixels"], numbers.get("class_weights", {})
+        shares = 100 * scan.pixels / np.maximum(self.valid, 1)
         height, width = numbers["mean_size"]
         ignored = scan.ignored_pixels / (num_valid + scan.ignored_pixels)
         columns = [
             ["class", *self.class_names],
             ["pixels", *map(str, scan.pixels)],
-            ["of valid", *(f"{100 * pixels / num_valid:.3f} %" for pixels in scan.pixels)],
+            ["of valid", *(f"{share:.3f} %" for share in shares)],
             ["images", *map(str, scan.images)],
             *([name, *(f"{w:g}" for w in values)] for name, values in weights.items()),
         ]
@@ -143,6 +167,7 @@ class SplitStats:
             f"  mean: {[round(value, 3) for value in numbers['mean']]}",
             f"  std: {[round(value, 3) for value in numbers['std']]}",
             "for the loss section, one of them if rare classes matter:",
+            *([f"  positive_weights: {numbers['positive_weights']}"] * self.overlapping),
             *(
                 f"  class_weights: {w}  # {name}{notes.get(name, '')}"
                 for name, w in weights.items()
@@ -178,7 +203,8 @@ def measure(
         raise DataError(f"split {printable(scan.split)!r}: no label has a pixel of any class")
     if beta is None:
         beta = 1 - 1 / scan.pixels[scan.pixels > 0].mean()
-    return SplitStats(dataset.classes.names, scan, dataset.form, beta)
+    overlapping = dataset.classes.overlapping
+    return SplitStats(dataset.classes.names, scan, dataset.form, beta, overlapping)
 
 
 def counts_of(scan: SplitScan, class_names: Sequence[str]) -> dict[str, Any]:

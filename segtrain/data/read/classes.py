@@ -12,6 +12,10 @@ and no colour is ignored. A class may be only its name:
 
     classes: [background, crack, spalling]
 
+Where classes overlap (task multilabel) labels have a band for each, in their order. Then `ids` are
+the values that mean the class in its band, [1] by default, 0 is its absence, and nothing is ignored
+by default.
+
 Further keys of a class: `more_colors`, a list of colours that mean the class too, in labels;
 `category`, the group of classes that is also scored; `instance_px`, the mean pixels of an instance,
 by which instances are weighted.
@@ -67,6 +71,8 @@ class ClassFile:
         file from a checkpoint, which does not store it.
     ignores_color: whether labels may hold `ignore_color`. False where the file does not give it:
         the default colour is for pictures only, and in labels it is an unknown colour.
+    overlapping: whether a pixel may have several classes. Labels are then (H, W, K) uint8: 1 where
+        the class is, 0 where it is not, IGNORE_INDEX where that is not known.
     """
 
     name: str
@@ -79,6 +85,7 @@ class ClassFile:
     ignores_color: Annotated[bool, Field(exclude=True)] = field(
         default=True, compare=False, repr=False
     )
+    overlapping: bool = field(default=False, repr=False)
 
     @property
     def num_classes(self) -> int:
@@ -114,6 +121,8 @@ class ClassFile:
         """
         most = max(IGNORE_INDEX, *self.write_ids)
         taken = {i for one in self.classes for i in one.ids}
+        if self.overlapping:
+            taken.add(0)
         small = [i for i in (*self.ignore_ids, *range(IGNORE_INDEX, -1, -1)) if i <= most]
         return next(i for i in (*small, *range(1 << 16)) if i not in taken)
 
@@ -196,7 +205,7 @@ def load_class_file(name_or_path: str, *, label_format: str = "ids") -> ClassFil
     """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
 
     label_format: with "colors" the file must give the colour of each class. A default colour could
-        stand for another class in the labels.
+        stand for another class in the labels. With "bands" the classes overlap.
 
     Raises:
         ConfigError: no such file, or one line for every mistake in it.
@@ -217,7 +226,8 @@ def class_file_from_json(text: str) -> ClassFile:
         ConfigError: a name, id or colour is given twice.
     """
     stored = _StoredClassFile.model_validate_json(text)
-    classes = replace(_resolve(stored, stored.name), given_colors=frozenset())
+    resolved = _resolve(stored, stored.name, overlapping=stored.overlapping)
+    classes = replace(resolved, given_colors=frozenset())
     if problems := [finding.message for finding in _repeated(classes)]:
         raise ConfigError("; ".join(problems))
     return classes
@@ -288,6 +298,7 @@ class _ClassFileEntry(_Section):
 
 class _StoredClassFile(_ClassFileEntry):
     name: str
+    overlapping: bool = False
 
 
 def parse_class_file(text: str, path: Path, label_format: str = "ids") -> ClassFile:
@@ -306,7 +317,7 @@ def parse_class_file(text: str, path: Path, label_format: str = "ids") -> ClassF
         refused = {mistake.path for mistake in document.mistakes}
         mistakes += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
     elif not mistakes:
-        classes = _resolve(entry, path.stem)
+        classes = _resolve(entry, path.stem, overlapping=label_format == "bands")
         mistakes += _repeated(classes)
         missing = [c.name for c in entry.classes if c.color is None]
         if missing and label_format == "colors":
@@ -317,16 +328,24 @@ def parse_class_file(text: str, path: Path, label_format: str = "ids") -> ClassF
     raise ConfigError("\n".join(report(mistakes, document.places, source=document.source)))
 
 
-def _resolve(entry: _ClassFileEntry, name: str) -> ClassFile:
+def _resolve(entry: _ClassFileEntry, name: str, *, overlapping: bool) -> ClassFile:
     """The class file of `entry` with the defaults filled in."""
     given = {c.color for c in entry.classes if c.color}
     given |= {color for c in entry.classes for color in c.more_colors}
     free = iter([color for color in default_palette(256) if color not in given])
     classes = tuple(
-        SegClass(**dict(c) | {"color": c.color or next(free), "ids": c.ids or (train_id,)})
+        SegClass(
+            **dict(c)
+            | {
+                "color": c.color or next(free),
+                "ids": c.ids or (1 if overlapping else train_id,),
+            }
+        )
         for train_id, c in enumerate(entry.classes)
     )
     ignore_ids = entry.ignore_ids
+    if ignore_ids is None and overlapping:
+        ignore_ids = ()  # 255 is the class in many masks: the file must say what it means
     if ignore_ids is None:
         is_class = any(IGNORE_INDEX in c.ids for c in classes)
         ignore_ids = () if is_class else (IGNORE_INDEX,)
@@ -339,6 +358,7 @@ def _resolve(entry: _ClassFileEntry, name: str) -> ClassFile:
         entry.ignore_color or next(unused),
         given_colors=frozenset(i for i, c in enumerate(entry.classes) if c.color),
         ignores_color=entry.ignore_color is not None,
+        overlapping=overlapping,
     )
 
 
@@ -371,8 +391,14 @@ def _given(class_file: ClassFile) -> Iterator[tuple[KeyPath, str, object, str]]:
         yield (*key, "color"), "the color", c.color, c.name
         for color in c.more_colors:
             yield (*key, "more_colors"), "the color", color, c.name
+        # Where classes overlap each has a band of its own, in which 0 is its absence.
+        kind = f"an id in the band of {c.name}" if class_file.overlapping else "an id"
+        if class_file.overlapping:
+            yield (*key, "ids"), kind, 0, "what is absent"
         for raw in c.ids:
-            yield (*key, "ids"), "an id", raw, c.name
+            yield (*key, "ids"), kind, raw, c.name
+        for raw in class_file.ignore_ids if class_file.overlapping else ():
+            yield ("ignore_ids",), kind, raw, "what is ignored"
     for raw in class_file.ignore_ids:
         yield ("ignore_ids",), "an id", raw, "what is ignored"
     if class_file.ignores_color:

@@ -34,9 +34,9 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     """Images and labels, read from their files at each access.
 
     Item i is (image, label). The image is (H, W, C) as `form` says, for most sets uint8 RGB. The
-    label is (H, W) uint8 train ids, with 255 for ignored pixels; pixels of which the image has no
-    value (NaN) are ignored, too. The object holds paths only, so it is cheap to send to loader
-    processes.
+    label is (H, W) uint8 train ids, with 255 for ignored pixels, or (H, W, K) where classes
+    overlap; pixels of which the image has no value (NaN) are ignored, too. The object holds paths
+    only, so it is cheap to send to loader processes.
 
     Args:
         warnings: lines that training and evaluation show when they start.
@@ -83,9 +83,10 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
             repair = f"replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
             raise DataError(f"{error}; {repair}") from error
         if not self.labelled:
-            return image, np.full(image.shape[:2], IGNORE_INDEX, np.uint8)
+            bands = (self.classes.num_classes,) if self.classes.overlapping else ()
+            return image, np.full((*image.shape[:2], *bands), IGNORE_INDEX, np.uint8)
         label = read_label(pair.label, self.classes, self.label_format, pair.window)
-        if problem := size_problem(pair, image.shape[:2], label.shape):
+        if problem := size_problem(pair, image.shape[:2], label.shape[:2]):
             raise DataError(problem)
         return image, label
 

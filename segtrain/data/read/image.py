@@ -141,15 +141,22 @@ def ignore_missing(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Image and label where pixels without a value, NaN, are the mean and ignored.
 
-    image: (H, W, C) as `read_image` gives it; in the form's dtype afterwards. label: (H, W) uint8.
-    Neither is changed.
+    image: (H, W, C) as `read_image` gives it; in the form's dtype afterwards. label: (H, W) or
+    (H, W, K) uint8. Neither is changed.
     """
     if image.dtype.kind == "f" and (missing := np.isnan(image)).any():
         image = np.where(missing, np.array(form.fill, np.float32), image)
-        label = np.where(missing.any(axis=2), np.uint8(IGNORE_INDEX), label)
+        nowhere = missing.any(axis=2)
+        nowhere = nowhere if label.ndim == 2 else nowhere[..., None]
+        label = np.where(nowhere, np.uint8(IGNORE_INDEX), label)
     if image.dtype.kind == form.dtype.kind:
         return image, label
     return np.rint(image).astype(form.dtype), label
+
+
+def ignored_where(missing: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """The label, (H, W) or (H, W, K) uint8, with IGNORE_INDEX where `missing`, (H, W), has it."""
+    return np.maximum(label, missing if label.ndim == 2 else missing[..., None])
 
 
 def other_sizes(infos: Sequence[Info]) -> str:

@@ -87,6 +87,7 @@ def open_stored(
     *,
     content: bytes | None = None,
     max_pixels: int = MAX_PHOTO_PIXELS,
+    max_channels: int = MAX_CHANNELS,
 ) -> StoredFile:
     """The file at `path`, of which more than `max_pixels` are refused; or this window of a TIFF.
 
@@ -106,8 +107,8 @@ def open_stored(
         return StoredFile(path, info, None, window)
     if math.prod(info.size) > max_pixels:
         raise too_large(path, max_pixels)
-    if info.channels > MAX_CHANNELS:
-        found = f"{info.channels} channels; at most {MAX_CHANNELS} are read"
+    if info.channels > max(MAX_CHANNELS, max_channels):
+        found = f"{info.channels} channels; at most {max_channels} are read"
         raise DataError(f"{printable(path)}: {found}")
     return StoredFile(path, info, content, None)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from segtrain.data.read.classes import ClassFile, Color, read_by
 from segtrain.data.read.find import Window
-from segtrain.data.read.raw_label import read_colors, read_raw_label
+from segtrain.data.read.raw_label import read_bands, read_colors, read_raw_label
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
 from segtrain.types import IGNORE_INDEX
@@ -31,8 +31,9 @@ def read_label(
 ) -> np.ndarray:
     """The label, (H, W) uint8: train ids, and 255 for the pixels that the class file ignores.
 
-    label_format: "ids" (one channel of raw ids), "colors" (the exact colours of the classes) or
-        "train_ids" (one channel of positions in the class file, and 255).
+    label_format: "ids" (one channel of raw ids), "colors" (the exact colours of the classes),
+        "train_ids" (one channel of positions in the class file, and 255) or "bands" (a channel for
+        each class, see `ClassFile.overlapping`: the label is (H, W, K) uint8).
     window: the part to read of a raster; None: the whole label.
     content: the bytes of the file; None: they are to be read.
 
@@ -43,6 +44,9 @@ def read_label(
     if label_format == "colors":
         colors = read_colors(path, window, content=content)
         return colors_to_train_ids(colors, path, class_file)
+    if label_format == "bands":
+        bands = read_bands(path, class_file.num_classes, window, content=content)
+        return bands_to_presence(bands, path, class_file)
     raw = read_raw_label(path, window, content=content)
     return ids_to_train_ids(raw, path, read_by(class_file, label_format))
 
@@ -65,6 +69,45 @@ def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -
     if not _looked_up(raw, known).all():
         raise DataError(f"{printable(path)}: {unknown_ids(count_ids(raw), class_file)}")
     return _looked_up(raw, table)
+
+
+def bands_to_presence(bands: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
+    """Where each class is, (H, W, K) uint8 of 0, 1 and IGNORE_INDEX, of the bands of a label.
+
+    bands: (H, W, K) of whole numbers.
+
+    Raises:
+        DataError: numbers in a band that mean nothing there.
+    """
+    label = np.empty(bands.shape, np.uint8)
+    for k, one in enumerate(class_file.classes):
+        raw = np.ascontiguousarray(bands[..., k])
+        raw = raw if raw.dtype in (np.uint8, np.uint16) else raw.astype(np.uint16)
+        table, known = _id_tables(tuple(presence_of(class_file, k).items()))
+        if not _looked_up(raw, known).all():
+            found = {i: n for i, n in count_ids(raw).items() if not known[i]}
+            raise DataError(f"{printable(path)}: {unknown_in_band(found, one.name, class_file)}")
+        label[..., k] = _looked_up(raw, table)
+    return label
+
+
+def presence_of(class_file: ClassFile, train_id: int) -> dict[int, int]:
+    """Value in the band of a class -> 1, 0 or IGNORE_INDEX; other values are mistakes."""
+    present = dict.fromkeys(class_file.classes[train_id].ids, 1)
+    return {0: 0} | present | dict.fromkeys(class_file.ignore_ids, IGNORE_INDEX)
+
+
+def unknown_in_band(counts: dict[int, int], name: str, class_file: ClassFile) -> str:
+    """A message about values in the band of a class that mean nothing there.
+
+    counts: pixels of each.
+    """
+    value = next(iter(counts))
+    return (
+        f"values in the band of {printable(name)}: {_listed(counts)}; class file {class_file.name} "
+        f"must say what they mean: the class (`ids: [{value}]` of it, where 0 is its absence), or "
+        f"pixels to ignore (`ignore_ids: {[*class_file.ignore_ids, value]}`)"
+    )
 
 
 def _looked_up(raw: np.ndarray, table: np.ndarray) -> np.ndarray:

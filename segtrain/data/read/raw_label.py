@@ -70,6 +70,18 @@ def with_no_data_id(stored: np.ndarray, no_data: float | None) -> np.ndarray:
     return np.where(missing, wide(_MAX_ID), stored)
 
 
+def read_bands(
+    path: str | Path, num_bands: int, window: Window | None = None, *, content: bytes | None = None
+) -> np.ndarray:
+    """The numbers of a label of overlapping classes, (H, W, K) of whole numbers."""
+    file = image_formats.open_stored(
+        path, window, content=content, max_pixels=MAX_PIXELS, max_channels=num_bands
+    )
+    if problem := label_problem(file.info, "bands", num_bands):
+        raise DataError(f"{printable(path)}: {problem}")
+    return with_no_data_id(file.pixels(), file.info.no_data)
+
+
 def read_colors(
     path: str | Path, window: Window | None = None, *, content: bytes | None = None
 ) -> np.ndarray:
@@ -88,13 +100,18 @@ def read_colors(
 SCALED = "GDAL's scale or offset makes other numbers of the label's ids; write these numbers"
 
 
-def label_problem(info: Info, label_format: str) -> str:
+def label_problem(info: Info, label_format: str, num_classes: int = 0) -> str:
     """Why a label with this header cannot be read in this format; empty if it can."""
     channels = info.channels - info.alpha
     if not info.lossless:
         return "the label is compressed with loss, as JPEG does it, which changes its ids"
     if info.scaled:
         return SCALED
+    if label_format == "bands":
+        if info.channels == num_classes and not info.palette and info.dtype.kind in "bu":
+            return ""
+        found = "a palette" if info.palette else f"{info.channels} channels of {info.dtype}"
+        return f"the label has {found}; expected a band of 8 bits for each of {num_classes} classes"
     if label_format == "colors":
         if channels in (1, 3) and info.dtype == np.uint8:
             return ""

@@ -185,16 +185,22 @@ def by_bands(
 def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) -> np.ndarray:
     """The crop of the label by nearest pixel centre, (h, w) uint8; no value is invented.
 
+    label: (H, W) uint8; or (H, W, K), as the crop is then.
     stride: n > 1 gives every n-th row and column of the content only, without padding, flip or
         quarter turns, in ceil(content / n) rows and columns (with rotation: of the window).
     """
     if placement.angle_deg:
-        crop = _warp(label, placement, cv2.INTER_NEAREST, (IGNORE_INDEX,), stride=stride)
+        crop = _warp(label, placement, cv2.INTER_NEAREST, _ignored(label), stride=stride)
         return crop if stride > 1 else _turned(crop, placement)
     rows, columns = placement.rows.nearest()[::stride], placement.columns.nearest()[::stride]
     # The slice first: `take` would copy all of a label whose rows lie apart, as in a pack.
     content = label[rows, columns[0] : columns[-1] + 1].take(columns - columns[0], axis=1)
-    return content if stride > 1 else _laid_out(content, placement, (IGNORE_INDEX,))
+    return content if stride > 1 else _laid_out(content, placement, _ignored(label))
+
+
+def _ignored(label: np.ndarray) -> tuple[int, ...]:
+    """What a pixel beyond a label, (H, W) or (H, W, K), holds."""
+    return (IGNORE_INDEX,) * (1 if label.ndim == 2 else label.shape[2])
 
 
 def largest_class_share(label: np.ndarray, placement: Placement) -> float:

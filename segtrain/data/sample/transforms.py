@@ -60,8 +60,8 @@ class TrainTransform:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The crop of the image, (h, w, C), and of the label, (h, w) uint8, both contiguous.
 
-        image: (H, W, C) of the form. label: (H, W) uint8. Neither is changed. The result depends on
-        them, on `point` (see `draw_placement`) and on the state of `rng` alone.
+        image: (H, W, C) of the form. label: (H, W) or (H, W, K) uint8. Neither is changed. The
+        result depends on them, on `point` (see `draw_placement`) and on the state of `rng` alone.
         """
         crop = self.crop(image, label, rng, point=point)
         return self.recolored(crop, rng), crop.label
@@ -109,7 +109,7 @@ def draw_placement(
     point: (row, column) of a pixel that the crop must show, at any place in it; None: any crop. A
         rotation that would turn this pixel out of the image is left out.
     """
-    height, width = label.shape
+    height, width = label.shape[:2]
     unit = short_side_px / min(height, width) if short_side_px else 1.0
     scale = unit * rng.uniform(*augment.scale_range)
     rotated = augment.rotate_deg > 0 and rng.random() < _ROTATE_PROB

@@ -15,6 +15,7 @@ class LossOptions(NamedTuple):
     config: LossConfig | LossTerm
     class_weights: Tensor | None = None  # those of `config`, (K,) on the device of the logits
     microbatches: int = 1  # the parts that a batch is cut into (train.accumulate_steps)
+    positive_weights: Tensor | None = None  # those of `config`, as class_weights
 
 
 class Loss(Protocol):
@@ -25,7 +26,8 @@ class Loss(Protocol):
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """This rank's sums, (num_sums, K) of each class or (num_sums, 1) of all, float64.
 
-        logits: (N, K, H, W); labels: (N, H, W) int64, 0 .. K-1 or IGNORE_INDEX.
+        logits: (N, K, H, W); labels: (N, H, W) int64, 0 .. K-1 or IGNORE_INDEX; with task
+        multilabel (N, K, H, W) uint8 of 0, 1 and IGNORE_INDEX.
         """
 
     def loss_from_sums(self, totals: Tensor) -> Tensor:

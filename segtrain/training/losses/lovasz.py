@@ -30,7 +30,7 @@ class LovaszImages:
         with torch.no_grad():
             growths = torch.empty_like(errors)  # (N, K, H W)
             for i, image in enumerate(zip(errors, truth, valid, strict=True)):
-                growths[i] = _growth(*image)
+                growths[i] = growth(*image)
         by_class = (growths * errors).sum(2, dtype=torch.float64)  # (N, K)
         present = truth.any(2)
         losses = by_class.sum(1) / present.sum(1).clamp(min=1)
@@ -71,7 +71,7 @@ class LovaszBatch:
         return losses.sum() / (pixels > 0).sum().clamp(min=1)
 
     def _growth_among_all(self, errors: Tensor, truth: Tensor, valid: Tensor) -> Tensor:
-        """As `_growth`, for the pixels (n, H W) of one class, sorted with those of all ranks."""
+        """As `growth`, for the pixels (n, H W) of one class, sorted with those of all ranks."""
         # One number a pixel: a sign bit says where g is 0, and -2 is beyond all errors.
         size = errors.abs()  # 1 - p may come out below 0 by a rounding
         packed = torch.where(truth, size, -size).masked_fill(~valid, -2.0)
@@ -83,7 +83,7 @@ class LovaszBatch:
         everyone = dist.all_gather(padded)
         shape = everyone.shape
         everyone = everyone.reshape(1, -1)
-        growths = _growth(everyone.abs(), ~everyone.signbit(), everyone != -2.0)
+        growths = growth(everyone.abs(), ~everyone.signbit(), everyone != -2.0)
         return growths.view(shape)[dist.group_rank()][: len(errors)]
 
 
@@ -96,15 +96,16 @@ def _errors(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(truth, 1 - p, p) * valid, truth, valid
 
 
-def _growth(errors: Tensor, truth: Tensor, valid: Tensor) -> Tensor:
+def growth(errors: Tensor, truth: Tensor, valid: Tensor, *, of_absent: bool = False) -> Tensor:
     """By how much each pixel lets 1 - IoU grow, once all pixels with larger errors are wrong.
 
-    errors, truth: (K, n) of each class. valid: (1, n). Returns (K, n), 0 for a class without truth.
+    errors, truth: (K, n) of each class. valid: (1, n) or (K, n). Returns (K, n). Of a class without
+    truth the first wrong pixel makes 1 - IoU 1, if `of_absent`; else all are 0.
 
     With t of T pixels of the class and f others wrong before it, 1 - IoU = (t + f) / (T + f). One
     more of the class adds 1 / (T + f), another one (T - t) / ((T + f) (T + f + 1)).
     """
-    order = errors.masked_fill(~valid, -1.0).sort(dim=1, descending=True, stable=True).indices
+    order = errors.masked_fill(~valid, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     right = truth.gather(1, order)
     others = valid.expand_as(truth).gather(1, order) & ~right
     # Integers: sums of floating-point numbers are exact for few pixels only.
@@ -113,5 +114,8 @@ def _growth(errors: Tensor, truth: Tensor, valid: Tensor) -> Tensor:
     total = truth.sum(1, keepdim=True)  # T
     union = (total + others_before).double()
     grows = torch.where(right, 1 / union, (total - wrong_before) / (union * (union + 1)))
-    grows = torch.where((right | others) & (total > 0), grows, 0.0).to(errors.dtype)
+    grows = torch.where((right | others) & (total > 0), grows, 0.0)
+    if of_absent:
+        grows = torch.where((total == 0) & others & (others_before == 0), 1.0, grows)
+    grows = grows.to(errors.dtype)
     return torch.empty_like(grows).scatter_(1, order, grows)

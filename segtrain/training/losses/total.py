@@ -13,8 +13,9 @@ from segtrain.training.losses.base import Loss, LossOptions, pixel_weights
 from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
 from segtrain.training.losses.lovasz import LovaszBatch, LovaszImages
+from segtrain.training.losses.multilabel import MULTILABEL_LOSSES
 from segtrain.training.losses.ohem import OHEM
-from segtrain.types import Choices, SegLogits
+from segtrain.types import IGNORE_INDEX, Choices, SegLogits
 
 LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
     {
@@ -26,6 +27,7 @@ LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
         "lovasz": lambda _: LovaszImages(),
         "lovasz_batch": lambda _: LovaszBatch(),
         "boundary_relaxation": BoundaryRelaxation,
+        "tversky": MULTILABEL_LOSSES["tversky"],  # which `Config` allows for task multilabel only
     }
 )
 """`loss.kind`: what is called with `LossOptions`."""
@@ -90,16 +92,26 @@ def _sums(loss: Loss, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
 class SegLoss:
     """The training loss of a config: the same loss for the head and the auxiliary head.
 
-    microbatches: train.accumulate_steps.
+    microbatches: train.accumulate_steps. multilabel: whether labels have a band for each class.
     """
 
-    def __init__(self, config: LossConfig, device: torch.device, *, microbatches: int = 1) -> None:
-        self.aux_weight = config.aux_weight
+    def __init__(
+        self,
+        config: LossConfig,
+        device: torch.device,
+        *,
+        microbatches: int = 1,
+        multilabel: bool = False,
+    ) -> None:
+        self.aux_weight, self.multilabel = config.aux_weight, multilabel
         losses, self._class_weights = [], None
         for term in config.terms:
-            weights = term.class_weights
-            weights = None if weights is None else torch.tensor(weights, device=device)
-            loss = LOSSES[term.kind](LossOptions(term, weights, microbatches))
+            weights, positive = (
+                None if numbers is None else torch.tensor(numbers, device=device)
+                for numbers in (term.class_weights, term.positive_weights)
+            )
+            table = MULTILABEL_LOSSES if multilabel else LOSSES
+            loss = table[term.kind](LossOptions(term, weights, microbatches, positive))
             if weights is not None and term.logit_adjustment:
                 loss = Adjusted(loss, weights, term.logit_adjustment)
             losses.append(loss)
@@ -109,8 +121,15 @@ class SegLoss:
         if len(losses) > 1 or config.weight != 1:
             self._loss = WeightedSum(losses, [term.weight for term in config.terms])
 
+    def labels(self, stored: Tensor) -> Tensor:
+        """Labels as losses get them, of those of a batch: (..., H, W) uint8 become int64.
+
+        With task multilabel (..., H, W, K) uint8 become (..., K, H, W).
+        """
+        return stored.movedim(-1, -3) if self.multilabel else stored.long()
+
     def __call__(self, logits: SegLogits, labels: Tensor) -> Tensor:
-        """The sums of this rank, (heads, ...), for logits (N, K, H, W) and int64 labels (N, H, W).
+        """The sums of this rank, (heads, ...), for logits (N, K, H, W) and what `labels` gives.
 
         logits: tensors, or `Enlarged`, of which most losses never make these.
         heads: 2, or 1 without an auxiliary head.
@@ -139,5 +158,10 @@ class SegLoss:
         return torch.stack(parts).sum()
 
     def label_weight(self, labels: Tensor) -> Tensor:
-        """The sum of `pixel_weights` of int64 labels (N, H, W), before any mining, () float64."""
+        """The sum of `pixel_weights` of what `labels` gives, before any mining, () float64."""
+        if self.multilabel:
+            valid = (labels != IGNORE_INDEX).sum((0, 2, 3), dtype=torch.float64)
+            return (
+                valid.sum() if self._class_weights is None else valid @ self._class_weights.double()
+            )
         return pixel_weights(labels, self._class_weights).sum(dtype=torch.float64)
