@@ -14,9 +14,9 @@ from segtrain.annotations.regions import IGNORED, Annotated, Region, mask_librar
 from segtrain.data.read.decode import to_stored
 from segtrain.types import IGNORE_INDEX
 
-Overlap = Literal["order", "area", "class"]
+Overlap = Literal["order", "area", "class", "keep"]
 """Which of two regions a pixel shows: the later in the file, the smaller (where both have the same
-area the later), or that of the later class."""
+area the later), that of the later class, or both: then labels have a band for each class."""
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
 
@@ -24,13 +24,23 @@ def draw(annotated: Annotated, classes: Sequence[str], overlap: Overlap) -> np.n
     """The label map (H, W) uint8 of an image that `read_annotations` has returned.
 
     A pixel is the position of its class in `classes`, 0 where no region is, and 255 where the
-    annotation says to ignore. H and W are those of the image as it is stored.
+    annotation says to ignore. H and W are those of the image as it is stored. With `overlap` keep
+    (H, W, K), a band for each class but the first: 1 where it is, 0 where not, or 255.
     """
     assert annotated.size is not None  # read_annotations has filled it in
     masks = mask_library()
     ids = {name: i for i, name in enumerate(classes)} | {IGNORED: IGNORE_INDEX}
     regions = [ids[region.name] for region in annotated.regions]
     drawn = [_packed(region, annotated.size) for region in annotated.regions]
+    if overlap == "keep":
+        bands = np.zeros((*annotated.size, len(classes) - 1), np.uint8)
+        for i in sorted(range(len(drawn)), key=lambda i: regions[i] == IGNORE_INDEX):
+            here = masks.decode(drawn[i]) != 0
+            if regions[i] == IGNORE_INDEX:
+                bands[here] = IGNORE_INDEX
+            elif regions[i]:
+                bands[here, regions[i] - 1] = 1
+        return np.ascontiguousarray(to_stored(bands, annotated.orientation))
     rank = {
         "order": lambda i: i,
         "area": lambda i: (-int(masks.area(drawn[i])), i),

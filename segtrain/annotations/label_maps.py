@@ -21,8 +21,9 @@ from segtrain.data.read.find import first_lines
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic
-from segtrain.run.pictures import write_indexed_png
+from segtrain.run.pictures import write_bands, write_indexed_png
 from segtrain.text import first_of, printable
+from segtrain.types import IGNORE_INDEX
 
 LABELS, CLASSES, PAIRS = "labels", "classes.yaml", "pairs.txt"
 # Labels lie here until all are drawn: half an import would train as a small data set.
@@ -59,14 +60,18 @@ def write_labels(
     """Draws the label of each image of `found` into the empty folder `output`.
 
     Labels are PNG files with a palette. Their ids are positions in `found.classes`, and 255 is
-    ignored. The class file leaves out a background that no pixel shows. jobs: processes; None: one
-    for each core. Returns how many pixels and how many images show each id, (256,) int64 both.
+    ignored. The class file leaves out a background that no pixel shows. With `overlap` keep they
+    are TIFF files with a band for each class but the background. jobs: processes; None: one for
+    each core. Returns how many pixels and how many images show each id, (256,) int64 both.
 
     Raises:
         DataError: two images would have one label.
         ExecutionError: a process was killed, or `output` cannot be written.
     """
-    labels = [_label_of(image) for image in found.images]
+    keeps = overlap == "keep"
+    if keeps and len(found.classes) < 2:
+        raise DataError("annotations without a class: there is nothing to draw")
+    labels = [_label_of(image, keeps) for image in found.images]
     if twice := [label for label, count in Counter(labels).items() if count > 1]:
         raise DataError(first_lines("images with one name but for the suffix", twice))
     pixels, shown = np.zeros((2, 256), np.int64)
@@ -77,10 +82,12 @@ def write_labels(
             pixels += counts
             shown += counts > 0
     classes = "".join(
-        f"  - {{name: {yaml_value(name)}, ids: [{i}], color: {list(_PALETTE[i])}}}\n"
+        f"  - {{name: {yaml_value(name)}, ids: [{1 if keeps else i}], "
+        f"color: {list(_PALETTE[i])}}}\n"
         for i, name in enumerate(found.classes)
-        if i or pixels[0]
+        if i or (pixels[0] and not keeps)
     )
+    classes += f"ignore_ids: [{IGNORE_INDEX}]\n" if keeps else ""
     pairs = io.StringIO()
     table = csv.writer(pairs, delimiter="\t", lineterminator="\n")
     for image, label in zip(found.images, labels, strict=True):
@@ -96,12 +103,28 @@ def write_labels(
     return pixels, shown
 
 
-def _label_of(image: Annotated) -> str:
-    return f"{LABELS}/{image.name.rpartition('.')[0]}.png"
+def _label_of(image: Annotated, keeps: bool) -> str:
+    return f"{LABELS}/{image.name.rpartition('.')[0]}.{'tif' if keeps else 'png'}"
 
 
 def _write(image: Annotated, folder: Path, classes: Sequence[str], overlap: Overlap) -> np.ndarray:
     """Writes the label of one image; returns the pixels of each id, (256,)."""
     label = draw(image, classes, overlap)
-    write_indexed_png(folder / _label_of(image), label, _PALETTE)
-    return np.bincount(label.ravel(), minlength=256)
+    path = folder / _label_of(image, overlap == "keep")
+    if overlap != "keep":
+        write_indexed_png(path, label, _PALETTE)
+        return np.bincount(label.ravel(), minlength=256)
+    write_bands(path, label)
+    return presence_counts(label)
+
+
+def presence_counts(label: np.ndarray) -> np.ndarray:
+    """Pixels of each class of a label (H, W, K), from 1 on, (256,); at 0 those of none.
+
+    At IGNORE_INDEX those of which no class is known.
+    """
+    counts = np.zeros(256, np.int64)
+    counts[1 : label.shape[2] + 1] = (label == 1).sum((0, 1))
+    counts[0] = (label == 0).all(2).sum()
+    counts[IGNORE_INDEX] = (label == IGNORE_INDEX).all(2).sum()
+    return counts

@@ -202,6 +202,7 @@ COMMANDS = (
         _argument("--attribute", "of VIA's regions, the one that names the class", "NAME"),
         _argument("--missing", "what images without a label show", choices=("background",)),
         _argument("--instances", "ids number objects of one class", choices=("binary",)),
+        _argument("--task", "multilabel: classes may overlap", choices=("multilabel",)),
         _argument("--ignore", "ids or #rrggbb that mean no data, or none", "VALUES|none", _values),
         _argument("--val", "evaluate on a part (default: 0.2), or a file of names", "PART", _part),
         _argument("--group", _GROUP_HELP, "REGEX", _pattern),
@@ -213,6 +214,7 @@ COMMANDS = (
         examples="segtrain init photos\n"
         "segtrain init photos --names background,crack --val 0.1 --output cracks\n"
         "segtrain init scans --group 'patient_[0-9]+'\n"
+        "segtrain init organs --task multilabel                    a folder of masks a class\n"
         "segtrain train photos_segtrain/config.yaml",
     ),
     Command(
@@ -499,8 +501,9 @@ COMMANDS = (
         _argument("--images", "where the images lie (default: beside SOURCE)", "FOLDER", _path),
         _argument(
             "--overlap",
-            "which region is on top: the later, the smaller, or of the later class",
-            choices=("order", "area", "class"),
+            "which region is on top: the later, the smaller, or of the later class; keep: all "
+            "stay, in labels for task multilabel",
+            choices=("order", "area", "class", "keep"),
         ),
         _argument("--attribute", "of VIA's regions, the one that names the class", "NAME"),
         _switch("--overwrite", "replace the labels of an earlier import"),

@@ -39,7 +39,11 @@ def import_annotations(args: argparse.Namespace) -> int:
         say(f"warning: {line}")
     ids = {name: i for i, name in enumerate(found.classes) if i or pixels[i]}
     ids |= {"(ignored)": IGNORE_INDEX} if pixels[IGNORE_INDEX] else {}
-    percentages = [f"{100 * pixels[i] / pixels.sum():.3f} %" for i in ids.values()]
+    total = pixels.sum()
+    if overlap == "keep":  # of all pixels: classes may share some
+        ids = {name: i for name, i in ids.items() if i}
+        total = sum(height * width for height, width in (one.size for one in found.images))
+    percentages = [f"{100 * pixels[i] / total:.3f} %" for i in ids.values()]
     shown = [str(images[i]) for i in ids.values()]
     columns = ["class", *ids], ["pixels", *percentages], ["images", *shown]
     print("\n".join(table_lines(columns)))

@@ -37,7 +37,6 @@ from segtrain.errors import (
     ExecutionError,
     UserError,
 )
-from segtrain.evaluation.georaster import write_label
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import Records, load_records
 from segtrain.evaluation.score_table import InstanceCounts, Report, make_report
@@ -59,6 +58,7 @@ from segtrain.run.pictures import (
     raw_bands,
     raw_ids,
     spread,
+    write_bands,
     write_indexed_png,
     write_png,
 )
@@ -345,14 +345,11 @@ def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Wri
     """
     if dataset.classes.overlapping:
 
-        def write_bands(prediction: Prediction) -> None:
-            path = folder / f"{dataset.name(prediction.index)}.tif"
-            path.parent.mkdir(parents=True, exist_ok=True)
+        def write_presence(prediction: Prediction) -> None:
             bands = raw_bands(dataset.classes, prediction.pred)
-            with os_errors_as(ExecutionError, path, "cannot be written"):
-                write_label(path, bands, dataset.classes.write_ignored, [])
+            write_bands(folder / f"{dataset.name(prediction.index)}.tif", bands)
 
-        return write_bands
+        return write_presence
     ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
     ids = raw_ids(dataset.classes)
     write_ids: Callable[[Path, np.ndarray], None] = write_png

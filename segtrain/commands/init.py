@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
         DataError: no images, no labels, or labels that cannot be read.
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
-    words = "labels names attribute missing instances ignore val group channels"
+    words = "labels names attribute missing instances task ignore val group channels"
     answers = {word: getattr(args, word) for word in words.split()}
     config = write_experiment(args.folder, args.output, jobs=args.jobs, **answers)
     print(f"\nnext: segtrain train {shlex.quote(str(config.parent))}")
@@ -84,7 +84,7 @@ def write_experiment(
         split = splits.choose_splits(found, labels, given)
         machine = _machine()
         pixels = recipe.choose_pixels(found, (*split.train, *split.val), given, machine)
-        options = recipe.choose_options(split, chosen.classes, pixels, machine)
+        options = recipe.choose_options(split, chosen, pixels, machine)
         plan = decisions.Decisions(found, labels, chosen, split, options)
         for line in _lines(plan, machine):
             print(printable(line))
@@ -172,7 +172,7 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
         what = "as EXIF turns the images, by their sizes: drawn anew on the pixels as stored"
         lines.append(f"labels     {what}")
     lines += [f"classes    {line}" for line in plan.classes.reasons]
-    total = sum(one.pixels for one in plan.classes.classes) or 1
+    total = plan.classes.total or 1
     for one in plan.classes.classes:
         share = f" {one.pixels / total:7.2%}" if one.pixels else ""
         lines.append(f"  {one.name:<20}{share}")

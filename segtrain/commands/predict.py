@@ -158,7 +158,8 @@ def _check_options(
 class _Finished(NamedTuple):
     """A predicted image on the host, to be written.
 
-    image: (H, W, 3) uint8. label: (H, W) or (H, W, K) uint8. probability: (K, H, W); None: not asked for.
+    image: (H, W, 3) uint8. label: (H, W) or (H, W, K) uint8. probability: (K, H, W); None: not
+        asked for.
     """
 
     source: PhotoFile
@@ -252,6 +253,7 @@ def _write(
     path = output / pictures.LABELS / f"{source.name}.tif"
     with os_errors_as(ExecutionError, path, "cannot be written"):
         if tags or classes.overlapping:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_label(path, _stored(classes, label), classes.write_ignored, tags)
         else:
             path.unlink(missing_ok=True)

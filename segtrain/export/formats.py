@@ -38,6 +38,7 @@ class ExportModel(nn.Module):
     normalize: the input is what images store, in this dtype, which the file normalizes; None: the
         input is float32 and normalized already.
     argmax: the result is train ids (N, H, W) uint8, not logits (N, K, H, W).
+    multilabel: classes overlap, and each has the probability of its logit's sigmoid.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class ExportModel(nn.Module):
         *,
         normalize: Literal["uint8", "float32"] | None = None,
         argmax: bool = False,
+        multilabel: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.multilabel = model, multilabel
         self.normalization = Normalize(mean, std, value_range)
         self.normalize = normalize
         self.argmax = argmax

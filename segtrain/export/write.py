@@ -44,7 +44,7 @@ class Deviation(NamedTuple):
 
     case: Case
     difference: float
-    agreement: float  # fraction of pixels with the same class
+    agreement: float  # fraction of pixels with the same class; of pixels and classes that overlap
     problem: str | None = None  # why the two could not be compared
 
     @property
@@ -93,7 +93,10 @@ def compare(run: Run, graph: ExportModel, case: Case) -> Deviation:
     else:  # how far the class lies below the best: rounding may swap almost equal ones
         labels = found.long()
         worst = (logits.amax(1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)).max()
-    agreement = (labels == logits.argmax(1)).float().mean()
+    if graph.multilabel:
+        agreement = ((found > 0) == (logits > 0)).float().mean()
+    else:
+        agreement = (labels == logits.argmax(1)).float().mean()
     return Deviation(case, (worst / scale).item(), agreement.item())
 
 
@@ -121,7 +124,13 @@ def export_graph(
         what = f"images have values of {list(data.value_range)} (data.value_range)"
         raise ConfigError(f"--normalize uint8: {what}; use --normalize float32")
     graph = ExportModel(
-        model, data.mean, data.std, data.value_range, normalize=normalize, argmax=argmax
+        model,
+        data.mean,
+        data.std,
+        data.value_range,
+        normalize=normalize,
+        argmax=argmax,
+        multilabel=loaded.classes.overlapping,
     )
     least = min_side_px(loaded, format) if size is None else 1
     steps = {"preprocessing": json.dumps(preprocessing(loaded, normalize=normalize, size=size))}

@@ -218,6 +218,16 @@ def write_indexed_png(path: Path, indices: np.ndarray, palette: Sequence[Rgb]) -
     _write(path, data.getvalue())
 
 
+def write_bands(path: Path, bands: np.ndarray) -> None:
+    """As `write_png`: a TIFF of (H, W, K) uint8 or uint16, a band a class."""
+    import tifffile
+
+    data = io.BytesIO()
+    options = {"photometric": "minisblack", "planarconfig": "separate", "metadata": None}
+    tifffile.imwrite(data, np.moveaxis(bands, 2, 0), compression="deflate", **options)
+    _write(path, data.getvalue())
+
+
 def to_png(picture: np.ndarray) -> bytes:
     """The file of a picture, or of a label of one channel (uint8 or uint16).
 

@@ -40,7 +40,17 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
         labels = _with_missing(survey, labels)
     if answers.names is not None and len(labels.classes) > 1:
         labels = _chosen(labels, answers.names)
-    return labels
+    if answers.task is None:
+        return labels
+    if not labels.classes and _shows_one_class(labels):
+        labels = replace(labels, kind="ids", classes=("foreground",), values={})
+    if not labels.classes:
+        raise ConfigError(
+            f"--task multilabel: {labels.pattern}: one label holds all classes, and a pixel has "
+            "one; it is for a file or folder of masks a class, and for annotations; for labels "
+            "with a band a class write the config by hand (data/README.md)"
+        )
+    return replace(labels, overlapping=True)
 
 
 def _shows_one_class(labels: LabelSet) -> bool:

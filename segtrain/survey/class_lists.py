@@ -1,5 +1,7 @@
 """The decision: what the values of labels mean; a pure function of the survey."""
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +27,7 @@ from segtrain.survey.names import NamedClass
 from segtrain.survey.shades import distance, meanings
 from segtrain.survey.survey import Survey
 from segtrain.text import counted, first_of
+from segtrain.types import IGNORE_INDEX
 
 # A border between areas: so much of it lies beside other values.
 _THIN = 0.3
@@ -48,12 +51,21 @@ class Class(NamedTuple):
 
 @dataclass(frozen=True)
 class Classes:
-    """reasons: a line for each decision, as comments and for the terminal. warnings: likewise."""
+    """reasons: a line for each decision, as comments and for the terminal. warnings: likewise.
+
+    all_pixels: of all labels, where classes overlap; else 0.
+    """
 
     classes: tuple[Class, ...]
     ignored: tuple[Value, ...]
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    all_pixels: int = 0
+
+    @property
+    def total(self) -> int:
+        """The pixels that shares of classes are of."""
+        return self.all_pixels or sum(one.pixels for one in self.classes)
 
 
 class _Known(NamedTuple):
@@ -82,7 +94,7 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
         UndecidedError: two readings fit.
     """
     if labels.classes:
-        return _by_file(labels, answers)
+        return _by_file(survey, labels, answers)
     place = f"{survey.root}: {labels.pattern}"
     is_number = labels.kind in ("ids", "first")
     if is_number and (len(labels.values) > MOST_CLASSES + 1 or is_instances(labels)):
@@ -125,7 +137,7 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     return Classes(tuple(classes), tuple(without), (reason, *reasons), tuple(warnings))
 
 
-def _by_file(labels: LabelSet, answers: Answers) -> Classes:
+def _by_file(survey: Survey, labels: LabelSet, answers: Answers) -> Classes:
     """Several files an image: one for each class, or for each object of the only class."""
     if answers.ignore:
         raise ConfigError(f"--ignore: {labels.pattern}: a file for each class holds no such value")
@@ -136,6 +148,8 @@ def _by_file(labels: LabelSet, answers: Answers) -> Classes:
     kept = [0, *(i for i in shown if i not in (*without, *background))]
     names = ("background", *(labels.classes[i - 1] for i in kept[1:]))
     is_one = labels.classes == ("foreground",)
+    if labels.overlapping:
+        return _overlapping(survey, labels, kept[1:], answers)
     if answers.names is not None and is_one:
         given = answers.names if len(answers.names) > 1 else ("background", *answers.names)
         names = _given(given, 2, "a background and what the files show")
@@ -147,7 +161,8 @@ def _by_file(labels: LabelSet, answers: Answers) -> Classes:
     if labels.claimed:
         total = sum(one.pixels for one in labels.values.values())
         reason += (
-            f"; {labels.claimed / total:.2%} of the pixels are in several: the smaller area counts"
+            f"; {labels.claimed / total:.2%} of the pixels are in several: the smaller area "
+            "counts, and --task multilabel keeps all"
         )
     reasons = [reason]
     if without:
@@ -160,6 +175,44 @@ def _by_file(labels: LabelSet, answers: Answers) -> Classes:
         pixels = sum(labels.values[v].pixels for v in values if v in labels.values)
         found.append(Class(name, values, None, pixels))
     return Classes(tuple(found), tuple(without), tuple(reasons))
+
+
+def _overlapping(
+    survey: Survey, labels: LabelSet, kept: Sequence[int], answers: Answers
+) -> Classes:
+    """The classes `kept` of files of their own, each found by itself.
+
+    DataError: no file shows anything. ConfigError: --names for one class gives more.
+    """
+    if not kept:
+        raise DataError(f"{labels.pattern}: no file shows anything")
+    names = [labels.classes[i - 1] for i in kept]
+    if answers.names is not None and labels.classes == ("foreground",):
+        if len(answers.names) > 1:
+            raise ConfigError(f"--names {','.join(answers.names)}: the files show one class")
+        names = list(answers.names)
+    sizes = (image.size for image in survey.images if image.path in labels.labels)
+    reasons = [
+        f"{labels.pattern}: {counted(len(names), 'class', 'classes')}, in files of their own, "
+        "each found by itself"
+    ]
+    owned = Counter(
+        i for files in labels.labels.values() for i in {labels.class_of.get(f, 1) for f in files}
+    )
+    if without := [
+        f"{name} ({len(labels.labels) - owned[i]})"
+        for i, name in zip(kept, names, strict=True)
+        if owned[i] < len(labels.labels)
+    ]:
+        reasons.append(f"images without a file of a class do not show it: {first_of(without)}")
+    if labels.void:
+        reasons.append(f"ignored: {first_of(labels.classes[i - 1] for i in labels.void)}, by name")
+    found = [
+        Class(name, (i,), None, labels.values[i].pixels)
+        for i, name in zip(kept, names, strict=True)
+    ]
+    pixels = sum(math.prod(size) for size in sizes)
+    return Classes(tuple(found), (IGNORE_INDEX,), tuple(reasons), all_pixels=pixels)
 
 
 # The stages, alike for ids and colours

@@ -16,6 +16,7 @@ from segtrain.data.read.raw_label import SCALED, marked_value, with_no_data_id
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.thumbnails import LOSSY, grey_of
 from segtrain.errors import DataError
+from segtrain.types import IGNORE_INDEX
 
 T = TypeVar("T")
 Color = tuple[int, int, int]
@@ -213,6 +214,25 @@ def painted(
             claimed |= where & (label != 0) & (label != number)
         label[where] = number
     return label, claimed
+
+
+def presence(
+    files: Sequence[tuple[Path, int]],
+    size: tuple[int, int],
+    num_classes: int,
+    void: Collection[int],
+) -> np.ndarray:
+    """Where each class is, of classes that may overlap: (H, W, K) uint8 of 0, 1 and 255.
+
+    files, void: as of `painted`; what is void is 255 for all classes.
+    """
+    bands = np.zeros((*size, num_classes), np.uint8)
+    for path, number in sorted(files, key=lambda x: x[1] in void):
+        if number in void:
+            bands[shows_object(path)] = IGNORE_INDEX
+        else:
+            bands[..., number - 1][shows_object(path)] = 1
+    return bands
 
 
 def _kind(stored: np.ndarray, path: Path) -> Kind:

@@ -33,6 +33,7 @@ class Answers:
     attribute: of VIA's regions, the one that names the class.
     group: what in the path of an image tells with which others it stays together.
     missing: what images without a label show. instances: binary: ids number objects of one class.
+    task: multilabel: a pixel may have several classes.
     """
 
     labels: str | None = None
@@ -44,6 +45,7 @@ class Answers:
     attribute: str | None = None
     missing: Literal["background"] | None = None
     instances: Literal["binary"] | None = None
+    task: Literal["multilabel"] | None = None
 
 
 class Reading(NamedTuple):

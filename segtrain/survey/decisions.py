@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,14 @@ from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic
-from segtrain.run.pictures import as_rgb, legend, overlay, write_indexed_png, write_png
+from segtrain.run.pictures import (
+    as_rgb,
+    legend,
+    overlay,
+    write_bands,
+    write_indexed_png,
+    write_png,
+)
 from segtrain.survey import contents
 from segtrain.survey.class_lists import Class, Classes
 from segtrain.survey.contents import Color, Value, packed, spread, word
@@ -100,12 +108,12 @@ def _label_format(plan: Decisions) -> str | None:
 def _class_file(plan: Decisions, label_format: str | None) -> str:
     classes = plan.classes
     lines = [*(f"# {printable(line)}" for line in classes.reasons), "classes:"]
-    total = sum(one.pixels for one in classes.classes)
+    total, overlapping = classes.total, plan.labels.overlapping
     for one in classes.classes:
         entry: dict[str, object] = {"name": one.name}
         if one.color is not None:
             entry["color"] = list(one.color)
-        if label_format == "ids" or plan.labels.kind == "annotations":
+        if label_format == "ids" or (plan.labels.kind == "annotations" and not overlapping):
             entry["ids"] = list(one.values)
         elif label_format == "colors" and len(one.values) > 1:
             entry["more_colors"] = [list(value) for value in one.values[1:]]
@@ -127,7 +135,8 @@ def _pair_list(plan: Decisions, images: Sequence[Image], *, is_drawn: bool) -> s
     text.write(f"# {plan.labels.pattern}: {printable(plan.splits.reason)}\n")
     rows = csv.writer(text, delimiter="\t", lineterminator="\n")
     for image in images:
-        label = f"{image.name}.png" if is_drawn else plan.labels.labels[image.path][0]
+        ending = "tif" if plan.labels.overlapping else "png"
+        label = f"{image.name}.{ending}" if is_drawn else plan.labels.labels[image.path][0]
         start = "./" if image.path.startswith("#") else ""  # or the line would be a comment
         rows.writerow([start + image.path, *image.files[1:], label])
     return text.getvalue()
@@ -151,6 +160,9 @@ def _config(plan: Decisions, here: Path, label_format: str | None, command: str)
     elif label_format != "ids":
         held = "labels hold the colours of the classes"
         options.append(Option("data.label_format", label_format, held))
+    if plan.labels.overlapping:
+        lines.append(f"{'task: multilabel':<48}  # a pixel may have several classes")
+        options.append(Option("data.label_format", "bands", "a band a class"))
     options += plan.options
     for section in Config.model_fields:
         of_section = [one for one in options if one.key.startswith(f"{section}.")]
@@ -186,18 +198,24 @@ def draw_annotations(
     files = survey.annotations[kinds[0]]
     found = read_annotations(files, survey.root, attribute=answers.attribute)
     claim(output, survey.root, overwrite=True)
-    pixels, _ = write_labels(found, output, overlap=found.overlap, jobs=jobs)
+    overlap = found.overlap if answers.task is None else "keep"
+    pixels, _ = write_labels(found, output, overlap=overlap, jobs=jobs)
     (output / PAIRS).unlink()
     classes = [
         Class(name, (i,), None, int(pixels[i]))
         for i, name in enumerate(found.classes)
-        if i or pixels[0]
+        if i or (pixels[0] and overlap != "keep")
     ]
     pattern = f"{first_of((file.relative_to(survey.root) for file in files), 2)} ({found.format})"
     labels = {image.name: (f"drawn from {kinds[0]}",) for image in found.images}
-    reason = f"drawn from {pattern}, overlaps by {found.overlap}"
-    made = LabelSet(pattern, "annotations", labels, {})
-    return made, Classes(tuple(classes), (IGNORE_INDEX,), (reason,), tuple(found.notes))
+    reason = f"drawn from {pattern}, overlaps by {overlap}"
+    made = LabelSet(pattern, "annotations", labels, {}, overlapping=overlap == "keep")
+    total = 0
+    if made.overlapping:
+        reason = f"drawn from {pattern}, each class by itself"
+        total = sum(math.prod(image.size) for image in found.images)
+    reasons, notes = (reason,), tuple(found.notes)
+    return made, Classes(tuple(classes), (IGNORE_INDEX,), reasons, notes, all_pixels=total)
 
 
 def _draw(plan: Decisions, output: Path, jobs: int | None) -> None:
@@ -219,6 +237,13 @@ def _draw_one(
     image: Image,
 ) -> None:
     files = labels.labels[image.path]
+    if labels.overlapping:
+        number = len(labels.classes)
+        found = labels.class_files(root, image.path)
+        bands = contents.presence(found, image.size, number, labels.void)
+        chosen = [one.values[0] - 1 for one in classes.classes]
+        write_bands(folder / f"{image.name}.tif", bands[..., chosen])
+        return
     if not files and not labels.classes:  # --missing background
         drawn = np.full(image.size, _train_id_of(classes, 0), np.uint8)
     elif labels.classes:

@@ -43,6 +43,7 @@ class LabelSet:
         pixels that the files of several classes show. All are known after `count_values`.
     numbered: whether values number objects, all of the one class.
     upright: whether labels follow the EXIF orientation of their images, as `count_values` finds.
+    overlapping: whether a pixel may have several of `classes`.
     """
 
     pattern: str
@@ -59,6 +60,7 @@ class LabelSet:
     numbered: bool = False
     upright: bool = False
     pattern_of: Mapping[str, str] = field(default_factory=dict)
+    overlapping: bool = False
 
     @property
     def void(self) -> list[int]:

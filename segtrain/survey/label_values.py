@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from segtrain.annotations.label_maps import presence_counts
 from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.data.read.decode import exchanges_sides
 from segtrain.data.read.places import SAME_EXTENT, other_place
@@ -109,7 +110,8 @@ def _with_painted(
         DataError: of a class nothing is left.
     """
     totals, shown_in, claimed, example = Counter(), defaultdict(set), 0, {}
-    work = partial(_count_painted, len(labels.classes) + 1, labels.void)
+    count = _count_present if labels.overlapping else _count_painted
+    work = partial(count, len(labels.classes) + 1, labels.void)
     items = [(path, labels.class_files(folder, path), images[path].size) for path in labels.labels]
     with process_pool(num_processes(len(items), jobs)) as pool:
         for image, counts, twice in for_each_pair(work, items, pool, "overlaps"):
@@ -125,7 +127,7 @@ def _with_painted(
         for number, pixels in sorted(totals.items())
     }
     hidden = [name for i, name in enumerate(labels.classes, 1) if not totals[i]]
-    if hidden and claimed:
+    if hidden and claimed and not labels.overlapping:
         raise DataError(
             f"{folder}: {labels.pattern}: nothing is left of {first_of(hidden)}: other classes, in "
             "smaller areas, lie on all of it; choose classes by --names"
@@ -142,6 +144,18 @@ def _count_painted(
     image, files, size = item
     label, claimed = contents.painted(files, size, void)
     return image, np.bincount(label.ravel(), minlength=num_values), np.count_nonzero(claimed)
+
+
+def _count_present(
+    num_values: int,
+    void: Sequence[int],
+    item: tuple[str, Sequence[tuple[Path, int]], tuple[int, int]],
+) -> tuple[str, np.ndarray, int]:
+    """As `_count_painted`, of classes that may overlap."""
+    image, files, size = item
+    bands = contents.presence(files, size, num_values - 1, void)
+    counts = presence_counts(bands)[:num_values]
+    return image, counts, np.count_nonzero((bands == 1).sum(2) > 1)
 
 
 def _checked(

@@ -13,7 +13,7 @@ from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.image import ImageForm, set_dtype
 from segtrain.data.read.raster import windows
 from segtrain.errors import ConfigError
-from segtrain.survey.class_lists import Class
+from segtrain.survey.class_lists import Classes
 from segtrain.survey.contents import ImageFacts
 from segtrain.survey.decide import Answers, Reading, UndecidedError
 from segtrain.survey.image_kinds import Image
@@ -169,7 +169,7 @@ def _sample_sizes(image: Image) -> list[tuple[int, int]]:
 
 
 def choose_options(
-    splits: Splits, classes: Sequence[Class], pixels: Pixels, machine: Machine
+    splits: Splits, classes: Classes, pixels: Pixels, machine: Machine
 ) -> list[Option]:
     """Model, crop, batch, steps and the rest, from sizes, frequencies and the number of images."""
     samples = [size for image in splits.train for size in _sample_sizes(image)]
@@ -241,9 +241,13 @@ def _optim_options(machine: Machine, steps: int, batch: int) -> Iterator[Option]
         yield Option("optim.ema_decay", 0.99 if steps < 3000 else 0.999, "averages the last steps")
 
 
-def _loss_options(classes: Sequence[Class]) -> Iterator[Option]:
-    """A weight a class with mean 1, if frequencies differ much."""
-    pixels = np.array([one.pixels for one in classes], dtype=float)
+def _loss_options(classes: Classes) -> Iterator[Option]:
+    """A weight a class with mean 1, if frequencies differ much; Dice too where classes overlap."""
+    if classes.all_pixels:
+        dice = "each class counts as much, however few its pixels"
+        yield Option("loss.also", [{"kind": "dice_linear"}], dice)
+        return
+    pixels = np.array([one.pixels for one in classes.classes], dtype=float)
     if 0 < _UNBALANCED * pixels.min() <= pixels.max():
         weights = 1 / np.log(1.02 + pixels / pixels.sum())
         weights = np.minimum(weights / weights.mean(), _LARGEST_WEIGHT)
