@@ -19,6 +19,7 @@ from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.errors import ConfigError
 from segtrain.norm import placed
 from segtrain.training.losses import LOSSES, LossOptions, SegLoss
+from segtrain.training.losses.multilabel import MULTILABEL_LOSSES
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, SegLogits
 
@@ -409,7 +410,8 @@ def test_mining_keeps_all_of_equally_hard_pixels():
 
 
 def test_the_config_knows_the_losses_that_there_are():
-    assert get_args(LossConfig.model_fields["kind"].annotation) == tuple(LOSSES)
+    assert get_args(LossConfig.model_fields["kind"].annotation) == (*LOSSES, "tversky")
+    assert MULTILABEL_LOSSES.keys() - LOSSES.keys() == {"tversky"}
 
 
 def test_microbatches_share_the_number_of_pixels_to_keep():

@@ -56,7 +56,8 @@ def write_label(path: Path, label: np.ndarray, no_data: int, tags: GeoTags) -> N
     if label.ndim == 2:
         _write(path, label, no_data, tags)
     else:  # a band a class
-        _write(path, np.moveaxis(label, 2, 0), no_data, tags, planarconfig="separate")
+        apart = {"planarconfig": "separate"} if label.shape[2] > 1 else {}
+        _write(path, np.moveaxis(label, 2, 0), no_data, tags, **apart)
 
 
 def write_probabilities(

@@ -223,8 +223,9 @@ def write_bands(path: Path, bands: np.ndarray) -> None:
     import tifffile
 
     data = io.BytesIO()
-    options = {"photometric": "minisblack", "planarconfig": "separate", "metadata": None}
-    tifffile.imwrite(data, np.moveaxis(bands, 2, 0), compression="deflate", **options)
+    options = {"photometric": "minisblack", "metadata": None, "compression": "deflate"}
+    options |= {"planarconfig": "separate"} if bands.shape[2] > 1 else {}
+    tifffile.imwrite(data, np.moveaxis(bands, 2, 0), **options)
     _write(path, data.getvalue())
 
 

@@ -27,10 +27,9 @@ LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
         "lovasz": lambda _: LovaszImages(),
         "lovasz_batch": lambda _: LovaszBatch(),
         "boundary_relaxation": BoundaryRelaxation,
-        "tversky": MULTILABEL_LOSSES["tversky"],  # which `Config` allows for task multilabel only
     }
 )
-"""`loss.kind`: what is called with `LossOptions`."""
+"""`loss.kind`: what is called with `LossOptions`; with task multilabel in MULTILABEL_LOSSES."""
 
 
 class WeightedSum:
