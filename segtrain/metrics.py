@@ -35,6 +35,7 @@ class Scores:
     pixel_acc: float  # correct / labelled pixels of all classes ("aAcc")
     freq_weighted_iou: float  # mean of `iou` weighted by `class_frequency` ("fwIoU")
     num_pixels: int  # labelled ones, of all classes
+    labelled: tuple[int, ...]  # the same of each class
     ap: tuple[float, ...] | None = None  # average precision, of classes that overlap
 
     def scalars(self, names: Sequence[str]) -> dict[str, float]:
@@ -221,6 +222,7 @@ def _scores(
         pixel_acc=pixel_acc,
         freq_weighted_iou=weighted if total else math.nan,
         num_pixels=total,
+        labelled=tuple(labelled),
     )
 
 
@@ -466,7 +468,7 @@ def thin_classes(scores: Scores, names: Sequence[str], split: str) -> list[str]:
     """Warnings about classes of which the labels of `split` show nothing or nearly nothing."""
     if not scores.num_pixels:
         return []
-    pixels = [round(share * scores.num_pixels) for share in scores.class_frequency]
+    pixels = scores.labelled
     pairs = [(printable(name, MAX_NAME), n) for name, n in zip(names, pixels, strict=True)]
     none = [name for name, n in pairs if n == 0]
     few = [f"{name} ({counted(n, 'pixel', 'pixels')})" for name, n in pairs if 0 < n < _FEW_PIXELS]

@@ -125,6 +125,8 @@ def pack(args: argparse.Namespace) -> int:
         ExecutionError: the disk is too small, or a process was killed.
     """
     data = load_named(args).data.model_copy(update={"pack": None})
+    if data.label_format == "bands":
+        raise ConfigError("data.label_format: labels with a band a class (bands) cannot be packed")
     from segtrain.data import open_dataset
     from segtrain.data.check.checks import check_split
     from segtrain.data.pack import writer

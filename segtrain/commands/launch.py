@@ -91,6 +91,7 @@ def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
 # Where the names of options stand that a program may give to something of its own.
 _CHOICES = (
     ("segtrain.training.losses.total", "LOSSES"),
+    ("segtrain.training.losses.multilabel", "MULTILABEL_LOSSES"),
     ("segtrain.models", "BACKBONES"),
     ("segtrain.models", "MODELS"),
     ("segtrain.data.read.layouts", "LAYOUTS"),

@@ -147,10 +147,13 @@ def _most_units(units: int, device: torch.device, *, before: int) -> int:
 
 
 def _random_batch(config: Config, images: int, form: ImageForm, num_classes: int) -> Batch:
-    """A batch of random images (N, C, H, W) and labels (N, H, W) of the size of crops."""
+    """A batch of random images (N, C, H, W) and labels of the size of crops."""
     rng = np.random.default_rng(0)
     height, width = config.augment.crop_size
     pixels = rng.integers(256, size=(images, height, width, form.channels)).astype(form.dtype)
-    labels = torch.from_numpy(rng.integers(num_classes, size=(images, height, width), dtype="u1"))
+    size, values = (images, height, width), num_classes
+    if config.is_multilabel:
+        size, values = (*size, num_classes), 2
+    labels = torch.from_numpy(rng.integers(values, size=size, dtype="u1"))
     partners = None if config.augment.mixup_alpha is None else labels
     return Batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), labels, [], partners)

@@ -114,7 +114,8 @@ class WorkerChoice(Part):
         if measurement.num_steps < MEASURED_STEPS:
             return
         self._measurement = None
-        most, before = most_workers(run.config, run.train_set.form), run.num_workers()
+        form, bands = run.train_set.form, run.train_set.label_bands
+        most, before = most_workers(run.config, form, bands), run.num_workers()
         if most > 0 and run.state.step < run.last_step:
             run.auto_workers, line = measurement.choice(most)
             self._tell([line])

@@ -103,7 +103,7 @@ def _chosen_score(run: TrainRun, scores: Scores, *, is_first: bool) -> tuple[str
         return by.best_name, scores.mean_dice if by.best == "mdice" else scores.mean_iou
     chosen = [names.index(name) for name in by.best_classes]
     # The IoU of a class without labels is 0 or missing, by whether a pixel is predicted so.
-    shown = [i for i in chosen if scores.class_frequency[i]]
+    shown = [i for i in chosen if scores.labelled[i]]
     if is_first and shown != chosen:
         unseen = first_of(names[i] for i in chosen if i not in shown)
         what = "left out of this score" if shown else "best.pt is chosen by mIoU instead"

@@ -67,7 +67,7 @@ def check_experiment(
     # 2. Each machine has its own memory.
     here = (
         _device_memory_finding(config, num_classes, device),
-        _shared_memory_finding(config, train_set.form),
+        _shared_memory_finding(config, train_set.form, train_set.label_bands),
     )
     found = dist.all_gather_object(here)
     if finding := next((device for device, _ in found if device is not None), None):
@@ -114,12 +114,12 @@ def _device_memory_finding(config: Config, num_classes: int, device: torch.devic
     )
 
 
-def _shared_memory_finding(config: Config, form: ImageForm) -> str | None:
+def _shared_memory_finding(config: Config, form: ImageForm, bands: int) -> str | None:
     """Why loader workers cannot share memory; one that finds no space dies by SIGBUS."""
-    workers, free = first_workers(config, form), free_shared_memory()
+    workers, free = first_workers(config, form, bands), free_shared_memory()
     if workers and (problem := semaphore_problem()):
         return f"{problem}; loader workers need one: make it writable, or set data.num_workers: 0"
-    needed = dist.local_world_size() * bytes_in_flight(config, form, workers)
+    needed = dist.local_world_size() * bytes_in_flight(config, form, workers, bands)
     if workers == 0 or free is None or needed <= free:
         return None
     return (

@@ -97,7 +97,7 @@ class Training:
         """The loader processes of this rank."""
         if self.auto_workers is not None:
             return self.auto_workers
-        return first_workers(self.config, self.train_set.form)
+        return first_workers(self.config, self.train_set.form, self.train_set.label_bands)
 
     def stream(self) -> TrainStream:
         """The augmented samples of all steps."""

@@ -92,8 +92,8 @@ class CheckResult:
         """The lines of a table: a class a line; of each split, its pixels and its images."""
         columns = [["class", *self.class_names]]
         for scan in self.scans:
-            total = max(1, int(scan.pixels.sum()))
-            percentages = [f"{100 * pixels / total:.3f} %" for pixels in scan.pixels]
+            shares = 100 * scan.pixels / np.maximum(scan.valid, 1)
+            percentages = [f"{share:.3f} %" for share in shares]
             columns.append([f"{scan.split} pixels", *percentages])
             columns.append(["images", *map(str, scan.images)])
         return table_lines(columns)
@@ -201,7 +201,7 @@ def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Findin
 
 def _split_line(scan: SplitScan) -> str:
     """Such as "train: 8 pairs of 96x128 to 100x128, 2.5% of the pixels ignored"."""
-    total = int(scan.pixels.sum()) + scan.ignored_pixels
+    total = int(scan.valid.max()) + scan.ignored_pixels
     ignored = f", {scan.ignored_pixels / total:.1%} of the pixels ignored" if total else ""
     size = ""
     if scan.sizes:

@@ -82,6 +82,13 @@ class SplitScan:
         zeros = np.zeros((5, num_classes), np.int64)
         self.pixels, self.images, self.pixels_beside, self.blended, self.absent = zeros
 
+    @property
+    def valid(self) -> np.ndarray:
+        """(K,) int64: the pixels among which each class is counted."""
+        if self.absent.any():
+            return self.pixels + self.absent
+        return np.full(len(self.pixels), self.pixels.sum())
+
     def add(self, pair: "SplitScan") -> None:
         """Adds what one pair holds."""
         self.pixels += pair.pixels

@@ -109,7 +109,7 @@ class SplitStats:
         return {
             "split": self.scan.split,
             "images": self.scan.num_pairs,
-            "valid_pixels": int(self.valid.max() if self.overlapping else self.valid[0]),
+            "valid_pixels": int(self.scan.valid.max()),
             "mean_size": sizes.mean(0).tolist(),
             "dtype": self.form.dtype.name,
             "values": self.seen,
@@ -122,13 +122,6 @@ class SplitStats:
         }
 
     @property
-    def valid(self) -> np.ndarray:
-        """(K,) int64: the pixels among which each class is counted."""
-        if self.overlapping:
-            return self.scan.pixels + self.scan.absent
-        return np.full(len(self.scan.pixels), self.scan.pixels.sum())
-
-    @property
     def _weights(self) -> dict[str, Any]:
         if self.overlapping:
             return {"positive_weights": positive_weights(self.scan)}
@@ -139,7 +132,7 @@ class SplitStats:
         """For a terminal: the images, a table of the classes, and lines to paste into a config."""
         scan, numbers = self.scan, self.numbers
         num_valid, weights = numbers["valid_pixels"], numbers.get("class_weights", {})
-        shares = 100 * scan.pixels / np.maximum(self.valid, 1)
+        shares = 100 * scan.pixels / np.maximum(scan.valid, 1)
         height, width = numbers["mean_size"]
         ignored = scan.ignored_pixels / (num_valid + scan.ignored_pixels)
         columns = [

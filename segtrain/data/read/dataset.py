@@ -114,6 +114,11 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         content = read_bytes(pair.label)
         return HashedLabel(hashlib.sha256(content).digest(), partial(read, content=content))
 
+    @property
+    def label_bands(self) -> int:
+        """Bytes of a pixel of a label: one, or where classes overlap one a class."""
+        return self.classes.num_classes if self.classes.overlapping else 1
+
     def content_hash(self) -> str:
         """The hash of all pixels; empty where it is not known, which is so except in a pack."""
         return ""

@@ -42,20 +42,24 @@ def num_loader_workers(config: DataConfig) -> int:
     return config.num_workers
 
 
-def most_workers(config: Config, form: ImageForm) -> int:
+def most_workers(config: Config, form: ImageForm, bands: int = 1) -> int:
     """The most loader processes that `auto` gives a rank: one a core, if shared memory allows."""
     ranks = dist.local_world_size()
     most = num_cores() // ranks
     free = free_shared_memory()
     # At least one, which is refused at the start if there is no space for it.
-    fits = most if free is None else max(1, free // (ranks * bytes_in_flight(config, form, 1)))
+    fits = (
+        most if free is None else max(1, free // (ranks * bytes_in_flight(config, form, 1, bands)))
+    )
     return min(most, fits)
 
 
-def first_workers(config: Config, form: ImageForm) -> int:
+def first_workers(config: Config, form: ImageForm, bands: int = 1) -> int:
     """The loader processes with which the training of this rank begins."""
     number = num_loader_workers(config.data)
-    return min(number, most_workers(config, form)) if config.data.num_workers == "auto" else number
+    if config.data.num_workers != "auto":
+        return number
+    return min(number, most_workers(config, form, bands))
 
 
 def largest_microbatch(config: Config) -> int:
@@ -64,12 +68,15 @@ def largest_microbatch(config: Config) -> int:
     return max(Layout.of(config.train, split).images)
 
 
-def bytes_in_flight(config: Config, form: ImageForm, num_workers: int) -> int:
-    """The shared memory of the batches that one rank with so many workers has ready."""
+def bytes_in_flight(config: Config, form: ImageForm, num_workers: int, bands: int = 1) -> int:
+    """The shared memory of the batches that one rank with so many workers has ready.
+
+    bands: of a label, `SegDataset.label_bands`.
+    """
     height, width = config.augment.crop_size
     labels = 1 if config.augment.mixup_alpha is None else 2
-    # A pixel has one byte of each label.
-    pixel = form.channels * form.dtype.itemsize + labels
+    # A pixel has one byte of each label, or of each band of it.
+    pixel = form.channels * form.dtype.itemsize + labels * bands
     microbatch = largest_microbatch(config) * pixel * height * width
     return num_workers * _PREFETCH * microbatch
 
