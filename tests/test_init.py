@@ -629,3 +629,55 @@ def test_a_gpu_with_bfloat16_trains_in_it(tmp_path, monkeypatch, has_it):
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has_it)
     config = load_config(init(folder) / "config.yaml")
     assert config.train.precision == ("bfloat16" if has_it else "tf32")
+
+
+def test_a_threshold_divides_grey_masks(tmp_path, lab):
+    """Soft masks, as an editor's brush or a network leaves them; in one file and a file a class."""
+    rng = np.random.default_rng(0)
+    soft, masks = {}, {}
+    for i in range(8):
+        image, label = scene(i, 2)
+        blurred = cv2.GaussianBlur(np.float32(label == 1) * 255, (0, 0), 3)
+        soft[i] = (blurred + rng.uniform(0, 2, blurred.shape)).clip(0, 255).astype(np.uint8)
+        save(tmp_path / f"data/images/{i}.png", image)
+        save(tmp_path / f"data/masks/{i}.png", soft[i])
+        masks[f"images/{i}.png"] = (soft[i] >= 100).astype(np.uint8)
+    assert lab.command("init", tmp_path / "data", "--output", tmp_path / "plain").code != 0
+    lab.done("init", tmp_path / "data", "--threshold", 100, "--output", tmp_path / "made")
+    found, config = labels_of(tmp_path / "made")
+    assert load_class_file(config.data.classes).names == ("background", "foreground")
+    assert found.keys() == masks.keys()
+    assert all((found[name] == mask).all() for name, mask in masks.items())
+    for i, grey in soft.items():
+        (tmp_path / f"data/masks/{i}.png").unlink()
+        for name in ("crack", "hole"):
+            other = grey if name == "crack" else np.roll(grey, 15, 1)
+            save(tmp_path / f"data/masks/{name}/{i}.png", other)
+    words = "--threshold", 100, "--task", "multilabel", "--output", tmp_path / "both"
+    lab.done("init", tmp_path / "data", *words)
+    found, _ = labels_of(tmp_path / "both")
+    for i, grey in soft.items():
+        expected = np.stack([grey, np.roll(grey, 15, 1)], 2) >= 100
+        assert (found[f"images/{i}.png"] == expected).all()
+
+
+def test_a_threshold_of_labels_that_hold_colours_is_refused(tmp_path, lab):
+    for i in range(8):
+        image, label = scene(i)
+        save(tmp_path / f"data/images/{i}.png", image)
+        save(tmp_path / f"data/masks/{i}.png", COLORS[label])
+    said = lab.refused("init", tmp_path / "data", "--threshold", 100, "--output", tmp_path / "m")
+    assert "--threshold: masks/*.png: labels hold colours, and no greys" in said
+
+
+def test_a_dry_run_writes_ten_pairs_and_nothing_else(tmp_path, lab, monkeypatch):
+    for i in range(12):
+        image, label = scene(i)
+        save(tmp_path / f"data/images/{i}.png", image)
+        save(tmp_path / f"data/masks/{i}.png", label)
+    monkeypatch.chdir(tmp_path)
+    said = lab.done("init", "data", "--dry-run").out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "data_segtrain_samples.png"]
+    assert "splits     " in said
+    sheet = cv2.imread(str(tmp_path / "data_segtrain_samples.png"))
+    assert sheet.shape[1] == 9 * 260 or sheet.shape[1] == 10 * 260  # of 10 images to train on

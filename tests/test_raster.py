@@ -134,7 +134,8 @@ def predicted(tmp_path, image, form, **options):
         SIZE,
         output,
         form=form,
-        ids=np.array([7, 300, *[9] * 254], np.uint16),
+        stored=lambda label: np.array([7, 300, *[9] * 254], np.uint16)[label],
+        no_data=9,
         on_block=lambda _: None,
     )
     return output

@@ -92,6 +92,8 @@ NOT_RUN = {
     "bench mine": "test_bench.py measures steps",
     "train mine --fit": "test_fit.py fits trainings to limits",
     "init photos --ignore 255": "test_init.py answers questions",
+    "init scans --task multilabel": "test_multilabel.py runs it",
+    "data import annotations.json --overlap keep --output drawn": "test_multilabel.py runs it",
     "compare runs/a runs/a_seed1 runs/a_seed2 --with runs/b runs/b_seed1 runs/b_seed2": SIDES,
     "suspects runs/mine": SUSPECTS,
     "suspects runs/mine --exclude wrong.yaml": SUSPECTS,

@@ -202,11 +202,13 @@ COMMANDS = (
         _argument("--attribute", "of VIA's regions, the one that names the class", "NAME"),
         _argument("--missing", "what images without a label show", choices=("background",)),
         _argument("--instances", "ids number objects of one class", choices=("binary",)),
+        _argument("--threshold", "grey level from which on masks show their class", "T", float),
         _argument("--task", "multilabel: classes may overlap", choices=("multilabel",)),
         _argument("--ignore", "ids or #rrggbb that mean no data, or none", "VALUES|none", _values),
         _argument("--val", "evaluate on a part (default: 0.2), or a file of names", "PART", _part),
         _argument("--group", _GROUP_HELP, "REGEX", _pattern),
         _argument("--channels", "of the images, where that is in question", "C", positive),
+        _switch("--dry-run", "write ten pairs to look at, DIR_samples.png, and nothing else"),
         _JOBS,
         description="Find which label belongs to which image, the classes, the splits and fitting\n"
         "options; write config.yaml, classes.yaml, train.txt, val.txt and a contact sheet,\n"

@@ -4,6 +4,7 @@ import argparse
 import shlex
 import shutil
 import socket
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -22,6 +23,7 @@ _WEIGHTS = "IMAGENET1K_V1"
 _HOST = ("download.pytorch.org", 443)
 # What a stop with a question leaves; the same command with an answer replaces it.
 READINGS = "reading_*.png"
+_SHEET = "samples.png"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -31,10 +33,33 @@ def main(args: argparse.Namespace) -> int:
         DataError: no images, no labels, or labels that cannot be read.
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
-    words = "labels names attribute missing instances task ignore val group channels"
+    words = "labels names attribute missing instances threshold task ignore val group channels"
     answers = {word: getattr(args, word) for word in words.split()}
+    if args.dry_run:
+        output = default_output(args.folder) if args.output is None else args.output
+        return _show(args.folder, output, jobs=args.jobs, **answers)
     config = write_experiment(args.folder, args.output, jobs=args.jobs, **answers)
+    say_written(config.parent)
     print(f"\nnext: segtrain train {shlex.quote(str(config.parent))}")
+    return EXIT_OK
+
+
+def say_written(output: Path) -> None:
+    """Names the files of an experiment that was written."""
+    names = ", ".join(sorted(path.name for path in output.iterdir()))
+    print(f"wrote {output}: {names}; look at {output / _SHEET}")
+
+
+def _show(folder: Path, output: Path, **options: Any) -> int:
+    """Writes no more than the contact sheet, beside `output`; returns the exit code."""
+    sheet = output.with_name(f"{output.name}_{_SHEET}")
+    if sheet.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"--output {printable(output)}: lies in {folder}; name another folder")
+    with tempfile.TemporaryDirectory(prefix="segtrain_") as made:
+        config = write_experiment(folder, Path(made, output.name), **options)
+        with os_errors_as(ConfigError, f"--output {printable(output)}", "cannot be written"):
+            shutil.copyfile(config.parent / _SHEET, sheet)
+    print(f"wrote {sheet} alone: ten pairs; without --dry-run all else, too")
     return EXIT_OK
 
 
@@ -69,7 +94,8 @@ def write_experiment(
     given = decide.Answers(**answers)
     labels = None
     try:
-        found = survey(folder, val_list=Path(given.val) if isinstance(given.val, str) else None)
+        val_list = Path(given.val) if isinstance(given.val, str) else None
+        found = survey(folder, val_list=val_list, threshold=given.threshold)
         if found.annotations and (not found.sets or given.labels in found.annotations):
             labels, chosen = decisions.draw_annotations(found, output, given, jobs)
         elif given.attribute is not None:
@@ -100,8 +126,6 @@ def write_experiment(
     except BaseException:  # Ctrl-C too: half an experiment would be taken for a whole one
         shutil.rmtree(output, ignore_errors=True)
         raise
-    names = ", ".join(sorted(path.name for path in output.iterdir()))
-    print(f"wrote {output}: {names}; look at {output / decisions.SHEET}")
     return output / decisions.CONFIG
 
 

@@ -202,7 +202,9 @@ def named_config(text: str, *, may_write: bool) -> str:
         raise ConfigError(f"{folder}: segtrain init stopped here with a question; answer it there")
     if not may_write:
         raise ConfigError(f"{folder}: a folder without a config; segtrain init makes one first")
-    return str(init.write_experiment(folder))
+    config = init.write_experiment(folder)
+    init.say_written(config.parent)
+    return str(config)
 
 
 def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:

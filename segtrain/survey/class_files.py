@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from segtrain.data.read import image_formats
 from segtrain.data.read.classes import says_no_class
 from segtrain.errors import ConfigError
-from segtrain.survey import file_names
+from segtrain.survey import contents, file_names
 from segtrain.survey.contents import spread
 from segtrain.survey.decide import Answers, Reading, UndecidedError, names_option
 from segtrain.survey.file_names import LABEL_WORDS, words_of
@@ -34,6 +34,11 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
         if labels.kind != "ids":
             raise ConfigError(f"--instances: {labels.pattern}: these labels hold no numbers")
         labels = replace(labels, classes=("foreground",), class_of={}, values={}, numbered=True)
+    if answers.threshold is not None:
+        if labels.kind != "two" and not labels.classes:
+            held = contents.KINDS[labels.kind]
+            raise ConfigError(f"--threshold: {labels.pattern}: labels hold {held}, and no greys")
+        labels = replace(labels, threshold=answers.threshold)
     if _shows_one_class(labels) and (words := _class_words(labels)):
         labels = _divided(labels, words, answers)
     if answers.missing:

@@ -26,7 +26,7 @@ Kind = Literal["ids", "colors", "two", "first", "onehot", "annotations", "pictur
 KINDS: dict[Kind, str] = {
     "ids": "one channel of numbers",
     "colors": "colours",
-    "two": "two values in a JPEG",
+    "two": "two values in a JPEG, or greys that a threshold divides",
     "first": "ids in the first of three 16-bit channels, and numbers of objects in the second",
     "onehot": "a channel for each class",
     "annotations": "ids that were drawn from an annotation file",
@@ -93,8 +93,10 @@ class LabelFacts(NamedTuple):
     place: MapPlace | None = None
 
 
-def label_facts(folder: Path, file: str) -> LabelFacts:
+def label_facts(folder: Path, file: str, threshold: float | None = None) -> LabelFacts:
     """What a file of the folder is as a label, a raster window by window.
+
+    threshold: of grey levels, from which on they are the class of the file.
 
     Raises:
         DataError: it cannot be read, or the windows are labels of different kinds.
@@ -106,8 +108,8 @@ def label_facts(folder: Path, file: str) -> LabelFacts:
         return LabelFacts("picture", info.size, {}, why=SCALED)
     known = {"no_data": marked_value(info.no_data), "place": info.place}
     if size is None:
-        return _facts_of(read_label(path), path, file)._replace(**known)
-    parts = [_facts_of(read_label(path, window), path, file) for window in windows(size)]
+        return _facts_of(read_label(path), path, file, threshold)._replace(**known)
+    parts = [_facts_of(read_label(path, window), path, file, threshold) for window in windows(size)]
     kinds = {part.kind for part in parts}
     if "picture" in kinds:
         return next(part for part in parts if part.kind == "picture")._replace(size=size)
@@ -134,13 +136,14 @@ def read_label(path: Path, window: Window | None = None) -> np.ndarray:
     return stored
 
 
-def _facts_of(stored: np.ndarray, path: Path, file: str) -> LabelFacts:
+def _facts_of(stored: np.ndarray, path: Path, file: str, threshold: float | None) -> LabelFacts:
     """As `label_facts`, of the pixels (H, W, C) of the file or of a window."""
     size = stored.shape[:2]
-    kind = _kind(stored, path)
+    is_divided = threshold is not None and _single(stored) is not None
+    kind = "two" if is_divided else _kind(stored, path)
     if kind == "picture":
         return LabelFacts(kind, size, {}, why=_why_no_label(stored, path))
-    values = label_values(stored, kind)
+    values = label_values(stored, kind, threshold)
     counts = _counted(values, file, stored[..., :3] if kind == "colors" else values)
     if counts is None:
         return LabelFacts("picture", size, {}, why=_TOO_MANY)
@@ -161,13 +164,13 @@ def middle_window(path: Path) -> Window | None:
     return None if size is None else (found := windows(size))[len(found) // 2]
 
 
-def label_values(stored: np.ndarray, kind: Kind) -> np.ndarray:
+def label_values(stored: np.ndarray, kind: Kind, threshold: float | None = None) -> np.ndarray:
     """The values (H, W) int32 of a label of this kind; a colour is 0xRRGGBB.
 
-    stored: (H, W, C), the pixels of the file.
+    stored: (H, W, C), the pixels of the file. threshold: as of `label_facts`.
     """
     if kind == "two":
-        return (stored[..., 0] >= _THRESHOLD) * np.int32(255)
+        return (stored[..., 0] >= (_THRESHOLD if threshold is None else threshold)) * np.int32(255)
     if kind == "onehot":
         return stored.argmax(axis=2).astype(np.int32)
     if kind == "colors":
@@ -175,12 +178,14 @@ def label_values(stored: np.ndarray, kind: Kind) -> np.ndarray:
     return stored[..., 0].astype(np.int32)
 
 
-def values_of(path: Path, kind: Kind, window: Window | None = None) -> np.ndarray:
+def values_of(
+    path: Path, kind: Kind, window: Window | None = None, threshold: float | None = None
+) -> np.ndarray:
     """As `label_values`, of a file or a window of it; colours also those of a palette."""
     stored = read_label(path, window)
     if kind == "colors" and stored.shape[2] == 1:
         stored = image_formats.palette_colors(stored, path)
-    return label_values(stored, kind)
+    return label_values(stored, kind, threshold)
 
 
 def packed(value: Value) -> int:
@@ -188,26 +193,29 @@ def packed(value: Value) -> int:
     return value if isinstance(value, int) else int.from_bytes(value)
 
 
-def shows_object(path: Path) -> np.ndarray:
-    """(H, W) bool: where a file of two values shows what it stands for."""
+def shows_object(path: Path, threshold: float | None = None) -> np.ndarray:
+    """(H, W) bool: where a file of two values, or with a threshold, shows what it stands for."""
     stored = read_label(path)
-    if path.suffix.lower() in LOSSY:
-        return label_values(stored, "two") > 0
+    if path.suffix.lower() in LOSSY or threshold is not None:
+        return label_values(stored, "two", threshold) > 0
     channel = _single(stored)
     return stored[..., :3].any(axis=2) if channel is None else channel > 0
 
 
 def painted(
-    files: Sequence[tuple[Path, int]], size: tuple[int, int], void: Collection[int]
+    files: Sequence[tuple[Path, int]],
+    size: tuple[int, int],
+    void: Collection[int],
+    threshold: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The class of each pixel, and which pixels several classes claim, (H, W) int32 and bool.
 
     Smaller areas lie on larger ones, as a lesion on its liver; 0 is where no file shows anything.
 
     files: of two values each, and the number of its class. void: numbers that mean no class, and
-        lie on all.
+        lie on all. threshold: as of `label_facts`.
     """
-    shown = [(shows_object(path), number) for path, number in files]
+    shown = [(shows_object(path, threshold), number) for path, number in files]
     label, claimed = np.zeros(size, np.int32), np.zeros(size, bool)
     for where, number in sorted(shown, key=lambda x: (x[1] in void, -np.count_nonzero(x[0]))):
         if number not in void:
@@ -221,17 +229,19 @@ def presence(
     size: tuple[int, int],
     num_classes: int,
     void: Collection[int],
+    threshold: float | None = None,
 ) -> np.ndarray:
     """Where each class is, of classes that may overlap: (H, W, K) uint8 of 0, 1 and 255.
 
-    files, void: as of `painted`; what is void is 255 for all classes.
+    files, void, threshold: as of `painted`; what is void is 255 for all classes.
     """
     bands = np.zeros((*size, num_classes), np.uint8)
     for path, number in sorted(files, key=lambda x: x[1] in void):
+        shown = shows_object(path, threshold)
         if number in void:
-            bands[shows_object(path)] = IGNORE_INDEX
+            bands[shown] = IGNORE_INDEX
         else:
-            bands[..., number - 1][shows_object(path)] = 1
+            bands[..., number - 1][shown] = 1
     return bands
 
 

@@ -33,7 +33,8 @@ class Answers:
     attribute: of VIA's regions, the one that names the class.
     group: what in the path of an image tells with which others it stays together.
     missing: what images without a label show. instances: binary: ids number objects of one class.
-    task: multilabel: a pixel may have several classes.
+    task: multilabel: a pixel may have several classes. threshold: the grey level from which on
+    masks show their class.
     """
 
     labels: str | None = None
@@ -46,6 +47,7 @@ class Answers:
     missing: Literal["background"] | None = None
     instances: Literal["binary"] | None = None
     task: Literal["multilabel"] | None = None
+    threshold: float | None = None
 
 
 class Reading(NamedTuple):

@@ -50,7 +50,7 @@ from segtrain.types import IGNORE_INDEX
 
 CONFIG, CLASSES, TRAIN, VAL = "config.yaml", "classes.yaml", "train.txt", "val.txt"
 LABELS, SHEET = "labels", "samples.png"
-_SIDE_PX, _SHOWN, _SAMPLE = 256, 6, 32
+_SIDE_PX, _SHOWN, _SAMPLE = 256, 10, 32
 _ABOUT_VALUES = ("faint", "dropped band", "white", "outside", "stretched")
 _MARK, _LEFT_OUT = (228, 26, 28), (255, 255, 255)
 
@@ -240,14 +240,15 @@ def _draw_one(
     if labels.overlapping:
         number = len(labels.classes)
         found = labels.class_files(root, image.path)
-        bands = contents.presence(found, image.size, number, labels.void)
+        bands = contents.presence(found, image.size, number, labels.void, labels.threshold)
         chosen = [one.values[0] - 1 for one in classes.classes]
         write_bands(folder / f"{image.name}.tif", bands[..., chosen])
         return
     if not files and not labels.classes:  # --missing background
         drawn = np.full(image.size, _train_id_of(classes, 0), np.uint8)
     elif labels.classes:
-        numbers, _ = contents.painted(labels.class_files(root, image.path), image.size, labels.void)
+        found = labels.class_files(root, image.path)
+        numbers, _ = contents.painted(found, image.size, labels.void, labels.threshold)
         train_ids = np.full(len(labels.classes) + 1, IGNORE_INDEX, np.uint8)
         for i, one in enumerate(classes.classes):
             train_ids[[*one.values]] = i
@@ -266,7 +267,7 @@ def _train_id_of(classes: Classes, value: Value) -> int:
 
 def _train_ids(file: Path, labels: LabelSet, classes: Classes) -> np.ndarray:
     """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
-    found = contents.values_of(file, labels.kind)
+    found = contents.values_of(file, labels.kind, threshold=labels.threshold)
     train_ids = {packed(v): i for i, one in enumerate(classes.classes) for v in one.values}
     train_ids |= {packed(v): IGNORE_INDEX for v in classes.ignored}
     known = np.array(sorted(train_ids))
@@ -346,7 +347,8 @@ def write_readings(
         cells = [_cell(_stretched(survey.root, image))]
         if shown.kind != "annotations":  # whose labels are gone
             file = survey.root / shown.labels[owner][0]
-            label = contents.values_of(file, shown.kind, contents.middle_window(file))
+            window = contents.middle_window(file)
+            label = contents.values_of(file, shown.kind, window, shown.threshold)
             mark = _LEFT_OUT if reading.leaves_out else _MARK
             cells.append(_cell(_marked(label, reading.marked, mark)))
         picture = np.hstack(cells)

@@ -44,6 +44,7 @@ class LabelSet:
     numbered: whether values number objects, all of the one class.
     upright: whether labels follow the EXIF orientation of their images, as `count_values` finds.
     overlapping: whether a pixel may have several of `classes`.
+    threshold: of the grey levels of its files, from which on they show their class.
     """
 
     pattern: str
@@ -61,6 +62,7 @@ class LabelSet:
     upright: bool = False
     pattern_of: Mapping[str, str] = field(default_factory=dict)
     overlapping: bool = False
+    threshold: float | None = None
 
     @property
     def void(self) -> list[int]:

@@ -39,7 +39,7 @@ def count_values(
     """
     by_path = {image.path: image for image in images}
     files = [(image, file) for image, found in labels.labels.items() for file in found]
-    work = partial(_facts_or_problem, folder)
+    work = partial(_facts_or_problem, folder, labels.threshold)
     with process_pool(num_processes(len(files), jobs)) as pool:
         read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
     if not labels.classes and () not in labels.labels.values():
@@ -111,7 +111,7 @@ def _with_painted(
     """
     totals, shown_in, claimed, example = Counter(), defaultdict(set), 0, {}
     count = _count_present if labels.overlapping else _count_painted
-    work = partial(count, len(labels.classes) + 1, labels.void)
+    work = partial(count, len(labels.classes) + 1, labels.void, labels.threshold)
     items = [(path, labels.class_files(folder, path), images[path].size) for path in labels.labels]
     with process_pool(num_processes(len(items), jobs)) as pool:
         for image, counts, twice in for_each_pair(work, items, pool, "overlaps"):
@@ -138,22 +138,24 @@ def _with_painted(
 def _count_painted(
     num_values: int,
     void: Sequence[int],
+    threshold: float | None,
     item: tuple[str, Sequence[tuple[Path, int]], tuple[int, int]],
 ) -> tuple[str, np.ndarray, int]:
     """The image, its pixels of each class, the background first, and those of several classes."""
     image, files, size = item
-    label, claimed = contents.painted(files, size, void)
+    label, claimed = contents.painted(files, size, void, threshold)
     return image, np.bincount(label.ravel(), minlength=num_values), np.count_nonzero(claimed)
 
 
 def _count_present(
     num_values: int,
     void: Sequence[int],
+    threshold: float | None,
     item: tuple[str, Sequence[tuple[Path, int]], tuple[int, int]],
 ) -> tuple[str, np.ndarray, int]:
     """As `_count_painted`, of classes that may overlap."""
     image, files, size = item
-    bands = contents.presence(files, size, num_values - 1, void)
+    bands = contents.presence(files, size, num_values - 1, void, threshold)
     counts = presence_counts(bands)[:num_values]
     return image, counts, np.count_nonzero((bands == 1).sum(2) > 1)
 
@@ -248,8 +250,8 @@ def _problem(
     return ""
 
 
-def _facts_or_problem(folder: Path, file: str) -> LabelFacts | str:
+def _facts_or_problem(folder: Path, threshold: float | None, file: str) -> LabelFacts | str:
     try:
-        return contents.label_facts(folder, file)
+        return contents.label_facts(folder, file, threshold)
     except DataError as error:
         return str(error)

@@ -5,7 +5,7 @@ that are going to be used are counted whole, since one rare value decides whethe
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -53,10 +53,11 @@ class Survey:
     notes: tuple[str, ...]  # what is odd about the folder, and what is not used
 
 
-def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
+def survey(folder: Path, *, val_list: Path | None = None, threshold: float | None = None) -> Survey:
     """Looks at all files below `folder`; writes nothing.
 
     val_list: a file that names the images to evaluate on; None: splits are those of the folder.
+    threshold: of the grey levels of masks, from which on they show their class.
 
     Raises:
         DataError: the folder cannot be read, or there is no image in it.
@@ -65,7 +66,7 @@ def survey(folder: Path, *, val_list: Path | None = None) -> Survey:
     legends = {path: read_legend(folder / path, path) for path in others}
 
     names = file_names.parse_names(pictures)
-    samples = _samples(folder, names)
+    samples = _samples(folder, names, threshold)
     roles, image_names, label_names, matches = _matched(names, samples)
     if not image_names:  # drawn images may look like labels
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
@@ -197,8 +198,14 @@ def _matched(
 # Roles
 
 
-def _samples(folder: Path, names: Sequence[FileName]) -> dict[str, list[LabelFacts]]:
-    """Facts about some files of each pattern; patterns that differ in folders alone share them."""
+def _samples(
+    folder: Path, names: Sequence[FileName], threshold: float | None
+) -> dict[str, list[LabelFacts]]:
+    """Facts about some files of each pattern; patterns that differ in folders alone share them.
+
+    threshold: divides the greys of files that are called labels, and not of images.
+    """
+    shared = _shared({name.pattern for name in names})
     by_form: dict[str, list[FileName]] = defaultdict(list)
     for name in names:
         by_form[file_names.form_of(name.pattern)].append(name)
@@ -207,18 +214,26 @@ def _samples(folder: Path, names: Sequence[FileName]) -> dict[str, list[LabelFac
         facts: list[LabelFacts] = []
         for name in spread(members, SAMPLE):
             with suppress(DataError):
-                facts.append(contents.label_facts(folder, name.path))
+                is_label = _called(name.pattern, shared) == {"label"}
+                cut = threshold if is_label else None
+                facts.append(contents.label_facts(folder, name.path, cut))
         found |= dict.fromkeys((name.pattern for name in members), facts)
     return found
 
 
 def _roles(samples: Mapping[str, Sequence[LabelFacts]]) -> dict[str, str]:
     """image, label or made, of each pattern; a word that all of them have says nothing."""
-    words = [set(_words(pattern)) for pattern in samples]
+    shared = _shared(samples)
+    return {pattern: _role(pattern, facts, shared) for pattern, facts in samples.items()}
+
+
+def _shared(patterns: Collection[str]) -> set[str]:
+    """Words that all patterns have, and that say nothing therefore."""
+    words = [set(_words(pattern)) for pattern in patterns]
     shared = set.intersection(*words) if len(words) > 1 else set()
     if not _HEAT_WORDS.isdisjoint(set().union(*words)):
         shared |= {"vis"}  # visible light, and no visualization
-    return {pattern: _role(pattern, facts, shared) for pattern, facts in samples.items()}
+    return shared
 
 
 def _words(part: str) -> tuple[str, ...]:
@@ -231,15 +246,21 @@ def _role(pattern: str, facts: Sequence[LabelFacts], shared: Set[str]) -> str:
     A label must look like one: what is called so and does not was made for people, or blurred.
     shared: words that say nothing.
     """
+    either = _called(pattern, shared)
+    if "made" in either:
+        return "made"
+    like_label = sum(one.kind != "picture" for one in facts) > len(facts) / 2
+    if "label" in either and (like_label or "image" not in either):
+        return "label" if like_label else "made"
+    return "image" if "image" in either or not like_label else "label"
+
+
+def _called(pattern: str, shared: Set[str]) -> set[str]:
+    """The roles that the name and the nearest folder of a pattern say; made: one that any says."""
     said = []  # the roles that the words of the name and of each folder say, from the nearest on
     for part in reversed(pattern.split("/")):
         words = set(_words(part)) - shared
         said.append({role for role, known in _ROLES.items() if words & known})
     name, *folders = said
     either = name | next(filter(None, folders), set())
-    if "made" in set().union(*said):
-        return "made"
-    like_label = sum(one.kind != "picture" for one in facts) > len(facts) / 2
-    if "label" in either and (like_label or "image" not in either):
-        return "label" if like_label else "made"
-    return "image" if "image" in either or not like_label else "label"
+    return either | ({"made"} & set().union(*said))

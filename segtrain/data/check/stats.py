@@ -160,7 +160,7 @@ class SplitStats:
             f"  mean: {[round(value, 3) for value in numbers['mean']]}",
             f"  std: {[round(value, 3) for value in numbers['std']]}",
             "for the loss section, one of them if rare classes matter:",
-            *([f"  positive_weights: {numbers['positive_weights']}"] * self.overlapping),
+            *(f"  {key}: {numbers[key]}" for key in ("positive_weights",) if key in numbers),
             *(
                 f"  class_weights: {w}  # {name}{notes.get(name, '')}"
                 for name, w in weights.items()
