@@ -73,6 +73,7 @@ def run(tmp_path, monkeypatch):
         args = {"source": "run", "inputs": [str(path) for path in inputs], "device": "cpu"}
         args |= {"output": str(tmp_path / "out"), "set": [], "overwrite": False}
         args |= {"probabilities": None, "opacity": None, "clear": (), "others": []}
+        args |= {"table": None, "objects": None, "pixel_size": None, "min_area": None}
         return predict.main(argparse.Namespace(**(args | changes)))
 
     return command

@@ -78,6 +78,14 @@ USAGE = [
         "usage: segtrain train [-h]...",
     ),
     ("predict runs/x --output out", 2, "usage: segtrain predict [-h]..."),
+    *(
+        (f"predict runs/x a.png --output out --pixel-size {size}", 2, "... and a unit, such as ...")
+        for size in ("5", "um", "0um", "5m2", "1e999m")
+    ),
+    *(
+        (f"predict runs/x a.png --output out --min-area {area}", 2, "... or square units, such...")
+        for area in ("0", "5m", "m2", "-1")
+    ),
     ("data synth root --size 64", 2, "usage: segtrain data synth [-h]..."),
     ("data synth root --size 64 1", 2, "--size 64 1: a scene has at least 16 px a side"),
     ("train c.yaml --lr 0.1", 2, "...arguments: --lr 0.1; did you mean --set optim.lr=VALUE?"),

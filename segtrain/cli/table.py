@@ -1,6 +1,7 @@
 """The command line as a table: every command, its function, its texts and its arguments."""
 
 import argparse
+import math
 import re
 from contextlib import suppress
 from functools import partial
@@ -81,6 +82,17 @@ def _fraction(text: str, *, below_1: bool) -> float:
     raise argparse.ArgumentTypeError(f"expected a number {words}, got '{text}'")
 
 
+def _quantity(text: str, unit: str, words: str) -> tuple[float, str]:
+    """A positive number and its unit, which matches the pattern `unit`."""
+    found = re.fullmatch(rf"([0-9.]+(?:[eE][+-]?[0-9]+)?) *({unit})", text.strip())
+    with suppress(TypeError, ValueError):
+        if 0 < (value := float(found[1])) < math.inf:
+            return value, found[2]
+    raise argparse.ArgumentTypeError(f"expected {words}, got '{text}'")
+
+
+_length = partial(_quantity, unit=r"[^\W\d_]+", words="a number and a unit, such as 0.25um")
+_area = partial(_quantity, unit=r"(?:[^\W\d_]+2)?", words="pixels, or square units, such as 5m2")
 _fraction_below_1, _opacity = (partial(_fraction, below_1=below) for below in (True, False))
 
 
@@ -429,9 +441,28 @@ COMMANDS = (
         _argument("--probabilities", "also write those of every class", choices=("npz", "tif")),
         _argument("--opacity", "of overlays (default: 0.5)", "X", _opacity),
         _argument("--clear", "classes that overlays leave clear", "A,B", _names, default=()),
+        _argument("--table", "CSV: pixels and objects of each class in each image", "FILE", _path),
+        _argument("--objects", "CSV: place, size and area of each object", "FILE", _path),
+        _argument(
+            "--pixel-size",
+            "side of a pixel, such as 0.25um (default: metres where a TIFF has them)",
+            "LENGTH",
+            _length,
+        ),
+        _argument(
+            "--min-area",
+            "in --table: is there an object of so many pixels, or square units such as 5m2? The "
+            "label maps keep smaller ones",
+            "AREA",
+            _area,
+        ),
         _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
         _DEVICE,
-        examples="segtrain predict runs/own photos/ extra.jpg --output predictions",
+        description="Write label maps, colour maps and overlays of images of any size, and videos. "
+        "Objects are\npixels of one class that touch, also at corners.",
+        examples="segtrain predict runs/own photos/ extra.jpg --output predictions\n"
+        "segtrain predict runs/own photos/ --output out --table table.csv --min-area 50\n"
+        "segtrain predict runs/own slides/ --output out --objects cells.csv --pixel-size 0.25um",
     ),
     Command(
         "export",

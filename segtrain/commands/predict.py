@@ -6,7 +6,7 @@ command says so.
 
 import argparse
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from segtrain.evaluation.georaster import (
     write_probabilities,
 )
 from segtrain.evaluation.inference import LabelMap
+from segtrain.evaluation.object_table import ObjectTables, TableOptions
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import InferenceSettings, Size
 from segtrain.evaluation.transfer import Transfer
@@ -88,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
     args: source (run directory or checkpoint), others (of an ensemble), inputs (files and folders),
         output (a directory), device ("auto", "cpu" or "cuda"), set (a list of
         `section.key=value`), overwrite, probabilities (None, "npz" or "tif"), opacity (of
-        overlays), clear (names of classes).
+        overlays), clear (names of classes), and those of TableOptions.
 
     Raises:
         DataError: nothing to predict; or, after all others are done, images that cannot be read.
@@ -99,6 +100,8 @@ def main(args: argparse.Namespace) -> int:
     sources, skipped = find_images(args.inputs, output)
     names = [source.name for source in sources]
     pictures.check_output(output, names, overwrite=args.overwrite)
+    tables_asked = TableOptions(args.table, args.objects, args.pixel_size, args.min_area)
+    tables_asked.check()
 
     device = device_for(args.device)
     ready = make_ready(args.source, *args.others, settings=args.set, device=device)
@@ -122,9 +125,15 @@ def main(args: argparse.Namespace) -> int:
     rasters = {source: size for source, size in sizes.items() if size is not None}
     _check_options(args, rasters, videos, has_others=len(rasters) < len(sources))
     whole = [source for source in images if source not in rasters]
-    notes = predict_images(ready, whole, output, tint, probabilities=args.probabilities)
-    of_rasters = predict_rasters(ready, rasters, output)
+    grids, without = tables_asked.grids(images)
+    for line in without:
+        print(line)
+    tables = ObjectTables(tables_asked, ready.loaded.classes.names, grids, {})
+    asked = {"probabilities": args.probabilities, "on_label": tables.add}
+    notes = predict_images(ready, whole, output, tint, **asked)
+    of_rasters = predict_rasters(ready, rasters, output, tables)
     of_videos = predict_videos(ready, videos, output, tint)
+    tables.write(images)
     _summarize(notes, of_rasters, of_videos, output)
     return EXIT_OK
 
@@ -146,6 +155,10 @@ def _check_options(
     has_others: bool,
 ) -> None:
     """ConfigError for options that rasters read in parts, or videos, do not have."""
+    if videos and (args.table or args.objects):
+        raise ConfigError(
+            f"--table, --objects: not for a video: {first_of(x.path for x in videos)}"
+        )
     if args.probabilities and (rasters or videos):
         kinds = "a video, or a raster that is read in parts"
         names = first_of(source.path for source in (*rasters, *videos))
@@ -159,13 +172,18 @@ class _Finished(NamedTuple):
     """A predicted image on the host, to be written.
 
     image: (H, W, 3) uint8. label: (H, W) or (H, W, K) uint8. probability: (K, H, W); None: not
-        asked for.
+        asked for. missing: as of DecodedPhoto.
     """
 
     source: PhotoFile
     image: np.ndarray
     label: np.ndarray
     probability: np.ndarray | None
+    missing: np.ndarray
+
+
+def _ignore(source: PhotoFile, label: np.ndarray, missing: np.ndarray) -> None:
+    """The default of `on_label`."""
 
 
 def predict_images(
@@ -175,10 +193,12 @@ def predict_images(
     tint: pictures.Tint,
     *,
     probabilities: str | None = None,
+    on_label: Callable[[PhotoFile, np.ndarray, np.ndarray], None] = _ignore,
 ) -> list[Notes]:
     """Writes the predictions for every image that can be read; returns notes on every image.
 
-    probabilities: of every class too, as `npz` or `tif`.
+    probabilities: of every class too, as `npz` or `tif`. on_label: called, by any thread, with each
+        label map and what its image is `missing`.
 
     Raises:
         ExecutionError: the disk is full or not writable.
@@ -213,7 +233,10 @@ def predict_images(
                 yield _finished(photo, label, probability, form)
                 bar.update()
 
-    write = partial(_write, output, classes, tint, probabilities)
+    def write(found: _Finished) -> None:
+        _write(output, classes, tint, probabilities, found)
+        on_label(found.source, found.label, found.missing)
+
     with bar, closing(decoded), closing(prefetch(write, finished(), _THREADS)) as written:
         for _ in written:
             pass
@@ -228,7 +251,8 @@ def _finished(
     known = None
     if probability is not None:
         known = np.where(photo.missing, np.float32(np.nan), probability.float().numpy())
-    return _Finished(photo.source, image, ignored_where(photo.missing, label.numpy()), known)
+    label = ignored_where(photo.missing, label.numpy())
+    return _Finished(photo.source, image, label, known, photo.missing)
 
 
 def _write(
@@ -239,7 +263,7 @@ def _write(
     found: _Finished,
 ) -> None:
     """Writes all files of a prediction, and removes those that an earlier one has left."""
-    source, image, label, known = found
+    source, image, label, known, _ = found
     pictures.write_prediction(output, source.name, image, label, classes, tint)
     tags = geo_tags(source.path)
     for ending in pictures.PROBABILITY_ENDINGS:
@@ -267,7 +291,7 @@ def _stored(classes: ClassFile, label: np.ndarray) -> np.ndarray:
 
 
 def predict_rasters(
-    ready: ReadyModel, rasters: Mapping[PhotoFile, Size], output: Path
+    ready: ReadyModel, rasters: Mapping[PhotoFile, Size], output: Path, tables: ObjectTables
 ) -> list[Notes]:
     """Writes label maps of TIFFs that are too large to be read at once; returns notes on each.
 
@@ -277,7 +301,7 @@ def predict_rasters(
     for source, size in rasters.items():
         path = output / pictures.LABELS / f"{source.name}.tif"
         try:
-            notes.append(_predict_raster(ready, source, size, path))
+            notes.append(_predict_raster(ready, source, size, path, tables))
         except DataError as error:
             notes.append(Notes(str(error)))
         except OSError as error:
@@ -285,7 +309,9 @@ def predict_rasters(
     return notes
 
 
-def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path) -> Notes:
+def _predict_raster(
+    ready: ReadyModel, source: PhotoFile, size: Size, path: Path, tables: ObjectTables
+) -> Notes:
     settings, values = ready.predictor.settings, []
     refuse_short_side(source.path, settings.usual.short_side_px)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -297,7 +323,7 @@ def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path
         values.append(image_values(block, form, printable(source.path)))
         bar.update()
 
-    with bar:
+    with bar, tables.counting(source, size[1]) as counting:
         is_finite = predict_raster(
             ready.predictor,
             source.path,
@@ -307,6 +333,7 @@ def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path
             stored=partial(_stored, ready.loaded.classes),
             no_data=ready.loaded.classes.write_ignored,
             on_block=add,
+            on_label=counting.add,
         )
     return Notes(
         turned=read_info(source.path).orientation != 1,

@@ -1,0 +1,191 @@
+"""What images hold, as CSV: a line for each image and class, and a line for each object."""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from segtrain.data.read.photos import PhotoFile
+from segtrain.errors import ConfigError, ExecutionError
+from segtrain.evaluation.objects import (
+    BOTTOM,
+    LEFT,
+    PIXELS,
+    RIGHT,
+    SUM_X,
+    SUM_Y,
+    TOP,
+    ImageObjects,
+    ObjectCounter,
+)
+from segtrain.evaluation.pixel_size import PixelGrid, grid_of, square
+from segtrain.files import check_output, os_errors_as, write_output
+from segtrain.text import first_of, printable
+
+_TABLE = "image", "class", "pixels", "share", "objects", "no_value_px"
+_OBJECTS = "image", "class", "object", "pixels", "x_px", "y_px", "left_px", "top_px"
+_OBJECTS += "width_px", "height_px"
+# An area is a product: 0.1 * 0.1 is a little more than 0.01.
+_ROUNDING = 1 - 1e-9
+
+
+class TableOptions(NamedTuple):
+    """What the user asks for.
+
+    table, objects: files to write. pixel_size: number and unit. min_area: of the largest object of
+    a class that is to count as there: pixels, where the unit is empty, or square units.
+    """
+
+    table: Path | None = None
+    objects: Path | None = None
+    pixel_size: tuple[float, str] | None = None
+    min_area: tuple[float, str] | None = None
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """By their options."""
+        both = {"--table": self.table, "--objects": self.objects}
+        return {option: path for option, path in both.items() if path is not None}
+
+    def check(self) -> None:
+        """Makes the folders of the files.
+
+        ConfigError: a file cannot be written, or an option serves none.
+        """
+        if self.min_area and not self.table:
+            raise ConfigError("--min-area: serves only --table FILE")
+        if self.pixel_size and not self.files:
+            raise ConfigError("--pixel-size: serves only --table FILE and --objects FILE")
+        if len({path.absolute() for path in self.files.values()}) < len(self.files):
+            raise ConfigError(f"--objects {printable(self.objects)}: is the file of --table")
+        begins = {"--table": ",".join(_TABLE[:3]), "--objects": ",".join(_OBJECTS[:3])}
+        for option, path in self.files.items():
+            with os_errors_as(ConfigError, f"{option} {printable(path)}", "cannot be written"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                check_output(path, begins[option])
+
+    def grids(self, sources: Sequence[PhotoFile]) -> tuple[dict[PhotoFile, PixelGrid], list[str]]:
+        """Where the pixels of each file lie, if that is known, and warnings of files without it.
+
+        ConfigError: a file says another size than the user, or is to be measured and has none.
+        """
+        if not self.files:
+            return {}, []
+        known = {source: grid_of(source.path) for source in sources}
+        grids = {source: grid for source, (grid, _) in known.items() if grid}
+        if self.pixel_size:
+            if grids:
+                own = first_of((source.path for source in grids), 3)
+                raise ConfigError(
+                    f"--pixel-size: these files have a pixel size of their own: {own}"
+                )
+            grids = dict.fromkeys(sources, square(*self.pixel_size))
+        unit = self.min_area[1] if self.min_area else ""
+        if unit and (other := [x.path for x in sources if _unit2(grids.get(x)) != unit]):
+            raise ConfigError(f"--min-area: no pixel size in {unit[:-1]}: {first_of(other, 3)}")
+        reasons = [why for _, why in known.values() if why and not self.pixel_size]
+        shown = f"warning: measured in pixels alone: {first_of(reasons, 3, separator='; ')}"
+        return grids, [shown] if reasons else []
+
+
+@dataclass(frozen=True)
+class ObjectTables:
+    """What is found in images, and where; it is written at the end."""
+
+    options: TableOptions
+    classes: Sequence[str]
+    grids: Mapping[PhotoFile, PixelGrid]
+    found: dict[PhotoFile, ImageObjects]
+
+    def add(self, source: PhotoFile, label: np.ndarray, missing: np.ndarray) -> None:
+        """Counts an image; the arguments are those of `ObjectCounter.add`. For any thread."""
+        with self.counting(source, label.shape[1]) as counter:
+            counter.add(label, missing)
+
+    @contextmanager
+    def counting(self, source: PhotoFile, width: int) -> Iterator[ObjectCounter]:
+        """What counts the blocks of an image of this width, which is complete at the end."""
+        classes = self.classes if self.options.files else ()
+        counter = ObjectCounter(len(classes), width)
+        yield counter
+        self.found[source] = counter.finish()
+
+    def write(self, sources: Sequence[PhotoFile]) -> None:
+        """Writes the files, with the images in this order."""
+        there = [source for source in sources if source in self.found]
+        makers = {"--table": self.table, "--objects": self.objects}
+        for option, path in self.options.files.items():
+            with os_errors_as(ExecutionError, path, "cannot be written"):
+                write_output(path, _csv(makers[option](there)))
+
+    def table(self, sources: Sequence[PhotoFile]) -> list[list[Any]]:
+        """A row for each image and class, below the titles."""
+        unit, least = self._unit, self.options.min_area
+        titles = [*_TABLE, *([f"area_{unit}2"] if unit else []), *(["decision"] if least else [])]
+        rows: list[list[Any]] = [titles]
+        for source in sources:
+            found, grid = self.found[source], self.grids.get(source)
+            valid = found.size[0] * found.size[1] - found.no_value
+            for k, (name, pixels) in enumerate(
+                zip(self.classes, found.pixels.tolist(), strict=True)
+            ):
+                areas = found.objects[k][:, PIXELS]
+                share = pixels / valid if valid else ""
+                row = [source.name, name, pixels, share, len(areas), found.no_value]
+                if unit:
+                    row.append(pixels * grid.area if grid else "")
+                if least:
+                    pixel = grid.area if least[1] and grid else 1
+                    is_there = bool((areas * pixel >= least[0] * _ROUNDING).any())
+                    row.append("yes" if is_there else "no")
+                rows.append(row)
+        return rows
+
+    def objects(self, sources: Sequence[PhotoFile]) -> list[list[Any]]:
+        """A row for each object, below the titles."""
+        unit = self._unit
+        xy = [f"x_{unit}", f"y_{unit}"] if self.options.pixel_size else ["map_x", "map_y"]
+        rows: list[list[Any]] = [
+            [
+                *_OBJECTS,
+                *([f"area_{unit}2", *xy, f"width_{unit}", f"height_{unit}"] if unit else []),
+            ]
+        ]
+        for source in sources:
+            grid = self.grids.get(source)
+            for name, objects in zip(self.classes, self.found[source].objects, strict=True):
+                for i, one in enumerate(objects.tolist(), 1):
+                    pixels, x, y = one[PIXELS], one[SUM_X] / one[PIXELS], one[SUM_Y] / one[PIXELS]
+                    width, height = one[RIGHT] - one[LEFT] + 1, one[BOTTOM] - one[TOP] + 1
+                    box = one[LEFT], one[TOP], width, height
+                    row = [source.name, name, i, pixels, x, y, *box]
+                    if unit and grid:
+                        row += [pixels * grid.area, *grid.at(x + 0.5, y + 0.5)]
+                        row += [width * grid.width, height * grid.height]
+                    rows.append(row + [""] * (len(rows[0]) - len(row)))
+        return rows
+
+    @property
+    def _unit(self) -> str:
+        """Of lengths, the same in all files; empty if no file has a size."""
+        return next((grid.unit for grid in self.grids.values()), "")
+
+
+def _unit2(grid: PixelGrid | None) -> str:
+    return f"{grid.unit}2" if grid else ""
+
+
+def _csv(rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(rows[0])
+    for name, *values in rows[1:]:
+        # Map coordinates have seven digits before the point.
+        cells = (f"{value:.12g}" if isinstance(value, float) else value for value in values)
+        writer.writerow([printable(name), *cells])
+    return text.getvalue()

@@ -1,0 +1,258 @@
+"""Objects of label maps: tables of drawn images whose pixels, objects and places are known."""
+
+import csv
+
+import cv2
+import numpy as np
+import pytest
+import tifffile
+from scipy import ndimage
+from test_predict import CLASSES, photo, run, save, write_video  # noqa: F401 - `run` is a fixture
+from test_raster import GEO, small_limits  # noqa: F401 - a fixture
+
+from segtrain.commands import predict
+from segtrain.errors import ConfigError, DataError
+from segtrain.evaluation.objects import ObjectCounter
+from segtrain.evaluation.pixel_size import grid_of
+
+CORNERS = np.ones((3, 3), int)
+
+
+def count(label, missing, side):
+    counter = ObjectCounter(3, label.shape[1])
+    for y in range(0, label.shape[0], side):
+        for x in range(0, label.shape[1], side):
+            part = slice(y, y + side), slice(x, x + side)
+            counter.add(label[part], missing[part])
+    return counter.finish()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_objects_are_those_of_scipy_in_blocks_of_any_size(seed):
+    """Noise, whose objects wind through many blocks, and areas; some pixels of no class."""
+    rng = np.random.default_rng(seed)
+    size = rng.integers(1, 40, 2)
+    label = rng.integers(0, 3, size if seed % 2 else -(-size // 4)).astype(np.uint8)
+    label = label.repeat(4, 0).repeat(4, 1)[: size[0], : size[1]]
+    missing = (rng.random(label.shape) < 0.05).astype(np.uint8) * 255
+    label = np.maximum(label, missing)
+    for side in (64, 7, 3, 1):
+        found = count(label, missing, side)
+        assert found.size == label.shape
+        assert found.num_ignored == found.no_value == (missing > 0).sum()
+        for k in range(3):
+            ids, number = ndimage.label(label == k, CORNERS)
+            places = [np.nonzero(ids == i + 1) for i in range(number)]
+            expected = sorted(
+                [x.min(), y.min(), len(x), x.sum(), y.sum(), x.max(), y.max()] for y, x in places
+            )
+            rows = [
+                [left, top, pixels, sum_x, sum_y, right, bottom]
+                for pixels, sum_x, sum_y, left, top, right, bottom in found.objects[k].tolist()
+            ]
+            assert sorted(rows) == expected
+            assert [row[1] for row in rows] == sorted(row[1] for row in rows)
+            assert found.pixels[k] == (label == k).sum()
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def paint(label):
+    """An image in which the strongest colour is that of the label."""
+    return np.eye(3, dtype=np.uint8)[label] * 200
+
+
+def drawn():
+    """Greenish: a square of 4x5 with a pixel at its corner, and a disc; bluish: a line."""
+    label = np.zeros((40, 60), int)
+    label[3:7, 5:10] = 1
+    label[7, 10] = 1
+    y, x = np.mgrid[:40, :60]
+    label[(y - 25) ** 2 + (x - 20) ** 2 <= 36] = 1
+    label[12, 30:50] = 2
+    return label
+
+
+def test_tables_tell_pixels_objects_and_places_of_drawn_images(run, tmp_path):  # noqa: F811
+    label = drawn()
+    save(tmp_path / "in/b.png", paint(label))
+    save(tmp_path / "in/a.png", paint(np.zeros((7, 9), int)))
+    files = {"table": tmp_path / "t.csv", "objects": tmp_path / "new/o.csv"}
+    assert run(tmp_path / "in", **files, min_area=(21.0, "")) == 0
+    disc = ((np.mgrid[:40, :60] - np.array([25, 20])[:, None, None]) ** 2).sum(0) <= 36
+    rows = [list(row.values()) for row in read(files["table"])]
+    greenish = 21 + int(disc.sum())
+    counts = [2400 - greenish - 20, greenish, 20]
+    shares = [f"{n / 2400:.12g}" for n in counts]
+    assert rows == [
+        ["a", "reddish", "63", "1", "1", "0", "yes"],
+        ["a", "greenish", "0", "0", "0", "0", "no"],
+        ["a", "bluish", "0", "0", "0", "0", "no"],
+        ["b", "reddish", str(counts[0]), shares[0], "1", "0", "yes"],
+        ["b", "greenish", str(counts[1]), shares[1], "2", "0", "yes"],
+        ["b", "bluish", "20", shares[2], "1", "0", "no"],
+    ]
+    objects = [row for row in read(files["objects"]) if row["class"] != "reddish"]
+    assert [(row["class"], row["object"]) for row in objects] == [
+        ("greenish", "1"),
+        ("greenish", "2"),
+        ("bluish", "1"),
+    ]
+    square, round_one, line = ([float(x) for x in list(row.values())[3:]] for row in objects)
+    assert square == pytest.approx([21, (7 * 20 + 10) / 21, (4.5 * 20 + 7) / 21, 5, 3, 6, 5])
+    assert round_one == [disc.sum(), 20, 25, 14, 19, 13, 13]
+    assert line == [20, 39.5, 12, 30, 12, 20, 1]
+
+
+def test_lengths_and_areas_are_in_the_unit_that_is_given(run, tmp_path):  # noqa: F811
+    save(tmp_path / "a.png", paint(drawn()))
+    files = {"table": tmp_path / "t.csv", "objects": tmp_path / "o.csv"}
+    for least, decision in (5.25, "yes"), (5.26, "no"):  # 21 pixels of 0.25, and the line has 20
+        label = np.where(drawn() == 2, 2, 0)
+        label[20:27, 30:33] = 1
+        save(tmp_path / "a.png", paint(label))
+        sizes = {"pixel_size": (0.5, "um"), "min_area": (least, "um2"), "overwrite": True}
+        assert run(tmp_path / "a.png", **files, **sizes) == 0
+        rows = {row["class"]: row for row in read(files["table"])}
+        assert rows["greenish"]["area_um2"] == "5.25"
+        assert (rows["greenish"]["decision"], rows["bluish"]["decision"]) == (decision, "no")
+    (square,) = (row for row in read(files["objects"]) if row["class"] == "greenish")
+    places = {"area_um2": 5.25, "x_um": 15.75, "y_um": 11.75, "width_um": 1.5, "height_um": 3.5}
+    assert {key: float(square[key]) for key in places} == places
+
+
+def test_pixels_without_a_value_are_in_no_class(run, tmp_path):  # noqa: F811
+    image = paint(drawn())
+    image[:, 32:36] = 255
+    tags = [(42113, "s", 0, "255", True)]
+    tifffile.imwrite(tmp_path / "x.tif", image, photometric="rgb", extratags=tags)
+    assert run(tmp_path / "x.tif", table=tmp_path / "t.csv") == 0
+    rows = {row["class"]: row for row in read(tmp_path / "t.csv")}
+    assert {row["no_value_px"] for row in rows.values()} == {"160"}
+    assert sum(float(row["share"]) for row in rows.values()) == pytest.approx(1)
+    assert (rows["bluish"]["pixels"], rows["bluish"]["objects"]) == ("16", "2")
+
+
+def test_a_raster_in_blocks_counts_an_object_across_them_once(
+    run,  # noqa: F811
+    tmp_path,
+    small_limits,  # noqa: F811
+    monkeypatch,
+):
+    """In metres of its projection, and as the same image read at once."""
+    monkeypatch.setattr(predict, "MAX_PHOTO_PIXELS", 40_000)
+    label = np.zeros((200, 330), int)
+    cv2.line(label_u8 := np.zeros((200, 330), np.uint8), (0, 5), (329, 190), 1, 2)
+    label = np.where(label_u8, 1, label)
+    label[80, 160] = label[79, 159] = 2  # corners of four blocks
+    options = {"tile": (64, 64), "photometric": "rgb", "extratags": GEO}
+    tifffile.imwrite(tmp_path / "x.tif", paint(label), **options)
+    files = {"table": tmp_path / "t.csv", "objects": tmp_path / "o.csv"}
+    assert run(tmp_path / "x.tif", **files, min_area=(300.0, "m2")) == 0
+    in_blocks = files["table"].read_text(), files["objects"].read_text()
+    assert not (tmp_path / "out/labels/x.png").exists()
+    monkeypatch.setattr(predict, "MAX_PHOTO_PIXELS", 1 << 28)
+    assert run(tmp_path / "x.tif", **files, min_area=(300.0, "m2"), overwrite=True) == 0
+    assert (files["table"].read_text(), files["objects"].read_text()) == in_blocks
+    rows = {row["class"]: row for row in read(files["table"])}
+    line = int((label == 1).sum())
+    assert rows["greenish"]["area_m2"] == str(line * 100)
+    assert [rows[k]["objects"] for k in CLASSES.names] == ["2", "1", "1"]
+    assert (rows["greenish"]["decision"], rows["bluish"]["decision"]) == ("yes", "no")
+    (two,) = (row for row in read(files["objects"]) if row["class"] == "bluish")
+    assert float(two["map_x"]) == 500000 + 10 * 160
+    assert float(two["map_y"]) == 5000000 - 10 * 80
+
+
+TURNED = (12.0, 3.0, 0, 700.0, 4.0, -9.0, 0, 900.0, 0, 0, 0, 0, 0, 0, 0, 1)
+
+
+def keys(*entries):
+    numbers = [1, 1, 0, len(entries)]
+    for key, value in entries:
+        numbers += [key, 0, 1, value]
+    return (34735, "H", len(numbers), tuple(numbers), True)
+
+
+@pytest.mark.parametrize("point", [1, 2])
+@pytest.mark.parametrize("crs", [(32633, 9001, 1.0), (2263, 9003, 1200 / 3937)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_places_on_the_ground_are_those_of_rasterio(tmp_path, point, crs, turned):
+    rasterio = pytest.importorskip("rasterio")
+    code, unit, metres = crs
+    tie = (33922, "d", 6, (2.0, 5.0, 0.0, 500000.0, 5000000.0, 0.0), True)
+    where = [(33550, "d", 3, (10.0, 20.0, 0.0), True), tie]
+    where = [(34264, "d", 16, TURNED, True)] if turned else where
+    tags = [*where, keys((1024, 1), (1025, point), (3072, code), (3076, unit))]
+    tifffile.imwrite(tmp_path / "x.tif", photo(8, 9), photometric="rgb", extratags=tags)
+    grid, why = grid_of(tmp_path / "x.tif")
+    assert not why
+    with rasterio.open(tmp_path / "x.tif") as file:
+        assert file.crs.linear_units_factor[1] == pytest.approx(metres)
+        transform = file.transform
+    for place in ((0, 0), (3.5, 7)):
+        assert grid.at(*place) == pytest.approx(transform @ place)
+    assert grid.area == pytest.approx(abs(transform.determinant) * metres**2)
+    sides = np.hypot(transform.a, transform.d), np.hypot(transform.b, transform.e)
+    assert (grid.width, grid.height) == pytest.approx(np.array(sides) * metres)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (((1024, 2), (2048, 4326)), "its coordinates are degrees"),
+        (((1024, 1), (3072, 3857), (3076, 9001)), "metres of Mercator"),
+        (((1024, 1), (3072, 2263)), "the unit of its projection is not given"),
+        (((1024, 1), (3072, 32767), (3076, 32767)), "the unit of its projection is not given"),
+        (((1025, 1),), "it names no projection"),
+    ],
+)
+def test_where_metres_are_not_sure_pixels_are_counted_and_it_is_said(
+    run,  # noqa: F811
+    tmp_path,
+    capsys,
+    entries,
+    words,
+):
+    tags = [*GEO[:2], keys(*entries)]
+    tifffile.imwrite(tmp_path / "x.tif", photo(8, 9), photometric="rgb", extratags=tags)
+    assert run(tmp_path / "x.tif", table=tmp_path / "t.csv") == 0
+    output = capsys.readouterr().out
+    assert f"warning: measured in pixels alone: {tmp_path}/x.tif: {words}" in output
+    assert "area_m2" not in read(tmp_path / "t.csv")[0]
+    with pytest.raises(ConfigError, match=r"--min-area: no pixel size in m: .*x\.tif"):
+        run(tmp_path / "x.tif", table=tmp_path / "t.csv", min_area=(5.0, "m2"), overwrite=True)
+
+
+def test_images_that_cannot_be_read_are_left_out_of_tables(run, tmp_path):  # noqa: F811
+    save(tmp_path / "in/a.png", paint(drawn()))
+    (tmp_path / "in/b.tif").write_text("not a picture")
+    with pytest.raises(DataError, match=r"1 of 2 files cannot be read.*\n?.*b\.tif"):
+        run(tmp_path / "in", table=tmp_path / "t.csv")
+    assert {row["image"] for row in read(tmp_path / "t.csv")} == {"a"}
+
+
+def test_what_tables_cannot_honour_is_refused(run, tmp_path):  # noqa: F811
+    image, table = save(tmp_path / "a.png", photo(8, 9)), tmp_path / "t.csv"
+    tifffile.imwrite(tmp_path / "x.tif", photo(8, 9), photometric="rgb", extratags=GEO)
+    video = write_video(tmp_path / "drive.mp4", [(200, 20, 30)])
+    (tmp_path / "mine.csv").write_text("image,label\n")
+    for given, words in (
+        ({"min_area": (5.0, "")}, "--min-area: serves only --table"),
+        ({"pixel_size": (5.0, "m")}, "--pixel-size: serves only --table FILE and --objects"),
+        ({"table": table, "objects": table}, r"--objects .*t\.csv: is the file of --table"),
+        ({"table": tmp_path / "mine.csv"}, r"--table .*mine\.csv: cannot be written: exists, and"),
+        ({"table": tmp_path}, "--table .*: cannot be written: is a folder; name a file"),
+        ({"table": table, "min_area": (5.0, "um2")}, r"--min-area: no pixel size in um: .*a\.png"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(image, **given)
+    with pytest.raises(ConfigError, match=r"--table, --objects: not for a video: .*drive\.mp4"):
+        run(video, table=table)
+    with pytest.raises(ConfigError, match=r"--pixel-size: .* size of their own: .*x\.tif$"):
+        run(image, tmp_path / "x.tif", table=table, pixel_size=(1.0, "m"))
+    assert not table.exists()
+    assert (tmp_path / "mine.csv").read_text() == "image,label\n"
