@@ -279,34 +279,36 @@ class BinaryCounts:
 
 
 # A power of 2: then a bin holds exactly the float32 probabilities from its threshold on.
-_THRESHOLDS = 1024
+CURVE_BINS = 1024
 
 
-class ProbabilityCounts:
-    """Of classes that overlap: `counts` are pixels by class, label and probability of the class.
+class CurveCounts:
+    """Each class against all else: `counts` are pixels by class, label and probability.
 
-    (K, 2, 1024) int64 on `device`, in bins of equal width from 0 to 1. Ignored pixels do not count.
+    (K, 2, 1024) int64 on `device`: without the class (row 0) and with it (row 1), by the
+    probability of this class, in bins of equal width from 0 to 1. Ignored pixels do not count.
     """
 
     def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
-        self.counts = torch.zeros(num_classes, 2, _THRESHOLDS, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(num_classes, 2, CURVE_BINS, dtype=torch.int64, device=device)
 
     def update(self, probability: Tensor, label: Tensor) -> Tensor:
-        """Adds pixels and returns their counts, as `counts`.
+        """Adds the pixels of an image and returns their counts, as `counts`.
 
-        probability: (K, h, w) float in [0, 1]. label: (h, w, K) uint8.
+        probability: (K, h, w) float in [0, 1]. label: (h, w) uint8, or (h, w, K) where classes
+        overlap.
         """
-        bins = probability.nan_to_num(0).mul(_THRESHOLDS).to(torch.int32)
-        truth = label.movedim(-1, 0)
-        num_classes, whole = len(truth), 2 * _THRESHOLDS + 1
-        bins.clamp_(0, _THRESHOLDS - 1).add_((truth == 1).to(torch.int32), alpha=_THRESHOLDS)
-        bins.masked_fill_(truth == IGNORE_INDEX, 2 * _THRESHOLDS)
-        starts = torch.arange(0, num_classes * whole, whole, dtype=torch.int32, device=bins.device)
-        found = _histogram((bins + starts.view(-1, 1, 1)).flatten(), num_classes * whole)
-        counts = found.view(num_classes, whole)[:, :-1].unflatten(1, (2, _THRESHOLDS))
-        counts = counts.to(self.counts.device)
-        self.counts += counts
-        return counts
+        found = torch.empty_like(self.counts)
+        for k, one in enumerate(probability):  # one by one: K maps of bins would not fit
+            own = label if label.ndim == 2 else label[..., k]
+            bins = one.nan_to_num(0).mul(CURVE_BINS).to(torch.int32).clamp_(0, CURVE_BINS - 1)
+            shows = own == (k if label.ndim == 2 else 1)
+            bins.add_(shows.to(torch.int32), alpha=CURVE_BINS)
+            bins.masked_fill_(own == IGNORE_INDEX, 2 * CURVE_BINS)
+            pixels = _histogram(bins.flatten(), 2 * CURVE_BINS + 1)[:-1]
+            found[k] = pixels.view(2, CURVE_BINS)
+        self.counts += found
+        return found
 
     def sum_over_ranks(self) -> None:
         """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
@@ -315,7 +317,7 @@ class ProbabilityCounts:
 
 
 def average_precision(counts: Tensor) -> tuple[float, ...]:
-    """That of each class, of `ProbabilityCounts.counts`; NaN for a class without pixels.
+    """That of each class, of `CurveCounts.counts`; NaN for a class without pixels.
 
     The sum of precision times growth of recall over all thresholds, as scikit-learn's
     average_precision_score of probabilities rounded down to 1/1024.
@@ -337,7 +339,7 @@ _LEVELS = 64
 
 
 def levels_of(counts: Tensor) -> Tensor:
-    """`ProbabilityCounts.counts`, (K, 2, 1024), in 64 bins: (K, 2, 64)."""
+    """`CurveCounts.counts`, (K, 2, 1024), in 64 bins: (K, 2, 64)."""
     return counts.unflatten(-1, (_LEVELS, -1)).sum(-1)
 
 
@@ -365,7 +367,7 @@ def counts_at(levels: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 
 def scores_of(matrix: Tensor, calibration: Tensor) -> Scores:
-    """The scores of `counts` of a ConfusionMatrix, or of BinaryCounts and ProbabilityCounts."""
+    """The scores of `counts` of a ConfusionMatrix, or of BinaryCounts and CurveCounts."""
     if matrix.ndim == 2:
         whole = ConfusionMatrix(len(matrix))
         whole.counts += matrix.cpu()
@@ -414,7 +416,7 @@ class ReliabilityBin(NamedTuple):
 def reliability(counts: Tensor) -> list[ReliabilityBin]:
     """The reliability curve of `Calibration.counts`, (2, 960), without empty bins.
 
-    Of `ProbabilityCounts.counts` too: is a class there as often as its probability says?
+    Of `CurveCounts.counts` too: is a class there as often as its probability says?
     """
     wrong, right = counts.flatten(0, -3).sum(0).tolist() if counts.ndim > 2 else counts.tolist()
     total = sum(wrong) + sum(right)

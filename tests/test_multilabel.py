@@ -25,7 +25,7 @@ from segtrain.evaluation.inference import InferenceSettings, predict_labels
 from segtrain.evaluation.settings import BatchLimits
 from segtrain.metrics import (
     BinaryCounts,
-    ProbabilityCounts,
+    CurveCounts,
     best_thresholds,
     calibration_error,
     counts_at,
@@ -251,7 +251,7 @@ def test_a_microbatch_weighs_by_its_valid_pixels_of_all_classes():
 def counted():
     """Probabilities and labels of four images, and their counts."""
     logits, labels = noise(3)
-    matrix, curves, levels = BinaryCounts(K), ProbabilityCounts(K), []
+    matrix, curves, levels = BinaryCounts(K), CurveCounts(K), []
     probabilities = logits.sigmoid().float()
     for p, label in zip(probabilities, labels, strict=True):
         matrix.update((p >= 0.5).to(torch.uint8).movedim(0, -1), label)
@@ -296,7 +296,7 @@ def test_thresholds_are_the_best_of_all_and_images_are_counted_at_them():
 
 
 def test_the_calibration_error_says_how_often_a_class_is_there():
-    curves = ProbabilityCounts(2)
+    curves = CurveCounts(2)
     label = torch.zeros(1, 10, 2, dtype=torch.uint8)
     label[0, :3, 0] = 1  # 3 of 10 where 0.8 is said; and none of 10 where 0.1 is
     curves.update(torch.tensor([0.8, 0.1]).view(2, 1, 1).expand(2, 1, 10), label)

@@ -86,6 +86,8 @@ USAGE = [
         (f"predict runs/x a.png --output out --min-area {area}", 2, "... or square units, such...")
         for area in ("0", "5m", "m2", "-1")
     ),
+    ("predict runs/x a.png --output o --threshold a", 2, "... expected CLASS=T, got 'a'"),
+    ("predict runs/x a.png --output o --threshold a=2", 2, "... from 0 to 1, got '2'"),
     ("data synth root --size 64", 2, "usage: segtrain data synth [-h]..."),
     ("data synth root --size 64 1", 2, "--size 64 1: a scene has at least 16 px a side"),
     ("train c.yaml --lr 0.1", 2, "...arguments: --lr 0.1; did you mean --set optim.lr=VALUE?"),
@@ -297,6 +299,12 @@ EVALUATING = [
     (f"{EVAL} --no-labels", 2, "...there is nothing to score; add --save-predictions DIR"),
     (f"{EVAL} --no-labels --json s --save-predictions o", 2, "--json: needs labels; ..."),
     (f"{EVAL} --no-labels --overlays o --save-predictions o", 2, "--overlays: needs labels; ..."),
+    (f"{EVAL} --no-labels --curves c --save-predictions o", 2, "--curves: needs labels; ..."),
+    (f"{EVAL} --class ground", 2, "--class: needs either --precision or --recall"),
+    (f"{EVAL} --recall 0.5", 2, "--precision, --recall: need --class NAME"),
+    (f"{EVAL} --class nothing --recall 0.5", 2, "--class: no class nothing; there are ground..."),
+    (f"{EVAL} --class ground --recall 0", 2, "... expected a number above 0, up to 1, got '0'"),
+    (f"{EVAL} --curves my.yaml", 2, "--curves my.yaml: cannot be written: exists, and is no ..."),
     (f"{EVAL} --save-predictions my.yaml/x", 2, "... my.yaml/x: cannot make this folder: ..."),
     (f"{EVAL} --overlays my.yaml/x", 2, "--overlays my.yaml/x: cannot make this folder: ..."),
     (f"{EVAL} --json my.yaml/x", 2, "--json my.yaml/x: cannot be written: ..."),

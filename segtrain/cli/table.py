@@ -82,6 +82,19 @@ def _fraction(text: str, *, below_1: bool) -> float:
     raise argparse.ArgumentTypeError(f"expected a number {words}, got '{text}'")
 
 
+def _share(text: str) -> float:
+    if value := _fraction(text, below_1=False):
+        return value
+    raise argparse.ArgumentTypeError(f"expected a number above 0, up to 1, got '{text}'")
+
+
+def _threshold(text: str) -> tuple[str, float]:
+    name, equals, value = text.rpartition("=")
+    if not (equals and name):
+        raise argparse.ArgumentTypeError(f"expected CLASS=T, got '{text}'")
+    return name, _share(value)
+
+
 def _quantity(text: str, unit: str, words: str) -> tuple[float, str]:
     """A positive number and its unit, which matches the pattern `unit`."""
     found = re.fullmatch(rf"([0-9.]+(?:[eE][+-]?[0-9]+)?) *({unit})", text.strip())
@@ -340,13 +353,18 @@ COMMANDS = (
         _argument("--num-overlays", "how many (default: 8)", "N", positive, default=8),
         _argument("--worst", "overlays of the N worst images, one of neighbours", "N", positive),
         _argument("--per-image", "write the scores of each image as CSV", "FILE", _path),
+        _argument("--curves", "precision and recall at each threshold as CSV", "FILE", _path),
+        _argument("--class", "whose threshold is sought", "NAME", dest="class_name"),
+        _argument("--precision", "seek the threshold of this precision", "X", _share),
+        _argument("--recall", "or the threshold of this recall", "X", _share),
         description="Score a trained model: IoU, Dice, precision and recall of every class, their "
         "means,\npixel accuracy and calibration error.",
         examples="segtrain eval runs/own\n"
         "segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
         "segtrain eval runs/own --with runs/own_seed1 --with runs/own_seed2     an ensemble\n"
         "segtrain eval runs/own/checkpoints/last.pt --split val --save-predictions out\n"
-        "segtrain eval runs/own --split test --no-labels --save-predictions out",
+        "segtrain eval runs/own --split test --no-labels --save-predictions out\n"
+        "segtrain eval runs/own --class crack --recall 0.95",
     ),
     Command(
         "verify",
@@ -456,13 +474,24 @@ COMMANDS = (
             "AREA",
             _area,
         ),
+        _argument(
+            "--threshold",
+            "a pixel has this class where its probability is at least T, and only there; may be "
+            "repeated (segtrain eval --class finds T)",
+            "CLASS=T",
+            _threshold,
+            action="append",
+            dest="thresholds",
+            default=[],
+        ),
         _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
         _DEVICE,
         description="Write label maps, colour maps and overlays of images of any size, and videos. "
         "Objects are\npixels of one class that touch, also at corners.",
         examples="segtrain predict runs/own photos/ extra.jpg --output predictions\n"
         "segtrain predict runs/own photos/ --output out --table table.csv --min-area 50\n"
-        "segtrain predict runs/own slides/ --output out --objects cells.csv --pixel-size 0.25um",
+        "segtrain predict runs/own slides/ --output out --objects cells.csv --pixel-size 0.25um\n"
+        "segtrain predict runs/own photos/ --output out --threshold crack=0.3",
     ),
     Command(
         "export",

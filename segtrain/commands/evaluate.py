@@ -37,6 +37,7 @@ from segtrain.errors import (
     ExecutionError,
     UserError,
 )
+from segtrain.evaluation.curves import CURVE_TITLES, CurveQuestion, curves_csv
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import Records, load_records
 from segtrain.evaluation.score_table import InstanceCounts, Report, make_report
@@ -72,10 +73,13 @@ def run_eval(args: argparse.Namespace) -> int:
     """Evaluates as the command line says and returns the exit code (collective).
 
     args: checkpoint (run directory or file), others (of an ensemble), set, split, device, json,
-        per_image, save_predictions, overlays, num_overlays, worst, no_labels.
+        per_image, save_predictions, overlays, num_overlays, worst, no_labels; curves, class_name,
+        precision and recall, as of CurveQuestion.
     """
     # 1. The model, the experiment and the data; what cannot work is refused at once.
     _check_options(args)
+    question = CurveQuestion(args.curves, args.class_name, args.precision, args.recall)
+    question.check()
     device = device_for(args.device)
     loaded = load_model(args.checkpoint, *args.others, device=device)
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
@@ -83,6 +87,7 @@ def run_eval(args: argparse.Namespace) -> int:
     dataset = open_dataset(config.data, split, labelled=not args.no_labels)
     _check_classes(loaded, dataset)
     num_classes = loaded.classes.num_classes
+    curves = question.counts(loaded.classes.names, device)
     check_windows(config, num_classes, device, dist.local_world_size())
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
@@ -112,7 +117,7 @@ def run_eval(args: argparse.Namespace) -> int:
         num_threads = max(1, num_loader_workers(config.data))
         evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
         counting = [] if instances is None else [instances.add]
-        outcome = evaluate(dataset, callbacks=[*writers, *counting])
+        outcome = evaluate(dataset, callbacks=[*writers, *counting], curves=curves)
         if instances is not None:
             instances.sum_over_ranks()
         records = Records.of(outcome, dataset, settings, loaded.step)
@@ -134,12 +139,14 @@ def run_eval(args: argparse.Namespace) -> int:
                 layout=config.data.layout,
             )
             classes = loaded.classes.names
+            answer = ([], {}) if curves is None else question.answer(curves.counts, classes)
             how = f"{settings.describe()}; trained with {describe_norm(config.norm)}"
             alone = {} if args.no_labels else _members_alone(loaded, records)
             for line in (
                 *(f"warning: {warning}" for warning in dataset.warnings),
                 *([] if args.no_labels else [*report.lines(), *why_not]),
                 *([] if args.no_labels else thin_classes(report.scores, classes, split)),
+                *answer[0],
                 f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
                 *(f"{name} alone: mIoU {percent(score)}" for name, score in alone.items()),
                 how,
@@ -151,9 +158,12 @@ def run_eval(args: argparse.Namespace) -> int:
                 text.say(line)
             if args.json:
                 found = _json(args.checkpoint, loaded, config, dataset, report, outcome)
+                found |= {"curves": answer[1]} if curves is not None else {}
                 _write(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
             if args.per_image:
                 _write(args.per_image, records.table())
+            if args.curves:
+                _write(args.curves, curves_csv(curves.counts, classes))
     return EXIT_OK
 
 
@@ -222,6 +232,7 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--worst: serves only --overlays DIR")
     if args.no_labels:
         scored = {"--json": args.json, "--per-image": args.per_image, "--overlays": args.overlays}
+        scored |= {"--curves": args.curves, "--class": args.class_name}
         for option, value in scored.items():
             if value:
                 raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")
@@ -231,8 +242,8 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _check_files(args: argparse.Namespace) -> None:
     """ConfigError: a file of scores cannot be written; makes its folder."""
-    begins = '{\n  "checkpoint": ', "image,IoU,accuracy,"
-    options = ("--json", args.json), ("--per-image", args.per_image)
+    begins = '{\n  "checkpoint": ', "image,IoU,accuracy,", ",".join(CURVE_TITLES)
+    options = ("--json", args.json), ("--per-image", args.per_image), ("--curves", args.curves)
     for (option, file), begin in zip(options, begins, strict=True):
         if file:
             with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):

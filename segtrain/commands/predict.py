@@ -31,6 +31,7 @@ from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.raster import raster_size, refuse_short_side
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
+from segtrain.evaluation.decision_rule import rule_of
 from segtrain.evaluation.georaster import (
     geo_tags,
     num_blocks,
@@ -89,7 +90,8 @@ def main(args: argparse.Namespace) -> int:
     args: source (run directory or checkpoint), others (of an ensemble), inputs (files and folders),
         output (a directory), device ("auto", "cpu" or "cuda"), set (a list of
         `section.key=value`), overwrite, probabilities (None, "npz" or "tif"), opacity (of
-        overlays), clear (names of classes), and those of TableOptions.
+        overlays), clear (names of classes), thresholds (names of classes and numbers), and those of
+        TableOptions.
 
     Raises:
         DataError: nothing to predict; or, after all others are done, images that cannot be read.
@@ -106,6 +108,8 @@ def main(args: argparse.Namespace) -> int:
     device = device_for(args.device)
     ready = make_ready(args.source, *args.others, settings=args.set, device=device)
     classes = ready.loaded.classes
+    rule = rule_of(args.thresholds, classes)
+    ready = ready._replace(predictor=ready.predictor.by(rule))
     masks = pictures.mask_names(classes) if classes.overlapping else []
     kinds = *pictures.KINDS, *(f"{pictures.MASKS}/{mask}" for mask in masks)
     paths = [f"{kind}/{name}.png" for name in names for kind in kinds]

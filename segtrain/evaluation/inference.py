@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from segtrain import kernels
+from segtrain.evaluation.decision_rule import DecisionRule
 from segtrain.evaluation.forward import Forward
 from segtrain.evaluation.settings import (
     BatchLimits,
@@ -51,8 +52,8 @@ from segtrain.models.enlarged import enlarged
 class LabelMap(NamedTuple):
     """A prediction, on the device of its image.
 
-    label: (h, w) uint8, the most probable class of every pixel; where classes overlap (h, w, K)
-        uint8, 1 where a class is.
+    label: (h, w) uint8, the most probable class of every pixel, or what a rule says; where classes
+        overlap (h, w, K) uint8, 1 where a class is.
     is_finite: () bool, whether the highest scores are finite numbers; else `label` means nothing.
     probability: (h, w) float, that of `label`; or (K, h, w), of every class, as always where they
         overlap; None if neither was asked for.
@@ -76,6 +77,7 @@ def predict_labels(
     limits: BatchLimits,
     *,
     probabilities: Literal["none", "highest", "all"] = "none",
+    rule: DecisionRule | None = None,
     on_windows: Callable[[int], object] = _ignore,
 ) -> list[LabelMap]:
     """The predictions for a group of images, in their order.
@@ -84,6 +86,7 @@ def predict_labels(
         from call to call may replay it.
     images: (1, C, H, W) as stored, on the model's device, of any sizes and one dtype.
     out_sizes: (h, w) of each result, usually the size of the label.
+    rule: None: the highest probability decides.
     limits: of a batch. Batches do not go beyond the group, those of windows not beyond a view.
     on_windows: called with the number of sliding windows computed since its last call; the calls
         add up to the sum of `num_windows`.
@@ -93,7 +96,8 @@ def predict_labels(
     window's height of rows; several scales, turns or another size need a map of the view.
     """
     forward = model if isinstance(model, Forward) else Forward(model)
-    if probabilities != "all" and _need_no_full_logits(forward.model, images, settings, out_sizes):
+    needs_all = probabilities == "all" or rule is not None
+    if not needs_all and _need_no_full_logits(forward.model, images, settings, out_sizes):
         return _labels_of_small(forward, images, settings, limits)
     found: dict[int, LabelMap] = {}
     for index, tiles in score_tiles(forward, images, settings, out_sizes, limits, on_windows):
@@ -103,7 +107,10 @@ def predict_labels(
         labels, finite, known = [], [], []
         for _, tile in tiles:
             highest = tile.max(0)
-            labels.append(highest.indices.to(torch.uint8))
+            if rule is None:
+                labels.append(highest.indices.to(torch.uint8))
+            else:
+                labels.append(rule.label(tile.softmax(0) if settings.gives_logits else tile))
             finite.append(highest.values.isfinite().all())
             if probabilities == "highest":
                 is_logits = settings.gives_logits

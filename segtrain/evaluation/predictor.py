@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
+from segtrain.evaluation.decision_rule import DecisionRule
 from segtrain.evaluation.forward import Forward
 from segtrain.evaluation.inference import LabelMap, predict_labels
 from segtrain.evaluation.settings import (
@@ -28,7 +29,7 @@ class Predictor:
     """A model on its device, in the precision of evaluation, and how images go through it.
 
     An image of 360x480 goes through as a whole, one of 6000x8000 by windows of 1024x1024, each as
-    `settings` say for its size; `limits` say how many go together.
+    `settings` say for its size; `limits` say how many go together. rule: as of `predict_labels`.
     """
 
     def __init__(
@@ -37,12 +38,18 @@ class Predictor:
         settings: SettingsBySize,
         device: torch.device,
         num_classes: int,
+        rule: DecisionRule | None = None,
     ) -> None:
         self.model, self.settings, self.device = model, settings, device
+        self.rule = rule
         self.num_classes = num_classes
         self.limits = batch_limits(settings.usual, device, num_classes)
         self.transfer = Transfer(device)
         self._forward = Forward(model)
+
+    def by(self, rule: DecisionRule | None) -> "Predictor":
+        """The same with this rule."""
+        return Predictor(self.model, self.settings, self.device, self.num_classes, rule)
 
     def label_maps(
         self,
@@ -89,6 +96,7 @@ class Predictor:
         with tf32_products(settings.tf32), memory_failures(message):
             moved = [self.transfer.to_device(image) for image in images]
             batch = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
+            how |= {"rule": self.rule}
             return predict_labels(self._forward, batch, settings, out_sizes, self.limits, **how)
 
 

@@ -22,7 +22,7 @@ from segtrain.metrics import (
     BinaryCounts,
     Calibration,
     ConfusionMatrix,
-    ProbabilityCounts,
+    CurveCounts,
     Scores,
     best_thresholds,
     counts_at,
@@ -87,7 +87,7 @@ class Outcome(NamedTuple):
     """
 
     matrix: ConfusionMatrix | BinaryCounts
-    calibration: Calibration | ProbabilityCounts
+    calibration: Calibration | CurveCounts
     images: Tensor
     num_by_windows: int
     levels: Tensor | None = None
@@ -142,6 +142,7 @@ def evaluate_dataset(
     at_once: int = 1,
     callbacks: Sequence[Callable[[Prediction], None]] = (),
     stop: Callable[[], bool] = lambda: False,
+    curves: CurveCounts | None = None,
 ) -> Outcome:
     """What is right and wrong in all of `dataset`, the same on every rank (collective).
 
@@ -162,6 +163,8 @@ def evaluate_dataset(
             all in one thread beside the caller's.
         stop: asked before each group and each batch of windows; true: this rank leaves its images.
             It may be true on some ranks only.
+        curves: gets the probabilities of all classes, which take time and memory; None: they are
+            not computed.
 
     Raises:
         StoppedError: a rank has left its images.
@@ -172,6 +175,7 @@ def evaluate_dataset(
         len(dataset),
         predictor.num_classes,
         predictor.device,
+        curves,
         overlapping=settings.thresholds is not None,
     )
     images = _Images(predictor, dataset, counts, stop)
@@ -209,13 +213,20 @@ class _Counts:
     """What this rank has counted."""
 
     def __init__(
-        self, num_images: int, num_classes: int, device: torch.device, *, overlapping: bool
+        self,
+        num_images: int,
+        num_classes: int,
+        device: torch.device,
+        curves: CurveCounts | None,
+        *,
+        overlapping: bool,
     ) -> None:
+        self.curves = curves
         self.num_infinite = torch.zeros((), dtype=torch.int64, device=device)
         self._levels: Tensor | None = None
         if overlapping:
             self._matrix = BinaryCounts(num_classes, device)
-            self._calibration = ProbabilityCounts(num_classes, device)
+            self._calibration = CurveCounts(num_classes, device)
             size = num_images, *levels_of(self._calibration.counts).shape
             self._levels = torch.zeros(size, dtype=torch.int32, device=device)
         else:
@@ -226,9 +237,13 @@ class _Counts:
     def add(self, index: int, found: LabelMap, label: Tensor) -> None:
         """Counts image `index`; nothing waits for the device."""
         table = self._matrix.update(found.label, label)
+        highest = found.probability
+        if self.curves is not None:
+            self.curves.update(found.probability, label)
         if self._levels is None:
             pixels = torch.stack([table.diagonal(), table.sum(1), table.sum(0)], dim=1)
-            self._calibration.update(found.probability, found.label, label)
+            highest = highest if highest.ndim == 2 else highest.amax(0)
+            self._calibration.update(highest, found.label, label)
         else:
             pixels = _right_labelled_predicted(table)
             counts = self._calibration.update(found.probability, label)
@@ -243,6 +258,8 @@ class _Counts:
         dist.all_reduce_sum(self._images)
         if self._levels is not None:
             dist.all_reduce_sum(self._levels)
+        if self.curves is not None:
+            self.curves.sum_over_ranks()
         counts = self._matrix, self._calibration, self._images
         return Outcome(*counts, num_by_windows, self._levels)
 
@@ -316,7 +333,8 @@ class _Images:
         chosen = [by_size.of(tuple(image.shape[:2])) for image in images]
         self.num_by_windows += sum(one.mode != by_size.usual.mode for one in chosen)
         sizes = [tuple(one.label.shape[:2]) for one in group]
-        asked = {"probabilities": "highest", "on_windows": self._leave_if_asked}
+        wanted = "highest" if self.counts.curves is None else "all"
+        asked = {"probabilities": wanted, "on_windows": self._leave_if_asked}
         return group, self.predictor.label_maps(images, sizes, place="evaluation", **asked)
 
     def _count(self, predicted: _Predicted) -> _Predicted:

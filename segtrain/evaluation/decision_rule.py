@@ -1,0 +1,53 @@
+"""Which class a pixel has, where not the highest probability alone decides."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segtrain.errors import ConfigError
+from segtrain.text import first_of, printable
+
+
+@dataclass(frozen=True)
+class DecisionRule:
+    """Thresholds of some classes, and a probability below which no class is sure enough.
+
+    A pixel has a class of `thresholds` (by train id) only where its probability is at least the
+    threshold; of several the one with the highest quotient of both. All other pixels have the most
+    probable of the other classes.
+    """
+
+    thresholds: Mapping[int, float]
+
+    def label(self, probability: Tensor) -> Tensor:
+        """(h, w) uint8 of the probabilities of all classes, (K, h, w)."""
+        chosen = list(self.thresholds)
+        least = torch.tensor([self.thresholds[k] for k in chosen], dtype=probability.dtype)
+        least = least.to(probability.device, non_blocking=True).view(-1, 1, 1)
+        some = probability[chosen]
+        quotient, place = (some / least).masked_fill_(some < least, 0).max(0)
+        others = probability.clone()
+        others[chosen] = -1
+        named = torch.tensor(chosen, device=probability.device)[place]
+        return torch.where(quotient > 0, named, others.argmax(0)).to(torch.uint8)
+
+
+def rule_of(thresholds: Sequence[tuple[str, float]], names: Sequence[str]) -> DecisionRule | None:
+    """The rule for thresholds by name; None: the highest probability decides.
+
+    ConfigError: a class that does not exist or comes twice, or no class is left for other pixels.
+    """
+    if not thresholds:
+        return None
+    given = [name for name, _ in thresholds]
+    if unknown := [name for name in given if name not in names]:
+        there = first_of(names, 20)
+        raise ConfigError(f"--threshold: no class {printable(unknown[0])}; there are {there}")
+    if len(set(given)) < len(given):
+        raise ConfigError("--threshold: once for each class")
+    if len(given) == len(names):
+        what = "one class needs to be without, for pixels that reach none"
+        raise ConfigError(f"--threshold: {what}")
+    return DecisionRule({list(names).index(name): value for name, value in thresholds})
