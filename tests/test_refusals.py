@@ -304,6 +304,8 @@ EVALUATING = [
     (f"{EVAL} --recall 0.5", 2, "--precision, --recall: need --class NAME"),
     (f"{EVAL} --class nothing --recall 0.5", 2, "--class: no class nothing; there are ground..."),
     (f"{EVAL} --class ground --recall 0", 2, "... expected a number above 0, up to 1, got '0'"),
+    (f"{EVAL} --group (p[0-9]+)", 2, "--group (p[0-9]+): ... no group: ..."),
+    (f"{EVAL} --group (p", 2, "...argument --group: no regular expression: ..."),
     (f"{EVAL} --curves my.yaml", 2, "--curves my.yaml: cannot be written: exists, and is no ..."),
     (f"{EVAL} --save-predictions my.yaml/x", 2, "... my.yaml/x: cannot make this folder: ..."),
     (f"{EVAL} --overlays my.yaml/x", 2, "--overlays my.yaml/x: cannot make this folder: ..."),

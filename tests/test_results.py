@@ -109,7 +109,8 @@ def test_neighbours_of_a_sequence_count_once_among_the_worst():
     frames = [f"frankfurt_000{i // 30}_{i:04}0_leftImg8bit" for i in range(20, 60)]
     assert set(sequences_of(frames)) == {"frankfurt_0000_", "frankfurt_0001_"}
     rows = list(csv.reader(io.StringIO(found.table())))
-    assert rows[1] == ["other", "0.050000", "0.050000", "100", "0.050000", "0.000000"]
+    pixels = ["5", "100", "5", "0", "0", "95"]
+    assert rows[1] == ["other", "0.050000", "0.050000", "100", "0.050000", "0.000000", *pixels]
     assert len(rows) == 63
 
 
@@ -177,6 +178,7 @@ def test_training_leaves_a_page_whose_numbers_are_those_of_eval(run, lab):
         "runs RUN --json",
         "eval RUN --json",
         "eval RUN --per-image",
+        "eval RUN --curves",
         "config schema --output",
         "data check RUN/config.yaml --json",
         "data stats RUN/config.yaml --jobs 1 --json",

@@ -353,6 +353,13 @@ COMMANDS = (
         _argument("--num-overlays", "how many (default: 8)", "N", positive, default=8),
         _argument("--worst", "overlays of the N worst images, one of neighbours", "N", positive),
         _argument("--per-image", "write the scores of each image as CSV", "FILE", _path),
+        _argument(
+            "--group",
+            "scores by group of images, such as patients, and their mean: images are of one group "
+            "whose paths have the same match or (match), such as '(p[0-9]+)_'",
+            "REGEX",
+            _pattern,
+        ),
         _argument("--curves", "precision and recall at each threshold as CSV", "FILE", _path),
         _argument("--class", "whose threshold is sought", "NAME", dest="class_name"),
         _argument("--precision", "seek the threshold of this precision", "X", _share),
@@ -364,7 +371,8 @@ COMMANDS = (
         "segtrain eval runs/own --with runs/own_seed1 --with runs/own_seed2     an ensemble\n"
         "segtrain eval runs/own/checkpoints/last.pt --split val --save-predictions out\n"
         "segtrain eval runs/own --split test --no-labels --save-predictions out\n"
-        "segtrain eval runs/own --class crack --recall 0.95",
+        "segtrain eval runs/own --class crack --recall 0.95\n"
+        "segtrain eval runs/own --group '(patient_[0-9]+)' --json scores.json",
     ),
     Command(
         "verify",

@@ -6,6 +6,7 @@ Every rank runs this on its part of the images and writes pictures of them; rank
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -26,6 +27,7 @@ from segtrain.data.read.classes import class_differences, default_palette
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.layouts import instance_files, list_split
 from segtrain.data.read.protect import check_pictures
+from segtrain.data.read.sources import groups_of
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
@@ -38,6 +40,7 @@ from segtrain.errors import (
     UserError,
 )
 from segtrain.evaluation.curves import CURVE_TITLES, CurveQuestion, curves_csv
+from segtrain.evaluation.group_table import ScoresByGroup
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import Records, load_records
 from segtrain.evaluation.score_table import InstanceCounts, Report, make_report
@@ -73,8 +76,8 @@ def run_eval(args: argparse.Namespace) -> int:
     """Evaluates as the command line says and returns the exit code (collective).
 
     args: checkpoint (run directory or file), others (of an ensemble), set, split, device, json,
-        per_image, save_predictions, overlays, num_overlays, worst, no_labels; curves, class_name,
-        precision and recall, as of CurveQuestion.
+        per_image, save_predictions, overlays, num_overlays, worst, no_labels, group (a pattern);
+        curves, class_name, precision and recall, as of CurveQuestion.
     """
     # 1. The model, the experiment and the data; what cannot work is refused at once.
     _check_options(args)
@@ -89,6 +92,7 @@ def run_eval(args: argparse.Namespace) -> int:
     num_classes = loaded.classes.num_classes
     curves = question.counts(loaded.classes.names, device)
     check_windows(config, num_classes, device, dist.local_world_size())
+    groups = _groups(args.group, dataset, config)
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
     _check_files(args)
@@ -139,6 +143,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 layout=config.data.layout,
             )
             classes = loaded.classes.names
+            by_group = groups and ScoresByGroup.of(records.images, groups, classes)
             answer = ([], {}) if curves is None else question.answer(curves.counts, classes)
             how = f"{settings.describe()}; trained with {describe_norm(config.norm)}"
             alone = {} if args.no_labels else _members_alone(loaded, records)
@@ -147,6 +152,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 *([] if args.no_labels else [*report.lines(), *why_not]),
                 *([] if args.no_labels else thin_classes(report.scores, classes, split)),
                 *answer[0],
+                *(by_group.lines() if by_group else []),
                 f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
                 *(f"{name} alone: mIoU {percent(score)}" for name, score in alone.items()),
                 how,
@@ -159,6 +165,7 @@ def run_eval(args: argparse.Namespace) -> int:
             if args.json:
                 found = _json(args.checkpoint, loaded, config, dataset, report, outcome)
                 found |= {"curves": answer[1]} if curves is not None else {}
+                found |= {"by_group": by_group.to_dict()} if by_group else {}
                 _write(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
             if args.per_image:
                 _write(args.per_image, records.table())
@@ -221,6 +228,16 @@ def _members_alone(loaded: LoadedModel, records: Records) -> dict[str, float]:
     return found
 
 
+def _groups(
+    pattern: re.Pattern[str] | None, dataset: SegDataset, config: Config
+) -> list[str] | None:
+    """The group of each image, by its path; None: not asked for."""
+    if pattern is None:
+        return None
+    root = os.path.expanduser(config.data.root)
+    return groups_of(pattern, [os.path.relpath(pair.image, root) for pair in dataset.pairs])
+
+
 def _write(file: Path, content: str) -> None:
     with os_errors_as(ExecutionError, file, "the scores cannot be written"):
         files.write_output(file, content)
@@ -232,7 +249,7 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--worst: serves only --overlays DIR")
     if args.no_labels:
         scored = {"--json": args.json, "--per-image": args.per_image, "--overlays": args.overlays}
-        scored |= {"--curves": args.curves, "--class": args.class_name}
+        scored |= {"--curves": args.curves, "--class": args.class_name, "--group": args.group}
         for option, value in scored.items():
             if value:
                 raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")

@@ -126,15 +126,21 @@ class Records:
         return chosen
 
     def table(self) -> str:
-        """CSV: a line for each image, the worst first; IoU of each class, blank without pixels."""
+        """CSV: a line for each image, the worst first; IoU of each class, blank without pixels.
+
+        Then the pixels of each class that are right, labelled and predicted.
+        """
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(["image", "IoU", "accuracy", "labelled_px", *self.classes])
+        kinds = "right_px", "labelled_px", "predicted_px"
+        pixels = [f"{name} {kind}" for name in self.classes for kind in kinds]
+        rows.writerow(["image", "IoU", "accuracy", "labelled_px", *self.classes, *pixels])
         score, by_class = self.image_iou, self.class_iou
         right, labelled = (self.images[..., column].sum(1) for column in (RIGHT, LABELLED))
         for i in sorted(range(len(self.names)), key=lambda i: (math.isnan(score[i]), score[i])):
             accuracy = right[i] / labelled[i] if labelled[i] else math.nan
             values = [score[i], accuracy, int(labelled[i]), *by_class[i]]
+            values += self.images[i].ravel().tolist()
             rows.writerow([self.names[i], *(_cell(value) for value in values)])
         return text.getvalue()
 
