@@ -120,7 +120,7 @@ def arguments(checkpoint, **options):
     given |= {"no_labels": False, "save_predictions": None, "overlays": None, "num_overlays": 2}
     given |= {"worst": None, "per_image": None, "others": []}
     given |= {"curves": None, "class_name": None, "precision": None, "recall": None}
-    given |= {"group": None}
+    given |= {"group": None, "surface": None}
     given |= options
     files = {key: Path(given[key]) for key in ("json", "per_image") if given[key]}
     return argparse.Namespace(checkpoint=checkpoint, **given | files)

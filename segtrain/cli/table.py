@@ -104,6 +104,13 @@ def _quantity(text: str, unit: str, words: str) -> tuple[float, str]:
     raise argparse.ArgumentTypeError(f"expected {words}, got '{text}'")
 
 
+def _tolerance(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"expected pixels of at least 0, got '{text}'")
+
+
 _length = partial(_quantity, unit=r"[^\W\d_]+", words="a number and a unit, such as 0.25um")
 _area = partial(_quantity, unit=r"(?:[^\W\d_]+2)?", words="pixels, or square units, such as 5m2")
 _fraction_below_1, _opacity = (partial(_fraction, below_1=below) for below in (True, False))
@@ -359,6 +366,13 @@ COMMANDS = (
             "whose paths have the same match or (match), such as '(p[0-9]+)_'",
             "REGEX",
             _pattern,
+        ),
+        _argument(
+            "--surface",
+            "distances of borders: Hausdorff (95 %%), surface Dice at this tolerance in pixels, "
+            "boundary IoU; needs MONAI: pip install '.[surface]'",
+            "PX",
+            _tolerance,
         ),
         _argument("--curves", "precision and recall at each threshold as CSV", "FILE", _path),
         _argument("--class", "whose threshold is sought", "NAME", dest="class_name"),

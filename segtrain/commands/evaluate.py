@@ -46,6 +46,7 @@ from segtrain.evaluation.records import Records, load_records
 from segtrain.evaluation.score_table import InstanceCounts, Report, make_report
 from segtrain.evaluation.scoring import Chosen, Outcome, Prediction, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
+from segtrain.evaluation.surfaces import SurfaceScores
 from segtrain.files import os_errors_as
 from segtrain.metrics import percent, thin_classes
 from segtrain.models.memory import check_windows
@@ -76,8 +77,9 @@ def run_eval(args: argparse.Namespace) -> int:
     """Evaluates as the command line says and returns the exit code (collective).
 
     args: checkpoint (run directory or file), others (of an ensemble), set, split, device, json,
-        per_image, save_predictions, overlays, num_overlays, worst, no_labels, group (a pattern);
-        curves, class_name, precision and recall, as of CurveQuestion.
+        per_image, save_predictions, overlays, num_overlays, worst, no_labels, group (a pattern),
+        surface (a tolerance in pixels); curves, class_name, precision and recall, those of
+        CurveQuestion.
     """
     # 1. The model, the experiment and the data; what cannot work is refused at once.
     _check_options(args)
@@ -95,6 +97,9 @@ def run_eval(args: argparse.Namespace) -> int:
     groups = _groups(args.group, dataset, config)
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
+    surfaces = None
+    if args.surface is not None:
+        surfaces = SurfaceScores(loaded.classes.names, args.surface)
     _check_files(args)
 
     with ExitStack() as stack:
@@ -120,10 +125,11 @@ def run_eval(args: argparse.Namespace) -> int:
         )
         num_threads = max(1, num_loader_workers(config.data))
         evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
-        counting = [] if instances is None else [instances.add]
+        measured = [one for one in (instances, surfaces) if one is not None]
+        counting = [one.add for one in measured]
         outcome = evaluate(dataset, callbacks=[*writers, *counting], curves=curves)
-        if instances is not None:
-            instances.sum_over_ranks()
+        for one in measured:
+            one.sum_over_ranks()
         records = Records.of(outcome, dataset, settings, loaded.step)
         if args.worst:
             chosen = Chosen(dataset, sorted(records.worst(args.worst)))
@@ -153,6 +159,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 *([] if args.no_labels else thin_classes(report.scores, classes, split)),
                 *answer[0],
                 *(by_group.lines() if by_group else []),
+                *(surfaces.lines() if surfaces else []),
                 f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
                 *(f"{name} alone: mIoU {percent(score)}" for name, score in alone.items()),
                 how,
@@ -166,6 +173,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 found = _json(args.checkpoint, loaded, config, dataset, report, outcome)
                 found |= {"curves": answer[1]} if curves is not None else {}
                 found |= {"by_group": by_group.to_dict()} if by_group else {}
+                found |= {"surfaces": surfaces.to_dict()} if surfaces else {}
                 _write(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
             if args.per_image:
                 _write(args.per_image, records.table())
@@ -250,8 +258,9 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.no_labels:
         scored = {"--json": args.json, "--per-image": args.per_image, "--overlays": args.overlays}
         scored |= {"--curves": args.curves, "--class": args.class_name, "--group": args.group}
+        scored |= {"--surface": args.surface}
         for option, value in scored.items():
-            if value:
+            if value is not None:
                 raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")
         if not args.save_predictions:
             raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")

@@ -1,0 +1,152 @@
+"""Borders of classes, beside MONAI, SciPy and the published formula of the boundary IoU."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import ndimage
+from test_evaluate import cityscapes, command, know_the_colors  # noqa: F401 - fixtures
+
+from segtrain.errors import ConfigError
+from segtrain.evaluation.scoring import Prediction
+from segtrain.evaluation.surfaces import SurfaceScores, near_border
+from segtrain.types import IGNORE_INDEX
+
+monai = pytest.importorskip("monai.metrics", reason="pip install '.[surface]'")
+NAMES = ["ground", "disc", "bar", "nowhere"]
+SIZE = 70, 90
+
+
+def drawn(shift, *, bar=True):
+    """A disc of radius 15 at (30, 40 + shift), and a bar of 10 x 40 whose height is 10 + shift."""
+    y, x = np.mgrid[: SIZE[0], : SIZE[1]]
+    label = ((y - 30) ** 2 + (x - 40 - shift) ** 2 <= 225).astype(np.uint8)
+    if bar:
+        label[55 : 65 + shift, 20:60] = 2
+    return label
+
+
+def scores(pairs, tolerance=2.0):
+    found = SurfaceScores(NAMES, tolerance)
+    for i, (label, pred) in enumerate(pairs):
+        found.add(Prediction(i, np.zeros((*SIZE, 3), np.uint8), label, pred))
+    return found
+
+
+def by_scipy(label, pred, tolerance):
+    """Distances of border pixels, by distance transforms: the 95th percentile, and Dice."""
+    edges = [mask & ~ndimage.binary_erosion(mask) for mask in (label, pred)]
+    far = [ndimage.distance_transform_edt(~edge) for edge in edges]
+    one, other = far[1][edges[0]], far[0][edges[1]]
+    distance = max(np.percentile(one, 95), np.percentile(other, 95))
+    near = (one <= tolerance).sum() + (other <= tolerance).sum()
+    return distance, near / (len(one) + len(other))
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1.0, 2.5])
+def test_distances_are_those_of_scipy_and_of_monai_on_whole_images(tolerance):
+    rng = np.random.default_rng(0)
+    noisy = np.where(rng.random(SIZE) < 0.1, rng.integers(0, 3, SIZE), drawn(1)).astype(np.uint8)
+    pairs = [(drawn(0), drawn(3)), (drawn(0), noisy)]
+    found = scores(pairs, tolerance).to_dict()
+    expected = [
+        [by_scipy(label == k, pred == k, tolerance) for label, pred in pairs] for k in range(3)
+    ]
+    for k, row in enumerate(found["classes"][:3]):
+        distance, dice = np.mean(expected[k], axis=0)
+        assert (row["HD95_px"], row["surface_dice"]) == pytest.approx((distance, dice))
+    whole = [np.eye(3, dtype=bool)[x].transpose(2, 0, 1)[None] for x in pairs[1][::-1]]
+    with pytest.warns(FutureWarning):
+        theirs = monai.compute_hausdorff_distance(*whole, include_background=True, percentile=95)
+    assert [expected[k][1][0] for k in range(3)] == pytest.approx(theirs[0].tolist())
+    assert found["mean_HD95_px"] == pytest.approx(np.mean(expected, axis=1)[:, 0].mean())
+
+
+def test_a_bar_that_is_moved_has_the_distance_it_was_moved():
+    label, pred = np.zeros((2, *SIZE), np.uint8)
+    label[10:20, 10:80] = 1
+    pred[10 + 4 : 20 + 4, 10:80] = 1
+    row = scores([(label, pred)]).to_dict()["classes"][1]
+    assert row["HD95_px"] == 4
+    assert scores([(label, pred)], 4.0).to_dict()["classes"][1]["surface_dice"] == 1
+
+
+def test_an_image_that_only_one_shows_counts_as_said():
+    pairs = [(drawn(0), drawn(0)), (drawn(0), drawn(0, bar=False)), (drawn(0, bar=False),) * 2]
+    found = scores(pairs)
+    bar, nowhere = found.to_dict()["classes"][2:]
+    assert (bar["num_images"], bar["num_one_sided"]) == (2, 1)
+    assert (bar["HD95_px"], bar["surface_dice"]) == (0, 0.5)
+    assert nowhere == {
+        "name": "nowhere",
+        "num_images": 0,
+        "num_one_sided": 0,
+        "HD95_px": None,
+        "surface_dice": None,
+        "boundary_IoU": None,
+    }
+    assert not [line for line in found.lines() if line.startswith("warning")]
+    (line,) = (line for line in found.lines() if line.startswith("bar"))
+    assert line.split()[1:5] == ["2", "1", "0.00", "50.00"]
+
+
+def test_the_boundary_iou_is_the_published_formula():
+    """Pixels of a mask no farther than d from its border, by the chessboard distance."""
+    distance = max(1, round(0.02 * math.hypot(*SIZE)))
+    sums = np.zeros((3, 2), int)
+    pairs = [(drawn(0), drawn(2)), (drawn(1), drawn(4))]
+    for pair in pairs:
+        for k in range(3):
+            near = []
+            for one in pair:
+                depth = ndimage.distance_transform_cdt(np.pad(one == k, 1), "chessboard")[
+                    1:-1, 1:-1
+                ]
+                near.append((one == k) & (depth <= distance))
+                assert np.array_equal(near_border((one == k).astype(np.uint8)), near[-1])
+            sums[k] += [(near[0] & near[1]).sum(), (near[0] | near[1]).sum()]
+    found = [row["boundary_IoU"] for row in scores(pairs).to_dict()["classes"][:3]]
+    assert found == pytest.approx((sums[:, 0] / sums[:, 1]).tolist())
+
+
+def test_borders_that_are_ignored_pixels_are_warned_about():
+    label = drawn(0)
+    ring = ndimage.binary_dilation(label == 1, iterations=3) & (label != 1)
+    label[ring] = IGNORE_INDEX
+    lines = scores([(label, drawn(2))]).lines()
+    edge = sum(
+        (label == k) & ~ndimage.binary_erosion(label == k, np.ones((3, 3)), border_value=1)
+        for k in range(3)
+    )
+    beside = ndimage.binary_dilation(label == IGNORE_INDEX, np.ones((3, 3)))
+    share = f"{(edge * beside).sum() / edge.sum():.1%}"
+    assert lines[-1].startswith(f"warning: {share} of the borders in labels are those of ignored")
+
+
+def test_eval_writes_them_and_ranks_gather_them(command, capsys):  # noqa: F811
+    found = command(surface=1.0)["surfaces"]
+    assert found["tolerance_px"] == 1
+    assert len(found["classes"]) == 19
+    assert 0 < found["mean_surface_dice"] < 1
+    assert "borders: surface Dice within 1 px" in capsys.readouterr().out
+
+
+def of_this_rank():
+    from segtrain.distributed import collectives as dist
+
+    pairs = [(drawn(0), drawn(i)) for i in range(4)]
+    found = SurfaceScores(NAMES, 1.0)
+    for i in range(dist.rank(), 4, dist.world_size()):
+        found.add(Prediction(i, np.zeros((*SIZE, 3), np.uint8), *pairs[i]))
+    found.sum_over_ranks()
+    return found.to_dict()
+
+
+def test_two_ranks_have_the_same_bits_as_one(run_ranks):
+    assert run_ranks(2, of_this_rank) == [of_this_rank()] * 2
+
+
+def test_without_monai_the_message_says_how_to_install_it(command, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(__import__("sys").modules, "monai.metrics", None)
+    with pytest.raises(ConfigError, match=r"--surface: .* MONAI, .*: pip install '\.\[surface\]'"):
+        command(surface=1.0)
