@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tifffile
 import torch
+from PIL import Image
 from sklearn.metrics import average_precision_score, precision_recall_curve
 from test_evaluate import cityscapes, command, know_the_colors  # noqa: F401 - fixtures
 from test_evaluate_dataset import CLASSES, CPU, SETTINGS
@@ -155,6 +157,41 @@ def test_predict_takes_thresholds_for_images_of_any_kind(run, tmp_path):  # noqa
     ):
         with pytest.raises(ConfigError, match=words):
             run(tmp_path / "a.png", thresholds=given, overwrite=True)
+
+
+@pytest.mark.parametrize("mode", ["whole", "slide"])
+def test_pixels_that_are_not_sure_enough_have_no_class(run, tmp_path, mode):  # noqa: F811
+    """In label maps, and counted beside those whose image has no value; thresholds go before."""
+    image = photo(20, 30) // 64
+    image[:, :4] = 255
+    tags = [(42113, "s", 0, "255", True)]
+    tifffile.imwrite(tmp_path / "a.tif", image, photometric="rgb", extratags=tags)
+    p = np.exp(image.astype(float))
+    p /= p.sum(2, keepdims=True)
+    how = {"set": [f"eval.mode={mode}", "eval.crop_size=[16, 16]"], "overwrite": True}
+    for thresholds in ([], [("greenish", 0.2)]):
+        label = p.argmax(2)
+        is_greenish = np.zeros(label.shape, bool)
+        if thresholds:
+            is_greenish = p[..., 1] >= 0.2
+            label = np.where(is_greenish, 1, p[..., [0, 2]].argmax(2) * 2)
+        unknown = (p.max(2) < 0.6) & ~is_greenish
+        unknown[:, :4] = False
+        expected = np.where(unknown, 0, np.array([7, 23, 11])[label])
+        expected[:, :4] = 0
+        files = {"table": tmp_path / "t.csv", "thresholds": thresholds}
+        assert run(tmp_path / "a.tif", unknown_below=0.6, **files, **how) == 0
+        found = np.array(Image.open(tmp_path / "out/labels/a.png"))
+        assert np.array_equal(found, expected)
+        with (tmp_path / "t.csv").open(newline="") as opened:
+            rows = list(csv.DictReader(opened))
+        assert {row["unknown_px"] for row in rows} == {str(int(unknown.sum()))}
+        assert {row["no_value_px"] for row in rows} == {"80"}
+        assert unknown.sum() > 20
+        counts = [int((expected == raw).sum()) for raw in (7, 23, 11)]
+        assert [int(row["pixels"]) for row in rows] == counts
+    with pytest.raises(ConfigError, match="--unknown-below: no effect: of 3 classes one always"):
+        run(tmp_path / "a.tif", unknown_below=0.3, overwrite=True)
 
 
 def test_eval_tells_curves_and_the_threshold(command, tmp_path, capsys):  # noqa: F811

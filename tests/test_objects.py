@@ -88,12 +88,12 @@ def test_tables_tell_pixels_objects_and_places_of_drawn_images(run, tmp_path):  
     counts = [2400 - greenish - 20, greenish, 20]
     shares = [f"{n / 2400:.12g}" for n in counts]
     assert rows == [
-        ["a", "reddish", "63", "1", "1", "0", "yes"],
-        ["a", "greenish", "0", "0", "0", "0", "no"],
-        ["a", "bluish", "0", "0", "0", "0", "no"],
-        ["b", "reddish", str(counts[0]), shares[0], "1", "0", "yes"],
-        ["b", "greenish", str(counts[1]), shares[1], "2", "0", "yes"],
-        ["b", "bluish", "20", shares[2], "1", "0", "no"],
+        ["a", "reddish", "63", "1", "1", "0", "0", "yes"],
+        ["a", "greenish", "0", "0", "0", "0", "0", "no"],
+        ["a", "bluish", "0", "0", "0", "0", "0", "no"],
+        ["b", "reddish", str(counts[0]), shares[0], "1", "0", "0", "yes"],
+        ["b", "greenish", str(counts[1]), shares[1], "2", "0", "0", "yes"],
+        ["b", "bluish", "20", shares[2], "1", "0", "0", "no"],
     ]
     objects = [row for row in read(files["objects"]) if row["class"] != "reddish"]
     assert [(row["class"], row["object"]) for row in objects] == [

@@ -506,6 +506,12 @@ COMMANDS = (
             dest="thresholds",
             default=[],
         ),
+        _argument(
+            "--unknown-below",
+            "pixels of which no class has this probability get none, but by --threshold",
+            "P",
+            _share,
+        ),
         _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
         _DEVICE,
         description="Write label maps, colour maps and overlays of images of any size, and videos. "
@@ -513,7 +519,8 @@ COMMANDS = (
         examples="segtrain predict runs/own photos/ extra.jpg --output predictions\n"
         "segtrain predict runs/own photos/ --output out --table table.csv --min-area 50\n"
         "segtrain predict runs/own slides/ --output out --objects cells.csv --pixel-size 0.25um\n"
-        "segtrain predict runs/own photos/ --output out --threshold crack=0.3",
+        "segtrain predict runs/own photos/ --output out --threshold crack=0.3\n"
+        "segtrain predict runs/own photos/ --output out --unknown-below 0.6 --table table.csv",
     ),
     Command(
         "export",

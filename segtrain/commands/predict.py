@@ -90,8 +90,8 @@ def main(args: argparse.Namespace) -> int:
     args: source (run directory or checkpoint), others (of an ensemble), inputs (files and folders),
         output (a directory), device ("auto", "cpu" or "cuda"), set (a list of
         `section.key=value`), overwrite, probabilities (None, "npz" or "tif"), opacity (of
-        overlays), clear (names of classes), thresholds (names of classes and numbers), and those of
-        TableOptions.
+        overlays), clear (names of classes), thresholds (names of classes and numbers),
+        unknown_below (a probability), and those of TableOptions.
 
     Raises:
         DataError: nothing to predict; or, after all others are done, images that cannot be read.
@@ -108,7 +108,10 @@ def main(args: argparse.Namespace) -> int:
     device = device_for(args.device)
     ready = make_ready(args.source, *args.others, settings=args.set, device=device)
     classes = ready.loaded.classes
-    rule = rule_of(args.thresholds, classes)
+    if classes.overlapping and (args.thresholds or args.unknown_below is not None):
+        what = "with task multilabel each class has a threshold of its own"
+        raise ConfigError(f"--threshold, --unknown-below: {what}; use --set eval.thresholds=[...]")
+    rule = rule_of(args.thresholds, classes.names, args.unknown_below)
     ready = ready._replace(predictor=ready.predictor.by(rule))
     masks = pictures.mask_names(classes) if classes.overlapping else []
     kinds = *pictures.KINDS, *(f"{pictures.MASKS}/{mask}" for mask in masks)

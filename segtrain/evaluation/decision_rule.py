@@ -8,6 +8,7 @@ from torch import Tensor
 
 from segtrain.errors import ConfigError
 from segtrain.text import first_of, printable
+from segtrain.types import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -16,30 +17,45 @@ class DecisionRule:
 
     A pixel has a class of `thresholds` (by train id) only where its probability is at least the
     threshold; of several the one with the highest quotient of both. All other pixels have the most
-    probable of the other classes.
+    probable of the other classes; where no class at all has a probability of `unknown_below`, none.
     """
 
     thresholds: Mapping[int, float]
+    unknown_below: float = 0.0
 
     def label(self, probability: Tensor) -> Tensor:
-        """(h, w) uint8 of the probabilities of all classes, (K, h, w)."""
-        chosen = list(self.thresholds)
-        least = torch.tensor([self.thresholds[k] for k in chosen], dtype=probability.dtype)
-        least = least.to(probability.device, non_blocking=True).view(-1, 1, 1)
-        some = probability[chosen]
-        quotient, place = (some / least).masked_fill_(some < least, 0).max(0)
-        others = probability.clone()
-        others[chosen] = -1
-        named = torch.tensor(chosen, device=probability.device)[place]
-        return torch.where(quotient > 0, named, others.argmax(0)).to(torch.uint8)
+        """(h, w) uint8 of the probabilities of all classes, (K, h, w); IGNORE_INDEX: no class."""
+        is_sure = probability.amax(0) >= self.unknown_below
+        if not self.thresholds:
+            label = probability.argmax(0)
+        else:
+            chosen = list(self.thresholds)
+            least = torch.tensor([self.thresholds[k] for k in chosen], dtype=probability.dtype)
+            least = least.to(probability.device, non_blocking=True).view(-1, 1, 1)
+            some = probability[chosen]
+            quotient, place = (some / least).masked_fill_(some < least, 0).max(0)
+            others = probability.clone()
+            others[chosen] = -1
+            named = torch.tensor(chosen, device=probability.device)[place]
+            label = torch.where(quotient > 0, named, others.argmax(0))
+            is_sure |= quotient > 0
+        return label.masked_fill_(~is_sure, IGNORE_INDEX).to(torch.uint8)
 
 
-def rule_of(thresholds: Sequence[tuple[str, float]], names: Sequence[str]) -> DecisionRule | None:
+def rule_of(
+    thresholds: Sequence[tuple[str, float]],
+    names: Sequence[str],
+    unknown_below: float | None = None,
+) -> DecisionRule | None:
     """The rule for thresholds by name; None: the highest probability decides.
 
-    ConfigError: a class that does not exist or comes twice, or no class is left for other pixels.
+    ConfigError: a class that does not exist or comes twice, no class is left for other pixels, or
+        no probability is below `unknown_below`.
     """
-    if not thresholds:
+    if unknown_below is not None and unknown_below <= 1 / len(names):
+        what = f"of {len(names)} classes one always has {1 / len(names):.3g}"
+        raise ConfigError(f"--unknown-below: no effect: {what}")
+    if not thresholds and unknown_below is None:
         return None
     given = [name for name, _ in thresholds]
     if unknown := [name for name in given if name not in names]:
@@ -50,4 +66,5 @@ def rule_of(thresholds: Sequence[tuple[str, float]], names: Sequence[str]) -> De
     if len(given) == len(names):
         what = "one class needs to be without, for pixels that reach none"
         raise ConfigError(f"--threshold: {what}")
-    return DecisionRule({list(names).index(name): value for name, value in thresholds})
+    by_id = {list(names).index(name): value for name, value in thresholds}
+    return DecisionRule(by_id, unknown_below or 0.0)

@@ -27,7 +27,7 @@ from segtrain.evaluation.pixel_size import PixelGrid, grid_of, square
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.text import first_of, printable
 
-_TABLE = "image", "class", "pixels", "share", "objects", "no_value_px"
+_TABLE = "image", "class", "pixels", "share", "objects", "no_value_px", "unknown_px"
 _OBJECTS = "image", "class", "object", "pixels", "x_px", "y_px", "left_px", "top_px"
 _OBJECTS += "width_px", "height_px"
 # An area is a product: 0.1 * 0.1 is a little more than 0.01.
@@ -136,7 +136,8 @@ class ObjectTables:
             ):
                 areas = found.objects[k][:, PIXELS]
                 share = pixels / valid if valid else ""
-                row = [source.name, name, pixels, share, len(areas), found.no_value]
+                unknown = found.num_ignored - found.no_value
+                row = [source.name, name, pixels, share, len(areas), found.no_value, unknown]
                 if unit:
                     row.append(pixels * grid.area if grid else "")
                 if least:
