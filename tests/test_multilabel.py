@@ -1,6 +1,7 @@
 """Task multilabel: classes that overlap. The oracles are torch, torchvision, scikit-learn and the
 authors' own lines for the Lovász hinge, in float64."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -710,3 +711,34 @@ def test_one_label_for_all_classes_is_no_multilabel_folder(tmp_path, lab):
         "init", tmp_path / "data", "--task", "multilabel", "--output", tmp_path / "m"
     )
     assert "one label holds all classes" in said
+
+
+def test_tables_count_each_class_where_it_lies_on_others_too(learnt, lab, tmp_path):
+    root, _ = learnt
+    table, output = tmp_path / "t.csv", tmp_path / "pred"
+    photos = root / "data/images"
+    lab.done("predict", root / "run", photos, "--output", output, "--table", table)
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 24
+    for row in rows:
+        mask = cv2.imread(str(output / f"masks/{row['class']}/{row['image']}.png"), -1)
+        assert int(row["pixels"]) == (mask == 255).sum()
+        assert int(row["objects"]) == cv2.connectedComponents(mask, connectivity=8)[0] - 1
+    said = lab.refused(
+        "predict", root / "run", photos, "--output", tmp_path / "o", "--threshold", "red=0.3"
+    )
+    assert "use --set eval.thresholds" in said
+
+
+def test_curves_and_borders_are_those_of_each_class(learnt, lab, tmp_path):
+    pytest.importorskip("monai")
+    root, _ = learnt
+    found = tmp_path / "e.json"
+    lab.done(
+        "eval", root / "run", "--surface", 2, "--class", "red", "--recall", 0.9, "--json", found
+    )
+    found = json.loads(found.read_text())
+    ap = {row["name"]: row["AP"] for row in found["classes"]}
+    assert found["curves"]["AP"] == pytest.approx(ap, abs=1e-12)
+    assert found["curves"]["operating_point"]["recall"] >= 0.9

@@ -11,6 +11,7 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
+from segtrain.data.read.image import shows
 from segtrain.types import IGNORE_INDEX
 
 # Columns of a table of objects. Sums are of the columns and rows of all pixels.
@@ -53,12 +54,13 @@ class ObjectCounter:
     def add(self, label: np.ndarray, missing: np.ndarray) -> None:
         """Adds the next block.
 
-        label: (h, w) uint8 train ids or IGNORE_INDEX. missing: (h, w), not 0 where the image has no
-            value.
+        label: (h, w) uint8 train ids or IGNORE_INDEX; where classes overlap (h, w, K). missing:
+            (h, w), not 0 where the image has no value.
         """
         for k, one in enumerate(self._classes):
-            one.add(label == k, self._left, self._top)
-        self._num_ignored += int((label == IGNORE_INDEX).sum())
+            one.add(shows(label, k), self._left, self._top)
+        ignored = label == IGNORE_INDEX
+        self._num_ignored += int((ignored if label.ndim == 2 else ignored.all(2)).sum())
         self._no_value += int(np.count_nonzero(missing))
         self._left += label.shape[1]
         if self._left == self._width:

@@ -23,6 +23,7 @@ import cv2
 import numpy as np
 import torch
 
+from segtrain.data.read.image import shows
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.evaluation.scoring import Prediction
@@ -66,19 +67,20 @@ class SurfaceScores:
 
     def add(self, prediction: Prediction) -> None:
         """Measures one image."""
-        ignored = prediction.label == IGNORE_INDEX
-        beside_ignored = cv2.dilate(ignored.astype(np.uint8), _KERNEL)
+        unknown = prediction.label == IGNORE_INDEX
         for k in range(len(self._names)):
-            label = (prediction.label == k).astype(np.uint8)
-            pred = ((prediction.pred == k) & ~ignored).astype(np.uint8)
+            ignored = unknown if unknown.ndim == 2 else unknown[..., k]
+            beside_ignored = cv2.dilate(ignored.astype(np.uint8), _KERNEL)
+            label = shows(prediction.label, k).astype(np.uint8)
+            pred = (shows(prediction.pred, k) & ~ignored).astype(np.uint8)
             near = [near_border(mask) for mask in (label, pred)]
             self._near[k] += [int((near[0] & near[1]).sum()), int((near[0] | near[1]).sum())]
             edge = label - cv2.erode(label, _KERNEL)
             self._edges += [int(edge.sum()), int((edge & beside_ignored).sum())]
-            shows = label.any(), pred.any()
-            if all(shows):
+            is_there = label.any(), pred.any()
+            if all(is_there):
                 self._found[prediction.index, k] = self._measure(label, pred)
-            elif any(shows):
+            elif any(is_there):
                 self._found[prediction.index, k] = math.nan, 0.0
 
     def sum_over_ranks(self) -> None:

@@ -159,6 +159,11 @@ def ignored_where(missing: np.ndarray, label: np.ndarray) -> np.ndarray:
     return np.maximum(label, missing if label.ndim == 2 else missing[..., None])
 
 
+def shows(label: np.ndarray, train_id: int) -> np.ndarray:
+    """Where a label, (H, W) or (H, W, K) uint8, shows a class, (H, W) bool."""
+    return label == train_id if label.ndim == 2 else label[..., train_id] == 1
+
+
 def other_sizes(infos: Sequence[Info]) -> str:
     """What is wrong with the sizes of the files of one image; empty if they are equal."""
     sizes = ["x".join(map(str, info.size)) for info in infos]
