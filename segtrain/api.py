@@ -183,7 +183,9 @@ def train(
         if isinstance(config, Config | Mapping):
             if output is None:
                 raise ConfigError("output: expected a directory for the run; only files have names")
-            text = config_to_yaml(override_config(config, overrides, source="config"))
+            text = config_to_yaml(
+                override_config(config, overrides, source="config", imports_from=Path())
+            )
             source, overrides = str(Path(folder, "config.yaml")), ()
             Path(source).write_text(text)
         else:

@@ -160,7 +160,7 @@ def test_missing_keys_say_what_they_mean():
         ("train.steps=01", "--set train.steps: 01 is refused, YAML readers disagree"),
         ("optim={lr: 1}", "--set optim: is a section; set its keys one by one"),
         ("seed.x=1", "--set seed.x: "),
-        ("x.y=1", "--set x.y: x: unknown key; expected one of seed, task, data"),
+        ("x.y=1", "--set x.y: x: unknown key; expected one of seed, task, plugins"),
     ],
 )
 def test_an_override_obeys_the_same_checks(override, message):

@@ -11,6 +11,7 @@ import yaml
 from experiments import unread
 from stepping import train_steps
 
+from segtrain import plugins
 from segtrain.api import train
 from segtrain.config import AugmentConfig
 from segtrain.data import open_dataset
@@ -38,7 +39,7 @@ def code(title):
 
 @pytest.fixture(autouse=True)
 def restored_tables():
-    tables = (LOSSES, BACKBONES, MODELS, LAYOUTS)
+    tables = (LOSSES, BACKBONES, MODELS, LAYOUTS, plugins._plugins)
     before = [dict(table) for table in tables]
     yield
     for table, entries in zip(tables, before, strict=True):
@@ -47,7 +48,7 @@ def restored_tables():
 
 
 def add(title):
-    exec(compile(code(title), title, "exec"), {})
+    exec(compile(code(title), title, "exec"), {"__name__": "mine"})
 
 
 def config(**choices):
@@ -75,10 +76,11 @@ def train_one_step(experiment):
 
 
 def test_the_loss_trains_and_is_more_than_cross_entropy():
-    """To which it adds 1 - p, between 0 and 1."""
-    add("A loss")
+    """To which it adds epsilon (1 - p), between 0 and epsilon."""
+    add("A package")
     plain = train_one_step(config())
-    assert plain < train_one_step(config(loss__kind="poly1")) < plain + 1.4
+    options = plugins.registered("loss", "poly1").options(epsilon=1.0)
+    assert plain < train_one_step(config(loss__kind="poly1", loss__options=options)) < plain + 1.4
 
 
 @pytest.mark.parametrize("table", [LOSSES, BACKBONES, MODELS, LAYOUTS])
@@ -96,9 +98,9 @@ def test_a_choice_that_other_processes_would_not_know_is_refused_where_they_star
 
 def test_the_backbone_trains_and_keeps_its_strides():
     add("A backbone")
-    train_one_step(config(model__backbone="tiny", model__output_stride=8))
+    train_one_step(config(model__backbone="dilated", model__output_stride=8))
     for output_stride in (8, 16, 32):
-        model = config(model__backbone="tiny", model__output_stride=output_stride).model
+        model = config(model__backbone="dilated", model__output_stride=output_stride).model
         with torch.device("meta"):
             features = build_backbone(model)(torch.zeros(2, 3, 64, 96))
         strides = [64 // feature.shape[2] for feature in features]
@@ -106,7 +108,7 @@ def test_the_backbone_trains_and_keeps_its_strides():
 
 
 def test_the_head_trains():
-    add("A head")
+    add("A package")
     experiment = config(model__arch="fcn")
     assert train_one_step(experiment) > 0
     logits = build_model(experiment.model, num_classes=3)(torch.zeros(2, 3, 33, 41)).out

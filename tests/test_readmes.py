@@ -69,6 +69,7 @@ DRAWN = "test_annotations.py draws files of each format"
 SIDES = "test_results.py compares sides of several runs"
 SUSPECTS = "two steps measure too little; test_suspects.py trains on planted mistakes"
 BRANCHES = "test_finish.py makes branches"
+PLUGINS = "test_plugins.py has plugins"
 NODES = "test_two_nodes.py does, as root"
 NOT_RUN = {
     "train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
@@ -94,6 +95,8 @@ NOT_RUN = {
     "init photos --ignore 255": "test_init.py answers questions",
     "init scans --task multilabel": "test_multilabel.py runs it",
     "data import annotations.json --overlap keep --output drawn": "test_multilabel.py runs it",
+    "eval runs/mine --plugin ./my_loss.py": PLUGINS,
+    "eval runs/mine --set 'eval.metrics=[{name: share}]'": PLUGINS,
     "compare runs/a runs/a_seed1 runs/a_seed2 --with runs/b runs/b_seed1 runs/b_seed2": SIDES,
     "suspects runs/mine": SUSPECTS,
     "suspects runs/mine --exclude wrong.yaml": SUSPECTS,

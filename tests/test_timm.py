@@ -186,9 +186,9 @@ def test_frozen_layers_keep_their_activation(name):
 def test_random_layers_and_statistics_that_cannot_be_synchronized_are_refused():
     network = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.1))
     with pytest.raises(ConfigError, match="1, a Dropout, draws random numbers"):
-        timm_backbone._refuse_random_layers(network, "timm/x")
+        timm_backbone.refuse_random_layers(network, "timm/x")
     with pytest.raises(ConfigError, match=r"0 is a BatchNorm1d, whose statistics"):
-        timm_backbone._replace_norms(network, SyncBatchNorm2d, "timm/x")
+        timm_backbone.replace_norms(network, SyncBatchNorm2d, "timm/x")
 
 
 def test_conversion_keeps_what_a_subclass_applies():

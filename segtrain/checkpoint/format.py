@@ -17,9 +17,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
-from segtrain import __version__, files
+from segtrain import __version__, files, plugins
 from segtrain.config import Config
 from segtrain.config.loading import parse_config_json
+from segtrain.config.plugin_names import all_plugins
 from segtrain.data.read.classes import ClassFile, class_file_from_json
 from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.data.read.fingerprint import DataFingerprint, fingerprint_from_json
@@ -68,6 +69,16 @@ class SplitFields(TypedDict):
     images_per_s: list[float | None]  # of the split before and of this one; None: not known
 
 
+class PluginFields(TypedDict):
+    """Code of somebody's own that the run named in its config; see `plugins.Plugin`."""
+
+    kind: str
+    name: str
+    source: str  # the module or file, as it was called in the training; never imported from here
+    package: str | None  # which has the module, and its version
+    sha256: str
+
+
 class Checkpoint(NamedTuple):
     """The contents of a checkpoint; the names of the fields are part of the file format."""
 
@@ -89,6 +100,7 @@ class Checkpoint(NamedTuple):
     split: SplitFields | None = None  # with train.split measured
     # With task multilabel, of each class, fitted by the newest evaluation.
     thresholds: list[Annotated[float, Field(ge=0, le=1)]] | None = None
+    plugins: list[PluginFields] | None = None  # None: all is segtrain's own
 
 
 _CHECKPOINT = TypeAdapter(Checkpoint, config=ConfigDict(strict=True))
@@ -221,6 +233,11 @@ def _load_exported(path: Path) -> Checkpoint:
         "model": {key: w.float() if w.dtype == torch.float16 else w for key, w in weights.items()},
         **dict.fromkeys(("average", "optimizer", "scaler", "best")),  # not exported: None
     }
+    if "plugins" in about:
+        try:
+            content["plugins"] = files.parse_json(about["plugins"])
+        except ValueError:
+            raise _ForeignError("damaged: its plugins cannot be read") from None
     return _parse(content)
 
 
@@ -283,16 +300,31 @@ def experiment_fields(config: Config, classes: ClassFile) -> dict[str, str]:
     return {"config": config_field(config), "classes": text.decode()}
 
 
+def plugin_fields(config: Config) -> list[PluginFields] | None:
+    """The field `plugins` of a Checkpoint."""
+    return [plugin.record() for plugin in all_plugins(config)] or None
+
+
 def parse_experiment(
     checkpoint: Checkpoint, path: Path, *, trained: bool = False
 ) -> tuple[Config, ClassFile]:
     """The config and the classes of the run; CheckpointError if this version cannot read them.
 
     trained: the model is only used, see `drop_removed`.
+
+    A plugin that is not here is asked for, never imported: a checkpoint must not choose what runs.
+    So `plugins` of the config are those that this process has loaded.
     """
+    try:
+        left = plugins.missing(checkpoint.plugins or [])
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if left:
+        raise CheckpointError("\n".join(f"{path}: {line}" for line in left))
     unfit = f"{path}: its config does not fit this version of segtrain"
     try:
         config = parse_config_json(checkpoint.config, trained=trained)
+        config = config.model_copy(update={"plugins": plugins.loaded()})
     except ConfigError as error:
         raise CheckpointError(f"{unfit}: {error}") from None
     except ValidationError as error:

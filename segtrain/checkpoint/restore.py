@@ -15,6 +15,7 @@ from segtrain.errors import CheckpointError
 from segtrain.run.directory import config_differences
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.exact_sum import ExactGradientSum
+from segtrain.training.optim.muon import Muon
 from segtrain.training.state import TrainState
 
 
@@ -175,9 +176,14 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
     }
     state = {i: states[name] for i, name in enumerate(own) if name in states}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # A plugin's keeps what it wants.
+    is_own = isinstance(optimizer, torch.optim.SGD | torch.optim.AdamW | Muon)
     for i, values in state.items():
         state[i] = dict(values)
         for name, value in values.items():
+            like = isinstance(value, Tensor) and value.shape == parameters[i].shape
+            if not is_own and not like:
+                continue
             if value is not None:  # that of SGD without momentum
                 _check_shape(name, value, () if name == "step" else parameters[i].shape)
                 if name != "step":
@@ -197,5 +203,5 @@ def _check_finite(states: dict[int, dict[str, Tensor | None]]) -> None:
     """Raises ValueError: an infinite second moment would keep its weight where it is."""
     for values in states.values():
         for name, value in values.items():
-            if value is not None and not value.isfinite().all():
+            if isinstance(value, Tensor) and not value.isfinite().all():
                 raise ValueError(f"{name} is not finite")

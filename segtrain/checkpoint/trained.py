@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from segtrain import plugins
 from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, parse_data, parse_experiment
 from segtrain.checkpoint.weights import check_fit, check_plain, load_weights
 from segtrain.config import Config, load_config, recipes
@@ -29,7 +30,7 @@ from segtrain.models.ensemble import Ensemble
 from segtrain.models.norms import make_inference_norm
 from segtrain.run.directory import CONFIG, flat, is_run, no_run
 from segtrain.run.division import EXPERIMENT, read_division
-from segtrain.text import first_of
+from segtrain.text import first_of, say
 
 # The share of zeros in kernels that is told although no option has asked for zeros.
 _MANY_ZEROS = 0.01
@@ -156,6 +157,9 @@ def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
     checkpoint = load(file)
     config, classes = parse_experiment(checkpoint, file, trained=True)
     check_sizes(checkpoint, config, classes, file)
+    if os.environ.get("RANK", "0") == "0":  # once
+        for line in plugins.changes(checkpoint.plugins or []):
+            say(f"warning: {file}: {line}")
     model = _inference_model(config, classes)
     load_weights(model, inference_weights(checkpoint), file)
     data = parse_data(checkpoint, file)

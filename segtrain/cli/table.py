@@ -189,6 +189,11 @@ _SOURCE_HELP = (
     "segtrain folds (all its models)"
 )
 _SOURCE = _argument("source", _SOURCE_HELP, "RUN|CHECKPOINT")
+_PLUGIN = _several(
+    "--plugin",
+    "import this first, for names of your own that a run or checkpoint needs",
+    "MODULE|FILE.py",
+)
 _WITH = _argument(
     "--with",
     "a further model of the same classes, may be repeated: the mean of all probabilities decides",
@@ -258,6 +263,7 @@ COMMANDS = (
         _argument("config", f"{_CONFIG_HELP}; with --resume or --finish a run", "CONFIG"),
         _settings(),
         _NPROC,
+        _PLUGIN,
         _DEVICE,
         _argument("--output", "run directory (default: runs/<name of CONFIG>)", "DIR", _path),
         _switch("--resume", "go on at the last checkpoint, on any number of ranks, or begin"),
@@ -352,6 +358,7 @@ COMMANDS = (
         _argument("--split", "split (default: data.eval_split)", "S"),
         _settings("eval.flip=true, eval.scales='[0.75, 1]', data.root=/elsewhere/data"),
         _NPROC,
+        _PLUGIN,
         _DEVICE,
         _argument("--save-predictions", "write label maps with raw ids", "DIR", _path),
         _switch("--no-labels", "the split has no labels: predict for a test server, score nothing"),
@@ -396,6 +403,7 @@ COMMANDS = (
         _argument("--steps", "default: the newest", "A:B", _steps, default=(None, None)),
         _settings("data.root=/elsewhere/data, data.pack=null"),
         _NPROC,
+        _PLUGIN,
         _DEVICE,
         description="Compute steps of a run with train.shares again, on any number of ranks, and "
         "compare\nsamples, losses, gradients and weights with its receipts and checkpoints.\n"
@@ -411,6 +419,7 @@ COMMANDS = (
         _argument("--output", "file to write (default: report.html of the run)", "FILE", _path),
         _argument("--figures", "also write its charts as SVG, the confusion as CSV", "DIR", _path),
         _DATA_ROOT,
+        _PLUGIN,
         _DEVICE,
         description="Write one HTML file that needs no network: curves, scores of the classes, "
         "confusion,\ncalibration, the worst and best images, and what the config changes. Several "
@@ -430,6 +439,7 @@ COMMANDS = (
             "remove last.pt, previous.pt and step_N.pt of these runs, and keep best.pt: they "
             "cannot be trained on, nor read by segtrain suspects",
         ),
+        _PLUGIN,
         _argument("--json", "write the list as JSON", "FILE", _path),
         description="List the runs in folders: best score and its step, steps done, hours of "
         "training, size on\ndisk, and how a stopped one goes on. --clear refuses runs that are not "
@@ -445,6 +455,7 @@ COMMANDS = (
         _argument("--by", f"what is drawn again {_BY_NAMES} five)", choices=_UNITS),
         _argument("--json", "write all figures as JSON", "FILE", _path),
         _switch("--steps", "say instead where the training of two runs parts, and why"),
+        _PLUGIN,
         _DEVICE,
         description="Compare two runs on the same images: the difference of their mIoU with an "
         "interval\n(paired bootstrap), the classes and images that make it, what the configs "
@@ -462,6 +473,7 @@ COMMANDS = (
         _argument("--output", "page to write (default: suspects.html of the run)", "FILE", _path),
         _argument("--exclude", "write the config without those that stand out", "FILE", _path),
         _DATA_ROOT,
+        _PLUGIN,
         _DEVICE,
         description="Rank the masks of the training split by the loss that training has measured "
         "for each image\nand class, and write one HTML file: image, mask, prediction, and where "
@@ -513,6 +525,7 @@ COMMANDS = (
             _share,
         ),
         _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
+        _PLUGIN,
         _DEVICE,
         description="Write label maps, colour maps and overlays of images of any size, and videos. "
         "Objects are\npixels of one class that touch, also at corners.",
@@ -536,6 +549,7 @@ COMMANDS = (
             choices=("onnx", "pt2", "torchscript", "safetensors"),
         ),
         _argument("--output", "file to write", "FILE", _path, required=True),
+        _PLUGIN,
         _OVERWRITE,
         _argument(
             "--normalize",
@@ -668,6 +682,7 @@ COMMANDS = (
         "config schema",
         "commands.config:write_schema",
         "print the JSON Schema of configs, for editors",
+        _PLUGIN,
         _argument("--output", "default: the terminal", "FILE", _path),
         epilog="An editor with a YAML language server checks a config that begins with\n"
         "  # yaml-language-server: $schema=schema.json",

@@ -41,6 +41,7 @@ from segtrain.errors import (
 )
 from segtrain.evaluation.curves import CURVE_TITLES, CurveQuestion, curves_csv
 from segtrain.evaluation.group_table import ScoresByGroup
+from segtrain.evaluation.plugin_metrics import PluginMetric
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import Records, load_records
 from segtrain.evaluation.score_table import InstanceCounts, Report, make_report
@@ -48,7 +49,7 @@ from segtrain.evaluation.scoring import Chosen, Outcome, Prediction, evaluate_da
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.evaluation.surfaces import SurfaceScores
 from segtrain.files import os_errors_as
-from segtrain.metrics import percent, thin_classes
+from segtrain.metrics import or_none, percent, thin_classes
 from segtrain.models.memory import check_windows
 from segtrain.models.norms import describe_norm
 from segtrain.models.precision import (
@@ -100,6 +101,8 @@ def run_eval(args: argparse.Namespace) -> int:
     surfaces = None
     if args.surface is not None:
         surfaces = SurfaceScores(loaded.classes.names, args.surface)
+    chosen = () if args.no_labels else config.eval.metrics
+    metrics = [PluginMetric(one, loaded.classes.names) for one in chosen]
     _check_files(args)
 
     with ExitStack() as stack:
@@ -126,8 +129,9 @@ def run_eval(args: argparse.Namespace) -> int:
         num_threads = max(1, num_loader_workers(config.data))
         evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
         measured = [one for one in (instances, surfaces) if one is not None]
-        counting = [one.add for one in measured]
+        counting = [one.add for one in (*measured, *metrics)]
         outcome = evaluate(dataset, callbacks=[*writers, *counting], curves=curves)
+        further = {one.name: one.scores() for one in metrics}
         for one in measured:
             one.sum_over_ranks()
         records = Records.of(outcome, dataset, settings, loaded.step)
@@ -160,6 +164,11 @@ def run_eval(args: argparse.Namespace) -> int:
                 *answer[0],
                 *(by_group.lines() if by_group else []),
                 *(surfaces.lines() if surfaces else []),
+                *(
+                    f"{name}: {key} {x:g}"
+                    for name, all_ in further.items()
+                    for key, x in all_.items()
+                ),
                 f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
                 *(f"{name} alone: mIoU {percent(score)}" for name, score in alone.items()),
                 how,
@@ -174,6 +183,10 @@ def run_eval(args: argparse.Namespace) -> int:
                 found |= {"curves": answer[1]} if curves is not None else {}
                 found |= {"by_group": by_group.to_dict()} if by_group else {}
                 found |= {"surfaces": surfaces.to_dict()} if surfaces else {}
+                for name, scores in further.items():
+                    found.setdefault("metrics", {})[name] = {
+                        k: or_none(x) for k, x in scores.items()
+                    }
                 _write(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
             if args.per_image:
                 _write(args.per_image, records.table())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 
+from segtrain import plugins
 from segtrain.distributed import liveness, signals
 from segtrain.distributed.liveness import has_launcher, is_first_to_print, write_exit_status
 from segtrain.errors import (
@@ -78,6 +79,8 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
         signals.follow_launcher()
     try:
         with _with_place(*args):
+            for source in getattr(args[0], "plugin", ()) if args else ():
+                plugins.load(source)
             if isinstance(command, str):
                 module, name = command.split(":")
                 command = getattr(import_module(f"segtrain.{module}"), name)

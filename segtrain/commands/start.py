@@ -176,6 +176,8 @@ def _begin_branch(args: argparse.Namespace, directory: Path) -> None:
     named = Path(args.config)
     checkpoint = named if args.config.endswith(_CHECKPOINT) else None
     run = run_directory.run_of(named)
+    if (run / run_directory.CONFIG).is_file():
+        load_config(run / run_directory.CONFIG)  # imports its plugins, as --resume does
     finish.begin(run, checkpoint, directory, steps=args.finish, overrides=args.set)
     args.argv = [*args.argv, "--resume"]  # of the ranks
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from segtrain import plugins
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import kept_checkpoints
@@ -95,7 +96,8 @@ def _config(run: Path, overrides: Sequence[str]) -> Config:
         if given_key(text) not in _SETTABLE:
             what = f"the run decides this; verify takes {', '.join(_SETTABLE)}"
             raise ConfigError(f"--set {text}: {what}")
-    config = load_config(run / run_directory.CONFIG, overrides)
+    # As a checkpoint: who verifies a run of somebody else must not run their code.
+    config = load_config(run / run_directory.CONFIG, overrides, imports=False)
     if config.train.shares is None:
         what = "trained without train.shares, so it has no receipts"
         raise ConfigError(f"{run}: {what}; to verify a run, start it with --set train.shares=N")
@@ -187,6 +189,8 @@ def _set_up(
     if known is not None:
         others = run_directory.config_differences(parse_experiment(*known)[0], config)
         notes += [f"warning: {run_directory.CONFIG} has been edited: {line}" for line in others]
+        changed = plugins.changes(known.checkpoint.plugins or [])
+        notes += [f"warning: {line}" for line in changed]
     ready = prepare(config, device, run, notes, stack, start=start, known=known)
     _say(*notes)
     step_sync = StepSync(

@@ -13,6 +13,7 @@ from segtrain.config.experiment import (
 from segtrain.config.loading import config_to_yaml, load_config, override_config, parse_config
 from segtrain.config.model import ModelConfig, NormConfig
 from segtrain.config.optim import LayerRule, OptimConfig, ScheduleConfig
+from segtrain.config.section import Section, option
 from segtrain.config.train import TrainConfig
 
 __all__ = [
@@ -30,10 +31,12 @@ __all__ = [
     "NormConfig",
     "OptimConfig",
     "ScheduleConfig",
+    "Section",
     "TrainConfig",
     "config_schema",
     "config_to_yaml",
     "load_config",
+    "option",
     "override_config",
     "parse_config",
 ]

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from segtrain.config.plugin_names import PluginName, PluginOptions
 from segtrain.config.section import (
     Fraction,
     NonNegative,
@@ -104,10 +105,14 @@ class DataConfig(Section):
 
 
 class ExtraTransform(Section):
-    """One further albumentations transform, by class name, that changes pixels but not geometry."""
+    """One further transform, by class name, that changes pixels but not geometry."""
 
-    name: str = option(..., "class name in albumentations", pattern=r"^[A-Z][A-Za-z0-9]*$")
-    args: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments")
+    name: Annotated[str, PluginName("transform", "library")] = option(
+        ..., "class name in albumentations, or a plugin's", pattern=r"^[A-Z][A-Za-z0-9]*$"
+    )
+    args: Annotated[dict[str, Any], PluginOptions("transform", "name", plain=True)] = Field(
+        default_factory=dict, description="its keyword arguments", validate_default=True
+    )
 
 
 class AugmentConfig(Section):

@@ -3,7 +3,7 @@ options that probably do not do what is meant.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, PrivateAttr
 
@@ -11,6 +11,7 @@ from segtrain.config.data import AugmentConfig, DataConfig
 from segtrain.config.messages import did_you_mean, show
 from segtrain.config.model import ModelConfig, NormConfig
 from segtrain.config.optim import CYCLE_RISE, Name, OptimConfig, ScheduleConfig
+from segtrain.config.plugin_names import PluginName, PluginOptions, named_plugins
 from segtrain.config.section import (
     NEEDS,
     Fraction,
@@ -26,7 +27,7 @@ from segtrain.config.section import (
 from segtrain.config.train import TrainConfig
 from segtrain.text import MAX_NAME, counted, first_of, printable
 
-LossKind = Literal[
+_OwnLoss = Literal[
     "cross_entropy",
     "ohem",
     "dice",
@@ -37,8 +38,9 @@ LossKind = Literal[
     "boundary_relaxation",
     "tversky",
 ]
-# What serves classes that overlap, each class against all else; and the label formats of layouts.
+# What serves classes that overlap, each class against all else.
 _MULTILABEL_LOSSES = ("cross_entropy", "focal", "dice", "dice_linear", "tversky", "lovasz")
+LossKind = Annotated[_OwnLoss, PluginName("loss")]
 
 
 class BaseLoss(Section):
@@ -54,7 +56,11 @@ class BaseLoss(Section):
         "all sent to every rank and sorted there, class by class; boundary_relaxation: along "
         "boundaries the classes of the pixels beside it are right too. With task multilabel each "
         "class is one of its own, against all else: binary cross entropy and focal loss, Dice of "
-        "sigmoids, Lovasz hinge; and tversky, Dice that weighs what is missed by tversky_missed",
+        "sigmoids, Lovasz hinge; and tversky, Dice that weighs what is missed by tversky_missed. "
+        "Or a plugin's",
+    )
+    options: Annotated[Any, PluginOptions("loss", "kind")] = option(
+        None, "options of a plugin's kind", validate_default=True
     )
     weight: PositiveFloat = option(1.0, "factor of this loss in the sum with those of loss.also")
     class_weights: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None = option(
@@ -100,7 +106,9 @@ class BaseLoss(Section):
     @property
     def takes_class_weights(self) -> bool:
         """Whether this kind of loss uses its class_weights: what NEEDS says."""
-        return f"kind={self.kind}" in NEEDS["BaseLoss"]["class_weights"].split()
+        used = {key for _, plugin in named_plugins(self) for key in plugin.uses}
+        known = NEEDS["BaseLoss"]["class_weights"].split()
+        return f"kind={self.kind}" in known or "class_weights" in used
 
 
 class LossTerm(BaseLoss):
@@ -128,6 +136,15 @@ class LossConfig(BaseLoss):
 
 
 _SCORES = {"miou": "mIoU", "mdice": "mDice"}
+
+
+class Metric(Section):
+    """A further score of an evaluation."""
+
+    name: Annotated[str, PluginName("metric", "none")] = option(..., "that of a plugin")
+    options: Annotated[Any, PluginOptions("metric", "name")] = option(
+        None, "its options", validate_default=True
+    )
 
 
 class EvalConfig(Section):
@@ -170,6 +187,9 @@ class EvalConfig(Section):
         None,
         "images of equal size, or sliding windows, that go through the network together; null: "
         "up to 8, in a quarter of the GPU's memory; on a CPU 1 image, up to 4 windows",
+    )
+    metrics: tuple[Metric, ...] = option(
+        (), "further scores of segtrain eval, of plugins: [{name: holes, options: {}}]"
     )
 
     def _mistakes(self) -> Iterator[str]:
@@ -243,6 +263,11 @@ class Config(Section):
         "semantic: a pixel has one class; multilabel: any number of them, each found by itself "
         "(needs data.label_format bands)",
     )
+    plugins: tuple[Name, ...] = option(
+        (),
+        "modules, and files by their paths from the folder of this one, to import for names of "
+        "your own: [my_pkg.losses, ./my_loss.py] (segtrain/README.md)",
+    )
     data: DataConfig
     augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = ModelConfig()
@@ -308,7 +333,8 @@ class Config(Section):
         if self.is_multilabel and self.data.layout not in ("folders", "list"):
             yield f"data.layout: {self.data.layout} has one class a pixel; use folders or list"
         for term in self.loss.terms:
-            if self.is_multilabel and term.kind not in _MULTILABEL_LOSSES:
+            is_own = term.kind in get_args(_OwnLoss)
+            if self.is_multilabel and is_own and term.kind not in _MULTILABEL_LOSSES:
                 yield (
                     f"loss: {term.kind} is for classes of which a pixel has one; with task "
                     f"multilabel use one of {', '.join(_MULTILABEL_LOSSES)}"

@@ -10,9 +10,17 @@ from typing import Any
 
 import yaml
 
-from segtrain import __version__
+from segtrain import __version__, plugins
 from segtrain.config.experiment import SECTIONS, Config
-from segtrain.config.messages import FOREIGN_KEYS, KeyPath, KeyPlace, dotted, report, validate
+from segtrain.config.messages import (
+    FOREIGN_KEYS,
+    KeyPath,
+    KeyPlace,
+    Mistake,
+    dotted,
+    report,
+    validate,
+)
 from segtrain.config.removed import drop_removed
 from segtrain.config.strict_yaml import Document, parse_value, plain_value, read_text, scan_yaml
 from segtrain.errors import ConfigError
@@ -27,26 +35,41 @@ _BOOLEANS = ("yes", "no", "on", "off", "y", "n", "true", "false", "null")
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, trained: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    trained: bool = False,
+    imports: bool = True,
 ) -> Config:
     """The experiment in the YAML file `path`, with `section.key=value` overrides applied.
 
     trained: its run is only looked at, see `drop_removed`.
+    imports: whether its plugins are imported; never if `trained`.
 
     Raises:
         ConfigError: one line for every mistake, with `file:line` or `--set key`.
     """
     options = {"overrides": overrides, "trained": trained}
-    return parse_config(read_text(path), source=str(path), **options)
+    folder = Path(path).parent if imports and not trained else None
+    return parse_config(read_text(path), source=str(path), imports_from=folder, **options)
 
 
 def parse_config(
-    text: str, *, source: str, overrides: Sequence[str] = (), trained: bool = False
+    text: str,
+    *,
+    source: str,
+    overrides: Sequence[str] = (),
+    trained: bool = False,
+    imports_from: Path | None = None,
 ) -> Config:
-    """As `load_config`, from YAML `text`; messages call it `source`."""
+    """As `load_config`, from YAML `text`; messages call it `source`.
+
+    imports_from: the folder where paths of its plugins start; None: they are not imported.
+    """
     by = _WRITTEN_BY.match(text)
     document = scan_yaml(text, source=source)
-    return _checked(document, overrides, version=by and by[1], trained=trained)
+    options = {"version": by and by[1], "trained": trained, "imports_from": imports_from}
+    return _checked(document, overrides, **options)
 
 
 def parse_config_json(text: str, *, trained: bool = False) -> Config:
@@ -91,14 +114,19 @@ def with_places(message: str, source: str, overrides: Sequence[str]) -> str:
 
 
 def override_config(
-    config: Config | Mapping[str, Any], overrides: Sequence[str], *, source: str
+    config: Config | Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    source: str,
+    imports_from: Path | None = None,
 ) -> Config:
     """`config`, or options by section as in a file, with `section.key=value` overrides, checked.
 
     source: where the config came from, such as a checkpoint, for messages.
+    imports_from: as in `parse_config`.
     """
     data = config.model_dump() if isinstance(config, Config) else deepcopy(dict(config))
-    return _checked(Document(source, data, {}, ()), overrides)
+    return _checked(Document(source, data, {}, ()), overrides, imports_from=imports_from)
 
 
 def _checked(
@@ -107,6 +135,7 @@ def _checked(
     *,
     version: str | None = None,
     trained: bool = False,
+    imports_from: Path | None = None,
 ) -> Config:
     data, places, mistakes = document.data, document.places, list(document.mistakes)
     unplaced = []
@@ -124,8 +153,15 @@ def _checked(
             places.setdefault(path[:length], KeyPlace((1, i), f"--set {dotted(path)}"))
     removed, gone = drop_removed(data, trained=trained)
     mistakes += removed
-    checked = validate(Config, data, hints=FOREIGN_KEYS)
+    if "plugins" in given_keys(overrides):
+        imports_from = imports_from and Path()
+    failed = _import_plugins(data, imports_from)
+    checked = failed or validate(Config, data, hints=FOREIGN_KEYS)
     if isinstance(checked, list):
+        if imports_from is None and (left := set(data.get("plugins", ())) - {*plugins.loaded()}):
+            ways = " ".join(f"--plugin {printable(str(one))}" for one in sorted(left, key=str))
+            what = "not imported: what is only looked at runs no code; if you trust it, give"
+            mistakes.append(Mistake(("plugins",), f"{what} {ways}"))
         # A value that was refused is missing from the data, which is no second mistake.
         refused = [m.path for m in mistakes if m.path]
         mistakes += [m for m in checked if not any(_overlap(m.path, path) for path in refused)]
@@ -142,6 +178,25 @@ def _checked(
         raise ConfigError("\n".join([*lines, *unplaced]))
     assert isinstance(checked, Config)
     return checked.trained_with(gone)
+
+
+def _import_plugins(data: dict[str, Any], folder: Path | None) -> list[Mistake]:
+    """Imports what `plugins` names, by full paths from then on, for the names in the config.
+
+    folder: where their paths start; None: nothing is imported, because somebody else may have
+        written the file.
+    """
+    listed = data.get("plugins")
+    if not isinstance(listed, list | tuple) or not all(isinstance(x, str) and x for x in listed):
+        return []  # pydantic says what is wrong with it
+    found, mistakes = [], []
+    for i, source in enumerate(listed):
+        try:
+            found.append(source if folder is None else plugins.load(source, folder))
+        except ConfigError as error:
+            mistakes.append(Mistake(("plugins", i), str(error)))
+    data["plugins"] = found
+    return mistakes
 
 
 def _overlap(a: KeyPath, b: KeyPath) -> bool:

@@ -127,6 +127,9 @@ def _place(mistake: Mistake, places: Mapping[KeyPath, KeyPlace], source: str) ->
 
 Model = TypeVar("Model", bound=BaseModel)
 
+# The type of an error of pydantic whose message says all that there is to say.
+TOLD = "told"
+
 # Pydantic's words for Python's types, and those for YAML's.
 _WORDS = (
     (r"^(?:Input|String|Tuple|List) should ", "must "),
@@ -188,6 +191,8 @@ def _describe(
     elif kind == "value_error":
         for line in str(error["ctx"]["error"]).splitlines():
             yield _from_validator(line, loc, model)
+    elif kind == TOLD:
+        yield Mistake(loc, error["msg"])
     else:
         messages = [one["msg"] for one in same]
         for pattern, words in _WORDS:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, WithJsonSchema, WrapValidator
 
+from segtrain.config.plugin_names import PluginName, PluginOptions
 from segtrain.config.section import (
     RESNETS,
     FractionBelow1,
@@ -32,19 +33,27 @@ def _or_timm(value: Any, check: Callable[[Any], Any]) -> Any:
 
 _OwnBackbone = Literal[*RESNETS, "mobilenet_v2", "mobilenet_v3_large"]
 _SCHEMA = {"anyOf": [{"enum": [*get_args(_OwnBackbone)]}, {"pattern": f"^{_TIMM}$"}]}
-Backbone = Annotated[_OwnBackbone, WrapValidator(_or_timm), WithJsonSchema(_SCHEMA)]
+Backbone = Annotated[
+    _OwnBackbone, WrapValidator(_or_timm), WithJsonSchema(_SCHEMA), PluginName("backbone")
+]
+Arch = Annotated[Literal["pspnet", "deeplabv3", "deeplabv3plus"], PluginName("head")]
 
 
 class ModelConfig(Section):
     """The network."""
 
-    arch: Literal["pspnet", "deeplabv3", "deeplabv3plus"] = option(
-        "pspnet", "pyramid pooling, ASPP, or ASPP with a decoder"
+    arch: Arch = option("pspnet", "pyramid pooling, ASPP, or ASPP with a decoder; or a plugin's")
+    head_options: Annotated[Any, PluginOptions("head", "arch")] = option(
+        None, "options of a plugin's arch", validate_default=True
     )
     backbone: Backbone = option(
         "resnet50",
         "feature extractor, as in torchvision; or timm/NAME: any convolutional timm network with "
-        "features at strides 4 to 32, such as timm/convnext_tiny (pip install '.[timm]')",
+        "features at strides 4 to 32, such as timm/convnext_tiny (pip install '.[timm]'); or a "
+        "plugin's",
+    )
+    backbone_options: Annotated[Any, PluginOptions("backbone", "backbone")] = option(
+        None, "options of a plugin's backbone", validate_default=True
     )
     pretrained: str | None = option(
         None,

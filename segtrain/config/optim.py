@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from segtrain.config.messages import show
+from segtrain.config.plugin_names import PluginName, PluginOptions
 from segtrain.config.section import (
     Fraction,
     FractionBelow1,
@@ -94,10 +95,14 @@ class LayerRule(Section):
 class OptimConfig(Section):
     """How gradients change the weights."""
 
-    kind: Literal["sgd", "adamw", "muon"] = option(
+    kind: Annotated[Literal["sgd", "adamw", "muon"], PluginName("optimizer")] = option(
         "sgd",
         "how gradients change weights; muon: Muon for kernels of convolutions and of linear "
-        "layers, but those that give the classes, AdamW for the rest; lr as for AdamW",
+        "layers, but those that give the classes, AdamW for the rest; lr as for AdamW; or a "
+        "plugin's",
+    )
+    options: Annotated[Any, PluginOptions("optimizer", "kind")] = option(
+        None, "options of a plugin's kind", validate_default=True
     )
     lr: PositiveFloat = option(0.01, "learning rate after warmup")
     lr_batch_size: Positive | None = option(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from segtrain.config.messages import MAX_SHOWN, show
+from segtrain.config.plugin_names import named_plugins
 from segtrain.text import printable, scheme_of
 
 # torch counts in 64 bits.
@@ -115,9 +116,16 @@ class Section(BaseModel):
         for key, value in self:
             if isinstance(value, str) and (scheme := scheme_of(value)):
                 mistakes.append(f"{key}: {scheme} is not read: expected a local path or name")
+        chosen = dict(named_plugins(self))
+        for key, plugin in chosen.items():
+            ignored = " ".join(sorted(plugin.ignores))
+            mistakes += self._no_effect(ignored, False, f"{key} {plugin.name}")
         for name in names:
             for keys, needed in NEEDS.get(name, {}).items():
-                mistakes += self._no_effect(keys, *self._has_one(needed))
+                by = (chosen.get(one.partition("=")[0]) for one in needed.split())
+                used = {key for plugin in by if plugin for key in plugin.uses}
+                left = " ".join(key for key in keys.split() if key not in used)
+                mistakes += self._no_effect(left, *self._has_one(needed))
             for keys, beside, why in CONFLICTS.get(name, ()):
                 mistakes += self._conflicts(keys, beside, why)
         if mistakes:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from segtrain import __version__
-from segtrain.checkpoint.format import experiment_fields
+from segtrain.checkpoint.format import experiment_fields, plugin_fields
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.evaluation.inference import InferenceSettings
@@ -177,6 +177,8 @@ def export_weights(loaded: LoadedModel, output: Path, *, half: bool = False) -> 
             raise ExecutionError(f"{output}: {what}")
     steps = {"preprocessing": json.dumps(preprocessing(loaded))}
     metadata = _metadata(loaded) | steps | experiment_fields(loaded.config, loaded.classes)
+    if records := plugin_fields(loaded.config):
+        metadata["plugins"] = json.dumps(records)
     content = save(copies, metadata=metadata)
     with _replaced(output) as draft:
         draft.write_bytes(content)  # by Python, which reports a full disk as what it is

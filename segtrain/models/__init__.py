@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from segtrain import plugins
 from segtrain.config import ModelConfig
+from segtrain.errors import ConfigError
 from segtrain.models.blocks import (
     AuxHead,
     Features,
@@ -29,6 +31,7 @@ from segtrain.models.blocks import (
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
 from segtrain.models.forms import form_of
 from segtrain.models.mobilenet import MobileNet
+from segtrain.models.plain_backbone import PlainBackbone
 from segtrain.models.pspnet import PSPHead
 from segtrain.models.resizing import enlarge
 from segtrain.models.resnet import ResNet
@@ -132,8 +135,11 @@ class SegModel(nn.Module):
 
 def build_backbone(model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> nn.Module:
     """The backbone that `model` names, with random weights from torch's generator."""
-    timm = model.backbone.startswith(PREFIX)
-    return (TimmBackbone if timm else BACKBONES[model.backbone])(model, norm=norm)
+    if model.backbone.startswith(PREFIX):
+        return TimmBackbone(model, norm=norm)
+    backbone = plugins.choose("backbone", model.backbone, BACKBONES)(model, norm=norm)
+    # A module that says nothing of its features returns them in a list.
+    return backbone if hasattr(backbone, "channels") else PlainBackbone(backbone, model, norm=norm)
 
 
 def build_model(
@@ -153,7 +159,10 @@ def build_model(
     if in_channels != RGB_CHANNELS:
         set_channels(backbone, in_channels)
     options = {"num_classes": num_classes, "norm": norm}
-    head = MODELS[model.arch](model, backbone.channels, **options)
+    head = plugins.choose("head", model.arch, MODELS)(model, backbone.channels, **options)
+    if not isinstance(head, Head):
+        what = f"expected a segtrain.models.blocks.Head, found {type(head).__name__}"
+        raise ConfigError(f"model.arch: {model.arch}: {what}")
     aux_head = AuxHead(model, backbone.channels, **options) if model.aux_head else None
     if not (model.align_corners or form_of(model).stretch):
         for one in (head, aux_head) if model.aux_head else (head,):

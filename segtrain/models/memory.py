@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from segtrain import plugins
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import host_memory, process_memory, resident_bytes
@@ -76,12 +77,16 @@ def network_bytes(config: Config, num_classes: int, images: int, device: torch.d
 
     The forward pass runs on tensors without content; what kernels need for themselves comes on top.
     On a CPU this process as it is counts too. 0 where less is kept (compiled, on the host, frozen
-    layers), or where timm tries its networks on tensors with content.
+    layers), or where the network is tried on tensors of its own (timm, plugins).
     """
     train, optim = config.train, config.optim
     on_host = device.type == "cuda" and train.virtual_ranks > 1
     keeps_less = train.compile or on_host or any(rule.freeze for rule in optim.layers)
-    if keeps_less or config.model.backbone.startswith(timm_backbone.PREFIX):
+    backbone = config.model.backbone
+    is_foreign = backbone.startswith(timm_backbone.PREFIX) or plugins.registered(
+        "backbone", backbone
+    )
+    if keeps_less or is_foreign:
         return 0
     kept: dict[int, int] = {}
 

@@ -71,6 +71,9 @@ def load_backbone(backbone: nn.Module, spec: str, *, progress: bool = False) -> 
         ConfigError: no such weight and not a file.
         CheckpointError: the file cannot be fetched or read, or does not fit.
     """
+    if not hasattr(backbone, "classifier_keys"):
+        what = "does not say how its weights lie in files (segtrain/models/__init__.py)"
+        raise ConfigError(f"model.pretrained: {type(backbone).__name__} {what}")
     try:
         if Path(spec).suffix in _SUFFIXES or Path(spec).is_file():
             source, content = spec, read_weights(Path(spec))
@@ -171,7 +174,7 @@ def _without_prefixes(state: State) -> tuple[State, list[str]]:
 
 def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> PretrainedReport:
     """Loads what fits, all of it or nothing."""
-    weights = backbone.weights if isinstance(backbone, timm_backbone.TimmBackbone) else backbone
+    weights = getattr(backbone, "weights", backbone)
     wanted = weights.state_dict()
     leave_out, random = backbone.classifier_keys, []
     if backbone.stem_keys and state.get("conv1.weight", torch.empty(0)).shape[2:] == (7, 7):
@@ -198,7 +201,8 @@ def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> P
     }
     lines = [f"  {len(keys)} {kind}: {first_of(keys)}" for kind, keys in misfits.items() if keys]
     if lines:
-        library = "torchvision" if weights is backbone else "timm"
+        by_timm = isinstance(backbone, timm_backbone.TimmBackbone)
+        library = "torchvision" if weights is backbone else "timm" if by_timm else "its library"
         raise CheckpointError(
             f"{source} does not fit model.backbone and model.stem; expected the layout of "
             f"{library}'s model of that name:\n" + "\n".join(lines)

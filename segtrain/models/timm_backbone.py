@@ -43,8 +43,8 @@ class TimmBackbone(nn.Module):
         super().__init__()
         self.name = model.backbone
         self.network, has_strides = _features_only(model)
-        _replace_norms(self.network, norm, self.name)
-        _refuse_random_layers(self.network, self.name)
+        replace_norms(self.network, norm, self.name)
+        refuse_random_layers(self.network, self.name)
         info = self.network.feature_info
         strides = info.reduction()
         if 4 not in strides[:-2]:
@@ -168,10 +168,17 @@ def _has_strides(network: nn.Module) -> bool:
     return not moves and sides == [-(-65 // stride) for stride in info.reduction()]
 
 
-def _replace_norms(network: nn.Module, norm: NormFactory, name: str) -> None:
-    """Puts a layer of `norm` in the place of each batch norm; keys stay."""
+def replace_norms(network: nn.Module, norm: NormFactory, name: str) -> None:
+    """Puts a layer of `norm` in the place of each batch norm; keys stay.
+
+    Raises:
+        ConfigError: a layer has running statistics of another kind.
+    """
+    made = type(norm(1))
     for parent_name, parent in list(network.named_modules()):
         for child_name, layer in list(parent.named_children()):
+            if type(layer) is made:
+                continue
             if isinstance(layer, nn.BatchNorm2d) and is_batch_norm(layer):
                 setattr(parent, child_name, _like(layer, norm))
             elif isinstance(layer, _BatchNorm) or hasattr(layer, "running_var"):
@@ -194,7 +201,8 @@ def _like(layer: nn.BatchNorm2d, norm: NormFactory) -> nn.Module:
     return new
 
 
-def _refuse_random_layers(network: nn.Module, name: str) -> None:
+def refuse_random_layers(network: nn.Module, name: str) -> None:
+    """ConfigError if a layer draws random numbers by itself."""
     for path, layer in network.named_modules():
         if draws_random_numbers(layer):
             raise ConfigError(

@@ -5,6 +5,7 @@ import fcntl
 import os
 import shlex
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Self
 from segtrain import files
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.config.loading import yaml_value
+from segtrain.config.plugin_names import all_plugins
 from segtrain.data.read.protect import check_run_directory
 from segtrain.errors import ConfigError, ExecutionError
 from segtrain.files.manifest import MANIFEST
@@ -126,7 +128,8 @@ HARMLESS = (
         "train.patience",
         "train.split",
     ),
-    *("log.", "checkpoint."),
+    # Not where code of the user's own lies: its hash counts.
+    *("log.", "checkpoint.", "plugins", "eval.metrics"),
 )
 
 
@@ -144,16 +147,22 @@ def check_directory(directory: Path, config: Config, *, resume: bool) -> None:
 
 
 def check_config(
-    directory: Path, saved: Config, config: Config, *, accept_changes: bool
+    directory: Path,
+    saved: Config,
+    config: Config,
+    *,
+    accept_changes: bool,
+    others: Sequence[str] = (),
 ) -> list[str]:
     """How `config` differs from that of the checkpoint to go on from, a line for each option.
 
-    What the checkpoint says counts, because config.yaml may have been edited since.
+    What the checkpoint says counts, because config.yaml may have been edited since. others: lines
+    of what else the result depends on.
 
     Raises:
         ConfigError: it differs, and `accept_changes` is not set.
     """
-    differences = config_differences(saved, config)
+    differences = [*config_differences(saved, config), *others]
     if differences and not accept_changes:
         listed, run = "\n  ".join(differences), shlex.quote(str(directory))
         way = f"--resume (if its {CONFIG} has been edited, undo that first)"
@@ -175,7 +184,7 @@ def edits(directory: Path, config: Config) -> list[str]:
     """
     if not (directory / CONFIG).exists():
         return ["it was missing"]
-    return config_differences(load_config(directory / CONFIG), config)
+    return config_differences(load_config(directory / CONFIG, imports=False), config)
 
 
 def is_run(directory: Path) -> bool:
@@ -249,7 +258,8 @@ def write_description(directory: Path, config: Config, devices: list[str]) -> No
     with files.os_errors_as(ConfigError, directory, _UNWRITABLE):
         directory.mkdir(parents=True, exist_ok=True)
         # First: a config.yaml without it does not count as a run's.
-        files.write_atomic(directory / ENVIRONMENT, environment_json(devices))
+        records = [plugin.record() for plugin in all_plugins(config)]
+        files.write_atomic(directory / ENVIRONMENT, environment_json(devices, records))
         write_config(directory, config)
 
 

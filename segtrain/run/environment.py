@@ -29,13 +29,17 @@ def library_version(package: str) -> str | None:
         return None
 
 
-def environment_json(devices: list[str]) -> str:
-    """The content of environment.json; `devices` has the device name of every rank."""
+def environment_json(devices: list[str], plugins: list[dict[str, str | None]]) -> str:
+    """The content of environment.json.
+
+    devices: the device name of every rank. plugins: their records (`Plugin.record`).
+    """
     content = {
         "segtrain": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "libraries": {name: library_version(name) for name in LIBRARIES},
+        "plugins": plugins,
         "devices": devices,
         "git": git_revision(),
         "command": sys.argv,

@@ -2,7 +2,7 @@
 
 import torch
 
-from segtrain.checkpoint.format import Checkpoint, experiment_fields
+from segtrain.checkpoint.format import Checkpoint, experiment_fields, plugin_fields
 from segtrain.checkpoint.restore import (
     initial_weights_fields,
     optimizer_fields,
@@ -84,4 +84,5 @@ def checkpoint_of(run: TrainRun) -> Checkpoint:
         sample_losses=state.sample_losses and state.sample_losses.fields(),
         split=run.split and run.split.fields,
         thresholds=None if run.thresholds is None else list(run.thresholds),
+        plugins=plugin_fields(run.config),
     )

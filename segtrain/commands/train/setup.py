@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from segtrain import seed
+from segtrain import plugins, seed
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import CheckpointManager
@@ -542,9 +542,12 @@ def _config_changes(request: TrainRequest, resumed: Resumed | None) -> list[str]
     if resumed is None:
         return []
     before, _ = parse_experiment(*resumed)
-    accept = request.accept_changes
     return run_directory.check_config(
-        request.directory, before, request.config, accept_changes=accept
+        request.directory,
+        before,
+        request.config,
+        accept_changes=request.accept_changes,
+        others=plugins.changes(resumed.checkpoint.plugins or []),
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
+from segtrain import plugins
 from segtrain.config import AugmentConfig, ExtraTransform
 from segtrain.config.loading import yaml_value
 from segtrain.data.read.image import ImageForm
@@ -152,9 +153,13 @@ _MOVING: dict[str, dict[str, Any] | None] = {
 
 def _tried(albumentations: ModuleType, extra: ExtraTransform, shape: tuple[int, ...]) -> Any:
     """The transform, run once: some need more inputs, or return floats or another size."""
-    kind = getattr(albumentations, extra.name, None)
+    kind, plugin = getattr(albumentations, extra.name, None), plugins.find("transform", extra.name)
+    if plugin is not None:
+        if kind is not None:
+            raise TypeError(f"is albumentations' and that of {plugin.source}; rename the latter")
+        kind = plugin.made
     if not (isinstance(kind, type) and issubclass(kind, albumentations.ImageOnlyTransform)):
-        what = "not an ImageOnlyTransform of albumentations"
+        what = "not an ImageOnlyTransform of albumentations, or derived from it"
         raise TypeError(f"{what}; others may move pixels or change labels")
     # albumentations warns about unknown arguments and wrong values, and leaves them out.
     with warnings.catch_warnings():

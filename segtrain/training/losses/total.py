@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segtrain import plugins
 from segtrain.config import LossConfig
 from segtrain.models.blocks import at_least_float32
 from segtrain.models.enlarged import Enlarged
@@ -29,7 +30,8 @@ LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
         "boundary_relaxation": BoundaryRelaxation,
     }
 )
-"""`loss.kind`: what is called with `LossOptions`; with task multilabel in MULTILABEL_LOSSES."""
+"""`loss.kind`: what is called with `LossOptions`, as those of plugins; with task multilabel in
+MULTILABEL_LOSSES."""
 
 
 class WeightedSum:
@@ -109,8 +111,8 @@ class SegLoss:
                 None if numbers is None else torch.tensor(numbers, device=device)
                 for numbers in (term.class_weights, term.positive_weights)
             )
-            table = MULTILABEL_LOSSES if multilabel else LOSSES
-            loss = table[term.kind](LossOptions(term, weights, microbatches, positive))
+            chosen = plugins.choose("loss", term.kind, MULTILABEL_LOSSES if multilabel else LOSSES)
+            loss = chosen(LossOptions(term, weights, microbatches, positive))
             if weights is not None and term.logit_adjustment:
                 loss = Adjusted(loss, weights, term.logit_adjustment)
             losses.append(loss)

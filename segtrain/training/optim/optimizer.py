@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from segtrain import plugins
 from segtrain.config import Config
+from segtrain.errors import ConfigError
 from segtrain.training.optim.layers import InitialWeights, parameter_groups
 from segtrain.training.optim.muon import Muon
 from segtrain.training.optim.schedule import base_lr
@@ -81,10 +83,16 @@ def build_optimizer(
         optimizer = torch.optim.AdamW(groups, lr, fused=fused, capturable=capturable)
     elif optim.kind == "muon":
         optimizer = Muon(groups, lr, fused=fused)
-    else:
+    elif optim.kind == "sgd":
         optimizer = torch.optim.SGD(groups, lr, momentum=optim.momentum, fused=fused)
         if fused:
             optimizer.register_step_pre_hook(_make_velocities)
+    else:
+        optimizer = plugins.choose("optimizer", optim.kind, {})(groups, lr, optim.options)
+        is_one = isinstance(optimizer, torch.optim.Optimizer)
+        if not is_one or any("lr" not in group for group in optimizer.param_groups):
+            what = "expected a torch.optim.Optimizer whose groups have lr, found"
+            raise ConfigError(f"optim.kind: {optim.kind}: {what} {type(optimizer).__name__}")
     for group in optimizer.param_groups if capturable else ():
         # Not before: making an optimizer reads the rate. In the type that kernels read.
         rate = torch.full((), group["lr"], dtype=torch.float32, device=group["params"][0].device)
@@ -103,7 +111,7 @@ def may_be_captured(model: nn.Module, config: Config, device: torch.device) -> b
     In float16, a step that overflows is left out. torch's kernel for the whole step sees that on
     the device; hooks around it, and Muon, are left out by the host, which waits for the number.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or plugins.registered("optimizer", config.optim.kind):
         return False
     pulls = any(group["pull"] for group in parameter_groups(model, config.optim, None))
     by_host = pulls or config.optim.kind == "muon"

@@ -1,0 +1,493 @@
+"""Code of somebody's own under names in a config: of a package or a file, never by a checkpoint.
+
+The package is the one under "A package" in segtrain/README.md.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import yaml
+from experiments import bits, last, small, write_config
+from experiments import train as train_here
+from processes import Command
+from torch import nn
+
+from segtrain import plugins
+from segtrain.api import Predictor, train
+from segtrain.config import config_schema, load_config
+from segtrain.errors import CheckpointError, ConfigError
+from segtrain.models import build_model
+from segtrain.norm import SyncBatchNorm2d
+
+README = (Path(__file__).parent.parent / "segtrain" / "README.md").read_text()
+EXTRAS = {
+    "loss": {"kind": "poly1", "options": {"epsilon": 2.0}, "class_weights": [1.0, 2.0, 1.0, 1.0]},
+    "model": {
+        "backbone": "tiny",
+        "backbone_options": {"widths": [8, 16, 24]},
+        "arch": "fcn",
+        "output_stride": 16,
+        "head_channels": 8,
+        "aux_channels": 8,
+    },
+    "optim": {"kind": "adamax", "lr": 0.01},
+    "augment": {"extra": [{"name": "Grain", "args": {"sigma": 20.0, "p": 1.0}}]},
+    "eval": {"metrics": [{"name": "share"}]},
+}
+MY_LOSS = """
+from segtrain.config import Section, option
+from segtrain.plugins import loss
+from segtrain.training.losses import CrossEntropy
+
+class Options(Section):
+    factor: float = option(1.0, "of cross entropy", gt=0)
+    names: tuple[str, ...] = option((), "nothing")
+
+@loss("times", options=Options)
+class Times(CrossEntropy):
+    def pixel_losses(self, logits, labels):
+        return self.options.config.options.factor * super().pixel_losses(logits, labels)
+"""
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Each test begins as a process does, without plugins."""
+    tables = plugins._plugins, plugins._loaded, plugins._paths
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear(), table.update(entries)
+    for name in [name for name in sys.modules if name.startswith("segtrain_extras")]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder into which pip has installed the package of the README."""
+    text = README.partition("### A package\n")[2]
+    folder = tmp_path_factory.mktemp("extras")
+    for name, language in (("pyproject.toml", "toml"), ("segtrain_extras.py", "python")):
+        block = re.search(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)[1]
+        (folder / name).write_text(block)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*pip, "--no-index", "--target", str(folder / "site"), str(folder)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+@pytest.fixture
+def extras(installed, monkeypatch):
+    """The package is installed for this process and those that it starts."""
+    monkeypatch.syspath_prepend(installed)
+    paths = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{installed}{os.pathsep}{paths}")
+    return installed
+
+
+def with_extras(lab, data, **more):
+    steps = {"train": {"steps": 4, "batch_size": 4, "shares": 4}, "optim": {"ema_decay": None}}
+    sections = {key: {**EXTRAS.get(key, {}), **steps.get(key, {})} for key in {*EXTRAS, *steps}}
+    for key, values in more.items():
+        sections[key] = {**sections.get(key, {}), **values}
+    return write_config(lab.folder / "extras.yaml", small(data, **sections))
+
+
+def trained(lab, data, **sections):
+    """A config with `my_loss.py` beside it, and the run of its two steps."""
+    (lab.folder / "my_loss.py").write_text(MY_LOSS)
+    loss = {"kind": "times", "options": {"factor": 3.0}}
+    options = small(data, loss=loss, train={"steps": 2}, **sections)
+    config = write_config(lab.folder / "c.yaml", {"plugins": ["./my_loss.py"], **options})
+    lab.done("train", config, "--nproc", 1, "--output", lab.folder / "run")
+    return config, lab.folder / "run"
+
+
+def with_two_ranks(lab, *words):
+    """What such a command says on stderr."""
+    command = Command(lab.folder, *words, "--nproc", 2, fresh=True)
+    assert command.wait() == 0, command.errors
+    return command.errors
+
+
+def train_with(site, config, directory):
+    """Goes on with a run in a rank, to which the package is installed."""
+    sys.path.insert(0, str(site))
+    return train_here(config, directory, True)
+
+
+def test_the_package_of_the_readme_trains_and_resumes_with_equal_bits(extras, lab, data, run_ranks):
+    """Six kinds by their names alone; 1 rank, 2 ranks, stopped and killed in the middle."""
+    config = with_extras(lab, data)
+    alone, two, stopped, killed = (lab.folder / name for name in ("1", "2", "stopped", "killed"))
+    lab.done("train", config, "--nproc", 1, "--output", alone)
+    with_two_ranks(lab, "train", config, "--output", two)
+    lab.done("train", config, "--nproc", 1, "--output", stopped, "--until", 2)
+    assert run_ranks(2, train_with, extras, config, stopped) == [0, 0]
+    saving = ("--set", "checkpoint.every_steps=1")
+    command = Command(
+        lab.folder, "train", config, "--nproc", 1, "--output", killed, *saving, fresh=True
+    )
+    command.wait_for_step(killed, 2)
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.wait()
+    assert last(killed).step < 4
+    lab.done("train", config, "--nproc", 1, "--output", killed, *saving, "--resume")
+    for run in (two, stopped, killed):
+        assert bits(last(run)) == bits(last(alone)), run
+    kinds = {(one["kind"], one["name"]) for one in last(alone).plugins}
+    used = {"poly1", "tiny", "fcn", "adamax", "Grain", "share"}
+    assert {name for _, name in kinds} == used
+    assert len({kind for kind, _ in kinds}) == 6
+    assert {one["package"] for one in last(alone).plugins} == {"segtrain-extras 1.0"}
+    environment = json.loads((alone / "environment.json").read_text())
+    assert environment["plugins"] == last(alone).plugins
+
+
+def test_each_of_them_does_what_it_says(extras, lab, data):
+    """Against trainings without it: another loss, another optimizer, another image."""
+    config = with_extras(lab, data)
+    lab.done("train", config, "--nproc", 1, "--output", lab.folder / "all", "--until", 1)
+    for change in ("loss.options={epsilon: 0}", "optim.kind=adamw", "augment.extra=[]"):
+        run = lab.folder / change.partition("=")[0]
+        lab.done("train", config, "--nproc", 1, "--output", run, "--until", 1, "--set", change)
+        assert bits(last(run))["model"] != bits(last(lab.folder / "all"))["model"], change
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_metric_counts_every_image_once(extras, lab, data, ranks):
+    config, run = with_extras(lab, data), lab.folder / "run"
+    lab.done("train", config, "--nproc", 1, "--output", run, "--until", 1)
+    file, folder = lab.folder / "scores.json", lab.folder / "predicted"
+    words = ("eval", run, "--json", file, "--save-predictions", folder)
+    if ranks == 2:
+        with_two_ranks(lab, *words)
+    else:
+        out = lab.done(*words, "--nproc", 1).out
+    counts = np.zeros(4)
+    for path in sorted((data / "labels" / "val").glob("*.png")):
+        pred, label = (cv2.imread(str(x), -1) for x in (folder / path.name, path))
+        counts += [(pred[label != 255] == k).sum() for k in range(4)]
+    found = json.loads(file.read_text())["metrics"]["share"]
+    assert [found[name] for name in ("ground", "plant", "water", "sand")] == list(
+        counts / counts.sum()
+    )
+    if ranks == 1:
+        assert f"share: sand {found['sand']:g}" in out
+
+
+def test_where_the_package_is_missing_a_checkpoint_asks_for_it_by_name(
+    installed, lab, data, monkeypatch
+):
+    run = lab.folder / "run"
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(installed)
+        lab.done("train", with_extras(lab, data), "--nproc", 1, "--output", run, "--until", 1)
+        plugins._plugins.clear()
+        del sys.modules["segtrain_extras"]
+    image = data / "images" / "val" / "0.png"
+    weights = lab.folder / "w.safetensors"
+    for words in (
+        ("eval", run),
+        ("predict", run, image, "--output", lab.folder / "p"),
+        ("export", run, "--format", "safetensors", "--output", weights),
+    ):
+        said = lab.refused(*words, code=4)
+        for what in ("loss 'poly1'", "backbone 'tiny'", "head 'fcn'", "optimizer 'adamax'"):
+            assert f"needs the {what} of a plugin that is not imported here" in said
+        assert "install segtrain-extras 1.0, or give --plugin segtrain_extras" in said
+    said = lab.refused("train", run, "--nproc", 1, "--resume")
+    assert "config.yaml" in said
+    assert "the name of a loss that plugins import or an installed package offers" in said
+    # And what a file without the record says, of another segtrain.
+    monkeypatch.syspath_prepend(installed)
+    lab.done("export", run, "--format", "safetensors", "--output", weights)
+    lab.done("predict", weights, image, "--output", lab.folder / "p")
+
+
+def test_a_file_beside_the_config_trains_and_its_options_count(lab, data):
+    """Three times the loss has three times the loss of cross entropy, from equal weights."""
+    config, run = trained(lab, data)
+    plain = lab.config(data, "plain.yaml", train={"steps": 2})
+    lab.done("train", plain, "--nproc", 1, "--output", lab.folder / "plain")
+    one, three = (
+        json.loads((x / "metrics.jsonl").read_text().splitlines()[0])["train/loss"]
+        for x in (lab.folder / "plain", run)
+    )
+    assert three == pytest.approx(3 * one, rel=1e-5)
+    shown = yaml.safe_load(lab.done("config", "show", config).out)
+    assert shown["plugins"] == [str(lab.folder / "my_loss.py")]
+    assert shown["loss"]["options"] == {"factor": 3.0, "names": []}
+    two = lab.folder / "two"
+    with_two_ranks(lab, "train", config, "--output", two)
+    (record,) = last(two).plugins
+    sha256 = subprocess.check_output(["sha256sum", lab.folder / "my_loss.py"], text=True)[:64]
+    assert record["sha256"] == sha256
+    assert train(config, output=lab.folder / "api").best
+    options = yaml.safe_load(config.read_text())
+    os.chdir(lab.folder)
+    assert train(options, output=lab.folder / "dict").best
+
+
+@pytest.fixture(autouse=True)
+def same_folder():
+    before = Path.cwd()
+    yield
+    os.chdir(before)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("    factor: -1", "7: loss.options.factor: must be greater than 0, got -1"),
+        ("    factor: x", "7: loss.options.factor: must be a number, got 'x'"),
+        ("    faktor: 2.0", "7: loss.options.faktor: unknown key; did you mean 'factor'?"),
+        ("    names: [3]", "7: loss.options.names[0]: must be text, got 3"),
+    ],
+)
+def test_a_wrong_option_of_a_plugin_is_refused_at_its_line(lab, data, line, message):
+    (lab.folder / "my_loss.py").write_text(MY_LOSS)
+    text = "plugins:\n- ./my_loss.py\n\nloss:\n  kind: times\n  options:\n" + line
+    config = lab.folder / "c.yaml"
+    config.write_text(f"{text}\n{yaml.safe_dump(small(data))}")
+    assert f"{config}:{message}" in lab.refused("train", config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["loss.kind=time"], "got 'time'; did you mean times?"),
+        (["loss.kind=dice"], "has no effect: dice has no options of its own; remove it"),
+        (["loss.label_smoothing=0.1"], "loss.label_smoothing: has no effect with kind times"),
+        (["plugins=[json]"], "json: registers nothing by segtrain.plugins"),
+        (["plugins=[no.such]"], "no.such: cannot be imported: ModuleNotFoundError"),
+        (["plugins=[./gone.py]"], "gone.py: cannot be imported: no such file or directory"),
+        (["plugins=[./bad.py]"], "bad.py: cannot be imported: ZeroDivisionError"),
+        (["plugins=['a b']"], "expected a module, such as my_pkg.losses, or a file"),
+        (["eval.metrics=[{name: times}]"], "the name of a metric that plugins import"),
+    ],
+)
+def test_what_no_plugin_is_is_refused(lab, data, changes, message):
+    (lab.folder / "my_loss.py").write_text(MY_LOSS)
+    (lab.folder / "bad.py").write_text("1 / 0")
+    options = small(data, loss={"kind": "times", "options": {"factor": 2.0}})
+    config = write_config(lab.folder / "c.yaml", {"plugins": ["./my_loss.py"], **options})
+    os.chdir(lab.folder)
+    said = lab.refused("train", config, *(word for x in changes for word in ("--set", x)))
+    assert message in said.replace(":", "").replace(
+        "label_smoothing has", "label_smoothing has"
+    ) or (message in said)
+
+
+def test_changed_code_is_refused_where_a_run_goes_on_and_told_where_it_is_used(lab, data):
+    config, run = trained(lab, data)
+    file = lab.folder / "my_loss.py"
+    file.write_text(MY_LOSS.replace("return ", "return 2 * "))
+    longer = ("--set", "train.steps=3", "--set", "train.shares=null")
+    said = lab.refused("train", config, "--nproc", 1, "--output", run, "--resume", *longer)
+    assert f"plugins: the code of loss times of {file}: SHA-256" in said
+    told = lab.done("eval", run, "--plugin", file).err
+    assert f"warning: {run}/checkpoints/best.pt: plugins: the code of loss times of" in told
+    words = ("--output", run, "--resume", "--accept-changes", *longer)
+    lab.done("train", config, "--nproc", 1, *words)
+    assert last(run).plugins[0]["sha256"] == plugins.registered("loss", "times").sha256
+
+
+def test_a_moved_file_is_named_by_the_user(lab, data):
+    """In every command; the checkpoint says which hash it had, not what to import."""
+    _, run = trained(lab, data)
+    moved = lab.folder / "elsewhere" / "my_loss.py"
+    moved.parent.mkdir()
+    (lab.folder / "my_loss.py").rename(moved)
+    plugins._plugins.clear(), plugins._loaded.clear()
+    said = lab.refused("eval", run, code=4)
+    assert "needs the loss 'times' of a plugin that is not imported here (SHA-256" in said
+    assert f"if you trust that code, give --plugin {lab.folder / 'my_loss.py'}" in said
+    with pytest.raises(CheckpointError, match="needs the loss 'times'"):
+        Predictor(run)
+    lab.done("eval", run, "--plugin", moved)
+    plugins.load(str(moved))
+    Predictor(run)
+    longer = ("--set", f"plugins=[{moved}]", "--set", "train.steps=2")
+    lab.done("train", run, "--nproc", 1, "--resume", *longer)
+    branch = lab.folder / "branch"
+    plugin = ("--plugin", moved)
+    (run / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace(str(lab.folder / "my_loss.py"), str(moved))
+    )
+    lab.done("train", run, "--nproc", 1, "--finish", 1, "--output", branch, *plugin)
+    assert load_config(branch / "config.yaml").plugins == (str(moved),)
+
+
+HOSTILE = "from pathlib import Path\nPath({!r}).touch()\n"
+
+
+def test_no_checkpoint_makes_code_run(lab, data, monkeypatch):
+    """It names files beside it, modules, and names of entry points that nobody has installed."""
+    _, run = trained(lab, data)
+    plugins._plugins.clear(), plugins._loaded.clear()
+    touched, evil = lab.folder / "touched", lab.folder / "evil.py"
+    evil.write_text(HOSTILE.format(str(touched)) + MY_LOSS)
+    monkeypatch.syspath_prepend(lab.folder)
+    os.chdir(lab.folder)
+    path = run / "checkpoints" / "best.pt"
+    for source in ("evil", "./evil.py", str(evil), "os"):
+        content = torch.load(path, weights_only=True)
+        config = json.loads(content["config"]) | {"plugins": [source]}
+        content["config"] = json.dumps(config, indent=1)
+        content["plugins"][0] |= {"source": source, "package": None}
+        bare = lab.folder / "bare.pt"
+        for records in (content["plugins"], None):
+            torch.save({**content, "plugins": records}, bare)
+            for words in (
+                ("eval", bare),
+                ("predict", bare, data / "images/val/0.png", "--output", lab.folder / "p"),
+                ("export", bare, "--format", "onnx", "--output", lab.folder / "o.onnx"),
+            ):
+                said = lab.refused(*words, code=4)
+                needed = "the name of a loss that plugins import" if records is None else "times"
+                assert needed in said
+    # The directory of somebody's run, which is only looked at; verify computes its steps.
+    text = (run / "config.yaml").read_text().replace("my_loss.py", "evil.py")
+    (run / "config.yaml").write_text(text)
+    for words in (("report", run), ("compare", run, run), ("runs", run), ("verify", run)):
+        lab.command(*words)
+    # With the user's word for other code under that name, the file's own word still counts nothing.
+    good = lab.folder / "my_loss.py"
+    lab.done("eval", bare, "--plugin", good)
+    content |= torch.load(run / "checkpoints" / "last.pt", weights_only=True) | {
+        "config": content["config"]
+    }
+    (run / "config.yaml").write_text(text.replace("evil.py", "my_loss.py"))
+    other, branch = run / "checkpoints" / "other.pt", lab.folder / "branch"
+    torch.save(content, other)
+    lab.done("train", other, "--nproc", 1, "--finish", 1, "--output", branch)
+    assert load_config(branch / "config.yaml").plugins == (str(good),)
+    assert not touched.exists()
+    assert "evil" not in sys.modules
+
+
+class Ladder(nn.Module):
+    """Features at the strides of `kernels`, one after the other."""
+
+    def __init__(self, *steps, inner=nn.Identity, norm=nn.BatchNorm2d):
+        super().__init__()
+        self.stages = nn.ModuleList()
+        width = 3
+        for step in steps:
+            conv = nn.Conv2d(width, width + 2, 3, step, 1)
+            self.stages.append(nn.Sequential(conv, norm(width + 2), inner()))
+            width += 2
+
+    def forward(self, images):
+        maps = []
+        for stage in self.stages:
+            images = stage(images)
+            maps.append(images)
+        return {f"c{i}": x for i, x in enumerate(maps)}
+
+
+def ladder_model(data, make, **model):
+    plugins.backbone("ladder")(make)
+    options = {"backbone": "ladder", "head_channels": 8, "aux_channels": 8, **model}
+    whole = small(data, model=options)
+    whole["model"].pop("num_stages", None)
+    from segtrain.config import override_config
+
+    return override_config(whole, [], source="c").model
+
+
+@pytest.mark.parametrize("steps", [(4, 2, 2), (2, 2, 2, 2), (4, 4, 1)])
+def test_any_module_with_features_at_strides_is_a_backbone(data, steps):
+    """Its maps are those that it returns alone, and its batch norm is segtrain's."""
+    torch.manual_seed(0)
+    network = Ladder(*steps).double()
+    config = ladder_model(data, lambda model, *, norm: network, output_stride=16)
+    alone = list(network.eval()(images := torch.randn(2, 3, 65, 97).double()).values())
+    model = build_model(config, num_classes=3, norm=SyncBatchNorm2d).double().eval()
+    kinds = {type(x) for x in model.backbone.modules() if "BatchNorm" in type(x).__name__}
+    assert kinds == {SyncBatchNorm2d}
+    low = steps.index(4) if 4 in steps else 1
+    found = model.backbone(images)
+    for one, other in zip(found, (alone[low], alone[-2], alone[-1]), strict=True):
+        assert torch.equal(one, other)
+    assert model.backbone.channels == tuple(x.shape[1] for x in found)
+    assert model.backbone.strides == tuple(2 ** round(np.log2(65 / x.shape[2])) for x in found)
+    assert model(images).out.shape == (2, 3, 65, 97)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Ladder(4, 2), r"returns maps of shapes \[\(2, 5, 64, 80\), "),
+        (lambda: Ladder(2, 4, 2), "one of stride 4 before the last two"),
+        (lambda: Ladder(4, 2, 4), "is of stride 32, and model.output_stride is 16"),
+        (lambda: Ladder(4, 2, 2, inner=nn.Dropout), "draws random numbers"),
+        (
+            lambda: Ladder(4, 2, 2, norm=lambda n: nn.BatchNorm2d(n, affine=False)),
+            "without weights",
+        ),
+        (lambda: Ladder(4, 2, 2, inner=nn.Flatten), "cannot be tried on images"),
+        (lambda: "ladder", "expected a torch.nn.Module, found str"),
+    ],
+)
+def test_a_module_that_cannot_be_one_is_refused(data, make, message):
+    config = ladder_model(data, lambda model, *, norm: make(), output_stride=16)
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, num_classes=3)
+
+
+def test_two_plugins_and_segtrains_own_do_not_share_a_name(tmp_path, data):
+    (tmp_path / "one.py").write_text(MY_LOSS)
+    (tmp_path / "two.py").write_text(MY_LOSS)
+    (tmp_path / "own.py").write_text(MY_LOSS.replace('"times"', '"dice"'))
+    options = small(data)
+    for files, message in (
+        (["one.py", "two.py"], "loss times: .*two.py and .*one.py both register it"),
+        (["own.py"], "'dice' is segtrain's and that of .*own.py; rename the latter"),
+    ):
+        listed = {"plugins": [f"./{name}" for name in files], "loss": {"kind": "dice"}}
+        config = write_config(tmp_path / "c.yaml", options | listed)
+        with pytest.raises(ConfigError, match=message):
+            load_config(config)
+
+
+def test_options_that_take_any_key_are_refused():
+    from pydantic import BaseModel
+
+    class Loose(BaseModel):
+        factor: float = 1.0
+
+    with pytest.raises(ConfigError, match="take keys that are misspelt"):
+        plugins.loss("loose", options=Loose)(object)
+
+
+def test_the_schema_has_the_names_and_options_of_plugins(lab):
+    (lab.folder / "my_loss.py").write_text(MY_LOSS)
+    before = json.dumps(config_schema())
+    assert '"times"' not in before
+    out = lab.done("config", "schema", "--plugin", lab.folder / "my_loss.py").out
+    loss = json.loads(out)["$defs"]["LossConfig"]["properties"]
+    assert {"enum": ["times"]} in loss["kind"]["anyOf"]
+    assert "factor" in json.dumps(loss["options"])
+
+
+def test_help_and_a_config_import_neither_torch_nor_what_nobody_names(extras, lab, data):
+    code = "import sys; from segtrain import cli; cli.main(['config', 'show', sys.argv[1]]); "
+    code += "print(sorted({'torch', 'segtrain_extras'} & sys.modules.keys()))"
+    config = lab.config(data)
+    done = subprocess.run([sys.executable, "-c", code, config], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
