@@ -174,13 +174,18 @@ def _import_file(path: str) -> None:
     module = ModuleType(name)
     module.__file__ = path
     _paths[name], _loaded[path], sys.modules[name] = path, sha256, module
-    for key in [key for key, one in _plugins.items() if one.source == path]:
-        del _plugins[key]  # of the bytes before
+    _forget(path)  # the bytes before
     try:
         exec(compile(source, path, "exec"), module.__dict__)
     except BaseException:
         del _loaded[path], sys.modules[name]
+        _forget(path)
         raise
+
+
+def _forget(source: str) -> None:
+    for key in [key for key, one in _plugins.items() if one.source == source]:
+        del _plugins[key]
 
 
 def _cannot(what: str, error: Exception) -> str:

@@ -48,11 +48,11 @@ from segtrain.config import Section, option
 from segtrain.plugins import loss
 from segtrain.training.losses import CrossEntropy
 
-class Options(Section):
+class Config(Section):
     factor: float = option(1.0, "of cross entropy", gt=0)
     names: tuple[str, ...] = option((), "nothing")
 
-@loss("times", options=Options)
+@loss("times", options=Config)
 class Times(CrossEntropy):
     def pixel_losses(self, logits, labels):
         return self.options.config.options.factor * super().pixel_losses(logits, labels)
@@ -134,7 +134,9 @@ def test_the_package_of_the_readme_trains_and_resumes_with_equal_bits(extras, la
     config = with_extras(lab, data)
     alone, two, stopped, killed = (lab.folder / name for name in ("1", "2", "stopped", "killed"))
     lab.done("train", config, "--nproc", 1, "--output", alone)
-    with_two_ranks(lab, "train", config, "--output", two)
+    # Loader processes make the plugin's transform.
+    with_two_ranks(lab, "train", config, "--output", two, "--set", "data.num_workers=1")
+    lab.done("verify", two, "--nproc", 1)
     lab.done("train", config, "--nproc", 1, "--output", stopped, "--until", 2)
     assert run_ranks(2, train_with, extras, config, stopped) == [0, 0]
     saving = ("--set", "checkpoint.every_steps=1")
@@ -463,6 +465,57 @@ def test_two_plugins_and_segtrains_own_do_not_share_a_name(tmp_path, data):
         config = write_config(tmp_path / "c.yaml", options | listed)
         with pytest.raises(ConfigError, match=message):
             load_config(config)
+
+
+def test_the_hash_of_a_package_is_that_of_all_its_files(tmp_path, monkeypatch):
+    package = tmp_path / "mine_too"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "helper.py").write_text("FACTOR = 1")
+    (package / "losses.py").write_text("from mine_too.helper import FACTOR" + MY_LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for factor in (1, 1, 2):
+        (package / "helper.py").write_text(f"FACTOR = {factor}")
+        for name in [name for name in sys.modules if name.startswith("mine_too")]:
+            del sys.modules[name]
+        assert plugins.load("mine_too.losses") == "mine_too.losses"
+        found.append(plugins.registered("loss", "times").sha256)
+    assert found[0] == found[1] != found[2]
+
+
+def test_what_an_optimizer_keeps_comes_back_whatever_its_shape(lab, data):
+    """Adafactor's rows and columns are smaller than their weight, and ASGD has numbers alone."""
+    for name in ("Adafactor", "ASGD"):
+        made = f"return torch.optim.{name}(groups, lr)"
+        (lab.folder / "my_optimizer.py").write_text(
+            "import torch\nfrom segtrain.plugins import optimizer\n"
+            f"@optimizer('{name.lower()}')\ndef make(groups, lr, options):\n    {made}\n"
+        )
+        options = small(data, optim={"kind": name.lower(), "lr": 0.01}, train={"steps": 4})
+        config = write_config(lab.folder / "c.yaml", {"plugins": ["./my_optimizer.py"], **options})
+        alone, stopped = lab.folder / f"{name}_alone", lab.folder / f"{name}_stopped"
+        lab.done("train", config, "--nproc", 1, "--output", alone)
+        lab.done("train", config, "--nproc", 1, "--output", stopped, "--until", 2)
+        lab.done("train", config, "--nproc", 1, "--output", stopped, "--resume")
+        assert bits(last(stopped)) == bits(last(alone))
+
+
+def test_what_is_no_optimizer_or_head_is_refused(lab, data):
+    (lab.folder / "no.py").write_text(
+        "from segtrain.plugins import head, optimizer\n"
+        "head('no')(lambda *_, **__: 3)\noptimizer('none')(lambda *_: 3)\n"
+    )
+    for section, message in (
+        ({"model": {"arch": "no"}}, "expected a segtrain.models.blocks.Head, found int"),
+        ({"optim": {"kind": "none"}}, "expected a torch.optim.Optimizer whose groups have lr"),
+    ):
+        config = write_config(
+            lab.folder / "c.yaml", {"plugins": ["./no.py"], **small(data, **section)}
+        )
+        outcome = lab.command("train", config, "--nproc", 1, "--output", lab.folder / "run")
+        assert outcome.code == 2
+        assert message in outcome.err
 
 
 def test_options_that_take_any_key_are_refused():

@@ -16,6 +16,7 @@ from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, parse_data,
 from segtrain.checkpoint.weights import check_fit, check_plain, load_weights
 from segtrain.config import Config, load_config, recipes
 from segtrain.config.loading import parse_config_json, yaml_value
+from segtrain.config.plugin_names import all_plugins
 from segtrain.data.read.classes import (
     ClassFile,
     class_differences,
@@ -210,8 +211,10 @@ def check_sizes(checkpoint: Checkpoint, config: Config, classes: ClassFile, path
     try:
         with torch.device("meta"):
             model = _inference_model(config, classes)
-    except (RuntimeError, OverflowError):  # the number of bytes overflows
+    except (RuntimeError, OverflowError) as error:  # the number of bytes overflows
         what = "its config describes a model that is too large for any machine"
+        if all_plugins(config.model):
+            what += f", or a plugin's, which torch's meta device cannot make ({error})"
         raise CheckpointError(f"{path}: {what}") from None
     check_fit(model, checkpoint.model, path)
     if checkpoint.average is not None:

@@ -111,7 +111,11 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [each.__name__ for each in type(self).__mro__]
+        # A plugin's options may have the name of one of segtrain's sections.
+        own = (
+            each for each in type(self).__mro__ if each.__module__.startswith("segtrain.config.")
+        )
+        names = [each.__name__ for each in own]
         mistakes = list(self._mistakes())
         for key, value in self:
             if isinstance(value, str) and (scheme := scheme_of(value)):

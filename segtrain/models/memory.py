@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from segtrain import plugins
 from segtrain.config import Config
+from segtrain.config.plugin_names import all_plugins
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import host_memory, process_memory, resident_bytes
 from segtrain.errors import MemoryLimitError
@@ -82,11 +82,8 @@ def network_bytes(config: Config, num_classes: int, images: int, device: torch.d
     train, optim = config.train, config.optim
     on_host = device.type == "cuda" and train.virtual_ranks > 1
     keeps_less = train.compile or on_host or any(rule.freeze for rule in optim.layers)
-    backbone = config.model.backbone
-    is_foreign = backbone.startswith(timm_backbone.PREFIX) or plugins.registered(
-        "backbone", backbone
-    )
-    if keeps_less or is_foreign:
+    is_timm = config.model.backbone.startswith(timm_backbone.PREFIX)
+    if keeps_less or is_timm or all_plugins(config.model):
         return 0
     kept: dict[int, int] = {}
 
