@@ -23,7 +23,7 @@ from torch import nn
 
 from segtrain import plugins
 from segtrain.api import Predictor, train
-from segtrain.config import config_schema, load_config
+from segtrain.config import config_schema, load_config, override_config
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import build_model
 from segtrain.norm import SyncBatchNorm2d
@@ -407,8 +407,6 @@ def ladder_model(data, make, **model):
     options = {"backbone": "ladder", "head_channels": 8, "aux_channels": 8, **model}
     whole = small(data, model=options)
     whole["model"].pop("num_stages", None)
-    from segtrain.config import override_config
-
     return override_config(whole, [], source="c").model
 
 
@@ -516,6 +514,51 @@ def test_what_is_no_optimizer_or_head_is_refused(lab, data):
         outcome = lab.command("train", config, "--nproc", 1, "--output", lab.folder / "run")
         assert outcome.code == 2
         assert message in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        ({}, None),
+        ({"ignores": "dropout"}, "model.dropout: has no effect with arch mine; remove it"),
+        ({"ignores": "drop"}, "model.arch: mine says that it uses or ignores drop, which is no"),
+        ({}, "model.ppm_channels: has no effect with arch mine"),
+        ({"uses": "ppm_channels"}, None),
+    ],
+)
+def test_a_plugin_says_which_of_segtrains_options_serve_it(data, says, message):
+    plugins.head("mine", **says)(object)
+    key = "dropout" if "ppm_channels" not in f"{says} {message}" else "ppm_channels"
+    config = small(data, model={"arch": "mine", key: 0.3 if key == "dropout" else 7})
+    if message is None:
+        assert getattr(override_config(config, [], source="c").model, key)
+        return
+    with pytest.raises(ConfigError, match=message):
+        override_config(config, [], source="c")
+
+
+def test_a_class_that_does_not_register_itself_is_an_entry_point_too(tmp_path, monkeypatch, data):
+    """And a name that two packages offer is nobody's."""
+    (tmp_path / "bare_losses.py").write_text(
+        "from segtrain.training.losses import CrossEntropy\nclass Bare(CrossEntropy): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in ("bare", "other"):
+        about = tmp_path / f"{package}-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        points = "[segtrain.losses]\nbare = bare_losses:Bare\ngone = no_such_module:Loss\n"
+        (about / "entry_points.txt").write_text(points)
+        for kind, message in (("bare", None), ("gone", "no_such_module:Loss.: cannot be imported")):
+            options = small(data, loss={"kind": kind})
+            if package == "bare" and message is None:
+                assert override_config(options, [], source="c").loss.kind == "bare"
+                assert plugins.registered("loss", "bare").made.__name__ == "Bare"
+                plugins._plugins.clear()
+                continue
+            message = "several installed packages offer it" if package == "other" else message
+            with pytest.raises(ConfigError, match=message):
+                override_config(options, [], source="c")
 
 
 def test_options_that_take_any_key_are_refused():

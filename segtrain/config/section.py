@@ -122,8 +122,12 @@ class Section(BaseModel):
                 mistakes.append(f"{key}: {scheme} is not read: expected a local path or name")
         chosen = dict(named_plugins(self))
         for key, plugin in chosen.items():
-            ignored = " ".join(sorted(plugin.ignores))
-            mistakes += self._no_effect(ignored, False, f"{key} {plugin.name}")
+            for word in sorted(plugin.uses | plugin.ignores):
+                if word not in type(self).model_fields:
+                    what = f"{plugin.name} says that it uses or ignores {word}, which is no option"
+                    mistakes.append(f"{key}: {what} beside {key}")
+                elif word in plugin.ignores:
+                    mistakes += self._no_effect(word, False, f"{key} {plugin.name}")
         for name in names:
             for keys, needed in NEEDS.get(name, {}).items():
                 by = (chosen.get(one.partition("=")[0]) for one in needed.split())
