@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
+from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -95,10 +95,7 @@ def register(
     return add
 
 
-loss, backbone, head = (partial(register, kind) for kind in ("loss", "backbone", "head"))
-optimizer, transform, metric = (
-    partial(register, kind) for kind in ("optimizer", "transform", "metric")
-)
+loss, backbone, head, optimizer, transform, metric = (partial(register, kind) for kind in GROUPS)
 
 
 def _add(
@@ -227,17 +224,13 @@ def find(kind: str, name: str) -> Plugin | None:
     if len(found) > 1:
         owners = first_of(one.dist.name if one.dist else one.value for one in found)
         raise ConfigError(f"{kind} {name}: several installed packages offer it: {owners}")
-    return _from_entry_point(kind, found[0])
-
-
-def _from_entry_point(kind: str, entry: EntryPoint) -> Plugin:
     try:
-        made = entry.load()
-    except Exception as error:
-        raise ConfigError(_cannot(f"{kind} {entry.name} ({entry.value})", error)) from error
-    if (kind, entry.name) not in _plugins:  # it does not register itself
-        _add(kind, entry.name, made, entry.module, None, frozenset(), frozenset())
-    return _plugins[kind, entry.name]
+        made = found[0].load()
+    except Exception as error:  # foreign code may raise anything
+        raise ConfigError(_cannot(f"{kind} {name} ({found[0].value})", error)) from error
+    if (kind, name) not in _plugins:  # it does not register itself
+        _add(kind, name, made, found[0].module, None, frozenset(), frozenset())
+    return _plugins[kind, name]
 
 
 def choose(kind: str, name: str, own: dict[str, Any]) -> Any:
@@ -253,21 +246,15 @@ def missing(records: Iterable[dict[str, Any]]) -> list[str]:
     """
     lines = []
     for one in records:
-        if one["kind"] not in GROUPS or find(one["kind"], one["name"]) is None:
-            name, source, package = (
-                printable(str(one[key]), MAX_NAME) for key in ("name", "source", "package")
-            )
-            is_package = one["package"] is not None
-            way = (
-                f"install {package}, or give --plugin {source}"
-                if is_package
-                else (f"if you trust that code, give --plugin {source}, or where it lies now")
-            )
-            hashed = printable(one["sha256"], MAX_NAME)[:12]
-            lines.append(
-                f"needs the {printable(one['kind'], MAX_NAME)} '{name}' of a plugin that is not "
-                f"imported here (SHA-256 {hashed}...); {way}"
-            )
+        if one["kind"] in GROUPS and find(one["kind"], one["name"]) is not None:
+            continue
+        # A stranger's words, on one line.
+        said = {key: printable(str(value), MAX_NAME) for key, value in one.items()}
+        way = f"if you trust that code, give --plugin {said['source']}, or where it lies now"
+        if one["package"] is not None:
+            way = f"install {said['package']}, or give --plugin {said['source']}"
+        what = f"needs the {said['kind']} '{said['name']}' of a plugin that is not imported here"
+        lines.append(f"{what} (SHA-256 {said['sha256'][:12]}...); {way}")
     return lines
 
 
