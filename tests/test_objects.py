@@ -14,6 +14,7 @@ from segtrain.commands import predict
 from segtrain.errors import ConfigError, DataError
 from segtrain.evaluation.objects import ObjectCounter
 from segtrain.evaluation.pixel_size import grid_of
+from segtrain.types import IGNORE_INDEX
 
 CORNERS = np.ones((3, 3), int)
 
@@ -53,6 +54,17 @@ def test_objects_are_those_of_scipy_in_blocks_of_any_size(seed):
             assert sorted(rows) == expected
             assert [row[1] for row in rows] == sorted(row[1] for row in rows)
             assert found.pixels[k] == (label == k).sum()
+
+
+def test_classes_that_overlap_have_objects_of_their_own():
+    label = np.random.default_rng(0).integers(0, 2, (30, 41, 3), dtype=np.uint8)
+    label[:, :5] = IGNORE_INDEX
+    for side in (64, 7):
+        found = count(label, label[..., 0] == IGNORE_INDEX, side)
+        assert found.num_ignored == found.no_value == 150
+        for k in range(3):
+            assert found.pixels[k] == (label[..., k] == 1).sum()
+            assert len(found.objects[k]) == ndimage.label(label[..., k] == 1, CORNERS)[1]
 
 
 def read(path):

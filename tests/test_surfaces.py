@@ -123,6 +123,12 @@ def test_borders_that_are_ignored_pixels_are_warned_about():
     assert lines[-1].startswith(f"warning: {share} of the borders in labels are those of ignored")
 
 
+def test_classes_that_overlap_are_measured_one_by_one():
+    pair = drawn(0), drawn(2)
+    layers = [(x[..., None] == np.arange(4)).astype(np.uint8) for x in pair]
+    assert scores([layers]).to_dict() == scores([pair]).to_dict()
+
+
 def test_eval_writes_them_and_ranks_gather_them(command, capsys):  # noqa: F811
     found = command(surface=1.0)["surfaces"]
     assert found["tolerance_px"] == 1

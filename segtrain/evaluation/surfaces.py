@@ -34,6 +34,13 @@ from segtrain.types import IGNORE_INDEX
 # Of the diagonal of the image, as in arXiv:2103.16562.
 _NEAR = 0.02
 _KERNEL = np.ones((3, 3), np.uint8)
+_TITLES = {
+    "num_images": "images",
+    "num_one_sided": "one-sided",
+    "HD95_px": "HD95 px",
+    "surface_dice": "surface Dice",
+    "boundary_IoU": "boundary IoU",
+}
 # Of the label's border, from which on a warning says that it is that of ignored pixels.
 _MUCH = 0.01
 
@@ -92,19 +99,16 @@ class SurfaceScores:
         self._near, self._edges = (np.sum(one, axis=0) for one in (near, edges))
 
     def lines(self) -> list[str]:
-        """A table of the classes."""
-        rows = self._rows()
-        means = {"name": "mean", "num_images": "", "num_one_sided": ""} | self._means(rows)
-        columns = [["class", *(row["name"] for row in [*rows, means])]]
-        for title, key in (("images", "num_images"), ("one-sided", "num_one_sided")):
-            columns.append([title, *(str(row[key]) for row in [*rows, means])])
-        for title, key in (
-            ("HD95 px", "HD95_px"),
-            ("surface Dice", "surface_dice"),
-            ("boundary IoU", "boundary_IoU"),
-        ):
-            show = _pixels if key == "HD95_px" else percent
-            columns.append([title, *(show(row[key]) for row in [*rows, means])])
+        """A table of the classes, and what to know about it."""
+        columns = [["class", *self._names, "mean"]]
+        for key, values in self._by_class().items():
+            if key.startswith("num_"):
+                cells = [*map(str, values), ""]
+            else:
+                show = "{:.2f}".format if key == "HD95_px" else percent
+                shown = (*values, mean_of_present(values))
+                cells = ["-" if math.isnan(x) else show(x) for x in shown]
+            columns.append([_TITLES[key], *cells])
         lines = [
             f"borders: surface Dice within {self._tolerance:g} px; one-sided: images where only "
             "label or prediction shows the class, with surface Dice 0 and without HD95",
@@ -118,36 +122,28 @@ class SurfaceScores:
 
     def to_dict(self) -> dict[str, Any]:
         """The scores for a JSON file; NaN becomes None."""
-        rows = self._rows()
+        columns = self._by_class()
+        scores = {key: x for key, x in columns.items() if not key.startswith("num_")}
+        means = {f"mean_{key}": or_none(mean_of_present(x)) for key, x in scores.items()}
+        rows = [
+            {"name": name} | dict(zip(columns, map(or_none, values), strict=True))
+            for name, *values in zip(self._names, *columns.values(), strict=True)
+        ]
+        return {"tolerance_px": self._tolerance, **means, "classes": rows}
 
-        def clean(row: dict[str, Any]) -> dict[str, Any]:
-            return {k: or_none(x) if isinstance(x, float) else x for k, x in row.items()}
-
-        means = clean({f"mean_{key}": value for key, value in self._means(rows).items()})
-        return {"tolerance_px": self._tolerance, **means, "classes": list(map(clean, rows))}
-
-    def _rows(self) -> list[dict[str, Any]]:
-        rows = []
-        for k, name in enumerate(self._names):
-            pairs = [pair for (_, own), pair in sorted(self._found.items()) if own == k]
-            distances, dices = ([pair[i] for pair in pairs] for i in (0, 1))
-            one_sided = sum(map(math.isnan, distances))
-            both, either = self._near[k].tolist()
-            rows.append(
-                {
-                    "name": name,
-                    "num_images": len(pairs),
-                    "num_one_sided": one_sided,
-                    "HD95_px": mean_of_present(distances),
-                    "surface_dice": mean_of_present(dices),
-                    "boundary_IoU": ratio(both, either),
-                }
-            )
-        return rows
-
-    def _means(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        keys = "HD95_px", "surface_dice", "boundary_IoU"
-        return {key: mean_of_present([row[key] for row in rows]) for key in keys}
+    def _by_class(self) -> dict[str, list[float]]:
+        """Images and scores of each class, by their keys in JSON."""
+        pairs: list[list[tuple[float, float]]] = [[] for _ in self._names]
+        for (_, k), pair in sorted(self._found.items()):
+            pairs[k].append(pair)
+        distances, dices = ([[pair[i] for pair in own] for own in pairs] for i in (0, 1))
+        return {
+            "num_images": list(map(len, pairs)),
+            "num_one_sided": [sum(map(math.isnan, own)) for own in distances],
+            "HD95_px": list(map(mean_of_present, distances)),
+            "surface_dice": list(map(mean_of_present, dices)),
+            "boundary_IoU": [ratio(*pixels) for pixels in self._near.tolist()],
+        }
 
     def _measure(self, label: np.ndarray, pred: np.ndarray) -> tuple[float, float]:
         """Distance and surface Dice of two masks that are not empty."""
@@ -166,7 +162,3 @@ def near_border(mask: np.ndarray) -> np.ndarray:
     iterations = max(1, round(_NEAR * math.hypot(*mask.shape)))
     padded = cv2.copyMakeBorder(mask, 1, 1, 1, 1, cv2.BORDER_CONSTANT, value=0)
     return mask - cv2.erode(padded, _KERNEL, iterations=iterations)[1:-1, 1:-1]
-
-
-def _pixels(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
