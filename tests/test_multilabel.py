@@ -735,10 +735,18 @@ def test_curves_and_borders_are_those_of_each_class(learnt, lab, tmp_path):
     pytest.importorskip("monai")
     root, _ = learnt
     found = tmp_path / "e.json"
-    lab.done(
+    said = lab.done(
         "eval", root / "run", "--surface", 2, "--class", "red", "--recall", 0.9, "--json", found
-    )
+    ).out
     found = json.loads(found.read_text())
     ap = {row["name"]: row["AP"] for row in found["classes"]}
     assert found["curves"]["AP"] == pytest.approx(ap, abs=1e-12)
-    assert found["curves"]["operating_point"]["recall"] >= 0.9
+    point = found["curves"]["operating_point"]
+    assert point["recall"] >= 0.9
+    assert f"by {point['threshold']} in eval.thresholds" in said
+    names = [row["name"] for row in found["classes"]]
+    given = ", ".join(str(point["threshold"] if name == "red" else 0.5) for name in names)
+    scores = tmp_path / "s.json"
+    lab.done("eval", root / "run", "--set", f"eval.thresholds=[{given}]", "--json", scores)
+    row = json.loads(scores.read_text())["classes"][names.index("red")]
+    assert (row["precision"], row["recall"]) == (point["precision"], point["recall"])

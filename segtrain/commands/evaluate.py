@@ -154,7 +154,10 @@ def run_eval(args: argparse.Namespace) -> int:
             )
             classes = loaded.classes.names
             by_group = groups and ScoresByGroup.of(records.images, groups, classes)
-            answer = ([], {}) if curves is None else question.answer(curves.counts, classes)
+            answer: tuple[list[str], dict[str, Any]] = ([], {})
+            if curves is not None:
+                overlap = {"overlapping": loaded.classes.overlapping}
+                answer = question.answer(curves.counts, classes, **overlap)
             how = f"{settings.describe()}; trained with {describe_norm(config.norm)}"
             alone = {} if args.no_labels else _members_alone(loaded, records)
             for line in (

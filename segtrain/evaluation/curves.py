@@ -21,10 +21,10 @@ from segtrain.errors import ConfigError
 from segtrain.metrics import (
     CURVE_BINS,
     CurveCounts,
+    average_precision,
     mean_of_present,
     or_none,
     percent,
-    ratio,
     table,
 )
 from segtrain.text import first_of, printable
@@ -57,16 +57,6 @@ class ClassCurve:
         """(1024,) float64; NaN for a class that is not labelled."""
         with np.errstate(invalid="ignore"):
             return self.hits / self.hits[0]
-
-    @property
-    def average_precision(self) -> float:
-        """The sum of precision times growth of recall; NaN for a class that is not labelled.
-
-        As average_precision_score of scikit-learn, of probabilities rounded down to 1/1024.
-        """
-        growth = self.hits - np.append(self.hits[1:], 0)
-        terms = (growth * self.hits)[growth > 0] / self.predicted[growth > 0]
-        return ratio(math.fsum(terms), self.hits[0])
 
     def best(self, *, precision: float = 0.0, recall: float = 0.0) -> int | None:
         """The bin of the threshold above 0 with this precision and the highest recall; or with this
@@ -114,20 +104,27 @@ class CurveQuestion:
             raise ConfigError(f"--class: no class {printable(self.class_name)}; there are {there}")
         return CurveCounts(len(names), device) if self.is_asked else None
 
-    def answer(self, counts: Tensor, names: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-        """Lines of text, and the same for JSON. counts: `CurveCounts.counts`."""
-        found = [ClassCurve.of(one).average_precision for one in counts]
+    def answer(
+        self, counts: Tensor, names: Sequence[str], *, overlapping: bool = False
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Lines of text, and the same for JSON.
+
+        counts: `CurveCounts.counts`. overlapping: the classes do, so a config has the thresholds.
+        """
+        found = average_precision(counts)
         mean = mean_of_present(found)
         lines = [*table("class", names, {"AP": found}), f"mAP {percent(mean)}"]
         json = {"mAP": or_none(mean), "AP": dict(zip(names, map(or_none, found), strict=True))}
         if self.class_name is not None:
             of_class = ClassCurve.of(counts[list(names).index(self.class_name)])
-            line, point = self._operating_point(of_class)
+            line, point = self._operating_point(of_class, overlapping)
             lines.append(line)
             json["operating_point"] = {"class": self.class_name, **point}
         return lines, json
 
-    def _operating_point(self, curve: ClassCurve) -> tuple[str, dict[str, float | None]]:
+    def _operating_point(
+        self, curve: ClassCurve, overlapping: bool
+    ) -> tuple[str, dict[str, float | None]]:
         shown = printable(self.class_name)
         if not curve.hits[0]:
             return f"{shown}: not labelled, so no threshold can be chosen", {"threshold": None}
@@ -141,6 +138,7 @@ class CurveQuestion:
             return f"{shown}: {words}; {most}", {"threshold": None}
         threshold, precision, recall = i / CURVE_BINS, curve.precision[i], curve.recall[i]
         option = f"predict --threshold {shlex.quote(f'{shown}={threshold}')}"
+        option = f"{threshold} in eval.thresholds" if overlapping else option
         line = f"{shown}: precision {precision:.2%}, recall {recall:.2%} by {option}"
         return line, {"threshold": threshold, "precision": precision, "recall": recall}
 
