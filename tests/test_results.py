@@ -207,6 +207,33 @@ def test_figures_have_the_numbers_of_eval(run, tmp_path, lab):
     assert [[int(x) for x in row[1:]] for row in rows] == counts
 
 
+def test_a_report_draws_precision_over_recall(run, tmp_path, lab, monkeypatch):
+    """The points of `eval --curves`, and its average precision."""
+    draw, drawn = charts.precision_recall, {}
+    monkeypatch.setattr(charts, "precision_recall", lambda x: drawn.update(x) or draw(x))
+    lab.done("eval", run, "--curves", tmp_path / "c.csv", "--json", tmp_path / "s.json")
+    files = "--figures", tmp_path / "f", "--output", tmp_path / "r.html"
+    lab.done("report", run, "--curves", *files)
+    (path,) = (tmp_path / "f").glob("precision*.svg")
+    ap = json.loads((tmp_path / "s.json").read_text())["curves"]["AP"]
+    labels = {f"{name}: AP {x:.3f}": name for name, x in ap.items() if x is not None}
+    assert drawn.keys() == labels.keys()
+    assert len(drawn) >= 2
+    with (tmp_path / "c.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for label, curve in drawn.items():
+        own = [row for row in rows if row["class"] == labels[label]]
+        for values, key in zip(curve, ("recall", "precision"), strict=True):
+            expected = [float(row[key] or "nan") for row in own]
+            np.testing.assert_allclose(values[1:], expected, atol=1e-6)
+        for text in (path, tmp_path / "r.html"):
+            assert label in html.unescape(text.read_text())
+    assert "precision and recall" not in (run / "report.html").read_text()
+    shutil.copytree(run, tmp_path / "b")
+    said = lab.refused("report", run, tmp_path / "b", "--curves", "--output", tmp_path / "x.html")
+    assert "--curves: serves only the report of one run" in said
+
+
 def test_a_report_of_several_runs_says_what_differs(run, tmp_path, lab):
     second = tmp_path / "second"
     shutil.copytree(run, second)

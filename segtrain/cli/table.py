@@ -418,6 +418,7 @@ COMMANDS = (
         _argument("runs", "run directory, or one of segtrain folds", "RUN", _path, nargs="+"),
         _argument("--output", "file to write (default: report.html of the run)", "FILE", _path),
         _argument("--figures", "also write its charts as SVG, the confusion as CSV", "DIR", _path),
+        _switch("--curves", "of one run: evaluate once more, for precision over recall"),
         _DATA_ROOT,
         _PLUGIN,
         _DEVICE,

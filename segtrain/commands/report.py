@@ -16,7 +16,7 @@ def main(args: argparse.Namespace) -> int:
     """Writes the page and returns the exit code.
 
     args: runs (directories; or one of folds), output (a file; default: report.html of the only
-        run), figures (a folder or None), set, device.
+        run), figures (a folder or None), curves (a bool), set, device.
 
     Raises:
         UserError: no run, no checkpoint, or a file that cannot be read or written.
@@ -29,6 +29,8 @@ def main(args: argparse.Namespace) -> int:
     if folds and len(runs) > 1:
         what = "holds folds, which have a page of their own; segtrain compare takes several"
         raise ConfigError(f"{folds[0]}: {what}")
+    if args.curves and (folds or len(runs) > 1):
+        raise ConfigError("--curves: serves only the report of one run")
     device = device_for(args.device)
     output = output or runs[0] / REPORT
     with os_errors_as(ConfigError, f"--output {output}", "cannot be written"):
@@ -39,7 +41,8 @@ def main(args: argparse.Namespace) -> int:
     if folds:
         found, joined = join_folds(folds[0], device, args.set)
     else:
-        found, joined = [evaluated(run, device, args.set) for run in runs], None
+        how = {"with_curves": args.curves}
+        found, joined = [evaluated(run, device, args.set, **how) for run in runs], None
     with os_errors_as(ExecutionError, output, "the report cannot be written"):
         if args.output is None:
             write_report(runs[0], found, device, joined=joined)

@@ -4,6 +4,7 @@ It needs what training has kept. Where that is missing, as in a run of another v
 evaluated once more, on this machine.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,13 @@ from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
+from segtrain.evaluation.curves import ClassCurve
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import LABELLED, Records, load_records, scores_csv
 from segtrain.evaluation.scoring import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.files import write_atomic
-from segtrain.metrics import calibration_error
+from segtrain.metrics import CurveCounts, average_precision, calibration_error
 from segtrain.models.precision import to_eval_precision
 from segtrain.results.cards import Card, draw_cards
 from segtrain.results.compare import Interval
@@ -30,7 +32,7 @@ from segtrain.results.page import render
 from segtrain.results.runs import Run, departures, differing, read_run
 from segtrain.run import charts
 from segtrain.run.directory import REPORT, RESULTS
-from segtrain.text import say
+from segtrain.text import MAX_NAME, printable, say
 
 _WORST, _BEST, _OF_CLASS = 8, 4, 2
 _CLASSES = 20  # with pictures of their own: those of all 150 of ADE20K would be tens of MB
@@ -40,18 +42,27 @@ class Evaluated(NamedTuple):
     """A run with the scores of its best checkpoint.
 
     model: None where nothing needs it, as are the data where they cannot be read.
+    curves: as `CurveCounts.counts`, on the host; None: not counted.
     """
 
     run: Run
     records: Records
     model: LoadedModel | None
     dataset: SegDataset | None
+    curves: torch.Tensor | None = None
 
 
-def evaluated(directory: Path, device: torch.device, overrides: Sequence[str] = ()) -> Evaluated:
+def evaluated(
+    directory: Path,
+    device: torch.device,
+    overrides: Sequence[str] = (),
+    *,
+    with_curves: bool = False,
+) -> Evaluated:
     """The run in `directory` with its scores, from its own file if this fits its best checkpoint.
 
-    overrides: `data.root=...`, where the data have moved.
+    overrides: `data.root=...`, where the data have moved. with_curves: evaluate once more for the
+        curves, unless the file has them, as that of a run whose classes overlap.
 
     Raises:
         UserError: there is no run or checkpoint; or the data it needs cannot be read; or this is a
@@ -62,6 +73,8 @@ def evaluated(directory: Path, device: torch.device, overrides: Sequence[str] = 
     data = set_after_training(loaded.config, overrides, ("data.root",), source=str(directory)).data
     records, split = load_records(directory), data.eval_split
     fits = records is not None and records.about.get("step") == loaded.step
+    # Training keeps the probabilities of all classes only where they overlap.
+    fits = fits and not (with_curves and records.calibration.ndim == 2)
     try:
         dataset = open_dataset(data, split)
         if fits and records.names != tuple(dataset.names):
@@ -71,20 +84,30 @@ def evaluated(directory: Path, device: torch.device, overrides: Sequence[str] = 
             raise
         say(f"warning: no pictures: {error}")
         dataset = None
+    curves = None
     if not fits:
         if dist.world_size() > 1:
             raise ConfigError(f"{directory}: the scores of its best checkpoint are missing")
         say(f"evaluating {directory}, step {loaded.step}, on split {split}")
-        records = evaluate(loaded, dataset, device)
-    return Evaluated(run, records, loaded, dataset)
+        counted = CurveCounts(loaded.classes.num_classes, device) if with_curves else None
+        records = evaluate(loaded, dataset, device, counted)
+        curves = None if counted is None else counted.counts.cpu()
+    if records.calibration.ndim == 3:
+        curves = torch.from_numpy(records.calibration)
+    return Evaluated(run, records, loaded, dataset, curves)
 
 
-def evaluate(loaded: LoadedModel, dataset: SegDataset, device: torch.device) -> Records:
-    """The scores of a model on a split, by this process alone."""
+def evaluate(
+    loaded: LoadedModel,
+    dataset: SegDataset,
+    device: torch.device,
+    curves: CurveCounts | None = None,
+) -> Records:
+    """The scores of a model on a split, by this process alone; curves: of `evaluate_dataset`."""
     model = to_eval_precision(loaded.model, loaded.config, device)
     settings = InferenceSettings.from_config(loaded.config)
     predictor = for_scores(model, settings, device, loaded.classes.num_classes)
-    outcome = evaluate_dataset(predictor, dataset, progress=True)
+    outcome = evaluate_dataset(predictor, dataset, progress=True, curves=curves)
     return Records.of(outcome, dataset, settings, loaded.step)
 
 
@@ -139,10 +162,32 @@ def draw_figures(found: Sequence[Evaluated], *, joined: Joined | None = None) ->
     names, records = _names(found), _single(found, joined)
     figures = _curves({name: one.run for name, one in zip(names, found, strict=True)})
     if records and records.matrix.ndim == 2:
+        figures |= _precision_recall(found[0]) if len(found) == 1 else {}
         figures["confusion"] = charts.confusion_svg(records.matrix, records.classes)
     counts = (torch.from_numpy(one.records.calibration) for one in found)
     figures["reliability"] = charts.reliability_diagram(dict(zip(names, counts, strict=True)))
     return figures
+
+
+# Lines of different colours in a chart.
+_LINES = len(charts.COLORS)
+
+
+def _precision_recall(one: Evaluated) -> dict[str, str]:
+    """Charts of the labelled classes of a run whose curves were counted, some in each."""
+    if one.curves is None:
+        return {}
+    lines = {}
+    precisions = average_precision(one.curves)
+    for name, counts, ap in zip(one.records.classes, one.curves, precisions, strict=True):
+        if not math.isnan(ap):
+            curve = ClassCurve.of(counts)
+            lines[f"{printable(name, MAX_NAME)}: AP {ap:.3f}"] = curve.recall, curve.precision
+    parts = (dict(list(lines.items())[i : i + _LINES]) for i in range(0, len(lines), _LINES))
+    return {
+        f"precision and recall {i}": charts.precision_recall(part)
+        for i, part in enumerate(parts, 1)
+    }
 
 
 def write_figures(

@@ -54,6 +54,17 @@ def reliability_diagram(counts: Mapping[str, Tensor]) -> str:
     return _svg(figure)
 
 
+def precision_recall(found: Mapping[str, Curve]) -> str:
+    """SVG: precision over recall, a line for each name; what is NaN is left out."""
+    figure, axes = _axes(_CURVE_INCHES)
+    for (name, (recall, precision)), color in zip(found.items(), _colors(len(found)), strict=True):
+        axes.plot(recall, precision, label=name.replace("$", r"\$"), color=color, lw=1.4)
+    axes.set(title="precision and recall", xlabel="recall", ylabel="precision")
+    axes.set(xlim=(0, 1), ylim=(0, 1.02))
+    axes.legend(frameon=False, labelcolor=_INK, fontsize=8)
+    return _svg(figure)
+
+
 def confusion_svg(counts: np.ndarray, names: Sequence[str]) -> str:
     """SVG of `confusion_figure`."""
     return _svg(_confusion(counts, names))
