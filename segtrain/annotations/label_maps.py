@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.annotations.draw import Overlap, draw
-from segtrain.annotations.reading import AnnotationSet
+from segtrain.annotations.geojson import write_label
+from segtrain.annotations.reading import FORMATS, AnnotationSet
 from segtrain.annotations.regions import Annotated
 from segtrain.config.loading import yaml_value
 from segtrain.data.read.classes import default_palette
@@ -59,10 +60,11 @@ def write_labels(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws the label of each image of `found` into the empty folder `output`.
 
-    Labels are PNG files with a palette. Their ids are positions in `found.classes`, and 255 is
-    ignored. The class file leaves out a background that no pixel shows. With `overlap` keep they
-    are TIFF files with a band for each class but the background. jobs: processes; None: one for
-    each core. Returns how many pixels and how many images show each id, (256,) int64 both.
+    Labels are PNG files with a palette, or TIFFs where regions lie on the map. Their ids are
+    positions in `found.classes`, and 255 is ignored. The class file leaves out a background that no
+    pixel shows. With `overlap` keep they are TIFFs with a band for each class but the background.
+    jobs: processes; None: one for each core. Returns how many pixels and how many images show each
+    id, (256,) int64 both.
 
     Raises:
         DataError: two images would have one label.
@@ -71,14 +73,17 @@ def write_labels(
     keeps = overlap == "keep"
     if keeps and len(found.classes) < 2:
         raise DataError("annotations without a class: there is nothing to draw")
-    labels = [_label_of(image, keeps) for image in found.images]
+    if keeps and FORMATS[found.format].on_map:
+        raise DataError(f"{found.format}: regions on a map are drawn into one band, not kept apart")
+    labels = label_files(found, keeps=keeps)
     if twice := [label for label, count in Counter(labels).items() if count > 1]:
         raise DataError(first_lines("images with one name but for the suffix", twice))
     pixels, shown = np.zeros((2, 256), np.int64)
     draft = output / _DRAFT
     write = partial(_write, folder=draft, classes=found.classes, overlap=overlap)
+    both = list(zip(found.images, labels, strict=True))
     with process_pool(num_processes(len(labels), jobs)) as pool:
-        for counts in for_each_pair(write, found.images, pool, "drawing"):
+        for counts in for_each_pair(write, both, pool, "drawing"):
             pixels += counts
             shown += counts > 0
     classes = "".join(
@@ -103,19 +108,28 @@ def write_labels(
     return pixels, shown
 
 
-def _label_of(image: Annotated, keeps: bool) -> str:
-    return f"{LABELS}/{image.name.rpartition('.')[0]}.{'tif' if keeps else 'png'}"
+def label_files(found: AnnotationSet, *, keeps: bool = False) -> list[str]:
+    """The label of each image of `found`, relative to the folder that `write_labels` fills.
+
+    keeps: labels have a band for each class.
+    """
+    suffix = ".tif" if keeps or FORMATS[found.format].on_map else ".png"
+    return [f"{LABELS}/{image.name.rpartition('.')[0]}{suffix}" for image in found.images]
 
 
-def _write(image: Annotated, folder: Path, classes: Sequence[str], overlap: Overlap) -> np.ndarray:
+def _write(
+    pair: tuple[Annotated, str], folder: Path, classes: Sequence[str], overlap: Overlap
+) -> np.ndarray:
     """Writes the label of one image; returns the pixels of each id, (256,)."""
+    image, path = pair[0], folder / pair[1]
+    if path.suffix == ".tif" and overlap != "keep":
+        return write_label(image, path, classes, overlap)
     label = draw(image, classes, overlap)
-    path = folder / _label_of(image, overlap == "keep")
-    if overlap != "keep":
-        write_indexed_png(path, label, _PALETTE)
-        return np.bincount(label.ravel(), minlength=256)
-    write_bands(path, label)
-    return presence_counts(label)
+    if overlap == "keep":
+        write_bands(path, label)
+        return presence_counts(label)
+    write_indexed_png(path, label, _PALETTE)
+    return np.bincount(label.ravel(), minlength=256)
 
 
 def presence_counts(label: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 from segtrain.annotations import (
     coco,
     cvat,
+    geojson,
     label_studio,
     labelme,
     rle_table,
@@ -51,6 +52,7 @@ class AnnotationFormat(NamedTuple):
         to the findings.
     overlap: which of two regions its own tool shows.
     others_are_empty: it leaves out images without regions, which are background.
+    on_map: regions lie on the map and name no image.
     """
 
     suffixes: tuple[str, ...]
@@ -58,6 +60,7 @@ class AnnotationFormat(NamedTuple):
     read: Callable[[Path, Findings], tuple[list[str], list[Annotated]]]
     overlap: Overlap
     others_are_empty: bool = False
+    on_map: bool = False
 
 
 # The first that matches counts.
@@ -82,6 +85,13 @@ FORMATS: dict[str, AnnotationFormat] = {
         "order",
     ),
     "CVAT": AnnotationFormat((".xml",), rb".*<annotations\b", cvat.read, "order"),
+    "GeoJSON": AnnotationFormat(
+        (".geojson", ".json"),
+        rb'\s*\{.*"type"\s*:\s*"Feature(Collection)?"',
+        geojson.read,
+        "order",
+        on_map=True,
+    ),
     "YOLO": AnnotationFormat((".yaml", ".yml"), rb"(.*\n)?names\s*:", yolo.read, "area"),
     "RLE table": AnnotationFormat(
         (".csv",), rb"(?i)[^\r\n]*\bEncodedPixels\b", rle_table.read, "area", others_are_empty=True
@@ -147,21 +157,22 @@ def read_annotations(
 
     images: the folder of the images, which are searched to any depth; None: the folder of the
         first source, and for a folder `annotations` or `ann` the one above it.
-    attribute: of VIA's regions, the one that names the class; None: the only one.
+    attribute: of VIA and GeoJSON, the one that names the class; None: the only one.
 
     Raises:
         DataError: no annotation files, or several formats; images that are missing, ambiguous or
             of another size; boxes without outlines; anything else that could train wrong. All of
             it is reported at once.
-        ConfigError: pycocotools is not installed, or `attribute` is for another format.
+        ConfigError: what draws them is not installed, or `attribute` is for another format.
     """
-    mask_library()  # missing, it is reported at once
     kind, files = _one_format(sources)
-    read_file = FORMATS[kind].read
+    read_file, on_map = FORMATS[kind].read, FORMATS[kind].on_map
+    geojson.geo_library() if on_map else mask_library()  # missing, it is reported at once
     if attribute is not None:
-        if kind != "VIA":
-            raise ConfigError(f"--attribute: annotations of {kind} have none; only those of VIA")
-        read_file = partial(via.read, attribute=attribute)
+        if kind not in ("VIA", "GeoJSON"):
+            what = "have none; only those of VIA and GeoJSON"
+            raise ConfigError(f"--attribute: annotations of {kind} {what}")
+        read_file = partial(read_file, attribute=attribute)
     findings = Findings()
     declared: list[str] = []
     read: list[Annotated] = []
@@ -175,9 +186,12 @@ def read_annotations(
             read += of_file
     folder = _image_folder(sources[0]) if images is None else images
     with os_errors_as(DataError):
-        placed, unnamed = place_images(
-            read, folder, findings, others_are_empty=FORMATS[kind].others_are_empty
-        )
+        if on_map:
+            placed, unnamed = geojson.place_on_map(read, folder, findings)
+        else:
+            placed, unnamed = place_images(
+                read, folder, findings, others_are_empty=FORMATS[kind].others_are_empty
+            )
     classes = _classes(declared, placed, findings)
     if not read and not findings.problems:
         findings.refuse(first_of(sources, 3), "no annotated images in it")

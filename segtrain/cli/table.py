@@ -113,6 +113,13 @@ def _tolerance(text: str) -> float:
 
 _length = partial(_quantity, unit=r"[^\W\d_]+", words="a number and a unit, such as 0.25um")
 _area = partial(_quantity, unit=r"(?:[^\W\d_]+2)?", words="pixels, or square units, such as 5m2")
+def _metres(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"expected metres, such as 0.5, got '{text}'")
+
+
 _fraction_below_1, _opacity = (partial(_fraction, below_1=below) for below in (True, False))
 
 
@@ -236,7 +243,7 @@ COMMANDS = (
         _argument("--output", "folder to write (default: <name of FOLDER>_segtrain)", "DIR", _path),
         _argument("--labels", "which labels, where there are several: a folder or pattern", "PATH"),
         _argument("--names", "classes, in the order of their values in labels", "A,B,C", _names),
-        _argument("--attribute", "of VIA's regions, the one that names the class", "NAME"),
+        _argument("--attribute", "of VIA and GeoJSON, the one that names the class", "NAME"),
         _argument("--missing", "what images without a label show", choices=("background",)),
         _argument("--instances", "ids number objects of one class", choices=("binary",)),
         _argument("--threshold", "grey level from which on masks show their class", "T", float),
@@ -611,15 +618,31 @@ COMMANDS = (
             "stay, in labels for task multilabel",
             choices=("order", "area", "class", "keep"),
         ),
-        _argument("--attribute", "of VIA's regions, the one that names the class", "NAME"),
+        _argument("--attribute", "of VIA and GeoJSON, the one that names the class", "NAME"),
         _switch("--overwrite", "replace the labels of an earlier import"),
         _JOBS,
-        description="Draw PNG label maps from annotations of COCO (polygons, RLE), LabelMe, CVAT "
-        "for images,\nLabel Studio (JSON), Supervisely, VIA, YOLO (outlines) or a table of run "
-        "lengths, and\nwrite the class file and the list of pairs.\n"
-        "Needs pycocotools: pip install '.[annotations]'.",
+        description="Draw label maps from annotations of COCO (polygons, RLE), LabelMe, CVAT "
+        "for images,\nLabel Studio (JSON), Supervisely, VIA, YOLO (outlines), a table of run "
+        "lengths or GeoJSON,\nand write the class file and the list of pairs.\n"
+        "Needs pycocotools: pip install '.[annotations]'; of GeoJSON rasterio: '.[geo]'.",
         examples="segtrain data import annotations/instances_train.json --images "
         "train2017 --output labels_train\nsegtrain data import roboflow_export --output labels",
+    ),
+    Command(
+        "data polygons",
+        "commands.polygons:main",
+        "outline the classes of label rasters on the map, as GeoJSON",
+        _argument("labels", "GeoTIFF, or folder of such", "LABELS", _path, nargs="+"),
+        _argument("--classes", "the class file of the labels", "FILE", required=True),
+        _argument("--output", "the file to write", "FILE.geojson", _path, required=True),
+        _argument("--simplify", "how far outlines may move", "METRES", _metres),
+        _OVERWRITE,
+        description="Write an outline for each area of a class, but of the background, with its "
+        "class and\nsquare metres; coordinates are longitude and latitude (RFC 7946).\n"
+        "Needs rasterio and shapely: pip install '.[geo]'.",
+        examples="segtrain predict runs/mine map.tif --output predictions\n"
+        "segtrain data polygons predictions/labels --classes mine/classes.yaml "
+        "--output map.geojson",
     ),
     Command(
         "data check",

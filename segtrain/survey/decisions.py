@@ -13,7 +13,7 @@ import numpy as np
 
 from segtrain import __version__
 from segtrain.annotations import read_annotations
-from segtrain.annotations.label_maps import PAIRS, claim, write_labels
+from segtrain.annotations.label_maps import PAIRS, claim, label_files, write_labels
 from segtrain.config import Config, load_config
 from segtrain.config.loading import yaml_value
 from segtrain.data import open_dataset
@@ -136,7 +136,10 @@ def _pair_list(plan: Decisions, images: Sequence[Image], *, is_drawn: bool) -> s
     rows = csv.writer(text, delimiter="\t", lineterminator="\n")
     for image in images:
         ending = "tif" if plan.labels.overlapping else "png"
-        label = f"{image.name}.{ending}" if is_drawn else plan.labels.labels[image.path][0]
+        if plan.labels.kind == "annotations":
+            label = plan.labels.labels[image.path][0].removeprefix(f"{LABELS}/")
+        else:
+            label = f"{image.name}.{ending}" if is_drawn else plan.labels.labels[image.path][0]
         start = "./" if image.path.startswith("#") else ""  # or the line would be a comment
         rows.writerow([start + image.path, *image.files[1:], label])
     return text.getvalue()
@@ -207,11 +210,13 @@ def draw_annotations(
         if i or (pixels[0] and overlap != "keep")
     ]
     pattern = f"{first_of((file.relative_to(survey.root) for file in files), 2)} ({found.format})"
-    labels = {image.name: (f"drawn from {kinds[0]}",) for image in found.images}
+    keeps = overlap == "keep"
+    files = label_files(found, keeps=keeps)
+    labels = {image.name: (file,) for image, file in zip(found.images, files, strict=True)}
     reason = f"drawn from {pattern}, overlaps by {overlap}"
-    made = LabelSet(pattern, "annotations", labels, {}, overlapping=overlap == "keep")
+    made = LabelSet(pattern, "annotations", labels, {}, overlapping=keeps)
     total = 0
-    if made.overlapping:
+    if keeps:
         reason = f"drawn from {pattern}, each class by itself"
         total = sum(math.prod(image.size) for image in found.images)
     reasons, notes = (reason,), tuple(found.notes)

@@ -1,0 +1,263 @@
+"""GeoJSON: outlines on the map, and label maps of the rasters that lie there.
+
+Coordinates are longitude and latitude (RFC 7946), or those of the member `crs` that older files
+have. Outlines name no image: each raster with a georeference gets those that lie on it. A pixel is
+inside an outline if its centre is, as `rasterio.features.rasterize` has it.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from segtrain.annotations.draw import Overlap
+from segtrain.annotations.regions import IGNORED, Annotated, Findings, Region, read_text
+from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
+from segtrain.errors import ConfigError
+from segtrain.text import first_of
+from segtrain.types import IGNORE_INDEX
+
+DEGREES = "OGC:CRS84"  # longitude, then latitude
+# A straight edge becomes a curve in another projection: by less than 3 cm where it is cut so.
+_EDGE_M, _EDGE_DEGREES = 1000, 0.01
+_CLASS_WORDS = ("class", "classname", "class_name", "label", "category")
+_NONE = "none"
+_MARGIN = 0.1
+_STRIP_PX = 1 << 26
+
+
+class _Raster(NamedTuple):
+    """An image on the map.
+
+    size: (height, width). system: of coordinates. to_map: (2, 3), from pixels (x, y) to these.
+    around: a box in degrees that is a little larger.
+    """
+
+    size: tuple[int, int]
+    system: Any
+    to_map: np.ndarray
+    around: Any
+
+
+def geo_library() -> ModuleType:
+    """rasterio, which reads georeferences; shapely comes with it.
+
+    ConfigError: one of them is not installed.
+    """
+    try:
+        import rasterio
+        import rasterio.features
+        import rasterio.warp
+        import shapely  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "outlines on the map are read by rasterio and shapely, which are not installed; in "
+            "the checkout of segtrain: pip install '.[geo]'"
+        ) from None
+    return rasterio
+
+
+def read(
+    path: Path, findings: Findings, *, attribute: str | None = None
+) -> tuple[list[str], list[Annotated]]:
+    """As `AnnotationFormat.read`: no classes, and one Annotated with all regions of the file.
+
+    attribute: the property that names the class; None: the only one that may.
+    """
+    geo_library()
+    import shapely
+
+    found = json.loads(read_text(path))
+    features = found["features"] if found["type"] == "FeatureCollection" else [found]
+    names = _class_names(path, [one.get("properties") or {} for one in features], attribute)
+    system = _system(found)
+    regions = []
+    for i, (feature, name) in enumerate(zip(features, names, strict=True)):
+        place, geometry = f"{path}: feature {i}", feature["geometry"]
+        if geometry is None:
+            findings.note(place, "no geometry: left out")
+            continue
+        if name is None:
+            findings.refuse(place, "its class is missing")
+            continue
+        try:
+            shape = shapely.force_2d(shapely.geometry.shape(geometry))
+        except shapely.errors.ShapelyError as error:
+            findings.refuse(place, error)
+            continue
+        if not shape.is_valid:
+            findings.note(place, "an outline crosses itself: inside is what it goes round once")
+            shape = shapely.make_valid(shape)
+        polygons = list(_polygons(moved(shape, system, DEGREES)))
+        if not polygons:
+            findings.note(place, f"{geometry['type']}: left out, because it has no area")
+        for outer, *holes in polygons:
+            regions.append(Region(name, (outer,), holes=tuple(holes), place=place))
+    if regions and not _are_degrees(regions):
+        raise ValueError("coordinates are no degrees, and no member crs says what they are")
+    return [], [Annotated(path, path.name, None, regions)]
+
+
+def _are_degrees(regions: Sequence[Region]) -> bool:
+    points = np.concatenate([region.polygons[0] for region in regions])
+    return bool((np.abs(points) <= (180, 90)).all())
+
+
+def _class_names(
+    path: Path, properties: Sequence[dict[str, Any]], attribute: str | None
+) -> list[str | None]:
+    """The class of each feature; None: it has none. Without properties it is the file's name.
+
+    ValueError: several properties may name the class.
+    """
+    seen: dict[str, list[str]] = {}
+    for key, value in chain.from_iterable(one.items() for one in properties):
+        if isinstance(value, str | int):
+            seen.setdefault(key, []).append(str(value))
+    called = [key for key in seen if key.casefold() in _CLASS_WORDS]
+    key = attribute or (called[0] if len(called) == 1 else None)
+    if key is None and len(seen) == 1 and len(values := next(iter(seen.values()))) > len({*values}):
+        (key,) = seen
+    if key == _NONE not in seen or not (seen or key):
+        return [path.stem.partition(".")[0]] * len(properties)
+    if key not in seen:
+        ways = "; ".join(f"{key} ({first_of(dict.fromkeys(x), 3)})" for key, x in seen.items())
+        raise ValueError(
+            f"which property names the class? {ways or 'there is none'}; choose by --attribute, "
+            f"or --attribute {_NONE}: all are one class"
+        )
+    values = (one.get(key) for one in properties)
+    return [str(value) if isinstance(value, str | int) else None for value in values]
+
+
+def _system(found: dict[str, Any]) -> str:
+    """The coordinate system that the file says."""
+    crs = found.get("crs")
+    return crs["properties"]["name"] if crs else DEGREES
+
+
+def moved(shape: Any, system: Any, other: Any) -> Any:
+    """A shapely geometry in another coordinate system, its edges as in the first one."""
+    import shapely
+
+    rasterio = geo_library()
+    source, target = (rasterio.crs.CRS.from_user_input(one) for one in (system, other))
+    if source == target:
+        return shape
+    edge = _EDGE_DEGREES if source.is_geographic else _EDGE_M / source.linear_units_factor[1]
+    parts = shapely.segmentize(shape, edge)
+    return shapely.geometry.shape(rasterio.warp.transform_geom(source, target, parts))
+
+
+def _polygons(shape: Any) -> Iterator[list[np.ndarray]]:
+    """Outline and holes, each (P, 2), of each polygon in a shapely geometry."""
+    if shape.geom_type == "Polygon" and not shape.is_empty:
+        rings = (shape.exterior, *shape.interiors)
+        yield [np.array(ring.coords, np.float64) for ring in rings]
+    for part in getattr(shape, "geoms", ()):
+        yield from _polygons(part)
+
+
+def place_on_map(
+    read: Iterable[Annotated], folder: Path, findings: Findings
+) -> tuple[list[Annotated], int]:
+    """The rasters below `folder` that regions lie on, with these in their pixels.
+
+    Also returns how many other images there are. Findings: no raster, or no region lies on one.
+    """
+    import shapely
+
+    regions = [region for image in read for region in image.regions]
+    tree = shapely.STRtree([shapely.Polygon(x.polygons[0], x.holes) for x in regions])
+    files = [file for file in visible_files(folder) if file.lower().endswith(IMAGE_SUFFIXES)]
+    rasters = {file: found for file in files if (found := _raster(folder / file)) is not None}
+    placed, used = [], set()
+    for file, raster in rasters.items():
+        drawn = []
+        for i in sorted(tree.query(raster.around, predicate="intersects").tolist()):
+            # Far away a projection may wrap round the Earth.
+            near = shapely.intersection(tree.geometries[i], raster.around)
+            shape = _in_pixels(moved(near, DEGREES, raster.system), raster.to_map)
+            if shape.intersection(shapely.box(0, 0, *raster.size[::-1])).area > 0:
+                used.add(i)
+                for outer, *holes in _polygons(shape):
+                    drawn.append(regions[i]._replace(polygons=(outer,), holes=tuple(holes)))
+        if drawn:
+            placed.append(Annotated(Path(), file, raster.size, drawn, path=folder / file))
+    if not placed:
+        found = f"{len(rasters)} of {len(files)} images have one"
+        what = "no outline lies on an image with a georeference"
+        findings.refuse(folder, f"{what} ({found}); --images names their folder")
+    for i, region in enumerate(regions):
+        if i not in used:
+            findings.note(region.place, "lies on no image: left out")
+    return placed, len(files) - len(placed)
+
+
+def _in_pixels(shape: Any, to_map: np.ndarray) -> Any:
+    import shapely
+
+    inverse = np.linalg.inv(to_map[:, :2])
+    return shapely.transform(shape, lambda points: (points - to_map[:, 2]) @ inverse.T)
+
+
+def _raster(path: Path) -> _Raster | None:
+    """None: the file does not say where it lies."""
+    import shapely
+
+    rasterio = geo_library()
+    try:
+        with rasterio.Env(), rasterio.open(path) as file:
+            if file.crs is None or file.transform.is_identity:
+                return None
+            to_map = np.array(file.transform).reshape(3, 3)[:2]
+            left, bottom, right, top = rasterio.warp.transform_bounds(
+                file.crs,
+                DEGREES,
+                *rasterio.transform.array_bounds(file.height, file.width, file.transform),
+            )
+            if left > right:  # it crosses the antimeridian
+                left, right = -180.0, 180.0
+            margin = _MARGIN * max(right - left, top - bottom)
+            box = shapely.box(left, bottom, right, top).buffer(margin, join_style="mitre")
+            return _Raster((file.height, file.width), file.crs, to_map, box)
+    except rasterio.errors.RasterioIOError:  # it is named when it is read as an image
+        return None
+
+
+def write_label(
+    image: Annotated, path: Path, classes: Sequence[str], overlap: Overlap
+) -> np.ndarray:
+    """Draws the label of a raster as a TIFF with its georeference, strip by strip.
+
+    255 is marked as no data. Returns how many pixels show each id, (256,) int64.
+    """
+    import shapely
+
+    rasterio = geo_library()
+    ids = {name: i for i, name in enumerate(classes)} | {IGNORED: IGNORE_INDEX}
+    shapes = [(shapely.Polygon(x.polygons[0], x.holes), ids[x.name]) for x in image.regions]
+    if overlap != "order":
+        shapes.sort(key=lambda one: -one[0].area if overlap == "area" else one[1])
+    assert image.size is not None  # place_on_map has filled it in
+    height, width = image.size
+    rows = max(1, _STRIP_PX // width)
+    counts = np.zeros(256, np.int64)
+    with rasterio.open(image.path) as source:
+        profile = {"crs": source.crs, "transform": source.transform, "nodata": IGNORE_INDEX}
+    profile |= {"driver": "GTiff", "count": 1, "dtype": "uint8", "height": height, "width": width}
+    profile |= {"compress": "deflate", "tiled": True, "BIGTIFF": "IF_SAFER"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rasterio.open(path, "w", **profile) as file:
+        for top in range(0, height, rows):
+            size = (min(rows, height - top), width)
+            strip = rasterio.features.rasterize(
+                shapes, size, transform=rasterio.Affine.translation(0, top), dtype="uint8"
+            )
+            file.write(strip, 1, window=rasterio.windows.Window(0, top, width, size[0]))
+            counts += np.bincount(strip.ravel(), minlength=256)
+    return counts

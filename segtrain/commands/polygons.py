@@ -1,0 +1,31 @@
+"""`segtrain data polygons`: label rasters to GeoJSON."""
+
+import argparse
+
+from segtrain.errors import EXIT_OK, ConfigError
+from segtrain.text import printable, table_lines
+
+
+def main(args: argparse.Namespace) -> int:
+    """Writes the file and says what is in it; returns the exit code.
+
+    Raises:
+        ConfigError: rasterio is not installed, or --output exists.
+        DataError: a raster or the class file cannot be read.
+    """
+    from segtrain.annotations.geojson import geo_library
+    from segtrain.annotations.polygons import write_polygons
+    from segtrain.data.read.classes import load_class_file
+
+    geo_library()
+    if args.output.exists() and not args.overwrite:
+        raise ConfigError(f"--output {printable(args.output)}: exists; --overwrite replaces it")
+    labels = [x for path in args.labels for x in (sorted(path.rglob("*.tif")) or [path])]
+    classes, simplify_m = load_class_file(args.classes), args.simplify or 0.0
+    found = write_polygons(labels, classes, args.output, simplify_m=simplify_m)
+    numbers = [f"{number}" for number, _ in found.values()]
+    areas = [f"{area:,.1f}" for _, area in found.values()]
+    columns = ["class", *found], ["polygons", *numbers], ["m2", *areas]
+    print("\n".join(table_lines(columns)))
+    print(f"{sum(number for number, _ in found.values())} polygons: {printable(args.output)}")
+    return EXIT_OK
