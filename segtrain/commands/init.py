@@ -86,6 +86,7 @@ def write_experiment(
         decisions,
         label_sets,
         label_values,
+        one_picture,
         recipe,
         splits,
     )
@@ -107,7 +108,13 @@ def write_experiment(
             comparison = label_sets.compared(folder, found.images, labels)
             decide.check_pairs(found, labels, comparison, given)
             chosen = class_lists.choose_classes(found, labels, given)
-        split = splits.choose_splits(found, labels, given)
+        if one_picture.is_one_picture(found, labels, given):
+            ((path, files),) = labels.labels.items()
+            file = (output if labels.kind == "annotations" else folder) / files[0]
+            class_ids = decisions.class_ids_by_window(file, labels, chosen)
+            split = one_picture.choose_windows(found, path, chosen, given, class_ids)
+        else:
+            split = splits.choose_splits(found, labels, given)
         machine = _machine()
         pixels = recipe.choose_pixels(found, (*split.train, *split.val), given, machine)
         options = recipe.choose_options(split, chosen, pixels, machine)

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,12 @@ from segtrain.data.read.classes import default_palette, load_class_file, read_by
 from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import to_stored
+from segtrain.data.read.find import Window
+from segtrain.data.read.raster import is_tiff
 from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import ConfigError, DataError, ExecutionError
+from segtrain.evaluation.georaster import geo_tags, write_label
 from segtrain.files import os_errors_as, write_atomic
 from segtrain.run.pictures import (
     as_rgb,
@@ -100,7 +103,10 @@ def _label_format(plan: Decisions) -> str | None:
         return None
     if labels.kind == "colors" and len(plan.classes.ignored) > 1:
         return None  # a class file can ignore one colour
-    info = image_formats.read_info(plan.survey.root / next(iter(labels.labels.values()))[0])
+    file = plan.survey.root / next(iter(labels.labels.values()))[0]
+    if plan.splits.train[0].window and not is_tiff(file):
+        return None
+    info = image_formats.read_info(file)
     # Training refuses transparent pixels, which may be in any of the files.
     return None if info.alpha or label_problem(info, labels.kind) else labels.kind
 
@@ -135,13 +141,13 @@ def _pair_list(plan: Decisions, images: Sequence[Image], *, is_drawn: bool) -> s
     text.write(f"# {plan.labels.pattern}: {printable(plan.splits.reason)}\n")
     rows = csv.writer(text, delimiter="\t", lineterminator="\n")
     for image in images:
-        ending = "tif" if plan.labels.overlapping else "png"
         if plan.labels.kind == "annotations":
             label = plan.labels.labels[image.path][0].removeprefix(f"{LABELS}/")
         else:
-            label = f"{image.name}.{ending}" if is_drawn else plan.labels.labels[image.path][0]
+            label = _drawn_name(image, plan.labels) if is_drawn else plan.labels.labels[image.path][0]
         start = "./" if image.path.startswith("#") else ""  # or the line would be a comment
-        rows.writerow([start + image.path, *image.files[1:], label])
+        path = start + image.path + (image.window.fragment if image.window else "")
+        rows.writerow([path, *image.files[1:], label])
     return text.getvalue()
 
 
@@ -227,7 +233,8 @@ def _draw(plan: Decisions, output: Path, jobs: int | None) -> None:
     """Writes a label of train ids for each image, 255 where there is no class."""
     palette = load_class_file(str(output / CLASSES)).palette
     work = partial(_draw_one, plan.survey.root, plan.labels, plan.classes, output / LABELS, palette)
-    images = [*plan.splits.train, *plan.splits.val]
+    # Windows share the label of their file.
+    images = list({image.path: image for image in (*plan.splits.train, *plan.splits.val)}.values())
     with process_pool(num_processes(len(images), jobs)) as pool:
         for _ in for_each_pair(work, images, pool, "drawing labels"):
             pass
@@ -247,7 +254,7 @@ def _draw_one(
         found = labels.class_files(root, image.path)
         bands = contents.presence(found, image.size, number, labels.void, labels.threshold)
         chosen = [one.values[0] - 1 for one in classes.classes]
-        write_bands(folder / f"{image.name}.tif", bands[..., chosen])
+        write_bands(folder / _drawn_name(image, labels), bands[..., chosen])
         return
     if not files and not labels.classes:  # --missing background
         drawn = np.full(image.size, _train_id_of(classes, 0), np.uint8)
@@ -259,10 +266,20 @@ def _draw_one(
             train_ids[[*one.values]] = i
         drawn = train_ids[numbers]
     else:
-        drawn = _train_ids(root / files[0], labels, classes)
+        drawn = class_ids(root / files[0], labels, classes)
         drawn = to_stored(drawn, image.orientation) if labels.upright else drawn
+    if image.window:
+        path = folder / _drawn_name(image, labels)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_label(path, drawn, IGNORE_INDEX, geo_tags(root / image.path))
+        return
     colors = [*palette, *[(0, 0, 0)] * (256 - len(palette))]
-    write_indexed_png(folder / f"{image.name}.png", drawn, colors)
+    write_indexed_png(folder / _drawn_name(image, labels), drawn, colors)
+
+
+def _drawn_name(image: Image, labels: LabelSet) -> str:
+    """A label, relative to the folder of drawn labels; TIFFs have windows, and bands."""
+    return f"{image.name}.{'tif' if image.window or labels.overlapping else 'png'}"
 
 
 def _train_id_of(classes: Classes, value: Value) -> int:
@@ -270,16 +287,28 @@ def _train_id_of(classes: Classes, value: Value) -> int:
     return next(found, IGNORE_INDEX)
 
 
-def _train_ids(file: Path, labels: LabelSet, classes: Classes) -> np.ndarray:
+def class_ids_by_window(
+    file: Path, labels: LabelSet, classes: Classes
+) -> Callable[[Window], np.ndarray]:
+    """Reads a part of a label as `class_ids` has it."""
+    if is_tiff(file):
+        return partial(class_ids, file, labels, classes)
+    whole = class_ids(file, labels, classes)
+    return lambda x: whole[x.top : x.top + x.height, x.left : x.left + x.width]
+
+
+def class_ids(
+    file: Path, labels: LabelSet, classes: Classes, window: Window | None = None
+) -> np.ndarray:
     """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
-    found = contents.values_of(file, labels.kind, threshold=labels.threshold)
-    train_ids = {packed(v): i for i, one in enumerate(classes.classes) for v in one.values}
-    train_ids |= {packed(v): IGNORE_INDEX for v in classes.ignored}
-    known = np.array(sorted(train_ids))
+    found = contents.values_of(file, labels.kind, window, labels.threshold)
+    ids = {packed(v): i for i, one in enumerate(classes.classes) for v in one.values}
+    ids |= {packed(v): IGNORE_INDEX for v in classes.ignored}
+    known = np.array(sorted(ids))
     at = np.searchsorted(known, found).clip(max=len(known) - 1)
     if (known[at] != found).any():
         raise DataError(f"{file}: its values have changed since they were counted")
-    return np.array([train_ids[value] for value in known.tolist()], np.uint8)[at]
+    return np.array([ids[value] for value in known.tolist()], np.uint8)[at]
 
 
 # What training will see

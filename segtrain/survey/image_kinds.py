@@ -10,6 +10,7 @@ import numpy as np
 
 from segtrain.data.read import image_formats, thumbnails
 from segtrain.data.read.decode import Info
+from segtrain.data.read.find import Window
 from segtrain.data.read.places import MapPlace
 from segtrain.errors import DataError
 from segtrain.survey import contents, file_names
@@ -32,6 +33,7 @@ class Image:
     alpha: whether the last channel is marked as transparency.
     split: train, val or test, if a folder or a list says so. scene: its folder without words of
         role and split. sequence: its name without the last number. orientation: of EXIF.
+    window: the part that it is of its file, with this size; None: all of it.
     """
 
     files: tuple[str, ...]
@@ -44,6 +46,7 @@ class Image:
     sequence: str
     map_place: MapPlace | None = None
     orientation: int = 1
+    window: Window | None = None
 
     @property
     def path(self) -> str:
@@ -183,6 +186,8 @@ def similar_images(
 
     In each pair the first image is the one before the other in the order of `place`.
     """
+    if len(images) == 1:
+        return frozenset(), False
     chosen = spread(sorted(images, key=lambda image: image.place), _MOST_THUMBS)
     rows = np.stack([thumbnails.thumbnail(folder / image.path) for image in chosen])  # (N, pixels)
     pairs = set()

@@ -35,6 +35,16 @@ class Window(NamedTuple):
     height: int
     width: int
 
+    @property
+    def fragment(self) -> str:
+        """What names the window behind the name of its file (W3C Media Fragments)."""
+        return f"#xywh={self.left},{self.top},{self.width},{self.height}"
+
+    @property
+    def ending(self) -> str:
+        """What the name of an item has behind that of its file."""
+        return f"_y{self.top}_x{self.left}"
+
 
 class Pair(NamedTuple):
     """One image with its label. `name` is unique in the split: a relative path without suffix.

@@ -100,9 +100,9 @@ def tile_boxes(
 def boxes_of(pairs: Sequence[Pair]) -> list[TileBox | None]:
     """`tile_boxes` of the images of `pairs`; None too for those that cannot be read.
 
-    Headers are read only where a name or a TIFF may tell a place. Windows of images have none.
+    Headers are read only where a name or a TIFF may tell a place.
     """
-    found: list[TileBox | None] = [None] * len(pairs)
+    found = [pair.window and _box_of_window(pair) for pair in pairs]
     of_tiff = (pair.image.suffix.lower() in _TIFF and pair.window is None for pair in pairs)
     if not (any(of_tiff) or any(_may_be_tile(pair.name) for pair in pairs)):
         return found
@@ -117,6 +117,11 @@ def boxes_of(pairs: Sequence[Pair]) -> list[TileBox | None]:
     for i, box in zip(known, boxes, strict=True):
         found[i] = box
     return found
+
+
+def _box_of_window(pair: Pair) -> TileBox:
+    top, left, height, width = pair.window
+    return TileBox(str(pair.image), top, left, top + height, left + width)
 
 
 def _info_or_none(pair: Pair) -> Info | None:

@@ -19,6 +19,7 @@ from segtrain.data.read.find import (
     LABEL_SUFFIXES,
     Listing,
     Pair,
+    Window,
     case_clashes,
     there_are,
 )
@@ -28,13 +29,15 @@ from segtrain.text import MAX_NAME, counted, first_of, printable
 
 _MAX_BYTES = 256 << 20  # some two million lines
 _QUOTED = re.compile(r'"[^"]*"')
+_WINDOW = re.compile(r"#xywh=(\d+),(\d+),(\d+),(\d+)(?![\d,])")
 
 
 def list_pairs(path: Path, root: Path, labels_root: Path) -> Listing:
     """The images and labels that the list file at `path` names, in its order.
 
     A line names the files of an image, in the order of its channels, and then its label. Images lie
-    below `root`, labels below `labels_root`.
+    below `root`, labels below `labels_root`. `big.tif#xywh=X,Y,WIDTH,HEIGHT` is a window of image
+    and label.
 
     Raises:
         DataError: there is no such file, or it is no text.
@@ -66,22 +69,37 @@ def list_pairs(path: Path, root: Path, labels_root: Path) -> Listing:
 
     for line, text in _lines(path):
         images, label, problem = _images_and_label(text)
+        windows = {*filter(None, map(_window_of, images))}
+        images = [_WINDOW.sub("", image) for image in images]
         for image in images:
             problem = problem or file_problem(root, image, IMAGE_SUFFIXES)
         problem = problem or file_problem(labels_root, label, LABEL_SUFFIXES)
         name = images[0].rpartition(".")[0] if images else ""
+        window = next(iter(windows), None)
+        name += window.ending if window else ""
+        if len(windows) > 1:
+            problem = problem or f"{printable(images[0])}: its files have different windows"
         if not problem and name in found:
             problem = f"{printable(images[0])}: already listed, or another image of this name"
         if problem:
             problems.append(f"{printable(path)}:{line}: {problem}")
             continue
         first, *bands = (root / image for image in images)
-        found[name] = Pair(first, labels_root / label, name, tuple(bands))
-        if name != (user := first_user.setdefault(label, name)):
+        found[name] = Pair(first, labels_root / label, name, tuple(bands), window)
+        if window is None and name != (user := first_user.setdefault(label, name)):
             shared.append(f"{labels_root / label} by {user} and {name}")
     # As a rule a line was copied and changed in one column.
     notes = [f"labels are used by several images: {first_of(shared, 3)}"] if shared else []
     return Listing(list(found.values()), problems, [*notes, *case_clashes(found)])
+
+
+def _window_of(image: str) -> Window | None:
+    """The window that the name of a file ends with; None: it does not."""
+    found = _WINDOW.search(image)
+    if found is None or found.end() < len(image):
+        return None
+    left, top, width, height = map(int, found.groups())
+    return Window(top, left, height, width)
 
 
 def list_text(pairs: Iterable[Pair], root: Path, labels_root: Path) -> str:
@@ -95,6 +113,7 @@ def list_text(pairs: Iterable[Pair], root: Path, labels_root: Path) -> str:
         first, *bands = (image.relative_to(root).as_posix() for image in pair.images)
         # A line that begins with # would be left out.
         first = f"./{first}" if first.startswith("#") else first
+        first += pair.window.fragment if pair.window else ""
         table.writerow([first, *bands, pair.label.relative_to(labels_root).as_posix()])
     return text.getvalue()
 
@@ -143,7 +162,7 @@ def _images_and_label(text: str) -> tuple[list[str], str, str]:
     >>> _images_and_label("images/1.png, ../labels/1.png")[2]
     "'../labels/1.png': '..' is not allowed"
     """
-    unquoted = _QUOTED.sub("", text)
+    unquoted = _WINDOW.sub("", _QUOTED.sub("", text))
     delimiter = "\t" if "\t" in unquoted else "," if "," in unquoted else " "
     reader = csv.reader([text], delimiter=delimiter, skipinitialspace=True, strict=True)
     try:

@@ -37,25 +37,48 @@ def windows(size: tuple[int, int], side: int = WINDOW_PX) -> list[Window]:
 def split_rasters(pairs: Sequence[Pair], data: DataConfig, *, labelled: bool = True) -> list[Pair]:
     """`pairs`, with many in the place of each raster: its windows, named by their first pixels.
 
+    Pairs that are windows already stay what they are.
+
     Raises:
-        DataError: the label of a raster is no TIFF of its size, or `data.short_side_px` is set.
+        DataError: the label of a raster is no TIFF of its size, a window lies outside of its
+            image or is too large, or `data.short_side_px` is set.
     """
-    sizes = prefetch(raster_size, (pair.image for pair in pairs), IO_THREADS)
+    sizes = prefetch(_size_to_split, pairs, IO_THREADS)
     found: list[Pair] = []
     for pair, size in zip(pairs, sizes, strict=True):
         if size is None:
             found.append(pair)
             continue
         refuse_short_side(pair.image, data.short_side_px)
+        if pair.window is not None:
+            _check_window(pair.window, size, pair.image)
         label = read_info(pair.label) if labelled else None
         if label is not None and (label.size != size or not is_tiff(pair.label)):
             what = f"the label of a raster of {size[0]}x{size[1]} must be a TIFF of that size"
             raise DataError(f"{printable(pair.label)}: {what}")
-        found += [
-            pair._replace(name=f"{pair.name}_y{one.top}_x{one.left}", window=one)
-            for one in windows(size)
-        ]
+        found += (
+            [pair]
+            if pair.window is not None
+            else [pair._replace(name=pair.name + one.ending, window=one) for one in windows(size)]
+        )
     return found
+
+
+def _size_to_split(pair: Pair) -> tuple[int, int] | None:
+    """The size of a raster, or of the image that a pair is a window of; else None."""
+    return raster_size(pair.image) if pair.window is None else read_info(pair.image).size
+
+
+def _check_window(window: Window, size: tuple[int, int], path: Path) -> None:
+    bottom, right = window.top + window.height, window.left + window.width
+    place = f"{printable(path)}{window.fragment}"
+    if bottom > size[0] or right > size[1] or not window.height * window.width:
+        what = f"the image has {size[1]} columns and {size[0]} rows"
+        raise DataError(f"{place}: no window of it: {what}")
+    if window.height * window.width > MAX_PIXELS:
+        raise DataError(f"{place}: more than {MAX_PIXELS:,} pixels; list smaller windows")
+    if not is_tiff(path):
+        raise DataError(f"{place}: windows are read of TIFFs only")
 
 
 def raster_size(path: Path, most: int = MAX_PIXELS) -> tuple[int, int] | None:

@@ -1,0 +1,146 @@
+"""The decision for one large picture: windows to train on, and a strip of it to evaluate on.
+
+Windows do not overlap, and a gap lies on both sides of the strip: neighbouring pixels are alike,
+and a score on pixels beside those trained on would be too good.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from segtrain.data.read.find import Window
+from segtrain.data.read.places import MapPlace
+from segtrain.data.read.raster import is_tiff, windows
+from segtrain.errors import ConfigError, DataError
+from segtrain.survey.class_lists import Classes
+from segtrain.survey.decide import Answers
+from segtrain.survey.label_sets import LabelSet
+from segtrain.survey.splits import DEFAULT_VAL, Splits
+from segtrain.survey.survey import Survey
+from segtrain.text import counted, first_of
+from segtrain.types import IGNORE_INDEX
+
+SIDE_PX = 1024
+# Steps of strips along a side; a gap is one of them.
+_CELLS, _LEAST_PX = 40, 400
+_DEGREE_M = 111_320.0
+
+ClassIds = Callable[[Window], np.ndarray]
+"""The train ids (h, w) of a window of the label, IGNORE_INDEX where there is no class."""
+
+
+class _Strip(NamedTuple):
+    """What to evaluate on: cells from `first` to before `last` along an axis (0: rows)."""
+
+    axis: int
+    first: int
+    last: int
+
+
+def is_one_picture(survey: Survey, labels: LabelSet, answers: Answers) -> bool:
+    """Whether a single image has a label, so that it has to be divided itself."""
+    labelled = [image for image in survey.images if image.path in labels.labels]
+    if len(labelled) != 1 or min(labelled[0].size) < _LEAST_PX:
+        return False
+    image, files = labelled[0], labels.labels[labelled[0].path]
+    if not is_tiff(Path(image.path)):
+        repair = "store it as TIFF (gdal_translate a.png a.tif), of which windows can be read"
+        raise DataError(f"{survey.root / image.path}: the only image with a label; {repair}")
+    if labels.classes or not files or labels.upright:
+        what = "the only image with a label, which windows need in one file, upright"
+        raise DataError(f"{survey.root / image.path}: {what}")
+    if answers.group is not None or isinstance(answers.val, str):
+        raise ConfigError("--group, --val FILE: there is one image with a label; --val 0.2 divides")
+    return True
+
+
+def choose_windows(
+    survey: Survey, path: str, classes: Classes, answers: Answers, class_ids: ClassIds
+) -> Splits:
+    """Windows of the image at `path`, those without any class left out.
+
+    DataError: nothing is left to train or to evaluate on.
+    """
+    image = next(image for image in survey.images if image.path == path)
+    share = answers.val if isinstance(answers.val, float) else DEFAULT_VAL
+    edges = [[round(i * side / _CELLS) for i in range(_CELLS + 1)] for side in image.size]
+    counts = _counts(edges, class_ids, len(classes.classes))
+    strip = _best_strip(counts, max(1, round(share * _CELLS)))
+    length = edges[strip.axis]
+    between = (length[strip.first], length[strip.last])
+    before = (0, length[max(0, strip.first - 1)])
+    after = (length[min(_CELLS, strip.last + 1)], length[-1])
+    sides = []
+    for spans in ((before, after), (between,)):
+        parts = (x for span in spans for x in _windows(span, strip.axis, image.size))
+        shown = [x for x in parts if (class_ids(x) != IGNORE_INDEX).any()]
+        sides.append([replace(image, window=x, size=x[2:]) for x in shown])
+    train, val = sides
+    if not (train and val):
+        raise DataError(f"{survey.root / path}: too little of its label has a class")
+    gap = min(b - a for a, b in ((before[1], between[0]), (between[1], after[0])) if b > a)
+    what = f"a strip of {'rows' if strip.axis == 0 else 'columns'} {between[0]} to {between[1] - 1}"
+    apart = f"{gap} px{_in_metres(gap, image.map_place)} from the nearest window to train on"
+    reason = f"{counted(len(val), 'window', 'windows')}, {what}, {apart} (--val)"
+    kept, tried = _trained(counts, strip)[0], counts.sum((0, 1))
+    names = [one.name for one in classes.classes]
+    lost = [name for i, name in enumerate(names) if tried[i] and not kept[i]]
+    warning = f"no window to train on shows {first_of(lost)}"
+    return Splits(tuple(train), tuple(val), reason, (warning,) if lost else ())
+
+
+def _windows(span: tuple[int, int], axis: int, size: tuple[int, int]) -> Iterator[Window]:
+    """Windows that cover rows (axis 0) or columns of this span."""
+    start, end = span
+    if start == end:
+        return
+    area = (end - start, size[1]) if axis == 0 else (size[0], end - start)
+    for one in windows(area, SIDE_PX):
+        place = {"top": one.top + start} if axis == 0 else {"left": one.left + start}
+        yield one._replace(**place)
+
+
+def _counts(edges: list[list[int]], class_ids: ClassIds, num_classes: int) -> np.ndarray:
+    """How many pixels of each cell show each class, (cells, cells, K)."""
+    counts = np.zeros((_CELLS, _CELLS, num_classes), np.int64)
+    for y, (top, bottom) in enumerate(pairwise(edges[0])):
+        row = class_ids(Window(top, 0, bottom - top, edges[1][-1]))
+        for x, (left, right) in enumerate(pairwise(edges[1])):
+            found = row[:, left:right].ravel()
+            counts[y, x] = np.bincount(found, minlength=256)[:num_classes]
+    return counts
+
+
+def _trained(counts: np.ndarray, strip: _Strip) -> tuple[np.ndarray, np.ndarray]:
+    """How many pixels of each class are trained and evaluated on, (K,) both."""
+    along = counts.sum(1 - strip.axis)  # (cells, K)
+    others = [*range(strip.first - 1), *range(strip.last + 1, _CELLS)]
+    return along[others].sum(0), along[strip.first : strip.last].sum(0)
+
+
+def _best_strip(counts: np.ndarray, width: int) -> _Strip:
+    """Of this many cells: no class is lost, then all are evaluated, then it is most like all."""
+    every = counts.sum((0, 1))
+
+    def cost(strip: _Strip) -> tuple[int, int, float]:
+        trained, evaluated = _trained(counts, strip)
+        lost, unseen = (int(((every > 0) & (x == 0)).sum()) for x in (trained, evaluated))
+        unlike = np.abs(evaluated / max(1, every.sum()) - every / every.sum() * width / _CELLS)
+        return lost, unseen, float(unlike.sum())
+
+    strips = (_Strip(a, i, i + width) for a in (0, 1) for i in range(_CELLS - width + 1))
+    return min(strips, key=cost)
+
+
+def _in_metres(pixels: int, place: MapPlace | None) -> str:
+    """Such as ", 12.5 m,"; empty: nobody knows."""
+    if place is None or not place.system:
+        return ""
+    step = float(np.hypot(*place.down))
+    if abs(place.x) <= 180 and abs(place.y) <= 90:  # degrees
+        step *= _DEGREE_M
+    return f" ({pixels * step:.4g} m)"
