@@ -619,12 +619,15 @@ COMMANDS = (
             choices=("order", "area", "class", "keep"),
         ),
         _argument("--attribute", "of VIA and GeoJSON, the one that names the class", "NAME"),
+        _argument("--axis", "of volumes: slices are cut across it", choices=("x", "y", "z")),
         _switch("--overwrite", "replace the labels of an earlier import"),
         _JOBS,
         description="Draw label maps from annotations of COCO (polygons, RLE), LabelMe, CVAT "
         "for images,\nLabel Studio (JSON), Supervisely, VIA, YOLO (outlines), a table of run "
-        "lengths or GeoJSON,\nand write the class file and the list of pairs.\n"
-        "Needs pycocotools: pip install '.[annotations]'; of GeoJSON rasterio: '.[geo]'.",
+        "lengths or GeoJSON,\nand write the class file and the list of pairs. Or cut volumes "
+        "(NIfTI, DICOM,\nTIFF stacks) and their labels into slices, with lists of whole patients.\n"
+        "Needs pycocotools: pip install '.[annotations]'; of GeoJSON rasterio: '.[geo]';\n"
+        "of volumes nibabel and pydicom: '.[medical]'.",
         examples="segtrain data import annotations/instances_train.json --images "
         "train2017 --output labels_train\nsegtrain data import roboflow_export --output labels",
     ),

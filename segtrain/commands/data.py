@@ -26,11 +26,21 @@ def import_annotations(args: argparse.Namespace) -> int:
     """The exit code: 0; annotations that cannot be drawn completely are an error.
 
     Raises:
-        ConfigError: --output is wrong, or pycocotools is not installed.
-        DataError: annotations that are wrong or do not fit their images.
+        ConfigError: --output is wrong, or what reads the files is not installed.
+        DataError: annotations or volumes that are wrong or do not fit their images.
     """
-    from segtrain.annotations import label_maps, read_annotations
+    from segtrain.annotations import detect, label_maps, read_annotations
+    from segtrain.survey import slices
 
+    sources = [*args.sources, *([args.images] if args.images else [])]
+    if not any(map(detect, sources)) and (volumes := slices.find_all(sources)):
+        how = {"axis": args.axis, "overwrite": args.overwrite}
+        for line in slices.import_volumes(sources, volumes, args.output, **how):
+            say(line)
+        print(printable(f"next: segtrain init {shlex.quote(str(args.output))} writes a config"))
+        return EXIT_OK
+    if args.axis is not None:
+        raise ConfigError("--axis: there are no volumes to cut into slices")
     found = read_annotations(args.sources, args.images, attribute=args.attribute)
     label_maps.claim(args.output, found.folder, overwrite=args.overwrite)
     overlap = args.overlap or found.overlap

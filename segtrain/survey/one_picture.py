@@ -69,7 +69,10 @@ def choose_windows(
     share = answers.val if isinstance(answers.val, float) else DEFAULT_VAL
     edges = [[round(i * side / _CELLS) for i in range(_CELLS + 1)] for side in image.size]
     counts = _counts(edges, class_ids, len(classes.classes))
-    strip = _best_strip(counts, max(1, round(share * _CELLS)))
+    width = max(1, round(share * _CELLS))
+    costs = [best_span(counts.sum(1 - axis), width, 1) for axis in (0, 1)]
+    axis = int(costs[1] < costs[0])
+    strip = _Strip(axis, costs[axis][1], costs[axis][1] + width)
     length = edges[strip.axis]
     between = (length[strip.first], length[strip.last])
     before = (0, length[max(0, strip.first - 1)])
@@ -86,7 +89,7 @@ def choose_windows(
     what = f"a strip of {'rows' if strip.axis == 0 else 'columns'} {between[0]} to {between[1] - 1}"
     apart = f"{gap} px{_in_metres(gap, image.map_place)} from the nearest window to train on"
     reason = f"{counted(len(val), 'window', 'windows')}, {what}, {apart} (--val)"
-    kept, tried = _trained(counts, strip)[0], counts.sum((0, 1))
+    kept, tried = sides(counts.sum(1 - axis), strip.first, width, 1)[0], counts.sum((0, 1))
     names = [one.name for one in classes.classes]
     lost = [name for i, name in enumerate(names) if tried[i] and not kept[i]]
     warning = f"no window to train on shows {first_of(lost)}"
@@ -115,25 +118,29 @@ def _counts(edges: list[list[int]], class_ids: ClassIds, num_classes: int) -> np
     return counts
 
 
-def _trained(counts: np.ndarray, strip: _Strip) -> tuple[np.ndarray, np.ndarray]:
-    """How many pixels of each class are trained and evaluated on, (K,) both."""
-    along = counts.sum(1 - strip.axis)  # (cells, K)
-    others = [*range(strip.first - 1), *range(strip.last + 1, _CELLS)]
-    return along[others].sum(0), along[strip.first : strip.last].sum(0)
+def best_span(counts: np.ndarray, width: int, gap: int) -> tuple[tuple[int, int, float], int]:
+    """Where to evaluate: the first of `width` neighbours, with its cost.
 
+    No class is lost to the training, then all are evaluated, then the span is most like the whole.
 
-def _best_strip(counts: np.ndarray, width: int) -> _Strip:
-    """Of this many cells: no class is lost, then all are evaluated, then it is most like all."""
-    every = counts.sum((0, 1))
+    counts: pixels of each class along an axis, (N, K). gap: what is left out on both sides.
+    """
+    every = counts.sum(0)
 
-    def cost(strip: _Strip) -> tuple[int, int, float]:
-        trained, evaluated = _trained(counts, strip)
+    def cost(first: int) -> tuple[int, int, float]:
+        trained, evaluated = sides(counts, first, width, gap)
         lost, unseen = (int(((every > 0) & (x == 0)).sum()) for x in (trained, evaluated))
-        unlike = np.abs(evaluated / max(1, every.sum()) - every / every.sum() * width / _CELLS)
-        return lost, unseen, float(unlike.sum())
+        unlike = evaluated / max(1, every.sum()) - every / max(1, every.sum()) * width / len(counts)
+        return lost, unseen, float(np.abs(unlike).sum())
 
-    strips = (_Strip(a, i, i + width) for a in (0, 1) for i in range(_CELLS - width + 1))
-    return min(strips, key=cost)
+    return min((cost(first), first) for first in range(len(counts) - width + 1))
+
+
+def sides(counts: np.ndarray, first: int, width: int, gap: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many pixels of each class are trained and evaluated on, (K,) both."""
+    last = first + width
+    others = [*range(first - gap), *range(last + gap, len(counts))]
+    return counts[others].sum(0), counts[first:last].sum(0)
 
 
 def _in_metres(pixels: int, place: MapPlace | None) -> str:

@@ -129,7 +129,7 @@ def _divided(
     tried: list[_Division] = []
     for key, how in _groupings(survey, images, answers.group):
         groups = list(map(key, images))
-        few = _chosen(groups, share)
+        few = chosen_groups(groups, share)
         more = few | _with_rare_classes(labels, images, key, few)
         for chosen in (more, few) if pairs else (more,):
             is_val = [group in chosen for group in groups]
@@ -147,7 +147,7 @@ def _divided(
     return train, val, reason
 
 
-def _chosen(groups: Sequence[str], share: float) -> set[str]:
+def chosen_groups(groups: Sequence[str], share: float) -> set[str]:
     """The groups to evaluate on: about this share of the images; groups: that of each image."""
     sizes = Counter(groups)
     order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest())

@@ -67,7 +67,7 @@ def survey(folder: Path, *, val_list: Path | None = None, threshold: float | Non
 
     names = file_names.parse_names(pictures)
     samples = _samples(folder, names, threshold)
-    roles, image_names, label_names, matches = _matched(names, samples)
+    roles, image_names, label_names, matches = matched(names, samples)
     if not image_names:  # drawn images may look like labels
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
 
@@ -179,7 +179,7 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
     return pictures, [path for path in paths if suffixes[path] not in image_formats.SUFFIXES]
 
 
-def _matched(
+def matched(
     names: Sequence[FileName], samples: Mapping[str, Sequence[LabelFacts]]
 ) -> tuple[dict[str, str], list[FileName], list[FileName], Matches]:
     """The role of each pattern, names of images and of labels, and which belong together."""

@@ -19,6 +19,7 @@ from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
 
 _BAND_AXES = {"S", "C", "Q", "I"}  # samples, channels, and pages without a meaning of their own
+_OME_SIZE = re.compile(r'\bSize([ZT])="0*([1-9]\d*)"')
 _REDUCED, _MASK = 1, 4  # bits of NewSubfileType
 _MINISWHITE, _MINISBLACK, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
 _ALPHA_SAMPLES = {1, 2}  # values of ExtraSamples
@@ -43,8 +44,15 @@ def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
         page = pictures[0].keyframe
         axes = "".join(a for a, n in zip(pictures[0].axes, pictures[0].shape, strict=True) if n > 1)
         others = set(axes) - {"Y", "X"}
+        # The pages of OME would be taken for bands: its axes are not read here.
+        slices = {
+            a for a, n in _OME_SIZE.findall(page.description if page.is_ome else "") if int(n) > 1
+        }
         problem = ""
-        if len(pictures) > 1 or len(others) > 1 or others - _BAND_AXES:
+        if slices | others & {"Z", "T"}:
+            which = " and ".join(sorted(slices | others & {"Z", "T"}))
+            problem = f"a stack of slices ({which}); segtrain data import FILE makes images of them"
+        elif len(pictures) > 1 or len(others) > 1 or others - _BAND_AXES:
             shape = "x".join(map(str, pictures[0].shape))
             found = f"{len(pictures)}" if len(pictures) > 1 else f"{shape} ({pictures[0].axes})"
             problem = f"the TIFF has several pictures: {found}; store each in a file of its own"

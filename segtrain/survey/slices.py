@@ -1,0 +1,309 @@
+"""Volumes to a data set of images: a file for each slice, and lists of whole patients.
+
+A slice of a .nii.gz takes seconds to reach, so they are written once, as TIFFs and PNGs that all of
+training reads. Which volume is the label of which, names and values say, as of images.
+"""
+
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import numpy as np
+
+from segtrain.data.read import volumes
+from segtrain.data.read.concurrent import for_each_pair
+from segtrain.data.read.volumes import AXES, Stack, VolumeFile, find_volumes
+from segtrain.errors import ConfigError, DataError, ExecutionError
+from segtrain.files import os_errors_as, write_atomic
+from segtrain.run.pictures import write_png
+from segtrain.survey.contents import LabelFacts, spread
+from segtrain.survey.file_names import ROLE_WORDS, parse_names, split_of, words_of
+from segtrain.survey.one_picture import best_span
+from segtrain.survey.splits import DEFAULT_VAL, chosen_groups
+from segtrain.survey.survey import matched
+from segtrain.text import counted, first_of, printable
+
+IMAGES, LABELS, LISTS, NAMES = "images", "labels", ("train.txt", "val.txt"), "dataset.json"
+_DRAFT = ".unfinished"
+_MOST_IDS, _FLAT, _MOST_CLASSES, _SAMPLE = 256, 0.7, 1 << 16, 3
+# Of one volume: slices are left out on both sides of those to evaluate on.
+_GAP = 1 / 40
+
+
+class _Case(NamedTuple):
+    """A volume to cut.
+
+    label: None: there are no labels. name: of the folder of its slices. group: what stays on one
+    side of the split. split: train, val or test, where a folder says so.
+    """
+
+    image: VolumeFile
+    label: VolumeFile | None
+    name: str
+    group: str
+    split: str | None
+
+
+class _Written(NamedTuple):
+    """The slices of a case, how many pixels of each show each value, (N, K), and what to say."""
+
+    case: _Case
+    ids: tuple[str, ...]
+    counts: np.ndarray
+    spacing: tuple[float, float, float] | None
+    unit: str
+    note: str
+
+
+def find_all(sources: Sequence[Path]) -> list[VolumeFile]:
+    """The volumes among `sources`; empty: they are annotations, or nothing."""
+    found = []
+    for source in sources:
+        start = f"{source.name}/" if len(sources) > 1 and source.is_dir() else ""
+        for one in find_volumes(source, stacks=True):
+            found.append(one._replace(name=start + one.name))
+    return found
+
+
+def import_volumes(
+    sources: Sequence[Path],
+    found: Sequence[VolumeFile],
+    output: Path,
+    *,
+    axis: str | None = None,
+    overwrite: bool = False,
+) -> list[str]:
+    """Writes the slices of all volumes with a label into `output`; returns what to say.
+
+    Without any labels: of all volumes. axis: x, y or z of the patient; None: the coarsest one.
+
+    Raises:
+        ConfigError: `output` holds something, or volumes are coarsest along different axes.
+        DataError: a volume is damaged, or does not lie on the voxels of its label.
+    """
+    cases, lines = _cases(found)
+    number, dtype = _axis(cases, axis), _common_dtype(cases)
+    _claim(output, overwrite=overwrite)
+    draft = output / _DRAFT
+    write = partial(_write_case, folder=draft, axis=number, dtype=dtype)
+    with os_errors_as(ExecutionError, output, "cannot be written"):
+        written = list(for_each_pair(write, cases, None, "slices"))
+        if cases[0].label is not None:
+            train, val, reason = _split(written)
+            for name, part in zip(LISTS, (train, val), strict=True):
+                text = "".join(f"{IMAGES}/{x}.tif\t{LABELS}/{x}.png\n" for x in part)
+                write_atomic(draft / name, f"# {reason}\n{text}")
+            lines.append(f"{len(train)} slices to train, {len(val)} to evaluate: {reason}")
+        names = [x for source in sources for x in (source / NAMES, source.parent / NAMES)]
+        if there := next((x for x in names if x.is_file()), None):  # nnU-Net's, of the classes
+            shutil.copyfile(there, draft / NAMES)
+        for path in draft.iterdir():
+            path.rename(output / path.name)
+        draft.rmdir()
+    lines += [f"warning: {note}" for note in {one.note for one in written} if note]
+    along = "z or t" if all(x.image.is_tiff for x in cases) else AXES[number]
+    what = counted(len(cases), "volume", "volumes")
+    total = sum(len(one.ids) for one in written)
+    lines.append(f"{total} slices along {along} of {what}: {printable(output)}")
+    return lines
+
+
+def _claim(output: Path, *, overwrite: bool) -> None:
+    """Makes the folder `output`, or empties the one of an earlier import."""
+    place = f"--output {printable(output)}"
+    with os_errors_as(ConfigError, place, "cannot be written"):
+        output.mkdir(parents=True, exist_ok=True)
+        there = {path.name: path for path in output.iterdir()}
+        if others := there.keys() - {IMAGES, LABELS, NAMES, _DRAFT, *LISTS}:
+            raise ConfigError(f"{place}: holds {first_of(sorted(others), 3)}; name a new folder")
+        if there and _DRAFT not in there and not overwrite:
+            raise ConfigError(f"{place}: holds slices already; --overwrite replaces them")
+        for path in there.values():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _cases(found: Sequence[VolumeFile]) -> tuple[list[_Case], list[str]]:
+    """Which volumes are labels, and whose."""
+    by_path = {f"{x.name}{'.tif' if x.is_tiff else '.nii'}": x for x in found}
+    if len(by_path) < len(found):
+        raise DataError("several volumes have one name; import them one by one")
+    names = parse_names(list(by_path))
+    of_pattern: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        of_pattern[name.pattern].append(name.path)
+    facts = {
+        pattern: [_facts(by_path[path]) for path in spread(paths, _SAMPLE)]
+        for pattern, paths in of_pattern.items()
+    }
+    roles, images, _, matches = matched(names, facts)
+    shared = {image: bands for image, bands in matches.bands.items() if image in matches.labels}
+    if shared or any(len(labels) > 1 for labels in matches.labels.values()):
+        several = next(iter(shared.items()), None) or next(
+            (image, labels) for image, labels in matches.labels.items() if len(labels) > 1
+        )
+        what = "several volumes for one image or label; keep one of each"
+        raise DataError(f"{several[0]}: {what}: {first_of(several[1], 3)}")
+    if "label" in roles.values() and not matches.labels:
+        raise DataError(f"no label fits a volume by its name: {first_of(sorted(by_path), 4)}")
+    alone = [image.path for image in images if image.path not in matches.labels]
+    lines = [
+        f"warning: {counted(len(files), one, many)}: {first_of(files, 3)}"
+        for files, one, many in (
+            (alone, "volume has no label, and is left out", "volumes have none, and are left out"),
+            (matches.alone, "label has no volume", "labels have no volume"),
+            (matches.unclear, "label fits several volumes", "labels fit several volumes"),
+        )
+        if files and matches.labels
+    ]
+    used = [image for image in images if image.path in matches.labels] or images
+    files = [by_path[image.path] for image in used]
+    labels = [by_path[x[0]] if (x := matches.labels.get(i.path)) else None for i in used]
+    short = [_without_roles(file.name) for file in files]
+    shown = short if len({*short}) == len(short) else [file.name for file in files]
+    splits = [image.split for image in used]
+    return list(map(_Case, files, labels, shown, _groups(files), splits)), lines
+
+
+def _without_roles(name: str) -> str:
+    """The name without folders that say a role or a split, as `imagesTr`."""
+    *folders, stem = name.split("/")
+    kept = [x for x in folders if not all(w in ROLE_WORDS or split_of(w) for w in words_of(x))]
+    return "/".join([*kept, stem])
+
+
+def _facts(file: VolumeFile) -> LabelFacts:
+    """Whether the middle slice of a volume looks like ids."""
+    stack = _read(file, None)
+    middle = stack.pixels[len(stack.pixels) // 2]
+    is_whole = bool((middle == np.round(middle)).all() and middle.min() >= 0)
+    is_flat = (middle[:, 1:] == middle[:, :-1]).mean() > _FLAT and middle.shape[2] == 1
+    is_ids = is_whole and is_flat and len(np.unique(middle)) <= _MOST_IDS
+    return LabelFacts("ids" if is_ids else "picture", middle.shape[:2], {})
+
+
+def _read(file: VolumeFile, axis: int | None) -> Stack:
+    if file.is_tiff:
+        return volumes.read_tiff_stack(file)
+    image = volumes.load_volume(file)
+    return volumes.read_stack(file, image, volumes.coarsest_axis(image) if axis is None else axis)
+
+
+def _axis(cases: Sequence[_Case], axis: str | None) -> int:
+    """The axis along which all volumes are cut."""
+    if axis is not None:
+        return AXES.index(axis)
+    files = [case.image for case in cases if not case.image.is_tiff]
+    found = {AXES[volumes.coarsest_axis(volumes.load_volume(file))] for file in files}
+    if len(found) > 1:
+        raise ConfigError(
+            f"volumes are coarsest along {first_of(sorted(found))}; slices of all have to show "
+            "the same: --axis z cuts all across the body, x and y from the side and the front"
+        )
+    return AXES.index(found.pop()) if found else 2
+
+
+def _common_dtype(cases: Sequence[_Case]) -> np.dtype:
+    """uint8 or uint16 if all volumes hold such numbers without a scale; else float32."""
+    found = {volumes.slice_dtype(case.image) for case in cases}
+    return found.pop() if len(found) == 1 else np.dtype(np.float32)
+
+
+def _groups(files: Sequence[VolumeFile]) -> list[str]:
+    """What stays on one side of the split: a patient, as DICOM or a folder with a number says."""
+    folders = [
+        next((x for x in PurePosixPath(file.name).parts[:-1] if any(map(str.isdecimal, x))), "")
+        for file in files
+    ]
+    by_folder = len({*folders}) > 1 and "" not in folders
+    return [
+        file.patient or (folder if by_folder else file.name)
+        for file, folder in zip(files, folders, strict=True)
+    ]
+
+
+def _write_case(case: _Case, folder: Path, axis: int, dtype: np.dtype) -> _Written:
+    """Writes the images and labels of a volume."""
+    import tifffile
+
+    image = _read(case.image, axis)
+    options = {"compression": "deflate", "photometric": "minisblack"}
+    options |= {"planarconfig": "contig"} if image.pixels.shape[3] > 1 else {}
+    if image.spacing is not None and image.unit == "mm":  # pixels a centimetre
+        options["resolution"] = tuple(10 / x for x in image.spacing[:0:-1])
+        options["resolutionunit"] = "CENTIMETER"
+    (folder / IMAGES / case.name).mkdir(parents=True)
+    for name, pixels in zip(image.ids, image.pixels.astype(dtype, copy=False), strict=True):
+        path = folder / IMAGES / case.name / f"{name}.tif"
+        pixels = pixels[..., 0] if pixels.shape[2] == 1 else pixels
+        tifffile.imwrite(path, pixels, metadata=None, **options)
+    counts = np.zeros((len(image.ids), 0))
+    if case.label is not None:
+        counts = _write_labels(case, _checked_label(case, image, axis), folder)
+    return _Written(case, image.ids, counts, image.spacing, image.unit, image.note)
+
+
+def _checked_label(case: _Case, image: Stack, axis: int) -> Stack:
+    """DataError: no ids, or not of these voxels."""
+    label, place = _read(case.label, axis), printable(case.label.path)
+    if problem := volumes.other_grid(image, label):
+        raise DataError(f"{place}: {problem}: {printable(case.image.path)}")
+    pixels = label.pixels
+    if pixels.shape[3] != 1:
+        raise DataError(f"{place}: {pixels.shape[3]} channels; expected ids in one")
+    if (pixels != np.round(pixels)).any() or not 0 <= pixels.min() <= pixels.max() < _MOST_CLASSES:
+        raise DataError(f"{place}: expected ids from 0 to 65535, found other numbers")
+    return label
+
+
+def _write_labels(case: _Case, label: Stack, folder: Path) -> np.ndarray:
+    """Returns how many pixels of each slice show each value, (N, K)."""
+    highest = int(label.pixels.max())
+    ids = label.pixels[..., 0].astype(np.uint8 if highest <= 255 else np.uint16)
+    (folder / LABELS / case.name).mkdir(parents=True)
+    for name, pixels in zip(label.ids, ids, strict=True):
+        write_png(folder / LABELS / case.name / f"{name}.png", pixels)
+    return np.stack([np.bincount(x.ravel(), minlength=highest + 1) for x in ids])
+
+
+def _split(written: Sequence[_Written]) -> tuple[list[str], list[str], str]:
+    """Slices to train and to evaluate on, and why; all of a patient are on one side."""
+    names = [[f"{one.case.name}/{x}" for x in one.ids] for one in written]
+    said = [one.case.split for one in written]
+    groups = [one.case.group for one in written]
+    evaluated = "val" if "val" in said else "test"
+    if "train" in said and evaluated in said:
+        sides, reason = said, f"the folders' train and {evaluated}"
+    elif len({*groups}) > 1:
+        chosen = chosen_groups(
+            [x for x, one in zip(groups, names, strict=True) for _ in one], DEFAULT_VAL
+        )
+        sides = [evaluated if x in chosen else "train" for x in groups]
+        what = counted(len(chosen), "patient or volume", "patients or volumes")
+        reason = f"whole {what} of {len({*groups})}, chosen by a hash of the names"
+    elif len(written) > 1:
+        raise DataError("all volumes are of one patient, so there is nothing to evaluate on")
+    else:
+        return _split_one(written[0], names[0])
+    train, val = (
+        [x for side, one in zip(sides, names, strict=True) if side == wanted for x in one]
+        for wanted in ("train", evaluated)
+    )
+    return train, val, reason
+
+
+def _split_one(one: _Written, names: Sequence[str]) -> tuple[list[str], list[str], str]:
+    """A span of slices of the only volume, with a gap on both sides."""
+    width, gap = max(1, round(DEFAULT_VAL * len(names))), max(1, round(_GAP * len(names)))
+    if len(names) < width + gap + 1:
+        raise DataError(f"{one.case.name}: too few slices to train and evaluate: {len(names)}")
+    _, first = best_span(one.counts, width, gap)
+    last = first + width
+    train = [*names[: max(0, first - gap)], *names[last + gap :]]
+    apart = f"{gap + 1} slices"
+    if one.spacing is not None:
+        apart += f" ({(gap + 1) * one.spacing[0]:.4g} {one.unit})"
+    span = f"slices {one.ids[first]} to {one.ids[last - 1]}"
+    return train, list(names[first:last]), f"{span}, {apart} from the nearest to train on"

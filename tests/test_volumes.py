@@ -1,0 +1,265 @@
+"""Volumes of nibabel, pydicom and tifffile as slices, and predictions of them, by known voxels."""
+
+import re
+
+import numpy as np
+import pytest
+import tifffile
+
+nib = pytest.importorskip("nibabel")
+pydicom = pytest.importorskip("pydicom")
+from pydicom.dataset import FileDataset, FileMetaDataset  # noqa: E402
+from pydicom.uid import ExplicitVRLittleEndian, generate_uid  # noqa: E402
+
+from segtrain import cli  # noqa: E402
+from segtrain.data.read.image_formats import read_info, read_stored  # noqa: E402
+from segtrain.errors import DataError  # noqa: E402
+
+X, Y, Z = SHAPE = 48, 40, 12
+# A voxel of 0.8 x 0.7 x 3 mm; x to the right, y to the front, z to the head.
+RAS = np.array([[0.8, 0, 0, -20.0], [0, 0.7, 0, -30.0], [0, 0, 3.0, 5.0], [0, 0, 0, 1]])
+
+
+def phantom(seed=0, shape=SHAPE):
+    """A bright box and a brighter ball in a dark body, and where they are; no symmetry."""
+    rng = np.random.default_rng(seed)
+    label = np.zeros(shape, np.uint8)
+    n = [int(0.2 * s) for s in shape]
+    label[n[0] : 2 * n[0], n[1] : 3 * n[1], n[2] : 4 * n[2] + 1] = 1
+    grid = np.stack(np.mgrid[: shape[0], : shape[1], : shape[2]], -1) / shape
+    label[((grid - (0.7, 0.4, 0.6)) ** 2).sum(-1) < 0.03] = 2
+    values = np.array([-600, 60, 300])[label] + rng.normal(0, 20, shape)
+    return values.round().astype(np.int16), label
+
+
+def turned(voxels, affine, axes):
+    """The same volume stored in other axes, such as `LPS` or `SAL`."""
+    image = nib.Nifti1Image(voxels, affine)
+    turn = nib.orientations.ornt_transform(
+        nib.io_orientation(affine), nib.orientations.axcodes2ornt(axes)
+    )
+    return image.as_reoriented(turn)
+
+
+def write_nifti(path, voxels, affine=RAS, axes="RAS"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nib.save(turned(voxels, affine, axes), path)
+    return path
+
+
+def write_dicom(folder, values, affine=RAS, *, patient="", white_low=False):
+    """A series of `values` (X, Y, Z), HU of 12 bits with a slope, the files in no order."""
+    folder.mkdir(parents=True)
+    uid, lps = generate_uid(), np.diag([-1, -1, 1, 1]) @ affine
+    for k in np.random.default_rng(0).permutation(values.shape[2]).tolist():
+        meta = FileMetaDataset()
+        meta.TransferSyntaxUID = ExplicitVRLittleEndian
+        meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.2"
+        meta.MediaStorageSOPInstanceUID = generate_uid()
+        one = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
+        one.SOPClassUID, one.SOPInstanceUID = meta[0x20002].value, meta[0x20003].value
+        one.SeriesInstanceUID, one.PatientID, one.Modality = uid, patient, "CT"
+        one.Rows, one.Columns = values.shape[1], values.shape[0]
+        spacing = np.linalg.norm(affine[:3, :3], axis=0)
+        one.PixelSpacing = [float(spacing[1]), float(spacing[0])]
+        one.ImagePositionPatient = [float(x) for x in (lps @ (0, 0, k, 1))[:3]]
+        directions = lps[:3, :2] / spacing[:2]
+        one.ImageOrientationPatient = [float(x) for x in directions.T.ravel()]
+        one.SamplesPerPixel, one.BitsAllocated, one.BitsStored, one.HighBit = 1, 16, 12, 11
+        one.PixelRepresentation, one.RescaleSlope, one.RescaleIntercept = 0, 2, -1024
+        one.PhotometricInterpretation = "MONOCHROME1" if white_low else "MONOCHROME2"
+        stored = ((values[:, :, k].T.astype(int) + 1024) // 2).astype(np.uint16)
+        one.PixelData = (4095 - stored if white_low else stored).tobytes()
+        one.save_as(folder / f"IM{(7 * k) % 97:03d}", enforce_file_format=True)
+
+
+def run(*words):
+    return cli.main([str(word) for word in words])
+
+
+def slices(root, case, letter="z"):
+    """The images and labels that an import has written for a case, (N, H, W) both."""
+    images = sorted((root / "images" / case).glob(f"{letter}*.tif"))
+    names = [path.relative_to(root / "images").with_suffix(".png") for path in images]
+    labels = [read_stored(root / "labels" / name) for name in names]
+    return tuple(np.stack([x[..., 0] for x in y]) for y in (map(read_stored, images), labels))
+
+
+def axial(voxels):
+    """(N, H, W): slices with the front of the patient above."""
+    return voxels.transpose(2, 1, 0)[:, ::-1]
+
+
+@pytest.mark.parametrize("axes", ["RAS", "LPS", "SAL", "PIR"])
+def test_slices_are_those_of_the_patient_whatever_the_order_of_the_file(tmp_path, axes, capsys):
+    for i in range(3):
+        values, label = phantom(i)
+        write_nifti(tmp_path / f"data/imagesTr/case_{i}.nii.gz", values, axes=axes)
+        write_nifti(tmp_path / f"data/labelsTr/case_{i}.nii.gz", label, axes="RAS" if i else axes)
+    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 0
+    said = capsys.readouterr()
+    assert "36 slices along z of 3 volumes" in said.out + said.err
+    for i in range(3):
+        values, label = phantom(i)
+        found = slices(tmp_path / "cut", f"case_{i}")
+        np.testing.assert_array_equal(found[0], axial(values).astype(np.float32))
+        np.testing.assert_array_equal(found[1], axial(label))
+    with tifffile.TiffFile(tmp_path / "cut/images/case_0/z0003.tif") as file:
+        (x, x_px), (y, y_px) = (file.pages[0].tags[f"{a}Resolution"].value for a in "XY")
+    assert (10 * x_px / x, 10 * y_px / y) == pytest.approx((0.8, 0.7))
+    lists = [(tmp_path / f"cut/{name}.txt").read_text() for name in ("train", "val")]
+    cases = [set(re.findall(r"images/(case_\d)/", text)) for text in lists]
+    assert cases[0] | cases[1] == {"case_0", "case_1", "case_2"}
+    assert not cases[0] & cases[1]
+    assert sum(text.count("\n") - 1 for text in lists) == 36
+
+
+def test_a_dicom_series_is_the_same_slices_as_its_nifti(tmp_path):
+    values, label = phantom()
+    values -= values % 2  # what a slope of 2 can store
+    oblique = RAS.copy()
+    oblique[:3, :3] = nib.eulerangles.euler2mat(z=0.2, y=0.1, x=0.05) @ RAS[:3, :3]
+    for i, white_low in enumerate((False, True)):
+        write_dicom(tmp_path / f"data/p{i}/ct", values, oblique, white_low=white_low)
+        write_nifti(tmp_path / f"data/p{i}/seg.nii.gz", label, oblique, axes="LPI")
+    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 0
+    for i in range(2):
+        found = slices(tmp_path / "cut", f"p{i}/ct")
+        np.testing.assert_array_equal(found[0], axial(values).astype(np.float32))
+        np.testing.assert_array_equal(found[1], axial(label))
+
+
+def test_a_patient_stays_on_one_side(tmp_path):
+    for i in range(6):
+        values, label = phantom(i)
+        write_dicom(tmp_path / f"data/scan_{i}/ct", values, patient=f"Anna_{i // 2}")
+        write_nifti(tmp_path / f"data/scan_{i}/seg.nii", label)
+    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 0
+    val = (tmp_path / "cut/val.txt").read_text()
+    scans = {int(x) for x in re.findall(r"images/scan_(\d)/", val)}
+    assert scans in ({0, 1}, {2, 3}, {4, 5})
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("shape", "label of 11x40x48 voxels, image of 12x40x48"),
+        ("place", "different places, 3 mm apart; resample"),
+        ("spacing", "different places"),
+        ("values", "expected ids from 0 to 65535"),
+        ("damage", "damaged volume"),
+    ],
+)
+def test_labels_on_other_voxels_are_refused(tmp_path, capsys, change, problem):
+    values, label = phantom()
+    affine, label = RAS.copy(), label.astype(np.float32)
+    if change == "shape":
+        label = label[:, :, :-1]
+    elif change == "place":
+        affine[2, 3] += 3
+    elif change == "spacing":
+        affine[0, 0] *= 1.05
+    elif change == "values":
+        label[20, 20, 3] = 0.5
+    write_nifti(tmp_path / "data/images/a.nii.gz", values)
+    path = write_nifti(tmp_path / "data/labels/a.nii.gz", label, affine)
+    if change == "damage":
+        path.write_bytes(path.read_bytes()[:-2000])
+    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 3
+    assert problem in capsys.readouterr().err
+
+
+def test_a_series_with_a_slice_missing_is_refused(tmp_path, capsys):
+    values, label = phantom()
+    write_dicom(tmp_path / "data/p0/ct", values)
+    write_nifti(tmp_path / "data/p0/seg.nii", label)
+    next(iter(sorted((tmp_path / "data/p0/ct").glob("IM021")))).unlink()
+    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 3
+    assert "even steps: one is missing" in capsys.readouterr().err
+    assert not (tmp_path / "cut/train.txt").exists()
+
+
+def test_coarsest_axes_that_differ_are_asked_about(tmp_path, capsys):
+    for i, spacing in enumerate(([0.8, 0.7, 3], [3, 0.8, 0.7])):
+        values, label = phantom(i)
+        affine = np.diag([*spacing, 1.0])
+        write_nifti(tmp_path / f"data/images/{i}.nii", values, affine)
+        write_nifti(tmp_path / f"data/labels/{i}.nii", label, affine)
+    words = "data", "import", tmp_path / "data", "--output", tmp_path / "cut"
+    assert run(*words) == 2
+    assert "coarsest along x, z; slices of all have to show the same" in capsys.readouterr().err
+    assert run(*words, "--axis", "y") == 0
+    values, label = phantom(1)
+    found = slices(tmp_path / "cut", "1", "y")
+    # Columns to the right, the head above.
+    np.testing.assert_array_equal(found[0], values.transpose(1, 2, 0)[:, ::-1])
+    np.testing.assert_array_equal(found[1], label.transpose(1, 2, 0)[:, ::-1])
+
+
+def test_bytes_stay_bytes(tmp_path):
+    for i in range(2):
+        values, label = phantom(i)
+        values = (values // 8 + 100).clip(0, 255).astype(np.uint8)
+        write_nifti(tmp_path / f"data/images/{i}.nii", values)
+        write_nifti(tmp_path / f"data/labels/{i}.nii", label)
+    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 0
+    assert read_info(tmp_path / "cut/images/0/z0000.tif").dtype == np.uint8
+
+
+STACKS = {
+    "imagej": ({"imagej": True}, "ZYX"),
+    "imagej time": ({"imagej": True}, "TYX"),
+    "ome": ({"ome": True}, "ZYX"),
+    "ome time": ({"ome": True}, "TYX"),
+}
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_a_stack_is_no_image_of_many_channels(tmp_path, kind):
+    """Of 12 pages, as many as channels are read."""
+    options, axes = STACKS[kind]
+    stack = np.zeros((12, 40, 48), np.uint8)
+    metadata = {"metadata": {"axes": axes}, "photometric": "minisblack"}
+    tifffile.imwrite(tmp_path / "a.tif", stack, **options, **metadata)
+    with pytest.raises(DataError, match=r"a stack of slices \([TZ]\); segtrain data import FILE"):
+        read_info(tmp_path / "a.tif")
+
+
+@pytest.mark.parametrize("kind", ["imagej", "ome", "plain"])
+def test_one_stack_is_cut_into_slices_with_a_gap(tmp_path, kind, capsys):
+    values, label = phantom(shape=(48, 40, 40))
+    values = axial((values // 8 + 100).clip(0, 255).astype(np.uint8))
+    label = axial(label)
+    options = {"plain": {}, **{key: STACKS[key][0] for key in ("imagej", "ome")}}[kind]
+    axes = {} if kind == "plain" else {"axes": "ZYX"}
+    axes |= {"spacing": 0.5, "unit": "um"} if kind == "imagej" else {}
+    options = {**options, "photometric": "minisblack", "metadata": axes}
+    (tmp_path / "data").mkdir()
+    tifffile.imwrite(tmp_path / "data/em.tif", values, resolution=(4, 4), **options)
+    tifffile.imwrite(tmp_path / "data/em_label.tif", label, **options)
+    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 0
+    said = capsys.readouterr()
+    said = said.out + said.err
+    assert ("2 slices (1 um) from the nearest" if kind == "imagej" else "2 slices from") in said
+    assert ("pages without an axis are taken as slices" in said) == (kind == "plain")
+    found = slices(tmp_path / "cut", "em")
+    np.testing.assert_array_equal(found[0], values)
+    np.testing.assert_array_equal(found[1], label)
+    train, val = (
+        [int(x) for x in re.findall(r"images/em/z(\d+)", (tmp_path / f"cut/{y}.txt").read_text())]
+        for y in ("train", "val")
+    )
+    assert len(val) == 8
+    assert min(abs(a - b) for a in train for b in val) == 2
+
+
+def test_channels_of_a_stack_are_bands_of_its_slices(tmp_path):
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 255, (2, 5, 3, 16, 20), np.uint8)  # TZCYX
+    metadata = {"metadata": {"axes": "TZCYX"}, "photometric": "minisblack"}
+    tifffile.imwrite(tmp_path / "a.tif", values, imagej=True, **metadata)
+    assert run("data", "import", tmp_path / "a.tif", "--output", tmp_path / "cut") == 0
+    for t, z in np.ndindex(2, 5):
+        found = read_stored(tmp_path / f"cut/images/a/t{t:04d}_z{z:04d}.tif")
+        np.testing.assert_array_equal(found, values[t, z].transpose(1, 2, 0))
+    assert not (tmp_path / "cut/train.txt").exists()
