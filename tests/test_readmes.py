@@ -66,6 +66,7 @@ segtrain runs --clear runs/mine
 NO_CITYSCAPES = "needs the images of Cityscapes; test_configs.py builds the model"
 NO_WEIGHTS = "needs weights of other programs; test_convert.py converts some"
 DRAWN = "test_annotations.py draws files of each format"
+SLICES = "test_volumes.py cuts and predicts volumes"
 ON_MAP = "test_geojson.py draws outlines, and outlines what is drawn"
 SIDES = "test_results.py compares sides of several runs"
 SUSPECTS = "two steps measure too little; test_suspects.py trains on planted mistakes"
@@ -83,6 +84,8 @@ NOT_RUN = {
     "data import instances_train.json --images train2017 --output drawn": DRAWN,
     "data import fields.geojson --images rasters --output drawn": ON_MAP,
     "data polygons predictions/labels --classes mine/classes.yaml --output map.geojson": ON_MAP,
+    "data import scans --output cut": SLICES,
+    "predict runs/cut scan.nii.gz --output predictions": SLICES,
     "train mine --nproc 4": "four processes; test_launch.py starts two",
     "train runs/mine --nproc 4 --resume": "four processes; test_resume.py resumes on three",
     "train mine --until 500": "test_until.py pauses runs",

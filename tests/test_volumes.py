@@ -1,5 +1,6 @@
 """Volumes of nibabel, pydicom and tifffile as slices, and predictions of them, by known voxels."""
 
+import json
 import re
 
 import numpy as np
@@ -12,7 +13,12 @@ from pydicom.dataset import FileDataset, FileMetaDataset  # noqa: E402
 from pydicom.uid import ExplicitVRLittleEndian, generate_uid  # noqa: E402
 
 from segtrain import cli  # noqa: E402
+from segtrain.config import load_config  # noqa: E402
+from segtrain.data import open_dataset  # noqa: E402
+from segtrain.data.read.classes import load_class_file  # noqa: E402
+from segtrain.data.read.find import Pair  # noqa: E402
 from segtrain.data.read.image_formats import read_info, read_stored  # noqa: E402
+from segtrain.data.read.neighbours import with_neighbour_files  # noqa: E402
 from segtrain.errors import DataError  # noqa: E402
 
 X, Y, Z = SHAPE = 48, 40, 12
@@ -263,3 +269,121 @@ def test_channels_of_a_stack_are_bands_of_its_slices(tmp_path):
         found = read_stored(tmp_path / f"cut/images/a/t{t:04d}_z{z:04d}.tif")
         np.testing.assert_array_equal(found, values[t, z].transpose(1, 2, 0))
     assert not (tmp_path / "cut/train.txt").exists()
+
+
+TRAINED = {
+    "train.steps": 30,
+    "train.batch_size": 4,
+    "train.precision": "float32",
+    "augment.crop_size": [40, 48],
+    "augment.scale_range": [1.0, 1.0],
+    "model.pretrained": None,
+    "model.num_stages": 2,
+    "model.output_stride": 8,
+    "model.head_channels": 16,
+    "eval.every_steps": 30,
+    "checkpoint.every_steps": 30,
+    "schedule.warmup_steps": 0,
+    "data.num_workers": 0,
+    "log.charts": False,
+}
+
+
+def trained(root, volumes=3, **options):
+    """A run on the slices of some phantoms, from files to weights by commands alone."""
+    for i in range(volumes):
+        values, label = phantom(i)
+        write_nifti(root / f"data/imagesTr/case_{i}.nii.gz", values, axes="LPS")
+        write_nifti(root / f"data/labelsTr/case_{i}.nii.gz", label, axes="LPS")
+    names = {"background": 0, "box": 1, "ball": 2}
+    (root / "data/dataset.json").write_text(json.dumps({"labels": names}))
+    assert run("data", "import", root / "data", "--output", root / "cut") == 0
+    assert run("init", root / "cut", "--output", root / "mine") == 0
+    settings = [x for pair in (TRAINED | options).items() for x in ("--set", "{}={}".format(*pair))]
+    settings = [x.replace("None", "null").replace("False", "false") for x in settings]
+    words = "train", root / "mine", "--nproc", 1, "--output", root / "run"
+    assert run(*words, *settings) == 0
+    return root / "run"
+
+
+def test_a_predicted_volume_lies_where_its_source_does(tmp_path, capsys):
+    model = trained(tmp_path, **{"train.steps": 60, "eval.every_steps": 60})
+    assert load_config(tmp_path / "mine/config.yaml").data.train_split.endswith("train.txt")
+    said = capsys.readouterr()
+    assert "the splits of train.txt, val.txt: train and val" in said.out
+    assert [x.name for x in load_class_file(str(tmp_path / "mine/classes.yaml")).classes] == [
+        "background",
+        "box",
+        "ball",
+    ]
+    values, label = phantom(7)
+    values -= values % 2
+    oblique = RAS.copy()
+    oblique[:3, :3] = nib.eulerangles.euler2mat(z=0.2, y=0.1) @ RAS[:3, :3]
+    source = turned(values, oblique, "SAL")
+    source.header["cal_max"] = 300
+    source.header.set_xyzt_units("mm")
+    source.set_sform(source.affine, code=2)
+    (tmp_path / "new").mkdir()
+    nib.save(source, tmp_path / "new/scan.nii.gz")
+    write_dicom(tmp_path / "new/series", values, oblique)
+    assert run("predict", model, tmp_path / "new", "--output", tmp_path / "found") == 0
+    said = capsys.readouterr().out
+    assert "12 slices of 40x48 along z, 3 mm apart" in said
+    assert "2 of 2 volumes" in said
+    found = nib.load(tmp_path / "found/labels/scan.nii.gz")
+    assert found.shape == source.shape
+    np.testing.assert_array_equal(found.affine, nib.load(tmp_path / "new/scan.nii.gz").affine)
+    assert found.header.get_zooms() == pytest.approx(source.header.get_zooms())
+    assert int(found.header["sform_code"]) == 2
+    assert (found.get_data_dtype(), float(found.header["cal_max"])) == (np.uint8, 0)
+    # Voxels are those that the network gives for the slices as images.
+    for z, pixels in enumerate(axial(values).astype(np.float32)):
+        (tmp_path / "slices").mkdir(exist_ok=True)
+        tifffile.imwrite(tmp_path / f"slices/z{z:04d}.tif", np.ascontiguousarray(pixels))
+    assert run("predict", model, tmp_path / "slices", "--output", tmp_path / "each") == 0
+    each = [read_stored(tmp_path / f"each/labels/z{z:04d}.png")[..., 0] for z in range(Z)]
+    in_patient = nib.as_closest_canonical(found).get_fdata().astype(np.uint8)
+    np.testing.assert_array_equal(axial(in_patient), np.stack(each))
+    for value in (1, 2):
+        both = ((in_patient == value) & (label == value)).sum()
+        assert both / ((in_patient == value) | (label == value)).sum() > 0.4
+    # The series is the same volume.
+    series = nib.load(tmp_path / "found/labels/series.nii.gz")
+    assert series.shape == SHAPE
+    again = nib.as_closest_canonical(series)
+    np.testing.assert_array_equal(again.get_fdata(), in_patient)
+    np.testing.assert_allclose(again.affine, oblique, atol=1e-3)
+
+
+def test_neighbours_are_bands_in_training_and_in_prediction(tmp_path, capsys):
+    """The middle of three slices is as in the files, and both sides see the same three."""
+    model = trained(tmp_path, **{"data.neighbours": 1, "train.steps": 3, "eval.every_steps": 3})
+    data = load_config(tmp_path / "mine/config.yaml").data.model_copy(update={"neighbours": 1})
+    for split in (data.train_split, data.eval_split):
+        dataset = open_dataset(data, split)
+        for i, name in enumerate(dataset.names):
+            case, z = re.fullmatch(r"images/case_(\d)/z(\d+)", name).groups()
+            volume, z = axial(phantom(int(case))[0]), int(z)
+            image, _ = dataset[i]
+            for band, place in enumerate((z, max(0, z - 1), min(Z - 1, z + 1))):
+                np.testing.assert_array_equal(image[..., band], volume[place])
+    words = "eval", model, "--save-predictions", tmp_path / "each"
+    assert run(*words) == 0
+    case = re.search(r"case_\d", (tmp_path / "cut/val.txt").read_text())[0]
+    source = tmp_path / f"data/imagesTr/{case}.nii.gz"
+    assert run("predict", model, source, "--output", tmp_path / "found") == 0
+    files = sorted((tmp_path / "each").rglob("z*.png"))
+    each = [read_stored(path)[..., 0] for path in files]
+    found = nib.as_closest_canonical(nib.load(tmp_path / f"found/labels/{case}.nii.gz"))
+    np.testing.assert_array_equal(axial(found.get_fdata()), np.stack(each))
+    capsys.readouterr()
+    one = tmp_path / f"cut/images/{case}/z0003.tif"
+    assert run("predict", model, one, "--output", tmp_path / "one") == 2
+    assert "single images do not have; predict the volumes" in capsys.readouterr().err
+
+
+def test_neighbours_of_names_without_numbers_are_refused(tmp_path):
+    pairs = [Pair(tmp_path / f"{x}.tif", tmp_path / f"{x}.png", x) for x in "ab"]
+    with pytest.raises(DataError, match="no image has a neighbour, as z0006 and z0007 are"):
+        with_neighbour_files(pairs, 1)

@@ -16,7 +16,7 @@ from segtrain.models.memory import check_windows
 from segtrain.models.precision import to_eval_precision
 
 # Everything else was decided when the model was trained.
-_SETTABLE = ("eval.", "data.short_side_px", "train.precision")
+_SETTABLE = ("eval.", "data.short_side_px", "data.slice_axis", "train.precision")
 
 
 class ReadyModel(NamedTuple):

@@ -136,7 +136,7 @@ def members_of(source: str | Path) -> list[str | Path]:
 
 
 # What an image has to go through before it reaches a model.
-_OF_IMAGES = ("channels", "mean", "std", "value_range", "short_side_px")
+_OF_IMAGES = ("channels", "mean", "std", "value_range", "short_side_px", "neighbours")
 
 
 def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
@@ -234,7 +234,7 @@ def _inference_model(config: Config, classes: ClassFile) -> SegModel:
 _SILENT = {
     *("model.output_stride", "model.variant", "model.multi_grid", "model.align_corners"),
     *("model.ppm_bins", "model.aspp_rates"),
-    *("data.mean", "data.std", "data.value_range", "data.short_side_px"),
+    *("data.mean", "data.std", "data.value_range", "data.short_side_px", "data.neighbours"),
 }
 # Options that may change keys or shapes.
 _MODEL = re.compile(r"model\.(?!pretrained|dropout)|norm\.kind|data\.channels")

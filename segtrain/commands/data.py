@@ -137,6 +137,8 @@ def pack(args: argparse.Namespace) -> int:
     data = load_named(args).data.model_copy(update={"pack": None})
     if data.label_format == "bands":
         raise ConfigError("data.label_format: labels with a band a class (bands) cannot be packed")
+    if data.neighbours:
+        raise ConfigError("data.neighbours: a pack has none; training reads the files")
     from segtrain.data import open_dataset
     from segtrain.data.check.checks import check_split
     from segtrain.data.pack import writer

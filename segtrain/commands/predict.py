@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from segtrain.checkpoint.ready import ReadyModel, make_ready
+from segtrain.commands.volumes import ENDING, check_slices, predict_volume, split_inputs
 from segtrain.data.check.findings import photo_findings
 from segtrain.data.check.values import ImageValues, image_values, joined_values
 from segtrain.data.read.classes import ClassFile
@@ -29,6 +30,7 @@ from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, find_images, form_of_file, read_photo
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.raster import raster_size, refuse_short_side
+from segtrain.data.read.volumes import VolumeFile
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.decision_rule import rule_of
@@ -99,8 +101,9 @@ def main(args: argparse.Namespace) -> int:
     # The user names the images, and read_photo has a bound of its own.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     output = Path(args.output)
-    sources, skipped = find_images(args.inputs, output)
-    names = [source.name for source in sources]
+    volumes, inputs = split_inputs(args.inputs, output)
+    sources, skipped = find_images(inputs, output) if inputs else ([], "")
+    names = [source.name for source in (*volumes, *sources)]
     pictures.check_output(output, names, overwrite=args.overwrite)
     tables_asked = TableOptions(args.table, args.objects, args.pixel_size, args.min_area)
     tables_asked.check()
@@ -111,8 +114,11 @@ def main(args: argparse.Namespace) -> int:
     if classes.overlapping and (args.thresholds or args.unknown_below is not None):
         what = "with task multilabel each class has a threshold of its own"
         raise ConfigError(f"--threshold, --unknown-below: {what}; use --set eval.thresholds=[...]")
+    if volumes and (classes.overlapping or tables_asked.files):
+        raise ConfigError("volumes are labelled with one class a pixel, and without tables")
     rule = rule_of(args.thresholds, classes.names, args.unknown_below)
     ready = ready._replace(predictor=ready.predictor.by(rule))
+    check_slices(ready, sources)
     masks = pictures.mask_names(classes) if classes.overlapping else []
     kinds = *pictures.KINDS, *(f"{pictures.MASKS}/{mask}" for mask in masks)
     paths = [f"{kind}/{name}.png" for name in names for kind in kinds]
@@ -130,6 +136,8 @@ def main(args: argparse.Namespace) -> int:
     images = [source for source in sources if source not in videos]
     sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in images}
     rasters = {source: size for source, size in sizes.items() if size is not None}
+    if volumes and args.probabilities:
+        raise ConfigError("--probabilities: not for volumes")
     _check_options(args, rasters, videos, has_others=len(rasters) < len(sources))
     whole = [source for source in images if source not in rasters]
     grids, without = tables_asked.grids(images)
@@ -141,7 +149,8 @@ def main(args: argparse.Namespace) -> int:
     of_rasters = predict_rasters(ready, rasters, output, tables)
     of_videos = predict_videos(ready, videos, output, tint)
     tables.write(images)
-    _summarize(notes, of_rasters, of_videos, output)
+    of_volumes = predict_volumes(ready, volumes, output)
+    _summarize(notes, of_rasters, of_videos, of_volumes, output)
     return EXIT_OK
 
 
@@ -378,6 +387,23 @@ def predict_videos(
     return notes
 
 
+def predict_volumes(ready: ReadyModel, volumes: Sequence[VolumeFile], output: Path) -> list[Notes]:
+    """Writes a volume of ids for each, where its source lies; returns notes on each."""
+    notes = []
+    for volume in volumes:
+        path = output / pictures.LABELS / f"{volume.name}{ENDING}"
+        try:
+            values, is_finite, along = predict_volume(ready, volume, path)
+        except DataError as error:
+            notes.append(Notes(str(error)))
+        except OSError as error:
+            raise ExecutionError(f"{printable(path)}: cannot be written: {error}") from error
+        else:
+            print(along)
+            notes.append(Notes(values=values, is_finite=is_finite))
+    return notes
+
+
 def groups_of(photos: Iterable[DecodedPhoto], most: int) -> Iterator[list[DecodedPhoto]]:
     """Neighbouring images with the same settings, up to `most`, whose views may share batches."""
     group: list[DecodedPhoto] = []
@@ -421,16 +447,21 @@ def _predict(predictor: Predictor, group: list[DecodedPhoto], wanted: str) -> li
 
 
 def _summarize(
-    images: Sequence[Notes], rasters: Sequence[Notes], videos: Sequence[Notes], output: Path
+    images: Sequence[Notes],
+    rasters: Sequence[Notes],
+    videos: Sequence[Notes],
+    volumes: Sequence[Notes],
+    output: Path,
 ) -> None:
     """Prints what was done; raises DataError for files that cannot be read."""
-    notes = [*images, *rasters, *videos]
+    notes = [*images, *rasters, *videos, *volumes]
     values = [note.values for note in notes if note.values is not None]
     kinds = f"{{{','.join(pictures.KINDS)}}}"
     for found, what, where in (
         (images, "images", kinds),
         (rasters, "rasters", pictures.LABELS),
         (videos, "videos", pictures.VIDEOS),
+        (volumes, "volumes", pictures.LABELS),
     ):
         if found:
             num_done = sum(not note.problem for note in found)

@@ -66,6 +66,16 @@ class DataConfig(Section):
         "[0, 4095] for 12 bits; null: those of the type, 0..255 or 0..65535; other types and "
         "floats need it; 'segtrain data stats' prints what the files hold",
     )
+    neighbours: Annotated[int, Field(ge=0, le=7)] = option(
+        0,
+        "images are slices of volumes, z0007 after z0006: so many before and after each are "
+        "further channels, which data.channels counts; 1: 3 channels of grey slices",
+    )
+    slice_axis: Literal["x", "y", "z"] | None = option(
+        None,
+        "'segtrain predict' cuts volumes across this axis of the patient, as the training's were "
+        "cut; null: the one with the largest spacing, else z",
+    )
     pack: str | None = option(
         None,
         "directory of a pack of both splits, made by 'segtrain data pack', to read instead of the "
@@ -98,6 +108,8 @@ class DataConfig(Section):
     def _mistakes(self) -> Iterator[str]:
         if self.value_range is not None and self.value_range[0] >= self.value_range[1]:
             yield f"value_range: expected [low, high], found {list(self.value_range)}"
+        if self.neighbours and self.pack is not None:
+            yield "neighbours: a pack has none; pack: null reads the files"
         for key, values in (("mean", self.mean), ("std", self.std)):
             # Left out, they may be missing: `data stats` finds them with such a config.
             if key in self.model_fields_set and len(values) != self.channels:

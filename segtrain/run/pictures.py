@@ -295,7 +295,7 @@ def make_tint(classes: ClassFile, opacity: float, clear: Sequence[str]) -> Tint:
 
 def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None:
     """ConfigError if a directory already holds some of the predictions."""
-    ends = [f"{LABELS}/*.png", f"{LABELS}/*.tif", f"{VIDEOS}/*.mp4"]
+    ends = [f"{LABELS}/*{end}" for end in (".png", ".tif", ".nii.gz")] + [f"{VIDEOS}/*.mp4"]
     ends += [f"{PROBABILITIES}/*.{ending}" for ending in PROBABILITY_ENDINGS]
     paths = (output / end.replace("*", name) for name in names for end in ends)
     there = [path for path in paths if os.path.lexists(path)]

@@ -26,6 +26,7 @@ from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Listing, Pair, first_lines
 from segtrain.data.read.image import form_of
 from segtrain.data.read.layouts import list_split, scan_layout
+from segtrain.data.read.neighbours import with_neighbour_files
 from segtrain.data.read.raster import split_rasters
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as
@@ -66,6 +67,7 @@ def dataset_of(
 ) -> SegDataset:
     """The files of `listing` as a data set; rasters are cut into windows."""
     pairs = split_rasters(listing.pairs, data, labelled=labelled)
+    pairs = with_neighbour_files(pairs, data.neighbours) if data.neighbours else pairs
     return SegDataset(
         pairs,
         classes,

@@ -33,17 +33,18 @@ def read_photo(path: Path, form: ImageForm) -> Photo:
         DataError: missing, unreadable, damaged, too large, or of a refused kind.
     """
     _, info, content, _ = open_stored(path)
-    form = _with_dtype_of(info, form, path)
+    form = form_of_info(info, form, path)
     image = read_image([path], form, contents=[content], max_pixels=MAX_PHOTO_PIXELS)
     return Photo(image, form, info)
 
 
 def form_of_file(path: Path, form: ImageForm) -> ImageForm:
     """`form` with the dtype of the file; DataError: its values are of another kind."""
-    return _with_dtype_of(read_info(path), form, path)
+    return form_of_info(read_info(path), form, path)
 
 
-def _with_dtype_of(info: Info, form: ImageForm, path: Path) -> ImageForm:
+def form_of_info(info: Info, form: ImageForm, path: Path) -> ImageForm:
+    """As `form_of_file`, of a header that is read; path: for messages."""
     form = form._replace(dtype=set_dtype(info.dtype))
     if (found := num_channels(info, form.channels)) != form.channels:
         raise DataError(

@@ -327,21 +327,3 @@ def other_grid(image: Stack, label: Stack) -> str:
     if image.spacing is None or moved <= _CORNER * min(image.spacing):
         return ""
     return f"label and image lie at different places, {moved:.3g} mm apart; resample the label"
-
-
-def steps_to_neighbours(number: int) -> list[int]:
-    """How far away the slices are whose bands follow those of a slice itself.
-
-    >>> steps_to_neighbours(2)
-    [-1, 1, -2, 2]
-    """
-    return [step for i in range(1, number + 1) for step in (-i, i)]
-
-
-def with_neighbours(pixels: np.ndarray, i: int, number: int) -> np.ndarray:
-    """Slice `i` of (N, H, W, C) and `number` on each side, as bands: (H, W, C (2 number + 1)).
-
-    At an end the slice itself takes the place of what is missing.
-    """
-    places = (i + step for step in (0, *steps_to_neighbours(number)))
-    return np.concatenate([pixels[x if 0 <= x < len(pixels) else i] for x in places], axis=2)

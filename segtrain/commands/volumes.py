@@ -1,0 +1,107 @@
+"""`segtrain predict` of volumes: slice by slice, into a volume that lies where the source does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from segtrain.checkpoint.ready import ReadyModel
+from segtrain.data.check.values import ImageValues, image_values, joined_values
+from segtrain.data.read.decode import Info
+from segtrain.data.read.image import ignore_missing
+from segtrain.data.read.neighbours import with_neighbours
+from segtrain.data.read.photos import form_of_info
+from segtrain.data.read.volumes import (
+    AXES,
+    VolumeFile,
+    coarsest_axis,
+    find_volumes,
+    load_volume,
+    read_stack,
+    write_label_volume,
+)
+from segtrain.errors import ConfigError, DataError
+from segtrain.files import temporary
+from segtrain.run.console import ProgressBar
+from segtrain.run.pictures import raw_ids
+from segtrain.text import printable
+
+ENDING = ".nii.gz"
+
+
+def split_inputs(
+    inputs: Sequence[str | Path], output: Path
+) -> tuple[list[VolumeFile], list[str | Path]]:
+    """The volumes among the inputs, but for those in `output`, and the inputs that hold none.
+
+    DataError: two volumes have one name, and so would their predictions.
+    """
+    volumes: list[VolumeFile] = []
+    others: list[str | Path] = []
+    place = output.resolve()
+    for given in inputs:
+        found = [x for x in find_volumes(Path(given)) if not x.path.resolve().is_relative_to(place)]
+        volumes += found
+        others += [] if found else [given]
+    paths: dict[str, Path] = {}
+    for one in volumes:
+        if (other := paths.setdefault(one.name, one.path)) != one.path:
+            both = f"{printable(other)} and {printable(one.path)}"
+            raise DataError(f"{both}: both predictions would be {one.name}{ENDING}")
+    return volumes, others
+
+
+def check_slices(ready: ReadyModel, others: Sequence[object]) -> None:
+    """ConfigError: the model sees neighbouring slices, and there are images that have none."""
+    if ready.config.data.neighbours and others:
+        what = "the model sees the slices before and after each, which single images do not have"
+        raise ConfigError(f"data.neighbours: {what}; predict the volumes")
+
+
+def predict_volume(
+    ready: ReadyModel, file: VolumeFile, output: Path
+) -> tuple[ImageValues, bool, str]:
+    """Writes the ids of a volume as NIfTI.
+
+    Returns what the network saw, whether all scores were finite numbers, and along which axis.
+
+    DataError: it cannot be read, or its values are of another kind than the training's.
+    """
+    data, predictor, place = ready.config.data, ready.predictor, printable(file.path)
+    image = load_volume(file)
+    axis = coarsest_axis(image) if data.slice_axis is None else AXES.index(data.slice_axis)
+    stack = read_stack(file, image, axis)
+    number, size = len(stack.pixels), stack.pixels.shape[1:3]
+    channels = 2 * data.neighbours + 1
+    form = form_of_info(Info(size, channels, stack.pixels.dtype), ready.form, file.path)
+    ids = raw_ids(ready.loaded.classes)
+    labels = np.zeros((number, *size), ids.dtype)
+    values, is_finite = [], True
+    at_once = predictor.limits.num_images
+    bar = ProgressBar(number, 0, "volume", enabled=True, unit="slice", last_line=False)
+    bar.describe(printable(file.name))
+    with bar:
+        for start in range(0, number, at_once):
+            seen = []
+            for i in range(start, min(start + at_once, number)):
+                stored = with_neighbours(stack.pixels, i, data.neighbours)
+                if stored.dtype.kind == "f":
+                    stored = np.where(np.isfinite(stored), stored, np.float32(np.nan))
+                if stored.shape[2] < form.channels:  # grey becomes RGB
+                    stored = np.repeat(stored, form.channels, axis=2)
+                values.append(image_values(stored, form, place))
+                seen.append(ignore_missing(stored, np.zeros(size, np.uint8), form))
+            images = [torch.from_numpy(np.ascontiguousarray(pixels)) for pixels, _ in seen]
+            found = predictor.label_maps(images, place=place)
+            for i, (one, (_, missing)) in enumerate(zip(found, seen, strict=True), start=start):
+                is_finite = is_finite and bool(one.is_finite)
+                labels[i] = ids[np.maximum(one.label.cpu().numpy(), missing)]
+                bar.update()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with temporary(output, ENDING) as draft:
+        write_label_volume(draft, labels, image, axis)
+        draft.replace(output)
+    step = "" if stack.spacing is None else f", {stack.spacing[0]:.3g} {stack.unit} apart"
+    along = f"{place}: {number} slices of {size[0]}x{size[1]} along {AXES[axis]}{step}"
+    return joined_values(values), is_finite, along
