@@ -13,6 +13,8 @@ from rasterio.warp import transform_geom  # noqa: E402
 from segtrain import cli  # noqa: E402
 from segtrain.annotations import label_maps, read_annotations  # noqa: E402
 from segtrain.annotations.polygons import write_polygons  # noqa: E402
+from segtrain.config import load_config  # noqa: E402
+from segtrain.data import open_dataset  # noqa: E402
 from segtrain.data.read.classes import load_class_file  # noqa: E402
 from segtrain.errors import DataError  # noqa: E402
 
@@ -218,6 +220,33 @@ def test_degrees_are_metres_by_their_latitude(tmp_path):
     # A cell of 1e-5 degrees at 60 degrees north, on the ellipsoid: 0.5580 m by 1.1141 m.
     assert number == 1
     assert area == pytest.approx(900 * 0.5580 * 1.1141, rel=0.005)
+
+
+def test_one_raster_with_outlines_becomes_windows(tmp_path):
+    wide = raster(tmp_path / "data/map.tif", size=(500, 900))
+    both = [
+        *(feature(box(x, 0, x + 30, 500), label="road") for x in (100, 400, 700)),
+        *(feature(box(x, 50, x + 60, 400), label="field") for x in (200, 500, 800)),
+    ]
+    collection(tmp_path / "data/labels.geojson", *both)
+    label = np.zeros((500, 900), np.uint8)
+    for x in (100, 400, 700):
+        label[:, x : x + 30] = 1
+        label[50:400, x + 100 : x + 160] = 2
+    assert cli.main(["init", str(tmp_path / "data"), "--output", str(tmp_path / "mine")]) == 0
+    data = load_config(tmp_path / "mine/config.yaml").data
+    for split in (data.train_split, data.eval_split):
+        dataset = open_dataset(data, split)
+        names = [dataset.classes.names[i] for i in (0, 1, 2)]
+        ids = np.array([["background", "road", "field"].index(name) for name in names])
+        for i, pair in enumerate(dataset.pairs):
+            assert pair.image == wide
+            top, left, height, width = pair.window
+            part = label[top : top + height, left : left + width]
+            np.testing.assert_array_equal(ids[dataset[i][1]], part)
+        assert {0, 1, 2} <= set(
+            np.concatenate([dataset[i][1].ravel() for i in range(len(dataset))])
+        )
 
 
 def test_init_draws_them_and_trains_on_the_map(tmp_path):

@@ -34,6 +34,8 @@ def import_annotations(args: argparse.Namespace) -> int:
 
     sources = [*args.sources, *([args.images] if args.images else [])]
     if not any(map(detect, sources)) and (volumes := slices.find_all(sources)):
+        if args.overlap or args.attribute:
+            raise ConfigError("--overlap, --attribute: no effect: volumes are no annotations")
         how = {"axis": args.axis, "overwrite": args.overwrite}
         for line in slices.import_volumes(sources, volumes, args.output, **how):
             say(line)

@@ -9,6 +9,7 @@ import torch
 from segtrain.checkpoint.ready import ReadyModel
 from segtrain.data.check.values import ImageValues, image_values, joined_values
 from segtrain.data.read.decode import Info
+from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
 from segtrain.data.read.image import ignore_missing
 from segtrain.data.read.neighbours import with_neighbours
 from segtrain.data.read.photos import form_of_info
@@ -35,13 +36,17 @@ def split_inputs(
 ) -> tuple[list[VolumeFile], list[str | Path]]:
     """The volumes among the inputs, but for those in `output`, and the inputs that hold none.
 
-    DataError: two volumes have one name, and so would their predictions.
+    DataError: two volumes have one name, and so would their predictions; or a folder holds images
+        beside volumes.
     """
     volumes: list[VolumeFile] = []
     others: list[str | Path] = []
     place = output.resolve()
     for given in inputs:
         found = [x for x in find_volumes(Path(given)) if not x.path.resolve().is_relative_to(place)]
+        if found and any(x.lower().endswith(IMAGE_SUFFIXES) for x in _files_below(given, output)):
+            what = "holds volumes and images; name one kind of them by its files or folder"
+            raise DataError(f"{printable(given)}: {what}")
         volumes += found
         others += [] if found else [given]
     paths: dict[str, Path] = {}
@@ -50,6 +55,12 @@ def split_inputs(
             both = f"{printable(other)} and {printable(one.path)}"
             raise DataError(f"{both}: both predictions would be {one.name}{ENDING}")
     return volumes, others
+
+
+def _files_below(given: str | Path, output: Path) -> list[str]:
+    folder = Path(given)
+    files = visible_files(folder) if folder.is_dir() else []
+    return [x for x in files if not (folder / x).resolve().is_relative_to(output.resolve())]
 
 
 def check_slices(ready: ReadyModel, others: Sequence[object]) -> None:

@@ -77,15 +77,18 @@ def choose_windows(
     between = (length[strip.first], length[strip.last])
     before = (0, length[max(0, strip.first - 1)])
     after = (length[min(_CELLS, strip.last + 1)], length[-1])
-    sides = []
+    parts = []
     for spans in ((before, after), (between,)):
-        parts = (x for span in spans for x in _windows(span, strip.axis, image.size))
-        shown = [x for x in parts if (class_ids(x) != IGNORE_INDEX).any()]
-        sides.append([replace(image, window=x, size=x[2:]) for x in shown])
-    train, val = sides
+        every = (x for span in spans for x in _windows(span, strip.axis, image.size))
+        parts.append([x for x in every if (class_ids(x) != IGNORE_INDEX).any()])
+    train, val = parts
     if not (train and val):
         raise DataError(f"{survey.root / path}: too little of its label has a class")
-    gap = min(b - a for a, b in ((before[1], between[0]), (between[1], after[0])) if b > a)
+    starts, sizes = [x[axis] for x in train], [x[axis + 2] for x in train]
+    gap = min(
+        max(between[0] - start - size, start - between[1])
+        for start, size in zip(starts, sizes, strict=True)
+    )
     what = f"a strip of {'rows' if strip.axis == 0 else 'columns'} {between[0]} to {between[1] - 1}"
     apart = f"{gap} px{_in_metres(gap, image.map_place)} from the nearest window to train on"
     reason = f"{counted(len(val), 'window', 'windows')}, {what}, {apart} (--val)"
@@ -93,7 +96,8 @@ def choose_windows(
     names = [one.name for one in classes.classes]
     lost = [name for i, name in enumerate(names) if tried[i] and not kept[i]]
     warning = f"no window to train on shows {first_of(lost)}"
-    return Splits(tuple(train), tuple(val), reason, (warning,) if lost else ())
+    images = ([replace(image, window=x, size=x[2:]) for x in part] for part in parts)
+    return Splits(*map(tuple, images), reason, (warning,) if lost else ())
 
 
 def _windows(span: tuple[int, int], axis: int, size: tuple[int, int]) -> Iterator[Window]:
