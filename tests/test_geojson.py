@@ -89,6 +89,16 @@ def test_degrees_become_the_pixels_whose_centre_is_inside(tmp_path):
     assert (tmp_path / "drawn/pairs.txt").read_text() == "map.tif\tlabels/map.tif\n"
 
 
+def test_a_pixel_is_inside_if_its_centre_is(tmp_path):
+    raster(tmp_path / "images/map.tif")
+    corners = [(10.3, 5.6), (100.7, 30.2), (40.4, 80.9), (10.3, 5.6)]
+    outline = [NORTH_UP @ corner for corner in corners]
+    source = collection(tmp_path / "a.geojson", feature(outline, label="tri"))
+    y, x = np.mgrid[:H, :W] + 0.5
+    inside = shapely.contains_xy(shapely.Polygon(corners), x, y)
+    np.testing.assert_array_equal(drawn(tmp_path, source)[1]["map.tif"], inside)
+
+
 def test_an_older_file_says_its_system_by_crs(tmp_path):
     raster(tmp_path / "images/map.tif")
     crs = {"type": "name", "properties": {"name": "urn:ogc:def:crs:EPSG::32633"}}
@@ -173,6 +183,16 @@ def test_polygons_have_the_areas_of_the_labels_and_come_back_as_the_same_pixels(
         assert shapely.LinearRing(ring).is_ccw
     _, again = drawn(labels.parent, output)
     np.testing.assert_array_equal(again["map.tif"], truth())
+
+
+def test_areas_that_touch_by_a_corner_are_two(labels, tmp_path):
+    label = np.zeros((H, W), np.uint8)
+    label[10:20, 10:20] = label[20:30, 20:30] = 1
+    with rasterio.open(labels / "labels/map.tif", "r+") as file:
+        file.write(label, 1)
+    classes = load_class_file(str(labels / "classes.yaml"))
+    found = write_polygons([labels / "labels/map.tif"], classes, tmp_path / "a.geojson")
+    assert found == {"field": (2, 200 * PX_M**2)}
 
 
 def test_simplified_outlines_move_by_so_many_metres_at_most(labels, tmp_path):
