@@ -147,7 +147,10 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch)
 
     monkeypatch.setattr(predict, "read_photo", read_photo)
     sources = [PhotoFile(Path(str(i)), str(i)) for i in range(len(SIZES))]
-    by_size, classes = SettingsBySize(SETTINGS, SETTINGS), SimpleNamespace(num_classes=K)
+    by_size, classes = (
+        SettingsBySize(SETTINGS, SETTINGS),
+        SimpleNamespace(num_classes=K, overlapping=False),
+    )
     with device:
         loaded = SimpleNamespace(classes=classes)
         predictor = Predictor(model_of(), by_size, CUDA, K)
