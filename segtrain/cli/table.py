@@ -113,6 +113,8 @@ def _tolerance(text: str) -> float:
 
 _length = partial(_quantity, unit=r"[^\W\d_]+", words="a number and a unit, such as 0.25um")
 _area = partial(_quantity, unit=r"(?:[^\W\d_]+2)?", words="pixels, or square units, such as 5m2")
+
+
 def _metres(text: str) -> float:
     with suppress(ValueError):
         if 0 <= (value := float(text)) < float("inf"):

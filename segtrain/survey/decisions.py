@@ -144,7 +144,9 @@ def _pair_list(plan: Decisions, images: Sequence[Image], *, is_drawn: bool) -> s
         if plan.labels.kind == "annotations":
             label = plan.labels.labels[image.path][0].removeprefix(f"{LABELS}/")
         else:
-            label = _drawn_name(image, plan.labels) if is_drawn else plan.labels.labels[image.path][0]
+            label = (
+                _drawn_name(image, plan.labels) if is_drawn else plan.labels.labels[image.path][0]
+            )
         start = "./" if image.path.startswith("#") else ""  # or the line would be a comment
         path = start + image.path + (image.window.fragment if image.window else "")
         rows.writerow([path, *image.files[1:], label])
