@@ -110,6 +110,27 @@ def lab(tmp_path, capsys) -> Any:
 
 
 @pytest.fixture
+def stop(monkeypatch, run_ranks) -> dict[Any, Any]:
+    """Folds and seeds train in processes; {n: step} stops the n-th there, 0: before it."""
+    from experiments import train_member
+
+    from segtrain.commands import programs
+
+    stop, count = {}, []
+
+    def run(_, arguments, show):
+        count.append(arguments)
+        step = stop.get(len(count))
+        if step == 0:
+            raise KeyboardInterrupt
+        return run_ranks(1, train_member, arguments, step)[0]
+
+    monkeypatch.setattr(programs.Programs, "run", run)
+    stop["ran"] = count
+    return stop
+
+
+@pytest.fixture
 def handlers() -> Iterator[None]:
     """Handlers of signals are put back after the test."""
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)

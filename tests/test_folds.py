@@ -9,9 +9,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from experiments import bits, last, small, train_member, write_config, write_data
+from experiments import bits, last, small, write_config, write_data
 
-from segtrain.commands import programs
 from segtrain.commands.folds import fold_of_each
 from segtrain.errors import ConfigError
 from segtrain.evaluation.records import Records
@@ -42,23 +41,6 @@ def own(tmp_path_factory):
     options = small(root, train=train, model=model, eval={"every_steps": 2})
     options["augment"]["crop_size"] = [25, 33]
     return write_config(root / "own.yaml", options)
-
-
-@pytest.fixture
-def stop(monkeypatch, run_ranks):
-    """Lets folds train in processes; {n: step} stops the n-th program there, 0: before it."""
-    stop, count = {}, []
-
-    def run(_, arguments, show):
-        count.append(arguments)
-        step = stop.get(len(count))
-        if step == 0:
-            raise KeyboardInterrupt
-        return run_ranks(1, train_member, arguments, step)[0]
-
-    monkeypatch.setattr(programs.Programs, "run", run)
-    stop["ran"] = count
-    return stop
 
 
 @pytest.fixture

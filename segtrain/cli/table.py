@@ -341,6 +341,24 @@ COMMANDS = (
         "segtrain predict runs/own_folds photos/ --output predictions",
     ),
     Command(
+        "seeds",
+        "commands.seeds:main",
+        "train one config with several seeds: how far do its scores vary?",
+        _argument("config", f"{_CONFIG_HELP}; with --resume also the directory", "CONFIG"),
+        _argument("-n", "seeds (default: 5)", "N", partial(_integer, least=2), dest="number"),
+        _argument("--output", "directory (default: runs/<name of CONFIG>_seeds)", "DIR", _path),
+        _switch("--resume", "go on where the runs were left; -n may be more than before"),
+        _settings(),
+        _NPROC,
+        _DEVICE,
+        description="Train CONFIG with the seeds S, S + 1 ..., where S is its own seed, one after "
+        "another, and\nprint mean and standard deviation of the best and the last scores. The "
+        "directory stands for\nits runs in compare and report.",
+        examples="segtrain seeds own.yaml -n 5\n"
+        "segtrain seeds runs/own_seeds --resume -n 8\n"
+        "segtrain compare runs/own_seeds --with runs/other_seeds",
+    ),
+    Command(
         "bench",
         "commands.launch:bench",
         "where the time of a training step goes",

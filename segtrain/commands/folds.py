@@ -6,12 +6,9 @@ import math
 import os
 import re
 import shlex
-import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,11 +19,12 @@ from segtrain.checkpoint.format import BEST, load, parse_experiment
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.commands.config import load_named, show_warnings
 from segtrain.commands.programs import (
-    News,
-    Programs,
     check_new,
     check_same,
+    in_turn,
+    place_of,
     refuse_ranks,
+    training_of,
     write_experiment,
 )
 from segtrain.config import Config, load_config, override_config
@@ -42,13 +40,12 @@ from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.sequences import sequences_of, show_sequences, without_split
 from segtrain.data.read.sources import groups_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping, strips
-from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.metrics import or_none
 from segtrain.results.joined_folds import join_folds
 from segtrain.results.report import write_report
-from segtrain.run.directory import CHECKPOINTS, CONFIG, LOCK, RunLock, config_differences, is_run
+from segtrain.run.directory import CHECKPOINTS, LOCK, RunLock, config_differences
 from segtrain.run.division import (
     EXPERIMENT,
     FOLDS,
@@ -86,9 +83,6 @@ def main(args: argparse.Namespace) -> int:
             say(f"to go on: segtrain folds {shlex.quote(str(directory))} --resume")
             return code
         _check_trained(directory, config, division)  # labels may have changed meanwhile
-        # Nothing is left to save.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signals.exit_at_once)
         for line in _score(directory, config, division, device_for(args.device)):
             print(line)
     return EXIT_OK
@@ -107,9 +101,7 @@ def _begin_or_resume(args: argparse.Namespace) -> tuple[Path, Config, Division |
         config = load_config(directory / EXPERIMENT, args.set)
     else:
         config = _scored_once(load_named(args), args.set)
-        found = Path(args.config)
-        name = found.parent.name if found.name == CONFIG else found.stem
-        directory = args.output or Path("runs") / f"{name}_folds"
+        directory = place_of(args, "folds")
         division = read_division(directory) if args.resume else None
     if args.save_predictions:
         check_pictures("--save-predictions", args.save_predictions, (), config.data)
@@ -350,30 +342,18 @@ def _train(args: argparse.Namespace, directory: Path, config: Config, division: 
 
     With --save-predictions all of them then predict their own images.
     """
-    programs, news = Programs([None]), News(config)
-    machine = ["--nproc", str(args.nproc), "--device", args.device]
-
-    # Programs run in a thread: the main one handles signals.
-    with ThreadPoolExecutor(1) as pool:
-
-        def run(words: list[str], show: Callable[[str], None]) -> int:
-            return pool.submit(programs.run, [*words, *machine], show).result()
-
+    with in_turn(args, config) as run:
         for fold in division.folds:
             if fold.finished:
                 continue
-            words = ["train", str(directory / EXPERIMENT), "--output", str(directory / fold.run)]
-            words += [
-                f"--set={text}" for text in _options(directory, fold.run, config.data.labels_dir)
-            ]
-            words += ["--resume"] if is_run(directory / fold.run) else []
-            if code := run(words, partial(news.say, fold.run)):
+            options = _options(directory, fold.run, config.data.labels_dir)
+            if code := run(fold.run, training_of(directory, fold.run, options)):
                 return code
             fold.finished = True
             write_record(directory / FOLDS, division)
         for fold in division.folds if args.save_predictions else ():
             words = ["eval", str(directory / fold.run), "--save-predictions"]
-            if code := run([*words, str(args.save_predictions)], partial(news.say, fold.run)):
+            if code := run(fold.run, [*words, str(args.save_predictions)]):
                 return code
     return EXIT_OK
 

@@ -1,12 +1,17 @@
 """Commands of segtrain as programs of their own, for a command that trains several runs."""
 
+import argparse
 import os
 import re
 import shlex
+import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -19,6 +24,7 @@ from segtrain.config.experiment import config_warnings, wrong_units
 from segtrain.data.read.protect import check_run_directory
 from segtrain.distributed import signals, slurm
 from segtrain.errors import EXIT_OK, EXIT_SYSTEM, ConfigError, ExecutionError
+from segtrain.run.directory import CONFIG, is_run
 from segtrain.run.division import EXPERIMENT
 from segtrain.text import printable, say
 
@@ -39,6 +45,13 @@ def refuse_ranks() -> None:
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ or slurm.is_task(os.environ):
         what = "torchrun or srun has started this as one of several ranks"
         raise ConfigError(f"environment: {what}; start it once, --nproc gives each training ranks")
+
+
+def place_of(args: argparse.Namespace, ending: str) -> Path:
+    """The directory of the runs to begin: --output, or named after the config."""
+    found = Path(args.config)
+    name = found.parent.name if found.name == CONFIG else found.stem
+    return args.output or Path("runs") / f"{name}_{ending}"
 
 
 def check_new(directory: Path, config: Config, left: re.Pattern[str]) -> None:
@@ -163,3 +176,34 @@ class News:
             say(f"{run}: {line}")
         if line.startswith("warning:"):
             self._warned.add(line)
+
+
+@contextmanager
+def in_turn(
+    args: argparse.Namespace, config: Config
+) -> Iterator[Callable[[str, Sequence[str]], int]]:
+    """Lets the main thread run `segtrain` commands one after another, each in its own process.
+
+    Yields a function of the name of a run and of the words of a command: it says what the command
+    reports of the run, and returns its exit code.
+    """
+    programs, news = Programs([None]), News(config)
+    machine = ["--nproc", str(args.nproc), "--device", args.device]
+    # Programs run in a thread: the main one handles signals.
+    with ThreadPoolExecutor(1) as pool:
+
+        def run(name: str, words: Sequence[str]) -> int:
+            show = partial(news.say, name)
+            return pool.submit(programs.run, [*words, *machine], show).result()
+
+        yield run
+    # Nothing is left to save.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signals.exit_at_once)
+
+
+def training_of(directory: Path, run: str, options: Sequence[str]) -> list[str]:
+    """The words that train a run below `directory`, or go on; options: for --set."""
+    words = ["train", str(directory / EXPERIMENT), "--output", str(directory / run)]
+    words += [f"--set={text}" for text in options]
+    return [*words, "--resume"] if is_run(directory / run) else words

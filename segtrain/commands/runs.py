@@ -12,7 +12,7 @@ from segtrain.errors import EXIT_OK, ConfigError, ExecutionError, UserError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.results.runs import Summary, find_runs, summarize
 from segtrain.run import directory as run_directory
-from segtrain.run.division import FOLDS
+from segtrain.run.division import FOLDS, SEEDS
 from segtrain.text import counted, printable
 from segtrain.training.stop_criteria import StopCriteria
 
@@ -55,8 +55,10 @@ def _row(run: Summary) -> tuple[str, ...]:
     steps = f"{run.step}/{'?' if run.steps is None else run.steps}"
     state = run.state
     if state == "stopped":
-        parent = run.directory.parent
-        what, where = ("folds", parent) if (parent / FOLDS).is_file() else ("train", run.directory)
+        parent, what, where = run.directory.parent, "train", run.directory
+        for command, file in (("folds", FOLDS), ("seeds", SEEDS)):
+            if (parent / file).is_file():
+                what, where = command, parent
         state += f": segtrain {what} {shlex.quote(printable(where))} --resume"
     numbers = f"{run.training_s / 3600:.1f}", f"{run.num_bytes / 1e9:.2f}"
     return printable(run.directory), score, step, steps, *numbers, state

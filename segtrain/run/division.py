@@ -1,9 +1,11 @@
-"""The directory of `segtrain folds`: how the images are divided, and how far the training is.
+"""The directories of `segtrain folds` and `segtrain seeds`: their runs, and how far they are.
 
-It holds experiment.yaml (the config), folds.json (`Division`), two lists of pairs for each fold,
-and the runs fold_0, fold_1 ...
+Both hold experiment.yaml (the config). That of folds has folds.json (`Division`), two lists of
+pairs for each fold, and the runs fold_0, fold_1 ...; that of seeds seeds.json (`Seeds`) and a run
+for each seed.
 """
 
+import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,11 +13,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from segtrain import files
-from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.run.directory import named_run
-from segtrain.text import printable
+from segtrain.text import first_of, printable
 
-FOLDS, EXPERIMENT = "folds.json", "experiment.yaml"
+FOLDS, SEEDS, EXPERIMENT = "folds.json", "seeds.json", "experiment.yaml"
 _MAX_BYTES = 1 << 30
 
 
@@ -55,6 +57,24 @@ class Division(Record):
     scores: dict[str, Any] = {}
 
 
+class SeedRun(Record):
+    """A run of one seed; its best score (eval.best), the step of it and the last score."""
+
+    run: Annotated[str, Field(pattern=r"^seed_[0-9]+$")]
+    seed: int
+    finished: bool = False
+    best: float | None = None
+    step: int | None = None
+    last: float | None = None
+
+
+class Seeds(Record):
+    """The runs of one config that differ in their seed only."""
+
+    format: Literal[1] = 1
+    runs: list[SeedRun]
+
+
 def unit_of(by: str, groups: Collection[str]) -> str:
     """What is kept whole, in a word; groups: that of each image. Copies and tiles make groups."""
     return "group" if by == "image" and len(set(groups)) < len(groups) else by
@@ -86,6 +106,28 @@ def write_record(path: Path, record: Record) -> None:
         files.write_atomic(path, record.model_dump_json(indent=1) + "\n")
 
 
+def read_seeds(directory: Path) -> Seeds | None:
+    """Those of `directory`; None if there are none; CheckpointError if they cannot be read."""
+    path = directory / SEEDS
+    return read_record(path, Seeds) if path.is_file() else None
+
+
 def named_runs(paths: Iterable[Path]) -> list[Path]:
-    """The runs that a command line names, see `named_run`, or directories of folds; each once."""
-    return list(dict.fromkeys(p if read_division(p) else named_run(p) for p in paths))
+    """The runs that a command line names, see `named_run`, or directories of folds; each once.
+
+    A directory of seeds stands for its runs.
+
+    Raises:
+        ConfigError: no run is there, or a seed is not trained to its end.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if (seeds := read_seeds(path)) is None:
+            found.append(path if read_division(path) else named_run(path))
+            continue
+        if left := [one.run for one in seeds.runs if not one.finished]:
+            what = f"not trained to the end: {first_of(left)}"
+            again = f"segtrain seeds {shlex.quote(printable(path))} --resume"
+            raise ConfigError(f"{path}: {what}; go on with {again}")
+        found += [named_run(path / one.run) for one in seeds.runs]
+    return list(dict.fromkeys(found))

@@ -9,11 +9,17 @@ from segtrain.commands.config import load_named, show_warnings
 from segtrain.commands.population import history as record
 from segtrain.commands.population.history import FACTORS, FILE, History, times, with_options
 from segtrain.commands.population.members import Population
-from segtrain.commands.programs import check_new, check_same, refuse_ranks, write_experiment
+from segtrain.commands.programs import (
+    check_new,
+    check_same,
+    place_of,
+    refuse_ranks,
+    write_experiment,
+)
 from segtrain.config import Config, load_config
 from segtrain.config.messages import did_you_mean
 from segtrain.errors import EXIT_OK, ConfigError
-from segtrain.run.directory import CONFIG, LOCK, RunLock, config_differences, flat
+from segtrain.run.directory import LOCK, RunLock, config_differences, flat
 from segtrain.run.division import EXPERIMENT, read_record, write_record
 from segtrain.text import MAX_NAME, printable, say
 
@@ -49,9 +55,7 @@ def _population(args: argparse.Namespace) -> tuple[Path, History]:
         config = load_config(directory / EXPERIMENT, args.set)
         return directory, _resumed(directory, history, args, config)
     config = load_named(args)
-    found, ending = Path(args.config), "alone" if args.alone else "population"
-    name = found.parent.name if found.name == CONFIG else found.stem
-    directory = args.output or Path("runs") / f"{name}_{ending}"
+    directory = place_of(args, "alone" if args.alone else "population")
     if args.resume and (directory / FILE).exists():
         history = read_record(directory / FILE, History)
         return directory, _resumed(directory, history, args, config)

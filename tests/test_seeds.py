@@ -1,0 +1,87 @@
+"""`segtrain seeds`: interruptions, further seeds, the numbers of its table, and what is refused."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from experiments import bits, last, small, train, write_config, write_data
+
+pytestmark = pytest.mark.usefixtures("handlers")
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A config whose best score need not be its last."""
+    write_data(tmp_path, num_images=6)
+    sections = {"train": {"steps": 4, "batch_size": 2}, "eval": {"every_steps": 1}}
+    return write_config(tmp_path / "own.yaml", small(tmp_path, **sections) | {"seed": 5})
+
+
+def scores(run):
+    """mIoU of all evaluations of a run, in their order."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["eval/mIoU"] for line in lines if "eval/mIoU" in line]
+
+
+def test_runs_that_are_stopped_resumed_and_more(own, stop, tmp_path, lab):
+    out, ran = tmp_path / "out", stop["ran"]
+    words = ("seeds", own, "-n", 2, "--device", "cpu", "--output", out)
+    stop[2] = 3
+    said = lab.command(*words)
+    assert said.code == 143
+    assert f"to go on: segtrain seeds {out} --resume" in said.err
+    assert f"segtrain seeds {out} --resume" in lab.done("runs", out).out
+    said = lab.refused("compare", out, "--with", out / "seed_5")
+    assert "not trained to the end: seed_6; go on with segtrain seeds" in said
+    del stop[2]
+    lab.done("seeds", out, "--resume", "--device", "cpu")
+    said = lab.done(
+        "seeds", out, "--resume", "-n", 3, "--device", "cpu", "--set", "log.charts=true"
+    )
+    assert [re.findall(r"seed_\d", " ".join(words))[0] for words in ran] == [
+        *("seed_5", "seed_6"),
+        *("seed_5", "seed_6"),
+        *("seed_5", "seed_6", "seed_7"),
+    ]
+
+    text = own.read_text()
+    write_config(tmp_path / "6.yaml", {})
+    (tmp_path / "6.yaml").write_text(text.replace("seed: 5", "seed: 6"))
+    assert train(tmp_path / "6.yaml", tmp_path / "alone") == 0
+    assert bits(last(out / "seed_6")) == bits(last(tmp_path / "alone"))
+    assert bits(last(out / "seed_6")) != bits(last(out / "seed_5"))
+
+    rows = [re.split(r"  +", line.strip()) for line in said.out.splitlines()]
+    found = [scores(out / f"seed_{seed}") for seed in (5, 6, 7)]
+    assert all(len(one) == 4 for one in found)
+    for (name, best, step, final), seed, values in zip(rows[1:4], (5, 6, 7), found, strict=True):
+        assert (name, step) == (f"seed_{seed}", str(1 + np.argmax(values)))
+        assert (best, final) == (f"{max(values):.4f}", f"{values[-1]:.4f}")
+    best, final = np.max(found, axis=1), np.array(found)[:, -1]
+    means = [f"{np.mean(x):.4f} ± {np.std(x, ddof=1):.4f}" for x in (best, final)]
+    assert rows[4] == ["mean ± sd", *means]
+    page = (out / "report.html").read_text()
+    assert all(f"seed_{seed}" in page for seed in (5, 6, 7))
+    lab.done("report", out, "--output", tmp_path / "again.html", "--device", "cpu")
+    assert (tmp_path / "again.html").read_text() == page
+
+    count = len(ran)
+    words = ("seeds", out, "--resume", "-n", 2, "--set", "optim.lr=0.5", "--device", "cpu")
+    said = lab.refused(*words)
+    assert "-n: 3 there, 2 now" in said
+    assert "optim.lr: 0.02 there, 0.5 now" in said
+    said = lab.refused("seeds", own, "--output", out, "--device", "cpu")
+    assert "is not empty; go on by --resume" in said
+    assert len(ran) == count
+
+
+def test_a_finished_run_on_data_that_have_changed_is_refused(own, stop, tmp_path, lab):
+    out = tmp_path / "out"
+    lab.done("seeds", own, "-n", 2, "--device", "cpu", "--output", out)
+    label = tmp_path / "labels/train/3.png"
+    label.write_bytes(label.read_bytes() + b" ")
+    said = lab.command("seeds", out, "--resume", "--device", "cpu")
+    assert said.code == 2
+    assert "to go on: segtrain seeds" in said.err
+    assert "mean" not in said.out
