@@ -99,7 +99,7 @@ NOT_RUN = {
     "seeds mine -n 5": "test_seeds.py trains seeds",
     "seeds a -n 5": "test_seeds.py trains seeds",
     "seeds runs/a_seeds --resume -n 8": "test_seeds.py resumes and adds seeds",
-    "compare runs/a_seeds --with runs/b_seeds": SIDES,
+    "compare runs/a_seeds --with runs/b_seeds --latex table.tex": SIDES,
     "bench mine": "test_bench.py measures steps",
     "train mine --fit": "test_fit.py fits trainings to limits",
     "init photos --ignore 255": "test_init.py answers questions",

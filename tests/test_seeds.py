@@ -66,6 +66,14 @@ def test_runs_that_are_stopped_resumed_and_more(own, stop, tmp_path, lab):
     lab.done("report", out, "--output", tmp_path / "again.html", "--device", "cpu")
     assert (tmp_path / "again.html").read_text() == page
 
+    file = tmp_path / "c.json"
+    said = lab.done("compare", out, "--with", tmp_path / "alone", "--json", file, "--by", "image")
+    assert said.out.startswith(f"A           {out / 'seed_5'}, {out / 'seed_6'}, ")
+    compared = json.loads(file.read_text())["scores"]
+    assert compared == [pytest.approx(best), [pytest.approx(best[1])]]
+    assert "seed_6: on both sides" in lab.refused("compare", out, "--with", out / "seed_6")
+    assert "--steps: expected two" in lab.refused("compare", out, tmp_path / "alone", "--steps")
+
     count = len(ran)
     words = ("seeds", out, "--resume", "-n", 2, "--set", "optim.lr=0.5", "--device", "cpu")
     said = lab.refused(*words)

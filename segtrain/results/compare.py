@@ -13,6 +13,7 @@ question: it needs several runs of a recipe. Their variance then joins that of t
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import mean, stdev
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from segtrain.data.read.sequences import sequences_of, show_sequences
 from segtrain.errors import ConfigError
 from segtrain.evaluation.records import LABELLED, RIGHT, Records
 from segtrain.results.runs import Run, differing_recipes
-from segtrain.text import counted, first_of, printable
+from segtrain.text import counted, first_of, printable, table_lines
 
 CONFIDENCE = 0.95
 LEAST_GROUPS = 5
@@ -52,13 +53,26 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TableRow:
+    """A line of the table: the mIoU or a class, the scores of each side's runs, and B minus A.
+
+    difference: NaN where a run has no score of the class. With several seeds a side its interval
+        is of seeds and images together, otherwise of the images.
+    """
+
+    name: str
+    scores: tuple[tuple[float, ...], tuple[float, ...]]
+    difference: Interval
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Two sides, A and B, of one or several runs each.
 
     models: of the mean mIoU of the runs, over the images. recipes: with the variance of the seeds;
     None: one run a side, which cannot tell it. seed_std: of the mIoU of runs of one side.
     classes: by name. images: by name, how much the difference changes without it.
-    unit: what was resampled, in words.
+    unit: what was resampled, in words. table: the mIoU, and the classes with pixels in any run.
     """
 
     scores: tuple[tuple[float, ...], tuple[float, ...]]
@@ -69,6 +83,7 @@ class Comparison:
     images: dict[str, float]
     unit: str
     notes: tuple[str, ...]
+    table: tuple[TableRow, ...]
 
 
 def compare(a: Sequence[Records], b: Sequence[Records], *, by: str | None = None) -> Comparison:
@@ -107,17 +122,25 @@ def compare(a: Sequence[Records], b: Sequence[Records], *, by: str | None = None
     value = float(np.mean(scores[1]) - np.mean(scores[0]))
     models = _interval(value, means[1] - means[0], number)
     by_class = [_iou(totals).mean(1) for totals in drawn]  # (R, K)
-    now = [_iou(side.sum(1)).mean(0) for side in sides]
+    runs = [_iou(side.sum(1)) for side in sides]  # (runs, K)
+    now = [side.mean(0) for side in runs]
     classes = {
         name: _interval(float(now[1][k] - now[0][k]), by_class[1][:, k] - by_class[0][:, k], number)
         for k, name in enumerate(a[0].classes)
         if not math.isnan(now[1][k] - now[0][k])
     }
     seed_std, recipes = _with_seeds(value, models, scores, number)
+    table = [TableRow("mIoU", scores, recipes or models)]
+    for k, name in enumerate(a[0].classes):
+        of_class = tuple(tuple(side[:, k].tolist()) for side in runs)
+        if np.isfinite(np.concatenate(of_class)).any():
+            over_images = classes.get(name, Interval(math.nan, math.nan, math.nan))
+            both = _with_seeds(over_images.value, over_images, of_class, number)[1]
+            table.append(TableRow(name, of_class, both or over_images))
     without = [_miou(side.sum(1, keepdims=True) - side).mean(0) for side in sides]
     influence = value - (without[1] - without[0])
     images = dict(zip(a[0].names, influence.tolist(), strict=True))
-    return Comparison(scores, models, recipes, seed_std, classes, images, unit, notes)
+    return Comparison(scores, models, recipes, seed_std, classes, images, unit, notes, (*table,))
 
 
 def score_interval(records: Records, groups: Sequence[str]) -> Interval:
@@ -154,7 +177,9 @@ def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> l
         lines.append(f"recipes     {found.recipes} points, seeds and images together")
     lines += [f"note        {note}" for note in found.notes]
     ranked = sorted(found.classes.items(), key=lambda one: -abs(one[1].value))
-    for name, interval in ranked[:_SHOWN]:
+    if found.recipes is not None:  # the table of the classes has their seeds, too
+        lines += table_lines(table_columns(found, ("A", "B")))
+    for name, interval in ranked[:_SHOWN] if found.recipes is None else ():
         lines.append(f"class       {printable(name, 40)}: {interval}")
     most = sorted(found.images.items(), key=lambda one: -abs(one[1]))[:_SHOWN]
     for name, change in most:
@@ -164,6 +189,19 @@ def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> l
     for key, (before, after) in different.items():
         lines.append(f"config      {key}: {yaml_value(before)} in A, {yaml_value(after)} in B")
     return [*lines, f"verdict     {verdict(found, different)}"]
+
+
+def table_columns(found: Comparison, titles: Sequence[str]) -> list[list[str]]:
+    """The columns of the table in plain text: names, both sides, and B minus A.
+
+    Scores in %, of several runs as their mean and the standard deviation of a sample.
+    """
+    sides = [[_spread(row.scores[i]) for row in found.table] for i in (0, 1)]
+    differences = [row.difference for row in found.table]
+    shown = ["-" if math.isnan(one.value) else str(one) for one in differences]
+    names = [row.name for row in found.table]
+    columns = zip(("IoU in %", *titles, "B - A"), (names, *sides, shown), strict=True)
+    return [[title, *cells] for title, cells in columns]
 
 
 def verdict(found: Comparison, different: Collection[str]) -> str:
@@ -193,6 +231,14 @@ def verdict(found: Comparison, different: Collection[str]) -> str:
         f"this model {better} is better on images like these; whether its recipe is, one seed a "
         "side cannot tell: train both with further seeds and name all runs"
     )
+
+
+def _spread(scores: Sequence[float]) -> str:
+    """The mean, and the deviation if there are several; a dash if one has no number."""
+    if any(map(math.isnan, scores)):
+        return "-"
+    deviation = f" ± {100 * stdev(scores):.2f}" if len(scores) > 1 else ""
+    return f"{100 * mean(scores):.2f}{deviation}"
 
 
 def _units(names: Sequence[str], by: str | None) -> tuple[np.ndarray, str, tuple[str, ...]]:
