@@ -61,6 +61,8 @@ segtrain predict runs/mine photos/ one_more.jpg --output predictions
 segtrain export runs/mine --format safetensors --output mine.safetensors
 segtrain export runs/mine --format onnx --output mine.onnx --normalize --argmax
 segtrain runs
+segtrain watch
+segtrain watch runs/mine
 segtrain runs --clear runs/mine
 """.strip().splitlines()
 NO_CITYSCAPES = "needs the images of Cityscapes; test_configs.py builds the model"

@@ -475,6 +475,18 @@ COMMANDS = (
         examples="segtrain runs\nsegtrain runs --clear runs/own",
     ),
     Command(
+        "watch",
+        "commands.watch:main",
+        "what runs do now, on a screen that refreshes itself",
+        _argument("directories", "runs, or folders (default: runs)", "RUN|DIR", _path, nargs="*"),
+        _argument("--every", "seconds (default: 5)", "S", positive, default=5),
+        _switch("--once", "print one screen and end, as without a terminal"),
+        description="Show of each run its state and since when it holds, steps, speed, the time "
+        "that is left\nwithout evaluations, how long ago it was saved, best score and newest "
+        "loss; of a single run\nalso curves. Only files are read. Ctrl-C ends it.",
+        examples="segtrain watch\nsegtrain watch runs/own --every 30\nsegtrain watch --once",
+    ),
+    Command(
         "compare",
         "commands.compare:main",
         "say whether one model is better than another, or why two runs differ",

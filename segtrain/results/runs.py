@@ -119,14 +119,14 @@ def summarize(directory: Path) -> Summary:
         metrics = b""
         with suppress(FileNotFoundError):  # no step is done yet
             metrics = read_bytes(directory / run_directory.METRICS)
-        num_bytes, (steps, by) = disk_bytes(directory), _options_of(directory)
+        num_bytes, (steps, by) = disk_bytes(directory), options_of(directory)
         folder = directory / run_directory.CHECKPOINTS
         entries = read_entries(folder)
     except (OSError, CheckpointError) as error:
         return Summary(directory, f"cannot be read: {printable(error)}")
     lines = metrics.splitlines()
     tags = b"eval/mIoU", b"time/step_s", by.best_tag.encode()
-    evaluations, seconds, scores = (list(_points(lines, tag)) for tag in tags)
+    evaluations, seconds, scores = (list(points_of(lines, tag)) for tag in tags)
     step = max((step for step, _ in (*seconds, *evaluations)), default=0)
     evaluated = max((step for step, _ in evaluations), default=0)
     if run_directory.is_locked(directory):
@@ -205,22 +205,23 @@ def disk_bytes(directory: Path) -> int:
     return sum(os.lstat(path).st_size for path in files)
 
 
-def _options_of(directory: Path) -> tuple[int | None, EvalConfig]:
-    """train.steps, and what says eval.best.
+def options_of(directory: Path) -> tuple[int | None, EvalConfig]:
+    """train.steps, and an EvalConfig with eval.best and eval.every_steps.
 
-    A config of another version, which `load_config` would refuse, says both too.
+    A config of another version, which `load_config` would refuse, says them too.
     """
     steps, by = None, EvalConfig()
     try:
         config = foreign_yaml(read_bytes(directory / run_directory.CONFIG, 1 << 20).decode())
         steps = config["train"]["steps"]
-        by = EvalConfig.model_validate({"best": config["eval"]["best"]}, strict=False)
+        known = {key: config["eval"][key] for key in ("best", "every_steps")}
+        by = EvalConfig.model_validate(known, strict=False)
     except (OSError, KeyError, TypeError, ValueError):
         pass
     return steps if isinstance(steps, int) else None, by
 
 
-def _points(lines: Iterable[bytes], tag: bytes) -> Iterator[tuple[int, float]]:
+def points_of(lines: Iterable[bytes], tag: bytes) -> Iterator[tuple[int, float]]:
     """(step, value) of each line of metrics.jsonl with a number for `tag`.
 
     Nothing else of a line is parsed, which is five times as fast for tens of thousands of them.
@@ -243,12 +244,19 @@ def _training_s(step_s: Iterable[tuple[int, float]]) -> float:
     return total
 
 
+def tail(path: Path, num_bytes: int) -> list[bytes]:
+    """The whole lines in the last bytes of a file; none if it cannot be read."""
+    with suppress(OSError), open_regular(path) as file:
+        start = max(0, os.fstat(file.fileno()).st_size - num_bytes)
+        file.seek(start)
+        # A number that is cut would be another one.
+        return file.read().splitlines()[1 if start else 0 :]
+    return []
+
+
 def _has_ended(directory: Path) -> bool:
     """Whether the log ends with the end of a run that ended before train.steps."""
-    with suppress(OSError), open_regular(directory / run_directory.LOG) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        return _ENDED.search(file.read()) is not None
-    return False
+    return any(map(_ENDED.search, tail(directory / run_directory.LOG, _TAIL_BYTES)))
 
 
 def _plain(value: Any) -> Any:
