@@ -1,5 +1,6 @@
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 from experiments import experiment, fill, write_config
@@ -7,6 +8,7 @@ from experiments import experiment, fill, write_config
 from segtrain.config import load_config
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
+from segtrain.run import environment
 from segtrain.run.directory import RunLock
 from segtrain.run.environment import git_revision
 
@@ -129,6 +131,38 @@ def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
     revision = git_revision()
     assert not ran.exists()
     assert len(revision) == 12
+
+
+def test_the_commit_of_segtrain_is_that_of_its_checkout_or_of_its_installation(
+    tmp_path, monkeypatch
+):
+    """A package in an environment below the repository of a user is not of its commit."""
+    here = Path(environment.__file__).resolve().parents[2]
+    told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
+    expected = told.stdout[:12] if (here / ".git").exists() else None
+    assert environment.own_commit() == expected
+
+    who = ["-c", "user.name=a", "-c", "user.email=b", "-C", str(tmp_path)]
+    for words in (["init"], ["commit", "--allow-empty", "-m", "a"]):
+        subprocess.run(["git", *who, *words], check=True, capture_output=True)
+    site = tmp_path / "env" / "site-packages"
+    info = site / "tried-1.dist-info"
+    info.mkdir(parents=True)
+    (site / "tried").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tried\nVersion: 1\n")
+    monkeypatch.syspath_prepend(site)
+    assert environment.own_commit(site / "tried") is None
+    vcs = {"vcs": "git", "commit_id": "0123456789abcdef0123456789abcdef01234567"}
+    for origin, commit in (
+        ({"url": "https://x/y.git", "vcs_info": vcs}, "0123456789ab"),
+        ({"url": "file:///y", "dir_info": {"editable": True}}, None),
+        ([], None),
+    ):
+        (info / "direct_url.json").write_text(json.dumps(origin))
+        assert environment.own_commit(site / "tried") == commit
+    (info / "direct_url.json").write_text(json.dumps({"url": "x", "vcs_info": vcs}))
+    (tmp_path / "copy" / "tried").mkdir(parents=True)  # not the one that is installed
+    assert environment.own_commit(tmp_path / "copy" / "tried") is None
 
 
 def test_on_a_full_disk_the_lock_works(small_disk):

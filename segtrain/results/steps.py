@@ -201,7 +201,8 @@ def _versions(a: Side, b: Side) -> Iterator[Cause]:
         yield Cause("versions", "not known: a run has lost its environment.json", None)
         return
     versions = {name: [one.get(name) for one in libraries] for name in libraries[0]}
-    versions |= {name: [one.get(name) for one in pair] for name in ("segtrain", "python", "git")}
+    own = "segtrain", "segtrain_commit", "python", "git"
+    versions |= {name: [one.get(name) for one in pair] for name in own}
     has_shares = a.run.config.train.shares and b.run.config.train.shares
     devices = [list(map(str, one.get("devices") or ())) for one in pair]
     ranks = ["" if has_shares else f"{len(one)} x " for one in devices]

@@ -1,10 +1,10 @@
-"""environment.json: the versions, devices and git revision that a run was trained with."""
+"""environment.json: the versions, devices and commits that a run was trained with."""
 
 import json
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from segtrain import __version__, files
@@ -18,6 +18,8 @@ LIBRARIES = (
 )
 """The libraries on which the numbers of a run depend."""
 
+_HOME = Path(__file__).resolve().parent.parent
+_DIGITS = 12  # of a commit
 _MAX_BYTES = 1 << 20  # far more than the file ever holds
 
 
@@ -42,6 +44,7 @@ def environment_json(devices: list[str], plugins: list[dict[str, str | None]]) -
         "plugins": plugins,
         "devices": devices,
         "git": git_revision(),
+        "segtrain_commit": own_commit(),
         "command": sys.argv,
     }
     return json.dumps(content, indent=2) + "\n"
@@ -65,9 +68,34 @@ def changed_versions(directory: Path) -> list[str]:
 
 def git_revision() -> str | None:
     """The commit of the working directory; None outside of git."""
+    return _git("rev-parse", f"--short={_DIGITS}", "HEAD")
+
+
+def own_commit(home: Path = _HOME) -> str | None:
+    """The commit of the package that runs, whose folder is `home`; None: nothing tells it.
+
+    A checkout tells it by git, a package that was installed from a repository by direct_url.json
+    (PEP 610).
+    """
+    # An environment may lie in the repository of a user, whose commit says nothing.
+    top = _git("-C", str(home), "rev-parse", "--show-toplevel")
+    if top is not None and Path(top).resolve() == home.parent:
+        return _git("-C", str(home), "rev-parse", f"--short={_DIGITS}", "HEAD")
+    try:
+        found = distribution(home.name)
+        if Path(found.locate_file(home.name)).resolve() != home:
+            return None  # of another copy
+        origin = files.parse_json(found.read_text("direct_url.json") or "")
+        return printable(origin["vcs_info"]["commit_id"])[:_DIGITS]
+    except (PackageNotFoundError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _git(*words: str) -> str | None:
+    """What `git` answers; None if it fails."""
     # Never `git status`: it runs programs that the repository's own configuration names, and the
     # repository may have come with an unpacked data set.
-    command = ["git", "-c", "core.fsmonitor=false", "rev-parse", "--short=12", "HEAD"]
+    command = ["git", "-c", "core.fsmonitor=false", *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
