@@ -234,7 +234,7 @@ class LogConfig(Section):
         "keep the loss of each training image and class, for segtrain suspects; up to 50 MB in "
         "each checkpoint but best.pt",
     )
-    trackers: tuple[Literal["wandb", "mlflow"], ...] = option(
+    trackers: tuple[Literal["wandb", "mlflow", "clearml"], ...] = option(
         (), "send curves, config, scores and report there, too; needs pip install '.[trackers]'"
     )
 

@@ -1,9 +1,9 @@
-"""What a run logs, sent to Weights & Biases and MLflow (`log.trackers`) beside TensorBoard.
+"""What a run logs, sent to Weights & Biases, MLflow and ClearML (`log.trackers`), too.
 
 Each tracker has a thread of its own: training never waits for a network. A tracker that fails
 prints one warning and is not used again. Where they send to, and with which key, is their own
-affair: `wandb login`, WANDB_*, MLFLOW_*. Their ids are kept in the run directory, so that a resumed
-run goes on in the same one there.
+affair: `wandb login`, WANDB_*, MLFLOW_*, CLEARML_*. Their ids are kept in the run directory, so
+that a resumed run goes on in the same one there.
 """
 
 import math
@@ -114,9 +114,50 @@ class _Mlflow:
         self._client.set_terminated(self.id, status)
 
 
+class _Clearml:
+    # Else it would send TensorBoard's curves and every checkpoint, too, and ask git about the
+    # current folder, whose configuration may name programs to run.
+    _LEFT_ALONE = (
+        *("detect_repository", "tensorboard", "tensorflow", "tfdefines", "pytorch", "matplotlib"),
+        *("scikit", "joblib", "hydra", "xgboost", "catboost", "lightgbm", "fastai", "megengine"),
+        "gradio",
+    )
+
+    def __init__(self, directory: Path, config: Config, kept: str | None) -> None:
+        self._task = import_module("clearml").Task.init(
+            project_name=os.environ.get("CLEARML_PROJECT", _PROJECT),
+            task_name=directory.resolve().name,
+            reuse_last_task_id=kept or False,
+            continue_last_task=0 if kept else False,  # 0: steps are not counted on from the last
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks=dict.fromkeys(self._LEFT_ALONE, False),
+            auto_resource_monitoring=False,
+            auto_connect_streams=False,
+        )
+        self.id = self._task.id
+        self._task.set_parameters({key: str(value) for key, value in flat(config).items()})
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for tag, value in values.items():
+            # Scores of the classes share a plot; rate and loss, whose units differ, do not.
+            title, _, series = tag.rpartition("/") if tag.count("/") > 1 else (tag, "", tag)
+            self._task.get_logger().report_scalar(title, series, value, step)
+
+    def finish(self, results: Mapping[str, float], files: Sequence[Path], status: str) -> None:
+        for name, value in results.items():
+            self._task.get_logger().report_single_value(name, value)
+        for path in files:
+            self._task.upload_artifact(path.name, str(path), wait_on_upload=True)
+        ends = {"FINISHED": "mark_completed", "FAILED": "mark_failed", "KILLED": "mark_stopped"}
+        self._task.flush(wait_for_uploads=True)
+        getattr(self._task, ends[status])()
+        self._task.close()
+
+
 TRACKERS: dict[str, Callable[[Path, Config, str | None], Tracker]] = {
     "wandb": _Wandb,
     "mlflow": _Mlflow,
+    "clearml": _Clearml,
 }
 
 
