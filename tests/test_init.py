@@ -326,7 +326,7 @@ BAD = [
     (other_size, "labels/3.png: 60x80, image 64x80"),
     (cut_off("labels/3.png", -30), "labels/3.png: damaged"),
     (no_labels, "8 pictures look like labels, but have no image: labels/s.png"),
-    (labelled(lambda _: OBJECTS), "numbers of objects, or no labels of classes"),
+    (labelled(lambda _: OBJECTS), "or no labels of classes"),
     (turned, "labels fit their image turned by 180 degrees better"),
     (two_forms, "4 labels hold 0 and 255, 4 others 0 and 1"),
     (cut_off("images/*", 20), "no image can be read; 8 images are left out"),

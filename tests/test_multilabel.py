@@ -17,6 +17,8 @@ from torchvision.ops import sigmoid_focal_loss
 
 from segtrain.api import Predictor
 from segtrain.checkpoint import load_model
+from segtrain.checkpoint.format import save
+from segtrain.checkpoint.trained import load_initial
 from segtrain.config import LossConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import parse_class_file
@@ -750,3 +752,39 @@ def test_curves_and_borders_are_those_of_each_class(learnt, lab, tmp_path):
     lab.done("eval", root / "run", "--set", f"eval.thresholds=[{given}]", "--json", scores)
     row = json.loads(scores.read_text())["classes"][names.index("red")]
     assert (row["precision"], row["recall"]) == (point["precision"], point["recall"])
+
+
+def test_no_class_is_black_unless_its_file_says_so():
+    """Pictures leave black clear."""
+    assert (0, 0, 0) not in classes().palette
+    given = classes("classes: [{name: red, color: [0, 0, 0]}, {name: blue}]")
+    assert given.palette[0] == (0, 0, 0)
+
+
+def test_an_ensemble_has_the_mean_thresholds_in_any_order(learnt, tmp_path):
+    root, _ = learnt
+    other = tmp_path / "other.pt"
+    checkpoint = last(root / "run")
+    changed = [t + 0.125 for t in checkpoint.thresholds]
+    save(other, checkpoint._replace(thresholds=changed))
+    expected = [t + 0.0625 for t in checkpoint.thresholds]
+    both = root / "run/checkpoints/last.pt", other
+    for pair in (both, both[::-1]):
+        assert load_model(*pair).config.eval.thresholds == pytest.approx(expected, abs=1e-12)
+
+
+def test_thresholds_of_another_number_are_refused_after_training_too(learnt, lab, tmp_path):
+    root, _ = learnt
+    wrong = "--set", "eval.thresholds=[0.1,0.2,0.3]"
+    assert "3 numbers for 2 classes" in lab.refused("eval", root / "run", *wrong)
+    photos, output = root / "data/images", tmp_path / "p"
+    said = lab.refused("predict", root / "run", photos, "--output", output, *wrong)
+    assert "eval.thresholds: 3 numbers for 2 classes" in said
+
+
+def test_weights_of_the_other_task_are_loaded_with_a_warning(learnt):
+    root, _ = learnt
+    made = load_model(root / "run")
+    semantic = made.config.model_copy(update={"task": "semantic"})
+    lines = load_initial(made.model, root / "run", made.classes.names, semantic).lines
+    assert any("init: task is multilabel there, semantic here" in line for line in lines)

@@ -110,11 +110,16 @@ def load_model(
     model = Ensemble([one.model for one in found], multilabel=first.config.is_multilabel).eval()
     members = [Member(str(s), x.config, x.step) for s, x in zip(sources, found, strict=True)]
     joined = first._replace(model=model, members=tuple(members))
+    if all(one.config.eval.thresholds for one in found):
+        # Those of one member alone would hang on the order in which they are named.
+        columns = zip(*(one.config.eval.thresholds for one in found), strict=False)
+        thresholds = tuple(sum(column) / len(found) for column in columns)
+        joined = joined._replace(config=_with_thresholds(first.config, thresholds))
     if read_division(Path(path)) is None:
         return joined
     # A fold evaluates on images that the others have trained on; the experiment does not.
     data = load_config(Path(path) / EXPERIMENT, trained=True).data
-    return joined._replace(config=first.config.model_copy(update={"data": data}), data=None)
+    return joined._replace(config=joined.config.model_copy(update={"data": data}), data=None)
 
 
 def members_of(source: str | Path) -> list[str | Path]:
@@ -168,9 +173,13 @@ def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
     if fitted is not None and config.eval.thresholds is None:
         if len(fitted) != classes.num_classes:
             raise CheckpointError(f"{file}: damaged: {len(fitted)} thresholds")
-        evaluation = config.eval.model_copy(update={"thresholds": tuple(fitted)})
-        config = config.model_copy(update={"eval": evaluation})
+        config = _with_thresholds(config, tuple(fitted))
     return LoadedModel(model.eval().to(device), config, classes, checkpoint.step, data)
+
+
+def _with_thresholds(config: Config, thresholds: tuple[float, ...]) -> Config:
+    evaluation = config.eval.model_copy(update={"thresholds": thresholds})
+    return config.model_copy(update={"eval": evaluation})
 
 
 def inference_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -232,6 +241,7 @@ def _inference_model(config: Config, classes: ClassFile) -> SegModel:
 
 # Options that change what the weights compute and neither their keys nor their shapes.
 _SILENT = {
+    "task",
     *("model.output_stride", "model.variant", "model.multi_grid", "model.align_corners"),
     *("model.ppm_bins", "model.aspp_rates"),
     *("data.mean", "data.std", "data.value_range", "data.short_side_px", "data.neighbours"),

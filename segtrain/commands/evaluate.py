@@ -206,7 +206,8 @@ def _about_thresholds(
         return []
     thresholds = config.eval.thresholds or (0.5,)
     each = zip(loaded.classes.names, thresholds * loaded.classes.num_classes, strict=False)
-    lines = ["thresholds: " + ", ".join(f"{printable(n)} {t:.3g}" for n, t in each)]
+    words = "thresholds, means of the members'" if loaded.members else "thresholds"
+    lines = [f"{words}: " + ", ".join(f"{printable(n)} {t:.3g}" for n, t in each)]
     fitted = "eval.thresholds" not in given_keys(args.set) and config.eval.thresholds is not None
     if fitted and split == loaded.config.data.eval_split:
         lines.append(f"note: training fitted them on split {split}, which flatters its scores")

@@ -150,7 +150,8 @@ def main(args: argparse.Namespace) -> int:
     of_videos = predict_videos(ready, videos, output, tint)
     tables.write(images)
     of_volumes = predict_volumes(ready, volumes, output)
-    _summarize(notes, of_rasters, of_videos, of_volumes, output)
+    kinds = ("masks", *pictures.KINDS) if classes.overlapping else pictures.KINDS
+    _summarize(notes, of_rasters, of_videos, of_volumes, output, kinds)
     return EXIT_OK
 
 
@@ -452,13 +453,13 @@ def _summarize(
     videos: Sequence[Notes],
     volumes: Sequence[Notes],
     output: Path,
+    kinds: Sequence[str],
 ) -> None:
     """Prints what was done; raises DataError for files that cannot be read."""
     notes = [*images, *rasters, *videos, *volumes]
     values = [note.values for note in notes if note.values is not None]
-    kinds = f"{{{','.join(pictures.KINDS)}}}"
     for found, what, where in (
-        (images, "images", kinds),
+        (images, "images", f"{{{','.join(kinds)}}}"),
         (rasters, "rasters", pictures.LABELS),
         (videos, "videos", pictures.VIDEOS),
         (volumes, "volumes", pictures.LABELS),

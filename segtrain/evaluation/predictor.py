@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
+from segtrain.errors import ConfigError
 from segtrain.evaluation.decision_rule import DecisionRule
 from segtrain.evaluation.forward import Forward
 from segtrain.evaluation.inference import LabelMap, predict_labels
@@ -40,6 +41,10 @@ class Predictor:
         num_classes: int,
         rule: DecisionRule | None = None,
     ) -> None:
+        thresholds = settings.usual.thresholds or ()
+        if len(thresholds) > 1 and len(thresholds) != num_classes:
+            what = f"{len(thresholds)} numbers for {num_classes} classes"
+            raise ConfigError(f"eval.thresholds: {what}; give one for all, or one a class")
         self.model, self.settings, self.device = model, settings, device
         self.rule = rule
         self.num_classes = num_classes

@@ -100,7 +100,7 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     if is_number and (len(labels.values) > MOST_CLASSES + 1 or is_instances(labels)):
         raise DataError(
             f"{place}: {len(labels.values)} different values, up to {word(max(labels.values))}: "
-            f"numbers of objects, or no labels of classes; segtrain trains on at most "
+            f"numbers of objects, greys (--threshold 128), or no labels of classes; at most "
             f"{MOST_CLASSES} classes"
         )
     source, named = named_values(survey.legends, labels, answers)

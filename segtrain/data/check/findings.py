@@ -340,6 +340,10 @@ def _presence_findings(
     elif absent:
         text = f"{len(absent)} of {classes.num_classes} classes never occur"
         yield Finding("warning", scan.split, "absent", text, {"": absent})
+    known = scan.pixels + scan.absent
+    if unknown := [name for name, n in zip(classes.names, known, strict=True) if not n]:
+        text = "all pixels of a class are ignored: it would not be trained"
+        yield Finding("error", scan.split, "class ignored", text, {"": unknown})
     if everywhere:
         text = "all pixels that are not ignored are of a class: 0 in its band is its absence"
         yield Finding("warning", scan.split, "everywhere", text, {"": everywhere})

@@ -332,6 +332,8 @@ def _resolve(entry: _ClassFileEntry, name: str, *, overlapping: bool) -> ClassFi
     """The class file of `entry` with the defaults filled in."""
     given = {c.color for c in entry.classes if c.color}
     given |= {color for c in entry.classes for color in c.more_colors}
+    # Pictures leave black clear, which serves a background, and no class that lies on one.
+    given |= {(0, 0, 0)} if overlapping else set()
     free = iter([color for color in default_palette(256) if color not in given])
     classes = tuple(
         SegClass(
