@@ -1,6 +1,7 @@
 """Outlines on the map: to labels of rasters, and back; against areas known before."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from segtrain.annotations.polygons import write_polygons  # noqa: E402
 from segtrain.config import load_config  # noqa: E402
 from segtrain.data import open_dataset  # noqa: E402
 from segtrain.data.read.classes import load_class_file  # noqa: E402
-from segtrain.errors import DataError  # noqa: E402
+from segtrain.errors import ConfigError, DataError  # noqa: E402
 
 UTM = "EPSG:32633"
 H, W, PX_M = 90, 120, 0.5
@@ -142,6 +143,14 @@ def test_later_regions_cover_earlier_ones_and_names_without_class_are_ignored(tm
     label = truth()
     label[35:55, 30:50] = 255
     np.testing.assert_array_equal(labels["map.tif"], label)
+
+
+def test_without_rasterio_the_line_to_install_it_is_said(tmp_path, monkeypatch):
+    raster(tmp_path / "images/map.tif")
+    source = collection(tmp_path / "a.geojson", *features())
+    monkeypatch.setitem(sys.modules, "rasterio", None)
+    with pytest.raises(ConfigError, match=r"not installed.*pip install '\.\[geo\]'"):
+        drawn(tmp_path, source)
 
 
 def test_what_is_unclear_is_asked_or_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -117,7 +118,7 @@ def test_slices_are_those_of_the_patient_whatever_the_order_of_the_file(tmp_path
     cases = [set(re.findall(r"images/(case_\d)/", text)) for text in lists]
     assert cases[0] | cases[1] == {"case_0", "case_1", "case_2"}
     assert not cases[0] & cases[1]
-    assert sum(text.count("\n") - 1 for text in lists) == 36
+    assert sum(text.count("\n") for text in lists) == 36
 
 
 def test_a_dicom_series_is_the_same_slices_as_its_nifti(tmp_path):
@@ -173,6 +174,18 @@ def test_labels_on_other_voxels_are_refused(tmp_path, capsys, change, problem):
         path.write_bytes(path.read_bytes()[:-2000])
     assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 3
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", ["nibabel", "pydicom"])
+def test_what_is_not_installed_is_named_with_its_line(tmp_path, capsys, monkeypatch, library):
+    values, label = phantom()
+    write_dicom(tmp_path / "data/p0/ct", values)
+    write_nifti(tmp_path / "data/p0/seg.nii", label)
+    monkeypatch.setitem(sys.modules, library, None)
+    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 2
+    said = capsys.readouterr().err
+    assert f"{library}, which is not installed" in said
+    assert "pip install '.[medical]'" in said
 
 
 def test_a_series_with_a_slice_missing_is_refused(tmp_path, capsys):
@@ -309,8 +322,9 @@ def trained(root, volumes=3, **options):
 def test_a_predicted_volume_lies_where_its_source_does(tmp_path, capsys):
     model = trained(tmp_path, **{"train.steps": 60, "eval.every_steps": 60})
     assert load_config(tmp_path / "mine/config.yaml").data.train_split.endswith("train.txt")
-    said = capsys.readouterr()
-    assert "the splits of train.txt, val.txt: train and val" in said.out
+    said = capsys.readouterr().out
+    assert "the splits of train.txt, val.txt: train and val" in said
+    assert "names no image" not in said
     assert [x.name for x in load_class_file(str(tmp_path / "mine/classes.yaml")).classes] == [
         "background",
         "box",

@@ -22,6 +22,8 @@ _REQUIRED = (
 _OPTIONAL = dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "segtrain export --format onnx")
 _OPTIONAL |= {"timm": "model.backbone: timm/NAME", "pycocotools": "segtrain data import"}
 _OPTIONAL |= {"monai": "segtrain eval --surface"}
+_OPTIONAL |= dict.fromkeys(("rasterio", "shapely"), "GeoJSON")
+_OPTIONAL |= {"nibabel": "NIfTI", "pydicom": "DICOM"}
 _OPTIONAL |= dict.fromkeys(("wandb", "mlflow-skinny"), "log.trackers")
 _COMPILER = os.environ.get("CXX", "g++")  # as torch.compile finds it
 

@@ -95,7 +95,7 @@ def import_volumes(
             train, val, reason = _split(written)
             for name, part in zip(LISTS, (train, val), strict=True):
                 text = "".join(f"{IMAGES}/{x}.tif\t{LABELS}/{x}.png\n" for x in part)
-                write_atomic(draft / name, f"# {reason}\n{text}")
+                write_atomic(draft / name, text)
             lines.append(f"{len(train)} slices to train, {len(val)} to evaluate: {reason}")
         names = [x for source in sources for x in (source / NAMES, source.parent / NAMES)]
         if there := next((x for x in names if x.is_file()), None):  # nnU-Net's, of the classes

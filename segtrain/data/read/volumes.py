@@ -151,8 +151,9 @@ def load_volume(file: VolumeFile) -> Any:
     """
     if file.path.is_dir() or len(file.files) > 1 or _suffix(file.path) not in _NIFTI:
         return _load_series(file)
+    nibabel = nifti_library()
     with damage_named(file.path, "volume"):
-        image = nifti_library().load(file.path)
+        image = nibabel.load(file.path)
         shape, dtype = image.shape, image.get_data_dtype()
     if dtype.kind not in "uif" or len(shape) < 3 or any(n != 1 for n in shape[3:]):
         what = f"expected a volume of single numbers, found {'x'.join(map(str, shape))} {dtype}"
