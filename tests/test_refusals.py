@@ -367,6 +367,7 @@ OTHERS = [
         for more in ("other", "--by image", "--json file")
     ),
     ("compare runs/my none --steps", 2, "none: expected the directory of a run"),
+    ("watch nowhere", 2, "nowhere: cannot be read: no such file or directory"),
     ("runs nowhere", 2, "nowhere: cannot be read: no such file or directory"),
     ("runs --clear", 2, "--clear: expected the directories of runs"),
 ]

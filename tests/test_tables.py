@@ -63,10 +63,10 @@ def latex_cells(text):
     for line in body.splitlines():
         assert line.endswith(r" \\")
         cells = re.split(r"(?<!\\) & ", line.removesuffix(r" \\"))
+        assert not re.search(r"(?<!\\)[&%#_$<>|~^]|^\[|^\*", cells[0])
         cells[1:] = [c.replace("$", "").replace(r"\pm", "±") for c in cells[1:]]
         cells = [re.sub(r"\\(text\w+)\{\}", lambda m: words[m[1]], c) for c in cells]
         cells = [re.sub(r"\{([\[*])\}", r"\1", c) for c in cells]
-        assert not re.search(r"(?<!\\)[&%#_]", cells[0])
         rows.append([re.sub(r"\\([&%$#_{}])", r"\1", c) for c in cells])
     return rows
 
