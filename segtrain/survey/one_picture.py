@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,14 +30,6 @@ _DEGREE_M = 111_320.0
 
 ClassIds = Callable[[Window], np.ndarray]
 """The train ids (h, w) of a window of the label, IGNORE_INDEX where there is no class."""
-
-
-class _Strip(NamedTuple):
-    """What to evaluate on: cells from `first` to before `last` along an axis (0: rows)."""
-
-    axis: int
-    first: int
-    last: int
 
 
 def is_one_picture(survey: Survey, labels: LabelSet, answers: Answers) -> bool:
@@ -72,14 +63,12 @@ def choose_windows(
     width = max(1, round(share * _CELLS))
     costs = [best_span(counts.sum(1 - axis), width, 1) for axis in (0, 1)]
     axis = int(costs[1] < costs[0])
-    strip = _Strip(axis, costs[axis][1], costs[axis][1] + width)
-    length = edges[strip.axis]
-    between = (length[strip.first], length[strip.last])
-    before = (0, length[max(0, strip.first - 1)])
-    after = (length[min(_CELLS, strip.last + 1)], length[-1])
+    length, first, last = edges[axis], costs[axis][1], costs[axis][1] + width
+    between = (length[first], length[last])
+    before, after = (0, length[max(0, first - 1)]), (length[min(_CELLS, last + 1)], length[-1])
     parts = []
     for spans in ((before, after), (between,)):
-        every = (x for span in spans for x in _windows(span, strip.axis, image.size))
+        every = (x for span in spans for x in _windows(span, axis, image.size))
         parts.append([x for x in every if (class_ids(x) != IGNORE_INDEX).any()])
     train, val = parts
     if not (train and val):
@@ -89,10 +78,10 @@ def choose_windows(
         max(between[0] - start - size, start - between[1])
         for start, size in zip(starts, sizes, strict=True)
     )
-    what = f"a strip of {'rows' if strip.axis == 0 else 'columns'} {between[0]} to {between[1] - 1}"
+    what = f"a strip of {'rows' if axis == 0 else 'columns'} {between[0]} to {between[1] - 1}"
     apart = f"{gap} px{_in_metres(gap, image.map_place)} from the nearest window to train on"
     reason = f"{counted(len(val), 'window', 'windows')}, {what}, {apart} (--val)"
-    kept, tried = sides(counts.sum(1 - axis), strip.first, width, 1)[0], counts.sum((0, 1))
+    kept, tried = sides(counts.sum(1 - axis), first, width, 1)[0], counts.sum((0, 1))
     names = [one.name for one in classes.classes]
     lost = [name for i, name in enumerate(names) if tried[i] and not kept[i]]
     warning = f"no window to train on shows {first_of(lost)}"
