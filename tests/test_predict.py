@@ -75,6 +75,7 @@ def run(tmp_path, monkeypatch):
         args |= {"probabilities": None, "opacity": None, "clear": (), "others": []}
         args |= {"table": None, "objects": None, "pixel_size": None, "min_area": None}
         args |= {"thresholds": [], "unknown_below": None}
+        args |= {"frames": False, "rate": None, "seconds": None}
         return predict.main(argparse.Namespace(**(args | changes)))
 
     return command
@@ -147,6 +148,7 @@ def test_overlays_of_any_opacity_leave_classes_clear(run, tmp_path):
 
 
 def write_video(path, frames):
+    path.parent.mkdir(parents=True, exist_ok=True)
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 12.0, (64, 48))
     for color in frames:
         writer.write(np.full((48, 64, 3), color[::-1], np.uint8))

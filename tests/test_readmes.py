@@ -88,6 +88,7 @@ NOT_RUN = {
     "data polygons predictions/labels --classes mine/classes.yaml --output map.geojson": ON_MAP,
     "data import scans --output cut": SLICES,
     "predict runs/cut scan.nii.gz --output predictions": SLICES,
+    "predict runs/mine camera:0 --rate 2 --output seen": "test_stream.py serves a stream",
     "train mine --nproc 4": "four processes; test_launch.py starts two",
     "train runs/mine --nproc 4 --resume": "four processes; test_resume.py resumes on three",
     "train mine --until 500": "test_until.py pauses runs",

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
 
-from segtrain.text import scheme_of
+from segtrain.text import is_stream, scheme_of
 
 
 class Argument(NamedTuple):
@@ -125,12 +125,26 @@ def _metres(text: str) -> float:
 _fraction_below_1, _opacity = (partial(_fraction, below_1=below) for below in (True, False))
 
 
+def _number(text: str, *, most: float) -> float:
+    with suppress(ValueError):
+        if 0 < (value := float(text)) <= most:
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number above 0, up to {most:g}, got '{text}'")
+
+
+_rate, _seconds = (partial(_number, most=most) for most in (1000, 1e9))
+
+
 def _path(text: str) -> Path:
     """A place on this machine. `s3://bucket/run` would be a folder called `s3:`."""
     if scheme := scheme_of(text):
         what = f"{scheme} is neither read nor written"
         raise argparse.ArgumentTypeError(f"{what}: expected a local path, got '{text}'")
     return Path(text)
+
+
+def _input(text: str) -> Path | str:
+    return text if is_stream(text) else _path(text)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -528,7 +542,13 @@ COMMANDS = (
         "commands.predict:main",
         "segment images of any size, and videos: label maps, colour maps and overlays",
         _SOURCE,
-        _argument("inputs", "image, video, or folder of them", "INPUT", _path, nargs="+"),
+        _argument(
+            "inputs",
+            "image, video, or folder of them; or a camera or stream: camera:0, rtsp://, http://",
+            "INPUT",
+            _input,
+            nargs="+",
+        ),
         _WITH,
         _argument("--output", "where to write the results", "DIR", _path, required=True),
         _switch("--overwrite", "replace results that are already there"),
@@ -566,16 +586,21 @@ COMMANDS = (
             "P",
             _share,
         ),
+        _switch("--frames", "also write a label map of every frame of a video"),
+        _argument("--rate", "most frames a second of a stream (default: all)", "N", _rate),
+        _argument("--seconds", "of a stream (default: until Ctrl-C)", "S", _seconds),
         _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
         _PLUGIN,
         _DEVICE,
         description="Write label maps, colour maps and overlays of images of any size, and videos. "
-        "Objects are\npixels of one class that touch, also at corners.",
+        "Objects are\npixels of one class that touch, also at corners. Of a camera or stream the "
+        "newest frame is\npredicted, and the rest are left out.",
         examples="segtrain predict runs/own photos/ extra.jpg --output predictions\n"
         "segtrain predict runs/own photos/ --output out --table table.csv --min-area 50\n"
         "segtrain predict runs/own slides/ --output out --objects cells.csv --pixel-size 0.25um\n"
         "segtrain predict runs/own photos/ --output out --threshold crack=0.3\n"
-        "segtrain predict runs/own photos/ --output out --unknown-below 0.6 --table table.csv",
+        "segtrain predict runs/own photos/ --output out --unknown-below 0.6 --table table.csv\n"
+        "segtrain predict runs/own camera:0 --rate 2 --seconds 60 --output seen",
     ),
     Command(
         "export",

@@ -5,10 +5,13 @@ command says so.
 """
 
 import argparse
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from datetime import UTC, datetime
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,17 +45,18 @@ from segtrain.evaluation.georaster import (
     write_probabilities,
 )
 from segtrain.evaluation.inference import LabelMap
+from segtrain.evaluation.live import opened, paced, without_password
 from segtrain.evaluation.object_table import ObjectTables, TableOptions
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import InferenceSettings, Size
 from segtrain.evaluation.transfer import Transfer
-from segtrain.evaluation.video import overlay_video
+from segtrain.evaluation.video import frames_of, overlay_video
 from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
 from segtrain.models.precision import evaluation_warnings
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
-from segtrain.text import counted, first_of, printable
+from segtrain.text import counted, first_of, is_stream, printable
 
 # Two threads each for decoding and PNG compression keep up with a device that takes 20 ms for an
 # image of two million pixels.
@@ -60,6 +64,13 @@ _THREADS = 2
 
 # Of the images in a group; more would wait in memory for each other.
 _MOST_BYTES = 100 << 20
+
+_FRAME = r"\d{6,}\.(png|tif)"  # the file of the label map of one
+
+_NOT_FINITE = (
+    "warning: the scores of {} are not finite, and predictions from them mean nothing; if they "
+    "were computed in float16, use bfloat16"
+)
 
 
 class Notes(NamedTuple):
@@ -93,11 +104,16 @@ def main(args: argparse.Namespace) -> int:
         output (a directory), device ("auto", "cpu" or "cuda"), set (a list of
         `section.key=value`), overwrite, probabilities (None, "npz" or "tif"), opacity (of
         overlays), clear (names of classes), thresholds (names of classes and numbers),
-        unknown_below (a probability), and those of TableOptions.
+        unknown_below (a probability), frames (label maps of videos too), rate and seconds (of a
+        stream; None), and those of TableOptions.
 
     Raises:
         DataError: nothing to predict; or, after all others are done, images that cannot be read.
     """
+    if any(is_stream(str(one)) for one in args.inputs):
+        return _predict_stream(args)
+    if args.rate or args.seconds:
+        raise ConfigError("--rate, --seconds: are for a camera or stream, such as camera:0")
     # The user names the images, and read_photo has a bound of its own.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     output = Path(args.output)
@@ -108,37 +124,34 @@ def main(args: argparse.Namespace) -> int:
     tables_asked = TableOptions(args.table, args.objects, args.pixel_size, args.min_area)
     tables_asked.check()
 
-    device = device_for(args.device)
-    ready = make_ready(args.source, *args.others, settings=args.set, device=device)
+    ready = _ready(args)
     classes = ready.loaded.classes
-    if classes.overlapping and (args.thresholds or args.unknown_below is not None):
-        what = "with task multilabel each class has a threshold of its own"
-        raise ConfigError(f"--threshold, --unknown-below: {what}; use --set eval.thresholds=[...]")
     if volumes and (classes.overlapping or tables_asked.files):
         raise ConfigError("volumes are labelled with one class a pixel, and without tables")
-    rule = rule_of(args.thresholds, classes.names, args.unknown_below)
-    ready = ready._replace(predictor=ready.predictor.by(rule))
     check_slices(ready, sources)
     masks = pictures.mask_names(classes) if classes.overlapping else []
     kinds = *pictures.KINDS, *(f"{pictures.MASKS}/{mask}" for mask in masks)
     paths = [f"{kind}/{name}.png" for name in names for kind in kinds]
+    if args.frames:
+        paths += [f"{pictures.LABELS}/{name}/0.png" for name in names]
     check_pictures("--output", output, paths, ready.config.data)
-    print(f"{ready.loaded.about}; {ready.predictor.settings.describe()}; {device}")
-    for line in evaluation_warnings(ready.config, device):
-        print(f"warning: {line}")
+    _print_about(ready)
     if skipped:
         print(skipped)
 
-    opacity = 0.5 if args.opacity is None else args.opacity
-    tint = pictures.make_tint(classes, opacity, args.clear)
+    tint = _tint(args, classes)
     videos = [source for source in sources if source.path.suffix.lower() in VIDEO_SUFFIXES]
-    _check_videos(videos, ready.form)
+    if videos:
+        _check_frames(printable(videos[0].path), ready.form)
     images = [source for source in sources if source not in videos]
     sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in images}
     rasters = {source: size for source, size in sizes.items() if size is not None}
     if volumes and args.probabilities:
         raise ConfigError("--probabilities: not for volumes")
     _check_options(args, rasters, videos, has_others=len(rasters) < len(sources))
+    if args.frames:
+        of_videos = [video.name for video in videos]
+        _make_room(output / pictures.LABELS, of_videos, names, overwrite=args.overwrite)
     whole = [source for source in images if source not in rasters]
     grids, without = tables_asked.grids(images)
     for line in without:
@@ -147,7 +160,7 @@ def main(args: argparse.Namespace) -> int:
     asked = {"probabilities": args.probabilities, "on_label": tables.add}
     notes = predict_images(ready, whole, output, tint, **asked)
     of_rasters = predict_rasters(ready, rasters, output, tables)
-    of_videos = predict_videos(ready, videos, output, tint)
+    of_videos = predict_videos(ready, videos, output, tint, with_frames=args.frames)
     tables.write(images)
     of_volumes = predict_volumes(ready, volumes, output)
     kinds = ("masks", *pictures.KINDS) if classes.overlapping else pictures.KINDS
@@ -155,11 +168,101 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _check_videos(videos: Sequence[PhotoFile], form: ImageForm) -> None:
-    """DataError if the model does not take the frames of videos."""
-    if videos and (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
+def _ready(args: argparse.Namespace) -> ReadyModel:
+    """The model, which predicts by --threshold and --unknown-below."""
+    device = device_for(args.device)
+    ready = make_ready(args.source, *args.others, settings=args.set, device=device)
+    classes = ready.loaded.classes
+    if classes.overlapping and (args.thresholds or args.unknown_below is not None):
+        what = "with task multilabel each class has a threshold of its own"
+        raise ConfigError(f"--threshold, --unknown-below: {what}; use --set eval.thresholds=[...]")
+    rule = rule_of(args.thresholds, classes.names, args.unknown_below)
+    return ready._replace(predictor=ready.predictor.by(rule))
+
+
+def _print_about(ready: ReadyModel) -> None:
+    predictor = ready.predictor
+    print(f"{ready.loaded.about}; {predictor.settings.describe()}; {predictor.device}")
+    for line in evaluation_warnings(ready.config, predictor.device):
+        print(f"warning: {line}")
+
+
+def _tint(args: argparse.Namespace, classes: ClassFile) -> pictures.Tint:
+    opacity = 0.5 if args.opacity is None else args.opacity
+    return pictures.make_tint(classes, opacity, args.clear)
+
+
+def _predict_stream(args: argparse.Namespace) -> int:
+    """Predicts the newest frames of the only input, a stream, and names them by the time (UTC)."""
+    if len(args.inputs) > 1 or args.probabilities or args.frames or args.table or args.objects:
+        options = "--probabilities, --frames, --table and --objects"
+        raise ConfigError(f"a camera or stream: comes alone, without {options}")
+    address, output = args.inputs[0], Path(args.output)
+    ready = _ready(args)
+    classes, tint = ready.loaded.classes, _tint(args, ready.loaded.classes)
+    _check_frames(without_password(address), ready.form)
+    kinds = [pictures.LABELS, pictures.COLORS, pictures.OVERLAYS]
+    check_pictures("--output", output, [f"{kind}/x.png" for kind in kinds], ready.config.data)
+    _print_about(ready)
+    pictures.write_legend(output, classes)
+    num_done, is_finite = 0, True
+    with opened(address) as stream:
+        try:
+            for frame in paced(stream, rate=args.rate, seconds=args.seconds):
+                name = f"{datetime.now(UTC):%Y%m%d_%H%M%S_%f}"
+                found = _of_frame(ready, frame, without_password(address))
+                label = found.label.cpu().numpy()
+                pictures.write_prediction(output, name, frame, label, classes, tint)
+                if classes.overlapping:
+                    _write_label(output, name, label, classes)
+                num_done, is_finite = num_done + 1, is_finite and bool(found.is_finite)
+        finally:  # also where it is interrupted, or the stream is gone
+            where = f"{printable(output)}/{{{','.join(kinds)}}}"
+            print(f"{num_done} of {stream.count} frames: {where}")
+            if not is_finite:
+                print(_NOT_FINITE.format("some frames"))
+    return EXIT_OK
+
+
+def _of_frame(ready: ReadyModel, frame: np.ndarray, place: str) -> LabelMap:
+    return ready.predictor.label_maps([torch.from_numpy(frame)], place=place)[0]
+
+
+def _write_label(output: Path, name: str, label: np.ndarray, classes: ClassFile) -> None:
+    """Writes the raw ids of a frame: a PNG, or where classes overlap a TIFF of their bands."""
+    path = output / pictures.LABELS / name
+    stored = _stored(classes, label)
+    if classes.overlapping:
+        pictures.write_bands(path.with_name(f"{path.name}.tif"), stored)
+    else:
+        pictures.write_png(path.with_name(f"{path.name}.png"), stored)
+
+
+def _make_room(
+    labels: Path, videos: Sequence[str], names: Sequence[str], *, overwrite: bool
+) -> None:
+    """Removes the label maps of an earlier video's frames, of which there may have been more.
+
+    ConfigError: they are to be kept; or an image is named as a frame would be.
+    """
+    for video in videos:
+        if shared := [name for name in names if name.startswith(f"{video}/")]:
+            what = f"{printable(video)} is a video, and {first_of(shared, 1)} an image"
+            raise ConfigError(f"--frames: {what}; predict them into two directories")
+        old = [one for one in (labels / video).glob("*") if re.fullmatch(_FRAME, one.name)]
+        if old and not overwrite:
+            repair = "choose another directory or pass --overwrite"
+            raise ConfigError(f"--output {first_of(old, 1)}: exists already; {repair}")
+        with os_errors_as(ExecutionError, labels, "cannot be cleared"):
+            for one in old:
+                one.unlink()
+
+
+def _check_frames(place: str, form: ImageForm) -> None:
+    """DataError if the model does not take the frames of videos and streams."""
+    if (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
         raise DataError(
-            f"{printable(videos[0].path)}: frames are RGB of 8 bits, and the model was trained on "
+            f"{place}: frames are RGB of 8 bits, and the model was trained on "
             f"{form.channels} channels of {form.dtype}"
         )
 
@@ -172,6 +275,8 @@ def _check_options(
     has_others: bool,
 ) -> None:
     """ConfigError for options that rasters read in parts, or videos, do not have."""
+    if args.frames and not videos:
+        raise ConfigError("--frames: there is no video")
     if videos and (args.table or args.objects):
         raise ConfigError(
             f"--table, --objects: not for a video: {first_of(x.path for x in videos)}"
@@ -361,25 +466,40 @@ def _predict_raster(
 
 
 def predict_videos(
-    ready: ReadyModel, videos: Sequence[PhotoFile], output: Path, tint: pictures.Tint
+    ready: ReadyModel,
+    videos: Sequence[PhotoFile],
+    output: Path,
+    tint: pictures.Tint,
+    *,
+    with_frames: bool = False,
 ) -> list[Notes]:
-    """Writes a video of the overlays of each; returns notes on each."""
+    """Writes a video of the overlays of each; returns notes on each.
+
+    with_frames: also the label map of each frame, labels/NAME/000000.png and on.
+    """
     is_finite = True
 
     def draw(frame: np.ndarray) -> np.ndarray:
         nonlocal is_finite
-        place = printable(source.path)
-        (found,) = ready.predictor.label_maps([torch.from_numpy(frame)], place=place)
+        found = _of_frame(ready, frame, printable(source.path))
         is_finite = is_finite and bool(found.is_finite)
-        return tint.over(frame, found.label.cpu().numpy())
+        label = found.label.cpu().numpy()
+        if with_frames:
+            _write_label(output, f"{source.name}/{next(number):06d}", label, ready.loaded.classes)
+        return tint.over(frame, label)
 
     notes = []
     for source in videos:
-        is_finite = True
+        is_finite, number = True, count()
         path = output / pictures.VIDEOS / f"{source.name}.mp4"
         with os_errors_as(ExecutionError, path, "cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            if with_frames:
+                num_frames, size = frames_of(source.path)
+                where = f"{printable(output)}/{pictures.LABELS}/{printable(source.name)}"
+                about = f"{num_frames or 'all'} frames of {size[0]}x{size[1]} px"
+                print(f"{where}: label maps of {about}", flush=True)
             warning = overlay_video(source.path, path, draw)
         except DataError as error:
             notes.append(Notes(str(error)))
@@ -478,10 +598,7 @@ def _summarize(
     for finding in photo_findings(values):
         print(f"warning: {finding.lines()[0]}")
     if infinite := sum(not note.is_finite for note in notes):
-        print(
-            f"warning: the scores of {counted(infinite, 'file', 'files')} are not finite, and "
-            "predictions from them mean nothing; if they were computed in float16, use bfloat16"
-        )
+        print(_NOT_FINITE.format(counted(infinite, "file", "files")))
     if problems := [note.problem for note in notes if note.problem]:
         raise DataError(
             first_lines(f"{len(problems)} of {len(notes)} files cannot be read", problems)

@@ -65,6 +65,23 @@ def overlay_video(path: Path, output: Path, draw: Callable[[np.ndarray], np.ndar
     return ""
 
 
+def frames_of(path: Path) -> tuple[int, tuple[int, int]]:
+    """How many frames its header says it has (0: nothing), and their (height, width).
+
+    DataError: it is no video that OpenCV can read.
+    """
+    with _opened(path) as video:
+        count, height, width = (
+            int(video.get(key))
+            for key in (
+                cv2.CAP_PROP_FRAME_COUNT,
+                cv2.CAP_PROP_FRAME_HEIGHT,
+                cv2.CAP_PROP_FRAME_WIDTH,
+            )
+        )
+    return max(0, count), (height, width)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[cv2.VideoCapture]:
     video = cv2.VideoCapture(str(path))
