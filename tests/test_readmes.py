@@ -89,6 +89,9 @@ NOT_RUN = {
     "data import scans --output cut": SLICES,
     "predict runs/cut scan.nii.gz --output predictions": SLICES,
     "predict runs/mine camera:0 --rate 2 --output seen": "test_stream.py serves a stream",
+    "export runs/mine --format onnx --quantize int8 --normalize --argmax --output mine_int8.onnx": (
+        "two steps measure too little; test_quantize.py scores files"
+    ),
     "train mine --nproc 4": "four processes; test_launch.py starts two",
     "train runs/mine --nproc 4 --resume": "four processes; test_resume.py resumes on three",
     "train mine --until 500": "test_until.py pauses runs",
@@ -351,7 +354,7 @@ def test_options_of_commands_exist(readme):
         if tool := re.search(r"python (tools/\w+\.py)", line):
             known = set(re.findall(r'"(--[a-z0-9-]+)"', (ROOT / tool[1]).read_text()))
         elif line.startswith(("segtrain", "--", "pip", "docker")):
-            known = options_of_segtrain()
+            known = options_of_segtrain() | {"--index-url"}  # pip's
         else:
             continue
         assert set(re.findall(r"(?<!\S)--[a-z0-9-]+", line)) <= known, line

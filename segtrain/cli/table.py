@@ -132,7 +132,7 @@ def _number(text: str, *, most: float) -> float:
     raise argparse.ArgumentTypeError(f"expected a number above 0, up to {most:g}, got '{text}'")
 
 
-_rate, _seconds = (partial(_number, most=most) for most in (1000, 1e9))
+_points, _rate, _seconds = (partial(_number, most=most) for most in (100, 1000, 1e9))
 
 
 def _path(text: str) -> Path:
@@ -628,8 +628,19 @@ COMMANDS = (
         _switch("--argmax", "the file returns train ids instead of logits"),
         _switch("--half", "safetensors: kernels as float16, which halves the file"),
         _size(None, "write a file for images of this height and width only (default: any size)"),
+        _argument("--quantize", "onnx: compute in 8 bits, and score the file", choices=("int8",)),
+        _argument(
+            "--images",
+            "of the training split to calibrate --quantize on, and of the evaluation split to "
+            "score it on (default: 50)",
+            "N",
+            positive,
+        ),
+        _argument("--max-loss", "points of mIoU that int8 may cost (default: 2)", "X", _points),
+        _settings("data.root=/elsewhere/data, for --quantize"),
         description="Write a model for other programs, and compare the file with it.",
-        examples="segtrain export runs/own --format onnx --output own.onnx --normalize --argmax",
+        examples="segtrain export runs/own --format onnx --output own.onnx --normalize --argmax\n"
+        "segtrain export runs/own --format onnx --quantize int8 --output own_int8.onnx",
     ),
     Command(
         "convert",

@@ -1,15 +1,35 @@
 """`segtrain export`: a checkpoint as ONNX, .pt2, TorchScript or safetensors."""
 
 import argparse
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from segtrain.checkpoint.trained import LoadedModel, load_model
-from segtrain.errors import EXIT_OK, ConfigError
+from segtrain.data import SegDataset, open_dataset
+from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.inference import InferenceSettings
+from segtrain.evaluation.settings import set_after_training
 from segtrain.export.formats import ONNX_OPSET, require_onnx
-from segtrain.export.write import TOLERANCE, Deviation, export_graph, export_weights, min_side_px
+from segtrain.export.quantize import NUM_RUNS, Figures, Quantizer
+from segtrain.export.write import (
+    TOLERANCE,
+    Deviation,
+    export_graph,
+    export_weights,
+    graph_of,
+    min_side_px,
+    replaced,
+)
 from segtrain.files import check_utf8, kind_of
-from segtrain.text import printable
+from segtrain.metrics import percent
+from segtrain.run.pictures import spread
+from segtrain.text import printable, table_lines
+
+# Of each split; more is more certain, and takes longer.
+_NUM_IMAGES = 50
+# Points of mIoU; a file that loses more is rarely what anybody wants.
+_MAX_LOSS = 2.0
 
 # The usual endings of each format's files; the first is suggested.
 _ENDINGS = {
@@ -37,15 +57,19 @@ def main(args: argparse.Namespace) -> int:
         count = export_weights(loaded, output, half=args.half)
         print(f"{count} tensors")
     else:
-        compared = export_graph(
-            loaded,
-            output,
-            format=args.format,
-            normalize=args.normalize,
-            argmax=args.argmax,
-            size=tuple(args.size) if args.size else None,
-        )
-        print("\n".join(_table(compared)))
+        size = tuple(args.size) if args.size else None
+        asked = {"normalize": args.normalize, "argmax": args.argmax}
+        write = partial(export_graph, loaded, format=args.format, size=size, **asked)
+        if args.quantize:
+            graph = graph_of(loaded, **asked)
+            datasets, settings = _images(args, loaded)
+            with TemporaryDirectory() as folder:
+                source = Path(folder) / output.name
+                print("\n".join(_table(write(source))), flush=True)
+                quantizer = Quantizer(loaded, graph, settings, size)
+                _write_int8(args, quantizer, source, output, *datasets)
+        else:
+            print("\n".join(_table(write(output))))
         if args.size is None and (least := min_side_px(loaded, args.format)) > 1:
             print(f"takes images of at least {least} px a side (metadata: min_side_px)")
     print("\n".join([*loaded.zeros(), _how_to_use(loaded, any_size=args.size is None)]))
@@ -78,10 +102,82 @@ def _check_request(args: argparse.Namespace, output: Path) -> None:
         )
     if args.half and args.format != "safetensors":
         problems.append(f"--half: is for --format safetensors, not for {args.format}")
+    if args.quantize and args.format != "onnx":
+        problems.append(f"--quantize: is for --format onnx, not for {args.format}")
+    if not args.quantize and (args.images or args.max_loss is not None or args.set):
+        problems.append("--images, --max-loss, --set: no effect without --quantize")
     if problems:
         raise ConfigError("\n".join(problems))
     if args.format == "onnx":
         require_onnx()
+
+
+def _images(
+    args: argparse.Namespace, loaded: LoadedModel
+) -> tuple[tuple[SegDataset, SegDataset], InferenceSettings]:
+    """The training and the evaluation split, and how the second is evaluated.
+
+    Raises:
+        DataError: the data are not where the config says, or have other classes.
+    """
+    config = set_after_training(loaded.config, args.set, ("data.", "eval."), source=args.source)
+    data = config.data
+    try:
+        training = open_dataset(data, data.train_split, labelled=False)
+        scored = open_dataset(data, data.eval_split)
+    except DataError as error:
+        what = "--quantize is calibrated on the training split: --set data.root=FOLDER says where"
+        raise DataError(f"{error}\n{what}") from error
+    if loaded.classes.names != scored.classes.names:
+        raise DataError(f"{data.classes}: other classes than those of the model; see data.classes")
+    return (training, scored), InferenceSettings.from_config(config)
+
+
+def _write_int8(
+    args: argparse.Namespace,
+    quantizer: Quantizer,
+    source: Path,
+    output: Path,
+    training: SegDataset,
+    scored: SegDataset,
+) -> None:
+    """Makes `output` of the float file, and prints what it costs and gains.
+
+    ExecutionError: it costs more than --max-loss; then there is no new file.
+    """
+    num_images = args.images or _NUM_IMAGES
+    chosen = [sorted(spread(len(one), min(num_images, len(one)))) for one in (training, scored)]
+    counted = [
+        f"{len(indices)} of the {len(one)} images of split {one.split}"
+        for one, indices in zip((training, scored), chosen, strict=True)
+    ]
+    print(f"calibrating int8 on {counted[0]}, spread evenly", flush=True)
+    with replaced(output) as draft:
+        quantizer.write(source, draft, training, chosen[0])
+        found = quantizer.figures((source, draft), scored, chosen[1])
+        print("\n".join(_int8_table(found)))
+        print(f"mIoU of {counted[1]}: {quantizer.settings.describe()}", flush=True)
+        most = _MAX_LOSS if args.max_loss is None else args.max_loss
+        if not found.loss <= most:  # a NaN too
+            raise ExecutionError(
+                f"{output}: not written: the mIoU falls by {found.loss:.1f} points, and {most:g} "
+                "are allowed; --max-loss allows more, --images calibrates on more images"
+            )
+
+
+def _int8_table(found: Figures) -> list[str]:
+    height, width = found.size
+    columns = [
+        ("file", "float", "int8"),
+        ("mIoU", *map(percent, found.mean_iou)),
+        ("ms", *(f"{x:.1f}" for x in found.milliseconds)),
+        ("MiB", *(f"{x:.1f}" for x in found.mebibytes)),
+    ]
+    return [
+        *table_lines(columns),
+        f"{found.agreement:.2%} of the labelled pixels get the same class; ms: median of "
+        f"{NUM_RUNS} runs of an image of {height}x{width} by onnxruntime on this CPU",
+    ]
 
 
 def _table(compared: list[Deviation]) -> list[str]:

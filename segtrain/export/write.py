@@ -119,25 +119,13 @@ def export_graph(
         ExecutionError: the exporter failed, or the file differs from the model. `output` is then
             what it was before. The checkpoint is good, so this is no CheckpointError.
     """
-    data, model = loaded.config.data, loaded.model
-    if normalize == "uint8" and data.value_range is not None and data.value_range[1] > 255:
-        what = f"images have values of {list(data.value_range)} (data.value_range)"
-        raise ConfigError(f"--normalize uint8: {what}; use --normalize float32")
-    graph = ExportModel(
-        model,
-        data.mean,
-        data.std,
-        data.value_range,
-        normalize=normalize,
-        argmax=argmax,
-        multilabel=loaded.classes.overlapping,
-    )
+    graph = graph_of(loaded, normalize=normalize, argmax=argmax)
     least = min_side_px(loaded, format) if size is None else 1
     steps = {"preprocessing": json.dumps(preprocessing(loaded, normalize=normalize, size=size))}
     metadata = _metadata(loaded) | steps | graph.describe(fixed_size=size, min_side_px=least)
     batches = cases(size, least)
     example = graph.example(batches[0])
-    with _replaced(output) as draft:
+    with replaced(output) as draft:
         with quiet():
             try:
                 FORMATS[format].write(graph, example, size is not None, metadata, draft)
@@ -153,6 +141,25 @@ def export_graph(
         if not all(comparison.passed for comparison in compared):
             raise ExecutionError(_refusal(output, format, compared))
     return compared
+
+
+def graph_of(
+    loaded: LoadedModel, *, normalize: Literal["uint8", "float32"] | None, argmax: bool
+) -> ExportModel:
+    """What `export_graph` writes; ConfigError: images of the run do not fit into uint8."""
+    data = loaded.config.data
+    if normalize == "uint8" and data.value_range is not None and data.value_range[1] > 255:
+        what = f"images have values of {list(data.value_range)} (data.value_range)"
+        raise ConfigError(f"--normalize uint8: {what}; use --normalize float32")
+    return ExportModel(
+        loaded.model,
+        data.mean,
+        data.std,
+        data.value_range,
+        normalize=normalize,
+        argmax=argmax,
+        multilabel=loaded.classes.overlapping,
+    )
 
 
 def export_weights(loaded: LoadedModel, output: Path, *, half: bool = False) -> int:
@@ -180,7 +187,7 @@ def export_weights(loaded: LoadedModel, output: Path, *, half: bool = False) -> 
     if records := plugin_fields(loaded.config):
         metadata["plugins"] = json.dumps(records)
     content = save(copies, metadata=metadata)
-    with _replaced(output) as draft:
+    with replaced(output) as draft:
         draft.write_bytes(content)  # by Python, which reports a full disk as what it is
     return len(copies)
 
@@ -269,7 +276,7 @@ def _metadata(loaded: LoadedModel) -> dict[str, str]:
 
 
 @contextmanager
-def _replaced(output: Path) -> Iterator[Path]:
+def replaced(output: Path) -> Iterator[Path]:
     """A name beside `output` to write to; it becomes `output` when the block ends without error."""
     with os_errors_as(ExecutionError, output, "cannot be written"):
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,287 @@
+"""Files of 8 bits, each scored here once more: image by image, by onnxruntime, numpy and OpenCV."""
+
+import json
+import re
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from test_export import (
+    CLASSES,
+    MEAN,
+    STD,
+    Tiny,
+    loaded_model,
+    onnx_session,
+    reference,
+    small,
+    with_data,
+    with_eval,
+)
+from torch import nn
+
+from segtrain.commands import export as command
+from segtrain.evaluation.inference import InferenceSettings
+from segtrain.evaluation.predictor import for_scores
+from segtrain.export import formats
+from segtrain.export.quantize import FileModel, Quantizer
+from segtrain.export.write import graph_of
+from segtrain.models.deeplab import DeepLabV3PlusHead
+from segtrain.types import IGNORE_INDEX, SegLogits
+
+SIZE = (64, 96)
+IDS = np.array([7, 23, 26], np.uint8)  # of CLASSES
+FILE = (
+    "classes:\n- {name: road, ids: [7]}\n- {name: sky, ids: [23, 24]}\n- {name: car, ids: [26]}\n"
+    "ignore_ids: [0]\n"
+)
+
+
+def scene(seed):
+    """A picture with structure at several scales, (H, W, 3) uint8."""
+    rng = np.random.default_rng(seed)
+    coarse = cv2.resize(rng.uniform(0, 255, (4, 6, 3)), SIZE[::-1], interpolation=cv2.INTER_CUBIC)
+    return (coarse + rng.normal(0, 25, coarse.shape)).clip(0, 255).astype(np.uint8)
+
+
+def tensor(image):
+    return torch.from_numpy(image).permute(2, 0, 1)[None]
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """Puts a data set on the disk whose labels are what the model predicts, but for one corner."""
+
+    def write(loaded, num_train=6, num_val=4):
+        (tmp_path / "classes.yaml").write_text(FILE)
+        for split, seeds in (("train", range(num_train)), ("val", range(50, 50 + num_val))):
+            for kind in ("images", "labels"):
+                (tmp_path / kind / split).mkdir(parents=True, exist_ok=True)
+            for seed in seeds:
+                image = scene(seed)
+                label = IDS[reference(loaded, tensor(image)).argmax(1)[0].numpy()]
+                label[:5, :7] = 0
+                for kind, picture in (("images", image[..., ::-1]), ("labels", label)):
+                    assert cv2.imwrite(str(tmp_path / f"{kind}/{split}/{seed:02d}.png"), picture)
+        classes = str(tmp_path / "classes.yaml")
+        loaded = with_data(loaded, root=str(tmp_path), classes=classes)
+        monkeypatch.setattr(command, "load_model", lambda *sources: loaded)
+        return loaded
+
+    return write
+
+
+def deeplab():
+    return small(DeepLabV3PlusHead, "deeplabv3plus")
+
+
+def by_hand(file, image, options):
+    """The classes of an image as a file of these options gives them, (H, W)."""
+    given = cv2.resize(image.astype(np.float32), SIZE[::-1])
+    if "--size" in options:
+        given = cv2.resize(given, (56, 40))
+    if "--normalize" in options:
+        given = given.astype(np.uint8)
+    else:
+        given = ((given - np.array(MEAN)) / np.array(STD)).astype(np.float32)
+    found = onnx_session(file).run(None, {"images": given.transpose(2, 0, 1)[None]})[0][0]
+    if found.ndim == 2:
+        return found
+    return np.stack([cv2.resize(x, SIZE[::-1]) for x in found]).argmax(0)
+
+
+def mean_iou(labels, found):
+    valid = labels != 0
+    ious = []
+    for train_id, raw in enumerate(IDS):
+        a, b = (labels == raw) & valid, (found == train_id) & valid
+        if (a | b).any():
+            ious.append((a & b).sum() / (a | b).sum())
+    return np.mean(ious)
+
+
+@pytest.mark.parametrize("options", [[], ["--normalize", "--argmax"], ["--size", "40", "56"]])
+def test_an_int8_file_has_the_scores_that_the_table_says(lab, data, tmp_path, options):
+    data(deeplab())
+    file, plain = tmp_path / "int8.onnx", tmp_path / "float.onnx"
+    words = ("export", "nowhere", "--format", "onnx", *options, "--output")
+    lab.done(*words, plain)
+    out = lab.done(*words, file, "--quantize", "int8", "--max-loss", 50, "--images", 3).out
+    rows = dict(re.findall(r"^(float|int8) +(\d+\.\d\d)", out, re.M))
+    assert "int8 on 3 of the 6 images of split train" in out
+    assert "mIoU of 3 of the 4 images of split val: whole image; scale 1; no flip" in out
+
+    images = [scene(seed) for seed in (50, 52, 53)]  # spread evenly
+    names = [tmp_path / f"labels/val/{seed}.png" for seed in (50, 52, 53)]
+    labels = np.stack([cv2.imread(str(name), cv2.IMREAD_UNCHANGED) for name in names])
+    found = {
+        kind: np.stack([by_hand(path, image, options) for image in images])
+        for kind, path in (("float", plain), ("int8", file))
+    }
+    for kind, one in found.items():
+        assert float(rows[kind]) == pytest.approx(100 * mean_iou(labels, one), abs=0.02)
+    same = (found["float"] == found["int8"])[labels != 0].mean()
+    agreement = float(re.search(r"([\d.]+)% of the labelled pixels", out)[1])
+    assert agreement == pytest.approx(100 * same, abs=0.02)
+    assert 60 < agreement < 100
+    if "--size" not in options:
+        assert rows["float"] == "100.00"
+
+
+def test_kernels_are_int8_and_everything_is_symmetric_as_tensorrt_wants_it(lab, data, tmp_path):
+    import onnx
+
+    data(deeplab())
+    words = ("export", "nowhere", "--format", "onnx", "--quantize", "int8", "--normalize")
+    words = (*words, "--argmax", "--max-loss", 50, "--output")
+    for name in ("a.onnx", "b.onnx"):
+        lab.done(*words, tmp_path / name)
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+    graph = onnx.load(tmp_path / "a.onnx").graph
+    kinds = [node.op_type for node in graph.node]
+    assert {"Conv", "QuantizeLinear", "DequantizeLinear"} <= set(kinds)
+    assert not [node for node in graph.node if node.domain not in ("", "ai.onnx")]
+    tensors = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
+    made = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        if node.op_type == "Conv":
+            source = made[node.input[1]]
+            assert source.op_type == "DequantizeLinear"
+            kernel = tensors[source.input[0]]
+            assert kernel.dtype == np.int8
+            assert np.abs(kernel.astype(int)).max() <= 64
+            assert tensors[source.input[1]].shape == kernel.shape[:1]  # by channel
+            assert all(tensors[name].dtype == np.float32 for name in node.input[2:])  # bias
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            assert (tensors[node.input[2]] == 0).all()
+    about = onnx_session(tmp_path / "a.onnx").get_modelmeta().custom_metadata_map
+    assert about["quantization"] == "int8 (QDQ), calibrated on 6 images"
+    assert json.loads(about["class_names"]) == ["road", "sky", "car"]
+    assert json.loads(about["preprocessing"])[0]["step"] == "read"
+
+
+class Uneven(nn.Module):
+    """A feature of large values that no class needs leaves the others no levels of 8 bits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1)
+        self.conv.weight.data[0] *= 1e4
+        self.last.weight.data[:, 0] = 0
+
+    def forward(self, images):
+        return SegLogits(self.last(self.conv(images)))
+
+
+def test_a_file_that_loses_too_much_is_not_kept(lab, data, tmp_path):
+    data(loaded_model(Uneven()))
+    file = tmp_path / "int8.onnx"
+    file.write_text("before")
+    words = ("export", "nowhere", "--format", "onnx", "--quantize", "int8", "--output", file)
+    said = lab.refused(*words, "--overwrite", code=6)
+    fall = float(re.search(r"not written: the mIoU falls by ([\d.]+) points, and 2 are", said)[1])
+    assert fall > 30
+    assert file.read_text() == "before"
+    lab.done(*words, "--overwrite", "--max-loss", 100)
+    assert file.read_bytes()[:6] != b"before"
+
+
+def test_without_labelled_pixels_nothing_is_known_and_nothing_kept(lab, data, tmp_path):
+    data(loaded_model(Tiny()))
+    for path in (tmp_path / "labels/val").iterdir():
+        cv2.imwrite(str(path), np.zeros(SIZE, np.uint8))
+    words = ("export", "nowhere", "--format", "onnx", "--quantize", "int8")
+    said = lab.refused(*words, "--max-loss", 100, "--output", tmp_path / "a.onnx", code=6)
+    assert "the mIoU falls by nan points" in said
+
+
+def test_what_cannot_be_calibrated_is_refused_before_anything_is_exported(lab, data, tmp_path):
+    loaded = data(loaded_model(Tiny()))
+    words = ("export", "nowhere", "--format", "onnx", "--output", tmp_path / "a.onnx")
+    said = lab.refused(*words, "--quantize", "int8", "--set", "data.root=/nowhere", code=3)
+    assert "--quantize is calibrated on the training split: --set data.root=FOLDER" in said
+    assert "no effect without --quantize" in lab.refused(*words, "--images", 4)
+    assert "no effect without --quantize" in lab.refused(*words, "--set", "data.root=x")
+    words = ("export", "nowhere", "--format", "pt2", "--output", tmp_path / "a.pt2")
+    assert "is for --format onnx, not for pt2" in lab.refused(*words, "--quantize", "int8")
+    (tmp_path / "classes.yaml").write_text(FILE.replace("sky", "sea"))
+    words = ("export", "nowhere", "--format", "onnx", "--output", tmp_path / "a.onnx")
+    said = lab.refused(*words, "--quantize", "int8", code=3)
+    assert f"{loaded.config.data.classes}: other classes than those of the model" in said
+
+
+@pytest.mark.parametrize("normalize", [None, "uint8", "float32"])
+@pytest.mark.parametrize("value_range", [None, (10.0, 210.0)])
+def test_a_file_in_the_place_of_the_model_gets_what_the_model_gets(normalize, value_range):
+    """Scales, flips and windows too; whole numbers only if nothing is resized."""
+    loaded = with_data(deeplab(), value_range=value_range)
+    slide = {"mode": "slide", "crop_size": (40, 56), "flip": True}
+    scales = () if normalize == "uint8" else (0.8, 1.5)
+    loaded = with_eval(loaded, **slide, scales=(1.0, *scales))
+    settings = InferenceSettings.from_config(loaded.config)
+    graph = graph_of(loaded, normalize=normalize, argmax=False)
+    seen = []
+
+    def run(images):
+        seen.append(images.dtype)
+        with torch.no_grad():
+            return graph(images)
+
+    of_file, of_model = (
+        for_scores(model, settings, torch.device("cpu"), 3)
+        for model in (FileModel(run, graph, 3, None), loaded.model)
+    )
+    image = torch.from_numpy(scene(1))
+    found, expected = (
+        one.label_maps([image], place="", probabilities="all")[0] for one in (of_file, of_model)
+    )
+    torch.testing.assert_close(found.probability, expected.probability, atol=1e-4, rtol=0)
+    assert set(seen) == {getattr(torch, normalize or "float32")}
+
+
+class Scenes(list):
+    """A data set of pairs."""
+
+    split = "val"
+
+    def name(self, index):
+        return f"scene {index}"
+
+
+def test_classes_that_overlap_are_scored_at_their_thresholds(tmp_path):
+    loaded = deeplab()
+    loaded = loaded._replace(classes=replace(CLASSES, overlapping=True))
+    logits = reference(loaded, torch.cat([tensor(scene(i)) for i in range(3)]))
+    thresholds = tuple(logits.sigmoid().movedim(1, 0).flatten(1).quantile(0.6, dim=1).tolist())
+    settings = replace(InferenceSettings.from_config(loaded.config), thresholds=thresholds)
+    graph = graph_of(loaded, normalize="uint8", argmax=False)
+    files = tmp_path / "float.onnx", tmp_path / "int8.onnx"
+    with formats.quiet():
+        formats._write_onnx(
+            graph, graph.example(formats.Case(2, *SIZE)), False, {"task": "x"}, files[0]
+        )
+
+    def presence(file, image):
+        logits = onnx_session(file).run(None, {"images": tensor(image).numpy()})[0][0]
+        return (1 / (1 + np.exp(-logits)) >= np.reshape(thresholds, (-1, 1, 1))).transpose(1, 2, 0)
+
+    scenes = Scenes((scene(i), presence(files[0], scene(i)).astype(np.uint8)) for i in range(3))
+    for _, label in scenes:
+        label[:4, :4, 1] = IGNORE_INDEX
+    quantizer = Quantizer(loaded, graph, settings, None)
+    quantizer.write(files[0], files[1], scenes, range(3))
+    found = quantizer.figures(files, scenes, range(3))
+    labels = np.stack([label for _, label in scenes])
+    int8 = np.stack([presence(files[1], image) for image, _ in scenes])
+    valid = labels != IGNORE_INDEX
+    ious = [
+        ((labels == 1) & int8)[..., k][valid[..., k]].sum()
+        / ((labels == 1) | int8)[..., k][valid[..., k]].sum()
+        for k in range(3)
+    ]
+    assert found.mean_iou == (1.0, pytest.approx(np.mean(ious), abs=1e-4))
+    assert found.agreement == pytest.approx((labels == int8)[valid].mean(), abs=1e-4)
+    assert found.agreement < 1
