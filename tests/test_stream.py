@@ -147,7 +147,7 @@ def test_what_a_stream_cannot_honour_is_refused(run, tmp_path, send):
     with pytest.raises(ConfigError, match="comes alone"):
         run("", inputs=["camera:0", str(tmp_path)])
     for option in ({"probabilities": "npz"}, {"frames": True}):
-        with pytest.raises(ConfigError, match="without --probabilities and --frames"):
+        with pytest.raises(ConfigError, match="without --probabilities, --frames"):
             run("", inputs=["camera:0"], **option)
     save(tmp_path / "a.png", photo(5, 6))
     with pytest.raises(ConfigError, match="--rate, --seconds: are for a camera or stream"):
