@@ -33,6 +33,7 @@ GROUPS = {
     "optimizer": "segtrain.optimizers",
     "transform": "segtrain.transforms",
     "metric": "segtrain.metrics",
+    "callback": "segtrain.callbacks",
 }
 """The kinds of plugins, and the groups of their entry points."""
 
@@ -95,7 +96,9 @@ def register(
     return add
 
 
-loss, backbone, head, optimizer, transform, metric = (partial(register, kind) for kind in GROUPS)
+loss, backbone, head, optimizer, transform, metric, callback = (
+    partial(register, kind) for kind in GROUPS
+)
 
 
 def _add(

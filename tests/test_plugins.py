@@ -587,3 +587,52 @@ def test_help_and_a_config_import_neither_torch_nor_what_nobody_names(extras, la
     config = lab.config(data)
     done = subprocess.run([sys.executable, "-c", code, config], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_a_callback_sees_every_step_on_each_rank_and_may_end_the_training(data, lab):
+    """It writes what it sees, and ends the run after a step of its options."""
+    (lab.folder / "tell.py").write_text(
+        """
+from pathlib import Path
+
+from segtrain.config import Section
+from segtrain.distributed import collectives as dist
+from segtrain.plugins import callback
+from segtrain.training.part import Part
+
+
+class Options(Section):
+    folder: str
+    last: int
+
+
+@callback("tell", options=Options)
+class Tell(Part):
+    def __init__(self, options):
+        self.options = options
+
+    def after_step(self, run, local, result):
+        with Path(self.options.folder, f"rank{dist.rank()}.txt").open("a") as file:
+            print(result.step, result.loss.item(), file=file)
+        if result.step == self.options.last:
+            run.step_sync.ask(end=True)
+"""
+    )
+    options = {"folder": str(lab.folder), "last": 2}
+    values = {"callbacks": [{"name": "tell", "options": options}], "every_steps": 1}
+    config = lab.config(data, log=values, train={"steps": 20})
+    config.write_text(f"plugins: [./tell.py]\n{config.read_text()}")
+    run = lab.folder / "run"
+    with_two_ranks(lab, "train", config, "--output", run)
+    told = [(lab.folder / f"rank{i}.txt").read_text().splitlines() for i in range(2)]
+    assert told[0] == told[1]
+    steps = [int(line.split()[0]) for line in told[0]]
+    assert steps[:2] == [1, 2]
+    assert last(run).step == steps[-1] < 20  # the ranks end together, a step later
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in logged if "train/loss" in line]
+    assert losses == pytest.approx([float(line.split()[1]) for line in told[0]], rel=1e-6)
+    wrong = lab.folder / "wrong.yaml"
+    wrong.write_text(config.read_text().replace("last: 2", "lost: 2"))
+    said = lab.refused("train", wrong, "--output", lab.folder / "no")
+    assert "log.callbacks[0].options.lost: unknown key" in said

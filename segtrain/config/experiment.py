@@ -147,6 +147,15 @@ class Metric(Section):
     )
 
 
+class Callback(Section):
+    """What goes along with the steps of a training."""
+
+    name: Annotated[str, PluginName("callback", "none")] = option(..., "that of a plugin")
+    options: Annotated[Any, PluginOptions("callback", "name")] = option(
+        None, "its options", validate_default=True
+    )
+
+
 class EvalConfig(Section):
     """How an image is turned into a prediction, and when training does it."""
 
@@ -236,6 +245,10 @@ class LogConfig(Section):
     )
     trackers: tuple[Literal["wandb", "mlflow", "clearml"], ...] = option(
         (), "send curves, config, scores and report there, too; needs pip install '.[trackers]'"
+    )
+
+    callbacks: tuple[Callback, ...] = option(
+        (), "what is called after each step, of plugins: [{name: tell, options: {}}]"
     )
 
     def _mistakes(self) -> Iterator[str]:

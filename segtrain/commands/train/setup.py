@@ -477,7 +477,8 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
             lambda step: any(steps and step % steps == 0 for steps in every)
         )
     choice = WorkerChoice.of(config, log.lines)
-    parts = run.meeting, choice, run.receipts, run.step_log
+    callbacks = (plugins.choose("callback", x.name, {})(x.options) for x in config.log.callbacks)
+    parts = run.meeting, choice, run.receipts, run.step_log, *callbacks
     run.parts = tuple(part for part in parts if part is not None)
     return run
 
