@@ -251,6 +251,25 @@ def test_degrees_are_metres_by_their_latitude(tmp_path):
     assert area == pytest.approx(900 * 0.5580 * 1.1141, rel=0.005)
 
 
+@pytest.mark.parametrize("system", ["EPSG:3857", "EPSG:3395", "EPSG:4087"])
+def test_areas_are_on_the_ground_where_metres_of_the_map_are_not(tmp_path, system):
+    """A rectangle of degrees around 60 degrees north, whose area on the sphere is known."""
+    from rasterio.warp import transform_bounds
+
+    left, bottom, right, top = transform_bounds("EPSG:4326", system, 10, 59.99, 10.02, 60.01)
+    transform = rasterio.Affine((right - left) / 40, 0, left, 0, (bottom - top) / 40, top)
+    labels = tmp_path / "labels.tif"
+    shape = {"width": 40, "height": 40, "count": 1, "dtype": "uint8", "crs": system}
+    with rasterio.open(labels, "w", driver="GTiff", transform=transform, **shape) as file:
+        file.write(np.ones((40, 40), np.uint8), 1)
+    (tmp_path / "c.yaml").write_text("classes: [background, field]\n")
+    classes = load_class_file(str(tmp_path / "c.yaml"))
+    ((number, area),) = write_polygons([labels], classes, tmp_path / "b.geojson").values()
+    # On the ellipsoid at 60 degrees: 111,412 m a degree of latitude, 55,800 m one of longitude.
+    assert number == 1
+    assert area == pytest.approx(0.02 * 111_412 * 0.02 * 55_800, rel=0.005)
+
+
 def test_one_raster_with_outlines_becomes_windows(tmp_path):
     wide = raster(tmp_path / "data/map.tif", size=(500, 900))
     both = [

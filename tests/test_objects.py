@@ -195,7 +195,9 @@ def keys(*entries):
 def test_places_on_the_ground_are_those_of_rasterio(tmp_path, point, crs, turned):
     rasterio = pytest.importorskip("rasterio")
     code, unit, metres = crs
-    tie = (33922, "d", 6, (2.0, 5.0, 0.0, 500000.0, 5000000.0, 0.0), True)
+    # A place where the projection holds.
+    x, y = (1_000_000.0, 200_000.0) if metres < 1 else (500_000.0, 5_000_000.0)
+    tie = (33922, "d", 6, (2.0, 5.0, 0.0, x, y, 0.0), True)
     where = [(33550, "d", 3, (10.0, 20.0, 0.0), True), tie]
     where = [(34264, "d", 16, TURNED, True)] if turned else where
     tags = [*where, keys((1024, 1), (1025, point), (3072, code), (3076, unit))]
@@ -216,7 +218,8 @@ def test_places_on_the_ground_are_those_of_rasterio(tmp_path, point, crs, turned
     ("entries", "words"),
     [
         (((1024, 2), (2048, 4326)), "its coordinates are degrees"),
-        (((1024, 1), (3072, 3857), (3076, 9001)), "metres of Mercator"),
+        (((1024, 1), (3072, 3857), (3076, 9001)), "metres of EPSG 3857 are not those on Earth"),
+        (((1024, 1), (3072, 4087), (3076, 9001)), "metres of EPSG 4087 are not"),
         (((1024, 1), (3072, 2263)), "the unit of its projection is not given"),
         (((1024, 1), (3072, 32767), (3076, 32767)), "the unit of its projection is not given"),
         (((1025, 1),), "it names no projection"),

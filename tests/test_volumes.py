@@ -20,6 +20,7 @@ from segtrain.data.read.classes import load_class_file  # noqa: E402
 from segtrain.data.read.find import Pair  # noqa: E402
 from segtrain.data.read.image_formats import read_info, read_stored  # noqa: E402
 from segtrain.data.read.neighbours import with_neighbour_files  # noqa: E402
+from segtrain.data.read.volumes import Stack, other_grid  # noqa: E402
 from segtrain.errors import DataError  # noqa: E402
 
 X, Y, Z = SHAPE = 48, 40, 12
@@ -252,6 +253,8 @@ def test_one_stack_is_cut_into_slices_with_a_gap(tmp_path, kind, capsys):
     options = {"plain": {}, **{key: STACKS[key][0] for key in ("imagej", "ome")}}[kind]
     axes = {} if kind == "plain" else {"axes": "ZYX"}
     axes |= {"spacing": 0.5, "unit": "um"} if kind == "imagej" else {}
+    sizes = {"PhysicalSizeX": 0.25, "PhysicalSizeY": 0.25, "PhysicalSizeZ": 0.5}
+    axes |= sizes if kind == "ome" else {}
     options = {**options, "photometric": "minisblack", "metadata": axes}
     (tmp_path / "data").mkdir()
     tifffile.imwrite(tmp_path / "data/em.tif", values, resolution=(4, 4), **options)
@@ -259,7 +262,13 @@ def test_one_stack_is_cut_into_slices_with_a_gap(tmp_path, kind, capsys):
     assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 0
     said = capsys.readouterr()
     said = said.out + said.err
-    assert ("2 slices (1 um) from the nearest" if kind == "imagej" else "2 slices from") in said
+    gap = {"imagej": "2 slices (1 um) from the nearest", "ome": "2 slices (1 µm) from the nearest"}
+    assert gap.get(kind, "2 slices from") in said
+    with tifffile.TiffFile(next((tmp_path / "cut/images/em").glob("*.tif"))) as file:
+        tags = file.pages.first.tags
+        if kind != "plain":  # pixels a centimetre
+            assert tags.valueof("XResolution") == (40_000, 1)
+            assert tags.valueof("ResolutionUnit") == 3
     assert ("pages without an axis are taken as slices" in said) == (kind == "plain")
     found = slices(tmp_path / "cut", "em")
     np.testing.assert_array_equal(found[0], values)
@@ -401,3 +410,14 @@ def test_neighbours_of_names_without_numbers_are_refused(tmp_path):
     pairs = [Pair(tmp_path / f"{x}.tif", tmp_path / f"{x}.png", x) for x in "ab"]
     with pytest.raises(DataError, match="no image has a neighbour, as z0006 and z0007 are"):
         with_neighbour_files(pairs, 1)
+
+
+def test_the_grids_of_a_long_and_thin_volume_are_compared_along_each_axis():
+    """A spacing of slices that differs by 0.001 mm moves the fifth one by 0.005 mm, no pixel."""
+    place = np.diag([0.5, 0.5, 3.0, 1.0])
+    other = np.diag([0.5, 0.5, 3.001, 1.0])
+    pixels, ids = np.zeros((5, 128, 256, 1), np.uint8), tuple(f"z{i:04d}" for i in range(5))
+    image, label = (Stack(pixels, ids, (3.0, 0.5, 0.5), "mm", x) for x in (place, other))
+    assert not other_grid(image, label)
+    far = label._replace(place=np.diag([0.5, 0.51, 3.0, 1.0]))  # 128 rows: 1.28 mm
+    assert "1.28 mm apart" in other_grid(image, far)

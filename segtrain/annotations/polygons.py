@@ -18,6 +18,8 @@ from segtrain.text import printable
 
 # A degree of latitude on average, and of longitude at the equator.
 _LATITUDE_M, _LONGITUDE_M = 111_132.0, 111_320.0
+# Equal areas of the whole Earth; and by how much areas on a map may differ from those, as UTM's do.
+_EQUAL_AREA, _OFF = "EPSG:6933", 0.01
 
 
 def write_polygons(
@@ -27,7 +29,8 @@ def write_polygons(
 
     Pixels that touch by an edge are one area. Coordinates are longitude and latitude. simplify_m:
     how far an outline may move, in metres; 0: it follows the pixels. Neighbours are simplified one
-    by one, so that gaps between them may open. Returns number and area (m²) by class.
+    by one, so that gaps between them may open. Areas are those of the map, or, where these are off
+    by more than 1 %, as in Mercator, those on the ground. Returns number and area (m²) by class.
 
     Raises:
         DataError: a raster has no georeference, or a value that no class has.
@@ -74,9 +77,12 @@ def _features(path: Path, classes: ClassFile, simplify_m: float) -> Iterator[dic
             area = shapely.simplify(area, simplify_m) if simplify_m else area
             on_map = shapely.transform(area, lambda xy: xy / metres)
             there = shapely.orient_polygons(moved(on_map, raster.crs, DEGREES))
+            ground_m2 = moved(on_map, raster.crs, _EQUAL_AREA).area
+            is_off = abs(area.area - ground_m2) > _OFF * ground_m2
+            area_m2 = ground_m2 if is_off else area.area
             yield {
                 "type": "Feature",
-                "properties": {"class": name, "area_m2": round(area.area, 3)},
+                "properties": {"class": name, "area_m2": round(area_m2, 3)},
                 "geometry": shapely.geometry.mapping(there),
             }
 

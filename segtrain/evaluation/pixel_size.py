@@ -23,7 +23,9 @@ _UTM = (
     range(25828, 25839),
     range(26901, 26924),
 )
-_MERCATOR = (3857, 3785, 900913, 3395, 54004)
+_MERCATOR = (3857, 3785, 900913, 3395, 54004, 3832, 3994, 4087, 32662)  # and plate carree
+# By how much areas on a map may differ from those on the ground, as UTM's do.
+_OFF = 0.01
 
 
 class PixelGrid(NamedTuple):
@@ -82,7 +84,7 @@ def grid_of(path: Path) -> tuple[PixelGrid | None, str]:
     if model != _PROJECTED:
         return None, f"{printable(path)}: it names no projection"
     if crs in _MERCATOR:
-        return None, f"{printable(path)}: metres of Mercator (EPSG {crs}) are not those on Earth"
+        return None, f"{printable(path)}: metres of EPSG {crs} are not those on Earth"
     if metres is None:
         return None, f"{printable(path)}: the unit of its projection is not given, or unknown"
     rows = _rows(tags)
@@ -91,7 +93,31 @@ def grid_of(path: Path) -> tuple[PixelGrid | None, str]:
     if keys.get(_RASTER) == _PIXEL_IS_POINT:  # then places are those of the middle of a pixel
         (a, b, c), (d, e, f) = rows
         rows = (a, b, c - (a + b) / 2), (d, e, f - (d + e) / 2)
-    return PixelGrid("m", rows, metres), ""
+    grid = PixelGrid("m", rows, metres)
+    if (off := _times_the_ground(path, grid)) is not None and abs(off - 1) > _OFF:
+        what = f"areas of its projection are {off:.3g} times those on Earth there"
+        return None, f"{printable(path)}: {what}"
+    return grid, ""
+
+
+def _times_the_ground(path: Path, grid: PixelGrid) -> float | None:
+    """How many times the area on Earth a part of the map seems; None: rasterio is not installed."""
+    try:
+        import rasterio
+        from rasterio.warp import transform
+    except ImportError:
+        return None
+    try:
+        with rasterio.open(path) as raster:
+            x, y = grid.at(raster.width / 2, raster.height / 2)
+            side = 100 / grid.scale  # 100 m
+            xs, ys = (x, x + side, x + side, x), (y, y, y + side, y + side)
+            xs, ys = transform(raster.crs, "EPSG:6933", xs, ys)  # of equal areas
+    except (rasterio.errors.RasterioError, rasterio.errors.CRSError):
+        return None
+    ends = zip(xs, ys, (*xs[1:], xs[0]), (*ys[1:], ys[0]), strict=True)
+    ground = abs(sum(a * d - b * c for a, b, c, d in ends)) / 2
+    return 100.0**2 / ground if ground else None
 
 
 def _geo_keys(values: object) -> dict[int, int]:

@@ -33,6 +33,10 @@ _MOST_IDS, _FLAT, _MOST_CLASSES, _SAMPLE = 256, 0.7, 1 << 16, 3
 _GAP = 1 / 40
 
 
+# Of the units that NIfTI, ImageJ and OME say.
+_PER_CM = {"mm": 10.0, "cm": 1.0, "µm": 1e4, "um": 1e4, "micron": 1e4, "microns": 1e4, "nm": 1e7}
+
+
 class _Case(NamedTuple):
     """A volume to cut.
 
@@ -231,8 +235,9 @@ def _write_case(case: _Case, folder: Path, axis: int, dtype: np.dtype) -> _Writt
     image = _read(case.image, axis)
     options = {"compression": "deflate", "photometric": "minisblack"}
     options |= {"planarconfig": "contig"} if image.pixels.shape[3] > 1 else {}
-    if image.spacing is not None and image.unit == "mm":  # pixels a centimetre
-        options["resolution"] = tuple(10 / x for x in image.spacing[:0:-1])
+    if image.spacing is not None and image.unit in _PER_CM:  # pixels a centimetre
+        per_cm = _PER_CM[image.unit]
+        options["resolution"] = tuple(per_cm / x for x in image.spacing[:0:-1])
         options["resolutionunit"] = "CENTIMETER"
     (folder / IMAGES / case.name).mkdir(parents=True)
     for name, pixels in zip(image.ids, image.pixels.astype(dtype, copy=False), strict=True):

@@ -5,6 +5,7 @@ patient (RAS+), whatever the order of the file. So a slice shows the same in all
 is above; along x and y, the head is. Values are those of the file times its scale.
 """
 
+import re
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
@@ -305,7 +306,9 @@ def read_tiff_stack(file: VolumeFile) -> Stack:
 
 
 def _tiff_spacing(tiff: Any) -> tuple[tuple[float, float, float] | None, str]:
-    """Of slices, rows and columns, as ImageJ says it, and its unit; None: it does not."""
+    """Of slices, rows and columns, as ImageJ or OME says it, and its unit; None: neither does."""
+    if tiff.is_ome:
+        return _ome_spacing(tiff.ome_metadata)
     found = tiff.imagej_metadata or {}
     resolution = [tiff.pages.first.tags.valueof(f"{axis}Resolution") for axis in "YX"]
     if "spacing" not in found or not all(x and x[0] for x in resolution):
@@ -315,6 +318,20 @@ def _tiff_spacing(tiff: Any) -> tuple[tuple[float, float, float] | None, str]:
     return (float(found["spacing"]), rows, columns), unit
 
 
+def _ome_spacing(text: str) -> tuple[tuple[float, float, float] | None, str]:
+    """As `_tiff_spacing`, of the OME-XML of a file, whose unit is µm if it says none."""
+    pixels = re.search(r"<(?:\w+:)?Pixels\b[^>]*>", text)
+    said = dict(re.findall(r'PhysicalSize([XYZ](?:Unit)?)="([^"]*)"', pixels[0] if pixels else ""))
+    units = {said.get(f"{axis}Unit", "µm") for axis in "ZYX"}
+    if not {*"ZYX"} <= said.keys() or len(units) > 1:
+        return None, ""
+    try:
+        slices, rows, columns = (float(said[axis]) for axis in "ZYX")
+    except ValueError:
+        return None, ""
+    return (slices, rows, columns), units.pop()
+
+
 def other_grid(image: Stack, label: Stack) -> str:
     """Why a label does not lie on the voxels of its image; empty: it does."""
     if image.pixels.shape[:3] != label.pixels.shape[:3] or image.ids != label.ids:
@@ -322,8 +339,12 @@ def other_grid(image: Stack, label: Stack) -> str:
         return "label of {} voxels, image of {} (slices x rows x columns)".format(*shapes)
     if image.place is None or label.place is None:
         return ""
+    # Voxels lie along x, y, z; slices along one of them, their columns and rows along the others.
+    sliced = AXES.index(image.ids[0][0])
+    number, rows, columns = image.pixels.shape[:3]
+    lengths = np.insert([columns, rows], sliced, number)
     ends = np.array([(*corner, 1) for corner in np.ndindex(2, 2, 2)], float)
-    ends[:, :3] *= max(image.pixels.shape[:3])
+    ends[:, :3] *= lengths
     moved = np.abs(ends @ (image.place - label.place).T).max()
     if image.spacing is None or moved <= _CORNER * min(image.spacing):
         return ""
