@@ -681,3 +681,10 @@ def test_a_dry_run_writes_ten_pairs_and_nothing_else(tmp_path, lab, monkeypatch)
     assert "splits     " in said
     sheet = cv2.imread(str(tmp_path / "data_segtrain_samples.png"))
     assert sheet.shape[1] == 9 * 260 or sheet.shape[1] == 10 * 260  # of 10 images to train on
+
+
+def test_a_folder_of_volumes_names_the_command_that_cuts_them(tmp_path, lab):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/scan.nii.gz").write_bytes(b"x")
+    said = lab.refused("init", tmp_path / "data", "--output", tmp_path / "m", code=3)
+    assert f"of volumes segtrain data import {tmp_path / 'data'} makes slices" in said

@@ -173,6 +173,8 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
     if not pictures:
         most = Counter(suffixes.values()).most_common(5)
         kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in most)
+        if any(path.lower().endswith((".nii", ".nii.gz", ".dcm")) for path in paths):
+            kinds += f"; of volumes segtrain data import {folder} makes slices"
         raise DataError(
             f"{folder}: no images ({' '.join(image_formats.SUFFIXES)}); found {kinds or 'no files'}"
         )
