@@ -13,9 +13,15 @@ from PIL import Image
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.labels import read_label
 from segtrain.evaluation.score_table import make_report
-from segtrain.metrics import ConfusionMatrix
+from segtrain.evaluation.scoring import Outcome
+from segtrain.metrics import Calibration, ConfusionMatrix
 
 SIZES = [(24, 31), (17, 40), (30, 22)]
+
+
+def counted(matrix):
+    """What an evaluation with these pixels has counted, without probabilities."""
+    return Outcome(matrix, Calibration(), torch.zeros(0), 0)
 
 
 def evaluated(tmp_path, classes, labels, *, layout, label_format="ids", seed=0):
@@ -34,7 +40,7 @@ def evaluated(tmp_path, classes, labels, *, layout, label_format="ids", seed=0):
         )
         matrix.update(torch.from_numpy(pred), torch.from_numpy(label))
         submitted.append(np.array(classes.write_ids)[pred])
-    report = make_report(matrix, classes.names, classes, None, layout=layout)
+    report = make_report(counted(matrix), classes.names, classes, None, layout=layout)
     return report.to_dict(), submitted
 
 
@@ -84,7 +90,7 @@ def scores_of(tmp_path, classes, labels, results):
         pred = np.vectorize(classes.train_id_of.get)(result).astype(np.uint8)
         label = read_label(tmp_path / f"{i}.png", classes)
         matrix.update(torch.from_numpy(pred), torch.from_numpy(label))
-    return make_report(matrix, classes.names, classes, None, layout="ade20k").to_dict()
+    return make_report(counted(matrix), classes.names, classes, None, layout="ade20k").to_dict()
 
 
 # The 32 classes of CamVid that make up each of the 11, by SegNet's grouping; void is in none.

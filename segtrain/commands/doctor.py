@@ -24,7 +24,7 @@ _OPTIONAL |= {"timm": "model.backbone: timm/NAME", "pycocotools": "segtrain data
 _OPTIONAL |= {"monai": "segtrain eval --surface"}
 _OPTIONAL |= dict.fromkeys(("rasterio", "shapely"), "GeoJSON")
 _OPTIONAL |= {"nibabel": "NIfTI", "pydicom": "DICOM"}
-_OPTIONAL |= dict.fromkeys(("wandb", "mlflow-skinny"), "log.trackers")
+_OPTIONAL |= dict.fromkeys(("wandb", "mlflow-skinny", "clearml"), "log.trackers")
 _COMPILER = os.environ.get("CXX", "g++")  # as torch.compile finds it
 
 

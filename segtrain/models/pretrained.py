@@ -71,9 +71,6 @@ def load_backbone(backbone: nn.Module, spec: str, *, progress: bool = False) -> 
         ConfigError: no such weight and not a file.
         CheckpointError: the file cannot be fetched or read, or does not fit.
     """
-    if not hasattr(backbone, "classifier_keys"):
-        what = "does not say how its weights lie in files (segtrain/models/__init__.py)"
-        raise ConfigError(f"model.pretrained: {type(backbone).__name__} {what}")
     try:
         if Path(spec).suffix in _SUFFIXES or Path(spec).is_file():
             source, content = spec, read_weights(Path(spec))
@@ -174,6 +171,9 @@ def _without_prefixes(state: State) -> tuple[State, list[str]]:
 
 def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> PretrainedReport:
     """Loads what fits, all of it or nothing."""
+    if not hasattr(backbone, "classifier_keys"):
+        what = "does not say how its weights lie in files (segtrain/models/__init__.py)"
+        raise ConfigError(f"model.pretrained: {type(backbone).__name__} {what}")
     weights = getattr(backbone, "weights", backbone)
     wanted = weights.state_dict()
     leave_out, random = backbone.classifier_keys, []
