@@ -7,11 +7,11 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -153,25 +153,26 @@ def run_eval(args: argparse.Namespace) -> int:
                 layout=config.data.layout,
             )
             classes = loaded.classes.names
-            by_group = groups and ScoresByGroup.of(records.images, groups, classes)
-            answer: tuple[list[str], dict[str, Any]] = ([], {})
+            answers: list[_Answer] = []
             if curves is not None:
                 overlap = {"overlapping": loaded.classes.overlapping}
-                answer = question.answer(curves.counts, classes, **overlap)
+                answers.append(
+                    _Answer("curves", *question.answer(curves.counts, classes, **overlap))
+                )
+            if groups:
+                by_group = ScoresByGroup.of(records.images, groups, classes)
+                answers.append(_Answer("by_group", by_group.lines(), by_group.to_dict()))
+            if surfaces:
+                answers.append(_Answer("surfaces", surfaces.lines(), surfaces.to_dict()))
+            if further:
+                answers.append(_of_plugins(further))
             how = f"{settings.describe()}; trained with {describe_norm(config.norm)}"
             alone = {} if args.no_labels else _members_alone(loaded, records)
             for line in (
                 *(f"warning: {warning}" for warning in dataset.warnings),
                 *([] if args.no_labels else [*report.lines(), *why_not]),
                 *([] if args.no_labels else thin_classes(report.scores, classes, split)),
-                *answer[0],
-                *(by_group.lines() if by_group else []),
-                *(surfaces.lines() if surfaces else []),
-                *(
-                    f"{name}: {key} {x:g}"
-                    for name, all_ in further.items()
-                    for key, x in all_.items()
-                ),
+                *(line for answer in answers for line in answer.lines),
                 f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
                 *(f"{name} alone: mIoU {percent(score)}" for name, score in alone.items()),
                 how,
@@ -183,19 +184,28 @@ def run_eval(args: argparse.Namespace) -> int:
                 text.say(line)
             if args.json:
                 found = _json(args.checkpoint, loaded, config, dataset, report, outcome)
-                found |= {"curves": answer[1]} if curves is not None else {}
-                found |= {"by_group": by_group.to_dict()} if by_group else {}
-                found |= {"surfaces": surfaces.to_dict()} if surfaces else {}
-                for name, scores in further.items():
-                    found.setdefault("metrics", {})[name] = {
-                        k: or_none(x) for k, x in scores.items()
-                    }
+                found |= {answer.key: answer.found for answer in answers}
                 _write(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
             if args.per_image:
                 _write(args.per_image, records.table())
             if args.curves:
                 _write(args.curves, curves_csv(curves.counts, classes))
     return EXIT_OK
+
+
+class _Answer(NamedTuple):
+    """What was asked beside the scores: as lines of text, and for JSON by its key."""
+
+    key: str
+    lines: Sequence[str]
+    found: dict[str, Any]
+
+
+def _of_plugins(further: Mapping[str, Mapping[str, float]]) -> _Answer:
+    """The scores of `eval.metrics`, by the names of the metrics."""
+    lines = [f"{name}: {key} {x:g}" for name, found in further.items() for key, x in found.items()]
+    json = {name: {k: or_none(x) for k, x in found.items()} for name, found in further.items()}
+    return _Answer("metrics", lines, json)
 
 
 def _about_thresholds(
