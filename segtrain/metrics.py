@@ -8,7 +8,7 @@ that is predicted but never labelled has IoU 0.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +152,7 @@ class ConfusionMatrix:
         rows = (label + 1).clamp_(max=min(size + 1, 255))
         columns = pred.clamp(max=size)
         cells = rows.to(torch.int32).mul_(size + 1).add_(columns)
-        table = _histogram(cells.flatten(), (size + 2) * (size + 1))
+        table = histogram(cells.flatten(), (size + 2) * (size + 1))
         return table.view(size + 2, size + 1).to(self.counts.device)
 
     def sum_over_ranks(self) -> None:
@@ -178,7 +178,7 @@ class ConfusionMatrix:
         labelled = [sum(row) for row in rows]
         predicted = [sum(column) for column in zip(*rows, strict=True)]
         total = sum(labelled)
-        return _scores(
+        return scores_from(
             correct, labelled, predicted, [total] * len(rows), ratio(sum(correct), total)
         )
 
@@ -193,7 +193,7 @@ class ConfusionMatrix:
                 raise ValueError(f"{name}: expected 0 to {highest}, found {found} pixels above")
 
 
-def _scores(
+def scores_from(
     correct: Sequence[int],
     labelled: Sequence[int],
     predicted: Sequence[int],
@@ -226,157 +226,6 @@ def _scores(
     )
 
 
-class BinaryCounts:
-    """Of classes that overlap: `counts` are pixels of each class by label and prediction.
-
-    (K, 2, 2) int64 on `device`. Of two pixels one has both classes, and the other none; for the
-    second class it is ignored.
-
-    >>> counts = BinaryCounts(2)
-    >>> label = torch.tensor([[[1, 1], [0, 255]]], dtype=torch.uint8)  # (1, 2, K)
-    >>> counts.update(torch.ones_like(label), label).tolist()
-    [[[0, 1], [0, 1]], [[0, 0], [0, 1]]]
-    >>> counts.scores().iou, counts.scores().precision
-    ((0.5, 1.0), (0.5, 1.0))
-    """
-
-    def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
-        self.counts = torch.zeros(num_classes, 2, 2, dtype=torch.int64, device=device)
-
-    def update(self, pred: Tensor, label: Tensor) -> Tensor:
-        """Adds the pixels of an image and returns their counts, as `counts`.
-
-        pred, label: (h, w, K) uint8 of 0 and 1; label also of IGNORE_INDEX.
-
-        Raises:
-            ValueError: shapes differ.
-        """
-        num_classes = len(self.counts)
-        if pred.shape != label.shape or pred.shape[-1] != num_classes:
-            shapes = f"pred {tuple(pred.shape)}, label {tuple(label.shape)}"
-            raise ValueError(f"expected (h, w, {num_classes}), got {shapes}")
-        cells = (2 * label.to(torch.int32) + pred).masked_fill_(label == IGNORE_INDEX, 4)
-        cells += torch.arange(0, 5 * num_classes, 5, dtype=torch.int32, device=cells.device)
-        counts = _histogram(cells.flatten(), 5 * num_classes).view(num_classes, 5)
-        counts = counts[:, :4].view(num_classes, 2, 2).to(self.counts.device)
-        self.counts += counts
-        return counts
-
-    def sum_over_ranks(self) -> None:
-        """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
-        dist.all_reduce_sum(self.counts)
-        dist.wait_for_device(self.counts.device)
-
-    def scores(self) -> Scores:
-        """The scores of all pixels so far; `pixel_acc` is of all pixels and classes together."""
-        rows = self.counts.tolist()
-        correct = [present[1] for _, present in rows]
-        labelled = [sum(present) for _, present in rows]
-        predicted = [absent[1] + present[1] for absent, present in rows]
-        valid = [sum(absent) + sum(present) for absent, present in rows]
-        right = sum(absent[0] + present[1] for absent, present in rows)
-        return _scores(correct, labelled, predicted, valid, ratio(right, sum(valid)))
-
-
-# A power of 2: then a bin holds exactly the float32 probabilities from its threshold on.
-CURVE_BINS = 1024
-
-
-class CurveCounts:
-    """Each class against all else: `counts` are pixels by class, label and probability.
-
-    (K, 2, 1024) int64 on `device`: without the class (row 0) and with it (row 1), by the
-    probability of this class, in bins of equal width from 0 to 1. Ignored pixels do not count.
-    """
-
-    def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
-        self.counts = torch.zeros(num_classes, 2, CURVE_BINS, dtype=torch.int64, device=device)
-
-    def update(self, probability: Tensor, label: Tensor) -> Tensor:
-        """Adds the pixels of an image and returns their counts, as `counts`.
-
-        probability: (K, h, w) float in [0, 1]. label: (h, w) uint8, or (h, w, K) where classes
-        overlap.
-        """
-        found = torch.empty_like(self.counts)
-        for k, one in enumerate(probability):  # one by one: K maps of bins would not fit
-            own = label if label.ndim == 2 else label[..., k]
-            bins = one.nan_to_num(0).mul(CURVE_BINS).to(torch.int32).clamp_(0, CURVE_BINS - 1)
-            shows = own == (k if label.ndim == 2 else 1)
-            bins.add_(shows.to(torch.int32), alpha=CURVE_BINS)
-            bins.masked_fill_(own == IGNORE_INDEX, 2 * CURVE_BINS)
-            pixels = _histogram(bins.flatten(), 2 * CURVE_BINS + 1)[:-1]
-            found[k] = pixels.view(2, CURVE_BINS)
-        self.counts += found
-        return found
-
-    def sum_over_ranks(self) -> None:
-        """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
-        dist.all_reduce_sum(self.counts)
-        dist.wait_for_device(self.counts.device)
-
-
-def average_precision(counts: Tensor) -> tuple[float, ...]:
-    """That of each class, of `CurveCounts.counts`; NaN for a class without pixels.
-
-    The sum of precision times growth of recall over all thresholds, as scikit-learn's
-    average_precision_score of probabilities rounded down to 1/1024.
-    """
-    found = []
-    for absent, present in counts.flip(-1).cumsum(-1).tolist():
-        hits = [0, *present]
-        terms = (
-            (hits[i + 1] - hits[i]) * hits[i + 1] / (hits[i + 1] + wrong)
-            for i, wrong in enumerate(absent)
-            if hits[i + 1] > hits[i]
-        )
-        found.append(ratio(math.fsum(terms), hits[-1]))
-    return tuple(found)
-
-
-# Thresholds that are tried, and counted for each image: multiples of 1/64.
-_LEVELS = 64
-
-
-def levels_of(counts: Tensor) -> Tensor:
-    """`CurveCounts.counts`, (K, 2, 1024), in 64 bins: (K, 2, 64)."""
-    return counts.unflatten(-1, (_LEVELS, -1)).sum(-1)
-
-
-def best_thresholds(levels: Tensor) -> tuple[float, ...]:
-    """The threshold of each class whose IoU is the highest, of (K, 2, 64) from `levels_of`.
-
-    Of several the one next to 0.5, which is also that of a class without pixels.
-    """
-    found = []
-    for absent, present in levels.flip(-1).cumsum(-1).flip(-1).tolist():
-        # From the first level on, all pixels are predicted: that is no threshold.
-        pairs = list(zip(present, absent, strict=True))[1:]
-        ious = [ratio(hits, present[0] + wrong) if present[0] else 0.0 for hits, wrong in pairs]
-        equal = [i + 1 for i, iou in enumerate(ious) if iou == max(ious)]
-        found.append(min(equal, key=lambda i: abs(i - _LEVELS // 2)) / _LEVELS)
-    return tuple(found)
-
-
-def counts_at(levels: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Pixels by label and prediction at these thresholds, (..., K, 2, 2), of (..., K, 2, 64)."""
-    first = torch.tensor([round(t * _LEVELS) for t in thresholds], device=levels.device)
-    above = torch.arange(_LEVELS, device=levels.device) >= first.view(-1, 1, 1)
-    predicted = (levels * above).sum(-1)
-    return torch.stack([levels.sum(-1) - predicted, predicted], -1)
-
-
-def scores_of(matrix: Tensor, calibration: Tensor) -> Scores:
-    """The scores of `counts` of a ConfusionMatrix, or of BinaryCounts and CurveCounts."""
-    if matrix.ndim == 2:
-        whole = ConfusionMatrix(len(matrix))
-        whole.counts += matrix.cpu()
-        return whole.scores()
-    binary = BinaryCounts(len(matrix))
-    binary.counts += matrix.cpu()
-    return replace(binary.scores(), ap=average_precision(calibration))
-
-
 class Calibration:
     """How often predictions are right that the model gives a certain probability.
 
@@ -393,7 +242,7 @@ class Calibration:
         bins = probability.nan_to_num(0).mul(FINE_BINS).to(torch.int32)
         bins.clamp_(0, FINE_BINS - 1).add_((pred == label).to(torch.int32), alpha=FINE_BINS)
         bins.masked_fill_(label == IGNORE_INDEX, 2 * FINE_BINS)
-        found = _histogram(bins.flatten(), 2 * FINE_BINS + 1)[:-1]
+        found = histogram(bins.flatten(), 2 * FINE_BINS + 1)[:-1]
         self.counts += found.view(2, FINE_BINS).to(self.counts.device)
 
     def sum_over_ranks(self) -> None:
@@ -495,7 +344,7 @@ def percent(value: float) -> str:
     return f"{'-' if math.isnan(value) else format(100 * value, '.2f'):>6}"
 
 
-def _histogram(cells: Tensor, num_cells: int) -> Tensor:
+def histogram(cells: Tensor, num_cells: int) -> Tensor:
     """How often each of 0 .. num_cells - 1 occurs in `cells`, (n,) int32, as int64."""
     if cells.device.type == "cpu":
         return torch.bincount(cells, minlength=num_cells)
@@ -503,7 +352,7 @@ def _histogram(cells: Tensor, num_cells: int) -> Tensor:
 
 
 def _histogram_without_wait(cells: Tensor, num_cells: int) -> Tensor:
-    """As `_histogram`: bincount reads the largest value, for which the host would wait."""
+    """As `histogram`: bincount reads the largest value, for which the host would wait."""
     copies = max(1, _SPREAD_CELLS // num_cells)
     places = torch.arange(cells.numel(), device=cells.device).remainder_(copies)
     places.mul_(num_cells).add_(cells)

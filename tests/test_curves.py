@@ -19,7 +19,7 @@ from segtrain.evaluation.curves import ClassCurve, CurveQuestion
 from segtrain.evaluation.decision_rule import rule_of
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.scoring import evaluate_dataset
-from segtrain.metrics import CURVE_BINS, CurveCounts, average_precision
+from segtrain.one_vs_rest import CURVE_BINS, CurveCounts, average_precision
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 ASKED = CurveQuestion(class_name="a", precision=0.5)

@@ -26,16 +26,16 @@ from segtrain.data.read.labels import read_label
 from segtrain.evaluation import georaster
 from segtrain.evaluation.inference import InferenceSettings, predict_labels
 from segtrain.evaluation.settings import BatchLimits
-from segtrain.metrics import (
+from segtrain.metrics import calibration_error
+from segtrain.models.ensemble import Ensemble
+from segtrain.one_vs_rest import (
     BinaryCounts,
     CurveCounts,
     best_thresholds,
-    calibration_error,
     counts_at,
     levels_of,
     scores_of,
 )
-from segtrain.models.ensemble import Ensemble
 from segtrain.training.losses import SegLoss
 from segtrain.types import IGNORE_INDEX, SegLogits
 

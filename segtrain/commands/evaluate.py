@@ -130,7 +130,12 @@ def run_eval(args: argparse.Namespace) -> int:
         evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
         measured = [one for one in (instances, surfaces) if one is not None]
         counting = [one.add for one in (*measured, *metrics)]
-        outcome = evaluate(dataset, callbacks=[*writers, *counting], curves=curves)
+        # Where classes overlap every evaluation counts the curves.
+        overlap = loaded.classes.overlapping
+        outcome = evaluate(
+            dataset, callbacks=[*writers, *counting], curves=None if overlap else curves
+        )
+        curves = outcome.calibration if curves is not None and overlap else curves
         further = {one.name: one.scores() for one in metrics}
         for one in measured:
             one.sum_over_ranks()
@@ -155,10 +160,8 @@ def run_eval(args: argparse.Namespace) -> int:
             classes = loaded.classes.names
             answers: list[_Answer] = []
             if curves is not None:
-                overlap = {"overlapping": loaded.classes.overlapping}
-                answers.append(
-                    _Answer("curves", *question.answer(curves.counts, classes, **overlap))
-                )
+                told = question.answer(curves.counts, classes, overlapping=overlap)
+                answers.append(_Answer("curves", *told))
             if groups:
                 by_group = ScoresByGroup.of(records.images, groups, classes)
                 answers.append(_Answer("by_group", by_group.lines(), by_group.to_dict()))

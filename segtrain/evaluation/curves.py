@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 
 from segtrain.errors import ConfigError
-from segtrain.metrics import (
-    CURVE_BINS,
-    CurveCounts,
-    average_precision,
-    mean_of_present,
-    or_none,
-    percent,
-    table,
-)
+from segtrain.metrics import mean_of_present, or_none, percent, table
+from segtrain.one_vs_rest import CURVE_BINS, CurveCounts, average_precision
 from segtrain.text import first_of, printable
 
 

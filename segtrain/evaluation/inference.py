@@ -125,9 +125,12 @@ def predict_labels(
 def _presence(tiles: Iterator[Tile], settings: InferenceSettings, *, keep: bool) -> LabelMap:
     """Where each class is; keep: with the probabilities."""
     present, finite, known = [], [], []
+    thresholds: Tensor | None = None
     for _, tile in tiles:
         p = tile.sigmoid() if settings.gives_logits else tile
-        thresholds = torch.tensor(settings.thresholds, dtype=p.dtype).to(p.device).view(-1, 1, 1)
+        if thresholds is None:  # once an image
+            thresholds = torch.tensor(settings.thresholds, dtype=p.dtype).view(-1, 1, 1)
+            thresholds = thresholds.to(p.device, non_blocking=True)
         present.append((p >= thresholds).to(torch.uint8))
         finite.append(p.isfinite().all())
         if keep:

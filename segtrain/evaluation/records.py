@@ -19,7 +19,8 @@ from segtrain.errors import DataError
 from segtrain.evaluation.scoring import Outcome
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.files import os_errors_as, read_bytes, write_atomic
-from segtrain.metrics import FINE_BINS, Scores, or_none, scores_of
+from segtrain.metrics import FINE_BINS, Scores, or_none
+from segtrain.one_vs_rest import scores_of
 from segtrain.run.directory import EVALUATION
 from segtrain.text import printable
 

@@ -18,12 +18,10 @@ from segtrain.distributed import collectives as dist
 from segtrain.evaluation.inference import LabelMap
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
-from segtrain.metrics import (
+from segtrain.metrics import Calibration, ConfusionMatrix, Scores
+from segtrain.one_vs_rest import (
     BinaryCounts,
-    Calibration,
-    ConfusionMatrix,
     CurveCounts,
-    Scores,
     best_thresholds,
     counts_at,
     levels_of,

@@ -25,7 +25,8 @@ from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.predictor import Predictor, for_scores
 from segtrain.export.formats import FORMATS, ExportModel, Run, quiet
 from segtrain.export.write import cases, compare
-from segtrain.metrics import BinaryCounts, ConfusionMatrix, ratio
+from segtrain.metrics import ConfusionMatrix, ratio
+from segtrain.one_vs_rest import BinaryCounts
 from segtrain.run.console import ProgressBar
 from segtrain.types import IGNORE_INDEX, SegLogits
 

@@ -24,8 +24,9 @@ from segtrain.evaluation.records import LABELLED, Records, load_records, scores_
 from segtrain.evaluation.scoring import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.files import write_atomic
-from segtrain.metrics import CurveCounts, average_precision, calibration_error
+from segtrain.metrics import calibration_error
 from segtrain.models.precision import to_eval_precision
+from segtrain.one_vs_rest import CurveCounts, average_precision
 from segtrain.results.cards import Card, draw_cards
 from segtrain.results.compare import Interval
 from segtrain.results.page import render

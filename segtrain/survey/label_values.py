@@ -110,8 +110,8 @@ def _with_painted(
         DataError: of a class nothing is left.
     """
     totals, shown_in, claimed, example = Counter(), defaultdict(set), 0, {}
-    count = _count_present if labels.overlapping else _count_painted
-    work = partial(count, len(labels.classes) + 1, labels.void, labels.threshold)
+    how = labels.void, labels.threshold, labels.overlapping
+    work = partial(_count_painted, len(labels.classes) + 1, *how)
     items = [(path, labels.class_files(folder, path), images[path].size) for path in labels.labels]
     with process_pool(num_processes(len(items), jobs)) as pool:
         for image, counts, twice in for_each_pair(work, items, pool, "overlaps"):
@@ -139,25 +139,17 @@ def _count_painted(
     num_values: int,
     void: Sequence[int],
     threshold: float | None,
+    overlapping: bool,
     item: tuple[str, Sequence[tuple[Path, int]], tuple[int, int]],
 ) -> tuple[str, np.ndarray, int]:
     """The image, its pixels of each class, the background first, and those of several classes."""
     image, files, size = item
+    if overlapping:
+        bands = contents.presence(files, size, num_values - 1, void, threshold)
+        counts = presence_counts(bands)[:num_values]
+        return image, counts, np.count_nonzero((bands == 1).sum(2) > 1)
     label, claimed = contents.painted(files, size, void, threshold)
     return image, np.bincount(label.ravel(), minlength=num_values), np.count_nonzero(claimed)
-
-
-def _count_present(
-    num_values: int,
-    void: Sequence[int],
-    threshold: float | None,
-    item: tuple[str, Sequence[tuple[Path, int]], tuple[int, int]],
-) -> tuple[str, np.ndarray, int]:
-    """As `_count_painted`, of classes that may overlap."""
-    image, files, size = item
-    bands = contents.presence(files, size, num_values - 1, void, threshold)
-    counts = presence_counts(bands)[:num_values]
-    return image, counts, np.count_nonzero((bands == 1).sum(2) > 1)
 
 
 def _checked(
