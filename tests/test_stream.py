@@ -16,7 +16,7 @@ import tifffile
 from test_predict import CLASSES, RAW_IDS, photo, read, run, save, write_video
 
 from segtrain import cli
-from segtrain.commands import predict
+from segtrain.commands import frames
 from segtrain.data.read.classes import ClassFile
 from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.evaluation import live
@@ -210,6 +210,6 @@ def test_frames_never_get_the_place_of_an_image(run, tmp_path):
 def test_label_maps_of_frames_have_a_band_for_each_class_that_overlaps(tmp_path):
     classes = ClassFile("two", CLASSES.classes[:2], (), (0, 0, 0), overlapping=True)
     label = np.random.default_rng(0).integers(0, 2, (5, 6, 2), dtype=np.uint8)
-    predict._write_label(tmp_path, "drive/000000", label, classes)
+    frames._write_label(tmp_path, "drive/000000", label, classes)
     bands = tifffile.imread(tmp_path / "labels/drive/000000.tif")
     assert np.array_equal(bands, (label * np.array([7, 23], np.uint8)).transpose(2, 0, 1))

@@ -5,13 +5,10 @@ command says so.
 """
 
 import argparse
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,13 +18,20 @@ from PIL import Image
 from torch import Tensor
 
 from segtrain.checkpoint.ready import ReadyModel, make_ready
+from segtrain.commands.frames import (
+    check_frames,
+    check_stream,
+    make_room,
+    predict_stream,
+    predict_videos,
+)
+from segtrain.commands.summary import Notes, print_about, summarize
 from segtrain.commands.volumes import ENDING, check_slices, predict_volume, split_inputs
-from segtrain.data.check.findings import photo_findings
-from segtrain.data.check.values import ImageValues, image_values, joined_values
+from segtrain.data.check.values import image_values, joined_values
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
-from segtrain.data.read.find import VIDEO_SUFFIXES, first_lines
+from segtrain.data.read.find import VIDEO_SUFFIXES
 from segtrain.data.read.image import ImageForm, ignore_missing, ignored_where
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, find_images, form_of_file, read_photo
@@ -45,18 +49,15 @@ from segtrain.evaluation.georaster import (
     write_probabilities,
 )
 from segtrain.evaluation.inference import LabelMap
-from segtrain.evaluation.live import opened, paced, without_password
 from segtrain.evaluation.object_table import ObjectTables, TableOptions
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import InferenceSettings, Size
 from segtrain.evaluation.transfer import Transfer
-from segtrain.evaluation.video import frames_of, overlay_video
 from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
-from segtrain.models.precision import evaluation_warnings
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
-from segtrain.text import counted, first_of, is_stream, printable
+from segtrain.text import first_of, is_stream, printable
 
 # Two threads each for decoding and PNG compression keep up with a device that takes 20 ms for an
 # image of two million pixels.
@@ -64,24 +65,6 @@ _THREADS = 2
 
 # Of the images in a group; more would wait in memory for each other.
 _MOST_BYTES = 100 << 20
-
-_FRAME = r"\d{6,}\.(png|tif)"  # the file of the label map of one
-
-_NOT_FINITE = (
-    "warning: the scores of {} are not finite, and predictions from them mean nothing; if they "
-    "were computed in float16, use bfloat16"
-)
-
-
-class Notes(NamedTuple):
-    """What the command says about an image at the end."""
-
-    problem: str = ""  # why it cannot be read
-    turned: bool = False  # EXIF asks for a rotation
-    in_parts: bool = False  # too large for the mode `whole` of the settings
-    values: ImageValues | None = None
-    is_finite: bool = True  # whether its scores are; else its prediction means nothing
-    cut_short: str = ""  # a video whose last frames are missing
 
 
 class DecodedPhoto(NamedTuple):
@@ -111,7 +94,11 @@ def main(args: argparse.Namespace) -> int:
         DataError: nothing to predict; or, after all others are done, images that cannot be read.
     """
     if any(is_stream(str(one)) for one in args.inputs):
-        return _predict_stream(args)
+        check_stream(args)
+        ready = _ready(args)
+        tint, how = _tint(args, ready.loaded.classes), {"rate": args.rate, "seconds": args.seconds}
+        predict_stream(ready, args.inputs[0], Path(args.output), tint, **how)
+        return EXIT_OK
     if args.rate or args.seconds:
         raise ConfigError("--rate, --seconds: are for a camera or stream, such as camera:0")
     # The user names the images, and read_photo has a bound of its own.
@@ -135,14 +122,14 @@ def main(args: argparse.Namespace) -> int:
     if args.frames:
         paths += [f"{pictures.LABELS}/{name}/0.png" for name in names]
     check_pictures("--output", output, paths, ready.config.data)
-    _print_about(ready)
+    print_about(ready)
     if skipped:
         print(skipped)
 
     tint = _tint(args, classes)
     videos = [source for source in sources if source.path.suffix.lower() in VIDEO_SUFFIXES]
     if videos:
-        _check_frames(printable(videos[0].path), ready.form)
+        check_frames(printable(videos[0].path), ready.form)
     images = [source for source in sources if source not in videos]
     sizes = {source: raster_size(source.path, MAX_PHOTO_PIXELS) for source in images}
     rasters = {source: size for source, size in sizes.items() if size is not None}
@@ -151,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
     _check_options(args, rasters, videos, has_others=len(rasters) < len(sources))
     if args.frames:
         of_videos = [video.name for video in videos]
-        _make_room(output / pictures.LABELS, of_videos, names, overwrite=args.overwrite)
+        make_room(output / pictures.LABELS, of_videos, names, overwrite=args.overwrite)
     whole = [source for source in images if source not in rasters]
     grids, without = tables_asked.grids(images)
     for line in without:
@@ -164,7 +151,7 @@ def main(args: argparse.Namespace) -> int:
     tables.write(images)
     of_volumes = predict_volumes(ready, volumes, output)
     kinds = ("masks", *pictures.KINDS) if classes.overlapping else pictures.KINDS
-    _summarize(notes, of_rasters, of_videos, of_volumes, output, kinds)
+    summarize(notes, of_rasters, of_videos, of_volumes, output, kinds)
     return EXIT_OK
 
 
@@ -180,91 +167,9 @@ def _ready(args: argparse.Namespace) -> ReadyModel:
     return ready._replace(predictor=ready.predictor.by(rule))
 
 
-def _print_about(ready: ReadyModel) -> None:
-    predictor = ready.predictor
-    print(f"{ready.loaded.about}; {predictor.settings.describe()}; {predictor.device}")
-    for line in evaluation_warnings(ready.config, predictor.device):
-        print(f"warning: {line}")
-
-
 def _tint(args: argparse.Namespace, classes: ClassFile) -> pictures.Tint:
     opacity = 0.5 if args.opacity is None else args.opacity
     return pictures.make_tint(classes, opacity, args.clear)
-
-
-def _predict_stream(args: argparse.Namespace) -> int:
-    """Predicts the newest frames of the only input, a stream, and names them by the time (UTC)."""
-    if len(args.inputs) > 1 or args.probabilities or args.frames or args.table or args.objects:
-        options = "--probabilities, --frames, --table and --objects"
-        raise ConfigError(f"a camera or stream: comes alone, without {options}")
-    address, output = args.inputs[0], Path(args.output)
-    ready = _ready(args)
-    classes, tint = ready.loaded.classes, _tint(args, ready.loaded.classes)
-    _check_frames(without_password(address), ready.form)
-    kinds = [pictures.LABELS, pictures.COLORS, pictures.OVERLAYS]
-    check_pictures("--output", output, [f"{kind}/x.png" for kind in kinds], ready.config.data)
-    _print_about(ready)
-    pictures.write_legend(output, classes)
-    num_done, is_finite = 0, True
-    with opened(address) as stream:
-        try:
-            for frame in paced(stream, rate=args.rate, seconds=args.seconds):
-                name = f"{datetime.now(UTC):%Y%m%d_%H%M%S_%f}"
-                found = _of_frame(ready, frame, without_password(address))
-                label = found.label.cpu().numpy()
-                pictures.write_prediction(output, name, frame, label, classes, tint)
-                if classes.overlapping:
-                    _write_label(output, name, label, classes)
-                num_done, is_finite = num_done + 1, is_finite and bool(found.is_finite)
-        finally:  # also where it is interrupted, or the stream is gone
-            where = f"{printable(output)}/{{{','.join(kinds)}}}"
-            print(f"{num_done} of {stream.count} frames: {where}")
-            if not is_finite:
-                print(_NOT_FINITE.format("some frames"))
-    return EXIT_OK
-
-
-def _of_frame(ready: ReadyModel, frame: np.ndarray, place: str) -> LabelMap:
-    return ready.predictor.label_maps([torch.from_numpy(frame)], place=place)[0]
-
-
-def _write_label(output: Path, name: str, label: np.ndarray, classes: ClassFile) -> None:
-    """Writes the raw ids of a frame: a PNG, or where classes overlap a TIFF of their bands."""
-    path = output / pictures.LABELS / name
-    stored = _stored(classes, label)
-    if classes.overlapping:
-        pictures.write_bands(path.with_name(f"{path.name}.tif"), stored)
-    else:
-        pictures.write_png(path.with_name(f"{path.name}.png"), stored)
-
-
-def _make_room(
-    labels: Path, videos: Sequence[str], names: Sequence[str], *, overwrite: bool
-) -> None:
-    """Removes the label maps of an earlier video's frames, of which there may have been more.
-
-    ConfigError: they are to be kept; or an image is named as a frame would be.
-    """
-    for video in videos:
-        if shared := [name for name in names if name.startswith(f"{video}/")]:
-            what = f"{printable(video)} is a video, and {first_of(shared, 1)} an image"
-            raise ConfigError(f"--frames: {what}; predict them into two directories")
-        old = [one for one in (labels / video).glob("*") if re.fullmatch(_FRAME, one.name)]
-        if old and not overwrite:
-            repair = "choose another directory or pass --overwrite"
-            raise ConfigError(f"--output {first_of(old, 1)}: exists already; {repair}")
-        with os_errors_as(ExecutionError, labels, "cannot be cleared"):
-            for one in old:
-                one.unlink()
-
-
-def _check_frames(place: str, form: ImageForm) -> None:
-    """DataError if the model does not take the frames of videos and streams."""
-    if (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
-        raise DataError(
-            f"{place}: frames are RGB of 8 bits, and the model was trained on "
-            f"{form.channels} channels of {form.dtype}"
-        )
 
 
 def _check_options(
@@ -400,16 +305,9 @@ def _write(
     with os_errors_as(ExecutionError, path, "cannot be written"):
         if tags or classes.overlapping:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_label(path, _stored(classes, label), classes.write_ignored, tags)
+            write_label(path, pictures.stored_label(classes, label), classes.write_ignored, tags)
         else:
             path.unlink(missing_ok=True)
-
-
-def _stored(classes: ClassFile, label: np.ndarray) -> np.ndarray:
-    """What label files hold of a prediction: raw ids (H, W), or bands (H, W, K)."""
-    if classes.overlapping:
-        return pictures.raw_bands(classes, label)
-    return pictures.raw_ids(classes)[label]
 
 
 def predict_rasters(
@@ -452,7 +350,7 @@ def _predict_raster(
             size,
             path,
             form=form,
-            stored=partial(_stored, ready.loaded.classes),
+            stored=partial(pictures.stored_label, ready.loaded.classes),
             no_data=ready.loaded.classes.write_ignored,
             on_block=add,
             on_label=counting.add,
@@ -463,49 +361,6 @@ def _predict_raster(
         values=joined_values(values),
         is_finite=is_finite,
     )
-
-
-def predict_videos(
-    ready: ReadyModel,
-    videos: Sequence[PhotoFile],
-    output: Path,
-    tint: pictures.Tint,
-    *,
-    with_frames: bool = False,
-) -> list[Notes]:
-    """Writes a video of the overlays of each; returns notes on each.
-
-    with_frames: also the label map of each frame, labels/NAME/000000.png and on.
-    """
-    is_finite = True
-
-    def draw(frame: np.ndarray) -> np.ndarray:
-        nonlocal is_finite
-        found = _of_frame(ready, frame, printable(source.path))
-        is_finite = is_finite and bool(found.is_finite)
-        label = found.label.cpu().numpy()
-        if with_frames:
-            _write_label(output, f"{source.name}/{next(number):06d}", label, ready.loaded.classes)
-        return tint.over(frame, label)
-
-    notes = []
-    for source in videos:
-        is_finite, number = True, count()
-        path = output / pictures.VIDEOS / f"{source.name}.mp4"
-        with os_errors_as(ExecutionError, path, "cannot be written"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            if with_frames:
-                num_frames, size = frames_of(source.path)
-                where = f"{printable(output)}/{pictures.LABELS}/{printable(source.name)}"
-                about = f"{num_frames or 'all'} frames of {size[0]}x{size[1]} px"
-                print(f"{where}: label maps of {about}", flush=True)
-            warning = overlay_video(source.path, path, draw)
-        except DataError as error:
-            notes.append(Notes(str(error)))
-        else:
-            notes.append(Notes(cut_short=warning, is_finite=is_finite))
-    return notes
 
 
 def predict_volumes(ready: ReadyModel, volumes: Sequence[VolumeFile], output: Path) -> list[Notes]:
@@ -565,41 +420,3 @@ def _predict(predictor: Predictor, group: list[DecodedPhoto], wanted: str) -> li
     place, asked = printable(group[0].source.path), {"on_windows": bar.update}
     with bar:
         return predictor.label_maps(images, place=place, probabilities=wanted, **asked)
-
-
-def _summarize(
-    images: Sequence[Notes],
-    rasters: Sequence[Notes],
-    videos: Sequence[Notes],
-    volumes: Sequence[Notes],
-    output: Path,
-    kinds: Sequence[str],
-) -> None:
-    """Prints what was done; raises DataError for files that cannot be read."""
-    notes = [*images, *rasters, *videos, *volumes]
-    values = [note.values for note in notes if note.values is not None]
-    for found, what, where in (
-        (images, "images", f"{{{','.join(kinds)}}}"),
-        (rasters, "rasters", pictures.LABELS),
-        (videos, "videos", pictures.VIDEOS),
-        (volumes, "volumes", pictures.LABELS),
-    ):
-        if found:
-            num_done = sum(not note.problem for note in found)
-            print(f"{num_done} of {len(found)} {what}: {printable(output)}/{where}")
-    if num_in_parts := sum(note.in_parts for note in notes):
-        print(f"{num_in_parts} of them too large to be predicted as a whole: in parts")
-    if turned := sum(note.turned for note in notes):
-        asks = counted(turned, "of them asks", "of them ask")
-        print(f"{asks} for a rotation by EXIF; it was ignored, as in training")
-    for note in notes:
-        if note.cut_short:
-            print(f"warning: {note.cut_short}")
-    for finding in photo_findings(values):
-        print(f"warning: {finding.lines()[0]}")
-    if infinite := sum(not note.is_finite for note in notes):
-        print(_NOT_FINITE.format(counted(infinite, "file", "files")))
-    if problems := [note.problem for note in notes if note.problem]:
-        raise DataError(
-            first_lines(f"{len(problems)} of {len(notes)} files cannot be read", problems)
-        )

@@ -329,6 +329,13 @@ def raw_bands(classes: ClassFile, pred: np.ndarray) -> np.ndarray:
     return np.where(pred == IGNORE_INDEX, dtype.type(classes.write_ignored), bands)
 
 
+def stored_label(classes: ClassFile, label: np.ndarray) -> np.ndarray:
+    """What label files hold of a prediction: raw ids (H, W), or bands (H, W, K)."""
+    if classes.overlapping:
+        return raw_bands(classes, label)
+    return raw_ids(classes)[label]
+
+
 def mask_names(classes: ClassFile) -> list[str]:
     """The folder of each class below MASKS, where classes overlap."""
     return [name.replace("/", "_").replace("\\", "_") for name in classes.names]

@@ -1,0 +1,76 @@
+"""What `segtrain predict` says of what it has done."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from segtrain.checkpoint.ready import ReadyModel
+from segtrain.data.check.findings import photo_findings
+from segtrain.data.check.values import ImageValues
+from segtrain.data.read.find import first_lines
+from segtrain.errors import DataError
+from segtrain.models.precision import evaluation_warnings
+from segtrain.run import pictures
+from segtrain.text import counted, printable
+
+NOT_FINITE = (
+    "warning: the scores of {} are not finite, and predictions from them mean nothing; if they "
+    "were computed in float16, use bfloat16"
+)
+
+
+class Notes(NamedTuple):
+    """What the command says about an image at the end."""
+
+    problem: str = ""  # why it cannot be read
+    turned: bool = False  # EXIF asks for a rotation
+    in_parts: bool = False  # too large for the mode `whole` of the settings
+    values: ImageValues | None = None
+    is_finite: bool = True  # whether its scores are; else its prediction means nothing
+    cut_short: str = ""  # a video whose last frames are missing
+
+
+def print_about(ready: ReadyModel) -> None:
+    """Says which weights predict, how and where, before they do."""
+    predictor = ready.predictor
+    print(f"{ready.loaded.about}; {predictor.settings.describe()}; {predictor.device}")
+    for line in evaluation_warnings(ready.config, predictor.device):
+        print(f"warning: {line}")
+
+
+def summarize(
+    images: Sequence[Notes],
+    rasters: Sequence[Notes],
+    videos: Sequence[Notes],
+    volumes: Sequence[Notes],
+    output: Path,
+    kinds: Sequence[str],
+) -> None:
+    """Prints what was done; raises DataError for files that cannot be read."""
+    notes = [*images, *rasters, *videos, *volumes]
+    values = [note.values for note in notes if note.values is not None]
+    for found, what, where in (
+        (images, "images", f"{{{','.join(kinds)}}}"),
+        (rasters, "rasters", pictures.LABELS),
+        (videos, "videos", pictures.VIDEOS),
+        (volumes, "volumes", pictures.LABELS),
+    ):
+        if found:
+            num_done = sum(not note.problem for note in found)
+            print(f"{num_done} of {len(found)} {what}: {printable(output)}/{where}")
+    if num_in_parts := sum(note.in_parts for note in notes):
+        print(f"{num_in_parts} of them too large to be predicted as a whole: in parts")
+    if turned := sum(note.turned for note in notes):
+        asks = counted(turned, "of them asks", "of them ask")
+        print(f"{asks} for a rotation by EXIF; it was ignored, as in training")
+    for note in notes:
+        if note.cut_short:
+            print(f"warning: {note.cut_short}")
+    for finding in photo_findings(values):
+        print(f"warning: {finding.lines()[0]}")
+    if infinite := sum(not note.is_finite for note in notes):
+        print(NOT_FINITE.format(counted(infinite, "file", "files")))
+    if problems := [note.problem for note in notes if note.problem]:
+        raise DataError(
+            first_lines(f"{len(problems)} of {len(notes)} files cannot be read", problems)
+        )
