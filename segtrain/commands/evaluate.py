@@ -141,12 +141,7 @@ def run_eval(args: argparse.Namespace) -> int:
             one.sum_over_ranks()
         records = Records.of(outcome, dataset, settings, loaded.step)
         if args.worst:
-            chosen = Chosen(dataset, sorted(records.worst(args.worst)))
-            draw = partial(_write_overlay, args.overlays, dataset, chosen.indices)
-            evaluate(chosen, callbacks=[lambda one: draw(chosen.original(one))])
-            if dist.is_main():
-                what = f"{len(chosen.indices)} worst images (neighbours of a sequence count once)"
-                say(f"overlays of the {what}: {args.overlays}")
+            _draw_worst(args, dataset, records, evaluate)
 
         # 4. Rank 0 reports.
         if dist.is_main():
@@ -162,11 +157,10 @@ def run_eval(args: argparse.Namespace) -> int:
             if curves is not None:
                 told = question.answer(curves.counts, classes, overlapping=overlap)
                 answers.append(_Answer("curves", *told))
-            if groups:
-                by_group = ScoresByGroup.of(records.images, groups, classes)
-                answers.append(_Answer("by_group", by_group.lines(), by_group.to_dict()))
-            if surfaces:
-                answers.append(_Answer("surfaces", surfaces.lines(), surfaces.to_dict()))
+            by_group = groups and ScoresByGroup.of(records.images, groups, classes)
+            for key, asked in (("by_group", by_group), ("surfaces", surfaces)):
+                if asked:
+                    answers.append(_Answer(key, asked.lines(), asked.to_dict()))
             if further:
                 answers.append(_of_plugins(further))
             how = f"{settings.describe()}; trained with {describe_norm(config.norm)}"
@@ -194,6 +188,21 @@ def run_eval(args: argparse.Namespace) -> int:
             if args.curves:
                 _write(args.curves, curves_csv(curves.counts, classes))
     return EXIT_OK
+
+
+def _draw_worst(
+    args: argparse.Namespace,
+    dataset: SegDataset,
+    records: Records,
+    evaluate: Callable[..., Outcome],
+) -> None:
+    """Predicts the worst images once more, and draws them (collective)."""
+    chosen = Chosen(dataset, sorted(records.worst(args.worst)))
+    draw = partial(_write_overlay, args.overlays, dataset, chosen.indices)
+    evaluate(chosen, callbacks=[lambda one: draw(chosen.original(one))])
+    if dist.is_main():
+        what = f"{len(chosen.indices)} worst images (neighbours of a sequence count once)"
+        say(f"overlays of the {what}: {args.overlays}")
 
 
 class _Answer(NamedTuple):
