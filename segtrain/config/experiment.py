@@ -179,8 +179,8 @@ class EvalConfig(Section):
     thresholds: Annotated[tuple[Fraction, ...], Field(min_length=1)] | None = option(
         None,
         "task multilabel: the probability from which a class is predicted, one for all or one a "
-        "class; null: for eval, predict and export those of the best IoU on eval_split, which the "
-        "checkpoint keeps; while training [0.5]",
+        "class; null: those of the best IoU on eval_split, which each evaluation of a training "
+        "finds, and the checkpoint keeps for eval, predict and export",
     )
     turns: bool = option(
         False,
