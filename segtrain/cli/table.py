@@ -82,12 +82,6 @@ def _fraction(text: str, *, below_1: bool) -> float:
     raise argparse.ArgumentTypeError(f"expected a number {words}, got '{text}'")
 
 
-def _share(text: str) -> float:
-    if value := _fraction(text, below_1=False):
-        return value
-    raise argparse.ArgumentTypeError(f"expected a number above 0, up to 1, got '{text}'")
-
-
 def _threshold(text: str) -> tuple[str, float]:
     name, equals, value = text.rpartition("=")
     if not (equals and name):
@@ -104,23 +98,19 @@ def _quantity(text: str, unit: str, words: str) -> tuple[float, str]:
     raise argparse.ArgumentTypeError(f"expected {words}, got '{text}'")
 
 
-def _tolerance(text: str) -> float:
+def _from_0(text: str, *, words: str) -> float:
     with suppress(ValueError):
         if 0 <= (value := float(text)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"expected pixels of at least 0, got '{text}'")
+    raise argparse.ArgumentTypeError(f"expected {words}, got '{text}'")
+
+
+_tolerance = partial(_from_0, words="pixels of at least 0")
+_metres = partial(_from_0, words="metres, such as 0.5")
 
 
 _length = partial(_quantity, unit=r"[^\W\d_]+", words="a number and a unit, such as 0.25um")
 _area = partial(_quantity, unit=r"(?:[^\W\d_]+2)?", words="pixels, or square units, such as 5m2")
-
-
-def _metres(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= (value := float(text)) < float("inf"):
-            return value
-    raise argparse.ArgumentTypeError(f"expected metres, such as 0.5, got '{text}'")
-
 
 _fraction_below_1, _opacity = (partial(_fraction, below_1=below) for below in (True, False))
 
@@ -132,7 +122,7 @@ def _number(text: str, *, most: float) -> float:
     raise argparse.ArgumentTypeError(f"expected a number above 0, up to {most:g}, got '{text}'")
 
 
-_points, _rate, _seconds = (partial(_number, most=most) for most in (100, 1000, 1e9))
+_share, _points, _rate, _seconds = (partial(_number, most=most) for most in (1, 100, 1000, 1e9))
 
 
 def _path(text: str) -> Path:
