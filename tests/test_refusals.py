@@ -88,7 +88,7 @@ USAGE = [
     ),
     ("predict runs/x a.png --output o --threshold a", 2, "... expected CLASS=T, got 'a'"),
     ("predict runs/x a.png --output o --unknown-below 0", 2, "... above 0, up to 1, got '0'"),
-    ("predict runs/x a.png --output o --threshold a=2", 2, "... from 0 to 1, got '2'"),
+    ("predict runs/x a.png --output o --threshold a=2", 2, "... above 0, up to 1, got '2'"),
     ("data synth root --size 64", 2, "usage: segtrain data synth [-h]..."),
     ("data synth root --size 64 1", 2, "--size 64 1: a scene has at least 16 px a side"),
     ("train c.yaml --lr 0.1", 2, "...arguments: --lr 0.1; did you mean --set optim.lr=VALUE?"),
