@@ -62,11 +62,6 @@ class _Parser(argparse.ArgumentParser):
 
             hint = instead_of(unknown, [*self.prog.split()[1:], *(args or ())])
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        nodes, rank = getattr(found, "nnodes", 1), getattr(found, "node_rank", None)
-        if nodes > 1 and (found.rdzv_endpoint is None or rank is None):
-            self.error("--nnodes: several machines need --rdzv-endpoint HOST:PORT and --node-rank")
-        if rank is not None and rank >= nodes:
-            self.error(f"--node-rank: expected less than --nnodes, {nodes}")
         return found, []
 
     def error(self, message: str) -> NoReturn:

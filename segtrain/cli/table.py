@@ -188,11 +188,13 @@ def _processes(text: str) -> int | str:
     return text if text == "auto" else positive(text)
 
 
-def _endpoint(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"expected HOST:PORT, got '{text}'")
-    return text
+def _machines(text: str) -> tuple[int, int]:
+    """The fewest and the most: `2:4`, or `2` for exactly so many."""
+    least, _, most = text.partition(":")
+    limits = positive(least), positive(most or least)
+    if limits[0] > limits[1]:
+        raise argparse.ArgumentTypeError(f"expected MIN:MAX, got '{text}'")
+    return limits
 
 
 _CONFIG_HELP = "experiment file (YAML), or a name from 'segtrain config list'"
@@ -234,7 +236,7 @@ _OVERWRITE = _switch("--overwrite", "replace a file that is already there")
 
 
 def _of_machines(name: str, help: str, *rest: Any, **options: Any) -> Argument:
-    title = "several machines (the same command on each)"
+    title = "several machines (the same command on each, in a folder that all of them share)"
     return _argument(name, help, *rest, **options)._replace(group=title)
 
 
@@ -286,15 +288,18 @@ COMMANDS = (
         _argument("--finish", "so many more steps from a run, as another run", "STEPS", positive),
         _switch("--accept-changes", "with --resume: although config or data have changed since"),
         _switch("--requeue", "in a SLURM job: at SIGUSR1 save, requeue the job and stop"),
-        _of_machines("--nnodes", "machines", "N", positive, default=1),
-        _of_machines("--node-rank", "number of this machine, from 0", "R", non_negative),
-        _of_machines("--rdzv-endpoint", "meeting point on machine 0", "HOST:PORT", _endpoint),
-        _of_machines("--rdzv-id", "name of the job, where several meet at the same point", "ID"),
+        _of_machines(
+            "--nnodes", "how many; with MIN:MAX they come and go", "N", _machines, default=(1, 1)
+        ),
+        _of_machines(
+            "--rdzv-timeout", "how long to wait for MIN", "SECONDS", positive, default=600
+        ),
+        _of_machines("--notice", "save and leave once this shell command ends with 0", "COMMAND"),
         _of_machines("--max-restarts", "of all ranks, if one fails", "N", non_negative, default=0),
         examples="segtrain train own.yaml --nproc 4 --set optim.lr=0.02\n"
         "segtrain train own.yaml --resume                        or: train runs/own --resume\n"
         "segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
-        "segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
+        "segtrain train CONFIG --nnodes 2                        on both, with one runs/\n"
         "torchrun --nproc-per-node 4 -m segtrain train CONFIG\n"
         "segtrain train runs/own --finish 5000                   as runs/own_finish",
     ),

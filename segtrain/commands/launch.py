@@ -16,8 +16,8 @@ import segtrain
 from segtrain.distributed import signals, slurm
 from segtrain.errors import ConfigError
 
-# In the run directory: the key with which the launchers of several machines sign.
-SECRET_FILE = ".secret"
+# In the run directory: where the launchers of several machines meet.
+MEETING = ".machines"
 
 _GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -81,11 +81,10 @@ def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
 
     command = [*interpreter(), "-m", "segtrain", *args.argv]
     machines = None
-    if getattr(args, "nnodes", 1) > 1:  # only `segtrain train` has it
-        run_id, secret = args.rdzv_id or "segtrain", Path(args.output, SECRET_FILE)
-        machines = MachineGroup(args.nnodes, args.rdzv_endpoint, args.node_rank, run_id, secret)
-    max_restarts = getattr(args, "max_restarts", 0)
-    return run_ranks(command, num_ranks, max_restarts=max_restarts, machines=machines)
+    if max(getattr(args, "nnodes", (1, 1))) > 1:  # only `segtrain train` has it
+        machines = MachineGroup(*args.nnodes, Path(args.output, MEETING), args.rdzv_timeout)
+    options = {name: getattr(args, name) for name in ("max_restarts", "notice") if name in args}
+    return run_ranks(command, num_ranks, machines=machines, **options)
 
 
 # Where the names of options stand that a program may give to something of its own.

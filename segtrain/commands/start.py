@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds
 _CHECKPOINT = ".pt"
 # Torch elastic after a failure and SLURM after a requeue start the same command line again.
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+# A file server gives the locks of a machine that has died free after 90 s.
+_LOCK_PATIENCE_S = 120.0
 
 
 class Target(NamedTuple):
@@ -38,11 +40,15 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
     is_first = "RANK" not in os.environ  # what is said here is said once, not by every rank
     is_rank = launch.adopt_environment()
+    least, most = args.nnodes
+    if least < most and args.finish is None and not args.resume:
+        # Who starts the run and who joins it have one command line.
+        args.resume, args.argv = True, [*args.argv, "--resume"]
     # 1. Which config, which run?
     target, resume = _find_target(args, is_first=is_first, is_rank=is_rank)
     if target.note and is_first:
         say(target.note)
-    args.output = target.directory  # the launcher keeps the key of the ranks there
+    args.output = target.directory  # the launchers of several machines meet there
     config = load_config(target.config, args.set)
     saved = resume and run_directory.has_saved(target.directory)
     # 2. Do the options fit together?
@@ -52,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     if is_first:
         show_warnings(config)
     fits = args.fit or args.fit_precision
-    if fits and (is_rank or args.nnodes > 1):
+    if fits and (is_rank or most > 1):
         raise ConfigError(
             "--fit: tries one machine before it starts the ranks there, which torchrun, srun and "
             "--nnodes do not allow; set model.recompute or train.virtual_ranks yourself"
@@ -64,8 +70,8 @@ def main(args: argparse.Namespace) -> int:
         # Before anything slow; the ranks check the directory again.
         run_directory.check_directory(target.directory, config, resume=resume)
         num_ranks = launch.num_ranks_here(args.nproc, args.device)
-        starts_ranks = num_ranks > 1 or args.nnodes > 1 or args.max_restarts > 0
-        if starts_ranks and (wrong := batch_findings(config, args.nnodes * num_ranks)):
+        starts_ranks = max(num_ranks, most) > 1 or args.max_restarts > 0 or args.notice
+        if starts_ranks and (wrong := batch_findings(config, most * num_ranks)):
             raise ConfigError("\n".join(wrong))
         if fits and not saved:
             config = _refined(args, target, fit.fitted(args, target.config, config, num_ranks))
@@ -82,7 +88,7 @@ def _find_target(args: argparse.Namespace, *, is_first: bool, is_rank: bool) -> 
     if args.finish is None:
         args.config = named_config(args.config, may_write=is_first)
         return resolve_run(args.config, resume=args.resume, output=args.output), resume
-    target = _branch(args, resume=resume, alone=not is_rank and args.nnodes == 1)
+    target = _branch(args, resume=resume, alone=not is_rank and args.nnodes == (1, 1))
     args.resume = True
     return target, True
 
@@ -114,6 +120,7 @@ def _request(
         requeue=args.requeue,
         until=args.until,
         report=write_page,
+        lock_patience_s=_LOCK_PATIENCE_S if args.nnodes != (1, 1) else 0.0,
     )
 
 

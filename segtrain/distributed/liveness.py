@@ -27,6 +27,9 @@ T = TypeVar("T")
 # Names the launcher's folder, in the environment of the ranks.
 FOLDER_VARIABLE = "SEGTRAIN_OUTCOMES"
 
+# How often the launcher has started its ranks before, in their environment.
+ATTEMPT_VARIABLE = "SEGTRAIN_ATTEMPT"
+
 # Set if all ranks of the run are on this machine.
 ONE_MACHINE = "SEGTRAIN_ONE_MACHINE"
 
@@ -45,8 +48,7 @@ def store_file() -> Path | None:
 
 def _attempt_folder() -> Path:
     """This attempt's folder, created if missing; only the launcher creates the one around it."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    folder = Path(os.environ[FOLDER_VARIABLE]) / attempt
+    folder = Path(os.environ[FOLDER_VARIABLE]) / os.environ.get(ATTEMPT_VARIABLE, "0")
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
@@ -144,7 +146,7 @@ def is_first_to_print(message: str) -> bool:
     return True
 
 
-class _Watch:
+class Watch:
     """Inside, a thread calls `_look` again and again."""
 
     def __init__(self, interval_s: float) -> None:
@@ -169,7 +171,7 @@ class _Watch:
 PATIENCE_S = 10.0
 
 
-class Watchdog(_Watch):
+class Watchdog(Watch):
     """In the launcher: kills ranks that hang, once others have missed them."""
 
     def __init__(self, folder: Path) -> None:
@@ -205,7 +207,7 @@ class Watchdog(_Watch):
 _HOST_FACTOR = 1.25
 
 
-class HostWatch(_Watch):
+class HostWatch(Watch):
     """In a rank: ends the process if a step gets stuck in the driver.
 
     The driver queues about a thousand kernels. Behind one of NCCL that waits, the host soon waits

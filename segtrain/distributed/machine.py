@@ -203,18 +203,31 @@ def address_toward(host: str, port: int) -> str | None:
     return None if ipaddress.ip_address(address).is_loopback else address
 
 
-def interface_with(address: str | None) -> str | None:
-    """The name of the interface with this IPv4 address; None if there is none."""
+def own_address() -> str | None:
+    """The address by which other machines reach this one; None: that is not clear.
+
+    That of the interface that GLOO_SOCKET_IFNAME names, or else of the way to the internet, or
+    else of the only network there is.
+    """
+    known = addresses()
+    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return known.get(name.split(",")[0])
+    if address := address_toward("192.0.2.1", 9):  # of no machine (RFC 5737)
+        return address
+    others = [address for name, address in known.items() if name != LOOPBACK]
+    return others[0] if len(others) == 1 else None
+
+
+def addresses() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one, by its name."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
-            try:
+            with suppress(OSError):  # this interface has no IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-            except OSError:  # this interface has no IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>

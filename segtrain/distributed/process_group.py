@@ -163,9 +163,10 @@ def _choose_interface() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", machine.LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", machine.LOOPBACK)
     elif host and port.isdigit():
-        interface = machine.interface_with(machine.address_toward(host, int(port)))
-        if interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        address = machine.address_toward(host, int(port))
+        for name, other in machine.addresses().items():
+            if other == address:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _open_shared_sum(timeout_s: float) -> SharedSum | None:

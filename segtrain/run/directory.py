@@ -5,6 +5,7 @@ import fcntl
 import os
 import shlex
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from glob import escape
@@ -31,13 +32,18 @@ class RunLock:
 
     The kernel releases the lock when the process ends. Some file systems have no locks. It is on
     the file that was there then: `check` whether another run has made the directory anew.
-    elsewhere: what else to do where another run uses it.
+    elsewhere: what else to do where another run uses it. patience_s: for how long to wait for that.
     """
 
     def __init__(
-        self, directory: Path, *, elsewhere: str = ", or choose another directory by --output"
+        self,
+        directory: Path,
+        *,
+        elsewhere: str = ", or choose another directory by --output",
+        patience_s: float = 0.0,
     ) -> None:
         self._directory, self._path, self._elsewhere = directory, directory / LOCK, elsewhere
+        self._until = time.monotonic() + patience_s
 
     def __enter__(self) -> Self:
         """Locks the directory; ConfigError if another run uses it or it cannot be written."""
@@ -71,6 +77,10 @@ class RunLock:
             except BlockingIOError:
                 holder = os.read(self._handle, 200).decode(errors="replace").strip()
                 os.close(self._handle)
+                if time.monotonic() < self._until:
+                    time.sleep(0.5)
+                    self._lock()
+                    return
                 holder = printable(holder or "another run")
                 what = f"in use by {holder}; wait for it to end{self._elsewhere}"
                 raise ConfigError(f"{self._directory}: {what}") from None

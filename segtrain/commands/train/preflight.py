@@ -1,5 +1,6 @@
 """Before training: what is checked before device time is spent, and the lines that are logged."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -158,6 +159,8 @@ def start_lines(
 ) -> list[str]:
     """The experiment in at most 15 lines, for the log; `step`: updates done already."""
     train, ranks = config.train, len(devices)
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # of torch elastic
+    places = f" on {machines} machines" if machines > 1 else ""
     precision = precision_on(train, next(model.parameters()).device)
     own = config if train.parallel == "sync" else config_of_process(config, ranks)
     weights = f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
@@ -176,7 +179,7 @@ def start_lines(
     parameters = sum(p.numel() for p in model.parameters())
     return [
         f"segtrain {__version__}  torch {torch.__version__}",
-        f"devices    {ranks} x {devices[0]}, {precision}"
+        f"devices    {ranks} x {devices[0]}{places}, {precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {batch}",
         f"norm       {_norm_words(config, ranks)}",

@@ -350,6 +350,7 @@ class TrainRequest:
     requeue: on SIGUSR1 save, requeue the SLURM job and stop; otherwise only save.
     until: save after this step, at most train.steps, and stop; None: train to the end.
     report: called with directory and device when the run is complete, on rank 0.
+    lock_patience_s: how long another machine may hold the directory that was in this run and died.
     """
 
     config: Config
@@ -360,6 +361,7 @@ class TrainRequest:
     requeue: bool = False
     until: int | None = None
     report: Callable[[Path, torch.device], None] | None = None
+    lock_patience_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -398,7 +400,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     make_repeatable(config, device)
 
     # 1. The run directory belongs to this run alone.
-    lock, notes = RunLock(directory), []
+    lock, notes = RunLock(directory, patience_s=request.lock_patience_s), []
     dist.run_on_rank0(lambda: _take_directory(request, lock, stack))
     folder = directory / run_directory.CHECKPOINTS
     checkpoints = CheckpointManager(folder, check_lock=lock.check)

@@ -1,0 +1,121 @@
+"""torch's elastic agent of one machine, where machines may come and go while a run trains."""
+
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from segtrain.distributed.liveness import (
+    ATTEMPT_VARIABLE,
+    PATIENCE_S,
+    read_exit_statuses,
+    read_heartbeats,
+)
+from segtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+from segtrain.text import say
+
+STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
+
+# From the first signal to SIGKILL: time enough to finish a step and write a checkpoint.
+SHUTDOWN_TIMEOUT_S = 120
+
+
+class Agent(LocalElasticAgent):
+    """Starts the ranks of this machine, and starts them again when a machine comes or goes.
+
+    torch asks the ranks to stop when a machine waits to join; all save after the same step. That
+    and the death of another machine end the ranks here, too, which torch counts as failures of this
+    machine. Here only what has begun on this machine counts against `max_restarts`.
+
+    elastic: machines come and go; otherwise as torch does it.
+    folder: of the launcher, where ranks tell it what they do.
+    patience_s: how long ranks may fail elsewhere before any has trained.
+    """
+
+    def __init__(self, *args: Any, folder: Path, elastic: bool, patience_s: float, **options: Any):
+        super().__init__(*args, **options)
+        self._folder, self._elastic, self._patience_s = folder, elastic, patience_s
+        self.has_trained = False  # whether ranks of this machine have come to their first step
+        self._attempts = itertools.count()
+        self._members: set[Any] = set()  # the machines of this round
+        self._newcomers: set[Any] = set()  # those that were not in the one before
+        self._cut_off_since: float | None = None
+        self._failing_since: float | None = None
+
+    def run(self, *args: Any) -> RunResult | None:
+        """As the base class; None: the run has ended while this machine waited for a place."""
+        try:
+            return super().run(*args)
+        finally:
+            self._note_training()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._note_training()
+        os.environ[ATTEMPT_VARIABLE] = str(next(self._attempts))
+        if self._elastic:
+            before, self._members = self._members, self._rdzv_handler.members()
+            self._newcomers, self._cut_off_since = self._members - before, None
+            first, last = (worker_group.workers[i].global_rank for i in (0, -1))
+            machines = f"{worker_group.group_rank + 1} of {worker_group.group_world_size}"
+            world_size = worker_group.workers[0].world_size
+            say(f"machine {machines}: ranks {first} to {last} of {world_size}")
+        return super()._start_workers(worker_group)
+
+    def _note_training(self) -> bool:
+        """Whether the ranks of the last attempt have come to their first step."""
+        trained = any(rank.phase != "setup" for rank in read_heartbeats(self._folder))
+        self.has_trained = self.has_trained or trained
+        return trained
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if not self._elastic:
+            return result
+        if result.state is WorkerState.HEALTHY and self._is_cut_off():
+            # They wait for ranks that do not answer any more.
+            self._pcontext.close(signal.SIGKILL)
+            result = RunResult(WorkerState.FAILED)
+        elif result.state is not WorkerState.FAILED or self._began_here(result):
+            return result
+        if self._may_go_on():
+            self._remaining_restarts += 1  # the base class takes it off again
+        return result
+
+    def _is_cut_off(self) -> bool:
+        """Whether a machine of this round has been gone for longer than its ranks take to end."""
+        if self._members <= self._rdzv_handler.members():
+            self._cut_off_since = None
+            return False
+        now = time.monotonic()
+        self._cut_off_since = self._cut_off_since or now
+        return now - self._cut_off_since > PATIENCE_S
+
+    def _began_here(self, result: RunResult) -> bool:
+        """Whether a rank of this machine failed by itself: not asked to stop, not left alone.
+
+        Not if all failed before the first step with a machine that has just come, such as one with
+        another config, where they had trained without it.
+        """
+        if self.has_trained and self._newcomers and not self._note_training():
+            return False
+        left_alone = {s.rank for s in read_exit_statuses(self._folder) if s.consequence}
+        return any(
+            rank not in left_alone and failure.exitcode not in (*STOPPED, -signal.SIGTERM)
+            for rank, failure in result.failures.items()
+        )
+
+    def _may_go_on(self) -> bool:
+        """False once ranks have failed elsewhere for `patience_s` and none has come to train."""
+        now = time.monotonic()
+        if self._note_training() or self._failing_since is None:
+            self._failing_since = now
+        return now - self._failing_since < self._patience_s
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
+        if self._pcontext:
+            self._pcontext.close(death_sig, SHUTDOWN_TIMEOUT_S)
