@@ -155,7 +155,10 @@ def _command(
         for pipe in (theirs, *(pipe for _, pipe in _Rank.waiting)):
             os.close(pipe)
         with open(mine, "rb") as file:
-            arguments, environ = pickle.load(file)
+            content = file.read()
+        if not content:  # the launcher has ended without a use for this one
+            os._exit(0)
+        arguments, environ = pickle.loads(content)
         if folder is not None:
             with suppress(FileExistsError):
                 folder.symlink_to(environ[liveness.FOLDER_VARIABLE])
@@ -176,9 +179,14 @@ def _enter(place: int) -> None:
     os.kill(place, signal.SIGKILL)
 
 
+_CHANGES = 6  # of the machines, after which ranks start anew
+
+
 def _num_ranks(args: Any) -> int:
     """How many ranks the command may start here, those of further attempts included."""
     num_ranks = getattr(args, "nproc", "auto")
     num_ranks = 1 if num_ranks == "auto" else int(num_ranks)
-    attempts, machines = 1 + getattr(args, "max_restarts", 0), getattr(args, "nnodes", 1)
-    return num_ranks * attempts if max(num_ranks, attempts, machines) > 1 else 0
+    least, most = getattr(args, "nnodes", (1, 1))
+    attempts = 1 + getattr(args, "max_restarts", 0) + (_CHANGES if least < most else 0)
+    starts = max(num_ranks, attempts, most) > 1 or getattr(args, "notice", None)
+    return num_ranks * attempts if starts else 0

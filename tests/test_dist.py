@@ -78,7 +78,7 @@ def test_ranks_of_one_machine_listen_on_its_loopback(tmp_path, monkeypatch, alre
         if already is None:
             monkeypatch.delenv(f"{library}_SOCKET_IFNAME")
     process_group._choose_interface()
-    assert machine.interface_with("127.0.0.1") == machine.LOOPBACK
+    assert machine.addresses()[machine.LOOPBACK] == "127.0.0.1"
     found = [os.environ[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")]
     assert found == [already or machine.LOOPBACK] * 2
 

@@ -14,6 +14,7 @@ from processes import run_python
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
 from segtrain.distributed.liveness import (
+    ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
     HostWatch,
     Watchdog,
@@ -33,7 +34,7 @@ def root(tmp_path, monkeypatch):
     folder.mkdir(mode=0o700)
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.delenv(ATTEMPT_VARIABLE, raising=False)
     return folder
 
 
@@ -60,10 +61,10 @@ def test_what_is_written_is_read_and_is_for_this_user_alone(root):
 
 def test_only_the_last_attempt_counts(root, monkeypatch):
     for attempt, code in (("9", 6), ("10", 0)):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
         write_exit_status(None)
         write_exit_status(code)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    monkeypatch.delenv(ATTEMPT_VARIABLE)
     assert [(status.rank, status.code) for status in read_exit_statuses(root)] == [(0, 0)]
 
 

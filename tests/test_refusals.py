@@ -71,11 +71,9 @@ USAGE = [
     ("trian c.yaml", 2, "usage: segtrain [-h]..."),
     ("train", 2, "usage: segtrain train [-h]..."),
     ("train c.yaml --nproc 0", 2, "usage: segtrain train [-h]..."),
-    ("train c.yaml --nnodes 2", 2, "usage: segtrain train [-h]..."),
-    (
-        "train c.yaml --nnodes 2 --rdzv-endpoint a:99 --node-rank 2",
-        2,
-        "usage: segtrain train [-h]...",
+    *(
+        (f"train c.yaml --nnodes {number}", 2, "usage: segtrain train [-h]...")
+        for number in ("0", "2:1", "1:", ":2", "a")
     ),
     ("predict runs/x --output out", 2, "usage: segtrain predict [-h]..."),
     *(
@@ -274,7 +272,7 @@ TRAINING = [
 ]
 
 FINISH = "train runs/my --finish 3"
-NODES = "--nnodes 2 --node-rank 0 --rdzv-endpoint a:1"
+NODES = "--nnodes 2"
 FINISHING = [
     (f"train {BEST} --finish 3", 4, f"{BEST}: holds no training state; name last.pt..."),
     (f"{FINISH} --set optim.lr=1.0", 2, "--set optim.lr: the checkpoint decides this ..."),

@@ -148,10 +148,9 @@ def train_on_two_machines(run: Run, steps: int) -> None:
     try:
         two_machines.join(names, ADDRESS)
         processes = []
-        for node, (name, ranks) in enumerate(zip(names, (1, 2), strict=True)):
-            group = ("--nnodes", 2, "--node-rank", node, "--nproc", ranks)
-            endpoint = ("--rdzv-endpoint", f"{ADDRESS.format(1)}:29400")
-            words = ["ip", "netns", "exec", name, *run.command(steps, *group, *endpoint)]
+        for name, ranks in zip(names, (1, 2), strict=True):
+            group = run.command(steps, "--nnodes", 2, "--nproc", ranks)
+            words = ["ip", "netns", "exec", name, *group]
             processes.append(subprocess.Popen(words, env=environment(2)))
         codes = [process.wait() for process in processes]
         if any(codes):

@@ -1,7 +1,7 @@
 """Lets machines join, leave, fail and die while one run trains, and compares what it ends with.
 
-Each machine is a network namespace with a launcher of `--nnodes 1:4` and one or two ranks. In
-random order a machine joins, is asked to leave (SIGTERM), has a rank or its launcher killed, dies
+Each machine is a network namespace with a launcher of `--nnodes 1:4` and one rank. In random
+order a machine joins, is asked to leave (SIGTERM), has a rank or its launcher killed, dies
 as a whole (SIGKILL to all) or loses its cable. Beside it the same experiment is left alone.
 
     python tools/chaos_machines.py runs/machines --events 50
@@ -42,8 +42,7 @@ class Machines:
 
     def start(self, name: str) -> None:
         """A launcher on machine `name`."""
-        ranks = 1 + self.names.index(name) % 2
-        words = command(*self._arguments, "--nproc", ranks, "--nnodes", f"1:{MOST}")
+        words = command(*self._arguments, "--nproc", 1, "--nnodes", f"1:{MOST}")
         self.up[name] = subprocess.Popen(
             ["ip", "netns", "exec", name, *words, "--output", self.directory],
             stdin=subprocess.DEVNULL,
@@ -109,15 +108,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="where data and runs are written")
     parser.add_argument("--events", type=int, default=50, metavar="N", help="default: 50")
-    parser.add_argument("--steps", type=int, default=600, metavar="N", help="default: 600")
+    parser.add_argument("--steps", type=int, default=500, metavar="N", help="default: 500")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: 0")
     options = parser.parse_args()
     if options.directory.exists():
         raise SystemExit(f"{options.directory}: exists; name another directory")
     options.directory.mkdir(parents=True)
     data = draw_scenes(options.directory / "data", 24, 8, (64, 96))
-    values = {"data__root": data, "train__steps": options.steps, "train__batch_size": 8}
-    more = {"train__shares": 8, "eval__every_steps": 100, "checkpoint__every_steps": 10}
+    values = {"data__root": data, "train__steps": options.steps, "train__batch_size": 4}
+    values["augment__crop_size"] = "[32, 48]"
+    more = {"train__shares": 4, "eval__every_steps": 100, "checkpoint__every_steps": 10}
     arguments = ["train", DEMO, "--device", "cpu", *settings(*SETTINGS, **values, **more)]
 
     alone = options.directory / "alone"

@@ -80,6 +80,8 @@ class Agent(LocalElasticAgent):
             # They wait for ranks that do not answer any more.
             self._pcontext.close(signal.SIGKILL)
             result = RunResult(WorkerState.FAILED)
+        elif result.state is WorkerState.SUCCEEDED and self._were_stopped():
+            result = RunResult(WorkerState.FAILED)
         elif result.state is not WorkerState.FAILED or self._began_here(result):
             return result
         if self._may_go_on():
@@ -95,6 +97,10 @@ class Agent(LocalElasticAgent):
         self._cut_off_since = self._cut_off_since or now
         return now - self._cut_off_since > PATIENCE_S
 
+    def _were_stopped(self) -> bool:
+        """Whether the ranks have ended because one on another machine was asked to stop."""
+        return any(status.code in STOPPED for status in read_exit_statuses(self._folder))
+
     def _began_here(self, result: RunResult) -> bool:
         """Whether a rank of this machine failed by itself: not asked to stop, not left alone.
 
@@ -105,7 +111,7 @@ class Agent(LocalElasticAgent):
             return False
         left_alone = {s.rank for s in read_exit_statuses(self._folder) if s.consequence}
         return any(
-            rank not in left_alone and failure.exitcode not in (*STOPPED, -signal.SIGTERM)
+            rank not in left_alone and failure.exitcode != -signal.SIGTERM
             for rank, failure in result.failures.items()
         )
 

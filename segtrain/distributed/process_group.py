@@ -8,6 +8,8 @@ In a program of your own, started by torchrun or alone:
 """
 
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -90,6 +92,8 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         store = {"store": torch_dist.FileStore(str(path), size), "rank": rank, "world_size": size}
     try:
         with _explained(in_set_up=True):
+            if "TORCHELASTIC_RUN_ID" in os.environ and not liveness.has_launcher():
+                store = _store_of_attempt(timeout)
             torch_dist.init_process_group(
                 **store,
                 backend="nccl" if is_cuda else "gloo",
@@ -105,6 +109,32 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         liveness.defer_abort(dist.abort_groups)
         raise
     dist.leave_groups()
+
+
+def _store_of_attempt(timeout: timedelta) -> dict[str, Any]:
+    """Where the ranks of this attempt meet, as arguments of `init_process_group` (collective).
+
+    torchrun keeps its store when it starts the ranks again, with the addresses of the dead. How
+    often it has is no name for an attempt: agents that join later count from 0. So rank 0 chooses
+    one, and the others believe a name only once rank 0 has answered to them.
+    """
+    store, rank, size = next(torch_dist.rendezvous("env://", timeout=timeout))
+    mine, call = uuid.uuid4().hex, "segtrain/attempt"
+    name = mine
+    if rank == 0:
+        store.set(call, mine)
+        there = [store.get(f"{mine}/{other}") for other in range(1, size)]
+        store.set(f"{mine}/all", b" ".join(there))
+    until = time.monotonic() + timeout.total_seconds()
+    while rank != 0:
+        name = store.get(call).decode()
+        store.set(f"{name}/{rank}", mine)
+        if store.check([f"{name}/all"]) and mine.encode() in store.get(f"{name}/all").split():
+            break
+        if time.monotonic() > until:
+            raise LostRanksError(f"rank {rank}: rank 0 did not come")
+        time.sleep(0.05)
+    return {"store": torch_dist.PrefixStore(name, store), "rank": rank, "world_size": size}
 
 
 @contextmanager

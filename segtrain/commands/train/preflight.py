@@ -29,11 +29,32 @@ from segtrain.errors import ConfigError, MemoryLimitError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.models.norms import describe_norm
 from segtrain.models.precision import precision_on
+from segtrain.run.directory import flat
 from segtrain.text import printable
 from segtrain.training.graph import EAGER_STEPS, why_not
 from segtrain.training.hogwild import config_of_process
 from segtrain.training.optim.schedule import describe_rates
 from segtrain.training.state import TrainState
+
+# What may differ between machines: where things lie, and how fast they are read.
+_OF_A_MACHINE = ("data.root", "data.classes", "data.pack", "data.num_workers", "plugins")
+
+
+def check_alike(config: Config) -> None:
+    """Refuses ranks that were started with another config, or segtrain, than rank 0 (collective).
+
+    Each would train its copy of the weights its own way, without a word.
+    """
+    mine = {key: x for key, x in flat(config).items() if key not in _OF_A_MACHINE}
+    mine["segtrain"] = __version__
+    first = dist.run_on_rank0(lambda: mine)
+    differing = [
+        f"{key}: {printable(first.get(key))} on rank 0, {printable(x)} on rank {dist.rank()}"
+        for key, x in mine.items()
+        if x != first.get(key)
+    ]
+    if found := next(filter(None, dist.all_gather_object(differing)), None):
+        raise ConfigError("\n  ".join(["the ranks were started with different configs", *found]))
 
 
 def check_experiment(

@@ -18,6 +18,7 @@ from segtrain.checkpoint.restore import check_changes, restore
 from segtrain.checkpoint.trained import load_initial
 from segtrain.commands.train.auto_workers import WorkerChoice
 from segtrain.commands.train.preflight import (
+    check_alike,
     check_experiment,
     class_uniform_lines,
     device_lines,
@@ -397,6 +398,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     """
     request = replace(request, resume=any(dist.all_gather_object(request.resume)))
     config, directory, device = request.config, request.directory, request.device
+    check_alike(config)
     make_repeatable(config, device)
 
     # 1. The run directory belongs to this run alone.
