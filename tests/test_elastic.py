@@ -110,10 +110,12 @@ def test_a_newcomer_that_the_run_cannot_take_leaves_alone(machine, undisturbed, 
 def test_below_the_fewest_a_launcher_waits_and_then_says_so(machine, tmp_path):
     command = machine("2:3", "--rdzv-timeout", 2)
     assert command.wait() == 6
-    assert command.errors == (
+    said = command.errors.splitlines()
+    assert said == [
+        f"segtrain: this machine, 127.0.0.1, meets at least 2 in {tmp_path / 'run' / '.machines'}",
         "segtrain: fewer than 2 machines came within 2 s (--rdzv-timeout); what was saved stays: "
-        "resume from the last checkpoint by --resume\n"
-    )
+        "resume from the last checkpoint by --resume",
+    ]
 
 
 def test_a_notice_of_eviction_saves_and_leaves(machine, tmp_path):

@@ -227,6 +227,20 @@ def test_training_needs_no_standard_streams_or_language_and_runs_nothing_of_the_
     assert load(directory / "checkpoints" / "last.pt").step == 3
 
 
+def test_torchrun_starts_ranks_again_once_after_one_death(tmp_path, data):
+    """Its store outlives the ranks, and has the addresses of the dead."""
+    options = small(data, train={"steps": 40}, checkpoint={"every_steps": 2})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", *meeting, "--max-restarts", "1"]
+    words = ["train", config, "--output", run]
+    command = Command(tmp_path, *words, program=[*torchrun, "-m", "segtrain"])
+    command.wait_for_step(run, 3)
+    os.kill(command.ranks()[1], signal.SIGKILL)
+    assert command.wait() == 0, command.errors
+    assert logged_steps(run) == list(range(1, 41))
+
+
 @pytest.mark.fault(43)
 def test_the_same_command_runs_under_torchrun_and_srun(tmp_path, data):
     """torchrun trains; srun's two tasks find the run complete."""

@@ -116,7 +116,8 @@ def main() -> int:
     options.directory.mkdir(parents=True)
     data = draw_scenes(options.directory / "data", 24, 8, (64, 96))
     values = {"data__root": data, "train__steps": options.steps, "train__batch_size": 4}
-    values["augment__crop_size"] = "[32, 48]"
+    values |= {"augment__crop_size": "[33, 41]", "model__backbone": "resnet18"}
+    values |= {"model__num_stages": 2, "model__output_stride": 8, "model__head_channels": 16}
     more = {"train__shares": 4, "eval__every_steps": 100, "checkpoint__every_steps": 10}
     arguments = ["train", DEMO, "--device", "cpu", *settings(*SETTINGS, **values, **more)]
 

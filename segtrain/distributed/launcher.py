@@ -146,6 +146,7 @@ def _meeting(machines: MachineGroup) -> SeveralMachines:
             f"one of the machines; here are {', '.join(machine.addresses())}"
         )
     limits = machines.least, machines.most
+    say(f"this machine, {address}, meets at least {machines.least} in {machines.folder}")
     return SeveralMachines.at(machines.folder, limits, address, machines.patience_s)
 
 
