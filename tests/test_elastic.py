@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from datetime import timedelta
 
 import pytest
 from experiments import assert_same_state, last, small, train, write_config
@@ -10,7 +11,7 @@ from processes import Command, logged_steps
 from torch.distributed import HashStore
 
 from segtrain.checkpoint.format import Checkpoint
-from segtrain.distributed import process_group
+from segtrain.distributed import agent, process_group
 from segtrain.distributed.launcher import Notice
 from segtrain.errors import ConfigError
 
@@ -177,3 +178,19 @@ def test_ranks_that_start_again_do_not_meet_the_dead(monkeypatch):
         others = attempt(1, 2, 0)
         assert not others[0].check(["no such"])
         assert sorted(others) == [0, 1, 2]
+
+
+def test_a_machine_that_dies_while_all_count_their_ranks_costs_one_more_round(
+    monkeypatch, tmp_path
+):
+    tries = []
+
+    def rendezvous_of_torch(self, group):
+        tries.append(group)
+        if len(tries) == 1:
+            HashStore().wait(["of the dead"], timedelta(milliseconds=1))
+
+    monkeypatch.setattr(agent.LocalElasticAgent, "_rendezvous", rendezvous_of_torch)
+    made = agent.Agent.__new__(agent.Agent)
+    made._rendezvous("group")
+    assert tries == ["group", "group"]

@@ -4,9 +4,11 @@ import itertools
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -53,6 +55,12 @@ class Agent(LocalElasticAgent):
             return super().run(*args)
         finally:
             self._note_training()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Again, if a machine dies before it has told the others how many ranks it has."""
+        while True:
+            with suppress(DistStoreError):
+                return super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._note_training()

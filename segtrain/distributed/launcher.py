@@ -88,6 +88,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="segtrain-", ignore_cleanup_errors=True) as directory:
         folder = Path(directory)
         _set_environment(folder, num_ranks, one_machine=machines is None)
+        meeting = OneMachine() if machines is None else _meeting(machines)
+        agent = _agent(command, num_ranks, max_restarts, meeting, machines, folder)
         signal.signal(signal.SIGUSR1, lambda *_: _signal_ranks(signal.SIGUSR1, folder))
         signals.raise_on_stop_signal(
             lambda number: SignalException("asked to stop", sigval=signal.Signals(number)),
@@ -95,8 +97,6 @@ def run_ranks(
         )
         failures, stopped_by, watchdog = {}, None, Watchdog(folder)
         try:
-            meeting = OneMachine() if machines is None else _meeting(machines)
-            agent = _agent(command, num_ranks, max_restarts, meeting, machines, folder)
             with watchdog, nullcontext() if notice is None else Notice(notice):
                 result = agent.run()
                 signals.ignore_stop_signals()

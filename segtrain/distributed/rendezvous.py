@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 _ROUND = "round"
 _BACKLOG = 2048
-_STORE_TIMEOUT = timedelta(seconds=60)
+_STORE_TIMEOUT = timedelta(seconds=20)
 
 # A machine that has not written for 12 s is gone. Clocks of the machines may differ by less.
 _KEEP_ALIVE_S, _MISSED = 2, 6
