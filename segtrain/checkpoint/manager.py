@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,7 @@ class CheckpointManager:
 
     Only one process writes; it calls `clean_up` first. `keep_limit` step_N.pt are kept.
     `check_lock` is called before each file is written, and raises if another run has taken over.
+    every_s: checkpoint.every_s. is_overdue: it was asked for, and nothing was saved since.
     """
 
     def __init__(
@@ -47,11 +49,16 @@ class CheckpointManager:
         *,
         keep_limit: int = _KEEP_LIMIT,
         check_lock: Callable[[], None] = lambda: None,
+        every_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = directory
         self._check_lock = check_lock
         self.last = directory / LAST
         self.keep_limit = keep_limit
+        self.is_overdue = False
+        self._every_s, self._clock = every_s, clock
+        self._since: float | None = None  # the last save or request; None: no step was done
         self._entries: dict[str, Entry] = {}  # what each file should be
         self._verified: dict[str, tuple[int, ...]] = {}  # the `_stat` of files that match
         self._manifest: bytes | None = None  # as this process last saw or wrote it
@@ -59,6 +66,20 @@ class CheckpointManager:
     def save_last(self, checkpoint: Checkpoint) -> None:
         """Replaces last.pt, which a reader finds at any moment; the old one becomes previous.pt."""
         self._save(LAST, checkpoint, keep_as=PREVIOUS)
+        self.is_overdue, self._since = False, self._clock()
+
+    def ask_by_clock(self) -> bool:
+        """Whether `every_s` seconds have passed since last.pt was saved; true once for each save.
+
+        Asked in every step, from the first on.
+        """
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        if self._every_s is None or self.is_overdue or now - self._since < self._every_s:
+            return False
+        self.is_overdue = True
+        return True
 
     def save_best(self, checkpoint: Checkpoint) -> None:
         """Replaces best.pt, for inference: it holds no training state."""

@@ -260,6 +260,9 @@ class CheckpointConfig(Section):
     """When the training state is saved. last.pt and best.pt are always kept."""
 
     every_steps: Positive = option(1000, "write last.pt this often")
+    every_s: PositiveFloat | None = option(
+        None, "also write it when so many seconds have passed since it was; null: by steps alone"
+    )
     keep_every_steps: Positive | None = option(
         None, "also keep a checkpoint of its own this often, the newest five; null: none"
     )

@@ -202,6 +202,7 @@ def _keep_cadences(run: TrainRun) -> bool:
     """
     checkpoint = run.config.checkpoint
     save_requested = run.step_sync.pop_save_request()
+    asked_by = "checkpoint.every_s" if run.checkpoints.is_overdue else "SIGUSR1"
     evaluation_due = _falls_on(run.config.eval.every_steps, run)
     keep_due = _falls_on(checkpoint.keep_every_steps, run)
     was_cut = False
@@ -213,8 +214,9 @@ def _keep_cadences(run: TrainRun) -> bool:
     # After an evaluation that was cut short, the resumption comes here again.
     if (save_due or save_requested) and not was_cut:
         save.save(run, keep=keep_due)
-    if save_requested:
-        run.log.lines([f"saved step {run.state.step}, as SIGUSR1 asked for"])
+    # A request of this very step arrives while it is saved.
+    if run.step_sync.pop_save_request() or save_requested:
+        run.log.lines([f"saved step {run.state.step}, as {asked_by} asked for"])
     if evaluation_due:
         # The device is idle here, so a signal since the step before needs no further step.
         asked = dist.all_gather_object(run.signal_flags.stop_requested())

@@ -405,7 +405,8 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     lock, notes = RunLock(directory, patience_s=request.lock_patience_s), []
     dist.run_on_rank0(lambda: _take_directory(request, lock, stack))
     folder = directory / run_directory.CHECKPOINTS
-    checkpoints = CheckpointManager(folder, check_lock=lock.check)
+    every_s = config.checkpoint.every_s
+    checkpoints = CheckpointManager(folder, check_lock=lock.check, every_s=every_s)
     # 2. The checkpoint to go on from, if there is one; is it one of this config?
     resumed = _find_checkpoint(checkpoints, request, notes)
     saved = resumed and resumed.checkpoint
@@ -451,7 +452,8 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     # 5. Signals and errors, on which all ranks act after the same step.
     signal_flags = SignalFlags(stop_on_usr1=request.requeue)
     stop_criteria = StopCriteria(config.train, saved and saved.ending, score=config.eval.best_name)
-    step_sync, meeting = _keeping_together(config, state, signal_flags, ready.data, stop_criteria)
+    asking = signal_flags, ready.data, checkpoints, stop_criteria
+    step_sync, meeting = _keeping_together(config, state, *asking)
     run = TrainRun(
         **ready.training(config, device, step_sync),
         last_step=min(config.train.steps, request.until or config.train.steps),
@@ -492,13 +494,19 @@ def _keeping_together(
     state: TrainState,
     signal_flags: SignalFlags,
     data: DatasetGuard,
+    checkpoints: CheckpointManager,
     stop_criteria: StopCriteria,
 ) -> tuple[StepSync, HogwildBarrier | None]:
     """What lets all ranks stop, save and end after the same step (collective)."""
+
+    def save_requested() -> bool:
+        by_clock = dist.is_main() and checkpoints.ask_by_clock()
+        # Labels that turn out to differ stop the run when it saves.
+        return signal_flags.pop_save_request() or by_clock or data.has_failed()
+
     requests = {
         "stop_requested": signal_flags.stop_requested,
-        # Labels that turn out to differ stop the run when it saves.
-        "save_requested": lambda: signal_flags.pop_save_request() or data.has_failed(),
+        "save_requested": save_requested,
         "end_requested": lambda: dist.is_main() and stop_criteria.is_out_of_time(),
     }
     timeout_s = config.train.timeout_s
