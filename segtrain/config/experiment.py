@@ -246,7 +246,9 @@ class LogConfig(Section):
     trackers: tuple[Literal["wandb", "mlflow", "clearml"], ...] = option(
         (), "send curves, config, scores and report there, too; needs pip install '.[trackers]'"
     )
-
+    prometheus: bool = option(
+        False, "write metrics.prom, too, for the textfile collector of Prometheus' node_exporter"
+    )
     callbacks: tuple[Callback, ...] = option(
         (), "what is called after each step, of plugins: [{name: tell, options: {}}]"
     )

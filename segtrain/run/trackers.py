@@ -1,4 +1,4 @@
-"""What a run logs, sent to Weights & Biases, MLflow and ClearML (`log.trackers`), too.
+"""What a run logs, for W&B, MLflow, ClearML (`log.trackers`) and Prometheus (`log.prometheus`).
 
 Each tracker has a thread of its own: training never waits for a network. A tracker that fails
 prints one warning and is not used again. Where they send to, and with which key, is their own
@@ -25,6 +25,7 @@ from segtrain.errors import ConfigError
 from segtrain.files import read_bytes, write_atomic
 from segtrain.run.console import say
 from segtrain.run.directory import flat
+from segtrain.run.prometheus import PROMETHEUS, MetricsFile
 from segtrain.text import first_of, printable
 
 _PROJECT = "segtrain"
@@ -210,12 +211,20 @@ class Trackers:
 
 
 def senders(directory: Path, config: Config, *, resumes: bool) -> list["Sender"]:
-    """Those of `log.trackers`. resumes: the run goes on, with the ids in `directory`."""
-    return [Sender(name, directory, config, resumes) for name in config.log.trackers]
+    """Those of `log.trackers`, and the one of `log.prometheus`.
+
+    resumes: the run goes on, with the ids in `directory`.
+    """
+    found = [Sender(name, directory, config, resumes) for name in config.log.trackers]
+    if config.log.prometheus:
+        found.append(_FileSender(PROMETHEUS, directory, config, resumes))
+    return found
 
 
 class Sender(threading.Thread):
     """Calls one tracker, in a thread."""
+
+    option = "log.trackers"
 
     def __init__(self, name: str, directory: Path, config: Config, resumes: bool) -> None:
         super().__init__(name=name, daemon=True)
@@ -224,7 +233,8 @@ class Sender(threading.Thread):
         self._has_failed = False
         # Now: a loader's worker that is forked during an import may wait for its lock for ever.
         with suppress(Exception):  # it fails again in the thread, which tells
-            import_module(name)
+            if name in TRACKERS:
+                import_module(name)
 
     def put(self, call: Callable[[Tracker], None] | None) -> None:
         """Lets the tracker do `call`; None: there will be no more."""
@@ -237,7 +247,7 @@ class Sender(threading.Thread):
         """Says once why the tracker is not used any more."""
         if not self._has_failed:
             self._has_failed = True
-            say(f"warning: log.trackers: {self.name} gets nothing any more: {printable(reason)}")
+            say(f"warning: {self.option}: {self.name} gets nothing any more: {printable(reason)}")
 
     def run(self) -> None:
         """Opens the tracker and makes the calls, in their order."""
@@ -262,6 +272,16 @@ class Sender(threading.Thread):
         tracker = TRACKERS[self.name](directory, config, kept)
         write_atomic(file, tracker.id + "\n", durable=False)
         return tracker
+
+
+class _FileSender(Sender):
+    """Writes metrics.prom, for which no library is needed and no id kept."""
+
+    option = "log.prometheus"
+
+    def _open(self) -> Tracker:
+        directory, config, _ = self._arguments
+        return MetricsFile(directory, config)
 
 
 def _mlflow_name(tag: str) -> str:
