@@ -5,6 +5,7 @@ the manifest; no other file is ever counted, removed or overwritten.
 """
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -56,9 +57,8 @@ class CheckpointManager:
         self._check_lock = check_lock
         self.last = directory / LAST
         self.keep_limit = keep_limit
-        self.is_overdue = False
-        self._every_s, self._clock = every_s, clock
-        self._since: float | None = None  # the last save or request; None: no step was done
+        self.is_overdue, self._every_s, self._clock = False, every_s, clock
+        self._since = math.inf  # the last save, or the first step
         self._entries: dict[str, Entry] = {}  # what each file should be
         self._verified: dict[str, tuple[int, ...]] = {}  # the `_stat` of files that match
         self._manifest: bytes | None = None  # as this process last saw or wrote it
@@ -74,12 +74,10 @@ class CheckpointManager:
         Asked in every step, from the first on.
         """
         now = self._clock()
-        if self._since is None:
-            self._since = now
-        if self._every_s is None or self.is_overdue or now - self._since < self._every_s:
-            return False
-        self.is_overdue = True
-        return True
+        self._since = min(self._since, now)
+        was_overdue, due = self.is_overdue, now - self._since >= (self._every_s or math.inf)
+        self.is_overdue = was_overdue or due
+        return due and not was_overdue
 
     def save_best(self, checkpoint: Checkpoint) -> None:
         """Replaces best.pt, for inference: it holds no training state."""
