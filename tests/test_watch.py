@@ -65,7 +65,23 @@ def test_speed_and_the_time_that_is_left_are_of_the_newest_lines(made):
         found = row(run.parent)
     speed = {"step": "40/100", "steps/s": "0.50", "img/s": "4.0", "to go": "0:02:00"}
     scores = {"best": "mIoU 0.2500", "at step": "25", "loss": "2.5000"}
-    assert found == {"run": str(run), "saved": "0:00:05", "state": "training"} | speed | scores
+    saved = {"saved": "25", "ago": "0:00:05"}
+    assert found == {"run": str(run), "state": "training"} | speed | saved | scores
+
+
+def test_the_newest_checkpoint_is_the_one_that_training_goes_on_from(made):
+    run = made(saved=25)
+    (run / "checkpoints/best.pt").touch()
+    entries = {"last.pt": [Entry(25, 0, "")], "step_0000030.pt": [Entry(30, 0, "")]}
+    manifest.write(run / "checkpoints", entries)
+    os.utime(run / "checkpoints/last.pt", (NOW - 4000, NOW - 4000))
+    found = row(run.parent)
+    assert (found["saved"], found["ago"]) == ("25", "1:06:40")
+    (run / "checkpoints/manifest.json").unlink()  # a copy without it
+    assert row(run.parent)["saved"] == "?"
+    (run / "checkpoints/last.pt").unlink()
+    found = row(run.parent)
+    assert (found["saved"], found["ago"]) == ("-", "-")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
+from segtrain.checkpoint.format import LAST
 from segtrain.errors import EXIT_OK, CheckpointError
 from segtrain.files import read_bytes
 from segtrain.files.manifest import read_entries
@@ -28,7 +29,7 @@ _TIMES, _LEAST_S, _AT_FIRST_S = 10, 120.0, 900.0
 _TAIL_BYTES = 1 << 18
 _STEP_S = "time/step_s"
 _TAGS = (_STEP_S, "images_per_s", "train/loss")
-_TITLES = ("run", "step", "steps/s", "img/s", "to go", "saved", "best", "at step", "loss")
+_TITLES = ("run", "step", "steps/s", "img/s", "to go", "saved", "ago", "best", "at step", "loss")
 _BLOCKS, _ROWS = " ▁▂▃▄▅▆▇█", 4
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -59,14 +60,16 @@ class Signs(NamedTuple):
     """What the files of a run tell about its present.
 
     values: the newest by tag. silence_s: how long it may write nothing. written, saved: when any
-    file, and a checkpoint, was written last; 0: none. evaluates: an evaluation is due at its newest
-    step. holder: the host that its lock file names; empty: there is none.
+    file, and last.pt, was written last; 0: none. saved_step: of last.pt; 0: unknown. evaluates: an
+    evaluation is due at its newest step. holder: the host that its lock file names; empty: there is
+    none.
     """
 
     values: dict[str, float]
     silence_s: float
     written: float
     saved: float
+    saved_step: int
     evaluates: bool
     holder: str
 
@@ -102,12 +105,13 @@ def read_signs(run: Summary) -> Signs:
     silence_s = _AT_FIRST_S
     if len(steps := newest[_STEP_S]) > 1:
         silence_s = max(_LEAST_S, _TIMES * (steps[-1][0] - steps[-2][0]) * values[_STEP_S])
-    saved = _newest(folder.glob("*.pt"))
+    saved, saved_step = _newest([folder / LAST]), 0
     logs = (run_directory.METRICS, run_directory.LOG, run_directory.RECEIPTS, run_directory.CONFIG)
-    written = max(saved, _newest(here / name for name in logs))
+    written = _newest([*folder.glob("*.pt"), *(here / name for name in logs)])
     at = max([step for points in newest.values() for step, _ in points], default=0)
     with suppress(OSError, CheckpointError):
         entries = read_entries(folder)
+        saved_step = max((entry.step for entry in entries.get(LAST, ())), default=0)
         at = max([at, *(entry.step for name in entries for entry in entries[name])])
     evaluated = max([step for step, _ in points_of(lines, b"eval/mIoU")], default=0)
     total, every = run.steps, options_of(here)[1].every_steps
@@ -115,7 +119,8 @@ def read_signs(run: Summary) -> Signs:
     holder = ""
     with suppress(OSError):
         holder = read_bytes(here / run_directory.LOCK, 1000).decode(errors="replace").strip()
-    return Signs(values, silence_s, written, saved, evaluates, holder.rpartition(" on ")[2])
+    host = holder.rpartition(" on ")[2]
+    return Signs(values, silence_s, written, saved, saved_step, evaluates, host)
 
 
 def state_of(run: Summary, signs: Signs, now: float) -> str:
@@ -168,14 +173,15 @@ def _row(run: Summary, signs: Signs, state: str, now: float) -> list[str]:
     left = "-"
     if step_s and is_alive and run.steps:
         left = _duration((run.steps - run.step) * step_s)
-    saved = _duration(now - signs.saved) if signs.saved else "-"
+    ago = _duration(now - signs.saved) if signs.saved else "-"
+    saved = str(signs.saved_step or "?") if signs.saved else "-"
     best = (
         [f"{printable(run.best_by, 30)} {run.best[1]:.4f}", str(run.best[0])] if run.best else "--"
     )
     loss = signs.values.get("train/loss")
     steps = f"{run.step}/{run.steps or '?'}"
     shown = "-" if loss is None else f"{loss:.4f}"
-    return [printable(run.directory), steps, *speed, left, saved, *best, shown]
+    return [printable(run.directory), steps, *speed, left, saved, ago, *best, shown]
 
 
 def _newest(files: Iterable[Path]) -> float:

@@ -211,10 +211,7 @@ class Trackers:
 
 
 def senders(directory: Path, config: Config, *, resumes: bool) -> list["Sender"]:
-    """Those of `log.trackers`, and the one of `log.prometheus`.
-
-    resumes: the run goes on, with the ids in `directory`.
-    """
+    """Those of the config's log. resumes: the run goes on, with the ids in `directory`."""
     found = [Sender(name, directory, config, resumes) for name in config.log.trackers]
     if config.log.prometheus:
         found.append(_FileSender(PROMETHEUS, directory, config, resumes))
