@@ -24,6 +24,7 @@ READMES = [
     *ROOT.glob("README.md"),
     *ROOT.glob("[!.]*/README.md"),
     *ROOT.glob("segtrain/*/README.md"),
+    *ROOT.glob("tools/*/README.md"),
 ]
 
 # In this order, in one folder that holds my_data/, photos/ and photo.jpg.
