@@ -476,6 +476,31 @@ def test_a_machine_boots_trains_and_notices_that_it_is_taken_away(
     assert machine.run("/bin/sh", "-c", notice).returncode == 0
 
 
+def test_a_training_is_saved_when_its_machine_is_taken_away(machine, metadata, config, tmp_path):
+    """With segtrain itself, which asks every few seconds."""
+    parsed(["train", "x"])
+    in_bucket(tmp_path, "x.whl")
+    options = yaml.safe_load(config.read_text())
+    options["train"]["steps"] = 5000
+    home = machine("c.yaml", WORK="s3://b/f")
+    program(tmp_path / "bin", "segtrain", f'exec {PYTHON} -m segtrain "$@"')
+    write_config(tmp_path / "disk/work/c.yaml", options)
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([home / "start"], cwd=tmp_path / "disk/work", env=environ)
+    run = tmp_path / "disk/work/runs/c"
+    try:
+        while 2 not in logged_steps(run):
+            assert process.poll() is None
+            time.sleep(0.05)
+        metadata[0]["spot/instance-action"] = '{"action": "stop"}'
+        assert process.wait(120) == 143
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert 2 <= last(run).step < 5000
+    assert f"step {last(run).step}, which is saved" in (run / "train.log").read_text()
+
+
 def test_the_machine_s_command_is_one_of_segtrain(machine, tmp_path):
     (tmp_path / "disk/work").mkdir(parents=True)
     (tmp_path / "disk/work/x.whl").touch()
@@ -485,9 +510,12 @@ def test_the_machine_s_command_is_one_of_segtrain(machine, tmp_path):
     assert (args.nnodes, args.notice.split()[1]) == ((2, 4), "spot/instance-action")
 
 
-@pytest.mark.parametrize("code", [0, 2, 6, 143])
+@pytest.mark.parametrize(
+    ("code", "restarts", "is_over"),
+    [(0, 0, True), (2, 0, True), (6, 3, False), (6, 20, True), (143, 99, False)],
+)
 def test_a_training_that_stops_is_copied_and_its_machine_left_or_switched_off(
-    cloud, machine, tmp_path, code
+    cloud, machine, tmp_path, code, restarts, is_over
 ):
     bucket = in_bucket(tmp_path, "x.whl")
     home = machine("c.yaml", WORK="s3://b/f")
@@ -495,12 +523,13 @@ def test_a_training_that_stops_is_copied_and_its_machine_left_or_switched_off(
     (runs / "c").mkdir()
     (runs / "c/train.log").write_text("log")
     cloud.calls.unlink()
+    text = f'[ "$1" != show ] || echo {restarts}; echo systemctl "$@" >> {cloud.calls}'
+    program(cloud.bin, "systemctl", text)
     assert machine.run(home / "stop", EXIT_STATUS=str(code)).returncode == 0
     assert (bucket / "runs/c/train.log").read_text() == "log"
     calls = cloud.calls.read_text()
     assert "journalctl --unit segtrain" in (bucket / "runs/i-1.log").read_text() + calls
     cancel = "ec2 cancel-spot-instance-requests --region eu-central-1 --spot-instance-request-ids"
-    is_over = code in (0, 2)
     assert (f"{cancel} sir-1" in calls, calls.endswith("systemctl poweroff\n")) == (is_over,) * 2
 
 

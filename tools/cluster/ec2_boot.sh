@@ -44,7 +44,10 @@ id=$(/opt/segtrain/metadata instance-id)
 journalctl --unit segtrain --boot > "/work/runs/$id.log"
 [[ $work != s3://* ]] || aws s3 sync --only-show-errors /work/runs "$work/runs"
 case $EXIT_STATUS in
-    6 | 130 | 143) exit 0 ;; # it goes on here, when the service or the machine starts again
+    130 | 143) exit 0 ;; # it goes on when the machine starts again
+    6) # it goes on in 30 s, but not for ever: the others may have come to the end of the run
+        restarts=$(systemctl show --property=NRestarts --value segtrain)
+        [ "$restarts" -ge 20 ] || exit 0 ;;
 esac
 # The run is complete, or cannot go on. Without its request, the machine stays off.
 region=$(/opt/segtrain/metadata placement/region)
