@@ -68,6 +68,8 @@ def test_a_machine_joins_and_leaves_and_the_model_is_that_of_one_process(
 
     assert_same_state(undisturbed, last(run))
     assert logged_steps(run) == list(range(1, STEPS + 1))  # none was done twice
+    late = machine("2:3")
+    assert (late.wait(), late.errors) == (0, f"segtrain: {run}: already complete\n")
     log = (run / "train.log").read_text()
     assert "2 x cpu (" in log
     assert "on 2 machines" in log

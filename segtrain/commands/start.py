@@ -12,7 +12,8 @@ from segtrain.commands.config import find_config, show_warnings
 from segtrain.config import Config, load_config
 from segtrain.config.experiment import wrong_units
 from segtrain.distributed.layout import batch_findings
-from segtrain.errors import ConfigError
+from segtrain.errors import EXIT_OK, ConfigError
+from segtrain.results.runs import summarize
 from segtrain.run import directory as run_directory
 from segtrain.run.trackers import check_installed
 from segtrain.text import say
@@ -65,6 +66,9 @@ def main(args: argparse.Namespace) -> int:
         )
     if fits and saved:
         config = _refined(args, target, fit.kept(target.directory))
+    if least < most and not is_rank and _is_complete(target.directory, config):
+        say(f"{target.directory}: already complete")  # nobody would come to train with
+        return EXIT_OK
     # 3. A rank trains, and so does a process without others; otherwise it starts them.
     if not is_rank:
         # Before anything slow; the ranks check the directory again.
@@ -91,6 +95,13 @@ def _find_target(args: argparse.Namespace, *, is_first: bool, is_rank: bool) -> 
     target = _branch(args, resume=resume, alone=not is_rank and args.nnodes == (1, 1))
     args.resume = True
     return target, True
+
+
+def _is_complete(directory: Path, config: Config) -> bool:
+    if not run_directory.is_run(directory):
+        return False
+    found = summarize(directory)
+    return found.state.startswith("complete") and found.steps == config.train.steps
 
 
 def _check_options(args: argparse.Namespace, config: Config) -> None:
