@@ -148,7 +148,7 @@ def run(machines: Machines, options: argparse.Namespace, rng: random.Random) -> 
     machines.start(machines.names[0])
     longest, since, best = 0.0, time.monotonic(), 0
     due = time.monotonic() + 10
-    left, finished = options.events, False
+    left, finished, reached = options.events, False, 0
     while machines.up or not finished:
         time.sleep(0.05)
         machines.collect()
@@ -158,7 +158,8 @@ def run(machines: Machines, options: argparse.Namespace, rng: random.Random) -> 
             longest, since, best = max(longest, now - since), now, step
         if now - since > _PATIENCE_S:
             raise SystemExit(f"stuck at step {best}; see {machines.directory.with_suffix('.out')}")
-        if left and now > due and not finished:
+        if left and now > due and (step > reached or now - due > 30) and not finished:
+            reached = step
             what = machines.happen(rng.choice(EVENTS), rng)
             left -= 1
             due = now + rng.uniform(1, 25)
