@@ -190,11 +190,11 @@ def _processes(text: str) -> int | str:
 
 def _machines(text: str) -> tuple[int, int]:
     """The fewest and the most: `2:4`, or `2` for exactly so many."""
-    least, _, most = text.partition(":")
-    limits = positive(least), positive(most or least)
-    if limits[0] > limits[1]:
-        raise argparse.ArgumentTypeError(f"expected MIN:MAX, got '{text}'")
-    return limits
+    least, *others = map(positive, text.split(":"))
+    most = others[0] if others else least
+    if len(others) > 1 or least > most:
+        raise argparse.ArgumentTypeError(f"expected N or MIN:MAX, got '{text}'")
+    return least, most
 
 
 _CONFIG_HELP = "experiment file (YAML), or a name from 'segtrain config list'"
