@@ -198,8 +198,9 @@ def run_bench(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> Config:
     """The experiment, long enough to be measured."""
     config = load_config(find_config(args.config).path, args.set)
-    if config.train.parallel != "sync":
-        raise ConfigError("train.parallel: hogwild: its processes do not share steps: use sync")
+    if config.train.is_asynchronous:
+        way = config.train.parallel
+        raise ConfigError(f"train.parallel: {way}: its processes do not share steps: use sync")
     steps = max(config.train.steps, _warmup(config) + 3 * args.steps + _PROFILED)
     train = config.train.model_copy(update={"steps": steps})
     return config.model_copy(update={"train": train})

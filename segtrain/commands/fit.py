@@ -63,8 +63,9 @@ def fitted(args: argparse.Namespace, source: Path, config: Config, num_ranks: in
     """
     from segtrain.distributed.process_group import device_for
 
-    if config.train.parallel != "sync":
-        raise ConfigError("--fit: has no effect with train.parallel: hogwild; remove one of them")
+    if config.train.is_asynchronous:
+        way = f"train.parallel: {config.train.parallel}"
+        raise ConfigError(f"--fit: has no effect with {way}; remove one of them")
     device = device_for(args.device).type
     limit = process_memory()
     num_bytes = available_memory()

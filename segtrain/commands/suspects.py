@@ -147,7 +147,7 @@ def _losses(run: Path) -> tuple[Checkpoint, Config, np.ndarray]:
     if checkpoint.sample_losses is None:
         raise CheckpointError(
             f"{path}: holds no losses of the training images: they are kept with "
-            "log.sample_losses, but not with train.compile, train.parallel hogwild or MixUp, and "
+            "log.sample_losses, but not with train.compile, another train.parallel or MixUp, and "
             "train.log says why; train again"
         )
     try:

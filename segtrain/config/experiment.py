@@ -324,18 +324,18 @@ class Config(Section):
         by_batch = self.model.recompute != "norm" or norm.is_batch_norm
         yield from self._no_effect("model.recompute", by_batch, f"norm.kind {norm.kind}")
         yield from self._norm_mistakes()
-        for term in self.loss.terms if train.parallel == "hogwild" else ():
+        for term in self.loss.terms if train.is_asynchronous else ():
             if term.kind in ("ohem", "lovasz_batch"):
                 yield (
                     f"loss: {term.kind} is about the pixels of the whole batch, which no process "
-                    "has with train.parallel hogwild; choose another loss"
+                    f"has with train.parallel {train.parallel}; choose another loss"
                 )
         weights = {term.class_weights for term in self.loss.terms if term.takes_class_weights}
-        if train.accumulate_steps > 1 and len(weights) > 1:
+        if (train.accumulate_steps > 1 or train.staleness == 0) and len(weights) > 1:
             yield (
                 "loss.also: with train.accumulate_steps microbatches are weighed by class weights, "
-                "and those of the terms differ; give all terms the same class_weights, or use "
-                "train.virtual_ranks instead"
+                "and parts with train.staleness 0, and those of the terms differ; give all terms "
+                "the same class_weights, or use train.virtual_ranks instead"
             )
         if None not in (train.shares, train.max_hours, norm.precise_batches):
             yield (

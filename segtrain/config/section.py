@@ -54,6 +54,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "ohem_threshold ohem_min_kept": "ohem_fraction=null",
     },
     "LayerRule": {"lr_mult weight_decay decay_toward keep_zeros zero": "freeze=null freeze=false"},
+    "TrainConfig": {"staleness": "parallel=server"},
     "OptimConfig": {"momentum": "kind=sgd", "sam_every": "sam_rho"},
     "ScheduleConfig": {
         "poly_power": "kind=poly",
@@ -96,9 +97,15 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("norm.images", "train.parallel", "every process has statistics of its own"),
         ("norm.precise_batches", "train.parallel", "its processes share running statistics"),
         (
-            "optim.ema_decay optim.sam_rho optim.decoupled_decay",
+            "optim.sam_rho optim.decoupled_decay",
             "train.parallel",
             "its processes do not wait for each other",
+        ),
+        ("optim.ema_decay", "train.parallel=hogwild", "no process has the steps of all"),
+        (
+            "augment.mixup_alpha",
+            "train.staleness=0",
+            "gradients are weighed by their pixels, of which partners have others",
         ),
     ),
 }

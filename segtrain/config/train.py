@@ -37,10 +37,16 @@ class TrainConfig(Section):
             "the start, after evaluations and at checkpoints",
         )
     )
-    parallel: Literal["sync", "hogwild"] = option(
+    parallel: Literal["sync", "hogwild", "server"] = option(
         "sync",
         "hogwild: CPU processes change the same weights without waiting for each other; the "
-        "result depends on their number and on chance",
+        "result depends on their number and on chance. server: the first process holds the "
+        "weights and updates them by the gradients of the others, on one machine or several",
+    )
+    staleness: NonNegative = option(
+        16,
+        "server: the most updates between the fetch of weights and the update by their gradient; "
+        "a process that is too far ahead waits. 0: one update by the gradients of a whole batch",
     )
     precision: Literal["float32", "tf32", "bfloat16", "float16", "float64"] = option(
         "tf32",
@@ -81,6 +87,11 @@ class TrainConfig(Section):
     timeout_s: PositiveFloat = option(
         600.0, "how long a rank waits for the others before it gives up"
     )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether processes do not compute their steps together."""
+        return self.parallel != "sync"
 
     def _mistakes(self) -> Iterator[str]:
         if not isinstance(self.split, str) and not any(self.split):

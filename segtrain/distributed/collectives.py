@@ -355,6 +355,38 @@ def _gather_processes(tensor: Tensor, group: Group | None = None) -> Tensor:
     return gathered.view(size * len(tensor), *tensor.shape[1:])
 
 
+def send(value: Any, tensor: Tensor, to: int) -> None:
+    """Sends `value`, as JSON, and a tensor on the CPU to rank `to`; RuntimeError: it is gone."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    for part in (torch.tensor([len(data)]), data, tensor):
+        torch_dist.send(part, to)
+
+
+def receive(tensor: Tensor, source: int) -> Any:
+    """The value that `source` sends, and its tensor into `tensor`; RuntimeError: it is gone."""
+    length = torch.empty(1, dtype=torch.int64)
+    torch_dist.recv(length, source)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    for part in (data, tensor):
+        torch_dist.recv(part, source)
+    return json.loads(data.numpy().tobytes())
+
+
+def go_on_with(ranks: Sequence[int]) -> None:
+    """Leaves the ranks that are gone; `ranks`, in ascending order, get new numbers.
+
+    Collective among them. On CPUs only: NCCL would wait for those that are gone.
+    """
+    if len(ranks) == world_size():
+        return
+    number, store = ranks.index(rank()), torch_dist.distributed_c10d._get_default_store()
+    store = torch_dist.PrefixStore("-".join(map(str, ranks)), store)
+    leave_groups()
+    torch_dist.init_process_group(
+        "gloo", store=store, rank=number, world_size=len(ranks), timeout=_timeout
+    )
+
+
 def broadcast_from_rank0(tensors: Iterable[Tensor]) -> None:
     """Overwrites `tensors` with those of rank 0. Collective."""
     if _num_processes(None) == 1:

@@ -16,6 +16,8 @@ def even(ranks: int) -> Split:
 def split_of(train: TrainConfig, ranks: int) -> Split:
     """That of train.split; even if it has to be measured, or is for another number of ranks."""
     split = train.split
+    if train.parallel == "server":
+        return (0, *even(ranks - 1))
     return split if isinstance(split, tuple) and len(split) == ranks else even(ranks)
 
 
@@ -139,34 +141,47 @@ def _cut(whole: range, sizes: list[int]) -> list[range]:
     return [whole[a:b] for a, b in pairwise(ends)]
 
 
+def processes_with_images(train: TrainConfig, ranks: int) -> int:
+    """Into how many parts the ranks divide a batch: a server has none."""
+    return ranks - (train.parallel == "server")
+
+
 def images_together(config: Config, ranks: int) -> int:
     """The fewest images over which batch norm takes its statistics in a microbatch."""
     if config.norm.images != "all":
         return config.norm.images
-    images = config.train.batch_size // config.train.accumulate_steps
-    return images // ranks if config.train.parallel == "hogwild" else images
+    train, images = config.train, config.train.batch_size // config.train.accumulate_steps
+    return images // processes_with_images(train, ranks) if train.is_asynchronous else images
 
 
 def batch_findings(config: Config, ranks: int) -> list[str]:
     """What is wrong with the batch size for so many ranks."""
     train = config.train
-    hogwild = train.parallel == "hogwild"
     if train.shares is not None and ranks > train.shares:
         return [
             f"train.shares: {train.shares} shares leave some of {ranks} ranks without one; start "
             f"at most {train.shares} ranks, or raise it before training begins: the number of "
             "shares is part of the result"
         ]
+    if not train.is_asynchronous:
+        return []
+    parts, way = processes_with_images(train, ranks), f"train.parallel: {train.parallel}"
+    if parts == 0:
+        return [f"{way}: the first process computes no gradients; start at least 2 (--nproc)"]
     at = f"train.batch_size: {train.batch_size}"
-    if hogwild and train.batch_size % ranks:
+    if train.batch_size % parts:
         return [
-            f"{at} images are not alike many for {ranks} processes, so some would count more than "
-            f"others (train.parallel: hogwild); use a multiple of {ranks}"
+            f"{at} images are not alike many for {parts} processes, so some would count more than "
+            f"others ({way}); use a multiple of {parts}"
         ]
-    if hogwild and config.norm.kind == "sync" and images_together(config, ranks) == 1:
+    if config.norm.kind == "sync" and images_together(config, ranks) == 1:
         return [
             "train.batch_size: the globally pooled branch has one value a channel for an image, "
-            f"and batch norm needs two; use at least {2 * ranks} (train.parallel: hogwild, {ranks} "
-            "processes)"
+            f"and batch norm needs two; use at least {2 * parts} ({way}, {parts} processes)"
+        ]
+    if train.parallel == "server" and 0 < train.staleness < parts - 1:
+        return [
+            f"train.staleness: {train.staleness} would let some of {parts} workers always wait, "
+            f"because the others make {parts - 1} updates meanwhile; use 0 or at least {parts - 1}"
         ]
     return []

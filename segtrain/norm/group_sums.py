@@ -24,7 +24,7 @@ class SeenBatch(NamedTuple):
 
 
 class Move(NamedTuple):
-    """How running statistics follow a batch; see SyncBatchNorm._update."""
+    """How running statistics follow a batch; see SyncBatchNorm.move_running."""
 
     mean: Tensor
     unbiased_var: Tensor

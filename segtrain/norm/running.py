@@ -117,7 +117,7 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     sizes = [2 * layer.num_features + 2 for layer in layers]
     for layer, part in zip(layers, total.split(sizes), strict=True):
         move = move_from(part, layer.running)
-        layer._update(move.mean, move.unbiased_var, move.batches, move.weight)
+        layer.move_running(move.mean, move.unbiased_var, move.batches, move.weight)
     for replicas in with_replicas:
         for layer in replicas:
             layer._seen.clear()

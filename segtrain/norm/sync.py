@@ -196,10 +196,10 @@ class SyncBatchNorm(_BatchNorm):
             # A Python number saves ten operations; on a GPU reading it would wait.
             count = count.item()
         # A batch without values on any rank changes nothing.
-        self._update(mean, unbiased(var, count), count >= 1)
+        self.move_running(mean, unbiased(var, count), count >= 1)
 
     @torch.no_grad()
-    def _update(
+    def move_running(
         self,
         mean: Tensor,
         unbiased_var: Tensor,

@@ -113,4 +113,9 @@ def progress_words(values: Mapping[str, float], best: dict[str, Any] | None) -> 
         *([] if best is None else [f"best {printable(best['by'], 20)} {best['score']:.3f}"]),
         f"lr {digits}e{int(exponent)}",
         f"{values['images_per_s']:.1f} img/s",
+        *(
+            f"{key} {values[key]:.1f}"
+            for key in ("staleness/mean", "staleness/max")
+            if key in values
+        ),
     ]

@@ -19,6 +19,7 @@ from torch import Tensor, frombuffer, nn
 
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.layout import processes_with_images
 from segtrain.errors import ExecutionError, LostRanksError
 from segtrain.files import os_errors_as
 from segtrain.training.local import LocalStep
@@ -97,12 +98,15 @@ def share_model(model: nn.Module) -> None:
         setattr(layer, name, next(copies))
 
 
-def config_of_process(config: Config, processes: int) -> Config:
-    """The experiment as one of the processes trains it, with its part of the learning rate.
+def config_of_process(config: Config, ranks: int) -> Config:
+    """The experiment as one update sees it, with its part of the learning rate.
 
-    Together they do `processes` times the updates, each with the mean gradient of so many times
-    fewer images.
+    Where each process's part of a batch is an update, there are so many times the updates, each
+    with the mean gradient of so many times fewer images. Otherwise the same experiment.
     """
+    if not config.train.is_asynchronous or config.train.staleness == 0:
+        return config
+    processes = processes_with_images(config.train, ranks)
     optim = config.optim.model_copy(update={"lr": config.optim.lr / processes})
     schedule, rates = config.schedule, ("min_lr", "finish_lr", "finish_peak")
     parts = {name: rate / processes for name in rates if (rate := getattr(schedule, name))}
@@ -161,6 +165,10 @@ class HogwildBarrier(Part):
     def after_step(self, run: Any, local: LocalStep, result: StepResult) -> None:
         """Tells the other processes."""
         self._steps[dist.rank()] = result.step
+
+    def go_on(self, run: Any) -> None:
+        """Until rank 0 has written or evaluated the weights, nobody changes them (collective)."""
+        dist.barrier()
 
     def _wait_for_slowest(self) -> None:
         began = time.monotonic()

@@ -23,3 +23,7 @@ class Part:
         Keep tensors of `result` and read them later: reading one waits for the device. A resumed
         process begins with a new part. With train.parallel hogwild, the loss is this process's.
         """
+
+    def scalars(self) -> dict[str, float]:
+        """What a log line has of this part about the steps since the line before, by tag."""
+        return {}

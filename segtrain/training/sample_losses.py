@@ -51,8 +51,9 @@ def why_unmeasured(config: Config, num_images: int) -> str:
         return "a pixel has several classes (task multilabel)"
     if config.train.compile:
         return "a compiled graph may never make the logits (train.compile)"
-    if config.train.parallel == "hogwild":
-        return "no step sees the same weights on all processes (train.parallel: hogwild)"
+    if config.train.is_asynchronous:
+        way = config.train.parallel
+        return f"no step sees the same weights on all processes (train.parallel: {way})"
     if config.augment.mixup_alpha is not None or config.augment.class_mix_prob == 1:
         return "crops show two images (augment.mixup_alpha or class_mix_prob)"
     if 2 * 8 * num_images > _MOST_BYTES:

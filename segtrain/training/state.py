@@ -185,6 +185,8 @@ def make_state(
     initial_weights = make_initial_weights(model, optim, loaded, resumed=resumed)
     if optim.sam_rho is not None:
         refuse_layers(model, "optim.sam_rho")
+    if train.parallel == "server":
+        refuse_layers(model, "train.parallel: server")
     data = config.data
     normalize = Normalize(data.mean, data.std, data.value_range).to(device, dtype_of(train))
     criterion = SegLoss(
@@ -199,7 +201,7 @@ def make_state(
         # Only the microbatches of a step differ in size, and a graph with open sizes is slower.
         wrapped = torch.compile(wrapped, fullgraph=True, dynamic=False)
     # Virtual ranks have a backward pass each, so their gradients wait for the end.
-    summed = [] if train.parallel == "hogwild" else model.named_parameters()
+    summed = [] if train.is_asynchronous else model.named_parameters()
     scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "float16")
     scaler.scale(torch.zeros((), device=device))  # makes its tensors; shares would do it at once
     split = split_of(train, dist.world_size())

@@ -93,7 +93,8 @@ class WorkerChoice(Part):
     @classmethod
     def of(cls, config: Config, tell: Callable[[list[str]], object]) -> "WorkerChoice | None":
         """One where the config asks for it."""
-        return cls(tell) if config.data.num_workers == "auto" else None
+        measures = config.data.num_workers == "auto" and config.train.parallel != "server"
+        return cls(tell) if measures else None
 
     @contextmanager
     def around(self, run: Training) -> Iterator[None]:

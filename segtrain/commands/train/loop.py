@@ -98,7 +98,7 @@ def _begin_steps(run: TrainRun) -> None:
         else:  # receipts of another config are not of the same mean
             _count_unlogged(run)
     if run.meeting is not None:
-        dist.barrier()  # rank 0 may still write the weights that were evaluated last
+        run.meeting.go_on(run)
     run.step_log.begin(run.state.step)
     liveness.beat("training", run.state.step)
 
@@ -222,15 +222,13 @@ def _keep_cadences(run: TrainRun) -> bool:
         asked = dist.all_gather_object(run.signal_flags.stop_requested())
         run.step_sync.ask(stop=any(asked))
     if run.meeting is not None:
-        dist.barrier()  # until rank 0 has written the weights, nobody changes them
+        run.meeting.go_on(run)
     return evaluation_due or save_due
 
 
 def _is_due(run: TrainRun) -> bool:
     """Whether something besides training happens after this step."""
-    checkpoint = run.config.checkpoint
-    cadences = run.config.eval.every_steps, checkpoint.every_steps, checkpoint.keep_every_steps
-    due = any(_falls_on(every, run) for every in cadences)
+    due = run.is_due(run.state.step)
     if run.meeting is None:
         return due or run.step_sync.save_is_due
     return run.meeting.has_begun(run.state.step, due=due or run.state.step == run.last_step)

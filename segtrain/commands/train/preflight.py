@@ -69,8 +69,8 @@ def check_experiment(
     num_classes = train_set.classes.num_classes
     # 1. What is the same on all ranks.
     findings = batch_findings(config, dist.world_size())
-    if config.train.parallel == "hogwild" and device.type != "cpu":
-        findings.append("train.parallel: hogwild runs on CPUs only: use --device cpu, or sync")
+    if (way := config.train.parallel) != "sync" and device.type != "cpu":
+        findings.append(f"train.parallel: {way} runs on CPUs only: use --device cpu, or sync")
     numbers = {}
     for i, term in enumerate(config.loss.terms):
         key = "loss" if i == 0 else f"loss.also[{i - 1}]"
@@ -105,6 +105,8 @@ def check_experiment(
 
 
 def _split_warnings(train: TrainConfig, ranks: int) -> list[str]:
+    if train.parallel == "server":
+        return []
     split, warnings = split_of(train, ranks), []
     if not isinstance(train.split, str) and split != train.split and ranks > 1:
         warnings.append(
@@ -183,7 +185,7 @@ def start_lines(
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # of torch elastic
     places = f" on {machines} machines" if machines > 1 else ""
     precision = precision_on(train, next(model.parameters()).device)
-    own = config if train.parallel == "sync" else config_of_process(config, ranks)
+    own = config_of_process(config, ranks)
     weights = f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
     if step:
         weights = "from the checkpoint"
@@ -217,8 +219,12 @@ def start_lines(
     ]
 
 
-def hogwild_line(processes: int) -> str:
-    """A line for the log about train.parallel hogwild."""
+def asynchronous_line(train: TrainConfig, processes: int) -> str:
+    """A line for the log about train.parallel, if it is not sync."""
+    if train.parallel == "server":
+        ages = f"at most {train.staleness} updates old, and another run ends with other weights"
+        how = ages if train.staleness else "of whole batches"
+        return f"parallel   server: {processes - 1} workers send rank 0 gradients {how}"
     if processes == 1:
         return "warning: train.parallel hogwild is about several processes; this is only one"
     return (
@@ -244,7 +250,7 @@ def class_uniform_lines(sampling: ClassUniform, classes: ClassFile) -> list[str]
 def _norm_words(config: Config, ranks: int) -> str:
     if not config.norm.is_batch_norm:
         return describe_norm(config.norm)
-    hogwild = config.train.parallel == "hogwild"
-    kind = "batch norm, each process alone" if hogwild else describe_norm(config.norm)
+    alone = config.train.is_asynchronous
+    kind = "batch norm, each process alone" if alone else describe_norm(config.norm)
     images = images_together(config, ranks)
     return f"{kind}; statistics over {images} images"

@@ -18,11 +18,11 @@ from segtrain.checkpoint.restore import check_changes, restore
 from segtrain.checkpoint.trained import load_initial
 from segtrain.commands.train.auto_workers import WorkerChoice
 from segtrain.commands.train.preflight import (
+    asynchronous_line,
     check_alike,
     check_experiment,
     class_uniform_lines,
     device_lines,
-    hogwild_line,
     start_lines,
 )
 from segtrain.commands.train.split import MeasuredSplit
@@ -53,6 +53,7 @@ from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
 from segtrain.training.receipt_meter import ReceiptMeter, StepMeter
 from segtrain.training.sample_losses import SampleLosses, why_unmeasured
+from segtrain.training.server import Server, Worker
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
@@ -92,9 +93,7 @@ class Prepared:
 
     def training(self, config: Config, device: torch.device, step_sync: StepSync) -> dict[str, Any]:
         """The fields of a `Training` but for those about its run."""
-        own = config
-        if config.train.parallel == "hogwild":
-            own = config_of_process(config, dist.world_size())
+        own = config_of_process(config, dist.world_size())
         step = TrainStep(self.state, own, device, step_sync)
         graph_off = why_not(config, self.state, device)
         return {
@@ -141,7 +140,8 @@ def prepare(
         notes += other_arithmetic(state, known and known.checkpoint)
     if config.train.parallel == "hogwild":
         share_model(state.model)
-        notes.append(hogwild_line(dist.world_size()))
+    if config.train.is_asynchronous:
+        notes.append(asynchronous_line(config.train, dist.world_size()))
     notes += device_lines(config, state, device)
     # 3. Is the data that of the checkpoint? Labels are hashed while training runs.
     splits = train_set, eval_set
@@ -381,9 +381,15 @@ class TrainRun(Training):
     changes: list[str]  # of config and centroids since the checkpoint, which were accepted
     step_log: StepLog
     receipts: ReceiptMeter | None = None  # with train.shares
-    meeting: HogwildBarrier | None = None  # with train.parallel hogwild
+    meeting: HogwildBarrier | Server | Worker | None = None  # with another train.parallel than sync
     split: MeasuredSplit | None = None  # with train.split measured, and several ranks
     thresholds: Sequence[float] | None = None  # of the newest evaluation, with task multilabel
+
+    def is_due(self, step: int) -> bool:
+        """Whether the config asks for an evaluation or a checkpoint after `step`."""
+        config, saving = self.config, self.config.checkpoint
+        cadences = config.eval.every_steps, saving.every_steps, saving.keep_every_steps
+        return step < config.train.steps and any(n and step % n == 0 for n in cadences)
 
     def flush_receipts(self) -> None:
         """Writes the receipts of the steps since the last call (collective)."""
@@ -454,8 +460,9 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     stop_criteria = StopCriteria(config.train, saved and saved.ending, score=config.eval.best_name)
     asking = signal_flags, ready.data, checkpoints, stop_criteria
     step_sync, meeting = _keeping_together(config, state, *asking)
+    steps = {"step": meeting} if isinstance(meeting, TrainStep) else {}
     run = TrainRun(
-        **ready.training(config, device, step_sync),
+        **ready.training(config, device, step_sync) | steps,
         last_step=min(config.train.steps, request.until or config.train.steps),
         directory=directory,
         eval_set=eval_set,
@@ -496,7 +503,7 @@ def _keeping_together(
     data: DatasetGuard,
     checkpoints: CheckpointManager,
     stop_criteria: StopCriteria,
-) -> tuple[StepSync, HogwildBarrier | None]:
+) -> tuple[StepSync, HogwildBarrier | Server | Worker | None]:
     """What lets all ranks stop, save and end after the same step (collective)."""
 
     def save_requested() -> bool:
@@ -515,6 +522,10 @@ def _keeping_together(
         limits = {"overflow_allowed": overflow_allowed, "timeout_s": timeout_s}
         return StepSync(**requests, **limits), None
     step_sync = StepSync(lambda: False)
+    if config.train.parallel == "server":
+        about = state, config_of_process(config, dist.world_size()), torch.device("cpu"), step_sync
+        end = Server if dist.is_main() else Worker
+        return step_sync, end(*about, requests=[*requests.values()], timeout_s=timeout_s)
     return step_sync, HogwildBarrier(step_sync, step=state.step, timeout_s=timeout_s, **requests)
 
 

@@ -46,6 +46,8 @@ class StepLog(Part):
     def write(self, run: Any) -> None:
         """Logs the means over the steps since the line before."""
         self._values = self.meter.read()
+        if run.meeting is not None:
+            self._values |= run.meeting.scalars()
         run.log.scalars(run.state.step, self._values)
         if run.split is not None:
             run.split.update(self._values["time/step_s"])

@@ -56,6 +56,8 @@ def most_workers(config: Config, form: ImageForm, bands: int = 1) -> int:
 
 def first_workers(config: Config, form: ImageForm, bands: int = 1) -> int:
     """The loader processes with which the training of this rank begins."""
+    if config.train.parallel == "server":
+        return 0  # a worker learns which images it gets when it has sent the gradient before
     number = num_loader_workers(config.data)
     if config.data.num_workers != "auto":
         return number

@@ -1,0 +1,326 @@
+"""A parameter server: rank 0 has the weights, and updates them by gradients that workers send.
+
+Rank 0 has the weights, the optimizer and the running statistics. A batch is cut into as many parts
+as there are workers when the run begins. A worker gets the weights and the number of a part, sends
+its gradient, and gets the next part with the newest weights. So a slow worker has fewer parts.
+
+With `train.staleness` N above 0 each gradient is an update, with its part of the learning rate. At
+most N updates lie between a worker's fetch of the weights and the update by its gradient: one that
+would make another's older waits (stale synchronous parallel, Ho et al., NIPS 2013). With 0, the
+mean gradient of all parts of a batch is one update: that of `sync` with the parts as microbatches.
+A step is a whole batch either way.
+
+Running statistics: a part is a batch of its own to batch norm. A worker sends the mean and variance
+of each layer, and the server moves the running ones toward them by the layer's momentum, part by
+part, as `sync` does microbatch by microbatch.
+
+A part whose worker dies is lost, and the others go on. They join anew where they meet: to evaluate,
+to save and to stop.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.layout import Layout
+from segtrain.errors import ConfigError, LostRanksError, NonFiniteError
+from segtrain.norm import SyncBatchNorm
+from segtrain.run.console import say
+from segtrain.text import counted
+from segtrain.training.local import LocalStep, StepNumbers
+from segtrain.training.part import Part
+from segtrain.training.step import StepResult, StepTensors, TrainStep, gradient, update
+
+
+class _Gradient(NamedTuple):
+    """What a worker tells, and what the server knows of it."""
+
+    is_bad: bool  # loss or gradient are not finite
+    weight: float  # `SegLoss.label_weight` of the part
+    losses: Sequence[float]  # (2,)
+    wanted: Sequence[bool]  # whether the worker is asked to stop, save or end
+    used: Sequence[bool]  # of each weight, whether it has a gradient
+    batches: Sequence[int]  # that each norm layer has seen: 1, or 0 without values
+    part: int = 0
+    fetched: int = 0  # the updates that its weights had
+    values: Tensor | None = None  # as `_End._sent`
+
+
+class _End(TrainStep, Part):
+    """One end of the wire: a process that computes its steps alone.
+
+    about: as for `TrainStep`.
+    requests: as for `StepSync`, to stop, save and end. timeout_s: how long to wait for any worker.
+    """
+
+    def __init__(self, *about: Any, requests: Sequence[Callable[[], bool]], timeout_s: float):
+        super().__init__(*about)
+        self._requests, self._timeout_s = requests, timeout_s
+        self._parts, model = dist.world_size() - 1, self._state.model
+        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        layers = (layer for layer in model.modules() if isinstance(layer, SyncBatchNorm))
+        self._norms = [layer for layer in layers if layer.running_mean is not None]
+        # A worker sends gradients of the weights and these statistics, and fetches all numbers.
+        self._sent = list(self._weights)
+        self._sent += (x for layer in self._norms for x in (layer.running_mean, layer.running_var))
+        everything = (*model.parameters(), *model.buffers())
+        self._fetched = [tensor for tensor in everything if tensor.is_floating_point()]
+
+    @contextmanager
+    def around(self, run: Any) -> Iterator[None]:
+        """A step of this process alone."""
+        with dist.alone():
+            yield
+
+
+class Server(_End):
+    """Rank 0. A step takes in the gradients of all parts of a batch."""
+
+    def __init__(self, *about: Any, **options: Any) -> None:
+        super().__init__(*about, **options)
+        self._workers = set(range(1, dist.world_size()))
+        self._idle: list[int] = []  # wait for an order
+        self._at_work: dict[int, tuple[int, int]] = {}  # part, and the updates of its weights
+        self._arrived: dict[int, _Gradient] = {}  # wait for their update
+        self._mail: SimpleQueue[tuple[int, Any, Tensor]] = SimpleQueue()
+        self._handed = self._updates = self._until = 0  # parts; all meet after step `_until`
+        self._wanted = [False] * 3
+        self._ages: list[int] = []  # of the applied gradients since the last log line
+
+    def __call__(self, local: LocalStep) -> StepTensors:
+        """One step, of an update for each part or of one for all.
+
+        Raises:
+            NonFiniteError: a worker's loss or gradient was not finite.
+            LostRanksError: no worker is left, or none comes.
+        """
+        state, found, norms = self._state, [], []
+        for _ in range(self._parts):
+            one = self._take()
+            found += [] if one is None else [one]
+            if one is not None and self._config.train.staleness:
+                norms.append(self._update([one], local.numbers))
+        if not self._config.train.staleness:
+            found.sort(key=lambda one: one.part)
+            norms.append(self._update(found, local.numbers))
+        if state.average is not None:
+            state.average.update(state.model, local.numbers.toward)
+        losses = torch.tensor([one.losses for one in found], dtype=torch.float64)
+        means = (losses * _shares(found).unsqueeze(1)).sum(0)
+        flags = torch.zeros(6, dtype=torch.float64)
+        return StepTensors(means, torch.stack(norms).mean(), flags, None)
+
+    def scalars(self) -> dict[str, float]:
+        """How many updates old the weights of the applied gradients were."""
+        ages, self._ages = self._ages, []
+        return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
+
+    def has_begun(self, step: int, *, due: bool) -> bool:
+        """Whether all meet after `step`: then no part has been handed out that is not done."""
+        if step < self._until:
+            return False
+        ranks = [0, *sorted(self._workers)]
+        for worker in ranks[1:]:
+            self._order(worker, True, step, self._wanted, ranks)
+        dist.go_on_with(ranks)
+        self._workers = set(range(1, len(ranks)))
+        self.step_sync.ask(*self._wanted)
+        return True
+
+    def go_on(self, run: Any) -> None:
+        """All workers wait for a part (collective)."""
+        dist.barrier()
+        step = self._state.step
+        self._until = next(n for n in count(step + 1) if n >= run.last_step or run.is_due(n))
+        self._handed, self._idle, self._wanted = step * self._parts, [*self._workers], [False] * 3
+
+    def _take(self) -> _Gradient | None:
+        """The next gradient to apply; None: its worker has died."""
+        while True:
+            self._hand_out()
+            worker = min(self._arrived, key=lambda rank: self._arrived[rank].fetched, default=None)
+            if worker is not None and self._keeps_bound(worker):
+                self._idle.append(worker)
+                return self._arrived.pop(worker)
+            try:
+                worker, said, values = self._mail.get(timeout=self._timeout_s)
+            except Empty:
+                waited = f"waited {self._timeout_s:.0f} s for a gradient of any worker"
+                raise LostRanksError(waited) from None
+            part, fetched = self._at_work.pop(worker)
+            if said is None:
+                self._lose(worker)
+                return None
+            one = _Gradient(*said)._replace(part=part, fetched=fetched, values=values)
+            self._arrived[worker] = one
+            self._want(one.wanted)
+            if one.is_bad:
+                where = f"step {part // self._parts + 1}: the loss or the gradient of rank {worker}"
+                raise NonFiniteError(f"{where} is not finite; it names its images")
+
+    def _hand_out(self) -> None:
+        """Gives waiting workers parts, but none of a step after which all meet."""
+        step = self._state.step
+        self._want([requested() for requested in self._requests])
+        if any(self._wanted):  # after the steps that have begun
+            self._until = min(self._until, max(step + 1, -(-self._handed // self._parts)))
+        last = self._until if self._config.train.staleness else step + 1
+        while self._idle and self._handed < last * self._parts:
+            worker = self._idle.pop(0)
+            try:
+                self._order(worker, False, self._handed)
+            except RuntimeError:
+                self._lose(worker)
+                continue
+            self._at_work[worker] = self._handed, self._updates
+            self._handed += 1
+            # A thread of its own: Python handles no signal in a thread that waits for a message.
+            Thread(target=self._read, args=(worker,), daemon=True).start()
+
+    def _order(self, worker: int, *order: Any) -> None:
+        """Sends weights, and: False and a part; or True and the step after which all meet."""
+        dist.send(order, _joined(self._fetched), worker)
+
+    def _read(self, worker: int) -> None:
+        """Waits for a gradient; None is said where the worker has died."""
+        values, said = _empty(self._sent), None
+        with suppress(RuntimeError):
+            said = dist.receive(values, worker)
+        self._mail.put((worker, said, values))
+
+    def _keeps_bound(self, worker: int) -> bool:
+        """Whether no other gradient must become too old by the update of `worker`'s.
+
+        The others can follow one after another, the oldest first.
+        """
+        bound, others = self._config.train.staleness, [x for _, x in self._at_work.values()]
+        others += [one.fetched for rank, one in self._arrived.items() if rank != worker]
+        ages = (self._updates + i - fetched for i, fetched in enumerate(sorted(others), start=1))
+        return bound == 0 or all(age <= bound for age in ages)
+
+    def _update(self, found: Sequence[_Gradient], numbers: StepNumbers) -> Tensor:
+        """Moves weights and running statistics by the mean of gradients; returns its norm."""
+        mean = sum(one.values * share for one, share in zip(found, _shares(found), strict=True))
+        used = map(any, zip(*(one.used for one in found), strict=True))
+        parts = _cut(mean, self._weights)
+        for weight, part, is_used in zip(self._weights, parts, used, strict=True):
+            weight.grad = torch.empty_like(weight).copy_(part) if is_used else None
+        for one in found:
+            self._ages.append(self._updates - one.fetched)
+            statistics = iter(_cut(one.values, self._sent)[len(self._weights) :])
+            for layer, batches in zip(self._norms, one.batches, strict=True):
+                layer.move_running(next(statistics), next(statistics), batches > 0)
+        self._updates += 1
+        # The average of the weights goes on once a step.
+        numbers = numbers._replace(toward=0.0)
+        return update(self._state, numbers, self._config.optim.clip_grad_norm)
+
+    def _want(self, wanted: Sequence[bool]) -> None:
+        self._wanted = [*map(any, zip(self._wanted, wanted, strict=True))]
+
+    def _lose(self, worker: int) -> None:
+        """Goes on without `worker`; LostRanksError: it was the last."""
+        self._workers.discard(worker)
+        if not self._workers:
+            raise LostRanksError(f"rank {worker} is gone, the last worker")
+        left = counted(len(self._workers), "worker goes", "workers go")
+        say(f"warning: rank {worker} is gone; {left} on without its part")
+
+
+class Worker(_End):
+    """Another rank. A step computes the gradient of one part, which the server has chosen."""
+
+    def __init__(self, *about: Any, **options: Any) -> None:
+        super().__init__(*about, **options)
+        for layer in self._norms:
+            layer.momentum = 1.0  # running statistics are those of the newest batch
+
+    def __call__(self, local: LocalStep) -> StepTensors:
+        """Sends the gradient of a part to the server."""
+        state, sync = self._state, self.step_sync
+        state.model.train()
+        for layer in self._norms:
+            layer.num_batches_tracked.zero_()
+        losses = gradient(state, local.microbatches, local.numbers, sync)
+        batches = [layer.num_batches_tracked.item() for layer in self._norms]
+        if max(batches, default=0) > 1:
+            raise ConfigError("train.parallel: server: a norm layer has two batches in a step")
+        found = [torch.zeros_like(x) if x.grad is None else x.grad for x in self._weights]
+        grad_norm = nn.utils.get_total_norm(found)
+        flags = sync.take_flags(grad_norm)
+        labels = state.criterion.labels(local.microbatches[0].labels[0])
+        said = _Gradient(
+            is_bad=bool(flags.any()),
+            weight=state.criterion.label_weight(labels).item(),
+            losses=losses.tolist(),
+            wanted=[requested() for requested in self._requests],
+            used=[weight.grad is not None for weight in self._weights],
+            batches=batches,
+        )
+        dist.send(said, _joined([*found, *self._sent[len(found) :]]), 0)
+        state.optimizer.zero_grad(set_to_none=True)
+        return StepTensors(losses, grad_norm, flags, None)
+
+    def done(self, local: LocalStep, left: StepTensors) -> StepResult:
+        """As a step of all; NonFiniteError: the loss or gradient of this part is not finite."""
+        result = super().done(local, left)
+        self.step_sync.check_finite()
+        return result
+
+    def after_step(self, run: Any, local: LocalStep, result: StepResult) -> None:
+        """The next part may be any."""
+        run.reopen()
+
+    def has_begun(self, step: int, *, due: bool) -> bool:
+        """Waits for the server's order: whether all meet now, with its weights and its step."""
+        values, state = _empty(self._fetched), self._state
+        meets, number, *about = dist.receive(values, 0)
+        with torch.no_grad():
+            torch._foreach_copy_(self._fetched, _cut(values, self._fetched))
+        if meets:
+            wanted, ranks = about
+            state.step = number
+            dist.go_on_with(ranks)
+            self.step_sync.ask(*wanted)
+            return True
+        state.step, part = divmod(number, self._parts)
+        # What comes before it in the batch counts as rank 0's, and the rest as nobody's.
+        split = [0] * (dist.world_size() + 1)
+        split[0], split[dist.rank()], split[-1] = part, 1, self._parts - 1 - part
+        state.layout = Layout.of(self._config.train, tuple(split))
+        return False
+
+    def go_on(self, run: Any) -> None:
+        """Waits for a part, if there is one (collective)."""
+        dist.barrier()
+        if self._state.step < run.last_step and not self.step_sync.is_over:
+            self.has_begun(self._state.step, due=False)
+
+
+def _shares(found: Sequence[_Gradient]) -> Tensor:
+    """What each gradient counts in their mean, by the weight of its labels."""
+    weights = torch.tensor([one.weight for one in found], dtype=torch.float64)
+    return weights / weights.sum().clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All values in one vector."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _empty(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), requires_grad=False)
+
+
+def _cut(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The first values, in the shapes of `tensors`."""
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = zip(values[: sum(sizes)].split(sizes), tensors, strict=True)
+    return [part.view(tensor.shape) for part, tensor in parts]

@@ -1,0 +1,279 @@
+"""train.parallel server: workers send gradients to rank 0, which has the weights."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from experiments import curve, experiment, last, losses, refusal, sections, train, write_config
+from processes import Command, free_port, logged_steps, with_signal
+
+from segtrain.commands.train import loop
+from segtrain.commands.train.preflight import asynchronous_line, check_experiment, start_lines
+from segtrain.config import load_config
+from segtrain.data import open_dataset
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.layout import batch_findings
+from segtrain.errors import ConfigError
+from segtrain.training import server
+from segtrain.training.hogwild import config_of_process
+
+STEPS = 4
+
+
+def config(data, directory, name="c.yaml", every_steps=None, norm=None, loss=None, **options):
+    values = experiment(
+        data,
+        augment={"crop_size": [17, 25]},
+        model={"head_channels": 8, "aux_channels": 8, "ppm_bins": [2, 3]},
+        eval={"every_steps": every_steps},
+        norm=norm or {},
+        loss=loss or {},
+        **sections(**{"steps": STEPS, "batch_size": 6, "parallel": "server"} | options),
+    )
+    return write_config(directory / name, values)
+
+
+def assert_equal_runs(one, other, **tolerance):
+    one, other = last(one), last(other)
+    assert one.step == other.step
+    for kind in ("model", "average"):
+        mine, theirs = getattr(one, kind), getattr(other, kind)
+        assert (mine is None) == (theirs is None)
+        for key, value in (mine or {}).items():
+            close = {"rtol": 1e-7, "atol": 1e-9} | tolerance
+            torch.testing.assert_close(value, theirs[key], msg=key, **close)
+
+
+WEIGHTED = {"class_weights": [1.0, 2.0, 0.5, 3.0]}
+
+
+@pytest.mark.parametrize(
+    ("workers", "microbatches", "options"),
+    [
+        (1, 1, {"clip_grad_norm": 0.5}),
+        (3, 3, {"ema_decay": 0.8, "clip_grad_norm": 0.5, "loss": WEIGHTED, "every_steps": 2}),
+        (2, 2, {"optimizer": "adamw", "loss": {"also": [{"kind": "dice"}]}}),
+        (2, 1, {"norm": {"kind": "group"}, "loss": WEIGHTED}),  # no batch: the whole one
+    ],
+)
+def test_without_staleness_it_is_sync_with_the_parts_as_microbatches(
+    run_ranks, tmp_path, data, workers, microbatches, options
+):
+    """Statistics of batch norm, weights of pixels and all."""
+    options |= {"warmup_steps": 2}
+    same = {"parallel": "sync", "accumulate_steps": microbatches}
+    assert train(config(data, tmp_path, "one.yaml", **same, **options), tmp_path / "one") == 0
+    file = config(data, tmp_path, staleness=0, **options)
+    assert run_ranks(workers + 1, train, file, tmp_path / "other") == [0] * (workers + 1)
+    assert_equal_runs(tmp_path / "one", tmp_path / "other")
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "other"), rel=1e-9)
+    assert losses(tmp_path / "other", "staleness/max") == [0] * STEPS
+
+
+def parts_of_a_slow_worker(file, directory, slow):
+    """How many parts this rank has computed, of which rank `slow` needs half a second for each."""
+    done, compute = [], server.gradient
+
+    def gradient(*args, **kwargs):
+        done.append(1)
+        if dist.rank() == slow:
+            time.sleep(0.5)
+        return compute(*args, **kwargs)
+
+    server.gradient = gradient
+    assert train(file, directory) == 0
+    return len(done)
+
+
+@pytest.mark.parametrize("bound", [2, 30])
+def test_a_slow_worker_has_fewer_parts_and_no_gradient_is_older_than_the_bound(
+    run_ranks, tmp_path, data, bound
+):
+    file = config(data, tmp_path, staleness=bound, steps=8)
+    none, *parts, slow = run_ranks(4, parts_of_a_slow_worker, file, tmp_path / "run", 3)
+    assert none == 0
+    assert sum(parts) + slow == 3 * 8
+    assert slow < min(parts) if bound > 2 else slow <= min(parts)
+    oldest = max(losses(tmp_path / "run", "staleness/max"))
+    # One that waits for the slow worker has computed with its weights, or newer ones.
+    assert oldest == 2 if bound == 2 else 4 <= oldest <= bound
+    means = [value for _, value in curve(tmp_path / "run", "staleness/mean")]
+    assert 0 < max(means) <= oldest
+    assert "staleness" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_running_statistics_are_those_of_all_parts(run_ranks, tmp_path, data):
+    """Of weights that stand still, cumulative averages are the same in any order."""
+    options = {"lr": 1e-12, "weight_decay": 0.0, "norm": {"momentum": None}}
+    same = {"parallel": "sync", "accumulate_steps": 2}
+    assert train(config(data, tmp_path, "one.yaml", **same, **options), tmp_path / "one") == 0
+    file = config(data, tmp_path, staleness=7, **options)
+    assert run_ranks(3, train, file, tmp_path / "other") == [0] * 3
+    assert_equal_runs(tmp_path / "one", tmp_path / "other", rtol=1e-6)
+    counters = [v for k, v in last(tmp_path / "other").model.items() if "num_batches" in k]
+    assert {value.item() for value in counters} == {2 * STEPS}
+
+
+def weights_in_evaluations(file, directory):
+    """Of each evaluation, the step and the weights and statistics of this rank."""
+    found, evaluate = [], loop.evaluate
+
+    def watched(run):
+        values = run.state.model.state_dict().items()
+        sums = [v.double().sum().item() for k, v in values if "num_batches" not in k]
+        found.append([run.state.step, sums])
+        return evaluate(run)
+
+    loop.evaluate = watched
+    train(file, directory)
+    return found
+
+
+def test_all_evaluate_the_weights_of_the_server(run_ranks, tmp_path, data):
+    file = config(data, tmp_path, every_steps=2)
+    first, *others = run_ranks(3, weights_in_evaluations, file, tmp_path / "run")
+    assert [step for step, _ in first] == [2, STEPS]
+    assert all(other == first for other in others)
+    assert first[0][1] != first[1][1]
+
+
+def test_a_run_goes_on_with_another_number_of_workers(run_ranks, tmp_path, data):
+    """Which images a step has does not depend on it."""
+    options = {"norm": {"kind": "group"}, "ema_decay": 0.8}
+    one = config(data, tmp_path, "one.yaml", parallel="sync", **options)
+    assert train(one, tmp_path / "one") == 0
+    file = config(data, tmp_path, staleness=0, **options)
+    assert run_ranks(4, train, file, tmp_path / "other", until=2) == [0] * 4
+    assert last(tmp_path / "other").step == 2
+    assert run_ranks(3, train, file, tmp_path / "other", True) == [0] * 3
+    assert_equal_runs(tmp_path / "one", tmp_path / "other")
+
+
+def alone(where, file, run, world):
+    """Processes as srun or a person would start them: none ends the others."""
+    about = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    about["MASTER_PORT"] = str(free_port())
+    return [
+        Command(where, "train", file, "--output", run, RANK=str(i), LOCAL_RANK=str(i), **about)
+        for i in range(world)
+    ]
+
+
+@pytest.mark.parametrize("staleness", [0, 9])
+def test_the_others_go_on_without_a_worker_that_was_killed(tmp_path, data, staleness):
+    file = config(data, tmp_path, steps=STEPS * 5, staleness=staleness, every_steps=STEPS * 3)
+    run = tmp_path / "run"
+    first, *workers, killed = alone(tmp_path, file, run, 4)
+    first.wait_for_step(run, 3)
+    with_signal(killed.process.pid, signal.SIGKILL)
+    assert [one.wait() for one in (first, *workers)] == [0, 0, 0], first.errors
+    assert "rank 3 is gone" in first.output
+    assert "2 workers go on without its part" in first.output
+    assert last(run).step == STEPS * 5
+    assert [step for step, _ in curve(run, "eval/mIoU")] == [STEPS * 3, STEPS * 5]
+    (batches,) = {v.item() for k, v in last(run).model.items() if "num_batches" in k}
+    assert batches in (3 * STEPS * 5, 3 * STEPS * 5 - 1)  # its part, if it had one
+
+
+def test_without_workers_the_server_gives_up(tmp_path, data):
+    file, run = config(data, tmp_path, steps=400), tmp_path / "run"
+    first, killed = alone(tmp_path, file, run, 2)
+    first.wait_for_step(run, 3)
+    with_signal(killed.process.pid, signal.SIGKILL)
+    assert first.wait() == 6
+    assert "the last worker" in first.errors
+
+
+def test_workers_end_if_the_server_was_killed(tmp_path, data):
+    file, run = config(data, tmp_path, steps=400), tmp_path / "run"
+    first, *workers = alone(tmp_path, file, run, 3)
+    first.wait_for_step(run, 3)
+    with_signal(first.process.pid, signal.SIGKILL)
+    assert [worker.wait() for worker in workers] == [6, 6]
+
+
+def test_signals_save_and_the_run_goes_on(run_ranks, tmp_path, data):
+    run = tmp_path / "run"
+    file = config(data, tmp_path, steps=400)
+    with_signals = Command(tmp_path, "train", file, "--nproc", 3, "--output", run)
+    with_signals.wait_for_step(run, 3)
+    os.kill(with_signals.process.pid, signal.SIGUSR1)
+    with_signals.wait_until(lambda: "as SIGUSR1 asked for" in with_signals.output)
+    os.kill(with_signals.process.pid, signal.SIGTERM)
+    assert with_signals.wait() == 143, with_signals.errors
+    step = last(run).step
+    assert 3 <= step < 400
+    assert max(logged_steps(run)) == step
+    # No part was left over: each of a step's two is a batch of every layer.
+    assert {v.item() for k, v in last(run).model.items() if "num_batches" in k} == {2 * step}
+    longer = config(data, tmp_path, steps=step + 2)
+    assert run_ranks(3, train, longer, run, True, accept_changes=True) == [0] * 3
+    assert last(run).step == step + 2
+
+
+def test_under_the_launcher_a_death_ends_all_but_they_save_before(tmp_path, data):
+    """So --max-restarts, or --resume, goes on from there."""
+    run, file = tmp_path / "run", config(data, tmp_path, steps=400)
+    command = Command(tmp_path, "train", file, "--nproc", 3, "--output", run)
+    command.wait_for_step(run, 5)
+    (killed,) = (one.pid for one in command.heartbeats() if one.rank == 2)
+    with_signal(killed, signal.SIGKILL)
+    assert command.wait() == 6
+    assert "rank 2 was ended by SIGKILL" in command.output + command.errors
+    assert last(run).step >= 5
+
+
+def test_a_worker_that_hangs_ends_the_run(tmp_path, data):
+    """Nobody could end the others' wait for it later."""
+    run, file = tmp_path / "run", config(data, tmp_path, steps=4000, timeout_s=3.0)
+    command = Command(tmp_path, "train", file, "--nproc", 3, "--output", run)
+    command.wait_for_step(run, 5)
+    (hung,) = (one.pid for one in command.heartbeats() if one.rank == 2)
+    with_signal(hung, signal.SIGSTOP)
+    assert command.wait() == 6
+    print(command.output, command.errors)
+    assert "rank 2 did not answer the others: it hung" in command.output + command.errors
+
+
+def end_of(file, run):
+    try:
+        return refusal(train, file, run)
+    except RuntimeError as error:  # of torch, which `process_group` explains
+        return "", 6, str(error)
+
+
+def test_a_loss_that_is_not_finite_ends_all(run_ranks, tmp_path, data):
+    file, run = config(data, tmp_path, lr=1e30), tmp_path / "run"
+    first, *workers = run_ranks(3, end_of, file, run)
+    assert first[1] == 5
+    assert "it names its images" in first[2]
+    assert any(code == 5 and ": images " in said for _, code, said in workers)
+    assert {code for _, code, _ in workers} <= {5, 6}
+    assert not (run / "checkpoints" / "last.pt").exists()
+
+
+def test_what_is_refused_and_what_is_said(tmp_path, data):
+    settings = load_config(config(data, tmp_path, lr=0.02, staleness=1))
+    sets = [open_dataset(settings.data, split) for split in ("train", "val")]
+    with pytest.raises(ConfigError, match="server runs on CPUs only"):
+        check_experiment(settings, *sets, device=torch.device("cuda"))
+    (found,) = batch_findings(settings, 1)
+    assert "start at least 2" in found
+    (found,) = batch_findings(settings, 5)
+    assert "6 images are not alike many for 4 processes" in found
+    (found,) = batch_findings(settings, 7)
+    assert "use at least 12 (train.parallel: server, 6 processes)" in found
+    (found,) = batch_findings(settings, 4)
+    assert "use 0 or at least 2" in found
+    assert batch_findings(settings, 3) == []
+    # Of two workers each has half of the rate, unless a batch is one update.
+    assert config_of_process(settings, 3).optim.lr == 0.01
+    lines = start_lines(settings, tmp_path, torch.nn.Linear(1, 1), *sets, ["cpu"] * 3, 0)
+    assert any(line.startswith("lr         0.01 ->") for line in lines)
+    assert any(line.endswith("each process alone; statistics over 3 images") for line in lines)
+    assert "at most 1 updates old; another run" in asynchronous_line(settings.train, 3)
+    whole = load_config(config(data, tmp_path, lr=0.02, staleness=0))
+    assert config_of_process(whole, 3).optim.lr == 0.02
+    assert "a whole batch is one update" in asynchronous_line(whole.train, 3)
