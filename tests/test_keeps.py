@@ -31,6 +31,7 @@ HELD = "optim.layers=[{names: [a], keep_zeros: true}, {zero: ['a.weight[:, 29, 1
         "optim.lr_batch_size=16 schedule.warmup_steps=9 schedule.warmup_start=0.1 norm.images=2 "
         "optim.decay_norm_and_bias=false optim.momentum=0.8",
         "train.parallel=hogwild",  # asynchronous SGD
+        "train.parallel=server train.staleness=4",  # between machines, too
         "data.num_workers=4",  # read beside training
         "data.pack=x",  # from a decoded store
         "train.compile=true",  # on the device from one end of a step to the other

@@ -145,6 +145,7 @@ NO_CONFIG = [
 
 SHOW = "config show my.yaml --set"
 HOGWILD = f"{SHOW} optim.ema_decay=null --set train.parallel=hogwild --set"
+SERVER = f"{SHOW} train.parallel=server --set"
 UNIT = "--set data.mean=[0.485,0.456,0.406]"
 WRONG_UNIT = (
     "--set data.mean: [0.485, 0.456, 0.406] is in units of 0..1, and pixels are 0..255 here; "
@@ -189,6 +190,29 @@ VALUES = [
         f"{HOGWILD} loss.kind=lovasz_batch",
         2,
         "...loss: lovasz_batch is about the pixels of the whole batch...",
+    ),
+    (f"{SHOW} train.staleness=3", 2, "...staleness: has no effect with parallel sync..."),
+    (f"{SERVER} train.precision=float16", 2, "...precision: float16 cannot go ... server..."),
+    (f"{SERVER} train.accumulate_steps=2", 2, "...accumulate_steps: 2 cannot go ... server..."),
+    (f"{SERVER} train.compile=true", 2, "...compile: true cannot go ... server..."),
+    (f"{SERVER} optim.sam_rho=0.05", 2, "...sam_rho: 0.05 cannot go ... server..."),
+    (f"{SERVER} norm.precise_batches=2", 2, "...precise_batches: 2 cannot go ... server..."),
+    (f"{SERVER} loss.kind=ohem", 2, "...which no process has with train.parallel server..."),
+    (
+        f"{SERVER} train.staleness=0 --set augment.mixup_alpha=0.2",
+        2,
+        "...mixup_alpha: 0.2 cannot go with train.staleness 0: gradients are weighed ...",
+    ),
+    (
+        f"{SERVER} train.staleness=0 --set "
+        "'loss.also=[{kind: focal, class_weights: [1.0, 2.0, 3.0, 4.0]}]'",
+        2,
+        "...and parts with train.staleness 0, and those of the terms differ...",
+    ),
+    (
+        "train my.yaml --output new --nproc 4 --set train.parallel=server --set train.staleness=1",
+        2,
+        "...train.staleness: 1 would let some of 3 workers always wait, ... at least 2",
     ),
     (f"{SHOW} 'loss.also=[{{weight: 5.0}}]'", 2, "...kind..."),
     (

@@ -155,6 +155,7 @@ def test_phases_are_as_many_as_there_is_room_for_then_classes_are_added_up(monke
         ({}, 4_000_000, "4000000 images take more than 50 MB"),
         ({"train": {"compile": True}}, 1, "train.compile"),
         ({"train": {"parallel": "hogwild"}}, 1, "hogwild"),
+        ({"train": {"parallel": "server"}}, 1, "server"),
         ({"augment": {"mixup_alpha": 0.2}}, 1, "two images"),
         ({"augment": {"class_mix_prob": 0.5}}, 1, ""),
     ],
