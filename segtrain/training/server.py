@@ -1,27 +1,23 @@
 """A parameter server: rank 0 has the weights, and updates them by gradients that workers send.
 
-Rank 0 has the weights, the optimizer and the running statistics. A batch is cut into as many parts
-as there are workers when the run begins. A worker gets the weights and the number of a part, sends
-its gradient, and gets the next part with the newest weights. So a slow worker has fewer parts.
+A batch, which is a step, is cut into as many parts as there are workers when the run begins. A
+worker gets the weights and the number of a part, sends its gradient, and gets the next part with
+the newest weights. So a slow worker has fewer parts. One that dies loses its part, and the others
+join anew where they meet: to evaluate, to save and to stop.
 
 With `train.staleness` N above 0 each gradient is an update, with its part of the learning rate. At
 most N updates lie between a worker's fetch of the weights and the update by its gradient: one that
 would make another's older waits (stale synchronous parallel, Ho et al., NIPS 2013). With 0, the
-mean gradient of all parts of a batch is one update: that of `sync` with the parts as microbatches.
-A step is a whole batch either way.
+mean gradient of a batch is one update: that of `sync` with the parts as microbatches.
 
-Running statistics: a part is a batch of its own to batch norm. A worker sends the mean and variance
-of each layer, and the server moves the running ones toward them by the layer's momentum, part by
-part, as `sync` does microbatch by microbatch.
-
-A part whose worker dies is lost, and the others go on. They join anew where they meet: to evaluate,
-to save and to stop.
+To batch norm a part is a batch. A worker sends the mean and variance of each layer, and the server
+moves the running ones toward them by the layer's momentum, as `sync` does for each microbatch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -33,7 +29,6 @@ from segtrain.distributed.layout import Layout
 from segtrain.errors import ConfigError, LostRanksError, NonFiniteError
 from segtrain.norm import SyncBatchNorm
 from segtrain.run.console import say
-from segtrain.text import counted
 from segtrain.training.local import LocalStep, StepNumbers
 from segtrain.training.part import Part
 from segtrain.training.step import StepResult, StepTensors, TrainStep, gradient, update
@@ -57,13 +52,13 @@ class _End(TrainStep, Part):
     """One end of the wire: a process that computes its steps alone.
 
     about: as for `TrainStep`.
-    requests: as for `StepSync`, to stop, save and end. timeout_s: how long to wait for any worker.
+    requests: as for `StepSync`, to stop, save and end.
     """
 
-    def __init__(self, *about: Any, requests: Sequence[Callable[[], bool]], timeout_s: float):
+    def __init__(self, *about: Any, requests: Sequence[Callable[[], bool]]) -> None:
         super().__init__(*about)
-        self._requests, self._timeout_s = requests, timeout_s
-        self._parts, model = dist.world_size() - 1, self._state.model
+        self._requests, model = requests, self._state.model
+        self._parts = dist.world_size() - 1  # of a batch
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         layers = (layer for layer in model.modules() if isinstance(layer, SyncBatchNorm))
         self._norms = [layer for layer in layers if layer.running_mean is not None]
@@ -99,7 +94,7 @@ class Server(_End):
 
         Raises:
             NonFiniteError: a worker's loss or gradient was not finite.
-            LostRanksError: no worker is left, or none comes.
+            LostRanksError: no worker is left.
         """
         state, found, norms = self._state, [], []
         for _ in range(self._parts):
@@ -149,11 +144,7 @@ class Server(_End):
             if worker is not None and self._keeps_bound(worker):
                 self._idle.append(worker)
                 return self._arrived.pop(worker)
-            try:
-                worker, said, values = self._mail.get(timeout=self._timeout_s)
-            except Empty:
-                waited = f"waited {self._timeout_s:.0f} s for a gradient of any worker"
-                raise LostRanksError(waited) from None
+            worker, said, values = self._mail.get()  # signals are handled meanwhile
             part, fetched = self._at_work.pop(worker)
             if said is None:
                 self._lose(worker)
@@ -181,7 +172,7 @@ class Server(_End):
                 continue
             self._at_work[worker] = self._handed, self._updates
             self._handed += 1
-            # A thread of its own: Python handles no signal in a thread that waits for a message.
+            # In a thread of its own: where it waits for a message, Python handles no signal.
             Thread(target=self._read, args=(worker,), daemon=True).start()
 
     def _order(self, worker: int, *order: Any) -> None:
@@ -189,7 +180,7 @@ class Server(_End):
         dist.send(order, _joined(self._fetched), worker)
 
     def _read(self, worker: int) -> None:
-        """Waits for a gradient; None is said where the worker has died."""
+        """Waits for a gradient; None is said where the worker has died, or timed out."""
         values, said = _empty(self._sent), None
         with suppress(RuntimeError):
             said = dist.receive(values, worker)
@@ -230,8 +221,7 @@ class Server(_End):
         self._workers.discard(worker)
         if not self._workers:
             raise LostRanksError(f"rank {worker} is gone, the last worker")
-        left = counted(len(self._workers), "worker goes", "workers go")
-        say(f"warning: rank {worker} is gone; {left} on without its part")
+        say(f"warning: rank {worker} is gone with its part; workers left: {len(self._workers)}")
 
 
 class Worker(_End):

@@ -525,7 +525,7 @@ def _keeping_together(
     if config.train.parallel == "server":
         about = state, config_of_process(config, dist.world_size()), torch.device("cpu"), step_sync
         end = Server if dist.is_main() else Worker
-        return step_sync, end(*about, requests=[*requests.values()], timeout_s=timeout_s)
+        return step_sync, end(*about, requests=[*requests.values()])
     return step_sync, HogwildBarrier(step_sync, step=state.step, timeout_s=timeout_s, **requests)
 
 
