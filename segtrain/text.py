@@ -48,6 +48,22 @@ def scheme_of(text: str) -> str:
     return found[0] if found else ""
 
 
+def without_password(address: str) -> str:
+    """To be shown: an address may hold a name and password."""
+    return re.sub(r"//[^/@]*@", "//", address)
+
+
+def address_problem(url: str) -> str:
+    """Why objects are not looked for below `url`; empty: they are. Shows no password."""
+    if url.startswith("file:"):
+        return f"{url}: expected the path itself"
+    shown, host = without_password(url), re.sub(r"^[^:]*://", "", url).partition("/")[0]
+    if shown != url or "?" in url:
+        what = "an address with a password or a key in it ends up in configs and logs"
+        return f"{shown.partition('?')[0]}: {what}; give them as the library of the protocol reads"
+    return "" if host else f"{url}: expected the address of a folder, such as s3://bucket/folder"
+
+
 def is_stream(text: str) -> bool:
     """Whether `text` names a camera, such as `camera:0`, or an address that OpenCV streams from."""
     return re.match(r"camera:\d+$|(rtsps?|rtmp|https?|udp|tcp)://", text) is not None

@@ -20,7 +20,8 @@ from segtrain.commands import frames
 from segtrain.data.read.classes import ClassFile
 from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.evaluation import live
-from segtrain.evaluation.live import opened, paced, without_password
+from segtrain.evaluation.live import opened, paced
+from segtrain.text import without_password
 
 __all__ = ["run"]  # the fixture
 PALETTE = [(200, 20, 30), (20, 200, 30), (30, 20, 200)]

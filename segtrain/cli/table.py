@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
 
-from segtrain.text import is_stream, scheme_of
+from segtrain.text import is_stream, scheme_of, without_password
 
 
 class Argument(NamedTuple):
@@ -129,8 +129,13 @@ def _path(text: str) -> Path:
     """A place on this machine. `s3://bucket/run` would be a folder called `s3:`."""
     if scheme := scheme_of(text):
         what = f"{scheme} is neither read nor written"
+        text = without_password(text)
         raise argparse.ArgumentTypeError(f"{what}: expected a local path, got '{text}'")
     return Path(text)
+
+
+def _run(text: str) -> Path | str:
+    return text if re.match(r"(?!file:)[a-z0-9]+://", text) else _path(text)
 
 
 def _input(text: str) -> Path | str:
@@ -280,7 +285,7 @@ COMMANDS = (
         _NPROC,
         _PLUGIN,
         _DEVICE,
-        _argument("--output", "run directory (default: runs/<name of CONFIG>)", "DIR", _path),
+        _argument("--output", "run directory (default: runs/<name of CONFIG>)", "DIR|URL", _run),
         _switch("--resume", "go on at the last checkpoint, on any number of ranks, or begin"),
         _switch("--fit", "find out how the batch fits into the memory, with the same result"),
         _switch("--fit-precision", "as --fit; in bfloat16, another result, where all else fails"),
@@ -451,7 +456,7 @@ COMMANDS = (
         "report",
         "commands.report:main",
         "write a page about one or several runs",
-        _argument("runs", "run directory, or one of segtrain folds", "RUN", _path, nargs="+"),
+        _argument("runs", "run directory, or one of segtrain folds", "RUN", _run, nargs="+"),
         _argument("--output", "file to write (default: report.html of the run)", "FILE", _path),
         _argument("--figures", "also write its charts as SVG, the confusion as CSV", "DIR", _path),
         _switch("--curves", "of one run: evaluate once more, for precision over recall"),

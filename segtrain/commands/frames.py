@@ -18,11 +18,11 @@ from segtrain.data.read.photos import PhotoFile
 from segtrain.data.read.protect import check_pictures
 from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.evaluation.inference import LabelMap
-from segtrain.evaluation.live import opened, paced, without_password
+from segtrain.evaluation.live import opened, paced
 from segtrain.evaluation.video import frames_of, overlay_video
 from segtrain.files import os_errors_as
 from segtrain.run import pictures
-from segtrain.text import first_of, printable
+from segtrain.text import first_of, printable, without_password
 
 _FRAME = r"\d{6,}\.(png|tif)"  # the file of the label map of one
 

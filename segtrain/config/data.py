@@ -21,10 +21,12 @@ from segtrain.config.section import (
 class DataConfig(Section):
     """Where images and labels lie and how they are read."""
 
+    addresses = ("root", "classes", "pack")
+
     layout: Literal["cityscapes", "camvid", "voc", "ade20k", "folders", "list"] = option(
         ..., "directory layout of the data set"
     )
-    root: str = option(..., "data set directory", min_length=1)
+    root: str = option(..., "data set directory, or s3://bucket/folder", min_length=1)
     classes: str = option(
         ...,
         "class file: a name from data/classes (cityscapes, camvid, ...) or a YAML path",
@@ -78,8 +80,8 @@ class DataConfig(Section):
     )
     pack: str | None = option(
         None,
-        "directory of a pack of both splits, made by 'segtrain data pack', to read instead of the "
-        "files; null: read the files",
+        "directory of a pack of both splits, made by 'segtrain data pack', or its address, such as "
+        "s3://bucket/pack, to read instead of the files; null: read the files",
         min_length=1,
     )
     short_side_px: Pixels | None = option(

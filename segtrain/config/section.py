@@ -6,13 +6,13 @@ beside others, such as warmup_steps < steps, is checked by the section's own `_m
 
 from collections.abc import Iterator
 from functools import reduce
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from segtrain.config.messages import MAX_SHOWN, show
 from segtrain.config.plugin_names import named_plugins
-from segtrain.text import printable, scheme_of
+from segtrain.text import address_problem, printable, scheme_of
 
 # torch counts in 64 bits.
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
@@ -115,6 +115,7 @@ class Section(BaseModel):
     """Unknown keys, wrong types, infinities and later changes are all refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    addresses: ClassVar[tuple[str, ...]] = ()  # options that may be an address, such as s3://
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -126,7 +127,10 @@ class Section(BaseModel):
         mistakes = list(self._mistakes())
         for key, value in self:
             if isinstance(value, str) and (scheme := scheme_of(value)):
-                mistakes.append(f"{key}: {scheme} is not read: expected a local path or name")
+                if key not in self.addresses:
+                    mistakes.append(f"{key}: {scheme} is not read: expected a local path or name")
+                elif problem := address_problem(value):
+                    mistakes.append(f"{key}: {problem}")
         chosen = dict(named_plugins(self))
         for key, plugin in chosen.items():
             for word in sorted(plugin.uses | plugin.ignores):

@@ -4,7 +4,6 @@ A thread reads all frames, because OpenCV hands them out in their order and buff
 nobody has taken: a slow model would see the past, and more of it with every frame.
 """
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +13,10 @@ import cv2
 import numpy as np
 
 from segtrain.errors import DataError, ExecutionError
-from segtrain.text import counted
+from segtrain.text import counted, without_password
 
 # A camera that sends nothing for so long is gone.
 _SILENT_S = 10
-
-
-def without_password(address: str) -> str:
-    """To be shown: an address may hold a name and password."""
-    return re.sub(r"//[^/@]*@", "//", address)
 
 
 class Stream:

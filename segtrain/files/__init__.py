@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import get_native_id
 from typing import IO, Any
 
 from segtrain.errors import UserError
@@ -19,6 +20,8 @@ from segtrain.text import printable
 
 # A file name may have 255 bytes; a temporary name adds a dot, a process id and a suffix.
 _MAX_NAME_BYTES = 220
+# The time of a file that stands for an object which is not fetched, see `segtrain.files.mirror`.
+ABSENT_NS = 271_828_182_000_000_000
 
 
 class NotRegularError(OSError):
@@ -46,7 +49,10 @@ def os_errors_as(
 
 
 def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
-    """As `open`, but raises NotRegularError for a folder, a pipe, a device or a socket."""
+    """As `open`, but raises NotRegularError for a folder, a pipe, a device or a socket.
+
+    An object of an address, which is not there yet, is fetched.
+    """
 
     def opener(name: str, flags: int) -> int:
         # Without O_NONBLOCK, opening a pipe waits for the other end.
@@ -54,10 +60,18 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
 
     file = open(path, mode, opener=opener, **options)  # noqa: SIM115 - the caller closes it
     # Checked after opening: `path` could lead elsewhere a moment later.
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
         file.close()
         raise NotRegularError(errno.EINVAL, "not a regular file", str(path))
-    return file
+    if status.st_mtime_ns != ABSENT_NS:
+        return file
+    from segtrain.files import mirror
+
+    file.close()
+    if mirror.fetch_absent(Path(path)):
+        return open_regular(path, mode, **options)
+    return open(path, mode, **options)
 
 
 def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
@@ -134,7 +148,8 @@ def temporary(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
     name = path.name
     if len(os.fsencode(name)) > _MAX_NAME_BYTES:
         name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
-    draft = path.with_name(f".{name}.{os.getpid()}{suffix}")
+    # That of a thread: several may write one file. The main thread has that of its process.
+    draft = path.with_name(f".{name}.{get_native_id()}{suffix}")
     # In containers, processes often have the same id as earlier ones.
     draft.unlink(missing_ok=True)
     try:

@@ -39,10 +39,15 @@ _ENTRIES = TypeAdapter(dict[_Name, list[Entry]])
 def read_entries(directory: Path) -> dict[str, list[Entry]]:
     """The entries of every file name; empty if there is no manifest."""
     raw = read_raw(directory)
+    return {} if raw is None else parse(raw, directory)
+
+
+def parse(raw: bytes, place: Path | str) -> dict[str, list[Entry]]:
+    """The entries of every file name in the bytes of the manifest at `place`."""
     try:
-        return {} if raw is None else _ENTRIES.validate_json(raw)
+        return _ENTRIES.validate_json(raw)
     except ValidationError:
-        raise _unusable(directory, "damaged") from None
+        raise _unusable(place, "damaged") from None
 
 
 def read_raw(directory: Path) -> bytes | None:
@@ -55,9 +60,9 @@ def read_raw(directory: Path) -> bytes | None:
         raise _unusable(directory, f"cannot be read ({error.strerror})") from None
 
 
-def _unusable(directory: Path, reason: str) -> CheckpointError:
+def _unusable(directory: Path | str, reason: str) -> CheckpointError:
     what = "so the checkpoints beside it cannot be verified; remove it to use them unchecked"
-    return CheckpointError(f"{directory / MANIFEST}: {reason}, {what}")
+    return CheckpointError(f"{directory}/{MANIFEST}: {reason}, {what}")
 
 
 def write(directory: Path, entries: Mapping[str, Sequence[Entry]]) -> bytes:

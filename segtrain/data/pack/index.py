@@ -19,6 +19,7 @@ from pydantic import Field, InstanceOf, NonNegativeInt, PositiveInt, TypeAdapter
 from segtrain import files
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
+from segtrain.files.mirror import Mirror
 from segtrain.text import printable
 
 MANIFEST = "pack.json"
@@ -141,17 +142,22 @@ def sha256_of(content: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_pack(directory: Path) -> Pack:
+def read_pack(directory: Path, mirror: Mirror | None = None) -> Pack:
     """The manifest in `directory`, and the sizes of the shards checked against it.
+
+    mirror: of the address for which the directory stands.
 
     Raises:
         DataError: there is none, it is not finished, damaged or of another version; or a shard is
             missing or has another size.
     """
     path = directory / MANIFEST
+    if mirror is not None:
+        mirror.look([MANIFEST])
     if not path.exists():
+        place = printable(directory if mirror is None else mirror.store.url)
         raise DataError(
-            f"data.pack: {printable(directory)}: no finished pack there; make one with segtrain "
+            f"data.pack: {place}: no finished pack there; make one with segtrain "
             "data pack, or read the files themselves (data.pack: null)"
         )
     with os_errors_as(DataError, path):
@@ -167,6 +173,8 @@ def read_pack(directory: Path) -> Pack:
         pack = _ADAPTER.validate_python(content)
     except (ValidationError, ValueError, LookupError, TypeError):  # also JSON that is not ours
         raise DataError(f"{printable(path)}: damaged; {REPAIR}") from None
+    if mirror is not None:
+        mirror.look([shard.name for shard in pack.shards])
     for shard in pack.shards:
         check_shard(directory, shard)
     return pack

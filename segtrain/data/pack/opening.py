@@ -7,6 +7,7 @@ copy, the contents of a few files are compared; of many, a warning says how to c
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from segtrain.data.read.classes import (
 )
 from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.find import Listing, Pair, first_lines
+from segtrain.data.read.find import Listing, Pair, data_root, first_lines
 from segtrain.data.read.image import form_of
 from segtrain.data.read.layouts import list_split, scan_layout
 from segtrain.data.read.neighbours import with_neighbour_files
@@ -31,7 +32,8 @@ from segtrain.data.read.raster import split_rasters
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as
 from segtrain.files.manifest import sha256_of
-from segtrain.text import first_of, printable
+from segtrain.files.mirror import Mirror, local_path
+from segtrain.text import first_of, printable, scheme_of
 
 _MAX_HASHED = 64
 _GONE, _CHANGED, _TOUCHED = "gone since it was packed", "changed since it was packed", "touched"
@@ -66,6 +68,9 @@ def dataset_of(
     listing: Listing, data: DataConfig, split: str, classes: ClassFile, *, labelled: bool = True
 ) -> SegDataset:
     """The files of `listing` as a data set; rasters are cut into windows."""
+    if mirror := Mirror.of(data.root):
+        paths = [path for pair in listing.pairs for path in (*pair.images, pair.label)]
+        mirror.fetch(paths, f"fetching {split}")
     pairs = split_rasters(listing.pairs, data, labelled=labelled)
     pairs = with_neighbour_files(pairs, data.neighbours) if data.neighbours else pairs
     return SegDataset(
@@ -83,8 +88,8 @@ def dataset_of(
 def _open_packed(
     data: DataConfig, split: str, classes: ClassFile, *, labelled: bool
 ) -> PackedDataset:
-    directory = Path(os.path.expanduser(data.pack))
-    pack = read_pack(directory)
+    directory, mirror = local_path(data.pack), Mirror.of(data.pack)
+    pack = read_pack(directory, mirror)
     packed = pack.splits.get(split)
     if packed is None:
         raise ConfigError(
@@ -99,7 +104,7 @@ def _open_packed(
             "(data.pack: null)"
         )
     is_there, warnings = _check_source(data, split, packed.images, labelled=labelled)
-    root = Path(os.path.expanduser(data.root))
+    root = local_path(data.root)
     form = form_of(data)._replace(dtype=np.dtype(pack.dtype))
     return PackedDataset(
         [_pair(root, image) for image in packed.images],
@@ -109,7 +114,7 @@ def _open_packed(
         label_format=data.label_format,
         warnings=[*packed.warnings, *warnings],
         may_exclude=split == data.train_split,
-        shards=Shards(directory, pack.shards),
+        shards=Shards(directory, pack.shards, mirror),
         images=packed.images,
         labelled=labelled,
         source_is_there=is_there,
@@ -149,7 +154,10 @@ def _check_source(
     Raises:
         DataError: files were changed, added or removed, or their order is another.
     """
-    root = Path(os.path.expanduser(data.root))
+    root = local_path(data.root)
+    if scheme_of(data.root):
+        with suppress(DataError):  # of a pack alone, data.root may name nothing
+            data_root(data)
     pack = f"data.pack {printable(data.pack)}"
     sources = [file for image in images for file in (image.files if labelled else image.images)]
     paths = [root / file.name for file in sources]

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from segtrain.files import read_bytes
+
 # https://docs.ogc.org/is/19-008r4/19-008r4.html: tags of GeoTIFF, and keys of coordinate systems.
 _SCALE, _TIEPOINT, _TRANSFORMATION, _KEYS = PLACE_TAGS = 33550, 33922, 34264, 34735
 _SYSTEMS = (2048, 3072)
@@ -55,8 +57,8 @@ def place_beside(path: str | Path) -> MapPlace | None:
     path = Path(path)
     suffix = path.suffix.lower()
     try:
-        lines = path.with_suffix(f"{suffix[:2]}{suffix[-1]}w").read_text("ascii").split()
-        a, d, b, e, x, y = map(float, lines)
+        content = read_bytes(path.with_suffix(f"{suffix[:2]}{suffix[-1]}w"))
+        a, d, b, e, x, y = map(float, content.decode("ascii").split())
     except (OSError, ValueError):
         return None
     return MapPlace(x - (a + b) / 2, y - (d + e) / 2, (a, d), (b, e))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from segtrain import seed
 from segtrain.data.read.dataset import SegDataset
@@ -25,6 +25,9 @@ from segtrain.data.sample.centroids import Centroids
 from segtrain.data.sample.transforms import Crop, TrainTransform
 from segtrain.errors import UserError
 from segtrain.types import IGNORE_INDEX
+
+# Batches of a worker whose images are fetched at a time; the first is the one that it makes.
+_AHEAD = 3
 
 
 class Pick(NamedTuple):
@@ -260,6 +263,7 @@ class TrainStream(Dataset):
         """What a batch is made of (torch calls this method), or an error."""
         began = time.perf_counter()
         try:
+            self._fetch_ahead(keys)
             samples = [self[key] for key in keys]
             positions = [position for _, position in keys]
             pixels = sum(map(hash_pixels, samples, positions)) if self.hashes else None
@@ -267,6 +271,17 @@ class TrainStream(Dataset):
         except UserError as error:
             # Returned, not raised: torch would put the worker's traceback into the message.
             return error
+
+    def _fetch_ahead(self, keys: Sequence[SampleKey]) -> None:
+        """Begins to fetch the images of this batch, and of the next ones that this worker makes."""
+        if not self.dataset.is_fetched:
+            return
+        worker = get_worker_info()  # where a step is one microbatch, it gets every n-th
+        every = 1 if worker is None else worker.num_workers
+        for ahead in range(0, _AHEAD * every, every):
+            for step, position in keys:
+                for index in self._indices(self.sources(step + ahead, position)):
+                    self.dataset.begin(index)
 
     def _partner(
         self, source: SampleSource, step: int, position: int, *, role: int, prob: float
@@ -295,5 +310,9 @@ class TrainStream(Dataset):
 
     def _name(self, sources: Sequence[SampleSource]) -> str:
         """The names of all images in a sample; where nothing is mixed in, that of its image."""
-        whole = [part for source in sources for part in (source, source.pasted) if part]
-        return " + ".join(self.dataset.name(part.pick.index) for part in whole)
+        return " + ".join(map(self.dataset.name, self._indices(sources)))
+
+    def _indices(self, sources: Sequence[SampleSource]) -> list[int]:
+        """All images in a sample."""
+        parts = (part for source in sources for part in (source, source.pasted) if part)
+        return [part.pick.index for part in parts]
