@@ -75,6 +75,7 @@ SIDES = "test_results.py compares sides of several runs"
 SUSPECTS = "two steps measure too little; test_suspects.py trains on planted mistakes"
 BRANCHES = "test_finish.py makes branches"
 PLUGINS = "test_plugins.py has plugins"
+S3 = "test_storage.py has an S3 server"
 NODES = "test_two_nodes.py does, as root"
 NOT_RUN = {
     "train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
@@ -93,6 +94,11 @@ NOT_RUN = {
     "export runs/mine --format onnx --quantize int8 --normalize --argmax --output mine_int8.onnx": (
         "two steps measure too little; test_quantize.py scores files"
     ),
+    "train mine --set data.root=s3://bucket/mine --set data.classes=s3://bucket/mine.yaml": S3,
+    "train mine --set data.root=s3://bucket/camvid --set data.pack=s3://bucket/packs/camvid": S3,
+    "train mine --output s3://bucket/runs/mine": S3,
+    "train s3://bucket/runs/mine --resume": S3,
+    "eval s3://bucket/runs/mine": S3,
     "train mine --nproc 4": "four processes; test_launch.py starts two",
     "train runs/mine --nproc 4 --resume": "four processes; test_resume.py resumes on three",
     "train mine --until 500": "test_until.py pauses runs",

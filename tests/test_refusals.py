@@ -105,7 +105,7 @@ USAGE = [
     ),
     *(  # pathlib makes a local folder `s3:` of it
         (
-            f"train my.yaml --output {url}",
+            f"export a --format onnx --output {url}",
             2,
             f"... is neither read nor written: expected a local path, got '{url}'",
         )

@@ -41,6 +41,7 @@ class CheckpointManager:
 
     Only one process writes; it calls `clean_up` first. `keep_limit` step_N.pt are kept.
     `check_lock` is called before each file is written, and raises if another run has taken over.
+    `saved` is called when a file and the manifest are written.
     every_s: checkpoint.every_s. is_overdue: it was asked for, and nothing was saved since.
     """
 
@@ -50,11 +51,12 @@ class CheckpointManager:
         *,
         keep_limit: int = _KEEP_LIMIT,
         check_lock: Callable[[], None] = lambda: None,
+        saved: Callable[[], None] = lambda: None,
         every_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = directory
-        self._check_lock = check_lock
+        self._check_lock, self._saved = check_lock, saved
         self.last = directory / LAST
         self.keep_limit = keep_limit
         self.is_overdue, self._every_s, self._clock = False, every_s, clock
@@ -212,6 +214,7 @@ class CheckpointManager:
             temporary.replace(path)
             self._set_entry(name, entry)
             files.sync_directory(self.directory)
+        self._saved()
 
     def _check_sole_writer(self) -> None:
         """Refuses to write after another run has begun, or written, in the directory."""

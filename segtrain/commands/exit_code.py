@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 
 from segtrain import plugins
+from segtrain.commands.addresses import fetch_runs
 from segtrain.distributed import liveness, signals
 from segtrain.distributed.liveness import has_launcher, is_first_to_print, write_exit_status
 from segtrain.errors import (
@@ -79,6 +80,8 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
         signals.follow_launcher()
     try:
         with _with_place(*args):
+            for one in args:
+                fetch_runs(one)
             for source in getattr(args[0], "plugin", ()) if args else ():
                 plugins.load(source)
             if isinstance(command, str):

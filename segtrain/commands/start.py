@@ -4,10 +4,12 @@ import argparse
 import os
 import shlex
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from segtrain.commands import fit, launch
+from segtrain.commands.addresses import is_restart
 from segtrain.commands.config import find_config, show_warnings
 from segtrain.config import Config, load_config
 from segtrain.config.experiment import wrong_units
@@ -15,6 +17,7 @@ from segtrain.distributed.layout import batch_findings
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.results.runs import summarize
 from segtrain.run import directory as run_directory
+from segtrain.run.remote_run import address_of, upload_of
 from segtrain.run.trackers import check_installed
 from segtrain.text import say
 
@@ -22,8 +25,6 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds
     from segtrain.commands.train.setup import TrainRequest
 
 _CHECKPOINT = ".pt"
-# Torch elastic after a failure and SLURM after a requeue start the same command line again.
-_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 # A file server gives the locks of a machine that has died free after 90 s.
 _LOCK_PATIENCE_S = 120.0
 
@@ -66,6 +67,11 @@ def main(args: argparse.Namespace) -> int:
         )
     if fits and saved:
         config = _refined(args, target, fit.kept(target.directory))
+    if most > 1 and (url := address_of(target.directory)):
+        raise ConfigError(
+            f"--nnodes: the machines meet in the folder of the run, and {url} is none: give one that"
+            " they share by --output, or start the ranks by torchrun"
+        )
     if least < most and not is_rank and _is_complete(target.directory, config):
         say(f"{target.directory}: already complete")  # nobody would come to train with
         return EXIT_OK
@@ -83,12 +89,19 @@ def main(args: argparse.Namespace) -> int:
             return launch.start_ranks(args, num_ranks)
     from segtrain.commands.train.loop import run
 
-    return run(_request(args, config, target.directory, resume=resume))
+    request = _request(args, config, target.directory, resume=resume)
+    upload = upload_of(target.directory)
+    if upload is None:
+        return run(request)
+    with upload:
+        code = run(replace(request, saved=upload.put))
+        upload.stopped = code != EXIT_OK
+    return code
 
 
 def _find_target(args: argparse.Namespace, *, is_first: bool, is_rank: bool) -> tuple[Target, bool]:
     """What to train, and whether it goes on; `args` get the config and options that this means."""
-    resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
+    resume = is_restart(args)
     if args.finish is None:
         args.config = named_config(args.config, may_write=is_first)
         return resolve_run(args.config, resume=args.resume, output=args.output), resume

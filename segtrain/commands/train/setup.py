@@ -351,6 +351,7 @@ class TrainRequest:
     requeue: on SIGUSR1 save, requeue the SLURM job and stop; otherwise only save.
     until: save after this step, at most train.steps, and stop; None: train to the end.
     report: called with directory and device when the run is complete, on rank 0.
+    saved: called after each checkpoint, on rank 0.
     lock_patience_s: how long another machine may hold the directory that was in this run and died.
     """
 
@@ -362,6 +363,7 @@ class TrainRequest:
     requeue: bool = False
     until: int | None = None
     report: Callable[[Path, torch.device], None] | None = None
+    saved: Callable[[], None] = lambda: None
     lock_patience_s: float = 0.0
 
 
@@ -411,8 +413,8 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     lock, notes = RunLock(directory, patience_s=request.lock_patience_s), []
     dist.run_on_rank0(lambda: _take_directory(request, lock, stack))
     folder = directory / run_directory.CHECKPOINTS
-    every_s = config.checkpoint.every_s
-    checkpoints = CheckpointManager(folder, check_lock=lock.check, every_s=every_s)
+    hooks = {"check_lock": lock.check, "saved": request.saved}
+    checkpoints = CheckpointManager(folder, every_s=config.checkpoint.every_s, **hooks)
     # 2. The checkpoint to go on from, if there is one; is it one of this config?
     resumed = _find_checkpoint(checkpoints, request, notes)
     saved = resumed and resumed.checkpoint
