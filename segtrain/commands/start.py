@@ -69,8 +69,8 @@ def main(args: argparse.Namespace) -> int:
         config = _refined(args, target, fit.kept(target.directory))
     if most > 1 and (url := address_of(target.directory)):
         raise ConfigError(
-            f"--nnodes: the machines meet in the folder of the run, and {url} is none: give one that"
-            " they share by --output, or start the ranks by torchrun"
+            f"--nnodes: the machines meet in the folder of the run, and {url} is none: give one "
+            "that they share by --output, or start the ranks by torchrun"
         )
     if least < most and not is_rank and _is_complete(target.directory, config):
         say(f"{target.directory}: already complete")  # nobody would come to train with
