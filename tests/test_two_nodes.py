@@ -78,6 +78,22 @@ def test_one_rank_on_each_of_two_machines_trains_as_one_process(run_ranks, start
     torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
 
 
+def test_workers_of_another_machine_send_gradients_to_a_server(run_ranks, start, tmp_path, data):
+    """With staleness 0: the losses of one process that takes the parts as microbatches."""
+    train_options = {"steps": 3, "batch_size": 6}
+    server = train_options | {"parallel": "server", "staleness": 0}
+    config = write_config(tmp_path / "c.yaml", experiment(data, **SMALL, train=server))
+    arguments = ["train", config, "--device", "cpu", "--output", tmp_path / "two", "--nnodes", 2]
+    commands = [start(node, *arguments, "--nproc", node + 1) for node in range(2)]
+    codes = [command.wait() for command in commands]
+    assert codes == [0, 0], "\n".join(command.errors for command in commands)
+
+    sync = train_options | {"accumulate_steps": 2}
+    config = write_config(tmp_path / "one.yaml", experiment(data, **SMALL, train=sync))
+    assert run_ranks(1, train, config, tmp_path / "one") == [0]
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-9)
+
+
 def test_a_stranger_finds_no_state_that_a_launcher_unpickles(start, tmp_path, data):
     """What listens is one store of the ranks' addresses, in the network of the machines alone."""
     options = experiment(data, **SMALL, train={"steps": 10_000})
