@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 from segtrain.checkpoint.format import Checkpoint
 from segtrain.distributed import agent, process_group
 from segtrain.distributed.launcher import Notice
+from segtrain.distributed.rendezvous import SharedFolder
 from segtrain.errors import ConfigError
 
 STEPS = 40
@@ -185,12 +186,13 @@ def test_ranks_that_start_again_do_not_meet_the_dead(monkeypatch):
 def test_a_machine_that_dies_while_all_count_their_ranks_costs_one_more_round(
     monkeypatch, tmp_path
 ):
-    tries = []
+    tries, store = [], SharedFolder(tmp_path / "m").store(1)
+    store.set_timeout(timedelta(milliseconds=10))
 
     def rendezvous_of_torch(self, group):
         tries.append(group)
         if len(tries) == 1:
-            HashStore().wait(["of the dead"], timedelta(milliseconds=1))
+            store.get("of the dead")
 
     monkeypatch.setattr(agent.LocalElasticAgent, "_rendezvous", rendezvous_of_torch)
     made = agent.Agent.__new__(agent.Agent)

@@ -77,11 +77,14 @@ def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
     # Importing torch takes seconds, and Ctrl-C in the midst of it would show a traceback.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signals.exit_at_once)
+    if several := max(getattr(args, "nnodes", (1, 1))) > 1:  # only `segtrain train` has it
+        # A stack of C++ for every connection that a machine leaves behind.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from segtrain.distributed.launcher import MachineGroup, run_ranks
 
     command = [*interpreter(), "-m", "segtrain", *args.argv]
     machines = None
-    if max(getattr(args, "nnodes", (1, 1))) > 1:  # only `segtrain train` has it
+    if several:
         machines = MachineGroup(*args.nnodes, Path(args.output, MEETING), args.rdzv_timeout)
     options = {name: getattr(args, name) for name in ("max_restarts", "notice") if name in args}
     return run_ranks(command, num_ranks, machines=machines, **options)

@@ -4,11 +4,9 @@ import itertools
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -59,8 +57,11 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Again, if a machine dies before it has told the others how many ranks it has."""
         while True:
-            with suppress(DistStoreError):
+            try:
                 return super()._rendezvous(worker_group)
+            except RuntimeError as error:  # torch's stores have no common type for that
+                if "timeout" not in str(error).lower():
+                    raise
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._note_training()
