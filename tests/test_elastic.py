@@ -1,12 +1,15 @@
 """Machines that join and leave a run while it trains: launchers of one machine, which all meet."""
 
 import os
+import shutil
 import signal
 import threading
 from datetime import timedelta
 
+import cv2
+import numpy as np
 import pytest
-from experiments import assert_same_state, last, small, train, write_config
+from experiments import assert_same_state, last, refusal, small, train, write_config
 from processes import Command, logged_steps
 from torch.distributed import HashStore
 
@@ -74,7 +77,9 @@ def test_a_machine_joins_and_leaves_and_the_model_is_that_of_one_process(
     log = (run / "train.log").read_text()
     assert "2 x cpu (" in log
     assert "on 2 machines" in log
-    assert log.count("stopped by SIGTERM") == 2  # for the join and for the leave
+    # For the join and for the leave.
+    assert log.count("which is saved; a machine comes or goes") == 2
+    assert "segtrain: this machine leaves the run, which is saved\n" in second.errors
 
 
 def test_without_the_machine_that_began_it_a_run_goes_on(machine, undisturbed, tmp_path):
@@ -100,25 +105,59 @@ def test_a_machine_whose_rank_dies_leaves_and_the_other_goes_on(machine, undistu
     assert_same_state(undisturbed, last(run))
 
 
-def test_a_newcomer_that_the_run_cannot_take_leaves_alone(machine, undisturbed, tmp_path):
+def test_a_newcomer_with_another_config_is_refused_before_it_stops_the_others(machine, tmp_path):
     run = tmp_path / "run"
     first = machine("1:2")
     first.wait_for_step(run, 3)
     second = machine("1:2", "--set", "optim.lr=0.5")
     assert second.wait() == 2
-    assert "optim.lr" in second.errors
+    assert "optim.lr: 0.02 there, 0.5 now" in second.errors
+    assert "stopped by" not in (run / "train.log").read_text()
+    first.kill()
+
+
+def test_a_newcomer_with_other_labels_leaves_alone(machine, undisturbed, tmp_path, data):
+    """Files of the same names and sizes, which only their contents tell apart."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(data, other)
+    label = next((other / "labels" / "train").iterdir())
+    size = label.stat().st_size
+    cv2.imwrite(str(label), np.ones_like(cv2.imread(str(label), cv2.IMREAD_UNCHANGED)))
+    label.write_bytes(label.read_bytes().ljust(size, b"\0"))  # what follows a PNG is not read
+    first = machine("1:2")
+    first.wait_for_step(run, 8)  # and a checkpoint, with the hashes of the labels
+    second = machine("1:2", "--set", f"data.root={other}")
+    assert second.wait() == 3, second.errors
+    assert "sees other labels than that of rank 0" in second.errors
     assert first.wait() == 0, first.errors
     assert_same_state(undisturbed, last(run))
+
+
+def test_ranks_with_another_config_are_refused(run_ranks, tmp_path, data):
+    """As of machines whose command lines differ."""
+    configs = [
+        write_config(tmp_path / f"{lr}.yaml", options_of(data) | {"optim": {"lr": lr}})
+        for lr in (0.02, 0.5)
+    ]
+    found = run_ranks(2, train_as, configs, tmp_path / "run")
+    assert [code for _, code, _ in found] == [2, 2]
+    assert "optim.lr: 0.02 on rank 0, 0.5 on rank 1" in found[0][2]
+
+
+def train_as(configs, directory):
+    from segtrain.distributed import collectives
+
+    return refusal(train, configs[collectives.rank()], directory)
 
 
 def test_below_the_fewest_a_launcher_waits_and_then_says_so(machine, tmp_path):
     command = machine("2:3", "--rdzv-timeout", 2)
     assert command.wait() == 6
-    said = command.errors.splitlines()
+    said, folder = command.errors.splitlines(), tmp_path / "run" / ".machines"
     assert said == [
-        f"segtrain: this machine, 127.0.0.1, meets at least 2 in {tmp_path / 'run' / '.machines'}",
-        "segtrain: fewer than 2 machines came within 2 s (--rdzv-timeout); what was saved stays: "
-        "resume from the last checkpoint by --resume",
+        f"segtrain: this machine, 127.0.0.1, waits until at least 2 are in {folder}",
+        "segtrain: fewer than 2 machines came within 2 s (--rdzv-timeout); resume from "
+        "the last checkpoint by --resume",
     ]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from attacker import NOBODY, attack, listening
-from experiments import experiment, losses, train, write_config
+from experiments import bits, experiment, last, losses, train, write_config
 from processes import Command, logged_steps
 from two_machines import ip, join, remove
 
@@ -41,8 +41,8 @@ def start(tmp_path):
         commands.append(Command(tmp_path, *args, wrapper=wrapper, **environ))
         return commands[-1]
 
-    def cable(state):
-        ip("-n", names[0], "link", "set", "eth0", state)
+    def cable(state, node=0):
+        ip("-n", names[node], "link", "set", "eth0", state)
 
     run.cable = cable
     run.names = names
@@ -112,6 +112,26 @@ def test_a_stranger_finds_no_state_that_a_launcher_unpickles(start, tmp_path, da
     reached = max(logged_steps(run))
     commands[0].wait_for_step(run, reached + 2)
     assert stat.S_IMODE((run / ".machines").stat().st_mode) == 0o700
+
+
+def test_a_machine_whose_cable_is_cut_leaves_and_the_other_goes_on(
+    run_ranks, start, tmp_path, data
+):
+    """Both still see the shared folder, and ranks would wait for each other for `timeout_s`."""
+    shares = {"steps": 60, "batch_size": 4, "shares": 4, "timeout_s": 300}
+    options = experiment(data, **SMALL, train=shares, checkpoint={"every_steps": 2})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "two"
+    arguments = ["train", config, "--output", run, "--nproc", 1, "--nnodes", "1:2"]
+    commands = [start(node, *arguments) for node in range(2)]
+    commands[0].wait_until(lambda: "machine 1 of 2: ranks" in commands[0].errors)
+    commands[0].wait_for_step(run, max(logged_steps(run), default=0) + 3)
+    start.cable("down", node=1)
+    assert commands[1].wait() == 6
+    where = f"this machine does not reach {ADDRESS.format(1)}, where rank 0 is, and leaves"
+    assert where in commands[1].errors
+    assert commands[0].wait() == 0, commands[0].errors
+    assert run_ranks(1, train, config, tmp_path / "one") == [0]
+    assert bits(last(tmp_path / "one")) == bits(last(run))
 
 
 def long(data):

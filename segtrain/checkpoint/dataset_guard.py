@@ -4,9 +4,10 @@ Classes, names and sizes are compared at the start. The contents of the labels a
 beside the work, so that large data sets do not delay it.
 """
 
+import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ class DatasetGuard:
         self._sets, self._accept_changes = sets, accept_changes
         self._path = None if resumed is None else resumed.path
         self._splits = _agreed_fingerprint(sets, root).splits
-        self._hashing: LabelHashing | None = None  # on rank 0
+        self._hashing: LabelHashing | None = None  # on the first rank of each machine
         self._label_changes: list[str] | None = None  # on rank 0, once they are known
         self._compared = False
         self._log_lines: list[str] = []
@@ -80,7 +81,7 @@ class DatasetGuard:
 
     def start(self, patience_s: float) -> None:
         """Starts to hash the labels; waits `patience_s` if they can be compared (collective)."""
-        if dist.is_main():
+        if dist.local_rank() == 0:
             sizes = [split.pairs_per_hash for split in self._splits]
             self._hashing = LabelHashing(list(zip(self._sets, sizes, strict=True)))
         if self._knows_labels:
@@ -101,7 +102,7 @@ class DatasetGuard:
 
         Raises:
             ConfigError: the contents of labels have changed.
-            DataError: a label cannot be read.
+            DataError: a label cannot be read, or the machines see different ones.
         """
         start = time.monotonic()
 
@@ -111,7 +112,9 @@ class DatasetGuard:
         gives_up = False
         while not (self._compared or gives_up):
             changes, gives_up = dist.run_on_rank0(poll)
-            if changes is not None:
+            digests = dist.run_on_all_ranks(self._digest_here)
+            if changes is not None and "" not in digests:
+                _check_labels_alike(digests)
                 self._log_lines += [f"changed    {change}" for change in changes]
                 self._compared = True
         return self._compared
@@ -157,9 +160,19 @@ class DatasetGuard:
             what += ": changes since then are not noticed"
             self._log_lines.append(f"warning: {resumed.path} does not say {what}")
 
+    def _digest_here(self) -> str | None:
+        """Of the labels as this machine sees them; empty: not yet known; None: another rank says.
+
+        DataError: a label cannot be read.
+        """
+        if self._hashing is None:
+            return None
+        labels = self._hashing.result(0 if dist.is_main() else _POLL_S)
+        return "" if labels is None else hashlib.sha256(repr(labels).encode()).hexdigest()
+
     def _poll(self, timeout_s: float) -> list[str] | None:
         """The changes of labels; None if they are not known within `timeout_s`."""
-        if self._label_changes is None and self._hashing is not None:
+        if dist.is_main() and self._label_changes is None and self._hashing is not None:
             labels = self._hashing.result(timeout_s)
             if labels is not None:
                 splits = list(zip(self._splits, labels, self._sets, strict=True))
@@ -213,6 +226,16 @@ def eval_differences(
 def _eval_lines(changes: list[str], is_meant: bool) -> list[str]:
     severity = "note" if is_meant else "warning"
     return [f"{severity}: not the data of the training: {x}" for x in changes if x]
+
+
+def _check_labels_alike(digests: Sequence[str | None]) -> None:
+    """Raises DataError if a machine, by the rank that tells, sees other labels than rank 0's."""
+    for rank, digest in enumerate(digests):
+        if digest not in (None, digests[0]):
+            raise DataError(
+                f"the machine of rank {rank} sees other labels than that of rank 0, in files with "
+                "the same names and sizes; give all machines the same data"
+            )
 
 
 def _agreed_fingerprint(sets: tuple[SegDataset, SegDataset], root: str) -> DataFingerprint:

@@ -198,7 +198,7 @@ def _machines(text: str) -> tuple[int, int]:
     least, *others = map(positive, text.split(":"))
     most = others[0] if others else least
     if len(others) > 1 or least > most:
-        raise argparse.ArgumentTypeError(f"expected N or MIN:MAX, got '{text}'")
+        raise argparse.ArgumentTypeError(f"expected N, or MIN:MAX with MIN <= MAX, got '{text}'")
     return least, most
 
 

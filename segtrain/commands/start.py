@@ -75,6 +75,11 @@ def main(args: argparse.Namespace) -> int:
     if least < most and not is_rank and _is_complete(target.directory, config):
         say(f"{target.directory}: already complete")  # nobody would come to train with
         return EXIT_OK
+    if least < most and not is_rank and run_directory.is_run(target.directory):
+        # Found by the ranks, it would stop those of the other machines.
+        before = load_config(target.directory / run_directory.CONFIG, imports=False)
+        changes = {"accept_changes": args.accept_changes}
+        run_directory.check_config(target.directory, before, config, **changes)
     # 3. A rank trains, and so does a process without others; otherwise it starts them.
     if not is_rank:
         # Before anything slow; the ranks check the directory again.

@@ -3,7 +3,9 @@
 import itertools
 import os
 import signal
+import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,27 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from segtrain.distributed.liveness import (
     ATTEMPT_VARIABLE,
+    ELASTIC_VARIABLE,
     PATIENCE_S,
     read_exit_statuses,
     read_heartbeats,
 )
-from segtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+from segtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, ExecutionError
 from segtrain.text import say
+
+# How often the machine of rank 0 is asked whether it is there, and for how long it need not answer.
+_PROBE_S, _UNREACHED_S = 5.0, 20.0
 
 STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
 
 # From the first signal to SIGKILL: time enough to finish a step and write a checkpoint.
 SHUTDOWN_TIMEOUT_S = 120
+
+
+def end_of(code: int) -> str:
+    """How a process ended that had no time to say it; code: of its exit, negative: a signal."""
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}" if code < 0 else f"exited with {code}"
 
 
 class Agent(LocalElasticAgent):
@@ -46,6 +58,9 @@ class Agent(LocalElasticAgent):
         self._newcomers: set[Any] = set()  # those that were not in the one before
         self._cut_off_since: float | None = None
         self._failing_since: float | None = None
+        self._probed_at = self._reached_at = 0.0  # the machine of rank 0
+        if elastic:
+            os.environ[ELASTIC_VARIABLE] = "1"
 
     def run(self, *args: Any) -> RunResult | None:
         """As the base class; None: the run has ended while this machine waited for a place."""
@@ -73,6 +88,7 @@ class Agent(LocalElasticAgent):
             machines = f"{worker_group.group_rank + 1} of {worker_group.group_world_size}"
             world_size = worker_group.workers[0].world_size
             say(f"machine {machines}: ranks {first} to {last} of {world_size}")
+            self._probed_at = self._reached_at = time.monotonic()
         return super()._start_workers(worker_group)
 
     def _note_training(self) -> bool:
@@ -84,7 +100,10 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if not self._elastic:
+            self._say_why(result)
             return result
+        if result.state is WorkerState.HEALTHY:
+            self._check_network(worker_group)
         if result.state is WorkerState.HEALTHY and self._is_cut_off():
             # They wait for ranks that do not answer any more.
             self._pcontext.close(signal.SIGKILL)
@@ -92,10 +111,29 @@ class Agent(LocalElasticAgent):
         elif result.state is WorkerState.SUCCEEDED and self._were_stopped():
             result = RunResult(WorkerState.FAILED)
         elif result.state is not WorkerState.FAILED or self._began_here(result):
+            self._say_why(result)
             return result
         if self._may_go_on():
             self._remaining_restarts += 1  # the base class takes it off again
         return result
+
+    def _check_network(self, worker_group: WorkerGroup) -> None:
+        """Leaves the run if the machine of rank 0 does not answer, where ranks would wait for it.
+
+        The folder in which machines meet may be reached by another network.
+        """
+        now = time.monotonic()
+        if worker_group.group_rank == 0 or now - self._probed_at < _PROBE_S:
+            return
+        self._probed_at, place = now, (worker_group.master_addr, worker_group.master_port)
+        with suppress(OSError), socket.create_connection(place, timeout=_PROBE_S):
+            self._reached_at = time.monotonic()
+        if time.monotonic() - self._reached_at > _UNREACHED_S:
+            self._pcontext.close(signal.SIGKILL)
+            raise ExecutionError(
+                f"this machine does not reach {place[0]}, where rank 0 is, and leaves: a cable, a "
+                "firewall, or two networks (GLOO_SOCKET_IFNAME in the environment names one)?"
+            )
 
     def _is_cut_off(self) -> bool:
         """Whether a machine of this round has been gone for longer than its ranks take to end."""
@@ -123,6 +161,15 @@ class Agent(LocalElasticAgent):
             rank not in left_alone and failure.exitcode != -signal.SIGTERM
             for rank, failure in result.failures.items()
         )
+
+    def _say_why(self, result: RunResult) -> None:
+        """Names a rank that died without a word, where it is started again."""
+        told = {
+            status.rank for status in read_exit_statuses(self._folder) if status.code is not None
+        }
+        for rank, failure in result.failures.items() if self._remaining_restarts else ():
+            if rank not in told:
+                say(f"rank {rank} {end_of(failure.exitcode)}; all ranks start again")
 
     def _may_go_on(self) -> bool:
         """False once ranks have failed elsewhere for `patience_s` and none has come to train."""

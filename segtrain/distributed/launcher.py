@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from segtrain.distributed import machine, signals
-from segtrain.distributed.agent import SHUTDOWN_TIMEOUT_S, STOPPED, Agent
+from segtrain.distributed.agent import SHUTDOWN_TIMEOUT_S, STOPPED, Agent, end_of
 from segtrain.distributed.liveness import (
     FOLDER_VARIABLE,
     ONE_MACHINE,
@@ -106,6 +106,9 @@ def run_ranks(
             stopped_by = error.sigval
         except RendezvousError as error:
             raise ExecutionError(_why_apart(error, machines)) from error
+        except ExecutionError:
+            meeting.leave()
+            raise
         signals.ignore_stop_signals()
         phases = {heartbeat.phase for heartbeat in read_heartbeats(folder)}
         code = exit_code_of(
@@ -119,6 +122,8 @@ def run_ranks(
         # Without a machine that has failed the others go on, unless they would fail alike.
         is_alone = code in (EXIT_SYSTEM, EXIT_MEMORY) or (code != EXIT_OK and not agent.has_trained)
         is_elastic = machines is not None and machines.is_elastic
+        if is_elastic and stopped_by and code in STOPPED and agent.has_trained:
+            say("this machine leaves the run, which is saved")
         with suppress(RendezvousError):
             meeting.leave() if stopped_by or (is_elastic and is_alone) else meeting.shutdown()
         return code
@@ -146,7 +151,8 @@ def _meeting(machines: MachineGroup) -> SeveralMachines:
             f"one of the machines; here are {', '.join(machine.addresses())}"
         )
     limits = machines.least, machines.most
-    say(f"this machine, {address}, meets at least {machines.least} in {machines.folder}")
+    number = f"at least {machines.least}" if machines.is_elastic else str(machines.least)
+    say(f"this machine, {address}, waits until {number} are in {machines.folder}")
     return SeveralMachines.at(machines.folder, limits, address, machines.patience_s)
 
 
@@ -181,7 +187,7 @@ def _why_apart(error: RendezvousError, machines: MachineGroup) -> str:
     """What to say when the launchers did not meet, or lost each other."""
     if isinstance(error, RendezvousTimeoutError):
         few = f"fewer than {machines.least} machines came within {machines.patience_s:.0f} s"
-        return f"{few} (--rdzv-timeout); what was saved stays: {_RESUME}"
+        return f"{few} (--rdzv-timeout); {_RESUME}"
     if isinstance(error, RendezvousClosedError):
         return "the run has ended on another machine; see its log"
     return f"the launchers lost each other: {error}; {_RESUME}, on all machines"
@@ -288,7 +294,5 @@ def _silent_death(rank: int, code: int) -> int:
         return signals.exit_code(-code)
     if code in STOPPED:
         return code
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    say(f"rank {rank} {how}{hint}; the other ranks were stopped; {_RESUME}")
+    say(f"rank {rank} {end_of(code)}; the other ranks were stopped; {_RESUME}")
     return EXIT_SYSTEM

@@ -30,6 +30,9 @@ FOLDER_VARIABLE = "SEGTRAIN_OUTCOMES"
 # How often the launcher has started its ranks before, in their environment.
 ATTEMPT_VARIABLE = "SEGTRAIN_ATTEMPT"
 
+# Set if machines may come and go.
+ELASTIC_VARIABLE = "SEGTRAIN_ELASTIC"
+
 # Set if all ranks of the run are on this machine.
 ONE_MACHINE = "SEGTRAIN_ONE_MACHINE"
 

@@ -145,13 +145,13 @@ def _explained(*, in_set_up: bool) -> Iterator[None]:
     except LostRanksError as error:
         raise LostRanksError(f"{error}, {liveness.describe()}") from error
     except RuntimeError as error:
-        meaning = _meaning(error, in_set_up=in_set_up)
-        if meaning is None:
+        found = meaning(error, in_set_up=in_set_up)
+        if found is None:
             raise
-        raise meaning from error
+        raise found from error
 
 
-def _meaning(error: RuntimeError, *, in_set_up: bool) -> UserError | None:
+def meaning(error: RuntimeError, *, in_set_up: bool) -> UserError | None:
     """`error` of torch as a user can understand it; None: it is an error of the program."""
     text = str(error)
     lines = [line.strip() for line in text.partition("Exception raised from")[0].splitlines()]

@@ -76,6 +76,10 @@ class RunLog:
                 threading.excepthook = self._excepthook
             if error is not None:
                 self.trackers.finish("FAILED")
+                if isinstance(error, RuntimeError):  # torch's begin with a place in its source
+                    from segtrain.distributed.process_group import meaning
+
+                    error = meaning(error, in_set_up=False) or error
                 log_only("\n".join(printable_lines(f"ended by {type(error).__name__}: {error}")))
             log_files.remove(self._write_log)
             os.close(self._handle)
