@@ -27,6 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 class Numbers:
     """Images that hold their own number, of unequal height and width."""
 
+    is_fetched = False
+
     def __init__(self, num_images=7):
         self.pairs = range(num_images)
 
@@ -213,6 +215,7 @@ def test_workers_of_a_fork_server_end_as_the_rank_wants_and_with_it(forkserver):
     mine, theirs = forkserver.Pipe()
     rank = forkserver.Process(target=rank_with_a_fork_server, args=(theirs,))
     rank.start()
+    theirs.close()  # or a rank that fails would be waited for
     one, other = mine.recv()
     assert left_after([one, other], 0) == [one, other]
     mine.send("terminate")

@@ -306,7 +306,11 @@ class Proxy:
                 near.close()
                 continue
             time.sleep(self.delay_s)
-            far = socket.create_connection(self.target)
+            try:
+                far = socket.create_connection(self.target)
+            except OSError:  # the server of the tests has ended meanwhile
+                near.close()
+                continue
             for source, sink in ((near, far), (far, near)):
                 threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
 

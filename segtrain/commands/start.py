@@ -15,7 +15,6 @@ from segtrain.config import Config, load_config
 from segtrain.config.experiment import wrong_units
 from segtrain.distributed.layout import batch_findings
 from segtrain.errors import EXIT_OK, ConfigError
-from segtrain.results.runs import summarize
 from segtrain.run import directory as run_directory
 from segtrain.run.remote_run import address_of, upload_of
 from segtrain.run.trackers import check_installed
@@ -116,6 +115,8 @@ def _find_target(args: argparse.Namespace, *, is_first: bool, is_rank: bool) -> 
 
 
 def _is_complete(directory: Path, config: Config) -> bool:
+    from segtrain.results.runs import summarize
+
     if not run_directory.is_run(directory):
         return False
     found = summarize(directory)
