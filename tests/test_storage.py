@@ -213,6 +213,26 @@ def test_processes_and_threads_share_a_small_cache(made, monkeypatch):
     assert os.waitpid(pid, 0)[1] == 0
 
 
+def test_the_cache_keeps_its_size_while_many_write(monkeypatch):
+    """None removes what another is writing, nor what it has taken the room for."""
+    monkeypatch.setenv("SEGTRAIN_CACHE_GB", "0.00006")  # three files
+    folder = cache_folder("data", "some")
+    folder.mkdir(parents=True)
+
+    def write(number):
+        for i in range(20):
+            path = folder / "shard.ranges" / f"{number}-{i}"
+            with mirror._writing(path, 20_000) as draft:
+                time.sleep(0.002)
+                draft.write_bytes(bytes(20_000))
+                draft.replace(path)
+
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(write, range(5)))
+    kept = [path.stat().st_size for path in (folder / "shard.ranges").iterdir()]
+    assert 0 < sum(kept) <= 60_000
+
+
 def test_what_was_removed_from_the_cache_is_fetched_when_it_is_opened(made, monkeypatch):
     expected = open_dataset(data_of(made / "set"), "train")
     found = open_dataset(data_of("s3://data/set"), "train")

@@ -11,6 +11,7 @@ import hashlib
 import json
 import mmap
 import os
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,8 @@ FOLDER_VARIABLE, SIZE_VARIABLE = "SEGTRAIN_CACHE", "SEGTRAIN_CACHE_GB"
 _DEFAULT_GB = "50"
 _INDEX, _LOCK, _TALLY = ".objects.json", ".lock", ".bytes"
 _RANGES = ".ranges"  # ends the name of a folder with ranges of an object
+_ROOM = ".room"  # ends the name of a file as large as one that is being written
+_KILLED_NS = 3600 * 10**9  # after that, what is being written is of a process that was killed
 _KEPT = 0.9  # of the size, when something must go: it takes a look at all files
 
 
@@ -259,37 +262,59 @@ def _leave_absent(path: Path, num_bytes: int) -> None:
 
 @contextmanager
 def _writing(path: Path, num_bytes: int) -> Iterator[Path]:
-    """As `files.temporary`, with room in the cache: what was not used for longest goes."""
+    """As `files.temporary`, with room in the cache: what was not used for longest goes.
+
+    Room that others have taken and not filled yet is waited for.
+    """
     folder, limit = cache_folder("data"), cache_bytes()
     with cache_failures():
-        with locked(folder / _LOCK):
-            tally = folder / _TALLY
-            taken = int(tally.read_text() or limit) if tally.exists() else limit
-            if taken + num_bytes > limit:
-                taken = _shrink(folder, limit, num_bytes)
-            tally.write_text(str(taken + num_bytes))
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.temporary(path) as draft:
+        with files.temporary(path) as draft, files.temporary(path, _ROOM) as room:
+            while not _take_room(folder, limit, num_bytes, room):
+                time.sleep(0.01)
             yield draft
 
 
-def _shrink(folder: Path, limit: int, num_bytes: int) -> int:
-    """Removes files until `num_bytes` more fit; returns the bytes of those that are left."""
-    found = []
+def _take_room(folder: Path, limit: int, num_bytes: int, room: Path) -> bool:
+    """Makes `room` a file of so many bytes that others count; False: they are to finish first."""
+    with locked(folder / _LOCK):
+        tally, others = folder / _TALLY, 0
+        taken = int(tally.read_text() or limit) if tally.exists() else limit
+        if taken + num_bytes > limit:
+            taken, others = _shrink(folder, limit, num_bytes)
+        if taken + num_bytes > limit and others:
+            return False
+        with room.open("wb") as file:
+            file.truncate(num_bytes)
+        tally.write_text(str(taken + num_bytes))
+    return True
+
+
+def _shrink(folder: Path, limit: int, num_bytes: int) -> tuple[int, int]:
+    """Removes files until `num_bytes` more fit; returns the bytes that are taken, and by whom.
+
+    Those of files that are left and those of files on the way, and the latter alone.
+    """
+    found, coming, now_ns = [], 0, time.time_ns()
     for here, names in files.walk(folder, hidden=True):
         for path in (here / name for name in names if name not in (_INDEX, _LOCK, _TALLY)):
             with suppress(FileNotFoundError):
                 status = path.stat()
-                if status.st_mtime_ns != files.ABSENT_NS:
+                if path.name.endswith((_ROOM, ".tmp")):
+                    if now_ns - status.st_mtime_ns > _KILLED_NS:
+                        path.unlink()
+                    elif path.name.endswith(_ROOM):
+                        coming += status.st_size
+                elif status.st_mtime_ns != files.ABSENT_NS:
                     found.append((status.st_mtime_ns, status.st_size, path))
-    taken = sum(size for _, size, _ in found)
+    taken = coming + sum(size for _, size, _ in found)
     most = limit if taken + num_bytes <= limit else _KEPT * limit
     for _, size, path in sorted(found):
         if taken + num_bytes <= most:
             break
-        if path.parent.name.endswith(_RANGES) or path.name.startswith("."):  # of a killed process
+        if path.parent.name.endswith(_RANGES):
             path.unlink(missing_ok=True)
         else:
             _leave_absent(path, size)
         taken -= size
-    return taken
+    return taken, coming
