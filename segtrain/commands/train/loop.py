@@ -161,7 +161,9 @@ def finish(run: TrainRun) -> None:
 
 def _evaluation_is_left(run: TrainRun) -> bool:
     """Whether the evaluation that fell on the current step was cut short or left out."""
-    return run.evaluated < run.state.step and _falls_on(run.config.eval.every_steps, run)
+    return run.evaluated < run.state.step and run.falls_on(
+        run.config.eval.every_steps, run.state.step
+    )
 
 
 def _completion(run: TrainRun) -> str:
@@ -204,14 +206,14 @@ def _keep_cadences(run: TrainRun) -> bool:
     checkpoint = run.config.checkpoint
     save_requested = run.step_sync.pop_save_request()
     asked_by = "checkpoint.every_s" if run.checkpoints.is_overdue else "SIGUSR1"
-    evaluation_due = _falls_on(run.config.eval.every_steps, run)
-    keep_due = _falls_on(checkpoint.keep_every_steps, run)
+    evaluation_due = run.falls_on(run.config.eval.every_steps)
+    keep_due = run.falls_on(checkpoint.keep_every_steps)
     was_cut = False
     if evaluation_due:
         # Save first: an evaluation may take longer than a scheduler waits before it kills the run.
         save.save(run)
         was_cut = run.step_sync.stopped or not evaluate(run)
-    save_due = keep_due or evaluation_due or _falls_on(checkpoint.every_steps, run)
+    save_due = keep_due or evaluation_due or run.falls_on(checkpoint.every_steps)
     # After an evaluation that was cut short, the resumption comes here again.
     if (save_due or save_requested) and not was_cut:
         save.save(run, keep=keep_due)
@@ -233,12 +235,6 @@ def _is_due(run: TrainRun) -> bool:
     if run.meeting is None:
         return due or run.step_sync.save_is_due
     return run.meeting.has_begun(run.state.step, due=due or run.state.step == run.last_step)
-
-
-def _falls_on(every_steps: int | None, run: TrainRun) -> bool:
-    """Whether a cadence falls on this step; what the last step needs happens after the loop."""
-    step = run.state.step
-    return every_steps is not None and step % every_steps == 0 and step < run.config.train.steps
 
 
 def _leave(run: TrainRun) -> int:

@@ -391,7 +391,13 @@ class TrainRun(Training):
         """Whether the config asks for an evaluation or a checkpoint after `step`."""
         config, saving = self.config, self.config.checkpoint
         cadences = config.eval.every_steps, saving.every_steps, saving.keep_every_steps
-        return step < config.train.steps and any(n and step % n == 0 for n in cadences)
+        return any(self.falls_on(every_steps, step) for every_steps in cadences)
+
+    def falls_on(self, every_steps: int | None, step: int | None = None) -> bool:
+        """Whether a cadence falls on `step` (None: this one); the last has its own after it."""
+        step = self.state.step if step is None else step
+        is_last = step >= self.config.train.steps
+        return every_steps is not None and step % every_steps == 0 and not is_last
 
     def flush_receipts(self) -> None:
         """Writes the receipts of the steps since the last call (collective)."""
