@@ -72,14 +72,9 @@ def test_a_machine_joins_and_leaves_and_the_model_is_that_of_one_process(
 
     assert_same_state(undisturbed, last(run))
     assert logged_steps(run) == list(range(1, STEPS + 1))  # none was done twice
-    late = machine("2:3")
-    assert (late.wait(), late.errors) == (0, f"segtrain: {run}: already complete\n")
-    log = (run / "train.log").read_text()
-    assert "2 x cpu (" in log
-    assert "on 2 machines" in log
-    # For the join and for the leave.
-    assert log.count("which is saved; a machine comes or goes") == 2
-    assert "segtrain: this machine leaves the run, which is saved\n" in second.errors
+    late = machine("2:3")  # alone, but there is nothing left to meet for
+    assert (late.wait(), late.errors) == (0, "")
+    assert f"already complete: {STEPS} steps" in late.output
 
 
 def test_without_the_machine_that_began_it_a_run_goes_on(machine, undisturbed, tmp_path):
@@ -131,6 +126,17 @@ def test_a_newcomer_with_other_labels_leaves_alone(machine, undisturbed, tmp_pat
     assert "sees other labels than that of rank 0" in second.errors
     assert first.wait() == 0, first.errors
     assert_same_state(undisturbed, last(run))
+
+
+def test_a_run_that_has_saved_nothing_starts_anew_with_another_config(machine, tmp_path):
+    """As without machines that come and go: it was killed, and its mistake is mended."""
+    first = machine("1:2", "--set", "checkpoint.every_steps=30")
+    first.wait_for_step(tmp_path / "run", 3)
+    first.kill()
+    second = machine("1:2", "--set", "optim.lr=0.01")
+    second.wait_until(lambda: "optim.lr" not in second.errors and "train " in second.output)
+    second.kill()
+    assert "lr         0.01 ->" in second.output
 
 
 def test_ranks_with_another_config_are_refused(run_ranks, tmp_path, data):

@@ -71,10 +71,7 @@ def main(args: argparse.Namespace) -> int:
             f"--nnodes: the machines meet in the folder of the run, and {url} is none: give one "
             "that they share by --output, or start the ranks by torchrun"
         )
-    if least < most and not is_rank and _is_complete(target.directory, config):
-        say(f"{target.directory}: already complete")  # nobody would come to train with
-        return EXIT_OK
-    if least < most and not is_rank and run_directory.is_run(target.directory):
+    if least < most and not is_rank and (saved or run_directory.is_locked(target.directory)):
         # Found by the ranks, it would stop those of the other machines.
         before = load_config(target.directory / run_directory.CONFIG, imports=False)
         changes = {"accept_changes": args.accept_changes}
@@ -85,6 +82,8 @@ def main(args: argparse.Namespace) -> int:
         run_directory.check_directory(target.directory, config, resume=resume)
         num_ranks = launch.num_ranks_here(args.nproc, args.device)
         starts_ranks = max(num_ranks, most) > 1 or args.max_restarts > 0 or args.notice
+        if least < most and _is_complete(target.directory, config):
+            starts_ranks = False  # nobody would come to meet; this process writes what is missing
         if starts_ranks and (wrong := batch_findings(config, most * num_ranks)):
             raise ConfigError("\n".join(wrong))
         if fits and not saved:
