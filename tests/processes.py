@@ -135,6 +135,20 @@ class Command:
         self.process.wait()
 
 
+def save_and_stop(command: Command, directory: Path) -> int:
+    """Asks a run to save and go on, later to stop; the step after which it stopped, saved."""
+    from experiments import last
+
+    command.wait_for_step(directory, 3)
+    os.kill(command.process.pid, signal.SIGUSR1)
+    command.wait_until(lambda: "as SIGUSR1 asked for" in command.output)
+    os.kill(command.process.pid, signal.SIGTERM)
+    assert command.wait() == 143, command.errors
+    step = last(directory).step
+    assert 3 <= step == max(logged_steps(directory))
+    return step
+
+
 def run_python(
     code: str, *, wrapper: Sequence[str] = (), **environ: str
 ) -> subprocess.CompletedProcess[str]:

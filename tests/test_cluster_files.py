@@ -138,6 +138,15 @@ class Job:
         for pid in (self.where / "tasks").read_text().splitlines()[-1].split():
             os.kill(int(pid), signal.SIGUSR1)
 
+    def goes_on_after_its_time(self, run):
+        """It ends after step 2 or so, one of its tasks queues it again, and that job ends well."""
+        self.end_time_after(run, 2)
+        assert self.wait() == 143, (self.where / "log").read_text()
+        assert self.requeued == [self.environ["SLURM_JOB_ID"]]
+        assert 2 <= last(run).step < 40
+        self.start(SLURM_RESTART_COUNT="1")
+        assert self.wait() == 0
+
     def wait(self):
         try:
             return self.process.wait(240)
@@ -163,12 +172,7 @@ def test_a_task_of_an_array_trains_a_seed_and_goes_on_after_its_time(run_ranks, 
     words = {"where": tmp_path, "number": 7}
     job = Job(CLUSTER / "slurm_array.sh", config, array_task=3, **words)
     run = job.where / "runs/c_seed3"
-    job.end_time_after(run, 2)
-    assert job.wait() == 143, (job.where / "log").read_text()
-    assert job.requeued == ["7"]
-    assert 2 <= last(run).step < 40
-    job.start(SLURM_RESTART_COUNT="1")
-    assert job.wait() == 0
+    job.goes_on_after_its_time(run)
     options = yaml.safe_load(config.read_text()) | {"seed": 3}
     alone = write_config(tmp_path / "alone.yaml", options)
     assert run_ranks(1, train, alone, tmp_path / "alone") == [0]
@@ -194,13 +198,7 @@ def test_a_job_of_two_nodes_goes_on_after_its_time(run_ranks, tmp_path, config):
     words = (write_config(config, options), "--output", "out", "--set", "log.prometheus=true")
     job = Job(CLUSTER / "slurm_nodes.sh", *words, where=tmp_path, number=5, tasks_per_node=1)
     run = job.where / "out"
-    job.end_time_after(run, 2)
-    assert job.wait() == 143, (job.where / "log").read_text()
-    # One of the tasks asks for it.
-    assert job.requeued == ["5"]
-    assert 2 <= last(run).step < 40
-    job.start(SLURM_RESTART_COUNT="1")
-    assert job.wait() == 0
+    job.goes_on_after_its_time(run)
     assert "devices    2 x cpu" in (job.where / "log").read_text()
     assert run_ranks(1, train, config, tmp_path / "alone") == [0]
     assert_same_state(last(run), last(tmp_path / "alone"))

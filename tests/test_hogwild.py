@@ -1,13 +1,12 @@
 """train.parallel hogwild: processes that share their weights and do not wait for each other."""
 
 import os
-import signal
 from typing import NamedTuple
 
 import pytest
 import torch
 from experiments import curve, experiment, last, refusal, sections, train, write_config
-from processes import Command, logged_steps
+from processes import Command, save_and_stop
 
 from segtrain.commands.train.preflight import check_experiment, start_lines
 from segtrain.config import ScheduleConfig, load_config
@@ -186,15 +185,8 @@ def test_all_meet_after_the_same_step(run_ranks, stops):
 def test_signals_save_and_the_run_goes_on(run_ranks, tmp_path, data):
     run = tmp_path / "run"
     file = config(data, tmp_path, steps=400)
-    with_signal = Command(tmp_path, "train", file, "--nproc", 2, "--output", run)
-    with_signal.wait_for_step(run, 3)
-    os.kill(with_signal.process.pid, signal.SIGUSR1)
-    with_signal.wait_until(lambda: "as SIGUSR1 asked for" in with_signal.output)
-    os.kill(with_signal.process.pid, signal.SIGTERM)
-    assert with_signal.wait() == 143, with_signal.errors
-    step = last(run).step
-    assert 3 <= step < 400
-    assert max(logged_steps(run)) == step
+    step = save_and_stop(Command(tmp_path, "train", file, "--nproc", 2, "--output", run), run)
+    assert step < 400
     longer = config(data, tmp_path, steps=step + 2)
     assert run_ranks(2, train, longer, run, True, accept_changes=True) == [0, 0]
     assert last(run).step == step + 2

@@ -161,9 +161,7 @@ def finish(run: TrainRun) -> None:
 
 def _evaluation_is_left(run: TrainRun) -> bool:
     """Whether the evaluation that fell on the current step was cut short or left out."""
-    return run.evaluated < run.state.step and run.falls_on(
-        run.config.eval.every_steps, run.state.step
-    )
+    return run.evaluated < run.state.step and run.falls_on(run.config.eval.every_steps)
 
 
 def _completion(run: TrainRun) -> str:
