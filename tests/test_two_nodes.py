@@ -143,7 +143,7 @@ def long(data):
 def machines(start, tmp_path, data):
     """`machines(node, *more)`: the command of one of two machines."""
     config = write_config(tmp_path / "c.yaml", long(data))
-    options = ["--nproc", 1, "--nnodes", 2, "--max-restarts", 5]
+    options = ["--nproc", 1, "--nnodes", 2, "--max-restarts", 9]
     arguments = ["train", config, "--output", tmp_path / "two", *options]
     return lambda node, *more: start(node, *arguments, *more)
 
@@ -151,7 +151,7 @@ def machines(start, tmp_path, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["one died", "the cable was cut"])
 def test_machines_join_again(run_ranks, start, machines, tmp_path, data, how):
-    """Without the cable for longer than the timeout, both give up; started again, they go on."""
+    """A dead one is started again; without a cable they meet in the folder until it is back."""
     commands, codes = [machines(0), machines(1)], []
     commands[0].wait_for_step(tmp_path / "two", 6)
     if how == "one died":
@@ -168,7 +168,7 @@ def test_machines_join_again(run_ranks, start, machines, tmp_path, data, how):
                 codes.append(command.process.poll())
                 commands[node] = machines(node, "--resume")
         time.sleep(0.2)
-    assert set(codes) == ({6} if how == "the cable was cut" else {-signal.SIGKILL})
+    assert codes == ([] if how == "the cable was cut" else [-signal.SIGKILL])
     config = write_config(tmp_path / "one.yaml", long(data))
     assert run_ranks(1, train, config, tmp_path / "one") == [0]
     got, wanted = losses(tmp_path / "two"), losses(tmp_path / "one")
