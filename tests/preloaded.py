@@ -144,7 +144,7 @@ def _command(
         _enter(place)
     tempfile.tempdir = None  # that of the process before
     multiprocessing.set_start_method(None, force=True)
-    for _ in range(_num_ranks(cli._parser().parse_args(arguments))):
+    for _ in range(_num_ranks(cli._parser().parse_args(arguments), environ)):
         mine, theirs = os.pipe()
         if pid := os.fork():
             os.close(mine)
@@ -182,11 +182,12 @@ def _enter(place: int) -> None:
 _CHANGES = 6  # of the machines, after which ranks start anew
 
 
-def _num_ranks(args: Any) -> int:
+def _num_ranks(args: Any, environ: Mapping[str, str]) -> int:
     """How many ranks the command may start here, those of further attempts included."""
     num_ranks = getattr(args, "nproc", "auto")
     num_ranks = 1 if num_ranks == "auto" else int(num_ranks)
     least, most = getattr(args, "nnodes", (1, 1))
     attempts = 1 + getattr(args, "max_restarts", 0) + (_CHANGES if least < most else 0)
+    attempts += "GRAPHS_REPLAY" in environ  # after a replay that did not come back
     starts = max(num_ranks, attempts, most) > 1 or getattr(args, "notice", None)
     return num_ranks * attempts if starts else 0

@@ -9,6 +9,7 @@ import torch.distributed as torch_dist
 from segtrain.commands.train.setup import make_repeatable
 from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
+from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness, process_group
 from segtrain.distributed import machine as machine_module
 from segtrain.distributed.process_group import device_for
@@ -99,6 +100,28 @@ def fail(monkeypatch, error, *, in_set_up):
     monkeypatch.setenv("RANK", "1")
     with process_group.process_group(torch.device("cpu"), timeout_s=5):
         raise error
+
+
+def test_a_group_over_nccl_is_made_and_left_with_its_surroundings(monkeypatch):
+    """What no device has run is switched off, unless the user has chosen."""
+    did, used = [], {}
+    monkeypatch.setenv("RANK", "0")
+    for name in process_group._NCCL_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_LOCAL_REGISTER", "1")
+
+    def init_process_group(**options):
+        used.update({name: os.environ[name] for name in process_group._NCCL_SETTINGS}, **options)
+
+    monkeypatch.setattr(torch_dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: did.append(str(device)))
+    monkeypatch.setattr(dist, "barrier", lambda: did.append("barrier"))
+    monkeypatch.setattr(dist, "leave_groups", lambda: did.append("left"))
+    with process_group.process_group(torch.device("cuda", 1), timeout_s=5):
+        did.append("steps")
+    assert did == ["cuda:1", "steps", "barrier", "cuda:1", "left"]
+    assert (used["backend"], used["TORCH_DIST_USE_NCCL2"]) == ("nccl", "0")
+    assert (used["NCCL_GRAPH_REGISTER"], used["NCCL_LOCAL_REGISTER"]) == ("0", "1")
 
 
 TIMED_OUT = "Watchdog caught collective operation timeout: NCCL operation timed out"

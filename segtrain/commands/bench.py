@@ -278,7 +278,7 @@ def _measure(
     # 3. A step as it was before it was recorded, since a graph has no parts.
     eager_s = None
     if isinstance(this.step, GraphStep):
-        this.step = this.step.eager
+        this.step.release()
         eager_s = steps.take(num_steps).step_s
     # 4. Its parts: on a device, the clock waits for it at every border.
     clock = PartClock(device)

@@ -59,10 +59,11 @@ class TrainConfig(Section):
         "torch.compile the model with its loss, into one graph; the first step takes "
         "minutes, and a C++ compiler is needed, on CUDA one for C and Python's headers too",
     )
-    graph: bool = option(
-        True,
+    graph: Literal["auto"] | bool = option(
+        "auto",
         "on CUDA, replay steps as CUDA graphs after the first three: the same numbers, without "
-        "waiting for Python; takes some memory",
+        "waiting for Python; takes some memory. auto: not on several devices with versions where "
+        "the first replay, which is compared with the step itself, failed before; true: try again",
     )
     init_from: str | None = option(
         None,

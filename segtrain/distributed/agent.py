@@ -16,6 +16,8 @@ from segtrain.distributed.liveness import (
     ATTEMPT_VARIABLE,
     ELASTIC_VARIABLE,
     PATIENCE_S,
+    WITHOUT_GRAPHS,
+    asked_without_graphs,
     read_exit_statuses,
     read_heartbeats,
 )
@@ -99,6 +101,11 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED and asked_without_graphs(self._folder):
+            # Once, and not counted: the ranks of the next attempt record nothing.
+            os.environ[WITHOUT_GRAPHS] = "1"
+            worker_group.spec.max_restarts += 1
+            self._remaining_restarts += 1
         if not self._elastic:
             self._say_why(result)
             return result

@@ -8,11 +8,12 @@ timeout. Only this folder imports torch.distributed.
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
@@ -197,8 +198,33 @@ def use_shared_sum(shared_sum: "SharedSum | None") -> None:
     _shared_sum = shared_sum
 
 
+class Recording(Protocol):
+    """What has recorded collectives, as CUDA graphs have."""
+
+    def release(self) -> None:
+        """Destroys what was recorded."""
+
+
+_recordings: "weakref.WeakSet[Recording]" = weakref.WeakSet()
+
+
+def release_before_leaving(recording: Recording) -> None:
+    """Lets the groups be left only after `recording.release()`.
+
+    NCCL destroys no communicator to which a CUDA graph refers: ncclCommDestroy would wait for ever.
+    """
+    _recordings.add(recording)
+
+
+def release_recordings() -> None:
+    """Destroys all that was recorded."""
+    for recording in list(_recordings):
+        recording.release()
+
+
 def leave_groups() -> None:
     """Destroys all groups. NCCL waits until all ranks have come here (collective)."""
+    release_recordings()
     use_shared_sum(None)
     _groups.clear()
     if is_distributed():
@@ -207,6 +233,7 @@ def leave_groups() -> None:
 
 def abort_groups() -> None:
     """Leaves all groups after an error, without waiting for what other ranks have not done."""
+    release_recordings()
     if is_distributed() and torch_dist.get_backend() == "nccl":
         torch_dist.distributed_c10d._abort_process_group()
     leave_groups()  # gloo has nothing to abort: this closes its connections

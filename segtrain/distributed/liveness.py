@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from segtrain.distributed.machine import children, is_alive
-from segtrain.errors import EXIT_INTERNAL, EXIT_SYSTEM
+from segtrain.errors import EXIT_INTERNAL, EXIT_OK, EXIT_SYSTEM
 from segtrain.text import say
 
 T = TypeVar("T")
@@ -29,6 +29,9 @@ FOLDER_VARIABLE = "SEGTRAIN_OUTCOMES"
 
 # How often the launcher has started its ranks before, in their environment.
 ATTEMPT_VARIABLE = "SEGTRAIN_ATTEMPT"
+
+# Set for ranks that are started again because a CUDA graph did not come back.
+WITHOUT_GRAPHS = "SEGTRAIN_WITHOUT_GRAPHS"
 
 # Set if machines may come and go.
 ELASTIC_VARIABLE = "SEGTRAIN_ELASTIC"
@@ -136,6 +139,16 @@ def write_exit_status(code: int | None, *, consequence: bool = False) -> None:
 def read_exit_statuses(root: Path) -> list[ExitStatus]:
     """Those of the last attempt in the launcher's folder `root`, by time."""
     return sorted(_read_records(root, ".json", ExitStatus), key=lambda status: status.time)
+
+
+def ask_without_graphs() -> None:
+    """Asks the launcher to start the ranks again if they fail, without CUDA graphs."""
+    _write_record(".graphs")
+
+
+def asked_without_graphs(root: Path) -> bool:
+    """Whether a rank of the last attempt has done so, in the launcher's folder `root`."""
+    return bool(_read_records(root, ".graphs", lambda rank: rank))
 
 
 def is_first_to_print(message: str) -> bool:
@@ -262,11 +275,14 @@ ABORT_LIMIT_S = 10.0
 _deferred: Callable[[int], None] | None = None
 
 
-def defer_abort(abort: Callable[[], None]) -> None:
-    """Lets `abort` run when this process ends, after its traceback, or in `deferred_abort`."""
+def defer_abort(abort: Callable[[], None], code: int = EXIT_INTERNAL) -> None:
+    """Lets `abort` run when this process ends, after its traceback, or in `deferred_abort`.
+
+    code: with which the process ends if `abort` does not, unless `deferred_abort` gives another.
+    """
     global _deferred
     deferred_abort()
-    begun, done, exit_code = threading.Event(), threading.Event(), [EXIT_INTERNAL]
+    begun, done, exit_code = threading.Event(), threading.Event(), [code]
 
     def limit() -> None:
         begun.wait()
@@ -297,3 +313,27 @@ def deferred_abort(code: int = EXIT_INTERNAL) -> None:
     run, _deferred = _deferred, None
     if run is not None:
         run(code)
+
+
+def left_within(limit_s: float, leave: Callable[[], None]) -> bool:
+    """Whether `leave` comes back within `limit_s`; raises what it raises.
+
+    If not, it is left to itself, and this process will end without it.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            leave()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        defer_abort(thread.join, EXIT_OK)
+        return False
+    if errors:
+        raise errors[0]
+    return True

@@ -27,12 +27,17 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness, machine
 from segtrain.distributed.machine import unusable_device
 from segtrain.distributed.shared_sum import SharedSum, is_possible
+from segtrain.distributed.stack import ENGINE
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError, UserError
 from segtrain.text import say
 
 # NCCL aborts the process where gloo raises an error. So it waits longer than the host does, which
 # raises one after train.timeout_s (`training.step_sync`).
 _NCCL_FACTOR = 1.5
+# Unless the user has set them; README.md says why.
+_NCCL_SETTINGS = {ENGINE: "0", "NCCL_GRAPH_REGISTER": "0", "NCCL_LOCAL_REGISTER": "0"}
+# How long leaving the group may take once all ranks have come to it.
+LEAVE_LIMIT_S = 20.0
 
 
 def device_for(name: str) -> torch.device:
@@ -76,13 +81,18 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     """
     liveness.deferred_abort()
     if "RANK" not in os.environ or dist.is_distributed():
-        yield
+        try:
+            yield
+        finally:
+            dist.release_recordings()  # whose group it is leaves it later
         return
     liveness.beat("setup", 0)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    _choose_interface()
     is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)
+        for name, value in _NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
+    _choose_interface()
     timeout = timedelta(seconds=timeout_s * (_NCCL_FACTOR if is_cuda else 1))
     dist.use_timeout(timeout, wait_s=timeout_s)
     store: dict[str, Any] = {}  # none: a TCPStore at MASTER_ADDR
@@ -105,10 +115,28 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
             if not is_cuda:
                 dist.use_shared_sum(_open_shared_sum(timeout_s))
             yield
+            if is_cuda:
+                dist.barrier()  # a rank that is late is waited for here, where a limit is
     except BaseException:
         liveness.defer_abort(dist.abort_groups)
         raise
-    dist.leave_groups()
+    _leave(device)
+
+
+def _leave(device: torch.device) -> None:
+    """Leaves the groups; if that hangs, the process will end without (collective)."""
+    dist.release_recordings()
+
+    def leave() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a new thread begins with device 0
+        dist.leave_groups()
+
+    if not liveness.left_within(LEAVE_LIMIT_S, leave):
+        say(
+            f"warning: rank {os.environ['RANK']}: leaving the process group takes over "
+            f"{LEAVE_LIMIT_S:.0f} s; all is saved, and the process ends without"
+        )
 
 
 def _store_of_attempt(timeout: timedelta) -> dict[str, Any]:

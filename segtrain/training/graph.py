@@ -7,11 +7,15 @@ the sums over ranks and the update. From there on a step is a copy of its images
 A graph keeps addresses and Python numbers as they were. `StepNumbers` are tensors therefore, and a
 graph whose tensors have moved is recorded again. What waits with a limit (a lost rank, NaN) stays
 outside, in `StepSync.record`.
+
+A graph refers to NCCL's communicators, which cannot be destroyed before it: leaving the groups
+releases all graphs first.
 """
 
+import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +23,12 @@ from torch import Tensor
 from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.liveness import WITHOUT_GRAPHS
+from segtrain.distributed.stack import stack_of_ranks, verdict_of_ranks
 from segtrain.norm.running import forget_batches
 from segtrain.run.console import say
 from segtrain.text import MAX_NAME, printable
+from segtrain.training.graph_trial import GraphTrial, copies, restore
 from segtrain.training.local import LocalStep
 from segtrain.training.state import TrainState
 from segtrain.training.step import StepResult, StepTensors, TrainStep
@@ -31,8 +38,34 @@ from segtrain.types import Batch
 EAGER_STEPS = 3
 
 
+class GraphPlan(NamedTuple):
+    """Whether steps are replayed.
+
+    why_not: for the log; None: they are; empty: nothing is to be said.
+    trial: of the first replay, where none was compared before.
+    """
+
+    why_not: str | None
+    trial: GraphTrial | None = None
+
+
+def plan_graphs(config: Config, state: TrainState, device: torch.device) -> GraphPlan:
+    """How the steps of this run are taken (collective)."""
+    reason = why_not(config, state, device)
+    if reason is not None or dist.world_size() == 1:
+        return GraphPlan(reason)  # a rank alone has no sums of NCCL in its graphs
+    if WITHOUT_GRAPHS in os.environ:
+        return GraphPlan("a replay did not come back, so the ranks were started again")
+    stack = stack_of_ranks()
+    verdict = verdict_of_ranks(stack)
+    if verdict in ("differs", "silent") and config.train.graph == "auto":
+        what = "did not come back" if verdict == "silent" else "computed other numbers"
+        return GraphPlan(f"a replay {what} on this stack before; train.graph=true tries again")
+    return GraphPlan(None, None if verdict == "proven" else GraphTrial(stack))
+
+
 def why_not(config: Config, state: TrainState, device: torch.device) -> str | None:
-    """Why steps are not replayed, for the log; None: they are; empty: nothing is to be said."""
+    """As `GraphPlan.why_not`, as far as the config decides it."""
     if device.type != "cuda" or not config.train.graph:
         return ""
     if state.shares is not None:
@@ -48,22 +81,26 @@ class GraphStep:
     """As `TrainStep`, replayed: a graph for each shape of a step that this rank meets.
 
     Several microbatches, uneven splits and SAM make other shapes; they share one pool of memory.
+    On all ranks shapes change after the same steps, so all record the same ones.
+
+    trial: compares the first replay with the step itself; None: that is known.
     """
 
-    def __init__(self, step: TrainStep, state: TrainState) -> None:
-        self.eager, self._state = step, state
+    def __init__(self, step: TrainStep, state: TrainState, trial: GraphTrial | None = None) -> None:
+        self.eager, self._state, self._trial = step, state, trial
         self._layout = state.layout
         self._seen: Counter[Any] = Counter()  # steps that ran as they are, by shape
         self._graphs: dict[Any, _Recorded] = {}
-        self._failed = False
+        self._is_off = False
+        dist.release_before_leaving(self)
 
     def local(self, batches: Sequence[Batch], data_s: float = 0.0) -> LocalStep:
         """The next step, from this rank's batch of each microbatch."""
         return self.eager.local(batches, data_s)
 
     def __call__(self, local: LocalStep) -> StepTensors:
-        """One update."""
-        if self._failed:
+        """One update (collective)."""
+        if self._is_off:
             return self.eager(local)
         if self._layout is not self._state.layout:  # other images: their memory is free again
             self._layout = self._state.layout
@@ -76,33 +113,79 @@ class GraphStep:
         recorded = self._graphs.get(shape)
         if recorded is None or recorded.has_moved():
             self._graphs.pop(shape, None)
-            pool = next((one.graph.pool() for one in self._graphs.values()), None)
-            try:
-                with worker_failures():  # torch raises them here too
-                    recorded = self._graphs[shape] = _Recorded(self.eager, self._state, local, pool)
-            except RuntimeError as error:  # out of memory, or an operation that waits
-                self._give_up(error)
+            if self._trial is not None:
+                return self._tried(self._trial, local)
+            if not self._record(local):
                 return self.eager(local)
-        return recorded.replay(local)
-
-    def _give_up(self, error: RuntimeError) -> None:
-        """Lets training go on without graphs: nothing of the step that failed has run."""
-        if self._state.scaler.is_enabled():
-            raise error  # it may have got as far as the loss scale, which counts on the host
-        self._failed = True
-        self._graphs.clear()
-        self._state.optimizer.zero_grad(set_to_none=True)
-        forget_batches(self._state.model)
-        self.eager.step_sync.drop_flags()
-        reason = printable(str(error).partition("\n")[0], 2 * MAX_NAME)
-        say(
-            f"warning: rank {dist.rank()}: a step cannot be recorded as a CUDA graph ({reason}); "
-            "training goes on without, more slowly; train.graph=false says so from the start"
-        )
+        return self._graphs[shape].replay(local)
 
     def done(self, local: LocalStep, left: StepTensors) -> StepResult:
         """Counts the step, and acts on the flags of the one before (collective)."""
         return self.eager.done(local, left)
+
+    def release(self) -> None:
+        """Destroys the graphs, and what they hold of NCCL; steps run as they are from now on."""
+        for recorded in self._graphs.values():
+            recorded.graph.reset()  # a traceback may still hold it
+        self._graphs.clear()
+        self._is_off = True
+
+    def _record(self, local: LocalStep) -> bool:
+        """Records the step; whether all ranks have (collective).
+
+        A rank alone that goes on without would compute the same sums, but by kernels that NCCL may
+        choose otherwise outside of a graph.
+        """
+        pool, failure = next((one.graph.pool() for one in self._graphs.values()), None), None
+        try:
+            with worker_failures():  # torch raises them here too
+                self._graphs[local.shape] = _Recorded(self.eager, self._state, local, pool)
+        except RuntimeError as error:  # out of memory, or an operation that waits
+            if self._state.scaler.is_enabled():
+                raise  # it may have got as far as the loss scale, which counts on the host
+            failure = printable(str(error).partition("\n")[0], 2 * MAX_NAME)
+            # Nothing of the step that failed has run.
+            self._state.optimizer.zero_grad(set_to_none=True)
+            forget_batches(self._state.model)
+            self.eager.step_sync.drop_flags()
+        # Out of the handler, whose traceback holds the memory of what was recorded.
+        found = dist.all_gather_object(failure)
+        failed = next((rank for rank, what in enumerate(found) if what is not None), None)
+        if failed is not None:
+            why = f"rank {failed}: a step cannot be recorded as a CUDA graph ({found[failed]})"
+            self._go_on_without(why)
+        return failed is None
+
+    def _go_on_without(self, why: str) -> None:
+        self.release()
+        if dist.is_main():
+            say(
+                f"warning: {why}; training goes on without graphs, more slowly; "
+                "train.graph=false says so from the start"
+            )
+
+    def _tried(self, trial: GraphTrial, local: LocalStep) -> StepTensors:
+        """One update, by a replay that computes what the step itself does, or else by that."""
+        self._trial, changed = None, changed_tensors(self._state)
+
+        def outcome(left: StepTensors) -> tuple[StepTensors, list[Tensor]]:
+            # On the host: the device may be full.
+            return left, copies([left.losses, left.grad_norm, left.flags, *changed])
+
+        before, runs = copies(changed), []
+        for _ in range(2):
+            runs.append(outcome(self.eager(local)))
+            restore(changed, before)
+        with trial.limited():
+            if not self._record(local):
+                return self.eager(local)
+            left, replayed = outcome(self._graphs[local.shape].replay(local))
+        why = trial.settle(before, [numbers for _, numbers in runs], replayed)
+        if why is not None:
+            self._go_on_without(why)
+            left, numbers = runs[0]
+            restore(changed, numbers[-len(changed) :])
+        return left
 
 
 class _Recorded:
@@ -138,6 +221,14 @@ class _Recorded:
 def kept_tensors(state: TrainState) -> list[Tensor]:
     """What steps change and go on from: a graph writes to the memory where it found them."""
     return [holder[name] for holder, name in _places(state)]
+
+
+def changed_tensors(state: TrainState) -> list[Tensor]:
+    """All that a step changes."""
+    measured = [] if state.sample_losses is None else [state.sample_losses.recent]
+    scaler = state.scaler
+    scale = [scaler._scale, scaler._growth_tracker] if scaler.is_enabled() else []
+    return [*kept_tensors(state), *measured, *scale]
 
 
 def _places(state: TrainState) -> list[tuple[Any, Any]]:

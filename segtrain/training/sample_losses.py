@@ -79,13 +79,13 @@ class SampleLosses:
             num_classes = 1
         phases = min(_MOST_PHASES, _MOST_BYTES // (2 * 8 * len(names) * num_classes))
         size = phases, len(names), num_classes, 2
-        self._new = torch.zeros(size, dtype=torch.int64, device=device)  # here since `gather`
+        self.recent = torch.zeros(size, dtype=torch.int64, device=device)  # here since `gather`
         self._gathered = torch.zeros(size, dtype=torch.int64)  # on all ranks before it
         self._lock = threading.Lock()  # shares and virtual ranks run in threads
 
     def phase(self, step: int) -> int:
         """That of a step, counted from 0."""
-        phases = len(self._new)
+        phases = len(self.recent)
         return min(step * phases // self._steps, phases - 1)
 
     @torch.no_grad()
@@ -107,17 +107,17 @@ class SampleLosses:
         table[LOSS].scatter_add_(0, keys, units)
         table[PIXELS].scatter_add_(0, keys, units.new_ones(()).expand_as(units))
         found = table.view(2, number, size)[..., : logits.shape[1]].permute(1, 2, 0)  # (n, K, 2)
-        if self._new.shape[2] == 1:
+        if self.recent.shape[2] == 1:
             found = found.sum(1, keepdim=True)
         found = found * (shown >= 0).view(-1, 1, 1)
-        rows = phase * self._new.shape[1] + shown.clamp(min=0)
+        rows = phase * self.recent.shape[1] + shown.clamp(min=0)
         with self._lock:
-            self._new.flatten(0, 1).index_add_(0, rows, found)
+            self.recent.flatten(0, 1).index_add_(0, rows, found)
 
     def gather(self) -> None:
         """Adds up what the ranks have measured, before they save (collective)."""
-        self._gathered += dist.all_reduce_sum(self._new).cpu()
-        self._new.zero_()
+        self._gathered += dist.all_reduce_sum(self.recent).cpu()
+        self.recent.zero_()
 
     def fields(self) -> dict[str, Any]:
         """What a checkpoint keeps: the sums at the last `gather`, and of which images they are."""

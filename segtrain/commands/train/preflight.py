@@ -31,10 +31,9 @@ from segtrain.models.norms import describe_norm
 from segtrain.models.precision import precision_on
 from segtrain.run.directory import flat
 from segtrain.text import printable
-from segtrain.training.graph import EAGER_STEPS, why_not
+from segtrain.training.graph import EAGER_STEPS, GraphPlan
 from segtrain.training.hogwild import config_of_process
 from segtrain.training.optim.schedule import describe_rates
-from segtrain.training.state import TrainState
 
 # What may differ between machines: where things lie, and how fast they are read.
 _OF_A_MACHINE = ("data.root", "data.classes", "data.pack", "data.num_workers", "plugins")
@@ -153,15 +152,18 @@ def _shared_memory_finding(config: Config, form: ImageForm, bands: int) -> str |
     )
 
 
-def device_lines(config: Config, state: TrainState, device: torch.device) -> list[str]:
+def device_lines(config: Config, graphs: GraphPlan, device: torch.device) -> list[str]:
     """Whether steps are replayed, and which kernels compute, where one would expect it."""
-    graph, own = why_not(config, state, device), kernels.why_not(device)
+    own = kernels.why_not(device)
     if own is None and config.train.compile:
         own = "train.compile makes its own"
     if own is None and config.train.precision == "float64":
         own = "they compute in float32"
+    replayed = f"from step {EAGER_STEPS + 1} of a shape on, a step is one CUDA graph"
+    if graphs.trial is not None:
+        replayed += "; the first is compared with the step itself, since this stack is new"
     lines = {
-        "graph": (graph, f"from step {EAGER_STEPS + 1} of a shape on, a step is one CUDA graph"),
+        "graph": (graphs.why_not, replayed),
         "kernels": (own, "segtrain's for cross entropy, batch norm with its ReLU, and resizing"),
     }
     return [

@@ -47,7 +47,7 @@ from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.run.trackers import Trackers, senders
 from segtrain.text import counted
-from segtrain.training.graph import GraphStep, why_not
+from segtrain.training.graph import GraphPlan, GraphStep, plan_graphs
 from segtrain.training.hogwild import HogwildBarrier, config_of_process, share_model
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
@@ -90,21 +90,24 @@ class Prepared:
     data: DatasetGuard
     class_uniform: ClassUniform | None
     changes: list[str]  # of the centroids since the checkpoint, which were accepted
+    graphs: GraphPlan
 
     def training(self, config: Config, device: torch.device, step_sync: StepSync) -> dict[str, Any]:
         """The fields of a `Training` but for those about its run."""
         own = config_of_process(config, dist.world_size())
         step = TrainStep(self.state, own, device, step_sync)
-        graph_off = why_not(config, self.state, device)
         return {
             "config": config,
             "device": device,
             "train_set": self.train_set,
             "state": self.state,
             "step_sync": step_sync,
-            "step": step if graph_off is not None else GraphStep(step, self.state),
+            "step": step if self.graphs.why_not is not None else self._replayed(step),
             "class_uniform": self.class_uniform,
         }
+
+    def _replayed(self, step: TrainStep) -> GraphStep:
+        return GraphStep(step, self.state, self.graphs.trial)
 
 
 def prepare(
@@ -142,7 +145,8 @@ def prepare(
         share_model(state.model)
     if config.train.is_asynchronous:
         notes.append(asynchronous_line(config.train, dist.world_size()))
-    notes += device_lines(config, state, device)
+    graphs = plan_graphs(config, state, device)
+    notes += device_lines(config, graphs, device)
     # 3. Is the data that of the checkpoint? Labels are hashed while training runs.
     splits = train_set, eval_set
     data = DatasetGuard(splits, config.data.root, known, accept_changes=accept_changes)
@@ -165,6 +169,7 @@ def prepare(
         data=data,
         class_uniform=class_uniform,
         changes=changes,
+        graphs=graphs,
     )
 
 

@@ -1,0 +1,146 @@
+"""The first replay of a step on a new stack of torch, NCCL and devices, beside the step itself.
+
+Whether sums over ranks work inside a CUDA graph depends on versions and devices that nobody can
+try all. A replay that computes other numbers, or waits for ever, would be a silent wrong result or
+a dead run. So the first one is compared, within a limit, and what was found is kept.
+"""
+
+import math
+import os
+import statistics
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import liveness
+from segtrain.distributed.stack import DeviceStack, Verdict
+from segtrain.errors import EXIT_SYSTEM
+from segtrain.run.console import say
+
+# For a recording and a replay, which take seconds.
+LIMIT_S = 120.0
+# Kernels that add in no fixed order give two runs of a step other last bits, so a replay may differ
+# from one of them, too, in units of what the step changes: this many times as much as they do, and
+# a little in any case. A sum over ranks that is missing changes about half of it.
+_SPREADS, _LITTLE, _MUCH = 100.0, 1e-3, 0.05
+_MOST_SPREAD = 0.01  # of two runs; beyond that nothing can be said
+
+
+class GraphTrial:
+    """Compares one replay with the step itself, on all ranks.
+
+    stack: gets the verdict.
+    """
+
+    def __init__(self, stack: DeviceStack) -> None:
+        self.stack = stack
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Inside, this process ends after `LIMIT_S`."""
+        over = threading.Event()
+
+        def wait() -> None:
+            if not over.wait(LIMIT_S):
+                self._end()
+
+        threading.Thread(target=wait, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _end(self) -> None:
+        """Ends this process; its launcher starts the ranks again, without graphs."""
+        self.stack.keep("silent")
+        message = (
+            f"a step that was recorded as a CUDA graph did not come back within {LIMIT_S:.0f} s; "
+            f"{report(self.stack)}"
+        )
+        has_launcher = liveness.has_launcher()
+        if not has_launcher or liveness.is_first_to_print(message):
+            say(message)
+        if has_launcher:
+            liveness.ask_without_graphs()
+            liveness.write_exit_status(EXIT_SYSTEM)
+        os._exit(EXIT_SYSTEM)
+
+    def settle(
+        self, before: list[Tensor], runs: Sequence[list[Tensor]], replayed: list[Tensor]
+    ) -> str | None:
+        """Keeps the verdict; why the replay is not trusted, None: it is (collective).
+
+        Arguments as for `difference`. The same on all ranks.
+        """
+        found = dist.all_gather_object(difference(before, runs, replayed))
+        first = next((rank for rank, what in enumerate(found) if what), None)
+        verdict: Verdict = "proven" if first is None else "differs"
+        if dist.local_rank() == 0:
+            self.stack.keep(verdict)
+        return None if first is None else f"rank {first}: {found[first]}; {report(self.stack)}"
+
+
+def report(stack: DeviceStack) -> str:
+    """What to tell a user whose stack does not replay."""
+    return (
+        f"please report this line ({stack}); later runs on it take steps as they are, unless "
+        "train.graph=true"
+    )
+
+
+def difference(
+    before: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], replayed: Sequence[Tensor]
+) -> str | None:
+    """How a replay differs from two runs of the same step; None: it does not.
+
+    Bit by bit where the two runs have the same bits; otherwise, see `_SPREADS`.
+
+    before: what the step changes, as it was. runs, replayed: the same tensors afterwards, behind
+        other results.
+    """
+    one, other = runs
+    if all(map(same_bits, one, other)):
+        wrong = sum(not same_bits(a, b) for a, b in zip(one, replayed, strict=True))
+        return f"a replay left {wrong} of {len(one)} tensors with other bits" if wrong else None
+    others = len(one) - len(before)
+    spread, found = (_distance(before, one[others:], x[others:]) for x in (other, replayed))
+    if not spread <= _MOST_SPREAD:
+        return (
+            f"two runs of a step differ by {spread:.0e} of what it changes, so a replay cannot be "
+            "compared (train.deterministic=true makes them equal)"
+        )
+    if not found <= min(max(_SPREADS * spread, _LITTLE), _MUCH):
+        return f"a replay differs by {found:.0e} of what a step changes, two runs by {spread:.0e}"
+    return None
+
+
+def _distance(before: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """|other - one| / |one - before|, the median of all tensors of floating-point numbers."""
+    parts = []
+    for start, a, b in zip(before, one, other, strict=True):
+        if a.is_floating_point():
+            moved = (a.double() - start.double()).norm().item()
+            apart = (b.double() - a.double()).norm().item()
+            parts.append(apart / moved if moved else apart and math.inf)
+    return math.nan if any(map(math.isnan, parts)) else statistics.median(parts)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether all bits are equal, those of NaN too."""
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the host; waits for the device."""
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+@torch.no_grad()
+def restore(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Overwrites `tensors` with `values`."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)

@@ -1,0 +1,142 @@
+"""A recorded step is gone before the groups are left: NCCL's communicators wait for all graphs.
+
+Whole commands in a group of one rank, with the stand-ins of graphs_on_cpu.py.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from experiments import last, small, write_config
+from processes import Command, free_port
+
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import liveness, process_group
+
+PLUGIN, REFUSED = Path(__file__).with_name("graphs_on_cpu.py"), "the communicator waits"
+
+
+def rank(number=0, size=1):
+    return {
+        "RANK": str(number),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(number),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+
+
+@pytest.fixture
+def begun(data, tmp_path):
+    """`begun(*arguments, **sections)`: a training of which steps are recorded."""
+
+    def begin(*arguments, command="train", environ=None, **sections):
+        train = {"steps": 7, "batch_size": 2} | sections.pop("train", {})
+        config = small(data, train=train, **sections) | {"plugins": [str(PLUGIN)]}
+        file = write_config(tmp_path / "c.yaml", config)
+        where = ["--output", tmp_path / "run"] if command == "train" else []
+        environ = rank() if environ is None else environ
+        cache = {"SEGTRAIN_CACHE": str(tmp_path / "cache")}
+        return Command(tmp_path, command, file, *where, *arguments, **environ, **cache)
+
+    return begin
+
+
+def ended(command, code=0):
+    assert command.wait() == code, command.errors
+    assert REFUSED not in command.output
+    return command.output
+
+
+def test_at_the_end_and_at_a_pause(begun, tmp_path):
+    ended(begun("--until", 6))
+    assert last(tmp_path / "run").step == 6
+    ended(begun("--resume"))
+    assert last(tmp_path / "run").step == 7
+
+
+def test_after_sigterm(begun, tmp_path):
+    command = begun(train={"steps": 10_000})
+    command.wait_for_step(tmp_path / "run", 6)
+    os.kill(command.process.pid, signal.SIGTERM)
+    ended(command, 143)
+
+
+def test_after_an_error(begun, tmp_path):
+    command = begun(environ=rank() | {"GRAPHS_REPLAY": "fail"})
+    ended(command, 1)
+    assert "illegal memory access" in command.errors
+
+
+def test_at_the_end_of_bench(begun):
+    assert "step  " in ended(begun("--steps", 3, command="bench"))
+
+
+def test_in_the_groups_of_a_program_of_ones_own(monkeypatch, tmp_path):
+    """Who has made the group leaves it, after segtrain's part of the program."""
+    released = []
+
+    class Held:
+        def release(self):
+            released.append(dist.is_distributed())
+
+    held = Held()
+    for name, value in rank().items():
+        monkeypatch.setenv(name, value)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with process_group.process_group(torch.device("cpu"), timeout_s=5):
+            dist.release_before_leaving(held)
+        assert released == [True]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("leave", [dist.leave_groups, dist.abort_groups])
+def test_recordings_are_released_before_any_group_is_left(monkeypatch, leave):
+    order = []
+
+    class Held:
+        def release(self):
+            order.append("released")
+
+    held = Held()
+    dist.release_before_leaving(held)
+    monkeypatch.setattr(dist, "is_distributed", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: order.append("left"))
+    module = torch.distributed.distributed_c10d
+    monkeypatch.setattr(module, "_abort_process_group", lambda: order.append("left"))
+    leave()
+    assert order[0] == "released"
+    assert "left" in order
+    del held
+
+
+def leave_slowly(monkeypatch, **environ):
+    for name, value in (rank() | environ).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process_group, "LEAVE_LIMIT_S", 0.1)
+    whole, wait = dist.leave_groups, __import__("threading").Event()
+    monkeypatch.setattr(dist, "leave_groups", lambda: wait.wait() and whole())
+    with process_group.process_group(torch.device("cpu"), timeout_s=5):
+        pass
+    return wait
+
+
+def test_leaving_has_a_limit_after_which_the_process_goes_on_to_its_end(monkeypatch, capsys):
+    deferred = []
+    monkeypatch.setattr(liveness, "defer_abort", lambda *about: deferred.append(about))
+    wait = leave_slowly(monkeypatch)
+    assert "rank 0: leaving the process group takes over 0 s; all is saved" in (
+        capsys.readouterr().err
+    )
+    ((join, code),) = deferred
+    assert code == 0
+    wait.set()
+    join(60)
+    assert not dist.is_distributed()

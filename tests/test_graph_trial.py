@@ -1,0 +1,196 @@
+"""All ranks agree on recording, and a new stack proves itself before its replays are trusted."""
+
+import math
+
+import pytest
+import torch
+from graphs_on_cpu import STACK
+from test_graph import Graphs, Recorded, trained
+from test_graph_ending import begun, ended  # noqa: F401 - a fixture
+from test_recorded import config_of
+
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import stack
+from segtrain.training import graph
+from segtrain.training.graph import GraphStep, plan_graphs
+from segtrain.training.graph_trial import GraphTrial, difference, same_bits
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path))
+    return tmp_path / "graphs"
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Steps that are recorded on a stack that is new."""
+    made, make = Graphs(), GraphStep.__init__
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", made.graph)
+    monkeypatch.setattr(
+        GraphStep, "__init__", lambda self, *about: make(self, *about, GraphTrial(STACK))
+    )
+    return made
+
+
+NAMES = [
+    ("average", "sample losses"),
+    ("float16", "adamw"),
+    ("microbatches", "MixUp"),
+    ("sharpness aware", "muon"),
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=" and ".join)
+def test_a_replay_that_computes_the_step_is_kept_and_proven(graphs, names, capsys):
+    config = config_of(names)
+    numbers, left = trained(config)
+    found, kept = trained(config, replayed=True, watch=graphs.watch)
+    assert found == numbers
+    assert all(map(torch.equal, kept, left))
+    assert (len(graphs), len(graphs[0].calls) > 100) == (1, True)
+    assert STACK.verdict() == "proven"
+    assert "report" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names", NAMES, ids=" and ".join)
+def test_one_bit_that_differs_lets_the_run_go_on_without_graphs(graphs, names, monkeypatch, capsys):
+    """With the numbers of the steps themselves, which the trial has taken more than once."""
+    replay = Recorded.replay
+
+    def wrong(recorded):
+        replay(recorded)
+        with torch.no_grad():
+            weight = next(graphs.state.model.parameters())
+            weight[0, 0, 0, 0] = torch.nextafter(weight[0, 0, 0, 0], torch.tensor(math.inf))
+
+    monkeypatch.setattr(Recorded, "replay", wrong)
+    config = config_of(names)
+    numbers, left = trained(config)
+    found, kept = trained(config, replayed=True, watch=graphs.watch)
+    assert found == numbers
+    assert all(map(torch.equal, kept, left))
+    assert graphs[0].calls == []  # released
+    assert STACK.verdict() == "differs"
+    said = capsys.readouterr().out
+    assert said.count("warning: rank 0: a replay left 1 of ") == 1
+    assert f"please report this line ({STACK})" in said
+
+
+def changed(value, n=4):
+    return [torch.full((16,), value + i, dtype=torch.float64) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("noise", "error", "trusted"),
+    [
+        (0.0, 0.0, True),
+        (0.0, 1e-15, False),
+        (1e-6, 5e-5, True),
+        (1e-6, 5e-4, True),
+        (1e-6, 0.02, False),
+        (1e-4, 5e-3, True),
+        (1e-4, 0.5, False),
+        (1e-3, 0.06, False),
+        (0.02, 0.0, False),  # nothing can be said
+        (math.nan, 0.0, False),
+        (1e-6, math.nan, False),
+    ],
+)
+def test_steps_with_other_last_bits_are_compared_by_how_far_they_part(noise, error, trusted):
+    before, one = changed(0.0), changed(1.0)
+    other, replayed = changed(1.0 + noise), changed(1.0 + error)
+    assert (difference(before, (one, other), replayed) is None) is trusted
+
+
+def test_bits_of_nan_and_of_signed_zeros_count():
+    nan, zero = torch.tensor(math.nan), torch.zeros(2, 2).to(memory_format=torch.contiguous_format)
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(zero, -zero)
+    assert same_bits(torch.tensor([True]), torch.tensor([True]))
+
+
+def plan(monkeypatch, verdicts, graph_option="auto", ranks=2):
+    config = config_of([])
+    train = config.train.model_copy(update={"graph": graph_option})
+    config = config.model_copy(update={"train": train})
+    monkeypatch.setattr(graph, "stack_of_ranks", lambda: STACK)
+    monkeypatch.setattr(dist, "world_size", lambda: ranks)
+    monkeypatch.setattr(dist, "all_gather_object", lambda value: [value, *verdicts])
+    state = type("State", (), {"shares": None, "capturable": True})
+    return plan_graphs(config, state, torch.device("cuda"))
+
+
+def test_what_the_cache_says_decides(monkeypatch, cache):
+    assert plan(monkeypatch, [None]).trial.stack == STACK
+    STACK.keep("proven")
+    assert plan(monkeypatch, ["proven"]) == (None, None)
+    assert plan(monkeypatch, [None]).trial is not None  # another machine has not seen it
+    for verdict, words in (("differs", "computed other numbers"), ("silent", "did not come back")):
+        STACK.keep("proven")
+        assert words in plan(monkeypatch, [verdict]).why_not
+        STACK.keep(verdict)
+        assert words in plan(monkeypatch, ["proven"]).why_not
+        assert "train.graph=true tries again" in plan(monkeypatch, [None]).why_not
+        assert plan(monkeypatch, [None], True).trial is not None
+        assert plan(monkeypatch, [None], False) == ("", None)
+        assert plan(monkeypatch, [], ranks=1) == (None, None)  # no sums of NCCL
+    (file,) = cache.iterdir()
+    file.write_text("{")
+    assert plan(monkeypatch, [None]).trial is not None
+    monkeypatch.setenv("SEGTRAIN_WITHOUT_GRAPHS", "1")
+    assert "started again" in plan(monkeypatch, [None], True).why_not
+
+
+def test_the_stack_is_that_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "card")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    others = [[0, "card"], [2, "other card"], [2, "card"]]
+    monkeypatch.setattr(dist, "all_gather_object", lambda value: [list(value), *others])
+    found = stack.stack_of_ranks()
+    assert found.devices == ("card", "card", "other card", "card")
+    assert (found.nccl, found.engine, found.machines) == ("2.30.7", "NCCL", 2)
+    assert f"torch {torch.__version__}, CUDA 13.2, NCCL 2.30.7 (NCCL), driver " in str(found)
+    assert str(found).endswith("3 x card, 1 x other card on 2 machines")
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
+    assert stack.stack_of_ranks().engine == "NCCL2"
+
+
+def test_another_stack_has_another_verdict(tmp_path, monkeypatch):
+    STACK.keep("differs")
+    fields = stack.asdict(STACK)
+    for name, value in fields.items():
+        other = ("card",) * 3 if name == "devices" else 2 if name == "machines" else f"{value}.1"
+        assert stack.DeviceStack(**fields | {name: other}).verdict() is None
+    assert stack.kept_verdicts() == [(STACK, "differs")]
+    monkeypatch.setenv("SEGTRAIN_CACHE", "/proc/nowhere")
+    STACK.keep("proven")  # a folder that cannot be written is no error
+    assert STACK.verdict() is None
+
+
+LAUNCHED = {"steps": 6, "batch_size": 4}
+
+
+def test_a_replay_that_never_comes_back_starts_the_ranks_again(begun, tmp_path):  # noqa: F811
+    """On rank 0; the other waits for it in the step. The next start does not try it again."""
+    command = begun("--nproc", 2, environ={"GRAPHS_REPLAY": "hang"}, train=LAUNCHED)
+    output = ended(command)
+    assert output.count("did not come back within 3 s; please report this line") == 1
+    assert "none: a replay did not come back, so the ranks were started again" in output
+    (file,) = (tmp_path / "cache/graphs").iterdir()
+    assert '"verdict": "silent"' in file.read_text()
+
+
+def test_ranks_of_which_one_cannot_record_all_go_on_without(begun):  # noqa: F811
+    command = begun("--nproc", 2, environ={"GRAPHS_FAIL": "1"}, train=LAUNCHED)
+    output = ended(command)
+    said = "warning: rank 1: a step cannot be recorded as a CUDA graph (no memory for it)"
+    assert output.count(said) == 1
+
+
+def test_a_rank_whose_replay_differs_takes_all_back(begun):  # noqa: F811
+    command = begun("--nproc", 2, environ={"GRAPHS_REPLAY": "wrong"}, train=LAUNCHED)
+    assert ended(command).count("warning: rank 1: a replay left 1 of") == 1
