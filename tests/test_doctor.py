@@ -93,3 +93,33 @@ def test_devices_that_torch_cannot_use_do_not_count(monkeypatch, doctor):
     assert num_ranks_here("auto", "auto") == 1
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert [num_ranks_here("auto", device) for device in ("auto", "cuda", "cpu")] == [8, 8, 1]
+
+
+def test_what_several_devices_train_on_and_what_was_found_there(doctor, monkeypatch, tmp_path):
+    import torch
+
+    from segtrain.distributed.stack import DeviceStack
+
+    monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path))
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 3,
+        "get_device_name": lambda index=0: "card",
+        "can_device_access_peer": lambda a, b: (a, b) != (0, 2),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    _, said = doctor()
+    assert "device to device        not between 0-2\n" in said
+    assert re.search(r"CUDA, driver, NCCL +.*, 2\.30\.7\n", said)
+    assert "not tried with several devices yet" in said
+    assert "NCCL_GRAPH_REGISTER" not in said
+    stack = DeviceStack("0", "2", "13", "2.30", "NCCL", "580", ("card",) * 2, 1)
+    stack.keep("silent")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
+    code, said = doctor()
+    assert code == 0
+    assert f"steps as CUDA graphs    a replay did not come back: {stack}\n" in said
+    assert "warning: NCCL_GRAPH_REGISTER=1: recorded steps may hang" in said
+    assert "warning: TORCH_DIST_USE_NCCL2=1: no device has run segtrain with it" in said

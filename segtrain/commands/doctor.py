@@ -7,10 +7,17 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 from segtrain import __version__
-from segtrain.distributed.machine import SHARED_MEMORY, num_cores, unusable_device
+from segtrain.distributed.machine import (
+    NCCL_ENGINE,
+    SHARED_MEMORY,
+    driver_version,
+    num_cores,
+    unusable_device,
+)
 from segtrain.errors import EXIT_CONFIG, EXIT_OK
 from segtrain.run.environment import LIBRARIES, library_version
 from segtrain.text import printable
@@ -58,6 +65,31 @@ def _facts() -> Iterator[tuple[str, str]]:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         devices = [torch.cuda.get_device_name(i) for i in range(count)]
         yield "CUDA devices", ", ".join(devices) or "none"
+        if devices:
+            yield from _stack_facts(count)
+
+
+def _stack_facts(count: int) -> Iterator[tuple[str, str]]:
+    """What several of the `count` devices would train on."""
+    import torch
+
+    from segtrain.distributed.stack import kept_verdicts
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    yield "CUDA, driver, NCCL", f"{torch.version.cuda}, {driver_version() or 'unknown'}, {nccl}"
+    pairs = list(combinations(range(count), 2))
+    apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if pairs:
+        yield "device to device", f"not between {', '.join(apart)}" if apart else "between all"
+    words = {
+        "proven": "replays compute what steps do",
+        "differs": "a replay computed other numbers",
+        "silent": "a replay did not come back",
+    }
+    for stack, verdict in kept_verdicts():
+        yield "steps as CUDA graphs", f"{words[verdict]}: {stack}"
+    if count > 1 and not kept_verdicts():
+        yield "steps as CUDA graphs", "not tried with several devices yet; the first run does"
 
 
 def _problems() -> Iterator[str]:
@@ -77,8 +109,22 @@ def _problems() -> Iterator[str]:
             yield f"warning: {problem}"
         if torch.cuda.is_available() and (missing := missing_for_triton()):
             yield f"warning: {missing}: not found; on CUDA train.compile needs it"
+        if torch.cuda.is_available():
+            yield from _nccl_problems()
     if shutil.which(_COMPILER) is None:
         yield f"warning: {_COMPILER}: not found; train.compile needs a C++ compiler (CXX names it)"
+
+
+def _nccl_problems() -> Iterator[str]:
+    """What is known to be wrong where the user has chosen otherwise than segtrain would."""
+    for name in ("NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER"):
+        if os.environ.get(name, "0") != "0":
+            yield (
+                f"warning: {name}={os.environ[name]}: recorded steps may hang between machines "
+                "(NCCL issue 2389); unset it, and segtrain switches that off"
+            )
+    if (engine := os.environ.get(NCCL_ENGINE, "0")) != "0":
+        yield f"warning: {NCCL_ENGINE}={engine}: no device has run segtrain with it"
 
 
 def missing_for_triton() -> str:

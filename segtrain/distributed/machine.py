@@ -27,6 +27,9 @@ SHARED_MEMORY = Path("/dev/shm")
 # The network interface that no other machine reaches.
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
+# In the environment: which of torch's two engines for NCCL it uses.
+NCCL_ENGINE = "TORCH_DIST_USE_NCCL2"
+
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -264,3 +267,13 @@ def unusable_device() -> str | None:
         f"may be too old for CUDA {torch.version.cuda} (see nvidia-smi), or this user may not use "
         "the device"
     )
+
+
+def driver_version() -> str | None:
+    """That of NVIDIA's driver; None: there is none, or it does not say.
+
+    Its file reads `NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Wed ...`.
+    """
+    file = Path("/proc/driver/nvidia/version")
+    words = file.read_text().split() if file.exists() else []
+    return next((word for word in words if word[0].isdigit() and "." in word), None)

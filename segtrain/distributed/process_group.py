@@ -27,7 +27,6 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness, machine
 from segtrain.distributed.machine import unusable_device
 from segtrain.distributed.shared_sum import SharedSum, is_possible
-from segtrain.distributed.stack import ENGINE
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError, UserError
 from segtrain.text import say
 
@@ -35,7 +34,7 @@ from segtrain.text import say
 # raises one after train.timeout_s (`training.step_sync`).
 _NCCL_FACTOR = 1.5
 # Unless the user has set them; README.md says why.
-_NCCL_SETTINGS = {ENGINE: "0", "NCCL_GRAPH_REGISTER": "0", "NCCL_LOCAL_REGISTER": "0"}
+_NCCL_SETTINGS = {machine.NCCL_ENGINE: "0", "NCCL_GRAPH_REGISTER": "0", "NCCL_LOCAL_REGISTER": "0"}
 # How long leaving the group may take once all ranks have come to it.
 LEAVE_LIMIT_S = 20.0
 

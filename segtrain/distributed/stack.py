@@ -16,12 +16,11 @@ from typing import Literal
 
 from segtrain import __version__, files
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.machine import NCCL_ENGINE, driver_version
 from segtrain.files.mirror import cache_folder
 
 Verdict = Literal["proven", "differs", "silent"]
 """A replayed step computed the bits of the step itself; other numbers; or did not come back."""
-
-ENGINE = "TORCH_DIST_USE_NCCL2"
 
 _FOLDER, _MAX_BYTES = "graphs", 10_000
 
@@ -75,7 +74,7 @@ def stack_of_ranks() -> DeviceStack:
         torch=torch.__version__,
         cuda=str(torch.version.cuda),
         nccl=".".join(map(str, torch.cuda.nccl.version())),
-        engine="NCCL" if os.environ.get(ENGINE) == "0" else "NCCL2",
+        engine="NCCL" if os.environ.get(NCCL_ENGINE) == "0" else "NCCL2",
         driver=driver_version() or "unknown",
         devices=tuple(devices),
         machines=len(set(first_ranks)),
@@ -103,13 +102,3 @@ def _read(path: Path) -> tuple[DeviceStack | None, Verdict | None]:
         if content["verdict"] in ("proven", "differs", "silent"):
             return DeviceStack(**fields), content["verdict"]
     return None, None
-
-
-def driver_version() -> str | None:
-    """That of NVIDIA's driver; None: there is none, or it does not say.
-
-    Its file reads `NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Wed ...`.
-    """
-    file = Path("/proc/driver/nvidia/version")
-    words = file.read_text().split() if file.exists() else []
-    return next((word for word in words if word[0].isdigit() and "." in word), None)

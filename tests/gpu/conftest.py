@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gpu import isolation
+from segtrain.distributed.machine import driver_version
 from segtrain.files import write_atomic
 from segtrain.run.environment import library_version
 
@@ -128,15 +129,8 @@ def machine(device: str) -> dict[str, Any]:
     return found | {
         "name": properties.name,
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver": _driver(),
+        "driver": driver_version(),
         "CUDA": torch.version.cuda,
         "cuDNN": torch.backends.cudnn.version(),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
     }
-
-
-def _driver() -> str | None:
-    """NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Wed ..."""
-    file = Path("/proc/driver/nvidia/version")
-    words = file.read_text().split() if file.exists() else []
-    return next((word for word in words if word[0].isdigit() and "." in word), None)
