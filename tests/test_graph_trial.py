@@ -13,7 +13,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import stack
 from segtrain.training import graph
 from segtrain.training.graph import GraphStep, plan_graphs
-from segtrain.training.graph_trial import GraphTrial, difference, same_bits
+from segtrain.training.graph_trial import GraphTrial, compared, same_bits
 
 
 @pytest.fixture(autouse=True)
@@ -83,25 +83,35 @@ def changed(value, n=4):
 
 
 @pytest.mark.parametrize(
-    ("noise", "error", "trusted"),
+    ("noise", "error", "verdict"),
     [
-        (0.0, 0.0, True),
-        (0.0, 1e-15, False),
-        (1e-6, 5e-5, True),
-        (1e-6, 5e-4, True),
-        (1e-6, 0.02, False),
-        (1e-4, 5e-3, True),
-        (1e-4, 0.5, False),
-        (1e-3, 0.06, False),
-        (0.02, 0.0, False),  # nothing can be said
-        (math.nan, 0.0, False),
-        (1e-6, math.nan, False),
+        (0.0, 0.0, "proven"),
+        (0.0, 1e-15, "differs"),
+        (1e-6, 5e-4, "proven"),
+        (1e-6, 0.02, "differs"),
+        (1e-6, math.nan, "differs"),
+        (1e-4, 5e-3, "proven"),
+        (1e-4, 0.5, "differs"),
+        (1e-3, 0.06, "differs"),
+        (0.02, 0.0, None),
+        (math.nan, 0.0, None),
     ],
 )
-def test_steps_with_other_last_bits_are_compared_by_how_far_they_part(noise, error, trusted):
+def test_steps_with_other_last_bits_are_compared_by_how_far_they_part(noise, error, verdict):
     before, one = changed(0.0), changed(1.0)
     other, replayed = changed(1.0 + noise), changed(1.0 + error)
-    assert (difference(before, (one, other), replayed) is None) is trusted
+    assert compared(before, (one, other), replayed)[0] == verdict
+
+
+def test_only_a_verdict_is_kept(monkeypatch):
+    before, one, other = changed(0.0), changed(1.0), changed(1.02)
+    trial = GraphTrial(STACK)
+    assert "train.deterministic=true" in trial.settle(before, (one, other), one)
+    assert STACK.verdict() is None
+    worse = ["differs", "a replay left 1 of 4 tensors with other bits"]
+    monkeypatch.setattr(dist, "all_gather_object", lambda value: [value, worse])
+    assert trial.settle(before, (one, one), one).startswith("rank 1: a replay left 1 of 4")
+    assert STACK.verdict() == "differs"
 
 
 def test_bits_of_nan_and_of_signed_zeros_count():

@@ -74,14 +74,16 @@ class GraphTrial:
     ) -> str | None:
         """Keeps the verdict; why the replay is not trusted, None: it is (collective).
 
-        Arguments as for `difference`. The same on all ranks.
+        Arguments as for `compared`. The same on all ranks.
         """
-        found = dist.all_gather_object(difference(before, runs, replayed))
-        first = next((rank for rank, what in enumerate(found) if what), None)
-        verdict: Verdict = "proven" if first is None else "differs"
+        found = dist.all_gather_object(compared(before, runs, replayed))
+        others = [(rank, *one) for rank, one in enumerate(found) if one[0] != "proven"]
+        rank, verdict, why = others[0] if others else (0, "proven", "")
+        if verdict is None:  # the next start tries again
+            return f"rank {rank}: {why}"
         if dist.local_rank() == 0:
             self.stack.keep(verdict)
-        return None if first is None else f"rank {first}: {found[first]}; {report(self.stack)}"
+        return f"rank {rank}: {why}; {report(self.stack)}" if others else None
 
 
 def report(stack: DeviceStack) -> str:
@@ -92,12 +94,13 @@ def report(stack: DeviceStack) -> str:
     )
 
 
-def difference(
+def compared(
     before: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], replayed: Sequence[Tensor]
-) -> str | None:
-    """How a replay differs from two runs of the same step; None: it does not.
+) -> tuple[Verdict | None, str]:
+    """Whether a replay computes what two runs of the same step do, and if not, how it differs.
 
-    Bit by bit where the two runs have the same bits; otherwise, see `_SPREADS`.
+    Bit by bit where the two runs have the same bits; otherwise, see `_SPREADS`. None: the two
+    differ so much that nothing can be said.
 
     before: what the step changes, as it was. runs, replayed: the same tensors afterwards, behind
         other results.
@@ -105,17 +108,17 @@ def difference(
     one, other = runs
     if all(map(same_bits, one, other)):
         wrong = sum(not same_bits(a, b) for a, b in zip(one, replayed, strict=True))
-        return f"a replay left {wrong} of {len(one)} tensors with other bits" if wrong else None
+        what = f"a replay left {wrong} of {len(one)} tensors with other bits"
+        return ("differs", what) if wrong else ("proven", "")
     others = len(one) - len(before)
     spread, found = (_distance(before, one[others:], x[others:]) for x in (other, replayed))
     if not spread <= _MOST_SPREAD:
-        return (
-            f"two runs of a step differ by {spread:.0e} of what it changes, so a replay cannot be "
-            "compared (train.deterministic=true makes them equal)"
-        )
+        what = f"two runs of a step differ by {spread:.0e} of what it changes"
+        return None, f"{what}: train.deterministic=true lets a replay be compared with them"
     if not found <= min(max(_SPREADS * spread, _LITTLE), _MUCH):
-        return f"a replay differs by {found:.0e} of what a step changes, two runs by {spread:.0e}"
-    return None
+        what = f"a replay differs by {found:.0e} of what a step changes, two runs by {spread:.0e}"
+        return "differs", what
+    return "proven", ""
 
 
 def _distance(before: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
