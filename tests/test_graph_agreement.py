@@ -133,6 +133,9 @@ class Trial:
         yield
         here.world.limited[here.rank] = False
 
+    def replays(self):
+        here.world.act("all have recorded")
+
     def settle(self, *_):
         differs = here.world.behaviours[here.rank] == DIFFERS
         return "other bits" if any(here.world.meet("verdict", differs)) else None

@@ -5,6 +5,7 @@ Whole commands in a group of one rank, with the stand-ins of graphs_on_cpu.py.
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from processes import Command, free_port
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness, process_group
+from segtrain.errors import LostRanksError
 
 PLUGIN, REFUSED = Path(__file__).with_name("graphs_on_cpu.py"), "the communicator waits"
 
@@ -117,26 +119,64 @@ def test_recordings_are_released_before_any_group_is_left(monkeypatch, leave):
     del held
 
 
-def leave_slowly(monkeypatch, **environ):
-    for name, value in (rank() | environ).items():
+def left(monkeypatch, leave):
+    """What is deferred to the end of the process after a group that `leave` should have left."""
+    deferred = []
+    monkeypatch.setattr(liveness, "defer_abort", lambda *about: deferred.append(about))
+    for name, value in rank().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process_group, "LEAVE_LIMIT_S", 0.1)
-    whole, wait = dist.leave_groups, __import__("threading").Event()
-    monkeypatch.setattr(dist, "leave_groups", lambda: wait.wait() and whole())
-    with process_group.process_group(torch.device("cpu"), timeout_s=5):
-        pass
-    return wait
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "leave_groups", leave)
+        with process_group.process_group(torch.device("cpu"), timeout_s=5):
+            pass
+    return deferred
 
 
 def test_leaving_has_a_limit_after_which_the_process_goes_on_to_its_end(monkeypatch, capsys):
-    deferred = []
-    monkeypatch.setattr(liveness, "defer_abort", lambda *about: deferred.append(about))
-    wait = leave_slowly(monkeypatch)
-    assert "rank 0: leaving the process group takes over 0 s; all is saved" in (
-        capsys.readouterr().err
-    )
-    ((join, code),) = deferred
+    whole, wait = dist.leave_groups, threading.Event()
+    ((join, code),) = left(monkeypatch, lambda: wait.wait() and whole())
+    said = "rank 0: leaving the process group takes over 0 s; all is saved, and the process ends"
+    assert said in capsys.readouterr().err
     assert code == 0
     wait.set()
     join(60)
     assert not dist.is_distributed()
+
+
+def test_leaving_that_fails_loses_nothing_that_is_saved(monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("NCCL error\nTraceback")
+
+    ((abort, code),) = left(monkeypatch, fail)
+    assert "warning: rank 0: NCCL error; all is saved" in capsys.readouterr().err
+    assert code == 0
+    abort()
+    assert not dist.is_distributed()
+
+
+def test_a_rank_that_does_not_come_to_leave_is_waited_for_with_a_limit(monkeypatch, capsys):
+    """The work is done: the exit code is that of the work."""
+    deferred = []
+    monkeypatch.setattr(liveness, "defer_abort", lambda *about: deferred.append(about))
+
+    def barrier():
+        raise LostRanksError("rank 0: waited 5 s for the device, which waits for another rank")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "barrier", barrier)
+    with process_group.process_group(torch.device("cuda", 0), timeout_s=5):
+        pass
+    assert "warning: rank 0: rank 0: waited 5 s for the device" in capsys.readouterr().err
+    assert deferred == [(dist.abort_groups, 0)]
+
+
+def test_the_code_of_a_deferred_end_is_kept_where_none_is_given(monkeypatch):
+    codes, wait = [], threading.Event()
+    monkeypatch.setattr(liveness, "ABORT_LIMIT_S", 0.05)
+    monkeypatch.setattr(liveness.os, "_exit", lambda code: (codes.append(code), wait.set()))
+    liveness.defer_abort(lambda: wait.wait(), 0)
+    liveness.deferred_abort()
+    assert codes == [0]

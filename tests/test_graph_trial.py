@@ -1,6 +1,7 @@
 """All ranks agree on recording, and a new stack proves itself before its replays are trusted."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from test_recorded import config_of
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import stack
-from segtrain.training import graph
+from segtrain.training import graph, graph_trial
 from segtrain.training.graph import GraphStep, plan_graphs
 from segtrain.training.graph_trial import GraphTrial, compared, same_bits
 
@@ -29,7 +30,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     monkeypatch.setattr(torch.cuda, "graph", made.graph)
     monkeypatch.setattr(
-        GraphStep, "__init__", lambda self, *about: make(self, *about, GraphTrial(STACK))
+        GraphStep, "__init__", lambda self, *about: make(self, *about, GraphTrial(STACK, 600.0))
     )
     return made
 
@@ -105,7 +106,7 @@ def test_steps_with_other_last_bits_are_compared_by_how_far_they_part(noise, err
 
 def test_only_a_verdict_is_kept(monkeypatch):
     before, one, other = changed(0.0), changed(1.0), changed(1.02)
-    trial = GraphTrial(STACK)
+    trial = GraphTrial(STACK, 600.0)
     assert "train.deterministic=true" in trial.settle(before, (one, other), one)
     assert STACK.verdict() is None
     worse = ["differs", "a replay left 1 of 4 tensors with other bits"]
@@ -121,13 +122,17 @@ def test_bits_of_nan_and_of_signed_zeros_count():
     assert same_bits(torch.tensor([True]), torch.tensor([True]))
 
 
-def plan(monkeypatch, verdicts, graph_option="auto", ranks=2):
+def plan(monkeypatch, verdicts, graph_option="auto", ranks=2, *, started_again=False):
     config = config_of([])
     train = config.train.model_copy(update={"graph": graph_option})
     config = config.model_copy(update={"train": train})
     monkeypatch.setattr(graph, "stack_of_ranks", lambda: STACK)
     monkeypatch.setattr(dist, "world_size", lambda: ranks)
-    monkeypatch.setattr(dist, "all_gather_object", lambda value: [value, *verdicts])
+
+    def gathered(value):
+        return [value, started_again] if isinstance(value, bool) else [value, *verdicts]
+
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
     state = type("State", (), {"shares": None, "capturable": True})
     return plan_graphs(config, state, torch.device("cuda"))
 
@@ -149,6 +154,7 @@ def test_what_the_cache_says_decides(monkeypatch, cache):
     (file,) = cache.iterdir()
     file.write_text("{")
     assert plan(monkeypatch, [None]).trial is not None
+    assert "started again" in plan(monkeypatch, [None], started_again=True).why_not  # elsewhere
     monkeypatch.setenv("SEGTRAIN_WITHOUT_GRAPHS", "1")
     assert "started again" in plan(monkeypatch, [None], True).why_not
 
@@ -179,6 +185,34 @@ def test_another_stack_has_another_verdict(tmp_path, monkeypatch):
     monkeypatch.setenv("SEGTRAIN_CACHE", "/proc/nowhere")
     STACK.keep("proven")  # a folder that cannot be written is no error
     assert STACK.verdict() is None
+
+
+def test_a_verdict_that_is_known_counts_more_than_one_that_is_not(monkeypatch):
+    unclear, worse = [None, "two runs differ"], ["differs", "a replay differs"]
+    monkeypatch.setattr(dist, "all_gather_object", lambda value: [unclear, value, worse])
+    one = changed(1.0)
+    said = GraphTrial(STACK, 600.0).settle(changed(0.0), (one, one), one)
+    assert said.startswith("rank 2: a replay differs")
+    assert STACK.verdict() == "differs"
+
+
+def test_silence_before_the_replay_is_no_verdict_on_the_stack(monkeypatch):
+    """A rank may be stopped while the others wait for it to have recorded."""
+    ended, said = [], []
+    monkeypatch.setattr(graph_trial.os, "_exit", ended.append)
+    monkeypatch.setattr(graph_trial, "say", said.append)
+    trial = GraphTrial(STACK, 0.1)  # a limit of its own, before that of other waits
+    with trial.limited():
+        while not ended:
+            time.sleep(0.01)
+    assert (ended, STACK.verdict()) == ([6], None)
+    assert "to record a step as a CUDA graph took all ranks 0 s" in said[0]
+
+
+def test_the_cause_of_a_failed_recording_is_told_and_not_its_consequence():
+    ended = RuntimeError("capturing stream has unjoined work")  # by the end of the capture
+    ended.__context__ = RuntimeError("out of memory\nTraceback")
+    assert graph._first_line(ended) == "out of memory"
 
 
 LAUNCHED = {"steps": 6, "batch_size": 4}

@@ -5,6 +5,7 @@ All ranks must call a function marked "Collective." in the same order, or they w
 timeout. Only this folder imports torch.distributed.
 """
 
+import gc
 import json
 import os
 import time
@@ -220,6 +221,7 @@ def release_recordings() -> None:
     """Destroys all that was recorded."""
     for recording in list(_recordings):
         recording.release()
+        gc.collect()  # a traceback in a cycle may hold what could not be recorded
 
 
 def leave_groups() -> None:

@@ -272,13 +272,13 @@ def _give_up(waited_s: float) -> None:
 ABORT_LIMIT_S = 10.0
 
 
-_deferred: Callable[[int], None] | None = None
+_deferred: Callable[[int | None], None] | None = None
 
 
 def defer_abort(abort: Callable[[], None], code: int = EXIT_INTERNAL) -> None:
     """Lets `abort` run when this process ends, after its traceback, or in `deferred_abort`.
 
-    code: with which the process ends if `abort` does not, unless `deferred_abort` gives another.
+    code: with which the process ends if `abort` does not, unless `deferred_abort` knows it.
     """
     global _deferred
     deferred_abort()
@@ -292,8 +292,8 @@ def defer_abort(abort: Callable[[], None], code: int = EXIT_INTERNAL) -> None:
                 sys.stderr.flush()
             os._exit(exit_code[0])
 
-    def run(code: int) -> None:
-        exit_code[0] = code
+    def run(code: int | None) -> None:
+        exit_code[0] = exit_code[0] if code is None else code
         begun.set()
         # What fails here has been told already, or follows from it.
         with suppress(Exception):
@@ -307,8 +307,11 @@ def defer_abort(abort: Callable[[], None], code: int = EXIT_INTERNAL) -> None:
     _deferred = run
 
 
-def deferred_abort(code: int = EXIT_INTERNAL) -> None:
-    """Runs what is deferred; if it takes over ABORT_LIMIT_S, ends the process with `code`."""
+def deferred_abort(code: int | None = None) -> None:
+    """Runs what is deferred; if it takes over ABORT_LIMIT_S, ends the process.
+
+    code: its exit code; None: that of `defer_abort`.
+    """
     global _deferred
     run, _deferred = _deferred, None
     if run is not None:

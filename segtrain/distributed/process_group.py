@@ -27,7 +27,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness, machine
 from segtrain.distributed.machine import unusable_device
 from segtrain.distributed.shared_sum import SharedSum, is_possible
-from segtrain.errors import ConfigError, ExecutionError, LostRanksError, UserError
+from segtrain.errors import EXIT_OK, ConfigError, ExecutionError, LostRanksError, UserError
 from segtrain.text import say
 
 # NCCL aborts the process where gloo raises an error. So it waits longer than the host does, which
@@ -114,8 +114,6 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
             if not is_cuda:
                 dist.use_shared_sum(_open_shared_sum(timeout_s))
             yield
-            if is_cuda:
-                dist.barrier()  # a rank that is late is waited for here, where a limit is
     except BaseException:
         liveness.defer_abort(dist.abort_groups)
         raise
@@ -123,19 +121,25 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
 
 
 def _leave(device: torch.device) -> None:
-    """Leaves the groups; if that hangs, the process will end without (collective)."""
-    dist.release_recordings()
+    """Leaves the groups; if that fails or hangs, the process will end without (collective)."""
+    problem = f"leaving the process group takes over {LEAVE_LIMIT_S:.0f} s"
 
     def leave() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread begins with device 0
         dist.leave_groups()
 
-    if not liveness.left_within(LEAVE_LIMIT_S, leave):
-        say(
-            f"warning: rank {os.environ['RANK']}: leaving the process group takes over "
-            f"{LEAVE_LIMIT_S:.0f} s; all is saved, and the process ends without"
-        )
+    try:
+        if device.type == "cuda":
+            with _explained(in_set_up=False):
+                dist.barrier()  # a rank that is late is waited for here, where a limit is
+        if liveness.left_within(LEAVE_LIMIT_S, leave):
+            return
+    except (RuntimeError, LostRanksError) as error:
+        problem = str(error).partition("\n")[0]
+        liveness.defer_abort(dist.abort_groups, EXIT_OK)
+    rank = os.environ["RANK"]
+    say(f"warning: rank {rank}: {problem}; all is saved, and the process ends without")
 
 
 def _store_of_attempt(timeout: timedelta) -> dict[str, Any]:

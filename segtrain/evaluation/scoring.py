@@ -258,6 +258,7 @@ class _Counts:
             dist.all_reduce_sum(self._levels)
         if self.curves is not None:
             self.curves.sum_over_ranks()
+        dist.wait_for_device(self._images.device)
         counts = self._matrix, self._calibration, self._images
         return Outcome(*counts, num_by_windows, self._levels)
 

@@ -97,6 +97,7 @@ def _set(layers: list[_BatchNorm], sums: _Sums, shares: Shares | None) -> None:
             mine.setdefault(layer, layer.running_mean.new_zeros(size, dtype=torch.float64))
     rows = torch.stack([torch.cat([mine[layer] for layer in layers]) for mine in sums])
     whole = dist.all_reduce_sum(rows[0]) if shares is None else shares.sum(rows)
+    dist.wait_for_device(whole.device)
     for layer, part in zip(layers, whole.split(sizes), strict=True):
         mean, var, count = unpacked_moments(part)
         if count > 0:

@@ -54,14 +54,15 @@ def plan_graphs(config: Config, state: TrainState, device: torch.device) -> Grap
     reason = why_not(config, state, device)
     if reason is not None or dist.world_size() == 1:
         return GraphPlan(reason)  # a rank alone has no sums of NCCL in its graphs
-    if WITHOUT_GRAPHS in os.environ:
+    if any(dist.all_gather_object(WITHOUT_GRAPHS in os.environ)):
         return GraphPlan("a replay did not come back, so the ranks were started again")
     stack = stack_of_ranks()
     verdict = verdict_of_ranks(stack)
     if verdict in ("differs", "silent") and config.train.graph == "auto":
         what = "did not come back" if verdict == "silent" else "computed other numbers"
         return GraphPlan(f"a replay {what} on this stack before; train.graph=true tries again")
-    return GraphPlan(None, None if verdict == "proven" else GraphTrial(stack))
+    trial = None if verdict == "proven" else GraphTrial(stack, config.train.timeout_s)
+    return GraphPlan(None, trial)
 
 
 def why_not(config: Config, state: TrainState, device: torch.device) -> str | None:
@@ -143,7 +144,7 @@ class GraphStep:
         except RuntimeError as error:  # out of memory, or an operation that waits
             if self._state.scaler.is_enabled():
                 raise  # it may have got as far as the loss scale, which counts on the host
-            failure = printable(str(error).partition("\n")[0], 2 * MAX_NAME)
+            failure = _first_line(error)
             # Nothing of the step that failed has run.
             self._state.optimizer.zero_grad(set_to_none=True)
             forget_batches(self._state.model)
@@ -179,6 +180,7 @@ class GraphStep:
         with trial.limited():
             if not self._record(local):
                 return self.eager(local)
+            trial.replays()
             left, replayed = outcome(self._graphs[local.shape].replay(local))
         why = trial.settle(before, [numbers for _, numbers in runs], replayed)
         if why is not None:
@@ -186,6 +188,13 @@ class GraphStep:
             left, numbers = runs[0]
             restore(changed, numbers[-len(changed) :])
         return left
+
+
+def _first_line(error: BaseException) -> str:
+    """The cause in a line: ending a capture that has failed fails again, in other words."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return printable(str(error).partition("\n")[0], 2 * MAX_NAME)
 
 
 class _Recorded:

@@ -33,19 +33,20 @@ _MOST_SPREAD = 0.01  # of two runs; beyond that nothing can be said
 class GraphTrial:
     """Compares one replay with the step itself, on all ranks.
 
-    stack: gets the verdict.
+    stack: gets the verdict. timeout_s: of all other waits for a rank, which must be longer.
     """
 
-    def __init__(self, stack: DeviceStack) -> None:
-        self.stack = stack
+    def __init__(self, stack: DeviceStack, timeout_s: float) -> None:
+        self.stack, self._limit_s = stack, min(LIMIT_S, 0.8 * timeout_s)
+        self._replays = False
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Inside, this process ends after `LIMIT_S`."""
+        """Inside, this process ends after the limit."""
         over = threading.Event()
 
         def wait() -> None:
-            if not over.wait(LIMIT_S):
+            if not over.wait(self._limit_s):
                 self._end()
 
         threading.Thread(target=wait, daemon=True).start()
@@ -54,13 +55,17 @@ class GraphTrial:
         finally:
             over.set()
 
+    def replays(self) -> None:
+        """Notes that all ranks have recorded the step: from now on silence is the stack's."""
+        self._replays = True
+
     def _end(self) -> None:
         """Ends this process; its launcher starts the ranks again, without graphs."""
-        self.stack.keep("silent")
-        message = (
-            f"a step that was recorded as a CUDA graph did not come back within {LIMIT_S:.0f} s; "
-            f"{report(self.stack)}"
-        )
+        what = "to record a step as a CUDA graph took all ranks"
+        if self._replays:
+            self.stack.keep("silent")
+            what = "a step that was recorded as a CUDA graph did not come back within"
+        message = f"{what} {self._limit_s:.0f} s; {report(self.stack)}"
         has_launcher = liveness.has_launcher()
         if not has_launcher or liveness.is_first_to_print(message):
             say(message)
@@ -78,7 +83,8 @@ class GraphTrial:
         """
         found = dist.all_gather_object(compared(before, runs, replayed))
         others = [(rank, *one) for rank, one in enumerate(found) if one[0] != "proven"]
-        rank, verdict, why = others[0] if others else (0, "proven", "")
+        # What is known of one rank counts more than that another cannot tell.
+        rank, verdict, why = min(others, key=lambda one: one[1] is None, default=(0, "proven", ""))
         if verdict is None:  # the next start tries again
             return f"rank {rank}: {why}"
         if dist.local_rank() == 0:

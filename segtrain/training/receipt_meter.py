@@ -161,6 +161,7 @@ def _pixels(results: Sequence[StepResult]) -> list[str | None]:
         return [None] * len(results)
     sums = np.array([result.pixels % 2**64 for result in results], np.uint64).view(np.int64)
     sums = dist.all_reduce_sum(torch.from_numpy(sums).to(results[0].loss.device))
+    dist.wait_for_device(sums.device)
     return [f"{number % 2**64:016x}" for number in sums.tolist()]
 
 

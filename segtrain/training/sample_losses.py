@@ -116,7 +116,9 @@ class SampleLosses:
 
     def gather(self) -> None:
         """Adds up what the ranks have measured, before they save (collective)."""
-        self._gathered += dist.all_reduce_sum(self.recent).cpu()
+        total = dist.all_reduce_sum(self.recent)
+        dist.wait_for_device(total.device)
+        self._gathered += total.cpu()
         self.recent.zero_()
 
     def fields(self) -> dict[str, Any]:

@@ -61,8 +61,9 @@ def train(run: TrainRun) -> None:
         with run.around():
             left = run.step(local)
             result = run.step.done(local, left)
-        for part in run.parts:
-            part.after_step(run, local, result)
+        with run.watched():  # what they read may wait for the device
+            for part in run.parts:
+                part.after_step(run, local, result)
         if _is_due(run):
             _between(run)
         liveness.beat("training", run.state.step)
