@@ -72,6 +72,14 @@ def nothing_is_left_running():
     assert "SEGTRAIN_OUTCOMES" not in os.environ, "a launcher ran in this process: use Command"
 
 
+@pytest.fixture(autouse=True)
+def processor(monkeypatch) -> None:
+    """Nothing depends on this one: bfloat16 is as fast as float32."""
+    from preloaded import same_seconds
+
+    monkeypatch.setattr("segtrain.models.precision._convolution_s", same_seconds)
+
+
 @pytest.fixture(scope="session")
 def forkserver() -> Any:
     """Starts processes from one that has imported torch, which takes 0.1 s instead of 5."""
@@ -261,9 +269,12 @@ def _result(rank: int, pipe: Any) -> Any:
 
 def _rank_main(pipe: Any, device: str, rank: int, world_size: int, port: int, task: bytes) -> None:
     import torch
+    from preloaded import same_seconds
 
     from segtrain.distributed.process_group import device_for, process_group
+    from segtrain.models import precision
 
+    precision._convolution_s = same_seconds
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),

@@ -49,6 +49,13 @@ def test_versions_devices_and_memory_are_told(doctor):
     assert f"torch                   {library_version('torch')}\n" in said
 
 
+@pytest.mark.parametrize(("gain", "offer"), [(3.3, ": set train.precision=bfloat16"), (0.7, "")])
+def test_bfloat16_is_offered_where_the_processor_is_fast_in_it(doctor, monkeypatch, gain, offer):
+    monkeypatch.setattr("segtrain.models.precision.cpu_gain", lambda: gain)
+    line = f"bfloat16 on the CPU     {gain} times as fast as float32 in dense convolutions{offer}\n"
+    assert line in doctor()[1]
+
+
 @pytest.mark.fault(86)
 def test_two_packages_of_opencv_are_pointed_out_with_the_repair(tmp_path, doctor):
     _, said = doctor()

@@ -631,6 +631,17 @@ def test_a_gpu_with_bfloat16_trains_in_it(tmp_path, monkeypatch, has_it):
     assert config.train.precision == ("bfloat16" if has_it else "tf32")
 
 
+@pytest.mark.parametrize("gain", [1.5, 1.4])
+def test_a_processor_that_is_fast_in_bfloat16_trains_in_it(tmp_path, monkeypatch, gain):
+    folder = tmp_path / "data"
+    next(iter(CASES.values()))(folder)
+    monkeypatch.setattr("segtrain.models.precision.cpu_gain", lambda: gain)
+    written = init(folder) / "config.yaml"
+    assert load_config(written).train.precision == ("bfloat16" if gain == 1.5 else "tf32")
+    why = "bfloat16 # this processor's convolutions are at least 1.5 times as fast as in float32"
+    assert (why in " ".join(written.read_text().split())) == (gain == 1.5)
+
+
 def test_a_threshold_divides_grey_masks(tmp_path, lab):
     """Soft masks, as an editor's brush or a network leaves them; in one file and a file a class."""
     rng = np.random.default_rng(0)

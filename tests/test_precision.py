@@ -5,6 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 from experiments import small, train, unread, write_config
+from torch import nn
 
 from segtrain.config import TrainConfig
 from segtrain.errors import ConfigError
@@ -12,10 +13,13 @@ from segtrain.evaluation import predictor
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import precision
 from segtrain.models.precision import (
+    _convolution_s,
     check_eval_precision,
+    cpu_gain,
     evaluation_warnings,
     float32_products,
     for_evaluation,
+    offers,
     precision_on,
     precision_warnings,
 )
@@ -55,16 +59,71 @@ def test_what_a_device_computes_in_is_said_and_what_float32_costs(monkeypatch):
     assert precision_warnings(exact, torch.device("cpu")) == []
 
 
-def test_a_processor_without_instructions_for_a_precision_is_told(monkeypatch):
-    cpu, seconds = torch.device("cpu"), {torch.float32: 1.0, torch.bfloat16: 90.0}
-    monkeypatch.setattr(precision, "_convolution_s", seconds.get)
+@pytest.fixture
+def seconds(monkeypatch):
+    """Of a convolution: the calls one after another, by type and whether it has a backward pass."""
+    found = {(torch.float32, True): [1.0], (torch.float32, False): [1.0]}
+
+    def taken(dtype, backward):
+        times = found[dtype, backward]
+        return times.pop(0) if times[1:] else times[0]
+
+    monkeypatch.setattr(precision, "_convolution_s", taken)
+    return found
+
+
+CPU, DENSE = torch.device("cpu"), nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4))
+
+
+def test_a_processor_without_instructions_for_a_precision_is_told(seconds):
+    seconds |= {(torch.bfloat16, backward): [90.0] for backward in (True, False)}
     lower = config(trained="bfloat16")
-    assert "many times as long as float32" in precision_warnings(lower.train, cpu)[0]
-    assert "--set eval.precision=tf32" in evaluation_warnings(lower, cpu)[0]
-    assert evaluation_warnings(config(trained="bfloat16", evaluated="tf32"), cpu) == []
+    assert "many times as long as float32" in precision_warnings(lower.train, CPU)[0]
+    assert "--set eval.precision=tf32" in evaluation_warnings(lower, CPU)[0]
+    assert evaluation_warnings(config(trained="bfloat16", evaluated="tf32"), CPU) == []
     assert precision_warnings(lower.train, torch.device("cuda", 0)) == []
-    seconds[torch.bfloat16] = 0.9
-    assert evaluation_warnings(lower, cpu) == []
+    seconds[torch.bfloat16, False] = [0.9]
+    assert evaluation_warnings(lower, CPU) == []
+    assert len(precision_warnings(lower.train, CPU)) == 1
+
+
+@pytest.mark.parametrize(("lower", "told"), [(1.5, True), (1.6, False), (9.0, False)])
+def test_bfloat16_is_offered_where_convolutions_are_much_faster(seconds, lower, told):
+    seconds |= {(torch.float32, True): [2.25], (torch.bfloat16, True): [lower]}
+    line = "precision  train.precision=bfloat16 would make convolutions 1.5 times as fast"
+    for trained in ("float32", "tf32"):
+        found = offers(TrainConfig(precision=trained), CPU, DENSE)
+        assert found == [line] * told
+    for trained in ("bfloat16", "float16", "float64"):
+        assert offers(TrainConfig(precision=trained), CPU, DENSE) == []
+    assert offers(TrainConfig(), torch.device("cuda", 0), DENSE) == []
+    by_channel = nn.Sequential(DENSE, nn.Conv2d(4, 4, 3, groups=4))
+    assert offers(TrainConfig(), CPU, by_channel) == []
+
+
+def test_a_busy_moment_does_not_decide(seconds):
+    """Kernels are chosen in the first calls, and other programs interrupt any."""
+    seconds |= {(torch.float32, True): [9e-3, 1e-3, 7e-3, 2e-3]}
+    seconds |= {(torch.bfloat16, True): [8e-2, 5e-3, 5e-4, 6e-3]}
+    assert cpu_gain() == 2.0
+
+
+def test_threads_are_as_before_a_measurement(monkeypatch):
+    asked = []
+
+    def taken(dtype, backward):
+        asked.append(torch.get_num_threads())
+        return _convolution_s(dtype, backward)
+
+    monkeypatch.setattr(precision, "_convolution_s", taken)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert cpu_gain() > 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(asked) == {1}
 
 
 def config(*, trained="float32", evaluated=None):
@@ -107,6 +166,7 @@ def test_a_training_and_its_evaluations_run_each_in_its_precision(tmp_path, data
         return whole(forward, images, settings, *args, **options)
 
     monkeypatch.setattr(predictor, "predict_labels", predict_labels)
+    monkeypatch.setattr(precision, "cpu_gain", lambda: 3.3)
     before = flags()
     precisions = {"train": {"steps": 1, "precision": "tf32"}, "eval": {"precision": "bfloat16"}}
     options = small(data, **precisions)
@@ -115,6 +175,8 @@ def test_a_training_and_its_evaluations_run_each_in_its_precision(tmp_path, data
     assert seen[0] == (True, True)
     assert set(seen[1:]) == {(torch.bfloat16, (False, False))}
     assert flags() == before
-    lines = [line for line in (run / "train.log").read_text().splitlines() if "  mIoU" in line]
+    log = (run / "train.log").read_text()
+    assert log.count("train.precision=bfloat16 would make convolutions 3.3 times as fast") == 1
+    lines = [line for line in log.splitlines() if "  mIoU" in line]
     assert len(lines) == 1
     assert " (bfloat16)  best mIoU" in lines[0]

@@ -67,6 +67,8 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield "CUDA devices", ", ".join(devices) or "none"
         if devices:
             yield from _stack_facts(count)
+    if all(map(library_version, _REQUIRED)):
+        yield "bfloat16 on the CPU", _bfloat16_words()
 
 
 def _stack_facts(count: int) -> Iterator[tuple[str, str]]:
@@ -90,6 +92,14 @@ def _stack_facts(count: int) -> Iterator[tuple[str, str]]:
         yield "steps as CUDA graphs", f"{words[verdict]}: {stack}"
     if count > 1 and not kept_verdicts():
         yield "steps as CUDA graphs", "not tried with several devices yet; the first run does"
+
+
+def _bfloat16_words() -> str:
+    from segtrain.models.precision import WORTH_AN_OFFER, cpu_gain
+
+    gain = cpu_gain()
+    offer = ": set train.precision=bfloat16" if gain >= WORTH_AN_OFFER else ""
+    return f"{gain:.1f} times as fast as float32 in dense convolutions{offer}"
 
 
 def _problems() -> Iterator[str]:

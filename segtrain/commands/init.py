@@ -164,11 +164,14 @@ def _machine() -> "Machine":
     import torch
     from torchvision.models import get_model_weights
 
+    from segtrain.models.precision import WORTH_AN_OFFER, cpu_gain
     from segtrain.survey.recipe import Machine
 
-    has_gpu = torch.cuda.is_available()
-    # Not where torch computes it as float32.
-    has_bfloat16 = has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    if has_gpu := torch.cuda.is_available():
+        # Not where torch computes it as float32.
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bfloat16 = cpu_gain() >= WORTH_AN_OFFER
     url = get_model_weights("resnet50" if has_gpu else "resnet18")[_WEIGHTS].url
     cached = Path(torch.hub.get_dir(), "checkpoints", Path(url).name)
     if cached.is_file():

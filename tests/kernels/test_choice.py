@@ -29,7 +29,7 @@ def device(monkeypatch):
 def lines(device, **train):
     config = config_of([])
     config = config.model_copy(update={"train": config.train.model_copy(update=train)})
-    state = SimpleNamespace(shares=None, capturable=True)
+    state = SimpleNamespace(shares=None, capturable=True, model=torch.nn.Identity())
     return [line for line in device_lines(config, state, device) if "kernels" in line]
 
 

@@ -38,7 +38,7 @@ from segtrain.distributed.signals import SignalFlags
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import SegModel, build_model, timm_backbone
 from segtrain.models.norms import make_norm
-from segtrain.models.precision import precision_warnings
+from segtrain.models.precision import offers, precision_warnings
 from segtrain.models.pretrained import load_backbone
 from segtrain.run import directory as run_directory
 from segtrain.run.console import say
@@ -147,6 +147,7 @@ def prepare(
         notes.append(asynchronous_line(config.train, dist.world_size()))
     graphs = plan_graphs(config, state, device)
     notes += device_lines(config, graphs, device)
+    notes += offers(config.train, device, state.model)
     # 3. Is the data that of the checkpoint? Labels are hashed while training runs.
     splits = train_set, eval_set
     data = DatasetGuard(splits, config.data.root, known, accept_changes=accept_changes)
