@@ -43,9 +43,11 @@ def test_contenders_have_equal_weights_and_operations(case):
 def test_the_tool_measures_and_names_missing_peers(none_installed, tmp_path, capsys):
     case = "deeplabv3plus_mnv2 of smp"
     size = ("--sizes", "64:2", "--cases", case, "--json", str(tmp_path / "found.json"))
+    size += ("--bfloat16",)
     main(["--sections", "train", *SMALL, *size])
     found, table = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
-    assert [row["contender"] for row in found["train"]] == [SEGTRAIN, TORCHVISION]
+    both = [SEGTRAIN, TORCHVISION]
+    assert [x["contender"] for x in found["train"]] == [*both, *(f"{x}, bfloat16" for x in both)]
     assert all(row["median"] > 0 for row in found["train"])
     assert found["not installed"] == {
         SMP: ["segmentation_models_pytorch"],

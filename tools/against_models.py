@@ -1,8 +1,9 @@
 """The contenders of bench_against.py, and the networks that they have in common.
 
-Each case is a network that segtrain and one other program implement themselves, with equal weights.
-The plain loop of torchvision's reference, which has neither network, trains segtrain's modules with
-torch's own batch norm: it differs from segtrain in nothing but the loop and the norm layers.
+Each case but the last is a network that segtrain and one other program implement themselves, with
+equal weights. The plain loop of torchvision's reference, which has none of them, trains segtrain's
+modules with torch's own batch norm: it differs from segtrain in nothing but the loop and the norm
+layers.
 """
 
 import importlib
@@ -40,7 +41,7 @@ class Case(NamedTuple):
 
     model: dict[str, Any]
     peer: str
-    build: Callable[[], nn.Module]  # the peer's own
+    build: Callable[[], nn.Module] | None = None  # the peer's own; None: torchvision's loop
 
 
 def missing(name: str) -> list[str]:
@@ -74,13 +75,8 @@ def _smp_deeplab() -> nn.Module:
 
 
 _PSPNET = {"arch": "pspnet", "backbone": "resnet18", "dropout": 0.1}
-_DEEPLAB = {
-    "arch": "deeplabv3plus",
-    "backbone": "mobilenet_v2",
-    "output_stride": 16,
-    "separable": True,
-    "dropout": 0.1,
-}
+_R18 = {"arch": "deeplabv3plus", "backbone": "resnet18", "output_stride": 16}
+_DEEPLAB = {**_R18, "backbone": "mobilenet_v2", "separable": True, "dropout": 0.1}
 CASES = {
     "pspnet_r18 of mmseg": Case(
         {**_PSPNET, "head_channels": 128, "aux_channels": 64, "variant": "mmseg"},
@@ -94,6 +90,7 @@ CASES = {
     "deeplabv3plus_mnv2 of smp": Case(
         {**_DEEPLAB, "variant": "smp", "aux_head": False}, SMP, _smp_deeplab
     ),
+    "deeplabv3plus_r18": Case(_R18, TORCHVISION),  # what `segtrain init` takes for a CPU
 }
 
 

@@ -30,16 +30,18 @@ Run = Callable[[int], object]
 CPU = torch.device("cpu")
 
 
-def training(contender: str, case_name: str, *, size: Size, batch: int) -> Run:
-    """So many training steps of a contender."""
+def training(
+    contender: str, case_name: str, *, size: Size, batch: int, bfloat16: bool = False
+) -> Run:
+    """So many training steps of a contender; in bfloat16: segtrain and torchvision's loop."""
     case = CASES[case_name]
     torch.manual_seed(0)
     if contender == SEGTRAIN:
-        return _train_segtrain(case, size, batch)
+        return _train_segtrain(case, size, batch, bfloat16)
     images, labels, *_ = random_batch(size, batch, CPU)
     if contender == MMSEG:
         return _train_mmseg(case, images, labels)
-    return _train_plain(contender, case, images, labels)
+    return _train_plain(contender, case, images, labels, bfloat16)
 
 
 def evaluation(contender: str, case_name: str, *, size: Size) -> Run:
@@ -55,34 +57,36 @@ def evaluation(contender: str, case_name: str, *, size: Size) -> Run:
     return make[contender](case, *random_batch(size, 1, CPU)[:2])
 
 
-def _train_segtrain(case: Case, size: Size, batch: int) -> Run:
+def _train_segtrain(case: Case, size: Size, batch: int, bfloat16: bool) -> Run:
     """As `segtrain train` does, with what its loader delivers: uint8, channels last."""
     keep_freed_memory()
-    config = config_of(size, batch, model=case.model)
+    precision = "bfloat16" if bfloat16 else "tf32"
+    config = config_of(size, batch, model=case.model, precision=precision)
     steps = steps_of(state_of(config, CPU), config, CPU)
     return lambda count: list(islice(steps, count))
 
 
-def _train_plain(contender: str, case: Case, images: Tensor, labels: Tensor) -> Run:
+def _train_plain(contender: str, case: Case, images: Tensor, labels: Tensor, bfloat16: bool) -> Run:
     """The loop of torchvision's reference, and that of segmentation_models.pytorch's examples.
 
     torchvision, references/segmentation/train.py: model to loss to zero_grad, backward, step, and
     the learning rate after each step; the auxiliary loss counts half; the loss is read each step
-    for its log. The loop of smp's examples has the same order and one output. Their loaders
-    deliver normalized floats.
+    for its log. With --amp, model and loss are in autocast. The loop of smp's examples has the
+    same order and one output. Their loaders deliver normalized floats.
     """
     model = build(contender, case).train()
     optimizer, schedule = _sgd(model)
     images, labels = _normalized(images), labels.long()
 
     def step() -> float:
-        outputs = model(images)
-        if contender == TORCHVISION:
-            loss = _loss(outputs["out"], labels)
-            if "aux" in outputs:
-                loss = loss + 0.5 * _loss(outputs["aux"], labels)
-        else:
-            loss = _loss(outputs, labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            outputs = model(images)
+            if contender == TORCHVISION:
+                loss = _loss(outputs["out"], labels)
+                if "aux" in outputs:
+                    loss = loss + 0.5 * _loss(outputs["aux"], labels)
+            else:
+                loss = _loss(outputs, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import torch
 from against_data import MAX_SHARE, write_scenes
 from against_models import (
     ALBUMENTATIONS,
@@ -137,6 +138,9 @@ def bench_train(args: argparse.Namespace, installed: Sequence[str]) -> Tables:
                 found["work"] += [
                     Row(title, name, unit, (scale * one[key],)) for name, one in works.items()
                 ]
+            if args.bfloat16:
+                lower = {name: specs[name] | {"bfloat16": True} for name in (SEGTRAIN, TORCHVISION)}
+                specs |= {f"{name}, bfloat16": spec for name, spec in lower.items()}
             rates, peaks = race(title, "images/s", specs, args, args.steps, batch)
             found["train"] += rates
             found["memory"] += peaks
@@ -201,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--sizes", nargs="+", type=_size, default=[(256, 4), (384, 2)], metavar="SIDE:BATCH")
     add("--steps", type=int, default=2, help="steps or images of a round (default: 2)")
     add("--samples", type=int, default=24, help="training samples of a round (default: 24)")
+    add("--bfloat16", action="store_true", help="train in bfloat16 too: segtrain, torchvision")
     add("--json", type=Path, metavar="FILE", help="write the figures")
     args = parser.parse_args(argv)
     absent = {name: packages for name in PEERS if (packages := missing(name))}
@@ -212,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         report = {section: [row.to_dict() for row in rows] for section, rows in found.items()}
         args.json.write_text(json.dumps({"not installed": absent, **report}, indent=2) + "\n")
+    features = torch.cpu.get_capabilities()
+    print(f"processor: {features['cpu_name']}, {'with' if features['amx_bf16'] else 'no'} AMX")
 
 
 if __name__ == "__main__":
