@@ -1,7 +1,5 @@
 """Where kernels compute, and what the log says of it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from test_graph import config_of
@@ -10,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from segtrain import kernels
 from segtrain.commands.train.preflight import device_lines
 from segtrain.kernels import bilinear
+from segtrain.training.graph import GraphPlan
 
 CUDA = torch.device("cuda", 0)
 
@@ -29,8 +28,7 @@ def device(monkeypatch):
 def lines(device, **train):
     config = config_of([])
     config = config.model_copy(update={"train": config.train.model_copy(update=train)})
-    state = SimpleNamespace(shares=None, capturable=True, model=torch.nn.Identity())
-    return [line for line in device_lines(config, state, device) if "kernels" in line]
+    return [line for line in device_lines(config, GraphPlan(""), device) if "kernels" in line]
 
 
 def test_the_log_says_which_kernels_compute(device, monkeypatch):
