@@ -20,6 +20,9 @@ from typing import Any, ClassVar
 
 from segtrain.distributed import liveness, signals
 
+# In the environment of a command, how its ranks start loader workers, as if on CUDA.
+LOADER_START = "TEST_LOADER_START"
+
 
 @cache
 def fork_server() -> Any:
@@ -137,6 +140,7 @@ def _command(
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from segtrain import cli
+    from segtrain.commands.train import training
     from segtrain.models import precision
 
     precision._convolution_s = same_seconds
@@ -173,6 +177,9 @@ def _command(
     subprocess_handler.Popen = _Rank
     os.environ.clear()
     os.environ.update(environ)
+    if way := environ.get(LOADER_START):
+        loader = training.TrainLoader
+        training.TrainLoader = lambda *a, **o: loader(*a, **o | {"start_method": way})
     sys.exit(cli.main(arguments))
 
 

@@ -15,9 +15,10 @@ from experiments import settings
 from processes import left_after
 
 from segtrain.data.sample import loader as loader_module
-from segtrain.data.sample.loader import TrainLoader, largest_microbatch
+from segtrain.data.sample.loader import TrainLoader, _start_worker, largest_microbatch
 from segtrain.data.sample.stream import TrainStream, image_at
 from segtrain.distributed.layout import Layout, even
+from segtrain.distributed.machine import descendants
 from segtrain.errors import DataError, UserError
 
 # Newer Pythons warn of what loaders do: fork a process that has threads.
@@ -51,7 +52,14 @@ def unchanged(image, label, rng, **_):
 
 
 def loader(
-    dataset=None, *, indices=(range(5),), start_step=0, steps=6, num_workers=0, transform=add_noise
+    dataset=None,
+    *,
+    indices=(range(5),),
+    start_step=0,
+    steps=6,
+    num_workers=0,
+    transform=add_noise,
+    start_method=None,
 ):
     return TrainLoader(
         TrainStream(dataset or Numbers(), transform, stream_seed=11, batch_size=5),
@@ -61,6 +69,7 @@ def loader(
         num_workers=num_workers,
         pin_memory=False,
         timeout_s=60,
+        start_method=start_method,
     )
 
 
@@ -137,17 +146,10 @@ class Damaged(Numbers):
         return super().__getitem__(index)
 
 
-def contents_with_an_early_sigterm():
-    """Every worker gets SIGTERM, as the whole run does, before it has set up anything."""
-    start = loader_module._start_worker
-
-    def signalled(number):
-        os.kill(os.getpid(), signal.SIGTERM)
-        start(number)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader_module, "_start_worker", signalled)
-        return contents(loader(num_workers=2))
+def signalled(number):
+    """In place of `_start_worker`: SIGTERM comes before it has set up anything."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    _start_worker(number)
 
 
 class Deadly(Numbers):
@@ -159,33 +161,47 @@ class Deadly(Numbers):
         return super().__getitem__(index)
 
 
-def first_error(dataset, num_workers):
+def first_error(dataset, num_workers, **options):
     try:
-        for _ in loader(dataset, num_workers=num_workers):
+        for _ in loader(dataset, num_workers=num_workers, **options):
             pass
     except UserError as error:
         return type(error).__name__, str(error)
     return None
 
 
-@pytest.fixture(scope="module")
-def workers():
-    """What happened with loader processes, told once: to start them takes a while."""
-    batches = loader(num_workers=2, steps=20)
+def outcomes(start_method):
+    """What happens with loader processes."""
+    two = {"num_workers": 2, "start_method": start_method}
+    batches = loader(**two, steps=20)
     # One batch of each: a worker that is still starting does not know of signals yet.
     seen = [next(batches), next(batches)]
-    pids = [str(worker.pid) for worker in multiprocessing.active_children()]
+    started = [worker.pid for worker in multiprocessing.active_children()]
+    if start_method == "forkserver":
+        started = descendants(os.getpid())[1:]
+        assert len(started) == 3, "the fork server and its workers"
     for name in ("TERM", "INT", "HUP"):
-        subprocess.run(["kill", f"-{name}", *pids], check=True)
+        subprocess.run(["kill", f"-{name}", *map(str, started)], check=True)
     seen.extend(batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader_module, "_start_worker", signalled)
+        early = contents(loader(**two))
     return {
-        "one": contents(loader(num_workers=1)),
-        "tail": contents(loader(num_workers=2, start_step=3)),
+        "one": contents(loader(num_workers=1, start_method=start_method)),
+        "tail": contents(loader(**two, start_step=3)),
         "signalled": contents(seen),
-        "early": contents_with_an_early_sigterm(),
-        "damaged": first_error(Damaged(), 2),
-        "killed": first_error(Deadly(), 1),
+        "early": early,
+        "damaged": first_error(Damaged(), **two),
+        "killed": first_error(Deadly(), 1, start_method=start_method),
     }
+
+
+@pytest.fixture(scope="module", params=["fork", "forkserver"])
+def workers(request, run_ranks):
+    """What happened with loader processes, told once: to start them takes a while."""
+    if request.param == "fork":
+        return outcomes(None)
+    return run_ranks(1, outcomes, "forkserver")[0]  # the tests have a fork server of their own
 
 
 def test_any_number_of_workers_gives_the_same_batches(workers):
@@ -200,29 +216,29 @@ def test_signals_to_the_whole_process_group_leave_workers_at_work(workers):
 
 
 def rank_with_a_fork_server(pipe):
-    """Its workers are not its children, as with Python 3.14 and later."""
-    multiprocessing.set_start_method("forkserver", force=True)
-    batches = loader(num_workers=2, steps=50)
+    batches = loader(num_workers=2, steps=50, start_method="forkserver")
     next(batches)
     workers = multiprocessing.active_children()
-    pipe.send([worker.pid for worker in workers])
+    pipe.send(([worker.pid for worker in workers], descendants(os.getpid())[1:]))
     pipe.recv()
     workers[0].terminate()
     pipe.recv()
 
 
-def test_workers_of_a_fork_server_end_as_the_rank_wants_and_with_it(forkserver):
+def test_workers_of_a_fork_server_end_as_the_rank_wants_and_all_end_with_it(forkserver):
+    """Also a worker that is stopped, and the server, of which the workers are children."""
     mine, theirs = forkserver.Pipe()
     rank = forkserver.Process(target=rank_with_a_fork_server, args=(theirs,))
     rank.start()
     theirs.close()  # or a rank that fails would be waited for
-    one, other = mine.recv()
+    (one, other), everyone = mine.recv()
     assert left_after([one, other], 0) == [one, other]
     mine.send("terminate")
     assert left_after([one], 10) == []
     assert left_after([other], 0) == [other]
+    os.kill(other, signal.SIGSTOP)
     rank.kill()
-    assert left_after([other], 10) == []
+    assert left_after(everyone, 15) == []
 
 
 class Counting(Numbers):

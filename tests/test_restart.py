@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from experiments import assert_same_state, last, small, train, write_config
+from preloaded import LOADER_START
 from processes import GONE_WITHIN_S, Command, left_after
 
 from segtrain.distributed.machine import descendants
@@ -139,12 +140,15 @@ def test_sigint_more_than_once_to_the_launcher_ends_everything_at_once(
 
 
 @pytest.mark.fault(21)
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_loader_worker_that_hangs_ends_the_run_and_is_named(tmp_path, data, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "start"), [pytest.param(1, "", marks=pytest.mark.slow), (2, ""), (1, "forkserver")]
+)
+def test_a_loader_worker_that_hangs_ends_the_run_and_is_named(tmp_path, data, ranks, start):
     """Not the rank that waits for the one that waits for it."""
     options = small(data, data={"num_workers": 1}, train={"steps": 500, "timeout_s": 6})
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
-    command = Command(tmp_path, "train", config, "--nproc", ranks, "--output", run)
+    how = {LOADER_START: start}
+    command = Command(tmp_path, "train", config, "--nproc", ranks, "--output", run, **how)
     command.wait_for_step(run, 2)
     everyone = descendants(command.process.pid)
     os.kill(everyone[-1], signal.SIGSTOP)
@@ -226,11 +230,13 @@ def test_usr1_requeues_a_slurm_job_that_then_goes_on_by_itself(tmp_path, data):
 
 
 @pytest.mark.fault(19)
-def test_a_killed_loader_worker_is_told_in_one_line(tmp_path, data):
+@pytest.mark.parametrize("start", ["", "forkserver"])
+def test_a_killed_loader_worker_is_told_in_one_line(tmp_path, data, start):
     """Wherever the rank is when its worker dies."""
     options = small(data, data={"num_workers": 1}, train={"steps": 500})
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
-    command = Command(tmp_path, "train", config, "--nproc", 1, "--output", run)
+    how = {LOADER_START: start}
+    command = Command(tmp_path, "train", config, "--nproc", 1, "--output", run, **how)
     command.wait_for_step(run, 2)
     os.kill(descendants(command.process.pid)[-1], signal.SIGKILL)
     assert command.wait() == 6

@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 from experiments import last, refusal, small, stopped_after, train, write_config
+from preloaded import LOADER_START
 from processes import GONE_WITHIN_S, Command, free_port, left_after, run_python
 
-from segtrain.distributed.machine import descendants, is_alive, process_pool
+from segtrain.distributed.machine import children, descendants, is_alive, process_pool
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import SignalFlags, exit_code
 from segtrain.errors import LostRanksError
@@ -86,13 +87,19 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
 
 
 @pytest.mark.fault(4)
-def test_ranks_end_when_their_launcher_is_killed_and_save_what_they_have(tmp_path, data):
+@pytest.mark.parametrize(("start", "processes"), [("", 5), ("forkserver", 7)])
+def test_ranks_end_when_their_launcher_is_killed_and_save_what_they_have(
+    tmp_path, data, start, processes
+):
     options = small(data, data={"num_workers": 1}, train={"steps": 500})
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
-    command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run)
+    how = {LOADER_START: start}
+    command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run, **how)
     command.wait_for_step(run, 2)
     everyone = descendants(command.process.pid)
-    assert len(everyone) == 5  # the launcher, two ranks and a worker each
+    # The launcher, two ranks, and of each a worker and its fork server.
+    assert len(everyone) == processes
+    assert [len(children(rank)) for rank in command.ranks()] == [1, 1]
     command.process.kill()
     assert command.wait() == -signal.SIGKILL
     assert left_after(everyone, GONE_WITHIN_S) == []

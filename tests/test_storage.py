@@ -3,6 +3,7 @@
 import http.server
 import logging
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -142,6 +143,10 @@ def test_every_pixel_is_that_of_the_disk(made, split):
     pack = open_dataset(data_of("s3://data/set", pack="s3://data/pack"), split)
     assert_same_pixels(expected, files)
     assert_same_pixels(expected, pack)
+    # As loader workers on CUDA get them, and fetch by themselves.
+    assert_same_pixels(expected, pickle.loads(pickle.dumps(files)))
+    shutil.rmtree(cache_folder())
+    assert_same_pixels(expected, pickle.loads(pickle.dumps(pack)))
     assert pack.is_fetched
     assert not pack.warnings
 

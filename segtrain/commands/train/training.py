@@ -124,6 +124,8 @@ class Training:
             steps=stop,
             num_workers=self.num_workers(),
             pin_memory=self.device.type == "cuda",
+            # CUDA, and NCCL over InfiniBand, do not survive a fork.
+            start_method="forkserver" if self.device.type == "cuda" else None,
             # Time out before the other ranks do, so that the error names the loader.
             timeout_s=0.8 * self.config.train.timeout_s,
         )

@@ -93,7 +93,7 @@ class PackedDataset(SegDataset):
     is_packed = True
 
     def __post_init__(self) -> None:
-        # A byte for each image whose CRC was compared. Forked loader workers share it.
+        # A byte for each image whose CRC was compared. Forked workers share it, others do not.
         self._seen = mmap.mmap(-1, max(1, len(self.images)))
 
     def __getstate__(self) -> dict[str, Any]:

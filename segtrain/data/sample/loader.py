@@ -6,32 +6,39 @@ started at 0, on any number of ranks and workers.
 
 import multiprocessing
 import os
+import pickle
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, cached_property
 from itertools import cycle, product
-from typing import Self
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Listener
+from typing import Literal, Self
 
 import cv2
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from segtrain import plugins
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.image import ImageForm
-from segtrain.data.sample.stream import Made, TrainStream
+from segtrain.data.sample.stream import Made, SampleKey, TrainStream
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout, split_of
 from segtrain.distributed.machine import free_shared_memory, keep_freed_memory, num_cores
 from segtrain.distributed.signals import die_with_parent
-from segtrain.errors import EXIT_OK, ExecutionError, UserError
+from segtrain.errors import EXIT_OK, ConfigError, ExecutionError, UserError
 from segtrain.types import Batch
 
 # Batches that each worker prepares ahead.
 _PREFETCH = 4
+# The tracker would warn that it removes the semaphores of a rank that was killed.
+_NO_WORD = "ignore:resource_tracker"
 _PINNING = re.compile("^Pin memory thread exited|^Caught .* in pin memory thread")
 
 
@@ -90,6 +97,10 @@ class TrainLoader:
 
     indices: for each microbatch, this rank's positions in the batch; see `Layout.positions`.
     timeout_s: how long to wait for a batch from the workers.
+    start_method: of the workers; None: as Python starts processes here, on Linux by fork.
+
+    Raises:
+        ConfigError: an extra transform cannot be sent to a worker that is not forked from here.
     """
 
     def __init__(
@@ -102,12 +113,15 @@ class TrainLoader:
         num_workers: int,
         pin_memory: bool,
         timeout_s: float,
+        start_method: Literal["forkserver"] | None = None,
     ) -> None:
         if pin_memory:
             _silence_pinning()
+        self._method = start_method or multiprocessing.get_start_method()
+        inherits = self._method == "fork" or not num_workers
         parts = product(range(start_step, steps), indices)
         self._loader = DataLoader(
-            stream,
+            stream if inherits else _SentStream(stream),
             # A rank without an image makes one all the same, whose shape and types an empty batch
             # has.
             batch_sampler=([(step, position) for position in part or [0]] for step, part in parts),
@@ -116,6 +130,7 @@ class TrainLoader:
             prefetch_factor=_PREFETCH if num_workers else None,
             pin_memory=pin_memory,
             worker_init_fn=_start_worker,
+            multiprocessing_context=self._method if num_workers else None,
         )
         self._indices, self._timeout_s = cycle(indices), timeout_s
         self._expired = threading.Event()
@@ -156,7 +171,11 @@ class TrainLoader:
 
     def _next(self) -> Batch | UserError | None:
         if self._batches is None:
-            with _sigterm_blocked():
+            if self._loader.num_workers:
+                _check_sockets()
+                if self._method == "forkserver":
+                    _start_fork_server()
+            with _blocked(signal.SIGTERM):
                 self._batches = iter(self._loader)
         try:
             limit = _time_limit(self._timeout_s, self._expired)
@@ -172,6 +191,56 @@ class TrainLoader:
     def close(self) -> None:
         """Ends the workers, cleanly: otherwise their temporary directories stay behind."""
         self._batches = iter(())
+
+
+class _SentStream(Dataset):
+    """A TrainStream for workers that inherit nothing: pickled, with the plugins that it needs."""
+
+    def __init__(self, stream: TrainStream) -> None:
+        transforms = [plugins.registered("transform", name) for name in plugins.names("transform")]
+        self._sources, self._records = plugins.loaded(), [one.record() for one in transforms]
+        try:
+            self._pickled = pickle.dumps(stream)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            what = f"augment.extra: no loader process can get a copy of a transform: {error}"
+            raise ConfigError(f"{what}; remove it, or set data.num_workers: 0") from error
+
+    @cached_property
+    def _stream(self) -> TrainStream:
+        for source in self._sources:
+            plugins.load(source)
+        for change in plugins.changes(self._records):
+            raise ConfigError(f"{change}; it changed during the training: start again")
+        return pickle.loads(self._pickled)
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> Made | UserError:
+        try:
+            return self._stream.__getitems__(keys)
+        except UserError as error:  # returned, as in TrainStream
+            return error
+
+
+def _check_sockets() -> None:
+    """Raises ExecutionError where a worker could not hand over its batches."""
+    try:
+        Listener(family="AF_UNIX").close()
+    except OSError as error:
+        what = f"loader workers cannot have sockets in the folder of temporary files: {error}"
+        raise ExecutionError(
+            f"{what}; set TMPDIR to a short path, or data.num_workers: 0"
+        ) from error
+
+
+def _start_fork_server() -> None:
+    """Starts the process that forks the workers and has imported what they need; once."""
+    slow = {"albumentations"} & sys.modules.keys()  # seconds, and few configs use it
+    forkserver.set_forkserver_preload(["segtrain.data.sample.fork_server", *slow])
+    if _NO_WORD not in sys.warnoptions:
+        sys.warnoptions.append(_NO_WORD)
+    # One by one: the tracker unblocks signals in this process.
+    for process in (resource_tracker, forkserver):
+        with _blocked(signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            process.ensure_running()
 
 
 @contextmanager
@@ -249,12 +318,12 @@ def _time_limit(timeout_s: float, expired: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
-def _sigterm_blocked() -> Iterator[None]:
-    """Workers that start inside inherit it: SIGTERM to the whole run must not end one early."""
+def _blocked(*numbers: int) -> Iterator[None]:
+    """Processes that start inside inherit it: a signal to the whole run must not end one early."""
     if not hasattr(signal, "sigtimedwait"):  # macOS; see `_start_worker`
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
