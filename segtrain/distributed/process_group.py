@@ -28,7 +28,10 @@ from segtrain.distributed import liveness, machine
 from segtrain.distributed.machine import unusable_device
 from segtrain.distributed.shared_sum import SharedSum, is_possible
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError, LostRanksError, UserError
-from segtrain.text import say
+from segtrain.text import counted, say
+
+# Of NCCL 2.30 and later: without it, NCCL refuses ranks that share a device.
+_SHARED_DEVICES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 # NCCL aborts the process where gloo raises an error. So it waits longer than the host does, which
 # raises one after train.timeout_s (`training.step_sync`).
@@ -40,7 +43,10 @@ LEAVE_LIMIT_S = 20.0
 
 
 def device_for(name: str) -> torch.device:
-    """The device of this rank for `auto`, `cpu` or `cuda`; ConfigError: there is none for it."""
+    """The device of this rank for `auto`, `cpu` or `cuda`; ConfigError: there is none for it.
+
+    With NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment ranks share devices, in turn.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
         if dist.local_rank() == 0 and (problem := unusable_device()):
@@ -55,6 +61,11 @@ def device_for(name: str) -> torch.device:
         # SLURM's --gpus-per-task=1 shows each task its own device only. Should the tasks share one,
         # NCCL refuses it.
         index = 0
+    if os.environ.get(_SHARED_DEVICES) == "1" and dist.local_world_size() > visible:
+        if dist.local_rank() == 0:
+            ranks = f"{dist.local_world_size()} ranks share {counted(visible, 'device', 'devices')}"
+            say(f"warning: {ranks} ({_SHARED_DEVICES}=1): times mean nothing")
+        index %= visible
     if index >= visible:
         raise ConfigError(
             f"--nproc: rank {index} of this machine has no device of its own, "
