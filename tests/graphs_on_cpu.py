@@ -1,4 +1,4 @@
-"""A plugin: steps of this process are recorded and replayed, by the stand-in of test_graph.py.
+"""A plugin: steps of this process are recorded and replayed, by the stand-in of tools/replays.py.
 
 And the communicator is NCCL's in one respect: it is not destroyed while a graph refers to it. The
 environment tells what goes wrong: GRAPHS_FAIL=RANK cannot record; GRAPHS_REPLAY is hang, wrong or
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import Work
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import test_graph
-from torch.utils._pytree import tree_leaves
+import replays
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import process_group
@@ -29,8 +29,15 @@ STACK = DeviceStack("0", "2", "13", "2.30", "NCCL", "580", ("card", "card"), 1)
 LIMIT_S = 3.0
 
 
-class Recorded(test_graph.Recorded):
-    """Waits for sums, which a stream would do; and does what the environment says."""
+class Recorded(replays.Recorded):
+    """Sends sums while it records, too: layers on a CPU read the number of pixels from them."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.namespace == "c10d":
+            Work.unbox(out[1]).wait()
+        self.calls.append((function, args, kwargs or {}, out))
+        return out
 
     def replay(self):
         how = os.environ.get("GRAPHS_REPLAY")
@@ -43,24 +50,16 @@ class Recorded(test_graph.Recorded):
             with torch.no_grad():
                 next(made.state.model.parameters()).mul_(1.5)
 
-    def called(self, function, args, kwargs):
-        out = super().called(function, args, kwargs)
-        if function.namespace == "c10d":
-            for work in tree_leaves(out):
-                if isinstance(work, torch.ScriptObject):
-                    work.wait()
-        return out
 
-
-class Graphs(test_graph.Graphs):
+class Graphs(replays.Graphs):
     @contextmanager
     def graph(self, recorded, **options):
         with super().graph(recorded, **options):
             yield
-        # At the end: a capture sends nothing, but this one does.
+        # At the end, since what was sent before was for all.
         if os.environ.get("GRAPHS_FAIL") == str(dist.rank()):
             self.pop()  # nobody holds it
-            raise RuntimeError("no memory for it")
+            raise torch.OutOfMemoryError("no memory is left")
 
 
 made = Graphs()

@@ -12,11 +12,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from experiments import experiment, losses, train, write_config
 from processes import REPOSITORY
+from replays import small_model
 from stepping import train_steps
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
@@ -25,11 +24,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from segtrain.checkpoint.format import load
 from segtrain.config import load_config
 from segtrain.distributed import collectives as dist
-from segtrain.models import SegModel, build_model
-from segtrain.models.blocks import AuxHead, FeatureChannels, Features, conv2d
+from segtrain.models import build_model
 from segtrain.models.norms import make_norm
-from segtrain.models.pspnet import PSPHead
-from segtrain.norm import norm_relu_conv
 from segtrain.training import step as step_module
 from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
@@ -67,31 +63,6 @@ def traced(*args, **kwargs):
     """torch.compile without the generation of code; `traced.graphs` saw the newest graphs."""
     traced.graphs = Graphs()
     return COMPILE(*args, **kwargs, backend=traced.graphs)
-
-
-class Stub(nn.Module):
-    """A backbone of four layers, in which what ResNet has occurs once."""
-
-    channels = FeatureChannels(8, 8, 8)
-
-    def __init__(self, norm):
-        super().__init__()
-        self.conv1, self.bn1 = conv2d(3, 8, 3, stride=2), norm(8)
-        self.conv2, self.bn2 = conv2d(8, 8, 3), norm(8)
-
-    def forward(self, images):
-        x = norm_relu_conv(self.conv1(images), self.bn1, self.conv2)
-        aux = F.relu(x)
-        return Features(aux, aux, F.relu(self.bn2(x)))
-
-
-def small_model(config):
-    # Tracing takes as long as there are layers.
-    norm, model = make_norm(config.norm), config.model.model_copy(update={"ppm_bins": (2, 3)})
-    options = {"num_classes": 4, "norm": norm}
-    head = PSPHead(model, Stub.channels, **options)
-    aux = AuxHead(model, Stub.channels, **options)
-    return SegModel(Stub(norm), head, aux, dropout=model.dropout, align_corners=False)
 
 
 def resnet_model(config):

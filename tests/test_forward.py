@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from test_graph import Recorded
+from replays import Recorded
 from torch import nn
 
 from segtrain.evaluation import forward

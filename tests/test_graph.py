@@ -1,92 +1,29 @@
-"""Replayed steps beside eager ones, by a CPU that records and replays as a CUDA graph does.
+"""Replayed steps beside eager ones, by a CPU that records and replays (see tools/replays.py)."""
 
-The stand-in knows what a graph knows: operations, the memory of their tensors, and Python numbers
-as they were. So whatever a step does besides, or with other numbers, is missing in the replay.
-"""
-
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
 import torch
-from test_compile import small_model
-from test_recorded import CPU, SIZE, N, batches, config_of
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from replays import (
+    CPU,
+    SETS,
+    SIZE,
+    STEPS,
+    Graphs,
+    N,
+    Recorded,
+    changes,
+    config_of,
+    small_model,
+    trained,
+)
 
 from segtrain.errors import ExecutionError
-from segtrain.models.precision import float32_products
 from segtrain.norm import SyncBatchNorm
 from segtrain.training import graph
-from segtrain.training.graph import EAGER_STEPS, GraphStep, kept_tensors, why_not
-from segtrain.training.sample_losses import SampleLosses
+from segtrain.training.graph import EAGER_STEPS, why_not
 from segtrain.training.state import make_state
-from segtrain.training.step import TrainStep
-from segtrain.training.step_sync import StepSync
-
-STEPS = EAGER_STEPS + 4
-OPTIONS = [
-    *((), ("adamw",), ("muon",), ("average", "clipping"), ("microbatches", "MixUp"), ("mining",)),
-    *(("float16", "adamw"), ("bfloat16",), ("groups of images",), ("recomputed",)),
-    *(("sample losses", "microbatches"), ("decoupled decay", "rates of layers"), ("zeros",)),
-    *(("lovasz", "two losses"), ("sharpness aware", "average", "muon"), ("float64", "warmup")),
-]
-
-
-def tensors(values):
-    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
-
-
-class Recorded(TorchDispatchMode):
-    """What was called, with which tensors; `replay` does it again in the same memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = self.called(function, args, kwargs or {})
-        self.calls.append((function, args, kwargs or {}, out))
-        return out
-
-    def called(self, function, args, kwargs):
-        return function(*args, **kwargs)
-
-    def pool(self):
-        return None
-
-    def reset(self):
-        self.calls.clear()
-
-    @torch.no_grad()
-    def replay(self):
-        for function, args, kwargs, out in self.calls:
-            again = self.called(function, args, kwargs)
-            for kept, found in zip(tensors(out), tensors(again), strict=True):
-                if kept.data_ptr() != found.data_ptr():  # neither a view nor in place
-                    kept.copy_(found)
-
-
-class Graphs(list):
-    """The graphs that were recorded; recording changes nothing, as on a device."""
-
-    state = None
-
-    def watch(self, state):
-        """Of the training that may be recorded next."""
-        self.state = state
-
-    @contextmanager
-    def graph(self, recorded, **_):
-        # What torch's AdamW asks on a device, and nowhere else.
-        assert all(group.get("capturable", True) for group in self.state.optimizer.param_groups)
-        before = [tensor.clone() for tensor in changes(self.state)]
-        with recorded:
-            yield
-        with torch.no_grad():
-            for tensor, value in zip(changes(self.state), before, strict=True):
-                tensor.copy_(value)
-        self.append(recorded)
 
 
 @pytest.fixture
@@ -97,48 +34,7 @@ def graphs(monkeypatch):
     return made
 
 
-def changes(state):
-    """All that a step changes."""
-    measured = [] if state.sample_losses is None else [state.sample_losses.recent]
-    scale = [state.scaler._scale, state.scaler._growth_tracker] if state.scaler.is_enabled() else []
-    return [*kept_tensors(state), *measured, *scale]
-
-
-def trained(
-    config,
-    device=CPU,
-    *,
-    replayed=False,
-    watch=lambda state: None,
-    between=None,
-    around=nullcontext,
-):
-    """Losses and norms of all steps, and what they leave.
-
-    watch: is called with the state once. between: with each step's number and the state after it.
-    around: each step.
-    """
-    torch.manual_seed(0)
-    state = make_state(small_model(config), config, device, capturable=True)
-    watch(state)
-    if config.log.sample_losses:
-        state.sample_losses = SampleLosses("abcd", 4, steps=STEPS, device=device)
-    sync = StepSync(lambda: False, overflow_allowed=config.train.precision == "float16")
-    step = TrainStep(state, config, device, sync)
-    step, results = GraphStep(step, state) if replayed else step, []
-    for number in range(STEPS):
-        local = step.local(list(batches(config, number)))
-        with float32_products(config.train), around():
-            left = step(local)
-        results.append(step.done(local, left))
-        if between is not None:
-            between(number, state)
-    sync.check_finite()
-    numbers = [(r.step, r.loss.item(), r.aux_loss.item(), r.grad_norm.item()) for r in results]
-    return numbers, changes(state)
-
-
-@pytest.mark.parametrize("names", OPTIONS, ids=" and ".join)
+@pytest.mark.parametrize("names", SETS, ids=" and ".join)
 def test_replayed_steps_are_eager_ones_to_the_last_bit(graphs, names):
     config = config_of(names)
     numbers, left = trained(config)

@@ -9,8 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from experiments import unread
-from test_compile import small_model
+from replays import CPU, OPTIONS, batches, config_of, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,34 +21,8 @@ from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.state import make_state
 from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
-from segtrain.types import Batch
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SIZE, N, STEPS = (17, 21), 4, 8
-# Each changes what a step computes.
-OPTIONS = {
-    "adamw": {"optim": {"kind": "adamw"}},
-    "muon": {"optim": {"kind": "muon"}},
-    "average": {"optim": {"ema_decay": 0.999}},
-    "clipping": {"optim": {"clip_grad_norm": 1.0}},
-    "sharpness aware": {"optim": {"sam_rho": 0.05}},
-    "decoupled decay": {"optim": {"decoupled_decay": True}},
-    "rates of layers": {"optim": {"layers": ({"names": ("head",), "lr_mult": 0.5},)}},
-    "zeros": {"optim": {"layers": ({"zero": ("backbone.conv1.weight[:, 1]",)},)}},
-    "warmup": {"schedule": {"warmup_steps": 7}},
-    "microbatches": {"train": {"accumulate_steps": 2}},
-    "bfloat16": {"train": {"precision": "bfloat16"}},
-    "float16": {"train": {"precision": "float16"}},
-    "float64": {"train": {"precision": "float64"}},
-    "MixUp": {"augment": {"mixup_alpha": 0.4}},
-    "mining": {"loss": {"kind": "ohem", "ohem_min_kept": 100}},
-    "lovasz": {"loss": {"kind": "lovasz"}},
-    "focal": {"loss": {"kind": "focal"}},
-    "two losses": {"loss": {"also": ({"kind": "dice", "weight": 3.0},)}},
-    "groups of images": {"norm": {"images": 2}},
-    "recomputed": {"model": {"recompute": "blocks"}},
-    "sample losses": {"log": {"sample_losses": True}},
-}
+CUDA = torch.device("cuda")
 
 
 class Record(TorchDispatchMode):
@@ -67,35 +40,12 @@ class Record(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def config_of(names):
-    sections = {
-        "augment": {"crop_size": SIZE},
-        "model": {"head_channels": 8, "aux_channels": 8},
-        "train": {"batch_size": N, "steps": STEPS},
-        "log": {"sample_losses": False},
-    }
-    for name in names:
-        for section, values in OPTIONS[name].items():
-            sections[section] = sections.get(section, {}) | values
-    return unread(**sections)
-
-
-def batches(config, step):
-    generator = torch.Generator().manual_seed(step)
-    images = torch.randint(256, (N, 3, *SIZE), generator=generator, dtype=torch.uint8)
-    labels = (images.sum(1) % 4).to(torch.uint8)
-    partners = None if config.augment.mixup_alpha is None else labels.flip(0)
-    for mine in torch.arange(N).chunk(config.train.accumulate_steps):
-        other = None if partners is None else partners[mine]
-        yield Batch(images[mine], labels[mine], ["a"] * len(mine), other, shown=mine)
-
-
 def changing(config, *, capturable):
     """The operations that are not the same in the fourth step as in the third."""
     torch.manual_seed(0)
     state = make_state(small_model(config), config, CPU, capturable=capturable)
     if config.log.sample_losses:
-        state.sample_losses = SampleLosses("abcd", 4, steps=STEPS, device=CPU)
+        state.sample_losses = SampleLosses("abcd", 4, steps=8, device=CPU)
     sync = StepSync(lambda: False, save_requested=lambda: state.step == 3)
     step, records = TrainStep(state, config, CPU, sync), []
     for number in range(4):

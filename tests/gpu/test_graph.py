@@ -5,11 +5,11 @@ import time
 
 import pytest
 import torch
+from replays import SETS, trained
+from replays import config_of as config_with
+from rounds import measure
 from stepping import config_of
-from test_graph import OPTIONS, trained
-from test_recorded import config_of as config_with
 
-from gpu.rounds import measure
 from gpu.watching import SYNC, TINY, Training, as_among_two, num_kernels, one_rank
 from segtrain.commands.train.setup import make_repeatable
 from segtrain.training.graph import EAGER_STEPS
@@ -41,7 +41,7 @@ def reserved_gib(device):
 
 
 @pytest.mark.gpu(limit_s=240)
-@pytest.mark.parametrize("names", OPTIONS, ids=" and ".join)
+@pytest.mark.parametrize("names", SETS, ids=" and ".join)
 def test_replayed_steps_are_eager_ones(device, figures, names):
     """To the last bit with train.deterministic; otherwise within rounding, which steps amplify."""
     replayed = device.type == "cuda"

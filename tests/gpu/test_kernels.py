@@ -11,9 +11,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from rounds import measure
 from stepping import config_of
 
-from gpu.rounds import measure
 from gpu.test_graph import CASES, reserved_gib
 from gpu.watching import TINY, Training, as_among_two, one_rank, without_kernels
 from segtrain import kernels

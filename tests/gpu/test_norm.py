@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from rounds import estimate, measure, ratios
 
 # What the layer does on a CPU it does on the device.
 from test_norm import (  # noqa: F401
@@ -32,7 +33,6 @@ from test_norm import (  # noqa: F401
     test_slices_and_gradients_of_another_layout_give_the_same_numbers,
 )
 
-from gpu.rounds import estimate, measure, ratios
 from gpu.watching import (
     LocalBatchNorm2d,
     TorchSyncBatchNorm2d,

@@ -6,9 +6,9 @@ import time
 
 import pytest
 import torch
+from rounds import estimate, measure, ratios
 from stepping import NUM_CLASSES, config_of
 
-from gpu.rounds import estimate, measure, ratios
 from gpu.watching import (
     LOCAL,
     SYNC,

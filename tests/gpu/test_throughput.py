@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 import yaml
 from commands import DEMO, ROOT, draw_scenes, segtrain, settings
+from rounds import estimate, measure, ratios
 from stepping import NUM_CLASSES, config_of, random_batch
 
-from gpu.rounds import estimate, measure, ratios
 from gpu.watching import LOCAL, REPLAYED, SYNC, TINY, contenders, one_rank, without_kernels
 from segtrain.distributed.machine import num_cores
 from segtrain.evaluation.predictor import for_scores

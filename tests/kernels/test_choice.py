@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_graph import config_of
+from replays import config_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from segtrain import kernels

@@ -1,0 +1,240 @@
+"""Small trainings with every option, and a CPU that records and replays as a CUDA graph does.
+
+The stand-in knows what a graph knows: operations, the memory of their tensors, and Python numbers
+as they were. So whatever a step does besides, or with other numbers, is missing in the replay.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork, Work
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from segtrain.config import Config
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.layout import Layout, even
+from segtrain.models import SegModel
+from segtrain.models.blocks import AuxHead, FeatureChannels, Features, conv2d
+from segtrain.models.norms import make_norm
+from segtrain.models.precision import float32_products
+from segtrain.models.pspnet import PSPHead
+from segtrain.norm import NormFactory, norm_relu_conv
+from segtrain.training.graph import EAGER_STEPS, GraphStep, kept_tensors
+from segtrain.training.sample_losses import SampleLosses
+from segtrain.training.state import TrainState, make_state
+from segtrain.training.step import TrainStep
+from segtrain.training.step_sync import StepSync
+from segtrain.types import Batch
+
+CPU = torch.device("cpu")
+SIZE, N, STEPS = (17, 21), 4, EAGER_STEPS + 4
+# Each changes what a step computes.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "adamw": {"optim": {"kind": "adamw"}},
+    "muon": {"optim": {"kind": "muon"}},
+    "average": {"optim": {"ema_decay": 0.999}},
+    "clipping": {"optim": {"clip_grad_norm": 1.0}},
+    "sharpness aware": {"optim": {"sam_rho": 0.05}},
+    "decoupled decay": {"optim": {"decoupled_decay": True}},
+    "rates of layers": {"optim": {"layers": ({"names": ("head",), "lr_mult": 0.5},)}},
+    "zeros": {"optim": {"layers": ({"zero": ("backbone.conv1.weight[:, 1]",)},)}},
+    "warmup": {"schedule": {"warmup_steps": 7}},
+    "microbatches": {"train": {"accumulate_steps": 2}},
+    "bfloat16": {"train": {"precision": "bfloat16"}},
+    "float16": {"train": {"precision": "float16"}},
+    "float64": {"train": {"precision": "float64"}},
+    "MixUp": {"augment": {"mixup_alpha": 0.4}},
+    "mining": {"loss": {"kind": "ohem", "ohem_min_kept": 100}},
+    "lovasz": {"loss": {"kind": "lovasz"}},
+    "focal": {"loss": {"kind": "focal"}},
+    "two losses": {"loss": {"also": ({"kind": "dice", "weight": 3.0},)}},
+    "groups of images": {"norm": {"images": 2}},
+    "recomputed": {"model": {"recompute": "blocks"}},
+    "sample losses": {"log": {"sample_losses": True}},
+}
+# Sets of options, which meet each of these at least once.
+SETS = [
+    *((), ("adamw",), ("muon",), ("average", "clipping"), ("microbatches", "MixUp"), ("mining",)),
+    *(("float16", "adamw"), ("bfloat16",), ("groups of images",), ("recomputed",)),
+    *(("sample losses", "microbatches"), ("decoupled decay", "rates of layers"), ("zeros",)),
+    *(("lovasz", "two losses"), ("sharpness aware", "average", "muon"), ("float64", "warmup")),
+]
+
+
+def config_of(names: Iterable[str], **train: Any) -> Config:
+    """A small experiment with these `OPTIONS`; `train`: further ones of that section."""
+    sections: dict[str, dict[str, Any]] = {
+        "data": {"layout": "folders", "root": "none", "classes": "camvid"},
+        "augment": {"crop_size": SIZE},
+        "model": {"head_channels": 8, "aux_channels": 8},
+        "train": {"batch_size": N, "steps": 8},
+        "log": {"sample_losses": False},
+    }
+    for name in names:
+        for section, values in OPTIONS[name].items():
+            sections[section] = sections.get(section, {}) | values
+    sections["train"] |= train
+    return Config.model_validate(sections)
+
+
+def batches(config: Config, step: int, positions: Sequence[range] | None = None) -> Iterator[Batch]:
+    """The microbatches of a step; `positions`: of this rank's images in each, None: all."""
+    train = config.train
+    if positions is None:
+        positions = Layout.of(train, even(1)).positions(0)
+    generator = torch.Generator().manual_seed(step)
+    shape = (train.batch_size, 3, *SIZE)
+    images = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    labels = (images.sum(1) % 4).to(torch.uint8)
+    partners = None if config.augment.mixup_alpha is None else labels.flip(0)
+    for mine in map(torch.tensor, map(list, positions)):
+        mine = mine.long()  # none may be there
+        other = None if partners is None else partners[mine]
+        yield Batch(images[mine], labels[mine], ["a"] * len(mine), other, shown=mine)
+
+
+class Stub(nn.Module):
+    """A backbone of four layers, in which what ResNet has occurs once."""
+
+    channels = FeatureChannels(8, 8, 8)
+
+    def __init__(self, norm: NormFactory) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv2d(3, 8, 3, stride=2), norm(8)
+        self.conv2, self.bn2 = conv2d(8, 8, 3), norm(8)
+
+    def forward(self, images: Tensor) -> Features:
+        x = norm_relu_conv(self.conv1(images), self.bn1, self.conv2)
+        aux = F.relu(x)
+        return Features(aux, aux, F.relu(self.bn2(x)))
+
+
+def small_model(config: Config) -> SegModel:
+    """A model of few layers, in which what PSPNet has occurs once."""
+    norm, model = make_norm(config.norm), config.model.model_copy(update={"ppm_bins": (2, 3)})
+    options = {"num_classes": 4, "norm": norm}
+    head = PSPHead(model, Stub.channels, **options)
+    aux = AuxHead(model, Stub.channels, **options)
+    return SegModel(Stub(norm), head, aux, dropout=model.dropout, align_corners=False)
+
+
+class Recorded(TorchDispatchMode):
+    """What was called, with which tensors; `replay` does it again in the same memory.
+
+    Nothing is sent while it records, as on a device. most_calls: then there is no memory left.
+    """
+
+    most_calls: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if len(self.calls) == self.most_calls:
+            raise torch.OutOfMemoryError("no memory is left, says the test")
+        is_sent = function.namespace == "c10d"
+        out = (args[0], FakeWork().boxed()) if is_sent else function(*args, **kwargs)
+        self.calls.append((function, args, kwargs, out))
+        return out
+
+    def pool(self) -> None:
+        """The memory of a graph, in which others may be made too."""
+
+    def reset(self) -> None:
+        """Destroys it."""
+        self.calls.clear()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Calls all of it again."""
+        for function, args, kwargs, out in self.calls:
+            again = function(*args, **kwargs)
+            if function.namespace == "c10d":
+                Work.unbox(again[1]).wait()
+                continue
+            for kept, found in zip(tensors(out), tensors(again), strict=True):
+                if kept.data_ptr() != found.data_ptr():  # neither a view nor in place
+                    kept.copy_(found)
+
+
+class Graphs(list):
+    """The graphs that were recorded; recording changes nothing, as on a device."""
+
+    state: TrainState | None = None
+
+    def watch(self, state: TrainState) -> None:
+        """Of the training that may be recorded next; None in `state`: only tensors are changed."""
+        self.state = state
+
+    @contextmanager
+    def graph(self, recorded: Recorded, **_: Any) -> Iterator[None]:
+        """In place of torch.cuda.graph."""
+        # What torch's AdamW asks on a device, and nowhere else.
+        groups = self.state.optimizer.param_groups if self.state is not None else []
+        assert all(group.get("capturable", True) for group in groups)
+        places = [] if self.state is None else changes(self.state)
+        before = [tensor.clone() for tensor in places]
+        try:
+            with recorded:
+                yield
+        finally:
+            now = [] if self.state is None else changes(self.state)
+            with torch.no_grad():
+                for tensor, value in zip(now, before, strict=True):
+                    tensor.copy_(value)
+        self.append(recorded)
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """All tensors in nested containers."""
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def changes(state: TrainState) -> list[Tensor]:
+    """All that a step changes."""
+    measured = [] if state.sample_losses is None else [state.sample_losses.recent]
+    scale = [state.scaler._scale, state.scaler._growth_tracker] if state.scaler.is_enabled() else []
+    return [*kept_tensors(state), *measured, *scale]
+
+
+def trained(
+    config: Config,
+    device: torch.device = CPU,
+    *,
+    replayed: bool = False,
+    watch: Callable[[TrainState], object] = lambda state: None,
+    between: Callable[[int, TrainState], object] | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[list[tuple[float, ...]], list[Tensor]]:
+    """Losses and norms of all steps, and what they leave (collective).
+
+    watch: is called with the state once. between: with each step's number and the state after it.
+    around: each step.
+    """
+    torch.manual_seed(0)
+    state = make_state(small_model(config), config, device, capturable=True)
+    watch(state)
+    if config.log.sample_losses:
+        names = map(str, range(config.train.batch_size))
+        state.sample_losses = SampleLosses(names, 4, steps=STEPS, device=device)
+    sync = StepSync(lambda: False, overflow_allowed=config.train.precision == "float16")
+    step = TrainStep(state, config, device, sync)
+    step, results = GraphStep(step, state) if replayed else step, []
+    for number in range(STEPS):
+        mine = state.layout.positions(dist.rank())
+        local = step.local(list(batches(config, number, mine)))
+        with float32_products(config.train), around():
+            left = step(local)
+        results.append(step.done(local, left))
+        if between is not None:
+            between(number, state)
+    sync.check_finite()
+    numbers = [(r.step, r.loss.item(), r.aux_loss.item(), r.grad_norm.item()) for r in results]
+    return numbers, changes(state)
