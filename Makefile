@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 export NO_ALBUMENTATIONS_UPDATE := 1
 
-.PHONY: help install demo test test-all test-gpu coverage lint format upgrade clean
+.PHONY: help install demo test test-all test-gpu test-gpus coverage lint format upgrade clean
 
 help:
 	@echo "make demo      train, evaluate, export and predict on synthetic street scenes (5 minutes)"
 	@echo "make test      the tests (make test-all: the slow ones too)"
 	@echo "make test-gpu  what only a CUDA device can answer (tests/README.md)"
+	@echo "make test-gpus whether 2 to 8 GPUs work: ten minutes, one report to send (tools/README.md)"
 	@echo "make coverage  the tests, and which lines of segtrain they do not run"
 	@echo "make lint      ruff and the import layers (make format: repair what can be repaired)"
 	@echo "make upgrade   newest versions of everything; kept in $(CONSTRAINTS) if the tests pass"
@@ -46,6 +47,9 @@ test-all: install
 # One after another: figures of tests that share the device would be of no use.
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
+
+test-gpus: install
+	$(BIN)/python tools/test_gpus.py $(ARGS)
 
 coverage: install
 	$(BIN)/python -m pytest -q -n auto -m "not slow" --cov --cov-report=term-missing:skip-covered

@@ -11,19 +11,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork, Work
+from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout, even
+from segtrain.distributed.shared_sum import SharedSum
 from segtrain.models import SegModel
 from segtrain.models.blocks import AuxHead, FeatureChannels, Features, conv2d
 from segtrain.models.norms import make_norm
 from segtrain.models.precision import float32_products
 from segtrain.models.pspnet import PSPHead
 from segtrain.norm import NormFactory, norm_relu_conv
+from segtrain.training import state as state_module
 from segtrain.training.graph import EAGER_STEPS, GraphStep, kept_tensors
 from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.state import TrainState, make_state
@@ -126,22 +128,17 @@ def small_model(config: Config) -> SegModel:
 class Recorded(TorchDispatchMode):
     """What was called, with which tensors; `replay` does it again in the same memory.
 
-    Nothing is sent while it records, as on a device. most_calls: then there is no memory left.
+    While it records, ranks send as in any step, since a CPU's layers read how many values they
+    have; a device sends nothing then.
     """
-
-    most_calls: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if len(self.calls) == self.most_calls:
-            raise torch.OutOfMemoryError("no memory is left, says the test")
-        is_sent = function.namespace == "c10d"
-        out = (args[0], FakeWork().boxed()) if is_sent else function(*args, **kwargs)
-        self.calls.append((function, args, kwargs, out))
+        out = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, out))
         return out
 
     def pool(self) -> None:
@@ -164,32 +161,56 @@ class Recorded(TorchDispatchMode):
                     kept.copy_(found)
 
 
-class Graphs(list):
-    """The graphs that were recorded; recording changes nothing, as on a device."""
+class Graphs:
+    """In place of torch.cuda.graph; recording changes nothing, as on a device. Counts them.
 
-    state: TrainState | None = None
+    full: there is no memory for any.
+    """
+
+    def __init__(self, *, full: bool = False) -> None:
+        self.state: TrainState | None = None
+        self._full, self._count = full, 0
+
+    def __len__(self) -> int:
+        return self._count
 
     def watch(self, state: TrainState) -> None:
-        """Of the training that may be recorded next; None in `state`: only tensors are changed."""
+        """Of the training that may be recorded next."""
         self.state = state
 
     @contextmanager
     def graph(self, recorded: Recorded, **_: Any) -> Iterator[None]:
-        """In place of torch.cuda.graph."""
+        """Around what is recorded."""
+        state = self.state
         # What torch's AdamW asks on a device, and nowhere else.
-        groups = self.state.optimizer.param_groups if self.state is not None else []
+        groups = [] if state is None else state.optimizer.param_groups
         assert all(group.get("capturable", True) for group in groups)
-        places = [] if self.state is None else changes(self.state)
-        before = [tensor.clone() for tensor in places]
+        before = [] if state is None else [tensor.clone() for tensor in changes(state)]
         try:
             with recorded:
                 yield
+            if self._full:
+                raise torch.OutOfMemoryError("no memory is left, says the test")
         finally:
-            now = [] if self.state is None else changes(self.state)
+            now = [] if state is None else changes(state)
             with torch.no_grad():
                 for tensor, value in zip(now, before, strict=True):
                     tensor.copy_(value)
-        self.append(recorded)
+        self._count += 1
+
+
+def install(*, full: bool = False) -> None:
+    """Lets this process record and replay on its CPU from now on; full: it never has memory."""
+    made, begin = Graphs(full=full), GraphStep.__init__
+
+    def watched(self: GraphStep, step: TrainStep, state: TrainState, *rest: Any, **more: Any):
+        made.watch(state)
+        begin(self, step, state, *rest, **more)
+
+    GraphStep.__init__ = watched
+    state_module.may_be_captured = lambda *_: True
+    torch.cuda.CUDAGraph, torch.cuda.graph = Recorded, made.graph
+    SharedSum.takes = lambda self, tensor: False  # it is no operation of torch
 
 
 def tensors(values: Any) -> list[Tensor]:

@@ -5,18 +5,16 @@ With `--device cpu` all of them run tiny, in this process, and none can judge sp
 
 import json
 import os
-import platform
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpus.stack import machine
 
 from gpu import isolation
-from segtrain.distributed.machine import driver_version
 from segtrain.files import write_atomic
-from segtrain.run.environment import library_version
 
 
 class Figures(dict[str, Any]):
@@ -117,20 +115,3 @@ class FiguresFile:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if _is_missing(self._config) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the figures were measured on."""
-    found = {"device": device, "python": platform.python_version()}
-    found |= {name: library_version(name) for name in ("torch", "torchvision")}
-    if device == "cpu":
-        return found | {"name": f"CPU, {platform.machine()}", "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(0)
-    return found | {
-        "name": properties.name,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver": driver_version(),
-        "CUDA": torch.version.cuda,
-        "cuDNN": torch.backends.cudnn.version(),
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
-    }

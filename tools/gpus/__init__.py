@@ -1,0 +1,1 @@
+"""The checks of tools/test_gpus.py, one idea a file."""
