@@ -156,6 +156,18 @@ def test_the_first_step_finds_its_exponents_and_a_resumed_run_has_them(scale):
     assert all(torch.equal(sums[name], value) for name, value in wanted.items())
 
 
+def test_a_gradient_that_becomes_zero_is_no_reason_to_compute_a_step_again():
+    """As where all pixels are ignored; it would be one forever."""
+    here = Sums(Given())
+    here.step(random_grads(0, scale=2.0**-20))
+    before = here.sums.exponents
+    assert min(before.values()) > 62
+    tries, sums = here.step(random_grads(1, scale=0.0))
+    assert tries == 1
+    assert not any(sums[name].any() for name in sums)
+    assert here.sums.exponents == before
+
+
 POWERS = {4: 1, 12: 2, -6: 1, -14: 2}  # how often the step is computed
 
 

@@ -163,8 +163,9 @@ class ExactGradientSum:
         length = _bit_length(largest)
         bits, finite = length + self._exponents, largest.isfinite().all()
         fallen = (bits < self._target_bits - _FALL_BITS) & (self._exponents < _EXPONENTS[1])
-        again = finite & ((bits > self._most_bits) | (fallen & (largest > 0))).any()
-        # Not where the largest is 0: nothing is known about the next gradient.
+        # Not where the largest is 0, which fits any exponent: another one would not change it.
+        again = finite & (((bits > self._most_bits) | fallen) & (largest > 0)).any()
+        # Nor there: nothing is known about the next gradient.
         fitting = (self._target_bits - length).clamp(*_EXPONENTS)
         exponents = torch.where((largest > 0) & finite, fitting, self._exponents)
         repeat = bool(again)  # the host waits for the device here, once a step
