@@ -80,6 +80,23 @@ def test_a_backward_pass_launches_and_sends_what_it_did(meta, row, launches):
     assert [p.grad.stride() for p in built.parameters()] == [p.stride() for p in built.parameters()]
 
 
+# The sums that a step waits for: of norms there and back, and of the loss. No two of them could be
+# one: each needs a result of the one before.
+SUMS = [
+    ({"backbone": "resnet50"}, 103),
+    ({"arch": "deeplabv3plus", "output_stride": 16}, 43),
+    ({"arch": "deeplabv3", "backbone": "resnet50", "output_stride": 16}, 105),
+    ({"backbone": "resnet50", "recompute": "blocks"}, 103),
+]
+
+
+@pytest.mark.parametrize(("model", "sums"), SUMS, ids=str)
+def test_a_step_waits_for_so_many_sums(meta, monkeypatch, model, sums):
+    monkeypatch.setattr(meta, "forget", lambda: None)
+    backward_pass(config(model=model), meta)
+    assert len(meta.collectives) == sums, "lower the number if there are fewer"
+
+
 @pytest.mark.parametrize("ranks", [64, 1024])
 def test_a_backward_pass_costs_the_same_on_any_number_of_ranks(monkeypatch, ranks):
     (arch, backbone, _, _, meetings, _), launches = BACKWARD[0]

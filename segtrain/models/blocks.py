@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from segtrain.config import ModelConfig
 from segtrain.norm import NormFactory, norm_relu, norm_relu_together
+from segtrain.norm.once import sums_once
 
 Values = tuple[float, ...]
 """A number for each channel."""
@@ -180,12 +181,14 @@ def concatenated(tensors: Sequence[Tensor]) -> Tensor:
 def recomputed(function: Callable[..., T], *inputs: Tensor) -> T:
     """`function(*inputs)`, keeping the inputs alone: the backward pass computes the rest again.
 
-    Bit for bit the same values and gradients (arXiv:1604.06174). Collective if `function` is, and
-    then once more in the backward pass. It must draw no random numbers and change no input.
+    Bit for bit the same values and gradients (arXiv:1604.06174). Collective if `function` is; of
+    that the backward pass repeats what is not asked for by `once`, as norm layers do. It must draw
+    no random numbers and change no input.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": sums_once}
+    return checkpoint(function, *inputs, **options)
 
 
 class ConvNormReLU(nn.Module):

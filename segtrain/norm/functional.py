@@ -39,6 +39,7 @@ from segtrain.distributed.offload import offload, reload
 from segtrain.norm import cuda_kernels, kernels
 from segtrain.norm.cuda_kernels import NormInput
 from segtrain.norm.groups import Sharing
+from segtrain.norm.once import once
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -198,7 +199,7 @@ def _global_moments(xs: Sequence[Tensor], sharing: Sharing) -> list[Moments]:
     """The moments of every layer for one group of images after another, by one all_reduce."""
     local = _kernels_for(xs[0])
     xs = sharing.cut(xs)
-    whole = sharing.sum(local.packed_moments(xs))
+    whole = once(lambda: sharing.sum(local.packed_moments(xs)))
     parts = whole.split_with_sizes([2 * x.shape[1] + 1 for x in xs])
     wide = [torch.promote_types(x.dtype, torch.float32) for x in xs]
     return [Moments(*local.unpacked_moments(*pair)) for pair in zip(parts, wide, strict=True)]

@@ -15,6 +15,7 @@ from segtrain.autograd import differentiable_once
 from segtrain.distributed import collectives as dist
 from segtrain.norm.cuda_kernels import NormInput
 from segtrain.norm.functional import Moments, dense_like
+from segtrain.norm.once import once
 
 
 class LayerPlan(NamedTuple):
@@ -72,7 +73,7 @@ class _FusedNorms(torch.autograd.Function):
 
         xs = tensors[::3]
         layers, statistics, saved = [], [], []
-        total = dist.all_reduce_sum(norm.packed_moments(xs), plan.ranks)
+        total = once(lambda: dist.all_reduce_sum(norm.packed_moments(xs), plan.ranks))
         sums = total.split_with_sizes([2 * x.shape[1] + 1 for x in xs])
         for i, part in enumerate(sums):
             x, *parameters = tensors[3 * i : 3 * i + 3]

@@ -23,8 +23,8 @@ def untracked() -> Iterator[None]:
 def is_tracked() -> bool:
     """Whether batches move the running statistics: not inside `untracked`, and not a second time.
 
-    Activation checkpointing repeats the forward pass inside the backward pass. Then all ranks
-    repeat the collective, but the batch has been tracked already.
+    Activation checkpointing repeats the forward pass inside the backward pass, where the batch has
+    been tracked already.
     """
     # -1: no backward pass runs on this thread.
     recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
