@@ -148,7 +148,7 @@ def gradient(
                     else:
                         means = _in_threads(state, images.split(sizes), *about)
                 losses += (means * weight.unsqueeze(1)).sum(0)
-                sync_running_stats(*(state.replicas or [state.model]), shares=state.shares)
+            sync_running_stats(*(state.replicas or [state.model]), shares=state.shares)
         if state.gradients.finish():
             state.initial_weights.hold_gradients(state.model)
             return losses
@@ -263,35 +263,37 @@ def _loss_weights(
     paper (arXiv:1710.09412) and in MosaicML's composer, and each of both weighs the microbatches by
     its own valid pixels.
     """
-    factors = [1.0]
-    if len(parts[0].labels) == 2:
-        factors = [1 - mixed, mixed]
-    weights = [
-        factor * _microbatch_weights(state, labels)
-        for factor, *labels in zip(factors, *(part.labels for part in parts), strict=True)
-    ]
-    return list(torch.stack(weights, 1))
+    device = parts[0].labels.device
+    if len(parts) == 1:
+        weights = torch.ones(len(parts[0].labels), 1, dtype=torch.float64, device=device)
+    else:
+        sums = _valid_pixels(state, [part.labels for part in parts])
+        whole = sums.sum(1, keepdim=True)
+        weights = sums / torch.where(whole == 0, 1.0, whole)
+    if len(weights) == 2:
+        weights = torch.stack([(1 - mixed) * weights[0], mixed * weights[1]])
+    return list(weights.unbind(1))
 
 
-def _microbatch_weights(state: TrainState, labels: Sequence[Tensor]) -> Tensor:
-    """The fraction of the step's valid pixels, over all ranks, that lies in each microbatch, (M,).
+def _valid_pixels(state: TrainState, labels: Sequence[Tensor]) -> Tensor:
+    """The weights of the valid pixels of all ranks, (S, M): by labels and microbatch (collective).
 
-    labels: of this rank, in each microbatch.
+    labels: of this rank, (S, n, H, W) in each microbatch.
     """
-    if len(labels) == 1:
-        return torch.ones(1, dtype=torch.float64, device=labels[0].device)
     criterion = state.criterion
 
-    def weight(stored: Tensor) -> Tensor:
-        return criterion.label_weight(criterion.labels(stored))
+    def weights(stored: Sequence[Tensor]) -> Tensor:
+        sets = zip(*stored, strict=True)
+        return torch.stack(
+            [
+                torch.stack([criterion.label_weight(criterion.labels(x)) for x in one])
+                for one in sets
+            ]
+        )
 
     if state.shares is None:
-        weights = dist.all_reduce_sum(torch.stack([weight(one) for one in labels]))
-    else:
-        rank = dist.rank()
-        parts = [one.split(state.layout.sizes(i, rank)) for i, one in enumerate(labels)]
-        shares = zip(*parts, strict=True)  # the labels of each in all microbatches
-        weights = [torch.stack([weight(label) for label in share]) for share in shares]
-        weights = state.shares.sum(torch.stack(weights))
-    whole = weights.sum()
-    return weights / torch.where(whole == 0, 1.0, whole)
+        return dist.all_reduce_sum(weights(labels))
+    sizes = [state.layout.sizes(i, dist.rank()) for i in range(len(labels))]
+    parts = [one.split(size, 1) for one, size in zip(labels, sizes, strict=True)]
+    # Of each share, its labels in all microbatches.
+    return state.shares.sum(torch.stack([weights(share) for share in zip(*parts, strict=True)]))
