@@ -80,8 +80,7 @@ def test_a_backward_pass_launches_and_sends_what_it_did(meta, row, launches):
     assert [p.grad.stride() for p in built.parameters()] == [p.stride() for p in built.parameters()]
 
 
-# The sums that a step waits for: of norms there and back, and of the loss. No two of them could be
-# one: each needs a result of the one before.
+# The sums that a step waits for: of norms there and back, and of the loss.
 SUMS = [
     ({"backbone": "resnet50"}, 103),
     ({"arch": "deeplabv3plus", "output_stride": 16}, 43),
