@@ -49,7 +49,7 @@ def test_a_replay_that_computes_the_step_is_kept_and_proven(graphs, names, capsy
     found, kept = trained(config, replayed=True, watch=graphs.watch)
     assert found == numbers
     assert all(map(torch.equal, kept, left))
-    assert (len(graphs), len(graphs[0].calls) > 100) == (1, True)
+    assert len(graphs) == 1
     assert STACK.verdict() == "proven"
     assert "report" not in capsys.readouterr().out
 
@@ -71,7 +71,7 @@ def test_one_bit_that_differs_lets_the_run_go_on_without_graphs(graphs, names, m
     found, kept = trained(config, replayed=True, watch=graphs.watch)
     assert found == numbers
     assert all(map(torch.equal, kept, left))
-    assert graphs[0].calls == []  # released
+    assert not graphs.alive
     assert STACK.verdict() == "differs"
     said = capsys.readouterr().out
     assert said.count("warning: rank 0: a replay left 1 of ") == 1

@@ -15,8 +15,7 @@ import pytest
 import torch
 from covering import covering, pairs_of
 from experiments import unread
-from test_graph import Graphs, Recorded
-from test_recorded import CPU, CUDA, OPTIONS
+from replays import CPU, OPTIONS, Graphs, Recorded
 from torch import nn
 
 from segtrain.distributed import collectives as dist
@@ -39,6 +38,7 @@ from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch
 
+CUDA = torch.device("cuda")
 SIZE, RANKS, N, K = (9, 13), 3, 8, 4
 BANDS = {"layout": "folders", "root": "none", "classes": "camvid", "label_format": "bands"}
 MORE = {
@@ -277,7 +277,7 @@ def sequence(ranks, rank, names, split=None):
     split: that of the steps after the first few, and as many follow.
     """
     ranks.rank, config, is_recorded = rank, config_of(tuple(sorted(names))), "recorded" in names
-    ranks.clear(), ranks.sent.clear()
+    ranks.sent.clear()
     torch.manual_seed(0)
     state = make_state(model_of(config), config, CPU, capturable=is_recorded)
     ranks.watch(state)

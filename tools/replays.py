@@ -4,6 +4,7 @@ The stand-in knows what a graph knows: operations, the memory of their tensors, 
 as they were. So whatever a step does besides, or with other numbers, is missing in the replay.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -164,11 +165,12 @@ class Recorded(TorchDispatchMode):
 class Graphs:
     """In place of torch.cuda.graph; recording changes nothing, as on a device. Counts them.
 
-    full: there is no memory for any.
+    full: there is no memory for any. alive: those that somebody still has.
     """
 
     def __init__(self, *, full: bool = False) -> None:
         self.state: TrainState | None = None
+        self.alive: weakref.WeakSet[Recorded] = weakref.WeakSet()
         self._full, self._count = full, 0
 
     def __len__(self) -> int:
@@ -197,10 +199,14 @@ class Graphs:
                 for tensor, value in zip(now, before, strict=True):
                     tensor.copy_(value)
         self._count += 1
+        self.alive.add(recorded)
 
 
-def install(*, full: bool = False) -> None:
-    """Lets this process record and replay on its CPU from now on; full: it never has memory."""
+def install(*, full: bool = False, kind: type[Recorded] = Recorded) -> Graphs:
+    """Lets this process record and replay on its CPU from now on; full: it never has memory.
+
+    kind: of what is recorded.
+    """
     made, begin = Graphs(full=full), GraphStep.__init__
 
     def watched(self: GraphStep, step: TrainStep, state: TrainState, *rest: Any, **more: Any):
@@ -209,8 +215,9 @@ def install(*, full: bool = False) -> None:
 
     GraphStep.__init__ = watched
     state_module.may_be_captured = lambda *_: True
-    torch.cuda.CUDAGraph, torch.cuda.graph = Recorded, made.graph
+    torch.cuda.CUDAGraph, torch.cuda.graph = kind, made.graph
     SharedSum.takes = lambda self, tensor: False  # it is no operation of torch
+    return made
 
 
 def tensors(values: Any) -> list[Tensor]:
