@@ -3,13 +3,11 @@
 import json
 import os
 import struct
-import sys
 import time
-from types import SimpleNamespace
-from typing import ClassVar, get_args
+from typing import get_args
 
 import pytest
-from experiments import small, train, unread, write_config, write_data
+from experiments import small, train, write_config, write_data
 
 from segtrain.commands.start import write_page
 from segtrain.config import Config
@@ -155,11 +153,8 @@ def run(request, tmp_path, forkserver):
         "WANDB_DATA_DIR": str(tmp_path),
         "MLFLOW_TRACKING_URI": f"file://{tmp_path}/mlruns",
         "MLFLOW_ALLOW_FILE_STORE": "true",
-        "CLEARML_OFFLINE_MODE": "1",
-        "CLEARML_CACHE_DIR": str(tmp_path / "cache"),
     }
-    # ClearML can go on with a task of its server only.
-    parts = [{}] if request.param == "clearml" else [{"until": 4}, {"resume": True}]
+    parts = [{"until": 4}, {"resume": True}]
     process = forkserver.Process(target=tracked, args=(config, tmp_path / "run", environ, parts))
     process.start()
     process.join()
@@ -234,76 +229,3 @@ def test_wandb_has_the_curves_of_a_run_and_its_resumption(run):
     assert "report.html" in [
         entry.path for record in records(parts[1]) for entry in record.artifact.manifest.contents
     ]
-
-
-def in_plots(tag):
-    """Title and series of a curve in ClearML."""
-    return tuple(tag.rsplit("/", 1)) if tag.count("/") > 1 else (tag, tag)
-
-
-@pytest.mark.parametrize("run", ["clearml"], indirect=True)
-def test_clearml_has_the_curves_of_a_run_and_nothing_by_itself(run):
-    (task,) = [path for path in (run.parent / "cache/offline").iterdir() if path.is_dir()]
-    assert (run / "clearml.id").read_text().strip() == task.name
-    lines = (task / "metrics.jsonl").read_text().splitlines()
-    events = [event for line in lines for event in json.loads(line)]
-    points = {(e["metric"], e["variant"], e["iter"]): e["value"] for e in events}
-    results = {name: x for (title, name, _), x in points.items() if title == "Summary"}
-    points = {key: x for key, x in points.items() if key[0] != "Summary"}
-    expected = {(*in_plots(tag), step): x for (tag, step), x in logged(run).items()}
-    assert points == expected
-    best = max(x for (tag, _), x in logged(run).items() if tag == "eval/mIoU")
-    assert results["best/mIoU"] == best
-    kept = json.loads((task / "task.json").read_text())
-    assert [artifact["key"] for artifact in kept["execution"]["artifacts"]] == ["report.html"]
-    assert kept["hyperparams"]["General"]["train.steps"]["value"] == "6"
-    assert not kept["output"].get("model")
-    assert kept.get("script") is None
-
-
-class Task:
-    """Stands for that of ClearML; it writes down every call."""
-
-    calls: ClassVar[list[tuple]] = []
-    id = "7"
-
-    @classmethod
-    def init(cls, **options):
-        cls.calls.append(("init", options))
-        return cls()
-
-    def get_logger(self):
-        return self
-
-    def __getattr__(self, name):
-        return lambda *values, **options: self.calls.append((name, *values, *options.items()))
-
-
-@pytest.mark.parametrize(
-    ("status", "end"),
-    [("FINISHED", "mark_completed"), ("FAILED", "mark_failed"), ("KILLED", "mark_stopped")],
-)
-def test_a_task_of_clearml_goes_on_by_its_id_and_ends_as_the_run(
-    tmp_path, monkeypatch, status, end
-):
-    monkeypatch.setitem(sys.modules, "clearml", SimpleNamespace(Task=Task))
-    Task.calls.clear()
-    for resumes, options in ((False, (False, False)), (True, ("7", 0))):
-        made = Trackers([Sender("clearml", tmp_path, unread(), resumes)])
-        made.begin()
-        made.scalars(3, {"train/loss": 0.5, "eval/IoU/a b": 0.25})
-        made.finish(status, {"best/mIoU": 0.5}, [tmp_path / "report.html"])
-        (_, given), (config, _), *calls = Task.calls
-        assert (given["reuse_last_task_id"], given["continue_last_task"]) == options
-        assert (given["project_name"], given["task_name"]) == ("segtrain", tmp_path.name)
-        assert config == "set_parameters"
-        assert calls == [
-            ("report_scalar", "train/loss", "train/loss", 0.5, 3),
-            ("report_scalar", "eval/IoU", "a b", 0.25, 3),
-            ("report_single_value", "best/mIoU", 0.5),
-            ("upload_artifact", "report.html", f"{tmp_path}/report.html", ("wait_on_upload", True)),
-            ("flush", ("wait_for_uploads", True)),
-            (end,),
-            ("close",),
-        ]
-        Task.calls.clear()

@@ -32,7 +32,7 @@ _OPTIONAL |= {"monai": "segtrain eval --surface"}
 _OPTIONAL |= dict.fromkeys(("rasterio", "shapely"), "GeoJSON")
 _OPTIONAL |= dict.fromkeys(("fsspec", "s3fs", "aiohttp"), "s3:// and other addresses")
 _OPTIONAL |= {"nibabel": "NIfTI", "pydicom": "DICOM"}
-_OPTIONAL |= dict.fromkeys(("wandb", "mlflow-skinny", "clearml"), "log.trackers")
+_OPTIONAL |= dict.fromkeys(("wandb", "mlflow-skinny"), "log.trackers")
 _COMPILER = os.environ.get("CXX", "g++")  # as torch.compile finds it
 
 

@@ -243,11 +243,8 @@ class LogConfig(Section):
         "keep the loss of each training image and class, for segtrain suspects; up to 50 MB in "
         "each checkpoint but best.pt",
     )
-    trackers: tuple[Literal["wandb", "mlflow", "clearml"], ...] = option(
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = option(
         (), "send curves, config, scores and report there, too; needs pip install '.[trackers]'"
-    )
-    prometheus: bool = option(
-        False, "write metrics.prom, too, for the textfile collector of Prometheus' node_exporter"
     )
     callbacks: tuple[Callback, ...] = option(
         (), "what is called after each step, of plugins: [{name: tell, options: {}}]"

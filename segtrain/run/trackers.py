@@ -1,8 +1,8 @@
-"""What a run logs, for W&B, MLflow, ClearML (`log.trackers`) and Prometheus (`log.prometheus`).
+"""What a run logs, for W&B and MLflow (`log.trackers`).
 
 Each tracker has a thread of its own: training never waits for a network. A tracker that fails
 prints one warning and is not used again. Where they send to, and with which key, is their own
-affair: `wandb login`, WANDB_*, MLFLOW_*, CLEARML_*. Their ids are kept in the run directory, so
+affair: `wandb login`, WANDB_*, MLFLOW_*. Their ids are kept in the run directory, so
 that a resumed run goes on in the same one there.
 """
 
@@ -25,7 +25,6 @@ from segtrain.errors import ConfigError
 from segtrain.files import read_bytes, write_atomic
 from segtrain.run.console import say
 from segtrain.run.directory import flat
-from segtrain.run.prometheus import PROMETHEUS, MetricsFile
 from segtrain.text import first_of, printable
 
 _PROJECT = "segtrain"
@@ -115,50 +114,9 @@ class _Mlflow:
         self._client.set_terminated(self.id, status)
 
 
-class _Clearml:
-    # Else it would send TensorBoard's curves and every checkpoint, too, and ask git about the
-    # current folder, whose configuration may name programs to run.
-    _LEFT_ALONE = (
-        *("detect_repository", "tensorboard", "tensorflow", "tfdefines", "pytorch", "matplotlib"),
-        *("scikit", "joblib", "hydra", "xgboost", "catboost", "lightgbm", "fastai", "megengine"),
-        "gradio",
-    )
-
-    def __init__(self, directory: Path, config: Config, kept: str | None) -> None:
-        self._task = import_module("clearml").Task.init(
-            project_name=os.environ.get("CLEARML_PROJECT", _PROJECT),
-            task_name=directory.resolve().name,
-            reuse_last_task_id=kept or False,
-            continue_last_task=0 if kept else False,  # 0: steps are not counted on from the last
-            auto_connect_arg_parser=False,
-            auto_connect_frameworks=dict.fromkeys(self._LEFT_ALONE, False),
-            auto_resource_monitoring=False,
-            auto_connect_streams=False,
-        )
-        self.id = self._task.id
-        self._task.set_parameters({key: str(value) for key, value in flat(config).items()})
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for tag, value in values.items():
-            # Scores of the classes share a plot; rate and loss, whose units differ, do not.
-            title, _, series = tag.rpartition("/") if tag.count("/") > 1 else (tag, "", tag)
-            self._task.get_logger().report_scalar(title, series, value, step)
-
-    def finish(self, results: Mapping[str, float], files: Sequence[Path], status: str) -> None:
-        for name, value in results.items():
-            self._task.get_logger().report_single_value(name, value)
-        for path in files:
-            self._task.upload_artifact(path.name, str(path), wait_on_upload=True)
-        ends = {"FINISHED": "mark_completed", "FAILED": "mark_failed", "KILLED": "mark_stopped"}
-        self._task.flush(wait_for_uploads=True)
-        getattr(self._task, ends[status])()
-        self._task.close()
-
-
 TRACKERS: dict[str, Callable[[Path, Config, str | None], Tracker]] = {
     "wandb": _Wandb,
     "mlflow": _Mlflow,
-    "clearml": _Clearml,
 }
 
 
@@ -212,16 +170,11 @@ class Trackers:
 
 def senders(directory: Path, config: Config, *, resumes: bool) -> list["Sender"]:
     """Those of the config's log. resumes: the run goes on, with the ids in `directory`."""
-    found = [Sender(name, directory, config, resumes) for name in config.log.trackers]
-    if config.log.prometheus:
-        found.append(_FileSender(PROMETHEUS, directory, config, resumes))
-    return found
+    return [Sender(name, directory, config, resumes) for name in config.log.trackers]
 
 
 class Sender(threading.Thread):
     """Calls one tracker, in a thread."""
-
-    option = "log.trackers"
 
     def __init__(self, name: str, directory: Path, config: Config, resumes: bool) -> None:
         super().__init__(name=name, daemon=True)
@@ -230,8 +183,7 @@ class Sender(threading.Thread):
         self._has_failed = False
         # Now: a loader's worker that is forked during an import may wait for its lock for ever.
         with suppress(Exception):  # it fails again in the thread, which tells
-            if name in TRACKERS:
-                import_module(name)
+            import_module(name)
 
     def put(self, call: Callable[[Tracker], None] | None) -> None:
         """Lets the tracker do `call`; None: there will be no more."""
@@ -244,7 +196,7 @@ class Sender(threading.Thread):
         """Says once why the tracker is not used any more."""
         if not self._has_failed:
             self._has_failed = True
-            say(f"warning: {self.option}: {self.name} gets nothing any more: {printable(reason)}")
+            say(f"warning: log.trackers: {self.name} gets nothing any more: {printable(reason)}")
 
     def run(self) -> None:
         """Opens the tracker and makes the calls, in their order."""
@@ -269,16 +221,6 @@ class Sender(threading.Thread):
         tracker = TRACKERS[self.name](directory, config, kept)
         write_atomic(file, tracker.id + "\n", durable=False)
         return tracker
-
-
-class _FileSender(Sender):
-    """Writes metrics.prom, for which no library is needed and no id kept."""
-
-    option = "log.prometheus"
-
-    def _open(self) -> Tracker:
-        directory, config, _ = self._arguments
-        return MetricsFile(directory, config)
 
 
 def _mlflow_name(tag: str) -> str:
