@@ -1,7 +1,7 @@
 """`python -m segtrain` without the start of Python: forks of a process that has imported torch.
 
 Imports cost a command and each of its ranks 5 s of a processor, a fork 0.1 s. The rest is done as a
-shell and torch elastic do it: sessions, environments, standard streams, exit codes.
+shell and the launcher do it: sessions, environments, standard streams, exit codes.
 """
 
 import ctypes
@@ -137,10 +137,9 @@ def _command(
     place: int | None,
 ) -> None:
     """Becomes the command, and in its forks the ranks."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
     from segtrain import cli
     from segtrain.commands.train import training
+    from segtrain.distributed import launcher
     from segtrain.models import precision
 
     precision._convolution_s = same_seconds
@@ -174,7 +173,7 @@ def _command(
             with suppress(FileExistsError):
                 folder.symlink_to(environ[liveness.FOLDER_VARIABLE])
         break
-    subprocess_handler.Popen = _Rank
+    launcher.Popen = _Rank
     os.environ.clear()
     os.environ.update(environ)
     if way := environ.get(LOADER_START):
@@ -193,15 +192,10 @@ def _enter(place: int) -> None:
     os.kill(place, signal.SIGKILL)
 
 
-_CHANGES = 6  # of the machines, after which ranks start anew
-
-
 def _num_ranks(args: Any, environ: Mapping[str, str]) -> int:
     """How many ranks the command may start here, those of further attempts included."""
     num_ranks = getattr(args, "nproc", "auto")
     num_ranks = 1 if num_ranks == "auto" else int(num_ranks)
-    least, most = getattr(args, "nnodes", (1, 1))
-    attempts = 1 + getattr(args, "max_restarts", 0) + (_CHANGES if least < most else 0)
+    attempts = 1 + getattr(args, "max_restarts", 0)
     attempts += "GRAPHS_REPLAY" in environ  # after a replay that did not come back
-    starts = max(num_ranks, attempts, most) > 1 or getattr(args, "notice", None)
-    return num_ranks * attempts if starts else 0
+    return num_ranks * attempts if max(num_ranks, attempts) > 1 else 0

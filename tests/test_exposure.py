@@ -1,7 +1,7 @@
 """What other users of the machine and of the network can reach of a run.
 
-The attack is the real one: torch elastic keeps the state of a rendezvous as a pickle in a TCPStore,
-lets everybody who connects replace it, and unpickles what it finds.
+The attack is the real one: torchrun keeps the state of its rendezvous as a pickle in a TCPStore,
+lets everybody who connects replace it, and unpickles what it finds. segtrain's launcher has none.
 """
 
 import os

@@ -76,7 +76,6 @@ SUSPECTS = "two steps measure too little; test_suspects.py trains on planted mis
 BRANCHES = "test_finish.py makes branches"
 PLUGINS = "test_plugins.py has plugins"
 S3 = "test_storage.py has an S3 server"
-NODES = "test_two_nodes.py does, as root"
 NOT_RUN = {
     "train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
     "eval runs/cityscapes_pspnet_r50 --set eval.flip=true --json scores.json": NO_CITYSCAPES,
@@ -123,8 +122,6 @@ NOT_RUN = {
     "compare runs/a runs/a_seed1 runs/a_seed2 --with runs/b runs/b_seed1 runs/b_seed2": SIDES,
     "suspects runs/mine": SUSPECTS,
     "suspects runs/mine --exclude wrong.yaml": SUSPECTS,
-    "train config.yaml --nproc 8 --nnodes 2": NODES,
-    "train config.yaml --nproc 8 --nnodes 1:4": "test_elastic.py does",
 }
 NOT_RUN = {f"segtrain {line}": why for line, why in NOT_RUN.items()}
 # Added to every training of own data: two steps of a small model.

@@ -71,10 +71,7 @@ USAGE = [
     ("trian c.yaml", 2, "usage: segtrain [-h]..."),
     ("train", 2, "usage: segtrain train [-h]..."),
     ("train c.yaml --nproc 0", 2, "usage: segtrain train [-h]..."),
-    *(
-        (f"train c.yaml --nnodes {number}", 2, "usage: segtrain train [-h]...")
-        for number in ("0", "2:1", "1:", ":2", "a")
-    ),
+    ("train c.yaml --nnodes 2", 2, "usage: segtrain train [-h]..."),
     ("predict runs/x --output out", 2, "usage: segtrain predict [-h]..."),
     *(
         (f"predict runs/x a.png --output out --pixel-size {size}", 2, "... and a unit, such as ...")
@@ -296,12 +293,10 @@ TRAINING = [
 ]
 
 FINISH = "train runs/my --finish 3"
-NODES = "--nnodes 2"
 FINISHING = [
     (f"train {BEST} --finish 3", 4, f"{BEST}: holds no training state; name last.pt..."),
     (f"{FINISH} --set optim.lr=1.0", 2, "--set optim.lr: the checkpoint decides this ..."),
     (f"{FINISH} --set schedule.finish_peak=0.01", 2, "...0.01 must be larger than finish_lr, 0.02"),
-    (f"{FINISH} {NODES}", 2, "...first, alone: segtrain train runs/my --finish 3 --until 1; ..."),
     (f"{FINISH} --output runs/my", 2, HOLDS_A_RUN),
     (f"{FINISH} --output runs/my --resume", 2, "runs/my: no branch (schedule.finish_from); ..."),
     ("train my.yaml --finish 3", 2, "my.yaml: expected a run, or a checkpoint of one, to finish"),

@@ -163,7 +163,7 @@ def test_a_loader_worker_that_hangs_ends_the_run_and_is_named(tmp_path, data, ra
 def test_the_second_attempt_comes_up_with_the_same_weights(
     run_ranks, tmp_path, data, num_ranks, trials
 ):
-    """A rank is killed somewhere, and torch elastic starts the ranks again."""
+    """A rank is killed somewhere, and the launcher starts the ranks again."""
     options = small(
         data, data={"num_workers": 1}, train={"steps": 8}, checkpoint={"every_steps": 2}
     )

@@ -621,12 +621,6 @@ def test_no_bucket_for_the_output_is_told_before_training(made, capfd):
     assert capfd.readouterr().err == "segtrain: s3://data/runs/a: no run is there\n"
 
 
-def test_machines_do_not_meet_behind_an_address(made, capfd):
-    """Each would meet itself in its own cache, and train the run alone."""
-    assert train(made / "config.yaml", "s3://data/runs/b", "--nnodes", "1:2") == 2
-    assert "s3://data/runs/b is none: give one that they share" in capfd.readouterr().err
-
-
 def test_ranks_that_are_stopped_put_what_they_have_saved(made, own, tmp_path, monkeypatch):
     url = f"s3://{own}/runs/a"
     words = ["--nproc", "2", "--output", url, "--set", "train.steps=5000"]

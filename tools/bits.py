@@ -148,10 +148,14 @@ def train_on_two_machines(run: Run, steps: int) -> None:
     try:
         two_machines.join(names, ADDRESS)
         processes = []
-        for name, ranks in zip(names, (1, 2), strict=True):
-            group = run.command(steps, "--nnodes", 2, "--nproc", ranks)
-            words = ["ip", "netns", "exec", name, *group]
-            processes.append(subprocess.Popen(words, env=environment(2)))
+        for node, name in enumerate(names):
+            place = ["--master-addr", ADDRESS.format(1), "--master-port", "29400"]
+            size = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(node + 1)]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *size, *place]
+            words = run.command(steps)
+            group = [*torchrun, *words[words.index("-m") :]]
+            group = ["ip", "netns", "exec", name, *group]
+            processes.append(subprocess.Popen(group, env=environment(2)))
         codes = [process.wait() for process in processes]
         if any(codes):
             raise RuntimeError(f"{run.directory}: training on two machines failed")

@@ -193,15 +193,6 @@ def _processes(text: str) -> int | str:
     return text if text == "auto" else positive(text)
 
 
-def _machines(text: str) -> tuple[int, int]:
-    """The fewest and the most: `2:4`, or `2` for exactly so many."""
-    least, *others = map(positive, text.split(":"))
-    most = others[0] if others else least
-    if len(others) > 1 or least > most:
-        raise argparse.ArgumentTypeError(f"expected N, or MIN:MAX with MIN <= MAX, got '{text}'")
-    return least, most
-
-
 _CONFIG_HELP = "experiment file (YAML), or a name from 'segtrain config list'"
 _CONFIG = _argument("config", _CONFIG_HELP, "CONFIG")
 _SOURCE_HELP = (
@@ -238,11 +229,6 @@ _GROUP_HELP = (
 )
 _BY_NAMES = "(default: sequences where the names of the images show"
 _OVERWRITE = _switch("--overwrite", "replace a file that is already there")
-
-
-def _of_machines(name: str, help: str, *rest: Any, **options: Any) -> Argument:
-    title = "several machines (the same command on each, in a folder that all of them share)"
-    return _argument(name, help, *rest, **options)._replace(group=title)
 
 
 COMMANDS = (
@@ -293,18 +279,16 @@ COMMANDS = (
         _argument("--finish", "so many more steps from a run, as another run", "STEPS", positive),
         _switch("--accept-changes", "with --resume: although config or data have changed since"),
         _switch("--requeue", "in a SLURM job: at SIGUSR1 save, requeue the job and stop"),
-        _of_machines(
-            "--nnodes", "how many; with MIN:MAX they come and go", "N", _machines, default=(1, 1)
+        _argument(
+            "--max-restarts",
+            "of all ranks here, if one fails (default: 0)",
+            "N",
+            non_negative,
+            default=0,
         ),
-        _of_machines(
-            "--rdzv-timeout", "how long to wait for MIN", "SECONDS", positive, default=600
-        ),
-        _of_machines("--notice", "save and leave once this shell command ends with 0", "COMMAND"),
-        _of_machines("--max-restarts", "of all ranks, if one fails", "N", non_negative, default=0),
         examples="segtrain train own.yaml --nproc 4 --set optim.lr=0.02\n"
         "segtrain train own.yaml --resume                        or: train runs/own --resume\n"
         "segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
-        "segtrain train CONFIG --nnodes 2                        on both, with one runs/\n"
         "torchrun --nproc-per-node 4 -m segtrain train CONFIG\n"
         "segtrain train runs/own --finish 5000                   as runs/own_finish",
     ),

@@ -4,11 +4,12 @@ import argparse
 import os
 from typing import Any
 
+from segtrain.distributed.liveness import ATTEMPT_VARIABLE
 from segtrain.errors import ConfigError
 from segtrain.text import say, scheme_of
 
-# Torch elastic after a failure and SLURM after a requeue start the same command line again.
-_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+# The launcher and torchrun after a failure and SLURM after a requeue start the same command again.
+_RESTART_COUNTS = (ATTEMPT_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def is_restart(args: argparse.Namespace) -> bool:

@@ -112,7 +112,7 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
     finally:
         if is_rank:
             write_exit_status(code, consequence=consequence)
-    # A rank that stopped because it was asked to has not failed: torch elastic must not restart it.
+    # A rank that stopped because it was asked to has not failed, and is not to be started again.
     if is_rank and code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
         code = EXIT_OK
     liveness.deferred_abort(code)  # after an error all has been told by now

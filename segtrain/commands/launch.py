@@ -16,9 +16,6 @@ import segtrain
 from segtrain.distributed import signals, slurm
 from segtrain.errors import ConfigError
 
-# In the run directory: where the launchers of several machines meet.
-MEETING = ".machines"
-
 _GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -74,20 +71,10 @@ def num_ranks_here(nproc: str, device: str) -> int:
 
 def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
     """Runs this command again in `num_ranks` ranks; returns the exit code of the run."""
-    # Importing torch takes seconds, and Ctrl-C in the midst of it would show a traceback.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signals.exit_at_once)
-    if several := max(getattr(args, "nnodes", (1, 1))) > 1:  # only `segtrain train` has it
-        # A stack of C++ for every connection that a machine leaves behind.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from segtrain.distributed.launcher import MachineGroup, run_ranks
+    from segtrain.distributed.launcher import run_ranks
 
     command = [*interpreter(), "-m", "segtrain", *args.argv]
-    machines = None
-    if several:
-        machines = MachineGroup(*args.nnodes, Path(args.output, MEETING), args.rdzv_timeout)
-    options = {name: getattr(args, name) for name in ("max_restarts", "notice") if name in args}
-    return run_ranks(command, num_ranks, machines=machines, **options)
+    return run_ranks(command, num_ranks, max_restarts=getattr(args, "max_restarts", 0))
 
 
 # Where the names of options stand that a program may give to something of its own.

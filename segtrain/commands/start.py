@@ -16,7 +16,7 @@ from segtrain.config.experiment import wrong_units
 from segtrain.distributed.layout import batch_findings
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.run import directory as run_directory
-from segtrain.run.remote_run import address_of, upload_of
+from segtrain.run.remote_run import upload_of
 from segtrain.run.trackers import check_installed
 from segtrain.text import say
 
@@ -41,15 +41,11 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
     is_first = "RANK" not in os.environ  # what is said here is said once, not by every rank
     is_rank = launch.adopt_environment()
-    least, most = args.nnodes
-    if least < most and args.finish is None and not args.resume:
-        # Who starts the run and who joins it have one command line.
-        args.resume, args.argv = True, [*args.argv, "--resume"]
     # 1. Which config, which run?
     target, resume = _find_target(args, is_first=is_first, is_rank=is_rank)
     if target.note and is_first:
         say(target.note)
-    args.output = target.directory  # the launchers of several machines meet there
+    args.output = target.directory
     config = load_config(target.config, args.set)
     saved = resume and run_directory.has_saved(target.directory)
     # 2. Do the options fit together?
@@ -59,32 +55,20 @@ def main(args: argparse.Namespace) -> int:
     if is_first:
         show_warnings(config)
     fits = args.fit or args.fit_precision
-    if fits and (is_rank or most > 1):
+    if fits and is_rank:
         raise ConfigError(
-            "--fit: tries one machine before it starts the ranks there, which torchrun, srun and "
-            "--nnodes do not allow; set model.recompute or train.virtual_ranks yourself"
+            "--fit: tries this machine before it starts the ranks, which torchrun and srun do not "
+            "allow; set model.recompute or train.virtual_ranks yourself"
         )
     if fits and saved:
         config = _refined(args, target, fit.kept(target.directory))
-    if most > 1 and (url := address_of(target.directory)):
-        raise ConfigError(
-            f"--nnodes: the machines meet in the folder of the run, and {url} is none: give one "
-            "that they share by --output, or start the ranks by torchrun"
-        )
-    if least < most and not is_rank and (saved or run_directory.is_locked(target.directory)):
-        # Found by the ranks, it would stop those of the other machines.
-        before = load_config(target.directory / run_directory.CONFIG, imports=False)
-        changes = {"accept_changes": args.accept_changes}
-        run_directory.check_config(target.directory, before, config, **changes)
     # 3. A rank trains, and so does a process without others; otherwise it starts them.
     if not is_rank:
         # Before anything slow; the ranks check the directory again.
         run_directory.check_directory(target.directory, config, resume=resume)
         num_ranks = launch.num_ranks_here(args.nproc, args.device)
-        starts_ranks = max(num_ranks, most) > 1 or args.max_restarts > 0 or args.notice
-        if least < most and _is_complete(target.directory, config):
-            starts_ranks = False  # nobody would come to meet; this process writes what is missing
-        if starts_ranks and (wrong := batch_findings(config, most * num_ranks)):
+        starts_ranks = num_ranks > 1 or args.max_restarts > 0
+        if starts_ranks and (wrong := batch_findings(config, num_ranks)):
             raise ConfigError("\n".join(wrong))
         if fits and not saved:
             config = _refined(args, target, fit.fitted(args, target.config, config, num_ranks))
@@ -108,18 +92,9 @@ def _find_target(args: argparse.Namespace, *, is_first: bool, is_rank: bool) -> 
     if args.finish is None:
         args.config = named_config(args.config, may_write=is_first)
         return resolve_run(args.config, resume=args.resume, output=args.output), resume
-    target = _branch(args, resume=resume, alone=not is_rank and args.nnodes == (1, 1))
+    target = _branch(args, resume=resume, alone=not is_rank)
     args.resume = True
     return target, True
-
-
-def _is_complete(directory: Path, config: Config) -> bool:
-    from segtrain.results.runs import summarize
-
-    if not run_directory.is_run(directory):
-        return False
-    found = summarize(directory)
-    return found.state.startswith("complete") and found.steps == config.train.steps
 
 
 def _check_options(args: argparse.Namespace, config: Config) -> None:
@@ -149,7 +124,7 @@ def _request(
         requeue=args.requeue,
         until=args.until,
         report=write_page,
-        lock_patience_s=_LOCK_PATIENCE_S if args.nnodes != (1, 1) else 0.0,
+        lock_patience_s=_LOCK_PATIENCE_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0,
     )
 
 
@@ -193,8 +168,8 @@ def _branch(args: argparse.Namespace, *, resume: bool, alone: bool) -> Target:
     if not (resume and run_directory.has_saved(directory)):
         if not alone:
             raise ConfigError(
-                "--finish: makes a run before the ranks start; with torchrun, srun or --nnodes, "
-                f"first, alone: segtrain train {shlex.quote(args.config)} --finish {args.finish} "
+                "--finish: makes a run before the ranks start; with torchrun or srun, first, "
+                f"alone: segtrain train {shlex.quote(args.config)} --finish {args.finish} "
                 f"--until 1; then start all with {directory} --resume"
             )
         _begin_branch(args, directory)

@@ -1,224 +1,152 @@
-"""Starts the ranks of this machine by torch elastic, watches them, and tells how the run ended."""
+"""Starts the ranks of this machine, watches them, and tells how the run ended. Imports no torch.
 
-import logging
-import math
+Ranks meet through a file in the launcher's private folder: nothing listens on a port here. Several
+machines train under torchrun, whose ranks need no launcher of segtrain.
+"""
+
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
-
-from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousTimeoutError,
-)
+from subprocess import Popen
 
 from segtrain.distributed import machine, signals
-from segtrain.distributed.agent import SHUTDOWN_TIMEOUT_S, STOPPED, Agent, end_of
 from segtrain.distributed.liveness import (
+    ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
-    ONE_MACHINE,
+    WITHOUT_GRAPHS,
     ExitStatus,
     Heartbeat,
-    Watch,
     Watchdog,
+    asked_without_graphs,
     read_exit_statuses,
     read_heartbeats,
 )
-from segtrain.distributed.rendezvous import OneMachine, SeveralMachines
-from segtrain.errors import (
-    EXIT_MEMORY,
-    EXIT_OK,
-    EXIT_SYSTEM,
-    ConfigError,
-    ExecutionError,
-)
+from segtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_SYSTEM, EXIT_TERMINATED
 from segtrain.text import say
 
 _RESUME = "resume from the last checkpoint by --resume"
-
-# How long a machine whose ranks have ended well waits for the others.
-_EXIT_BARRIER_S = 30
-# How often a command of --notice is run, and how long it may take.
-_NOTICE_S = 5.0
-
-
-class MachineGroup(NamedTuple):
-    """Several machines on which the same command is started."""
-
-    least: int  # fewer do not train
-    most: int
-    folder: Path  # where they meet, which all of them see
-    patience_s: float  # how long to wait for the fewest
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether machines may come and go."""
-        return self.least < self.most
+_STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
+_POLL_S = 0.05
+# From a signal to SIGKILL: time enough to finish a step and write a checkpoint; after the death of
+# a rank, for the others to say what they have lost. NCCL does not notice it on one machine.
+_SHUTDOWN_S, _BEREAVED_S = 120.0, 10.0
 
 
-def run_ranks(
-    command: Sequence[str],
-    num_ranks: int,
-    *,
-    max_restarts: int = 0,
-    machines: MachineGroup | None = None,
-    notice: str | None = None,
-) -> int:
-    """Runs `command` in `num_ranks` processes here, waits for them; the exit code of the run.
+class _StopSignal(Exception):  # noqa: N818 - raised by a handler, and no error
+    """This process was asked to stop."""
 
-    After a failure all ranks are started again, at most `max_restarts` times. Where machines may
-    come and go, only failures of this one count, and a signal lets only this one leave.
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
-    notice: a command of the shell that ends with 0 once this machine is about to be taken away.
 
-    Raises:
-        ConfigError: this machine has no address for the others, or `notice` cannot be run.
-        ExecutionError: the launchers of several machines did not meet or lost each other.
+def run_ranks(command: Sequence[str], num_ranks: int, *, max_restarts: int = 0) -> int:
+    """Runs `command` in `num_ranks` processes, waits for them; the exit code of the run.
+
+    After a failure all ranks are started again, at most `max_restarts` times; and once more,
+    uncounted, if they ask for it (`liveness.ask_without_graphs`).
     """
     with tempfile.TemporaryDirectory(prefix="segtrain-", ignore_cleanup_errors=True) as directory:
         folder = Path(directory)
-        _set_environment(folder, num_ranks, one_machine=machines is None)
-        meeting = OneMachine() if machines is None else _meeting(machines)
-        agent = _agent(command, num_ranks, max_restarts, meeting, machines, folder)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.num_cores() // num_ranks)))
+        os.environ |= {FOLDER_VARIABLE: str(folder), signals.LAUNCHER: str(os.getpid())}
         signal.signal(signal.SIGUSR1, lambda *_: _signal_ranks(signal.SIGUSR1, folder))
-        signals.raise_on_stop_signal(
-            lambda number: SignalException("asked to stop", sigval=signal.Signals(number)),
-            kill=partial(_kill_ranks, folder),
-        )
+        signals.raise_on_stop_signal(_StopSignal, kill=partial(_kill_ranks, folder))
         failures, stopped_by, watchdog = {}, None, Watchdog(folder)
+        ranks: list[Popen] = []
         try:
-            with watchdog, nullcontext() if notice is None else Notice(notice):
-                result = agent.run()
+            with watchdog:
+                failures = _run(command, num_ranks, max_restarts, folder, ranks)
                 signals.ignore_stop_signals()
-            if result is not None and result.is_failed():
-                failures = {rank: failure.exitcode for rank, failure in result.failures.items()}
-        except SignalException as error:
-            stopped_by = error.sigval
-        except RendezvousError as error:
-            raise ExecutionError(_why_apart(error, machines)) from error
-        except ExecutionError:
-            meeting.leave()
-            raise
+        except _StopSignal as stop:
+            stopped_by = stop.number
+            _end(ranks, stopped_by, _SHUTDOWN_S)
         signals.ignore_stop_signals()
         phases = {heartbeat.phase for heartbeat in read_heartbeats(folder)}
-        code = exit_code_of(
+        return exit_code_of(
             read_exit_statuses(folder),
             failures,
             stopped_by,
             killed=watchdog.killed,
-            one_machine=machines is None,
             trained=not phases.isdisjoint(("training", "checkpoint")),
         )
-        # Without a machine that has failed the others go on, unless they would fail alike.
-        is_alone = code in (EXIT_SYSTEM, EXIT_MEMORY) or (code != EXIT_OK and not agent.has_trained)
-        is_elastic = machines is not None and machines.is_elastic
-        if is_elastic and stopped_by and code in STOPPED and agent.has_trained:
-            say("this machine leaves the run, which is saved")
-        with suppress(RendezvousError):
-            meeting.leave() if stopped_by or (is_elastic and is_alone) else meeting.shutdown()
-        return code
 
 
-def _set_environment(folder: Path, num_ranks: int, *, one_machine: bool) -> None:
-    """Sets what the ranks inherit from this process."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.num_cores() // num_ranks)))
-    os.environ |= {FOLDER_VARIABLE: str(folder), signals.LAUNCHER: str(os.getpid())}
-    if one_machine:
-        os.environ[ONE_MACHINE] = "1"
-    # Set, it would have rank 0 serve a store of its own, on every interface.
-    os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
-    # None: torch's handler raises at every signal, wherever the launcher is.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
-    # torch elastic logs failures as tracebacks; the ranks have told them already.
-    logging.disable()
+def _run(
+    command: Sequence[str], num_ranks: int, max_restarts: int, folder: Path, ranks: list[Popen]
+) -> dict[int, int]:
+    """As `_wait`, of the last attempt, whose processes `ranks` holds."""
+    attempt = 0
+    while True:
+        os.environ[ATTEMPT_VARIABLE] = str(attempt)
+        ranks.clear()
+        _start(command, num_ranks, ranks)
+        failures = _wait(ranks)
+        if failures and WITHOUT_GRAPHS not in os.environ and asked_without_graphs(folder):
+            os.environ[WITHOUT_GRAPHS] = "1"
+        elif failures and max_restarts > 0:
+            max_restarts -= 1
+            _say_why(failures, folder)
+        else:
+            return failures
+        attempt += 1
 
 
-def _meeting(machines: MachineGroup) -> SeveralMachines:
-    address = machine.own_address()
-    if address is None:
-        raise ConfigError(
-            "--nnodes: several networks, or none: GLOO_SOCKET_IFNAME in the environment names the "
-            f"one of the machines; here are {', '.join(machine.addresses())}"
-        )
-    limits = machines.least, machines.most
-    number = f"at least {machines.least}" if machines.is_elastic else str(machines.least)
-    say(f"this machine, {address}, waits until {number} are in {machines.folder}")
-    return SeveralMachines.at(machines.folder, limits, address, machines.patience_s)
+def _start(command: Sequence[str], num_ranks: int, ranks: list[Popen]) -> None:
+    """Appends the processes to `ranks`, one by one: a signal may come in the midst of it."""
+    for rank in range(num_ranks):
+        numbers = {"RANK": rank, "LOCAL_RANK": rank}
+        numbers |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        # Nobody listens there; torch's own start by the environment would look for it.
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        environ = os.environ | place | {name: str(number) for name, number in numbers.items()}
+        # In a session of its own, so that Ctrl-C in a terminal comes from here alone.
+        ranks.append(Popen(command, env=environ, start_new_session=True))
 
 
-def _agent(
-    command: Sequence[str],
-    num_ranks: int,
-    max_restarts: int,
-    meeting: OneMachine | SeveralMachines,
-    machines: MachineGroup | None,
-    folder: Path,
-) -> Agent:
-    return Agent(
-        WorkerSpec(
-            role="default",
-            local_world_size=num_ranks,
-            entrypoint=command[0],
-            args=tuple(command[1:]),
-            rdzv_handler=meeting,
-            max_restarts=max_restarts,
-            monitor_interval=0.1,
-        ),
-        # The default creates an empty directory in every run and leaves it behind.
-        DefaultLogsSpecs(log_dir=str(folder)),
-        exit_barrier_timeout=_EXIT_BARRIER_S,
-        folder=folder,
-        elastic=machines is not None and machines.is_elastic,
-        patience_s=math.inf if machines is None else machines.patience_s,
-    )
+def _wait(ranks: Sequence[Popen]) -> dict[int, int]:
+    """The exit codes of the ranks that failed, after all have ended; negative: a signal."""
+    failures: dict[int, int] = {}
+    while not failures and any(rank.poll() is None for rank in ranks):
+        time.sleep(_POLL_S)
+        failures = {number: rank.returncode for number, rank in enumerate(ranks) if rank.poll()}
+    failures = {number: rank.returncode for number, rank in enumerate(ranks) if rank.poll()}
+    if failures:
+        _end(ranks, signal.SIGTERM, _BEREAVED_S)
+    return failures
 
 
-def _why_apart(error: RendezvousError, machines: MachineGroup) -> str:
-    """What to say when the launchers did not meet, or lost each other."""
-    if isinstance(error, RendezvousTimeoutError):
-        few = f"fewer than {machines.least} machines came within {machines.patience_s:.0f} s"
-        return f"{few} (--rdzv-timeout); {_RESUME}"
-    if isinstance(error, RendezvousClosedError):
-        return "the run has ended on another machine; see its log"
-    return f"the launchers lost each other: {error}; {_RESUME}, on all machines"
+def _end(ranks: Sequence[Popen], number: int, limit_s: float) -> None:
+    """Sends signal `number` to the ranks that run, and after `limit_s` SIGKILL."""
+    until = time.monotonic() + limit_s
+    for rank in ranks:
+        rank.send_signal(number)  # does nothing to one that has been waited for
+    for rank in ranks:
+        while rank.poll() is None and time.monotonic() < until:
+            time.sleep(_POLL_S)
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
 
 
-class Notice(Watch):
-    """Asks this process to stop once `command` says that the machine is about to be taken away.
+def _say_why(failures: Mapping[int, int], folder: Path) -> None:
+    """Names a rank that died without a word, where it is started again."""
+    told = {status.rank for status in read_exit_statuses(folder) if status.code is not None}
+    for rank, code in failures.items():
+        if rank not in told:
+            say(f"rank {rank} {_end_of(code)}; all ranks start again")
 
-    Raises:
-        ConfigError: there is no such command.
-    """
 
-    def __init__(self, command: str) -> None:
-        super().__init__(interval_s=_NOTICE_S)
-        self._command = command
-        if self._ends_with() in (126, 127):  # by the shell: it cannot be run, it is not there
-            raise ConfigError(f"--notice: cannot be run: {command}")
-
-    def _ends_with(self) -> int | None:
-        """Its exit code; None if it takes too long."""
-        with suppress(subprocess.TimeoutExpired):
-            options = {"stdin": subprocess.DEVNULL, "capture_output": True}
-            return subprocess.run(
-                self._command, shell=True, timeout=_NOTICE_S, **options
-            ).returncode
-
-    def _look(self) -> None:
-        if self._ends_with() == 0:
-            say(f"this machine is about to be taken away ({self._command}): saving")
-            os.kill(os.getpid(), signal.SIGTERM)
-            self._over.set()
+def _end_of(code: int) -> str:
+    """How a process ended that had no time to say it; code: of its exit, negative: a signal."""
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}" if code < 0 else f"exited with {code}"
 
 
 def _signal_ranks(number: int, folder: Path) -> None:
@@ -241,7 +169,6 @@ def exit_code_of(
     stopped_by: int | None,
     killed: Sequence[Heartbeat] = (),
     *,
-    one_machine: bool = False,
     trained: bool = False,
 ) -> int:
     """The exit code of the run; prints what no rank could print itself.
@@ -250,18 +177,17 @@ def exit_code_of(
     failures: the exit code of each process that failed, as far as known; negative: a signal.
     stopped_by: the signal that the launcher got and passed on to the ranks.
     killed: the ranks that the watchdog killed.
-    one_machine: no rank is elsewhere.
     trained: they had steps to save.
     """
     for status in statuses:
-        if status.code not in (None, EXIT_OK, *STOPPED) and not status.consequence:
+        if status.code not in (None, EXIT_OK, *_STOPPED) and not status.consequence:
             return status.code  # the first cause; its rank has printed it
     if stopped_by is not None:
         late = next((status.rank for status in statuses if status.code is None), None)
         if late is not None and stopped_by != signal.SIGINT:
-            say(f"rank {late} did not stop in {SHUTDOWN_TIMEOUT_S} s and was killed; {_RESUME}")
+            say(f"rank {late} did not stop in {_SHUTDOWN_S:.0f} s and was killed; {_RESUME}")
             return EXIT_SYSTEM
-        have_saved = any(status.code in STOPPED for status in statuses)
+        have_saved = any(status.code in _STOPPED for status in statuses)
         if trained and not have_saved and any(status.consequence for status in statuses):
             say(f"the ranks lost each other before they could save; {_RESUME}")
             return EXIT_SYSTEM
@@ -269,7 +195,8 @@ def exit_code_of(
         if not have_saved:
             say(signals.word_for(stopped_by))
         return signals.exit_code(stopped_by)
-    explained = {status.rank for status in statuses if status.code is not None}
+    # One that fails while its process ends has written that all is well.
+    explained = {status.rank for status in statuses if status.code not in (None, EXIT_OK)}
     explained |= {rank.rank for rank in killed}
     for rank, code in failures.items():
         if rank not in explained:
@@ -280,11 +207,10 @@ def exit_code_of(
         say(f"rank {rank} did not answer the others: it hung {where}, and was killed; {_RESUME}")
         return EXIT_SYSTEM
     for status in statuses:
-        if status.code in STOPPED:
+        if status.code in _STOPPED:
             return status.code
     if any(status.consequence for status in statuses):
-        elsewhere = "lost connection to another machine; see its log for the cause"
-        say(f"the ranks lost each other; {_RESUME}" if one_machine else elsewhere)
+        say(f"the ranks lost each other; {_RESUME}")
     return EXIT_SYSTEM if failures else EXIT_OK
 
 
@@ -292,7 +218,7 @@ def _silent_death(rank: int, code: int) -> int:
     """The exit code of the run after a rank ended without writing its status."""
     if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # before training began
         return signals.exit_code(-code)
-    if code in STOPPED:
+    if code in _STOPPED:
         return code
-    say(f"rank {rank} {end_of(code)}; the other ranks were stopped; {_RESUME}")
+    say(f"rank {rank} {_end_of(code)}; the other ranks were stopped; {_RESUME}")
     return EXIT_SYSTEM

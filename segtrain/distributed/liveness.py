@@ -33,12 +33,6 @@ ATTEMPT_VARIABLE = "SEGTRAIN_ATTEMPT"
 # Set for ranks that are started again because a CUDA graph did not come back.
 WITHOUT_GRAPHS = "SEGTRAIN_WITHOUT_GRAPHS"
 
-# Set if machines may come and go.
-ELASTIC_VARIABLE = "SEGTRAIN_ELASTIC"
-
-# Set if all ranks of the run are on this machine.
-ONE_MACHINE = "SEGTRAIN_ONE_MACHINE"
-
 _MAX_BYTES = 128  # of a file in the folder, which is written by one system call
 
 
@@ -48,8 +42,8 @@ def has_launcher() -> bool:
 
 
 def store_file() -> Path | None:
-    """Through which the ranks of this attempt meet; None unless all are on this machine."""
-    return _attempt_folder() / "store" if has_launcher() and ONE_MACHINE in os.environ else None
+    """Through which the ranks of this attempt meet; None without a launcher of segtrain."""
+    return _attempt_folder() / "store" if has_launcher() else None
 
 
 def _attempt_folder() -> Path:

@@ -206,21 +206,6 @@ def address_toward(host: str, port: int) -> str | None:
     return None if ipaddress.ip_address(address).is_loopback else address
 
 
-def own_address() -> str | None:
-    """The address by which other machines reach this one; None: that is not clear.
-
-    That of the interface that GLOO_SOCKET_IFNAME names, or else of the way to the internet, or
-    else of the only network there is.
-    """
-    known = addresses()
-    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return known.get(name.split(",")[0])
-    if address := address_toward("192.0.2.1", 9):  # of no machine (RFC 5737)
-        return address
-    others = [address for name, address in known.items() if name != LOOPBACK]
-    return others[0] if len(others) == 1 else None
-
-
 def addresses() -> dict[str, str]:
     """The IPv4 address of each network interface that has one, by its name."""
     found = {}

@@ -1,6 +1,5 @@
 """`segtrain train` on one rank: set up, the steps and what happens between them, leave."""
 
-import os
 import shlex
 import time
 from contextlib import ExitStack, suppress
@@ -241,9 +240,7 @@ def _leave(run: TrainRun) -> int:
     numbers = dist.all_gather_object(run.signal_flags.signal)
     number = next(number for number in numbers if number is not None)
     where = f"after step {run.state.step}, which is saved"
-    is_elastic = liveness.ELASTIC_VARIABLE in os.environ
-    then = "a machine comes or goes" if is_elastic else "go on with --resume"
-    run.log.lines([f"stopped by {Signals(number).name} {where}; {then}"])
+    run.log.lines([f"stopped by {Signals(number).name} {where}; go on with --resume"])
     if number == SIGUSR1:
         dist.run_on_rank0(slurm.requeue)
     return exit_code(number)

@@ -184,7 +184,7 @@ def start_lines(
 ) -> list[str]:
     """The experiment in at most 15 lines, for the log; `step`: updates done already."""
     train, ranks = config.train, len(devices)
-    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # of torch elastic
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # of torchrun
     places = f" on {machines} machines" if machines > 1 else ""
     precision = precision_on(train, next(model.parameters()).device)
     own = config_of_process(config, ranks)
