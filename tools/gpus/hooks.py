@@ -61,10 +61,15 @@ def _recorder(*, full: bool) -> None:
     """The CPU in place of a device, for which the run asks its usual questions."""
     import replays
 
-    from segtrain.commands.train import preflight, setup
+    from segtrain import __version__
+    from segtrain.distributed.stack import DeviceStack
+    from segtrain.training import graph
 
     replays.install(full=full)
-    setup.why_not = preflight.why_not = lambda config, *_: None if config.train.graph else ""
+    graph.why_not = lambda config, *_: None if config.train.graph else ""
+    ranks = ("CPU",) * int(os.environ["WORLD_SIZE"])
+    stack = DeviceStack(__version__, torch.__version__, "none", "none", "gloo", "none", ranks, 1)
+    graph.stack_of_ranks = lambda: stack
 
 
 def _install() -> None:

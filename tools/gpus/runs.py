@@ -227,10 +227,6 @@ def goes_on_without_memory(lab: Lab, started: list[Run]) -> Figures:
 def proves_its_graph(lab: Lab, started: list[Run]) -> Figures:
     """What a run with train.graph: auto says of its graph."""
     started.append(run := lab.start("auto", train__graph="auto"))
-    if not group.until(lambda: run.process.poll() is not None or _has_begun(run), lab.limit_s):
-        raise HangError("no first step")
-    if "train.graph" in run.output and not _has_begun(run):
-        return {"said": "train.graph is true or false here: there is no auto"}
     run.wait_for_steps(_STEPS)
     code, seconds = run.wait("its last step")
     _expect(code, EXIT_OK, run)
@@ -268,10 +264,6 @@ def endures(lab: Lab, started: list[Run], seconds: float, every: int) -> Figures
 
 def _expect(code: int, expected: int, run: Run) -> None:
     assert code == expected, f"exit code {code} instead of {expected}: {run.output[-300:]}"
-
-
-def _has_begun(run: Run) -> bool:
-    return bool(logged(run.directory, "train/loss"))
 
 
 def _is_rank(pid: int) -> bool:
