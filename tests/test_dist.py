@@ -70,7 +70,7 @@ def test_a_pickle_from_another_rank_is_not_run(run_ranks, capfd):
 def test_ranks_of_one_machine_listen_on_its_loopback(tmp_path, monkeypatch, already):
     """gloo and NCCL would else listen where the machine's name leads; a user's choice stays."""
     tmp_path.chmod(0o700)
-    launched = {liveness.FOLDER_VARIABLE: str(tmp_path), liveness.ONE_MACHINE: "1", "RANK": "0"}
+    launched = {liveness.FOLDER_VARIABLE: str(tmp_path), "RANK": "0"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     for library in ("GLOO", "NCCL"):

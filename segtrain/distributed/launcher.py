@@ -19,6 +19,7 @@ from segtrain.distributed import machine, signals
 from segtrain.distributed.liveness import (
     ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
+    PATIENCE_S,
     WITHOUT_GRAPHS,
     ExitStatus,
     Heartbeat,
@@ -34,8 +35,9 @@ _RESUME = "resume from the last checkpoint by --resume"
 _STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
 _POLL_S = 0.05
 # From a signal to SIGKILL: time enough to finish a step and write a checkpoint; after the death of
-# a rank, for the others to say what they have lost. NCCL does not notice it on one machine.
-_SHUTDOWN_S, _BEREAVED_S = 120.0, 10.0
+# a rank, for the others to say what they have lost, and for the watchdog to name one that hangs.
+# NCCL does not notice a death on one machine.
+_SHUTDOWN_S, _BEREAVED_S = 120.0, PATIENCE_S + 3.0
 
 
 class _StopSignal(Exception):  # noqa: N818 - raised by a handler, and no error
