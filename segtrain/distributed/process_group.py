@@ -132,18 +132,19 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
 
 
 def _leave(device: torch.device) -> None:
-    """Leaves the groups; if that fails or hangs, the process will end without (collective)."""
+    """Leaves the groups; if NCCL fails or hangs, the process will end without (collective)."""
+    if device.type == "cpu":
+        dist.leave_groups()
+        return
     problem = f"leaving the process group takes over {LEAVE_LIMIT_S:.0f} s"
 
     def leave() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # a new thread begins with device 0
+        torch.cuda.set_device(device)  # a new thread begins with device 0
         dist.leave_groups()
 
     try:
-        if device.type == "cuda":
-            with _explained(in_set_up=False):
-                dist.barrier()  # a rank that is late is waited for here, where a limit is
+        with _explained(in_set_up=False):
+            dist.barrier()  # a rank that is late is waited for here, where a limit is
         if liveness.left_within(LEAVE_LIMIT_S, leave):
             return
     except (RuntimeError, LostRanksError) as error:
