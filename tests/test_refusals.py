@@ -71,7 +71,8 @@ USAGE = [
     ("trian c.yaml", 2, "usage: segtrain [-h]..."),
     ("train", 2, "usage: segtrain train [-h]..."),
     ("train c.yaml --nproc 0", 2, "usage: segtrain train [-h]..."),
-    ("train c.yaml --nnodes 2", 2, "usage: segtrain train [-h]..."),
+    ("train c.yaml --nnodes 2", 2, "...arguments: --nnodes 2; torchrun starts the ranks of ..."),
+    ("train c.yaml --master-addr=a", 2, "...; torchrun starts the ranks of several machines..."),
     ("predict runs/x --output out", 2, "usage: segtrain predict [-h]..."),
     *(
         (f"predict runs/x a.png --output out --pixel-size {size}", 2, "... and a unit, such as ...")

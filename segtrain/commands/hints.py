@@ -14,6 +14,8 @@ _SECTIONS = (
 # How the options begin that --set of a command may change.
 _ON_CONFIGS = ("train", "population", "bench", "data check", "config show")
 _SETTABLE = dict.fromkeys(_ON_CONFIGS, ("",)) | {"eval": ("eval.", "data."), "predict": ("eval.",)}
+# Of torchrun, for several machines.
+_TORCHRUN = ("--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-timeout", "--master-addr")
 
 
 def instead_of(unknown: Sequence[str], argv: Sequence[str]) -> str:
@@ -25,6 +27,8 @@ def instead_of(unknown: Sequence[str], argv: Sequence[str]) -> str:
     """
     if "--with" in argv and not unknown[0].startswith("-"):
         return "; each further model needs its own --with, and inputs stand together"
+    if any(word.partition("=")[0] in _TORCHRUN for word in unknown):
+        return "; torchrun starts the ranks of several machines: torchrun ... -m segtrain train ..."
     command = " ".join(argv[:2] if argv[:1] in (["data"], ["config"]) else argv[:1])
     settable = _SETTABLE.get(command)
     hints = (_hint(word, settable) for word in unknown) if settable else ()
