@@ -11,8 +11,8 @@ import pytest
 import torch
 from experiments import last, losses, refusal, segtrain, small, train, write_config, write_data
 
-from segtrain.checkpoint.format import BEST, Checkpoint, load, save
-from segtrain.commands.population.history import History, Row, table
+from segtrain.checkpoint.format import BEST, load
+from segtrain.commands.population.history import History, table
 from segtrain.commands.population.members import Population, score
 from segtrain.config import load_config, override_config
 from segtrain.metrics import ConfusionMatrix
@@ -107,13 +107,7 @@ def test_a_population_goes_by_the_score(runs, tmp_path, capsys):
     assert table(history)[0].split() == ["round", "step", "member", "mDice", "takes_from"]
 
 
-def test_files_of_older_versions_are_of_miou(tmp_path):
-    options = {"classes": "{}", "config": "{}", "model": {"w": torch.zeros(1)}}
-    rest = dict.fromkeys(("average", "optimizer", "scaler"))
-    old = Checkpoint(4, **options, **rest, best={"step": 2, "mean_iou": 0.5})
-    save(tmp_path / "a.pt", old)
-    assert load(tmp_path / "a.pt").best == {"step": 2, "by": "mIoU", "score": 0.5}
-    assert Row.model_validate_json('{"mean_iou": 0.5, "options": {}}').score == 0.5
+def test_a_config_that_says_no_score_is_of_miou(tmp_path):
     (tmp_path / "config.yaml").write_text("train: {steps: 4}\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "eval/mIoU": 0.5, "eval/mDice": 0.7}\n')
     assert summarize(tmp_path).best == (4, 0.5)

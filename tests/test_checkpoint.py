@@ -61,25 +61,6 @@ def test_what_cannot_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
     assert names(tmp_path) == ["a.pt"]
 
 
-@pytest.mark.parametrize("align_corners", [False, True])
-def test_a_network_of_0_1_0_is_the_one_that_was_trained(tmp_path, data, align_corners):
-    """It stretched features over sides that are no multiples of the stride."""
-    model = {"num_stages": 2, "output_stride": 8, "align_corners": align_corners}
-    config = load_config(write_config(tmp_path / "c.yaml", experiment(data, model=model)))
-    classes = load_class_file(config.data.classes)
-    network = build_model(config.model, num_classes=4, norm=nn.BatchNorm2d).eval()
-    images, found = torch.randn(1, 3, 37, 53), {}
-    for version in ("0.1.0", "0.2.0"):
-        fields = checkpoint_fields(model=network.state_dict(), optimizer=None, scaler=None)
-        fields |= experiment_fields(config, classes) | {"segtrain": version}
-        torch.save(fields, tmp_path / "a.pt")
-        found[version] = load_model(tmp_path / "a.pt").model(images).out
-    torch.testing.assert_close(found["0.2.0"], network(images).out)
-    network.head.strides = None
-    torch.testing.assert_close(found["0.1.0"], network(images).out)
-    assert torch.equal(found["0.1.0"], found["0.2.0"]) == align_corners
-
-
 @pytest.mark.fault(37, 40)
 @pytest.mark.parametrize(
     ("content", "said"),

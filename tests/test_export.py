@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from segtrain import __version__
 from segtrain.checkpoint import ready
 from segtrain.checkpoint.trained import LoadedModel, load_initial, load_model
 from segtrain.commands import export as command
@@ -385,8 +386,8 @@ def test_other_and_damaged_safetensors_are_refused(real_model, tmp_path):
     for metadata, said in (
         (None, "not those of segtrain export; for the weights of another program use segtrain con"),
         (own | {"step": "-7"}, "damaged: step: "),
-        (own | {"config": "{}"}, "its config does not fit this version of segtrain: data: Field"),
-        (own | {"classes": "[]"}, "its config does not fit this version of segtrain"),
+        (own | {"config": "{}"}, rf"its config does not fit segtrain {__version__}: data: Field"),
+        (own | {"classes": "[]"}, "its classes do not fit segtrain"),
     ):
         save_file(weights, file, metadata)
         with pytest.raises(CheckpointError, match=said):

@@ -18,7 +18,6 @@ from experiments import (
     last,
     losses,
     refusal,
-    segtrain,
     signalled_in_evaluation,
     small,
     stopped_after,
@@ -27,12 +26,14 @@ from experiments import (
     write_data,
 )
 from processes import Command, logged_steps
+from torch import nn
 
+from segtrain import __version__
 from segtrain.checkpoint import format as checkpoint_format
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.manager import CheckpointManager
-from segtrain.checkpoint.trained import load_model
-from segtrain.config.removed import REMOVED
+from segtrain.checkpoint.trained import load_initial, load_model
+from segtrain.config import load_config
 from segtrain.distributed.machine import descendants, is_alive
 from segtrain.errors import CheckpointError
 from segtrain.training.step import TrainStep
@@ -365,47 +366,28 @@ def curves(directory):
 TIMELESS = ("step", "train/loss", "train/aux_loss", "train/grad_norm", "train/lr")
 
 
-def test_a_run_that_holds_options_which_are_gone_goes_on_and_predicts(
-    run_ranks, tmp_path, data, capsys
+def test_a_checkpoint_with_an_unknown_option_names_the_version_that_wrote_it(
+    run_ranks, tmp_path, data, monkeypatch
 ):
-    """The config of a run is complete, so that of an older version holds every one of them."""
+    """It is never read in part, neither to go on nor for its weights."""
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    assert run_ranks(1, train, config, whole) == [0]
+    run, file = tmp_path / "run", tmp_path / "run" / "checkpoints" / "last.pt"
     assert run_ranks(1, train, config, run, until=1) == [0]
-    age(run, {key: old.value for key, old in REMOVED.items()})
-    aged = (run / "config.yaml").read_text()
-    assert run_ranks(1, train, run / "config.yaml", run, True) == [0]
-    assert_same_state(last(run), last(whole))
-    assert "warning" not in (run / "train.log").read_text()
-    assert "boundary_px" in aged
-    assert "boundary_px" not in last(run).config
-
-    said = (
-        "data.prefetch: is always 4 now, got 9; remove it (a run that was started so cannot go on, "
-        "but its weights can start another one by train.init_from)"
-    )
-    age(run, {"data.prefetch": 9})
-    assert segtrain("train", run, "--resume") == 2
-    assert re.search(rf"config\.yaml:\d+: {re.escape(said)}\n", capsys.readouterr().err)
-    shutil.copy(whole / "config.yaml", run)  # the checkpoint still has it
-    _, code, error = refusal(train, run / "config.yaml", run, True)
-    assert code == 4
-    assert error.endswith(f"last.pt: its config does not fit this version of segtrain: {said}")
-    assert load_model(run / "checkpoints" / "last.pt").step == 2
-    age(run, {"norm.eps": 0.01})
-    with pytest.raises(CheckpointError, match=r"norm\.eps: is always 1e-05 now, got 0\.01; remove"):
-        load_model(run / "checkpoints" / "last.pt")
-
-
-def age(run, options):
-    """Gives the config of `run` and of its newest checkpoint these `options` too."""
+    options = json.loads(last(run).config)
+    options["optim"]["nesterov"] = False
     manager = CheckpointManager(run / "checkpoints")
     manager.clean_up()
-    saved = last(run)
-    sections = json.loads(saved.config)
-    for key, value in options.items():
-        section, name = key.split(".")
-        sections[section][name] = value
-    manager.save_last(saved._replace(config=json.dumps(sections, indent=1)))
-    write_config(run / "config.yaml", sections)
+    with monkeypatch.context() as another:
+        another.setattr(checkpoint_format, "__version__", "0.1.9")
+        manager.save_last(last(run)._replace(config=json.dumps(options, indent=1)))
+    said = (
+        f"{file}: its config does not fit segtrain {__version__}: optim.nesterov: unknown key; "
+        "segtrain 0.1.9 wrote the file"
+    )
+    _, code, error = refusal(train, config, run, True)
+    assert (code, error) == (4, said)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        load_model(file)
+    model = nn.Linear(1, 1)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        load_initial(model, file, config=load_config(config))

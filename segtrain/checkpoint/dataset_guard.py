@@ -138,7 +138,7 @@ class DatasetGuard:
     def _compare_files(self, resumed: Resumed) -> None:
         """Compares classes, names and sizes, and keeps the old hashes if these are equal."""
         before = parse_data(*resumed)
-        _, classes = parse_experiment(*resumed, trained=True)
+        _, classes = parse_experiment(*resumed)
 
         def compare() -> tuple[list[str], list[str]]:
             now = self._sets[0]

@@ -4,7 +4,6 @@ Files are written atomically. They are loaded with weights_only, so a checkpoint
 cannot run code.
 """
 
-import json
 import os
 import pickle
 from collections.abc import Iterator
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
 from segtrain import __version__, files, plugins
 from segtrain.config import Config
-from segtrain.config.loading import parse_config_json
 from segtrain.config.plugin_names import all_plugins
 from segtrain.data.read.classes import ClassFile, class_file_from_json
 from segtrain.data.read.find import IMAGE_SUFFIXES
@@ -40,17 +38,6 @@ class BestScore(TypedDict):
     step: int
     by: str  # `EvalConfig.best_name`: which score it is
     score: float
-
-
-def _with_name_of_score(best: Any) -> Any:
-    """The field `best` of a file as `BestScore`; version 0.2.0 and older knew mIoU alone.
-
-    >>> _with_name_of_score({"step": 500, "mean_iou": 0.71})
-    {'by': 'mIoU', 'score': 0.71, 'step': 500, 'mean_iou': 0.71}
-    """
-    if isinstance(best, dict) and "mean_iou" in best:
-        return {"by": "mIoU", "score": best["mean_iou"]} | best
-    return best
 
 
 class Ending(TypedDict):
@@ -89,7 +76,7 @@ class Checkpoint(NamedTuple):
     average: dict[str, Any] | None  # the averaged weights, if the run keeps them
     optimizer: dict[str, Any] | None  # None: the file is for inference only
     scaler: dict[str, Any] | None  # the same
-    best: Annotated[BestScore | None, BeforeValidator(_with_name_of_score)]
+    best: BestScore | None
     evaluated: int = 0  # the step of the newest evaluation; 0: none
     data: str | None = None  # the DataFingerprint as JSON; None: the model comes from elsewhere
     shares: dict[str, Any] | None = None  # see `restore.shares_fields`
@@ -101,6 +88,7 @@ class Checkpoint(NamedTuple):
     # With task multilabel, of each class, fitted by the newest evaluation.
     thresholds: list[Annotated[float, Field(ge=0, le=1)]] | None = None
     plugins: list[PluginFields] | None = None  # None: all is segtrain's own
+    segtrain: str = __version__  # that wrote the file
 
 
 _CHECKPOINT = TypeAdapter(Checkpoint, config=ConfigDict(strict=True))
@@ -123,7 +111,7 @@ def write_temporary(path: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, 
         ExecutionError: the disk is full, or the directory cannot be written, here or by the caller.
         CheckpointError: the checkpoint cannot be loaded again.
     """
-    content = {"format": FORMAT_VERSION, "segtrain": __version__, **checkpoint._asdict()}
+    content = {"format": FORMAT_VERSION, **checkpoint._asdict(), "segtrain": __version__}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.temporary(path) as temporary:
@@ -259,28 +247,10 @@ def _parse(content: Any) -> Checkpoint:
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
     fields = {key: content[key] for key in Checkpoint._fields if key in content}
-    if content.get("segtrain") == "0.1.0" and isinstance(fields.get("config"), str):
-        fields["config"] = _as_after_0_1_0(fields["config"])
     try:
         return _CHECKPOINT.validate_python(fields)
     except ValidationError as error:
         raise _ForeignError(f"damaged: {first_problem(error)}") from None
-
-
-def _as_after_0_1_0(config: str) -> str:
-    """A config (JSON) of segtrain 0.1.0, changed to one that describes the same network today.
-
-    Where the sides of an image are no multiples of the stride, that version stretched the features
-    over it. Its "paper", the default, is "paper_stretched" today.
-    """
-    try:
-        options = json.loads(config)
-        model = options.get("model", {})
-        if model.get("variant", "paper") == "paper" and not model.get("align_corners"):
-            options["model"] = model | {"variant": "paper_stretched"}
-        return json.dumps(options, indent=1)
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return config  # `parse_experiment` says what is wrong with it
 
 
 _CLASS_FILE = TypeAdapter(ClassFile)
@@ -305,12 +275,8 @@ def plugin_fields(config: Config) -> list[PluginFields] | None:
     return [plugin.record() for plugin in all_plugins(config)] or None
 
 
-def parse_experiment(
-    checkpoint: Checkpoint, path: Path, *, trained: bool = False
-) -> tuple[Config, ClassFile]:
+def parse_experiment(checkpoint: Checkpoint, path: Path) -> tuple[Config, ClassFile]:
     """The config and the classes of the run; CheckpointError if this version cannot read them.
-
-    trained: the model is only used, see `drop_removed`.
 
     A plugin that is not here is asked for, never imported: a checkpoint must not choose what runs.
     So `plugins` of the config are those that this process has loaded.
@@ -321,27 +287,34 @@ def parse_experiment(
         raise CheckpointError(f"{path}: {error}") from None
     if left:
         raise CheckpointError("\n".join(f"{path}: {line}" for line in left))
-    unfit = f"{path}: its config does not fit this version of segtrain"
-    try:
-        config = parse_config_json(checkpoint.config, trained=trained)
-        config = config.model_copy(update={"plugins": plugins.loaded()})
-    except ConfigError as error:
-        raise CheckpointError(f"{unfit}: {error}") from None
-    except ValidationError as error:
-        raise CheckpointError(f"{unfit}: {first_problem(error)}") from None
+    config = parse_config_field(checkpoint, path)
+    config = config.model_copy(update={"plugins": plugins.loaded()})
     try:
         classes = class_file_from_json(checkpoint.classes)
     except ConfigError as error:
         raise CheckpointError(f"{path}: its classes contradict themselves: {error}") from None
     except ValidationError as error:
-        raise CheckpointError(f"{unfit}: {first_problem(error)}") from None
+        problem = first_problem(error)
+        raise CheckpointError(f"{path}: its classes do not fit segtrain: {problem}") from None
     return config, classes
+
+
+def parse_config_field(checkpoint: Checkpoint, path: Path) -> Config:
+    """The config of the run, without plugins; CheckpointError if this version cannot read it."""
+    try:
+        return Config.model_validate_json(checkpoint.config)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path}: its config does not fit segtrain {__version__}: {first_problem(error)}; "
+            f"segtrain {printable(checkpoint.segtrain, MAX_NAME)} wrote the file"
+        ) from None
 
 
 def first_problem(error: ValidationError) -> str:
     """The first place that does not fit, and why, short enough for a message."""
     first = error.errors()[0]
-    return printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", 2 * MAX_NAME)
+    what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+    return printable(f"{'.'.join(map(str, first['loc']))}: {what}", 2 * MAX_NAME)
 
 
 def parse_data(checkpoint: Checkpoint, path: Path) -> DataFingerprint | None:

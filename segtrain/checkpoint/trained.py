@@ -12,10 +12,18 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from segtrain import plugins
-from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, parse_data, parse_experiment
+from segtrain.checkpoint.format import (
+    BEST,
+    LAST,
+    Checkpoint,
+    load,
+    parse_config_field,
+    parse_data,
+    parse_experiment,
+)
 from segtrain.checkpoint.weights import check_fit, check_plain, load_weights
 from segtrain.config import Config, load_config, recipes
-from segtrain.config.loading import parse_config_json, yaml_value
+from segtrain.config.loading import yaml_value
 from segtrain.config.plugin_names import all_plugins
 from segtrain.data.read.classes import (
     ClassFile,
@@ -118,7 +126,7 @@ def load_model(
     if read_division(Path(path)) is None:
         return joined
     # A fold evaluates on images that the others have trained on; the experiment does not.
-    data = load_config(Path(path) / EXPERIMENT, trained=True).data
+    data = load_config(Path(path) / EXPERIMENT, imports=False).data
     return joined._replace(config=joined.config.model_copy(update={"data": data}), data=None)
 
 
@@ -161,7 +169,7 @@ def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
 def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
     file = resolve(path)
     checkpoint = load(file)
-    config, classes = parse_experiment(checkpoint, file, trained=True)
+    config, classes = parse_experiment(checkpoint, file)
     check_sizes(checkpoint, config, classes, file)
     if os.environ.get("RANK", "0") == "0":  # once
         for line in plugins.changes(checkpoint.plugins or []):
@@ -296,7 +304,7 @@ def load_initial(
         elif rows != in_place:
             weights[key] = _with_rows(own[key], weights[key], rows)
             random += [key] if None in rows else []
-    options = {} if config is None else _other_options(checkpoint.config, config, file)
+    options = {} if config is None else _other_options(checkpoint, config, file)
     # In the order of the config: head and backbone first, then what changes a part of them.
     larger = [f"{key}: {shown}" for key, shown in options.items() if _MODEL.match(key)]
     load_weights(model, weights, file, differences=larger)
@@ -308,15 +316,9 @@ def load_initial(
     return Initial(lines, random)
 
 
-def _other_options(there: str, here: Config, path: Path) -> dict[str, str]:
-    """Both values, in words, of each option that is another one in the config `there`, JSON."""
-    try:
-        before = flat(parse_config_json(there, trained=True))
-    except ConfigError as error:
-        what = "its config does not fit this version of segtrain"
-        raise CheckpointError(f"{path}: {what}: {error}") from None
-    except ValidationError:
-        return {}  # of another version
+def _other_options(there: Checkpoint, here: Config, path: Path) -> dict[str, str]:
+    """Both values, in words, of each option that is another one in the config of `there`."""
+    before = flat(parse_config_field(there, path))
     return {
         key: f"{yaml_value(before.get(key))} there, {yaml_value(new)} here"
         for key, new in flat(here).items()

@@ -98,7 +98,7 @@ def _clear(directory: Path) -> int:
         if path is None:
             raise ConfigError(f"{printable(directory)}: has no checkpoint to clear")
         checkpoint = load(path)
-        config, _ = parse_experiment(checkpoint, path, trained=True)
+        config, _ = parse_experiment(checkpoint, path)
         criteria = StopCriteria(config.train, checkpoint.ending)
         if not criteria.completion(checkpoint.step, checkpoint.evaluated):
             done = f"step {checkpoint.step} of {config.train.steps}"

@@ -141,7 +141,7 @@ def _losses(run: Path) -> tuple[Checkpoint, Config, np.ndarray]:
             "--clear removes it); put it back, or train again"
         )
     checkpoint = load(path)
-    config, classes = parse_experiment(checkpoint, path, trained=True)
+    config, classes = parse_experiment(checkpoint, path)
     if config.is_multilabel:
         raise ConfigError(f"{run}: suspects needs classes of which a pixel has one, not several")
     if checkpoint.sample_losses is None:

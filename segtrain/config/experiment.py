@@ -2,10 +2,10 @@
 options that probably do not do what is meant.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from segtrain.config.data import AugmentConfig, DataConfig
 from segtrain.config.messages import did_you_mean, show
@@ -294,19 +294,6 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-
-    # Options that are gone, of a run that is only looked at: the values that it was trained with.
-    _gone: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @property
-    def gone(self) -> Mapping[str, Any]:
-        """Options that are gone, with the values that this was trained with if they differ."""
-        return self._gone
-
-    def trained_with(self, gone: Mapping[str, Any]) -> Self:
-        """The same; a run had these values of options that are gone."""
-        self._gone = dict(gone)
-        return self
 
     @property
     def is_multilabel(self) -> bool:

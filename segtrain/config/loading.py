@@ -1,9 +1,7 @@
 """From YAML text and `--set` options to a checked Config, and back to YAML."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from segtrain.config.messages import (
     report,
     validate,
 )
-from segtrain.config.removed import drop_removed
 from segtrain.config.strict_yaml import Document, parse_value, plain_value, read_text, scan_yaml
 from segtrain.errors import ConfigError
 from segtrain.text import printable
@@ -38,20 +35,17 @@ def load_config(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    trained: bool = False,
     imports: bool = True,
 ) -> Config:
     """The experiment in the YAML file `path`, with `section.key=value` overrides applied.
 
-    trained: its run is only looked at, see `drop_removed`.
-    imports: whether its plugins are imported; never if `trained`.
+    imports: whether its plugins are imported; not where its run is only looked at.
 
     Raises:
         ConfigError: one line for every mistake, with `file:line` or `--set key`.
     """
-    options = {"overrides": overrides, "trained": trained}
-    folder = Path(path).parent if imports and not trained else None
-    return parse_config(read_text(path), source=str(path), imports_from=folder, **options)
+    folder = Path(path).parent if imports else None
+    return parse_config(read_text(path), source=str(path), overrides=overrides, imports_from=folder)
 
 
 def parse_config(
@@ -59,7 +53,6 @@ def parse_config(
     *,
     source: str,
     overrides: Sequence[str] = (),
-    trained: bool = False,
     imports_from: Path | None = None,
 ) -> Config:
     """As `load_config`, from YAML `text`; messages call it `source`.
@@ -68,26 +61,7 @@ def parse_config(
     """
     by = _WRITTEN_BY.match(text)
     document = scan_yaml(text, source=source)
-    options = {"version": by and by[1], "trained": trained, "imports_from": imports_from}
-    return _checked(document, overrides, **options)
-
-
-def parse_config_json(text: str, *, trained: bool = False) -> Config:
-    """The config that a checkpoint holds, as JSON.
-
-    Raises:
-        ConfigError: it has other values of options that are gone.
-        ValidationError: anything else that is wrong.
-    """
-    gone: dict[str, Any] = {}
-    with suppress(ValueError, RecursionError):  # pydantic says what is wrong with it
-        options = json.loads(text)
-        if isinstance(options, dict):
-            mistakes, gone = drop_removed(options, trained=trained)
-            if mistakes:
-                raise ConfigError("; ".join(f"{dotted(m.path)}: {m.message}" for m in mistakes))
-            text = json.dumps(options)
-    return Config.model_validate_json(text).trained_with(gone)
+    return _checked(document, overrides, version=by and by[1], imports_from=imports_from)
 
 
 def with_places(message: str, source: str, overrides: Sequence[str]) -> str:
@@ -134,7 +108,6 @@ def _checked(
     overrides: Sequence[str],
     *,
     version: str | None = None,
-    trained: bool = False,
     imports_from: Path | None = None,
 ) -> Config:
     data, places, mistakes = document.data, document.places, list(document.mistakes)
@@ -151,8 +124,6 @@ def _checked(
         places = {p: place for p, place in places.items() if p[: len(path)] != path}
         for length in range(len(path), 0, -1):  # the sections too, where the file has none
             places.setdefault(path[:length], KeyPlace((1, i), f"--set {dotted(path)}"))
-    removed, gone = drop_removed(data, trained=trained)
-    mistakes += removed
     if "plugins" in given_keys(overrides):
         imports_from = imports_from and Path()
     failed = _import_plugins(data, imports_from)
@@ -165,8 +136,9 @@ def _checked(
         # A value that was refused is missing from the data, which is no second mistake.
         refused = [m.path for m in mistakes if m.path]
         mistakes += [m for m in checked if not any(_overlap(m.path, path) for path in refused)]
-    if version not in (None, __version__):
-        note = f"; segtrain {printable(version, 20)} wrote this file, and this is {__version__}"
+    if version is not None:
+        note = f"; segtrain {printable(version, 20)} wrote this file"
+        note += "" if version == __version__ else f", and this is {__version__}"
         mistakes = [
             m._replace(message=m.message + note)
             if m.message.startswith("unknown key") and m.path in document.lines
@@ -177,7 +149,7 @@ def _checked(
         lines = report(mistakes, places, source=document.source)
         raise ConfigError("\n".join([*lines, *unplaced]))
     assert isinstance(checked, Config)
-    return checked.trained_with(gone)
+    return checked
 
 
 def _import_plugins(data: dict[str, Any], folder: Path | None) -> list[Mistake]:

@@ -20,7 +20,6 @@ _FOREIGN_KEYS = {
     "did you mean data.num_workers?": "workers",
     "did you mean train.precision?": "amp fp16",
     "did you mean norm.kind?": "sync_bn",
-    "remove it; norm.images says how many images share statistics": "norm.extent",
     "did you mean train.init_from?": "load_from",
     "did you mean eval.flip?": "tta",
     "the number of processes is an option of the command: --nproc": "gpus",
@@ -31,11 +30,6 @@ _FOREIGN_KEYS = {
     "it is 0.3 with schedule.kind one_cycle": "pct_start",
     "did you mean schedule.milestones?": "lr_steps lr_step",
     "did you mean optim.layers?": "paramwise_cfg custom_keys frozen_stages",
-    "model.variant decides it (segtrain/models/forms.py)": "model.contract_dilation "
-    "model.basic_block_dilation model.multi_grid_values model.ppm_global_norm model.join_kernel "
-    "model.classifier_kernel model.separable_norm model.decoder_convs model.aspp_conv "
-    "model.aux_layer",
-    "see model.variant; avgpool is a part of model.stem": "model.downsample",
     "there is no inheritance; a file says what differs from the defaults": "_base_ defaults",
 }
 FOREIGN_KEYS = {key: text for text, keys in _FOREIGN_KEYS.items() for key in keys.split()}
@@ -264,8 +258,6 @@ def show(value: Any) -> str:
 
 def _unknown_key(loc: KeyPath, model: type[BaseModel], hints: Mapping[str, str]) -> str:
     """What may be meant: a similar key here, a hint, a similar key elsewhere."""
-    if removed := hints.get(dotted(loc)):
-        return f"unknown key; {removed}"
     key, here = str(loc[-1]), _fields(model, loc[:-1])
     if near := nearest(key, here):
         return f"unknown key; did you mean '{near}'?"

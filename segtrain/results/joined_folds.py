@@ -26,7 +26,7 @@ def evaluated_whole(directory: Path, device: torch.device) -> Evaluated:
     if read_division(directory) is None:
         return evaluated(directory, device)
     _, joined = join_folds(directory, device)
-    run = Run(directory, load_config(directory / EXPERIMENT, trained=True), {}, {})
+    run = Run(directory, load_config(directory / EXPERIMENT, imports=False), {}, {})
     return Evaluated(run, joined.records, None, None)
 
 

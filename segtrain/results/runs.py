@@ -13,7 +13,6 @@ from pydantic_core import PydanticUndefined
 
 from segtrain.checkpoint.format import BEST, LAST
 from segtrain.config import Config, EvalConfig, load_config
-from segtrain.config.removed import value_now
 from segtrain.config.strict_yaml import foreign_yaml
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import open_regular, os_errors_as, parse_json, read_bytes, walk
@@ -158,7 +157,7 @@ def read_run(directory: Path) -> Run:
     """
     if not run_directory.is_run(directory):
         raise ConfigError(run_directory.no_run(directory))
-    config = load_config(directory / run_directory.CONFIG, trained=True)
+    config = load_config(directory / run_directory.CONFIG, imports=False)
     environment: Any = {}
     with suppress(OSError, ValueError):  # only people read it
         environment = parse_json(read_bytes(directory / ENVIRONMENT, 1 << 20))
@@ -180,7 +179,7 @@ def departures(config: Config) -> dict[str, Any]:
     missing = object()
     return {
         key: value
-        for key, value in (run_directory.flat(config) | dict(config.gone)).items()
+        for key, value in run_directory.flat(config).items()
         if default.get(key, missing) is PydanticUndefined or _plain(default.get(key)) != value
     }
 
@@ -193,9 +192,9 @@ def differing_recipes(configs: Sequence[Config]) -> dict[str, list[Any]]:
 
 def differing(configs: Sequence[Config]) -> dict[str, list[Any]]:
     """The options in which `configs` differ, with the value of each."""
-    options = [run_directory.flat(config) | dict(config.gone) for config in configs]
+    options = [run_directory.flat(config) for config in configs]
     keys = sorted({key for one in options for key in one})
-    found = {key: [one.get(key, value_now(key)) for one in options] for key in keys}
+    found = {key: [one.get(key) for one in options] for key in keys}
     return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
 
 

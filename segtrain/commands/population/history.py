@@ -8,7 +8,7 @@ import math
 from typing import Literal
 
 import numpy as np
-from pydantic import AliasChoices, Field
+from pydantic import Field
 
 from segtrain.config import Config, override_config
 from segtrain.config.loading import yaml_value
@@ -28,7 +28,7 @@ Options = dict[str, float]
 class Row(Record):
     """A member at the end of a round; without a score (eval.best) it has diverged."""
 
-    score: float | None = Field(validation_alias=AliasChoices("score", "mean_iou"))
+    score: float | None
     options: Options  # with which it trained in this round
 
 
