@@ -15,7 +15,12 @@ from experiments import settings
 from processes import left_after
 
 from segtrain.data.sample import loader as loader_module
-from segtrain.data.sample.loader import TrainLoader, _start_worker, largest_microbatch
+from segtrain.data.sample.loader import (
+    TrainLoader,
+    _start_worker,
+    largest_microbatch,
+    training_workers,
+)
 from segtrain.data.sample.stream import TrainStream, image_at
 from segtrain.distributed.layout import Layout, even
 from segtrain.distributed.machine import descendants
@@ -126,6 +131,13 @@ def test_the_loader_reckons_with_the_largest_microbatch_of_any_rank(
 ):
     monkeypatch.setattr(loader_module.dist, "world_size", lambda: ranks)
     assert largest_microbatch(settings(**options)) == most
+
+
+@pytest.mark.parametrize(("cores", "ranks", "workers"), [(24, 2, 8), (7, 2, 3), (1, 2, 0)])
+def test_by_default_the_ranks_of_a_machine_share_its_cores(monkeypatch, cores, ranks, workers):
+    monkeypatch.setattr(loader_module, "num_cores", lambda: cores)
+    monkeypatch.setattr(loader_module.dist, "local_world_size", lambda: ranks)
+    assert training_workers(settings()) == workers
 
 
 def test_batches_are_channels_last_bytes_with_their_labels():

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from segtrain.commands.config import find_config
-from segtrain.commands.train.auto_workers import MEASURED_STEPS, WorkerChoice
 from segtrain.commands.train.evaluation import evaluate_largest
 from segtrain.commands.train.setup import Prepared, device_name, make_repeatable, prepare
 from segtrain.commands.train.training import Training, host_watch
@@ -201,14 +200,9 @@ def _config(args: argparse.Namespace) -> Config:
     if config.train.is_asynchronous:
         way = config.train.parallel
         raise ConfigError(f"train.parallel: {way}: its processes do not share steps: use sync")
-    steps = max(config.train.steps, _warmup(config) + 3 * args.steps + _PROFILED)
+    steps = max(config.train.steps, _WARMUP + 3 * args.steps + _PROFILED)
     train = config.train.model_copy(update={"steps": steps})
     return config.model_copy(update={"train": train})
-
-
-def _warmup(config: Config) -> int:
-    """Steps before those that count."""
-    return _WARMUP + (MEASURED_STEPS if config.data.num_workers == "auto" else 0)
 
 
 def footprint_lines(footprint: Footprint) -> Iterator[str]:
@@ -250,14 +244,8 @@ def _training(config: Config, device: torch.device, stack: ExitStack) -> tuple[T
     watch = host_watch(config, device, stack)
     this = Training(**training, last_step=config.train.steps, watch=watch)
     stack.callback(this.reopen)
-
-    def tell(lines: Sequence[str]) -> None:
-        if dist.is_main() and lines:
-            say("\n".join(lines))
-
-    tell(notes)
-    choice = WorkerChoice.of(config, tell)
-    this.parts = () if choice is None else (choice,)
+    if dist.is_main() and notes:
+        say("\n".join(notes))
     return this, ready
 
 
@@ -267,7 +255,7 @@ def _measure(
     """Trains a few steps with the data, model and loader of a run (collective)."""
     this, _ = _training(config, device, stack)
     steps = _Steps(this)
-    steps.take(_warmup(config))
+    steps.take(_WARMUP)
     # 1. The time that counts: nobody listens.
     step_s, data_s, sample_s = steps.take(num_steps)
     # 2. What the device does meanwhile.
@@ -343,9 +331,7 @@ class _Steps:
             for local in islice(self._batches, number):
                 with run.around():
                     left = run.step(local)
-                    result = run.step.done(local, left)
-                for part in run.parts:
-                    part.after_step(run, local, result)
+                    run.step.done(local, left)
                 waited += local.data_s
                 made += sum(batch.made_s for batch in local.batches)
                 images += sum(len(batch.names) or 1 for batch in local.batches)

@@ -96,10 +96,9 @@ class DataConfig(Section):
         (58.395, 57.12, 57.375),
         "standard deviation divided by, one number a channel, in units of 0..255",
     )
-    num_workers: NonNegative | Literal["auto"] | None = option(
+    num_workers: NonNegative | None = option(
         None,
-        "loader processes a rank; null: the cores divided by the ranks, at most 8; auto: as many "
-        "as the first steps show are needed, at most the cores divided by the ranks",
+        "loader processes a rank; null: the cores divided by the ranks, at most 8",
     )
     class_uniform: Fraction = option(
         0.0,

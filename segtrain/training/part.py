@@ -1,4 +1,4 @@
-"""What goes along with a training's steps: counting, choosing workers, keeping ranks together."""
+"""What goes along with a training's steps: counting, logging, keeping ranks together."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -13,7 +13,7 @@ from segtrain.data.check.checks import quick_check
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.image import ImageForm
-from segtrain.data.sample.loader import bytes_in_flight, first_workers
+from segtrain.data.sample.loader import bytes_in_flight, training_workers
 from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
@@ -139,7 +139,7 @@ def _device_memory_finding(config: Config, num_classes: int, device: torch.devic
 
 def _shared_memory_finding(config: Config, form: ImageForm, bands: int) -> str | None:
     """Why loader workers cannot share memory; one that finds no space dies by SIGBUS."""
-    workers, free = first_workers(config, form, bands), free_shared_memory()
+    workers, free = training_workers(config), free_shared_memory()
     if workers and (problem := semaphore_problem()):
         return f"{problem}; loader workers need one: make it writable, or set data.num_workers: 0"
     needed = dist.local_world_size() * bytes_in_flight(config, form, workers, bands)

@@ -16,7 +16,6 @@ from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
 from segtrain.checkpoint.trained import load_initial
-from segtrain.commands.train.auto_workers import WorkerChoice
 from segtrain.commands.train.preflight import (
     asynchronous_line,
     check_alike,
@@ -503,9 +502,8 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         run.receipts = run.receipt_meter(
             lambda step: any(steps and step % steps == 0 for steps in every)
         )
-    choice = WorkerChoice.of(config, log.lines)
     callbacks = (plugins.choose("callback", x.name, {})(x.options) for x in config.log.callbacks)
-    parts = run.meeting, choice, run.receipts, run.step_log, *callbacks
+    parts = run.meeting, run.receipts, run.step_log, *callbacks
     run.parts = tuple(part for part in parts if part is not None)
     return run
 

@@ -12,7 +12,7 @@ import torch
 
 from segtrain.config import Config
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.sample.loader import TrainLoader, first_workers
+from segtrain.data.sample.loader import TrainLoader, training_workers
 from segtrain.data.sample.stream import ClassUniform, TrainStream
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
@@ -44,7 +44,6 @@ class Training:
     step: TrainStep | GraphStep
     last_step: int
     class_uniform: ClassUniform | None = None  # data.class_uniform
-    auto_workers: int | None = None  # what data.num_workers auto has come to
     parts: tuple[Part, ...] = ()
     watch: HostWatch | None = None
     _loader: TrainLoader | None = field(default=None, init=False)
@@ -69,10 +68,7 @@ class Training:
             self.reopen()
 
     def reopen(self) -> None:
-        """Lets another loader begin at the next step: another number of workers, or another split.
-
-        Which samples a step has depends on neither.
-        """
+        """Lets another loader begin at the next step, with the images of the layout then."""
         if self._loader is not None:
             self._loader.close()
             self._loader = None
@@ -95,9 +91,7 @@ class Training:
 
     def num_workers(self) -> int:
         """The loader processes of this rank."""
-        if self.auto_workers is not None:
-            return self.auto_workers
-        return first_workers(self.config, self.train_set.form, self.train_set.label_bands)
+        return training_workers(self.config)
 
     def stream(self) -> TrainStream:
         """The augmented samples of all steps."""

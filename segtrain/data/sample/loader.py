@@ -30,7 +30,7 @@ from segtrain.data.read.image import ImageForm
 from segtrain.data.sample.stream import Made, SampleKey, TrainStream
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout, split_of
-from segtrain.distributed.machine import free_shared_memory, keep_freed_memory, num_cores
+from segtrain.distributed.machine import keep_freed_memory, num_cores
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError, UserError
 from segtrain.types import Batch
@@ -43,32 +43,16 @@ _PINNING = re.compile("^Pin memory thread exited|^Caught .* in pin memory thread
 
 
 def num_loader_workers(config: DataConfig) -> int:
-    """The loader processes of this rank; `auto` is not measured here, and counts as null."""
-    if config.num_workers is None or config.num_workers == "auto":
+    """The loader processes of this rank, for an evaluation."""
+    if config.num_workers is None:
         return min(8, num_cores() // dist.local_world_size())
     return config.num_workers
 
 
-def most_workers(config: Config, form: ImageForm, bands: int = 1) -> int:
-    """The most loader processes that `auto` gives a rank: one a core, if shared memory allows."""
-    ranks = dist.local_world_size()
-    most = num_cores() // ranks
-    free = free_shared_memory()
-    # At least one, which is refused at the start if there is no space for it.
-    fits = (
-        most if free is None else max(1, free // (ranks * bytes_in_flight(config, form, 1, bands)))
-    )
-    return min(most, fits)
-
-
-def first_workers(config: Config, form: ImageForm, bands: int = 1) -> int:
-    """The loader processes with which the training of this rank begins."""
-    if config.train.parallel == "server":
-        return 0  # a worker learns which images it gets when it has sent the gradient before
-    number = num_loader_workers(config.data)
-    if config.data.num_workers != "auto":
-        return number
-    return min(number, most_workers(config, form, bands))
+def training_workers(config: Config) -> int:
+    """The loader processes of this rank while it trains."""
+    # A server's worker learns which images it gets when it has sent the gradient before.
+    return 0 if config.train.parallel == "server" else num_loader_workers(config.data)
 
 
 def largest_microbatch(config: Config) -> int:
