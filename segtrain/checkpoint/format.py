@@ -47,15 +47,6 @@ class Ending(TypedDict):
     evaluations: Annotated[int, Field(ge=0)]  # since the best one
 
 
-class SplitFields(TypedDict):
-    """How the ranks divided a microbatch after train.split: measured."""
-
-    counts: list[Annotated[int, Field(ge=0)]]  # images, or shares, of each rank
-    step: int  # optimizer steps done when it began
-    predicted: float  # how many times as fast as the split before
-    images_per_s: list[float | None]  # of the split before and of this one; None: not known
-
-
 class PluginFields(TypedDict):
     """Code of somebody's own that the run named in its config; see `plugins.Plugin`."""
 
@@ -84,7 +75,6 @@ class Checkpoint(NamedTuple):
     ending: Ending | None = None
     centroids: str | None = None  # `Centroids.sha256` with data.class_uniform
     sample_losses: dict[str, Any] | None = None  # `SampleLosses.fields` with log.sample_losses
-    split: SplitFields | None = None  # with train.split measured
     # With task multilabel, of each class, fitted by the newest evaluation.
     thresholds: list[Annotated[float, Field(ge=0, le=1)]] | None = None
     plugins: list[PluginFields] | None = None  # None: all is segtrain's own

@@ -29,13 +29,10 @@ class TrainConfig(Section):
         "cut each microbatch into this many parts, computed apart and summed in a fixed order: "
         "equal bits on any number of ranks up to this one; null: equal to rounding only",
     )
-    split: Literal["even", "measured"] | Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (
-        option(
-            "even",
-            "how ranks divide the images, or shares, of a microbatch, which does not change the "
-            "result. [5, 3]: in such proportions; measured: by speed and GPU memory, measured at "
-            "the start, after evaluations and at checkpoints",
-        )
+    split: Literal["even"] | Annotated[tuple[NonNegative, ...], Field(min_length=1)] = option(
+        "even",
+        "how ranks divide the images, or shares, of a microbatch, which does not change the "
+        "result; [5, 3]: in such proportions",
     )
     parallel: Literal["sync", "hogwild", "server"] = option(
         "sync",

@@ -14,7 +14,7 @@ def even(ranks: int) -> Split:
 
 
 def split_of(train: TrainConfig, ranks: int) -> Split:
-    """That of train.split; even if it has to be measured, or is for another number of ranks."""
+    """That of train.split; even if it is for another number of ranks."""
     split = train.split
     if train.parallel == "server":
         return (0, *even(ranks - 1))
@@ -53,7 +53,7 @@ def partition(total: int, parts: int, index: int) -> range:
 
 
 class Layout:
-    """Who computes which image of a step: a table, made once for each split and only read then.
+    """Who computes which image of a step: a table, made once and only read then.
 
     A batch is first cut into microbatches, then each into `shares` if there are any, then among
     ranks by `split`: always contiguous, as evenly as that allows. So a microbatch holds the same

@@ -135,11 +135,8 @@ class SyncBatchNorm(_BatchNorm):
         # Untracked or empty: torch writes to the buffers that it gets, so these are copies. With
         # None for the running ones it would save other tensors than the first pass, which
         # checkpointing compares.
-        buffers = self.weight, self.bias, self.running_mean.clone(), self.running_var.clone()
-        # Not F.batch_norm, which refuses one value per channel: where `train.split: measured` times
-        # a step, a rank may have one image.
-        by_cudnn = torch.backends.cudnn.enabled
-        return torch.batch_norm(input, *buffers, True, 0.0, self.eps, by_cudnn)
+        buffers = self.running_mean.clone(), self.running_var.clone()
+        return F.batch_norm(input, *buffers, self.weight, self.bias, True, 0.0, self.eps)
 
     def _evaluate(self, input: Tensor) -> Tensor:
         waiting = current().waiting

@@ -89,7 +89,6 @@ class GraphStep:
 
     def __init__(self, step: TrainStep, state: TrainState, trial: GraphTrial | None = None) -> None:
         self.eager, self._state, self._trial = step, state, trial
-        self._layout = state.layout
         self._seen: Counter[Any] = Counter()  # steps that ran as they are, by shape
         self._graphs: dict[Any, _Recorded] = {}
         self._is_off = False
@@ -103,10 +102,6 @@ class GraphStep:
         """One update (collective)."""
         if self._is_off:
             return self.eager(local)
-        if self._layout is not self._state.layout:  # other images: their memory is free again
-            self._layout = self._state.layout
-            self._seen.clear()
-            self._graphs.clear()
         shape = local.shape
         if self._seen[shape] < EAGER_STEPS:
             self._seen[shape] += 1

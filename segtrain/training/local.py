@@ -149,15 +149,10 @@ def local_microbatches(
     batches: Sequence[Batch],
     config: Config,
     device: torch.device,
-    positions: Sequence[Sequence[int]] | None = None,
 ) -> list[LocalMicrobatch]:
-    """This rank's parts of a step's microbatches on `device`, with their dropout masks.
-
-    positions: of these images in the whole batch, for each microbatch; None: those of the layout.
-    """
-    positions = state.layout.positions(dist.rank()) if positions is None else positions
+    """This rank's parts of a step's microbatches on `device`, with their dropout masks."""
     parts = []
-    for batch, where in zip(batches, positions, strict=True):
+    for batch, where in zip(batches, state.layout.positions(dist.rank()), strict=True):
         label_sets = [batch.labels]
         if batch.partner_labels is not None:
             label_sets.append(batch.partner_labels)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.layout import Layout, Split, split_of
+from segtrain.distributed.layout import Layout, split_of
 from segtrain.distributed.shares import Shares
 from segtrain.errors import ConfigError
 from segtrain.kernels import takes
@@ -204,7 +204,6 @@ def make_state(
     summed = [] if train.is_asynchronous else model.named_parameters()
     scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "float16")
     scaler.scale(torch.zeros((), device=device))  # makes its tensors; shares would do it at once
-    split = split_of(train, dist.world_size())
     if capturable is None:
         capturable = may_be_captured(model, config, device)
     state = TrainState(
@@ -218,26 +217,18 @@ def make_state(
         scaler=scaler,
         average=WeightAverage(model, optim.ema_decay) if optim.ema_decay else None,
         initial_weights=initial_weights,
-        layout=Layout.of(train, split),
+        layout=Layout.of(train, split_of(train, dist.world_size())),
     )
-    use_split(state, config, split)
-    if state.shares is not None:
+    with placed(state.layout.everywhere):
+        make_groups(model)
+    if train.shares is not None:
         refuse_layers(model, "train.shares")
-        state.arithmetic = fingerprint(device, train)
+        _cut_into_shares(state, train, device)
     return state
 
 
-def use_split(state: TrainState, config: Config, split: Split) -> None:
-    """Lets the ranks divide microbatches by `split` from the next step on (collective)."""
-    state.layout, train = Layout.of(config.train, split), config.train
-    with placed(state.layout.everywhere):
-        make_groups(state.model)
-    if train.compile:
-        # torch keeps graphs of at most 8 sizes, and a ninth would end the run.
-        torch.compiler.reset()
-    if train.shares is None:
-        return
-    before, device = state.gradients, next(state.model.parameters()).device
+def _cut_into_shares(state: TrainState, train: TrainConfig, device: torch.device) -> None:
+    """Gives each share of this rank a replica, and all the exact sum of gradients (collective)."""
     state.shares = Shares.of_this_rank(state.layout.shares, device)
     count = state.shares.counts[dist.rank()]
     state.replicas = [replica(state.wrapped).train() for _ in range(count)]
@@ -247,5 +238,4 @@ def use_split(state: TrainState, config: Config, split: Split) -> None:
         shares=state.shares.counts,
         microbatches=train.accumulate_steps,
     )
-    if isinstance(before, ExactGradientSum):
-        state.gradients.exponents = before.exponents
+    state.arithmetic = fingerprint(device, train)

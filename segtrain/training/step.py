@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.copies import CopyStream
-from segtrain.distributed.layout import Layout
 from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.norm import placed, sync_running_stats, tracked_together, untracked
@@ -76,7 +75,7 @@ class TrainStep:
         self._state, self._config, self._device = state, config, device
         self.step_sync = step_sync
         self._copies = CopyStream(device)
-        self._layout: Layout | None = None  # of the step before
+        self._is_first = True
 
     def local(self, batches: Sequence[Batch], data_s: float = 0.0) -> LocalStep:
         """The next step, from this rank's batch of each microbatch."""
@@ -89,7 +88,7 @@ class TrainStep:
     def __call__(self, local: LocalStep) -> StepTensors:
         """One update."""
         state, config, sync = self._state, self._config, self.step_sync
-        is_first, self._layout = self._layout is not state.layout, state.layout
+        is_first, self._is_first = self._is_first, False
         if is_first:
             state.model.train()
         # A layer could break the rules of shares: seen in the first step.
@@ -198,29 +197,6 @@ def update(state: TrainState, numbers: StepNumbers, clip_grad_norm: float | None
     if state.average is not None:
         state.average.update(state.model, numbers.toward)
     return grad_norm
-
-
-def compute_alone(state: TrainState, part: LocalMicrobatch, sizes: list[int]) -> None:
-    """Forward and backward pass of a microbatch of this rank only, as a step computes it.
-
-    Nothing is exchanged and nothing stays: no gradient, no statistic. For measurements.
-
-    sizes: of the parts that are computed apart; with groups of images, each has whole ones.
-    """
-    # What is compiled waits for all ranks.
-    module = getattr(state.wrapped, "_orig_mod", state.wrapped)
-    device = part.images.device
-    weight = torch.ones(len(part.labels), dtype=torch.float64, device=device)
-    numbers = StepNumbers.on(device)
-    about = weight, numbers, StepSync(lambda: False)
-    with dist.alone(), untracked(), placed([sizes] * dist.world_size()):
-        if len(sizes) == 1 and state.shares is None:
-            objective, _ = forward(state, module, part, *about)
-            objective.backward()
-        else:
-            _in_threads(state, part.split(sizes), *about)
-    for one in (state.model, *state.replicas):
-        one.zero_grad(set_to_none=True)
 
 
 def _in_threads(

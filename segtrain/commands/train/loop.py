@@ -91,7 +91,6 @@ def begin(run: TrainRun) -> bool:
 
 
 def _begin_steps(run: TrainRun) -> None:
-    _divide_anew(run)
     if run.receipts is not None and dist.is_main():
         path = run.directory / run_directory.RECEIPTS
         if run.state.step == 0 or run.changes or not path.exists():  # a branch has none yet
@@ -115,22 +114,10 @@ def _nothing_left(run: TrainRun) -> list[str]:
 
 
 def _between(run: TrainRun) -> None:
-    """Evaluates, saves and divides the images anew, as the config or a signal asks for it."""
+    """Evaluates and saves, and does not count the time that it takes."""
     began = time.perf_counter()
-    if _keep_cadences(run):
-        _divide_anew(run)
+    _keep_cadences(run)
     run.step_log.go_on(run, began)
-
-
-def _divide_anew(run: TrainRun) -> None:
-    """Measures the ranks for train.split, if it says so."""
-    if run.split is None or run.step_sync.is_over or run.state.step >= run.last_step:
-        return
-    liveness.beat("training", run.state.step)
-    changed, lines = run.split.measure()
-    run.log.lines(lines)
-    if changed:
-        run.reopen()
 
 
 def finish(run: TrainRun) -> None:
@@ -139,8 +126,6 @@ def finish(run: TrainRun) -> None:
     if run.step_sync.ended and run.step_log.meter.num_steps:
         run.step_log.write(run)
     run.step_log.close()
-    if run.split is not None:
-        run.log.lines(run.split.reached())
     # The step of an evaluation that was left is saved already.
     if not _evaluation_is_left(run):
         save.save(run)  # before the last evaluation, which may be long
@@ -196,11 +181,8 @@ def _count_unlogged(run: TrainRun) -> None:
             run.step_log.meter.update_earlier(*map(float.fromhex, numbers))
 
 
-def _keep_cadences(run: TrainRun) -> bool:
-    """Evaluates and saves, where the config or a signal asks for it after this step.
-
-    Returns whether it did.
-    """
+def _keep_cadences(run: TrainRun) -> None:
+    """Evaluates and saves, where the config or a signal asks for it after this step."""
     checkpoint = run.config.checkpoint
     save_requested = run.step_sync.pop_save_request()
     asked_by = "checkpoint.every_s" if run.checkpoints.is_overdue else "SIGUSR1"
@@ -224,7 +206,6 @@ def _keep_cadences(run: TrainRun) -> bool:
         run.step_sync.ask(stop=any(asked))
     if run.meeting is not None:
         run.meeting.go_on(run)
-    return evaluation_due or save_due
 
 
 def _is_due(run: TrainRun) -> bool:

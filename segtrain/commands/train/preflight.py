@@ -115,7 +115,7 @@ def _split_warnings(train: TrainConfig, ranks: int) -> list[str]:
     layout = Layout.of(train, split)
     # The last microbatch is the smallest.
     idle = 0 if train.shares else sum(not any(layout.sizes(-1, rank)) for rank in range(ranks))
-    if idle and train.split != "measured":
+    if idle:
         option = "batch_size" if split == even(ranks) else "split"
         warnings.append(
             f"train.{option}: {idle} of {ranks} ranks have no image of a microbatch and wait for "

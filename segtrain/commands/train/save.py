@@ -82,7 +82,6 @@ def checkpoint_of(run: TrainRun) -> Checkpoint:
         ending=run.stop_criteria.fields(),
         centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
         sample_losses=state.sample_losses and state.sample_losses.fields(),
-        split=run.split and run.split.fields,
         thresholds=None if run.thresholds is None else list(run.thresholds),
         plugins=plugin_fields(run.config),
     )

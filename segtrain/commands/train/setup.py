@@ -24,7 +24,6 @@ from segtrain.commands.train.preflight import (
     device_lines,
     start_lines,
 )
-from segtrain.commands.train.split import MeasuredSplit
 from segtrain.commands.train.step_log import StepLog
 from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config, config_to_yaml
@@ -389,7 +388,6 @@ class TrainRun(Training):
     step_log: StepLog
     receipts: ReceiptMeter | None = None  # with train.shares
     meeting: HogwildBarrier | Server | Worker | None = None  # with another train.parallel than sync
-    split: MeasuredSplit | None = None  # with train.split measured, and several ranks
     thresholds: Sequence[float] | None = None  # of the newest evaluation, with task multilabel
 
     def is_due(self, step: int) -> bool:
@@ -494,9 +492,6 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     )
     stack.callback(run.reopen), stack.callback(run.step_log.close)
     # 6. What goes along with the steps: hogwild waits first; the log writes the receipts.
-    if config.train.split == "measured" and dist.world_size() > 1:
-        saved_split = saved and saved.split
-        run.split = MeasuredSplit(state, config, train_set, device, saved_split)
     if state.shares is not None:
         every = (_DIGEST_STEPS, config.checkpoint.keep_every_steps, config.train.steps)
         run.receipts = run.receipt_meter(

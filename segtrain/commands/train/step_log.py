@@ -49,8 +49,6 @@ class StepLog(Part):
         if run.meeting is not None:
             self._values |= run.meeting.scalars()
         run.log.scalars(run.state.step, self._values)
-        if run.split is not None:
-            run.split.update(self._values["time/step_s"])
         run.flush_receipts()
         self._bar.describe(*progress_words(self._values, run.best))
 

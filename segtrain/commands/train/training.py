@@ -16,7 +16,6 @@ from segtrain.data.sample.loader import TrainLoader, training_workers
 from segtrain.data.sample.stream import ClassUniform, TrainStream
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.layout import Layout
 from segtrain.distributed.liveness import HostWatch
 from segtrain.training.graph import GraphStep
 from segtrain.training.local import LocalStep
@@ -47,7 +46,7 @@ class Training:
     parts: tuple[Part, ...] = ()
     watch: HostWatch | None = None
     _loader: TrainLoader | None = field(default=None, init=False)
-    _layout: Layout | None = field(default=None, init=False)  # of the step before
+    _is_first: bool = field(default=True, init=False)  # no step is done yet
 
     def batches(self) -> Iterator[LocalStep]:
         """This rank's images of the steps from the current one to the last.
@@ -81,12 +80,12 @@ class Training:
             for part in self.parts:
                 stack.enter_context(part.around(self))
             yield
-        self._layout = self.state.layout
+        self._is_first = False
 
     def watched(self) -> AbstractContextManager[object]:
         """Around what waits for the device, whose driver may never come back."""
         # Compiling may take longer than any exchange.
-        compiles = self.config.train.compile and self._layout is not self.state.layout
+        compiles = self.config.train.compile and self._is_first
         return nullcontext() if self.watch is None or compiles else self.watch.step()
 
     def num_workers(self) -> int:

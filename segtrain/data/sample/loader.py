@@ -56,7 +56,7 @@ def training_workers(config: Config) -> int:
 
 
 def largest_microbatch(config: Config) -> int:
-    """The most images that a rank has in one microbatch; evenly if the split is to be measured."""
+    """The most images that a rank has in one microbatch."""
     split = split_of(config.train, dist.world_size())
     return max(Layout.of(config.train, split).images)
 
