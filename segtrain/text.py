@@ -64,11 +64,6 @@ def address_problem(url: str) -> str:
     return "" if host else f"{url}: expected the address of a folder, such as s3://bucket/folder"
 
 
-def is_stream(text: str) -> bool:
-    """Whether `text` names a camera, such as `camera:0`, or an address that OpenCV streams from."""
-    return re.match(r"camera:\d+$|(rtsps?|rtmp|https?|udp|tcp)://", text) is not None
-
-
 def counted(number: int, one: str, many: str) -> str:
     """`1 image is`, `2 images are`: the number, and the words for one or for several."""
     return f"{number} {one if number == 1 else many}"

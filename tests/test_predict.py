@@ -74,8 +74,7 @@ def run(tmp_path, monkeypatch):
         args |= {"output": str(tmp_path / "out"), "set": [], "overwrite": False}
         args |= {"probabilities": None, "opacity": None, "clear": (), "others": []}
         args |= {"table": None, "objects": None, "pixel_size": None, "min_area": None}
-        args |= {"thresholds": [], "unknown_below": None}
-        args |= {"frames": False, "rate": None, "seconds": None}
+        args |= {"thresholds": [], "unknown_below": None, "frames": False}
         return predict.main(argparse.Namespace(**(args | changes)))
 
     return command

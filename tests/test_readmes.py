@@ -14,6 +14,7 @@ from pathlib import Path
 import cv2
 import pytest
 from experiments import write_data
+from test_predict import write_video
 
 from segtrain import cli
 from segtrain.config import Config, load_config, recipes
@@ -27,7 +28,7 @@ READMES = [
     *ROOT.glob("tools/*/README.md"),
 ]
 
-# In this order, in one folder that holds my_data/, photos/ and photo.jpg.
+# In this order, in one folder that holds my_data/, photos/, photo.jpg and drive.mp4.
 RUN = """
 segtrain config list
 segtrain config show cityscapes_pspnet_r50
@@ -89,7 +90,6 @@ NOT_RUN = {
     "data polygons predictions/labels --classes mine/classes.yaml --output map.geojson": ON_MAP,
     "data import scans --output cut": SLICES,
     "predict runs/cut scan.nii.gz --output predictions": SLICES,
-    "predict runs/mine camera:0 --rate 2 --output seen": "test_stream.py serves a stream",
     "export runs/mine --format onnx --quantize int8 --normalize --argmax --output mine_int8.onnx": (
         "two steps measure too little; test_quantize.py scores files"
     ),
@@ -234,6 +234,7 @@ def test_the_commands_and_the_code_run(forkserver, tmp_path):
     photo = cv2.imread(str(tmp_path / "photos/0.png"))
     for name in ("photo.jpg", "one_more.jpg"):
         cv2.imwrite(str(tmp_path / name), photo)
+    write_video(tmp_path / "drive.mp4", [(200, 20, 30), (20, 200, 30), (30, 20, 200)])
     codes = [
         (str(readme.relative_to(ROOT)), text)
         for readme in READMES
@@ -248,6 +249,8 @@ def test_the_commands_and_the_code_run(forkserver, tmp_path):
     assert len(list((tmp_path / "predictions/labels").iterdir())) == 4
     label = cv2.imread(str(tmp_path / "label.png"), cv2.IMREAD_UNCHANGED)
     assert label.shape == photo.shape[:2]
+    frames = [cv2.imread(str(path), -1).shape for path in sorted(tmp_path.glob("frame_*.png"))]
+    assert frames == 3 * [(48, 64)]
 
 
 def run_all(directory, lines, codes):

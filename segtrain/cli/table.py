@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
 
-from segtrain.text import is_stream, scheme_of, without_password
+from segtrain.text import scheme_of, without_password
 
 
 class Argument(NamedTuple):
@@ -122,7 +122,7 @@ def _number(text: str, *, most: float) -> float:
     raise argparse.ArgumentTypeError(f"expected a number above 0, up to {most:g}, got '{text}'")
 
 
-_share, _points, _rate, _seconds = (partial(_number, most=most) for most in (1, 100, 1000, 1e9))
+_share, _points = (partial(_number, most=most) for most in (1, 100))
 
 
 def _path(text: str) -> Path:
@@ -136,10 +136,6 @@ def _path(text: str) -> Path:
 
 def _run(text: str) -> Path | str:
     return text if re.match(r"(?!file:)[a-z0-9]+://", text) else _path(text)
-
-
-def _input(text: str) -> Path | str:
-    return text if is_stream(text) else _path(text)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -526,13 +522,7 @@ COMMANDS = (
         "commands.predict:main",
         "segment images of any size, and videos: label maps, colour maps and overlays",
         _SOURCE,
-        _argument(
-            "inputs",
-            "image, video, or folder of them; or a camera or stream: camera:0, rtsp://, http://",
-            "INPUT",
-            _input,
-            nargs="+",
-        ),
+        _argument("inputs", "image, video, or folder of them", "INPUT", _path, nargs="+"),
         _WITH,
         _argument("--output", "where to write the results", "DIR", _path, required=True),
         _switch("--overwrite", "replace results that are already there"),
@@ -571,20 +561,16 @@ COMMANDS = (
             _share,
         ),
         _switch("--frames", "also write a label map of every frame of a video"),
-        _argument("--rate", "most frames a second of a stream (default: all)", "N", _rate),
-        _argument("--seconds", "of a stream (default: until Ctrl-C)", "S", _seconds),
         _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
         _PLUGIN,
         _DEVICE,
         description="Write label maps, colour maps and overlays of images of any size, and videos. "
-        "Objects are\npixels of one class that touch, also at corners. Of a camera or stream the "
-        "newest frame is\npredicted, and the rest are left out.",
+        "Objects are\npixels of one class that touch, also at corners.",
         examples="segtrain predict runs/own photos/ extra.jpg --output predictions\n"
         "segtrain predict runs/own photos/ --output out --table table.csv --min-area 50\n"
         "segtrain predict runs/own slides/ --output out --objects cells.csv --pixel-size 0.25um\n"
         "segtrain predict runs/own photos/ --output out --threshold crack=0.3\n"
-        "segtrain predict runs/own photos/ --output out --unknown-below 0.6 --table table.csv\n"
-        "segtrain predict runs/own camera:0 --rate 2 --seconds 60 --output seen",
+        "segtrain predict runs/own photos/ --output out --unknown-below 0.6 --table table.csv",
     ),
     Command(
         "export",

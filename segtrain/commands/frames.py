@@ -1,9 +1,7 @@
-"""`segtrain predict` of what moves: videos frame by frame, and the newest frames of a stream."""
+"""`segtrain predict` of videos, frame by frame."""
 
-import argparse
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
@@ -11,64 +9,18 @@ import numpy as np
 import torch
 
 from segtrain.checkpoint.ready import ReadyModel
-from segtrain.commands.summary import NOT_FINITE, Notes, print_about
+from segtrain.commands.summary import Notes
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.image import ImageForm
 from segtrain.data.read.photos import PhotoFile
-from segtrain.data.read.protect import check_pictures
 from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.evaluation.inference import LabelMap
-from segtrain.evaluation.live import opened, paced
 from segtrain.evaluation.video import frames_of, overlay_video
 from segtrain.files import os_errors_as
 from segtrain.run import pictures
-from segtrain.text import first_of, printable, without_password
+from segtrain.text import first_of, printable
 
 _FRAME = r"\d{6,}\.(png|tif)"  # the file of the label map of one
-
-
-def check_stream(args: argparse.Namespace) -> None:
-    """ConfigError: options that a camera or stream does not have; `args` are those of predict."""
-    if len(args.inputs) > 1 or args.probabilities or args.frames or args.table or args.objects:
-        options = "--probabilities, --frames, --table and --objects"
-        raise ConfigError(f"a camera or stream: comes alone, without {options}")
-
-
-def predict_stream(
-    ready: ReadyModel,
-    address: str,
-    output: Path,
-    tint: pictures.Tint,
-    *,
-    rate: float | None,
-    seconds: float | None,
-) -> None:
-    """Predicts the newest frames of a stream, and names them by the time (UTC).
-
-    rate: most frames a second; None: all that there is time for. seconds: None: until Ctrl-C.
-    """
-    classes = ready.loaded.classes
-    check_frames(without_password(address), ready.form)
-    kinds = ["masks", *pictures.KINDS] if classes.overlapping else [*pictures.KINDS]
-    check_pictures("--output", output, [f"{kind}/x.png" for kind in kinds], ready.config.data)
-    print_about(ready)
-    pictures.write_legend(output, classes)
-    num_done, is_finite = 0, True
-    with opened(address) as stream:
-        try:
-            for frame in paced(stream, rate=rate, seconds=seconds):
-                name = f"{datetime.now(UTC):%Y%m%d_%H%M%S_%f}"
-                found = _of_frame(ready, frame, without_password(address))
-                label = found.label.cpu().numpy()
-                pictures.write_prediction(output, name, frame, label, classes, tint)
-                if classes.overlapping:
-                    _write_label(output, name, label, classes)
-                num_done, is_finite = num_done + 1, is_finite and bool(found.is_finite)
-        finally:  # also where it is interrupted, or the stream is gone
-            where = f"{printable(output)}/{{{','.join(kinds)}}}"
-            print(f"{num_done} of {stream.count} frames: {where}")
-            if not is_finite:
-                print(NOT_FINITE.format("some frames"))
 
 
 def _of_frame(ready: ReadyModel, frame: np.ndarray, place: str) -> LabelMap:
@@ -106,7 +58,7 @@ def make_room(
 
 
 def check_frames(place: str, form: ImageForm) -> None:
-    """DataError if the model does not take the frames of videos and streams."""
+    """DataError if the model does not take the frames of videos."""
     if (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
         raise DataError(
             f"{place}: frames are RGB of 8 bits, and the model was trained on "

@@ -18,13 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from segtrain.checkpoint.ready import ReadyModel, make_ready
-from segtrain.commands.frames import (
-    check_frames,
-    check_stream,
-    make_room,
-    predict_stream,
-    predict_videos,
-)
+from segtrain.commands.frames import check_frames, make_room, predict_videos
 from segtrain.commands.summary import Notes, print_about, summarize
 from segtrain.commands.volumes import ENDING, check_slices, predict_volume, split_inputs
 from segtrain.data.check.values import image_values, joined_values
@@ -57,7 +51,7 @@ from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
-from segtrain.text import first_of, is_stream, printable
+from segtrain.text import first_of, printable
 
 # Two threads each for decoding and PNG compression keep up with a device that takes 20 ms for an
 # image of two million pixels.
@@ -87,20 +81,12 @@ def main(args: argparse.Namespace) -> int:
         output (a directory), device ("auto", "cpu" or "cuda"), set (a list of
         `section.key=value`), overwrite, probabilities (None, "npz" or "tif"), opacity (of
         overlays), clear (names of classes), thresholds (names of classes and numbers),
-        unknown_below (a probability), frames (label maps of videos too), rate and seconds (of a
-        stream; None), and those of TableOptions.
+        unknown_below (a probability), frames (label maps of videos too), and those of
+        TableOptions.
 
     Raises:
         DataError: nothing to predict; or, after all others are done, images that cannot be read.
     """
-    if any(is_stream(str(one)) for one in args.inputs):
-        check_stream(args)
-        ready = _ready(args)
-        tint, how = _tint(args, ready.loaded.classes), {"rate": args.rate, "seconds": args.seconds}
-        predict_stream(ready, args.inputs[0], Path(args.output), tint, **how)
-        return EXIT_OK
-    if args.rate or args.seconds:
-        raise ConfigError("--rate, --seconds: are for a camera or stream, such as camera:0")
     # The user names the images, and read_photo has a bound of its own.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     output = Path(args.output)
