@@ -734,7 +734,6 @@ def test_tables_count_each_class_where_it_lies_on_others_too(learnt, lab, tmp_pa
 
 
 def test_curves_and_borders_are_those_of_each_class(learnt, lab, tmp_path):
-    pytest.importorskip("monai")
     root, _ = learnt
     found = tmp_path / "e.json"
     said = lab.done(

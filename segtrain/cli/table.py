@@ -398,7 +398,7 @@ COMMANDS = (
         _argument(
             "--surface",
             "distances of borders: Hausdorff (95 %%), surface Dice at this tolerance in pixels, "
-            "boundary IoU; needs MONAI: pip install '.[surface]'",
+            "boundary IoU",
             "PX",
             _tolerance,
         ),

@@ -7,7 +7,7 @@ Of each class in each image that label and prediction show:
 - surface Dice: the part of both borders that lies within a tolerance of the other
   (arXiv:1809.04430).
 
-MONAI computes both; the mean is that of images. Where only one of both shows the class, the surface
+The mean is that of images. Where only one of both shows the class, the surface
 Dice is 0 and there is no distance. The boundary IoU (arXiv:2103.16562) is the IoU of pixels near
 the border inside of masks, up to 2 % of the diagonal of the image, over all images.
 
@@ -15,17 +15,15 @@ Ignored pixels belong to no class in either, so both have the same border there.
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import cv2
 import numpy as np
-import torch
+from scipy import ndimage
 
 from segtrain.data.read.image import shows
 from segtrain.distributed import collectives as dist
-from segtrain.errors import ConfigError
 from segtrain.evaluation.scoring import Prediction
 from segtrain.metrics import mean_of_present, or_none, percent, ratio
 from segtrain.text import table_lines
@@ -49,23 +47,10 @@ class SurfaceScores:
     """Measures borders; `add` is a callback of `evaluate_dataset`.
 
     tolerance_px: of the surface Dice.
-
-    Raises:
-        ConfigError: MONAI is not installed.
     """
 
     def __init__(self, names: Sequence[str], tolerance_px: float) -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                from monai.metrics import compute_hausdorff_distance, compute_surface_dice
-        except ImportError:
-            raise ConfigError(
-                "--surface: borders are measured by MONAI, which is not installed; in the checkout "
-                "of segtrain: pip install '.[surface]'"
-            ) from None
         self._names, self._tolerance = tuple(names), tolerance_px
-        self._distance, self._dice = compute_hausdorff_distance, compute_surface_dice
         # (image, class) -> distance, or NaN, and surface Dice.
         self._found: dict[tuple[int, int], tuple[float, float]] = {}
         # Pixels near borders, in both masks and in any; of the labels' borders, all and at ignored.
@@ -148,13 +133,12 @@ class SurfaceScores:
     def _measure(self, label: np.ndarray, pred: np.ndarray) -> tuple[float, float]:
         """Distance and surface Dice of two masks that are not empty."""
         x, y, width, height = cv2.boundingRect(label | pred)
-        masks = (mask[y : y + height, x : x + width] for mask in (pred, label))
-        pair = [torch.from_numpy(np.pad(mask, 1))[None, None] for mask in masks]
-        with warnings.catch_warnings():  # of MONAI's own arguments
-            warnings.simplefilter("ignore", FutureWarning)
-            distance = self._distance(*pair, include_background=True, percentile=95)
-            dice = self._dice(*pair, [self._tolerance], include_background=True)
-        return float(distance), float(dice)
+        masks = [mask[y : y + height, x : x + width] > 0 for mask in (label, pred)]
+        borders = [mask & ~ndimage.binary_erosion(mask) for mask in masks]
+        far = [ndimage.distance_transform_edt(~border) for border in borders]
+        distances = far[1][borders[0]], far[0][borders[1]]  # of the pixels of both borders
+        near = np.concatenate(distances) <= self._tolerance
+        return max(float(np.percentile(x, 95)) for x in distances), float(near.mean())
 
 
 def near_border(mask: np.ndarray) -> np.ndarray:
