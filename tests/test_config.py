@@ -53,7 +53,7 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ("train: {loss: {kind: ohem}}", "2: train.loss: unknown key; did you mean loss?"),
         ("model: {join_kernel: 3}", "2: model.join_kernel: unknown key; model.variant decides it"),
         ("augment: {crop: [3, 5]}", "2: augment.crop: unknown key; did you mean 'crop_size'?"),
-        ("eval: {new_eval_key: 5}", "scales, flip, thresholds, turns, precision, batch_size"),
+        ("eval: {new_eval_key: 5}", "scales, flip, thresholds, precision, batch_size"),
         ("train: {init_from: 's3://b/last.pt'}", "2: train.init_from: s3:// is not read: expected"),
         ("model: {pretrained: hf://x}", "2: model.pretrained: hf:// is not read: expected a local"),
         ("train:\n  steps: 19.0", "3: train.steps: must be an integer, got 19.0"),

@@ -77,7 +77,6 @@ def test_a_branch_has_the_bits_of_one_run_with_the_same_end_and_the_trunk_its_ow
         ({"schedule": "constant", "warmup_steps": 6, "warmup_start": 0.25}, 2, 0.01),
         ({"schedule": "poly", "poly_power": 1.0, "min_lr": 0.01}, 10, 0.015),
         ({"schedule": "poly", "poly_power": 1.0, "min_lr": 0.01}, 20, 0.0105),
-        ({"schedule": "step", "milestones": (15,)}, 16, 0.002),
         ({"schedule": "constant", "finish_from": 16}, 19, 0.02 * (1 - 0.75**0.5)),
     ],
 )

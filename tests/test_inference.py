@@ -1,6 +1,3 @@
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -144,9 +141,8 @@ def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overl
 
 @pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.0, 1.75)])
 @pytest.mark.parametrize("size", [(21, 34), (5, 7)])
-@pytest.mark.parametrize("turns", [False, True])
-def test_windows_are_counted_as_they_are_done(local, size, scales, turns):
-    how = settings(mode="slide", flip=True, batch_size=3, scales=scales, turns=turns)
+def test_windows_are_counted_as_they_are_done(local, size, scales):
+    how = settings(mode="slide", flip=True, batch_size=3, scales=scales)
     counts = []
     limits = BatchLimits(1, 3)
     predict_labels(local, [image(*size)], how, [size], limits, on_windows=counts.append)
@@ -187,23 +183,6 @@ def test_flip_makes_the_mirrored_image_give_the_mirrored_result(local):
     assert_close(mirrored.flip(3), result)
     plain = predict_probabilities(local, image(), settings(), (21, 34))
     assert (plain - result).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("out_size", [(21, 34), (30, 40)])
-@pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.3)])
-@pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize("mode", ["whole", "slide"])
-def test_turns_average_the_results_of_the_turned_image(local, mode, flip, scales, out_size):
-    """Turned by NumPy before, and turned back behind; windows and images are not square."""
-    how = settings(mode=mode, flip=flip, scales=scales, batch_size=3)
-    expected = np.zeros((CLASSES, *out_size))
-    for turn in range(4):
-        turned = torch.from_numpy(np.rot90(image().numpy(), turn, (2, 3)).copy())
-        size = out_size[::-1] if turn % 2 else out_size
-        (one,) = predict_probabilities(local, turned, how, size).numpy()
-        expected += np.rot90(one, -turn, (1, 2)) / 4
-    actual = predict_probabilities(local, image(), replace(how, turns=True), out_size)
-    assert_close(actual, torch.from_numpy(expected)[None])
 
 
 @pytest.mark.parametrize("mode", ["whole", "slide"])
@@ -252,13 +231,12 @@ def test_an_image_of_another_form_is_refused(local, shape):
 def test_settings_follow_the_config():
     how = InferenceSettings.from_config(
         config(
-            eval=EvalConfig(mode="slide", scales=(0.5, 1.0), flip=True, turns=True),
+            eval=EvalConfig(mode="slide", scales=(0.5, 1.0), flip=True),
             train=TrainConfig(precision="bfloat16"),
         )
     )
     assert (how.mode, how.scales, how.flip, how.short_side_px) == ("slide", (0.5, 1.0), True, 360)
-    assert how.turns
-    assert "with flip; quarter turns; bfloat16" in how.describe()
+    assert "with flip; bfloat16" in how.describe()
     assert how.autocast == torch.bfloat16
     assert how.mean == (123.675, 116.28, 103.53)
     assert InferenceSettings.from_config(config()).autocast is None

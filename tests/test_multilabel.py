@@ -200,7 +200,7 @@ LOSSES = {
     "focal": ({}, expected_focal),
     "dice": ({}, lambda *a: overlap(*a, 0.5, 0.5, square=True)),
     "dice_linear": ({}, lambda *a: overlap(*a, 0.5, 0.5)),
-    "tversky": ({"tversky_missed": 0.8}, lambda *a: overlap(*a, 0.8, 0.2)),
+    "tversky": ({}, lambda *a: overlap(*a, 0.7, 0.3)),
     "lovasz": ({}, expected_hinge),
 }
 

@@ -396,10 +396,10 @@ def corrected_velocity(train, weight):
     return weight
 
 
-# A rate that rises, falls by steps, and falls smoothly.
+# A rate that rises, that does both, and that falls.
 RATES = [
     {"warmup_steps": 3, "poly_power": 0.0},
-    {"schedule": "step", "milestones": (2,)},
+    {"schedule": "one_cycle"},
     {"poly_power": 0.9},
 ]
 

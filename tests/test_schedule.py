@@ -36,13 +36,6 @@ def test_cosine_is_torchs():
     assert rates(train)[STEPS // 2] == pytest.approx((0.3 + 0.02) / 2)
 
 
-def test_steps_are_torchs():
-    train = settings(schedule="step", steps=STEPS, lr=0.3, milestones=(7, 30))
-    wanted = theirs(lr_scheduler.MultiStepLR, milestones=[7, 30], gamma=0.1)
-    assert rates(train) == pytest.approx(wanted, rel=1e-12)
-    assert len(set(rates(train))) == 3
-
-
 @pytest.mark.parametrize("steps", [STEPS, 37])
 def test_one_cycle_is_torchs(steps):
     train = settings(schedule="one_cycle", steps=steps, lr=0.3)
@@ -67,9 +60,6 @@ def test_poly_is_that_of_detectron2_and_of_mmsegmentation(step):
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ({"schedule": "step"}, "milestones: kind step needs them"),
-        ({"schedule": "step", "milestones": (5, 5)}, "must rise"),
-        ({"schedule": "step", "milestones": (40_000,)}, "before the last of train.steps, 40000"),
         ({"finish_from": 5}, "finish_from: has no effect with kind poly"),
         (CONSTANT | {"finish_lr": 0.1}, "finish_lr: has no effect with finish_from null"),
         (CONSTANT | {"min_lr": 0.001}, "min_lr: has no effect with kind constant"),

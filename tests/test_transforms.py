@@ -142,10 +142,9 @@ ORIENTATIONS = {
     ("options", "reached"),
     [
         ({}, {(0, False)}),
-        ({"vertical_flip_prob": 1.0}, {(2, True)}),
-        ({"vertical_flip_prob": 1.0, "flip_prob": 1.0}, {(2, False)}),
+        ({"flip_prob": 1.0}, {(0, True)}),
         ({"quarter_turn_prob": 1.0}, {(1, False), (2, False), (3, False)}),
-        ({"quarter_turn_prob": 0.7, "vertical_flip_prob": 0.5}, set(ORIENTATIONS)),
+        ({"quarter_turn_prob": 0.7, "flip_prob": 0.5}, set(ORIENTATIONS)),
     ],
 )
 def test_flips_and_turns_are_exact_pieces_of_the_image(options, reached):
@@ -233,7 +232,7 @@ def test_same_generator_gives_the_same_bytes_whatever_was_drawn_before():
 
 def test_padding_is_the_mean_colour_and_ignored_even_when_colours_change():
     image, label = picture(20, 30)
-    options = {"flip_prob": 0.5, "vertical_flip_prob": 0.5, "quarter_turn_prob": 0.8}
+    options = {"flip_prob": 0.5, "quarter_turn_prob": 0.8}
     options |= {"crop_size": (50, 64), "color_prob": 1.0, "blur_prob": 1.0}
     transform = make(**options)
     for seed in range(12):

@@ -5,11 +5,9 @@ the manifest; no other file is ever counted, removed or overwritten.
 """
 
 import errno
-import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +40,6 @@ class CheckpointManager:
     Only one process writes; it calls `clean_up` first. `keep_limit` step_N.pt are kept.
     `check_lock` is called before each file is written, and raises if another run has taken over.
     `saved` is called when a file and the manifest are written.
-    every_s: checkpoint.every_s. is_overdue: it was asked for, and nothing was saved since.
     """
 
     def __init__(
@@ -52,15 +49,11 @@ class CheckpointManager:
         keep_limit: int = _KEEP_LIMIT,
         check_lock: Callable[[], None] = lambda: None,
         saved: Callable[[], None] = lambda: None,
-        every_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = directory
         self._check_lock, self._saved = check_lock, saved
         self.last = directory / LAST
         self.keep_limit = keep_limit
-        self.is_overdue, self._every_s, self._clock = False, every_s, clock
-        self._since = math.inf  # the last save, or the first step
         self._entries: dict[str, Entry] = {}  # what each file should be
         self._verified: dict[str, tuple[int, ...]] = {}  # the `_stat` of files that match
         self._manifest: bytes | None = None  # as this process last saw or wrote it
@@ -68,18 +61,6 @@ class CheckpointManager:
     def save_last(self, checkpoint: Checkpoint) -> None:
         """Replaces last.pt, which a reader finds at any moment; the old one becomes previous.pt."""
         self._save(LAST, checkpoint, keep_as=PREVIOUS)
-        self.is_overdue, self._since = False, self._clock()
-
-    def ask_by_clock(self) -> bool:
-        """Whether `every_s` seconds have passed since last.pt was saved; true once for each save.
-
-        Asked in every step, from the first on.
-        """
-        now = self._clock()
-        self._since = min(self._since, now)
-        was_overdue, due = self.is_overdue, now - self._since >= (self._every_s or math.inf)
-        self.is_overdue = was_overdue or due
-        return due and not was_overdue
 
     def save_best(self, checkpoint: Checkpoint) -> None:
         """Replaces best.pt, for inference: it holds no training state."""

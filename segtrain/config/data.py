@@ -139,13 +139,10 @@ class AugmentConfig(Section):
         0.0, "rotation of half of the images, uniform in [-x, x] degrees; semseg uses 10"
     )
     flip_prob: Fraction = option(0.5, "probability of a horizontal flip")
-    vertical_flip_prob: Fraction = option(
-        0.0, "probability of a vertical flip, for images without an up, as of satellites or cells"
-    )
     quarter_turn_prob: Fraction = option(
         0.0,
-        "probability of a turn by 90, 180 or 270 degrees, each as often, without resampling; the "
-        "crop is turned, so it keeps its crop_size",
+        "probability of a turn by 90, 180 or 270 degrees, each as often, for images without an up, "
+        "as of satellites or cells; the crop is turned, so it keeps its crop_size",
     )
     max_class_share: Annotated[float, Field(gt=0, le=1)] = option(
         1.0, "draw the crop again while one class covers more; mmsegmentation uses 0.75"

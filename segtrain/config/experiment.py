@@ -56,8 +56,8 @@ class BaseLoss(Section):
         "all sent to every rank and sorted there, class by class; boundary_relaxation: along "
         "boundaries the classes of the pixels beside it are right too. With task multilabel each "
         "class is one of its own, against all else: binary cross entropy and focal loss, Dice of "
-        "sigmoids, Lovasz hinge; and tversky, Dice that weighs what is missed by tversky_missed. "
-        "Or a plugin's",
+        "sigmoids, Lovasz hinge; and tversky, Dice that weighs what is missed by 0.7, and what is "
+        "found wrongly by 0.3. Or a plugin's",
     )
     options: Annotated[Any, PluginOptions("loss", "kind")] = option(
         None, "options of a plugin's kind", validate_default=True
@@ -78,9 +78,6 @@ class BaseLoss(Section):
         None,
         "task multilabel: what a pixel of a class weighs in its cross_entropy beside one that is "
         "none, a number a class; null: all 1; 'segtrain data stats' prints some",
-    )
-    tversky_missed: Fraction = option(
-        0.7, "tversky: weight of the pixels that are missed; those found wrongly have the rest to 1"
     )
     label_smoothing: FractionBelow1 = option(
         0.0, "cross_entropy: this part of each label is spread over all classes, as in torch"
@@ -182,11 +179,6 @@ class EvalConfig(Section):
         "class; null: those of the best IoU on eval_split, which each evaluation of a training "
         "finds, and the checkpoint keeps for eval, predict and export",
     )
-    turns: bool = option(
-        False,
-        "average with the image turned by 90, 180 and 270 degrees, with flip also with their "
-        "mirrored images: four or eight times the work",
-    )
     precision: Literal["float32", "tf32", "bfloat16", "float16"] | None = option(
         None,
         "of the evaluation, as train.precision; null: that of the training; half precision is "
@@ -259,9 +251,6 @@ class CheckpointConfig(Section):
     """When the training state is saved. last.pt and best.pt are always kept."""
 
     every_steps: Positive = option(1000, "write last.pt this often")
-    every_s: PositiveFloat | None = option(
-        None, "also write it when so many seconds have passed since it was; null: by steps alone"
-    )
     keep_every_steps: Positive | None = option(
         None, "also keep a checkpoint of its own this often, the newest five; null: none"
     )
@@ -392,12 +381,6 @@ class Config(Section):
             yield f"schedule.min_lr: {schedule.min_lr} must not be larger than finish_lr"
         if peak is not None and peak <= finish_lr:
             yield f"schedule.finish_peak: {peak} must be larger than finish_lr, {finish_lr:g}"
-        marks = schedule.milestones
-        if marks is not None and marks[-1] >= steps:
-            yield (
-                f"schedule.milestones: {list(marks)} must end before the last of train.steps, "
-                f"{steps}"
-            )
         if schedule.kind == "one_cycle" and CYCLE_RISE * steps <= 1:
             yield (
                 f"schedule.kind: one_cycle rises in {CYCLE_RISE} of the steps, and of {steps} "

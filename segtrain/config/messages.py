@@ -28,7 +28,6 @@ _FOREIGN_KEYS = {
     "did you mean model.backbone?": "layers encoder",
     "did you mean schedule.min_lr?": "eta_min",
     "it is 0.3 with schedule.kind one_cycle": "pct_start",
-    "did you mean schedule.milestones?": "lr_steps lr_step",
     "did you mean optim.layers?": "paramwise_cfg custom_keys frozen_stages",
     "there is no inheritance; a file says what differs from the defaults": "_base_ defaults",
 }

@@ -15,7 +15,6 @@ from segtrain.config.section import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
-    Positives,
     Section,
     option,
 )
@@ -162,7 +161,7 @@ class OptimConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
-    kind: Literal["poly", "cosine", "step", "one_cycle", "constant"] = option(
+    kind: Literal["poly", "cosine", "one_cycle", "constant"] = option(
         "poly",
         "how the learning rate goes on after warmup; poly and cosine count from the first step, as "
         "detectron2's do; one_cycle rises in 0.3 of the steps, as torch's OneCycleLR",
@@ -170,9 +169,6 @@ class ScheduleConfig(Section):
     poly_power: NonNegativeFloat = option(0.9, "lr * (1 - step / steps) ** power; 0: constant")
     min_lr: NonNegativeFloat = option(
         0.0, "learning rate that poly, cosine and finish_from end with"
-    )
-    milestones: Positives | None = option(
-        None, "kind step: the steps after which the rate is a tenth of what it was"
     )
     warmup_steps: NonNegative = option(0, "steps of linear warmup")
     warmup_start: Fraction = option(0.1, "share of the learning rate at the first step")
@@ -197,8 +193,3 @@ class ScheduleConfig(Section):
                 f"{self.warmup_steps}"
             )
         yield from self._no_effect("min_lr", self.poly_power > 0, "poly_power 0")
-        marks = self.milestones
-        if self.kind == "step" and marks is None:
-            yield "milestones: kind step needs them, such as [60000, 75000]"
-        if marks is not None and list(marks) != sorted(set(marks)):
-            yield f"milestones: {list(marks)} must rise"

@@ -49,7 +49,6 @@ NEEDS: dict[str, dict[str, str]] = {
         "class_weights": "kind=cross_entropy kind=ohem kind=focal kind=boundary_relaxation",
         "logit_adjustment": "class_weights",
         "label_smoothing positive_weights": "kind=cross_entropy",
-        "tversky_missed": "kind=tversky",
         "ohem_fraction ohem_threshold ohem_min_kept": "kind=ohem",
         "ohem_threshold ohem_min_kept": "ohem_fraction=null",
     },
@@ -59,8 +58,7 @@ NEEDS: dict[str, dict[str, str]] = {
     "ScheduleConfig": {
         "poly_power": "kind=poly",
         "min_lr": "kind=poly kind=cosine finish_from",
-        "milestones": "kind=step",
-        "warmup_steps": "kind=poly kind=cosine kind=step kind=constant",
+        "warmup_steps": "kind=poly kind=cosine kind=constant",
         "finish_from": "kind=constant",
         "finish_lr finish_peak": "finish_from",
     },

@@ -1,18 +1,17 @@
-"""From images to class scores: whole or by windows, at several scales, mirrored and turned.
+"""From images to class scores: whole or by windows, at several scales, mirrored.
 
 What is averaged, for comparison with published numbers:
 
 - `whole`, one scale, no flip: nothing. The logits are resized to the label's size, and the largest
   logit wins. mmsegmentation evaluates its 512x1024 Cityscapes models like this.
-- `whole` with several scales, flip or turns: each view's logits are resized to the label's size,
+- `whole` with several scales or flip: each view's logits are resized to the label's size,
   softmax makes them probabilities, and these are averaged with equal weight (mmsegmentation's
   test-time augmentation).
 - `slide`: the softmax of each window (with flip: its mean with the mirrored window's) is added into
   a map of the view's size and divided by the number of windows over the pixel. The map is then
-  resized to the label's size; maps of several scales or turns are averaged (semseg).
+  resized to the label's size; maps of several scales are averaged (semseg).
   mmsegmentation averages the logits of windows instead, so its 769x769 models score slightly
   differently here.
-- Turns are of a whole view; the sliding window keeps its shape, and lies over the turned view.
 - semseg's published single-scale numbers include the mirror image: `slide` with `flip: true`.
 
 Every view is resized from the stored image in one step: bilinear, half-pixel centres, no
@@ -40,7 +39,6 @@ from segtrain.evaluation.settings import (
     BatchLimits,
     InferenceSettings,
     Size,
-    turned_size,
     view_sizes,
 )
 from segtrain.evaluation.windows import Tile, resized_tiles, slide
@@ -93,7 +91,7 @@ def predict_labels(
 
     The scores at `out_sizes` are made and dropped some rows at a time. So single whole views need
     memory for their own logits only, and sliding windows over an image of its out_size for one
-    window's height of rows; several scales, turns or another size need a map of the view.
+    window's height of rows; several scales or another size need a map of the view.
     """
     forward = model if isinstance(model, Forward) else Forward(model)
     needs_all = probabilities == "all" or rule is not None
@@ -237,20 +235,12 @@ def _batches(
 def _whole_views(
     forward: Forward, images: Tensor, settings: InferenceSettings, sizes: Sequence[Size]
 ) -> Iterator[Tensor]:
-    """The logits (N, K, height, width) of each view, turned and mirrored back where it was so."""
+    """The logits (N, K, height, width) of each view, mirrored back where it was so."""
     for size in sizes:
-        upright = _normalized_view(forward, images, size, settings)
-        for turn in settings.quarter_turns:
-            view = _turned(upright, turn)
-            yield _turned(forward.logits(view, settings.autocast), -turn)
-            if settings.flip:
-                mirrored = forward.logits(view.flip(-1), settings.autocast).flip(-1)
-                yield _turned(mirrored, -turn)
-
-
-def _turned(maps: Tensor, turn: int) -> Tensor:
-    """`maps`, (N, C, H, W), after `turn` quarter turns counter-clockwise."""
-    return maps.rot90(turn, (-2, -1)) if turn else maps
+        view = _normalized_view(forward, images, size, settings)
+        yield forward.logits(view, settings.autocast)
+        if settings.flip:
+            yield forward.logits(view.flip(-1), settings.autocast).flip(-1)
 
 
 def _slide(
@@ -261,23 +251,18 @@ def _slide(
     limits: BatchLimits,
     on_windows: Callable[[int], object],
 ) -> Iterator[Tile]:
-    """The mean probabilities of the windows of all scales and turns."""
+    """The mean probabilities of the windows of all scales."""
     logits, most = partial(forward.logits, dtype=settings.autocast), limits.of(settings.crop_size)
     sizes = view_sizes(image.shape[-2:], settings)
 
-    def tiles(size: Size, turn: int = 0) -> Iterator[Tile]:
-        # The image is turned under the same window, which need not be square.
-        view = _turned(_normalized_view(forward, image, size, settings), turn)
+    def tiles(size: Size) -> Iterator[Tile]:
+        view = _normalized_view(forward, image, size, settings)
         return slide(logits, view, settings, most, on_windows)
 
     if settings.num_views == 1 and sizes == [out_size]:
         yield from tiles(out_size)
         return
-    views = (
-        _turned(_whole_map(tiles(size, turn), turned_size(size, turn)), -turn)
-        for size in sizes
-        for turn in settings.quarter_turns
-    )
+    views = (_whole_map(tiles(size), size) for size in sizes)
     for mean in _mean_of_views(views, settings, [out_size]):
         yield from mean
 

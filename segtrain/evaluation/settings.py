@@ -49,7 +49,7 @@ class InferenceSettings:
     crop_size: (height, width) of the sliding window; unused in mode `whole`.
     overlap: the part of a window that its neighbour repeats, in [0, 1).
     scales: sizes of the views relative to the image after `short_side_px`.
-    flip, turns: views are also mirrored left to right; turned by 90, 180 and 270 degrees; both.
+    flip: views are also mirrored left to right.
     short_side_px: the image is first resized to this short side; None: it keeps its size.
     align_corners: how score maps are resized, as inside the model.
     mean, std, value_range: the normalization, see `segtrain.models.blocks.normalize`.
@@ -65,7 +65,6 @@ class InferenceSettings:
     overlap: float = 1 / 3
     scales: tuple[float, ...] = (1.0,)
     flip: bool = False
-    turns: bool = False
     short_side_px: int | None = None
     align_corners: bool = False
     mean: Values
@@ -84,17 +83,12 @@ class InferenceSettings:
     def num_views(self) -> int:
         """How many score maps are averaged; a sliding window averages its own mirror image."""
         mirrored = 2 if self.flip and self.mode == "whole" else 1
-        return len(self.scales) * len(self.quarter_turns) * mirrored
+        return len(self.scales) * mirrored
 
     @property
     def gives_logits(self) -> bool:
         """Whether scores are the network's logits; otherwise they are mean probabilities."""
         return self.mode == "whole" and self.num_views == 1
-
-    @property
-    def quarter_turns(self) -> range:
-        """The quarter turns, counter-clockwise, after which each view is shown to the network."""
-        return range(4 if self.turns else 1)
 
     @classmethod
     def from_config(cls, config: Config) -> "InferenceSettings":
@@ -106,7 +100,6 @@ class InferenceSettings:
             overlap=config.eval.overlap,
             scales=config.eval.scales,
             flip=config.eval.flip,
-            turns=config.eval.turns,
             short_side_px=config.data.short_side_px,
             align_corners=config.model.align_corners,
             mean=config.data.mean,
@@ -134,8 +127,6 @@ class InferenceSettings:
             parts.append(f"short side {self.short_side_px} px")
         parts.append("scale " + " ".join(f"{s:g}" for s in self.scales))
         parts.append("with flip" if self.flip else "no flip")
-        if self.turns:
-            parts.append("quarter turns")
         if self.thresholds is not None:
             parts.append("from " + " ".join(f"{t:.3g}" for t in self.thresholds))
         if self.autocast is not None:
@@ -148,11 +139,6 @@ def view_size(size: Sequence[int], short_side_px: int | None, scale: float) -> S
     base = 1.0 if short_side_px is None else short_side_px / min(size)
     height, width = (max(1, math.floor(side * base * scale + 0.5)) for side in size)
     return height, width
-
-
-def turned_size(size: Size, turn: int) -> Size:
-    """The (height, width) of what has `size` after `turn` quarter turns."""
-    return size if turn % 2 == 0 else (size[1], size[0])
 
 
 def view_sizes(size: Sequence[int], settings: InferenceSettings) -> list[Size]:

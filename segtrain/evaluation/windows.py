@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from segtrain.evaluation.settings import InferenceSettings, Size, turned_size, view_sizes
+from segtrain.evaluation.settings import InferenceSettings, Size, view_sizes
 
 Logits = Callable[[Tensor], Tensor]
 """A model: normalized images (N, C, H, W) -> logits (N, K, H, W)."""
@@ -38,11 +38,7 @@ def window_starts(length: int, window: int, overlap: float) -> list[int]:
 
 def num_windows(size: Sequence[int], settings: InferenceSettings) -> int:
     """How many sliding windows an image of `size`, (height, width), takes over all scales."""
-    views = [
-        turned_size(view, turn)
-        for view in view_sizes(size, settings)
-        for turn in settings.quarter_turns
-    ]
+    views = view_sizes(size, settings)
     return sum(math.prod(map(len, _grid(view, settings))) for view in views)
 
 

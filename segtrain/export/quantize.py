@@ -116,7 +116,7 @@ class Quantizer:
         settings: InferenceSettings,
         size: tuple[int, int] | None,
     ) -> None:
-        whole = {"mode": "whole", "scales": (1.0,), "flip": False, "turns": False}
+        whole = {"mode": "whole", "scales": (1.0,), "flip": False}
         if size is not None:
             settings = replace(settings, **whole, short_side_px=None)
         self.settings = replace(settings, autocast=None, tf32=False)

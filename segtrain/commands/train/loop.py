@@ -185,7 +185,6 @@ def _keep_cadences(run: TrainRun) -> None:
     """Evaluates and saves, where the config or a signal asks for it after this step."""
     checkpoint = run.config.checkpoint
     save_requested = run.step_sync.pop_save_request()
-    asked_by = "checkpoint.every_s" if run.checkpoints.is_overdue else "SIGUSR1"
     evaluation_due = run.falls_on(run.config.eval.every_steps)
     keep_due = run.falls_on(checkpoint.keep_every_steps)
     was_cut = False
@@ -199,7 +198,7 @@ def _keep_cadences(run: TrainRun) -> None:
         save.save(run, keep=keep_due)
     # A request of this very step arrives while it is saved.
     if run.step_sync.pop_save_request() or save_requested:
-        run.log.lines([f"saved step {run.state.step}, as {asked_by} asked for"])
+        run.log.lines([f"saved step {run.state.step}, as SIGUSR1 asked for"])
     if evaluation_due:
         # The device is idle here, so a signal since the step before needs no further step.
         asked = dist.all_gather_object(run.signal_flags.stop_requested())

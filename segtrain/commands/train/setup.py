@@ -423,7 +423,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     dist.run_on_rank0(lambda: _take_directory(request, lock, stack))
     folder = directory / run_directory.CHECKPOINTS
     hooks = {"check_lock": lock.check, "saved": request.saved}
-    checkpoints = CheckpointManager(folder, every_s=config.checkpoint.every_s, **hooks)
+    checkpoints = CheckpointManager(folder, **hooks)
     # 2. The checkpoint to go on from, if there is one; is it one of this config?
     resumed = _find_checkpoint(checkpoints, request, notes)
     saved = resumed and resumed.checkpoint
@@ -469,7 +469,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     # 5. Signals and errors, on which all ranks act after the same step.
     signal_flags = SignalFlags(stop_on_usr1=request.requeue)
     stop_criteria = StopCriteria(config.train, saved and saved.ending, score=config.eval.best_name)
-    asking = signal_flags, ready.data, checkpoints, stop_criteria
+    asking = signal_flags, ready.data, stop_criteria
     step_sync, meeting = _keeping_together(config, state, *asking)
     steps = {"step": meeting} if isinstance(meeting, TrainStep) else {}
     run = TrainRun(
@@ -508,15 +508,13 @@ def _keeping_together(
     state: TrainState,
     signal_flags: SignalFlags,
     data: DatasetGuard,
-    checkpoints: CheckpointManager,
     stop_criteria: StopCriteria,
 ) -> tuple[StepSync, HogwildBarrier | Server | Worker | None]:
     """What lets all ranks stop, save and end after the same step (collective)."""
 
     def save_requested() -> bool:
-        by_clock = dist.is_main() and checkpoints.ask_by_clock()
         # Labels that turn out to differ stop the run when it saves.
-        return signal_flags.pop_save_request() or by_clock or data.has_failed()
+        return signal_flags.pop_save_request() or data.has_failed()
 
     requests = {
         "stop_requested": signal_flags.stop_requested,

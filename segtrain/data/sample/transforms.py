@@ -115,8 +115,6 @@ def draw_placement(
     rotated = augment.rotate_deg > 0 and rng.random() < _ROTATE_PROB
     angle_deg = rng.uniform(-augment.rotate_deg, augment.rotate_deg) if rotated else 0.0
     flip = bool(rng.random() < augment.flip_prob)
-    # Without these options they draw nothing: runs of before they existed keep their numbers.
-    upside_down = augment.vertical_flip_prob > 0 and rng.random() < augment.vertical_flip_prob
     turned = augment.quarter_turn_prob > 0 and rng.random() < augment.quarter_turn_prob
     turns = int(rng.integers(1, 4)) if turned else 0
     crop_h, crop_w = augment.crop_size if turns % 2 == 0 else augment.crop_size[::-1]
@@ -124,8 +122,8 @@ def draw_placement(
         rows=Span(height, max(1, round(height * scale)), crop_h),
         columns=Span(width, max(1, round(width * scale)), crop_w),
         angle_deg=angle_deg,
-        flip=flip != upside_down,
-        turns=(turns + 2 * upside_down) % 4,
+        flip=flip,
+        turns=turns,
     )
     target = None
     if point is not None:

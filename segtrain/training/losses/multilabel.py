@@ -53,6 +53,8 @@ class BinaryCrossEntropy:
 
 # Of the focal loss: arXiv:1708.02002, section 5.1.
 _GAMMA = 2.0
+# The Tversky loss weighs pixels that are missed so, and those found wrongly by the rest to 1.
+_TVERSKY_MISSED = 0.7
 
 
 class BinaryFocal(BinaryCrossEntropy):
@@ -68,8 +70,8 @@ class BinaryFocal(BinaryCrossEntropy):
 class Overlap:
     """1 - hits / (hits + a missed + b found wrongly), mean over the classes that labels show.
 
-    a = b = 1/2 is soft Dice of sigmoids, with or without squares as of `dice.Dice`; a of
-    `tversky_missed` and b = 1 - a the Tversky loss (arXiv:1706.05721, equation 4).
+    a = b = 1/2 is soft Dice of sigmoids, with or without squares as of `dice.Dice`; a = 0.7 and
+    b = 0.3, which its authors found best, the Tversky loss (arXiv:1706.05721, equation 4).
     """
 
     num_sums = 3
@@ -77,7 +79,7 @@ class Overlap:
     def __init__(self, options: LossOptions) -> None:
         kind = options.config.kind
         self._squared = kind == "dice"
-        self._missed = options.config.tversky_missed if kind == "tversky" else 0.5
+        self._missed = _TVERSKY_MISSED if kind == "tversky" else 0.5
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(3, K): sum(p g), sum(p^2) or sum(p), and sum(g) of each class."""

@@ -1,7 +1,6 @@
 """The learning rate of each step: pure functions of the config and the step."""
 
 import math
-from bisect import bisect_right
 
 from segtrain.config import Config
 from segtrain.config.optim import CYCLE_RISE
@@ -9,8 +8,6 @@ from segtrain.config.optim import CYCLE_RISE
 # One cycle begins with the rate divided by the first, and ends with that divided by the second:
 # div_factor and final_div_factor of torch's OneCycleLR.
 _CYCLE_START_DIV, _CYCLE_END_DIV = 25.0, 1e4
-# Of kind step, at each milestone.
-_MILESTONE_FACTOR = 0.1
 # The part of the steps after finish_from in which the rate rises to finish_peak.
 _RISE = 0.1
 
@@ -99,8 +96,6 @@ def _scheduled(config: Config, step: int) -> float:
         return b + (a - b) / 2 * (1 + math.cos(math.pi * done))
     if schedule.kind == "constant":
         return lr
-    if schedule.kind == "step":
-        return lr * _MILESTONE_FACTOR ** bisect_right(schedule.milestones or (), step)
     if schedule.kind == "poly":
         fraction = (1 - step / train.steps) ** schedule.poly_power
     else:
