@@ -218,7 +218,7 @@ def test_the_schema_describes_every_option():
         ("optim.kind=adamw optim.momentum=0.5", "optim.momentum: has no effect with kind adamw"),
         ("schedule.warmup_start=0.2", "schedule.warmup_start: has no effect with schedule.warmup_"),
         # Of no table: any of several rates will do.
-        ("optim.weight_decay=0 optim.decoupled_decay=true", "optim.decoupled_decay: has no effect"),
+        ("optim.weight_decay=0 optim.decay_toward=start", "optim.decay_toward: has no effect"),
         ("model.aux_head=false loss.aux_weight=1", "loss.aux_weight: has no effect with model.aux"),
         (
             "augment.color_prob=1 augment.color_jitter=[0,0,0,0]",

@@ -25,7 +25,6 @@ UPDATES = [
     {"optimizer": "adamw", "ema_decay": 0.9, "clip_grad_norm": 1.0},
     {"precision": "float16", "ema_decay": 0.9},
     {"precision": "float16", "optimizer": "adamw"},
-    {"decoupled_decay": True},
     {"layers": ({"zero": ("0.weight[:, 1]", "1.bias[2]")},), "precision": "float16"},
 ]
 

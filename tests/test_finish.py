@@ -97,8 +97,8 @@ def test_a_branch_falls_from_the_rate_of_the_checkpoint(schedule, step, rate):
     assert peaked[2 + 8] == pytest.approx(low + (0.04 - low) * (1 - (8 / 18) ** 0.5), rel=1e-12)
 
 
-def test_another_batch_leaves_the_rate_of_the_checkpoint_and_what_decay_divides_it_by():
-    options = {"lr": 0.02, "lr_batch_size": 16, "batch_size": 8, "decoupled_decay": True}
+def test_another_batch_leaves_the_rate_of_the_checkpoint():
+    options = {"lr": 0.02, "lr_batch_size": 16, "batch_size": 8}
     before = settings(steps=20, schedule="constant", **options)
     config = finish._branch_config(before, 10, 20, ["train.batch_size=4"], source="x")
     assert base_lr(config) == base_lr(before) == config.schedule.finish_lr == 0.01

@@ -122,7 +122,7 @@ def test_kernels_are_not_fused_on_a_cpu_nor_where_hooks_could_not_be_left_out():
     not by the hooks before it, nor by Muon."""
     cpu, cuda, half = torch.device("cpu"), torch.device("cuda"), {"precision": "float16"}
     assert may_be_captured(OneOfEach(), settings(**half), cuda)
-    for other in ({"decoupled_decay": True}, {"optimizer": "muon"}):
+    for other in ({"decay_toward": "start"}, {"optimizer": "muon"}):
         assert may_be_captured(OneOfEach(), settings(**other), cuda)
         assert not may_be_captured(OneOfEach(), settings(**half, **other), cuda)
     assert not may_be_captured(OneOfEach(), settings(), cpu)
@@ -302,31 +302,9 @@ def target_of(name, weight, toward):
 
 
 @pytest.mark.parametrize("toward", ["zero", "start"])
-def test_decoupled_sgd_is_composers(toward):
-    """DecoupledSGDW: momentum; w -= lr / initial_lr * decay * (w - s); w -= lr * momentum."""
-    rates = {"momentum": 0.8, "head_lr_mult": 10.0, "warmup_steps": 2}
-    train = options(decoupled_decay=True, decay_toward=toward, **rates)
-
-    def formula(name, weight):
-        target = target_of(name, weight, toward)
-        factor = 1.0 if name.startswith("backbone") else 10.0
-        buffer = torch.zeros_like(weight)
-        for step in range(STEPS):
-            lr = learning_rate(train, step)
-            buffer = 0.8 * buffer + weight**2 + step
-            weight = weight - lr / 0.02 * 0.3 * (weight - target) - lr * factor * buffer
-        return weight
-
-    assert_follows(train, formula)
-
-
-@pytest.mark.parametrize(
-    ("decoupled", "toward"), [(d, t) for d in (True, False) for t in ("zero", "start")]
-)
-def test_decay_of_adamw_is_the_formula(decoupled, toward):
-    """By lr as torch's (arXiv:1711.05101 with its schedule in lr), or by lr / initial_lr as
-    composer's DecoupledAdamW."""
-    train = options(optimizer="adamw", decoupled_decay=decoupled, decay_toward=toward)
+def test_decay_of_adamw_is_the_formula(toward):
+    """By lr as torch's: arXiv:1711.05101 with its schedule in lr."""
+    train = options(optimizer="adamw", decay_toward=toward)
 
     def formula(name, weight):
         target = target_of(name, weight, toward)
@@ -334,7 +312,7 @@ def test_decay_of_adamw_is_the_formula(decoupled, toward):
         for step in range(STEPS):
             lr = learning_rate(train, step)
             gradient = weight**2 + step
-            weight = weight - (lr / 0.02 if decoupled else lr) * 0.3 * (weight - target)
+            weight = weight - lr * 0.3 * (weight - target)
             first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
             root = (second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8
             weight = weight - lr * first / (1 - 0.9 ** (step + 1)) / root
@@ -410,7 +388,7 @@ def test_momentum_has_the_correction(rates):
 
 
 def test_a_step_that_float16_leaves_out_changes_nothing():
-    train = options(decoupled_decay=True)
+    train = options(decay_toward="start")
     model = TinyModel()
     with torch.no_grad():
         model.head.weight[0] = 0

@@ -88,7 +88,6 @@ def test_training_is_that_of_weights_which_torch_prunes(run_ranks, world_size):
     [
         {"optimizer": "adamw", "momentum": 0.9, "ema_decay": 0.8},
         {"optimizer": "muon", "momentum": 0.9, "ema_decay": 0.8},
-        {"decoupled_decay": True},
         {"decay_toward": "start", "clip_grad_norm": 0.1},
         {"precision": "float16", "ema_decay": 0.8},
         {"parallel": "hogwild"},

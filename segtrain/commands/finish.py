@@ -109,7 +109,7 @@ def _branch_config(
     )
     config = before.model_copy(update={"schedule": schedule})
     config = override_config(config, [f"train.steps={step + steps}", *overrides], source=source)
-    if base_lr(config) != base_lr(before):  # another batch; optim.decoupled_decay divides by it
+    if base_lr(config) != base_lr(before):  # another batch
         optim = config.optim.model_copy(update={"lr": base_lr(before), "lr_batch_size": None})
         config = config.model_copy(update={"optim": optim})
     usual, now = base_lr(config), config.schedule

@@ -114,11 +114,6 @@ class OptimConfig(Section):
         "SGD: L2, decay * weight joins the gradient; AdamW and Muon: decoupled, lr * decay * "
         "weight is taken away",
     )
-    decoupled_decay: bool = option(
-        False,
-        "decay * lr / (lr after warmup) * weight is taken away in each step, by all kinds "
-        "(arXiv:1711.05101; MosaicML's DecoupledSGDW and DecoupledAdamW)",
-    )
     decay_norm_and_bias: bool = option(
         True, "false: weight decay on the kernels of layers only, none on batch norm and biases"
     )
@@ -154,7 +149,7 @@ class OptimConfig(Section):
 
     def _mistakes(self) -> Iterator[str]:
         rates = (self.weight_decay, self.new_weight_decay, *(r.weight_decay for r in self.layers))
-        keys = "decoupled_decay decay_norm_and_bias decay_toward"
+        keys = "decay_norm_and_bias decay_toward"
         yield from self._no_effect(keys, any(rates), "weight_decay 0")
 
 

@@ -95,7 +95,7 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("norm.images", "train.parallel", "every process has statistics of its own"),
         ("norm.precise_batches", "train.parallel", "its processes share running statistics"),
         (
-            "optim.sam_rho optim.decoupled_decay",
+            "optim.sam_rho",
             "train.parallel",
             "its processes do not wait for each other",
         ),

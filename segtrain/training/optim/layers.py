@@ -39,8 +39,8 @@ def parameter_groups(
     """The trainable parameters in groups of equal settings, each with `lr_mult`.
 
     Every parameter is in exactly one group, also one shared by two modules. `param_names` are the
-    names of a group's parameters in order. What torch's optimizer cannot do by its `weight_decay`
-    stands under `pull`, for `optimizer.build_optimizer`: a rate, and `toward_start`.
+    names of a group's parameters in order. Decay toward the start, which torch's optimizers do not
+    have, stands under `pull`, for `optimizer.build_optimizer`.
 
     loaded: the names of the weights that come from a file; None: all. The others are new layers.
     """
@@ -51,16 +51,14 @@ def parameter_groups(
             continue
         is_old = loaded is None or name in loaded
         settings = _settings(name, parameter, optim, is_old=is_old)._replace(muon=name in by_muon)
-        by_torch = not (settings.toward_start or optim.decoupled_decay)
         group = groups.setdefault(
             settings,
             {
                 "params": [],
                 "param_names": [],
                 "lr_mult": settings.lr_mult,
-                "weight_decay": settings.decay if by_torch else 0.0,
-                "pull": 0.0 if by_torch else settings.decay,
-                "toward_start": settings.toward_start,
+                "weight_decay": 0.0 if settings.toward_start else settings.decay,
+                "pull": settings.decay if settings.toward_start else 0.0,
                 "muon": settings.muon,
             },
         )
@@ -267,7 +265,7 @@ def make_initial_weights(
     weights = {
         name: parameter.detach().clone()
         for group in parameter_groups(model, optim, loaded)
-        if group["toward_start"]
+        if group["pull"]
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
     toward = any(x.decay_toward == "start" for x in (optim, *optim.layers))

@@ -72,7 +72,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of the config; `set_learning_rate` gives it a rate before every step.
 
-    start: from `make_initial_weights`; None: decay pulls toward 0, and no weight is held there.
+    start: from `make_initial_weights`; None: no decay toward it, and no weight is held at 0.
     capturable: rates are tensors and one kernel of torch's does a whole step, so that its
         operations have the same numbers in each (see `may_be_captured`).
     """
@@ -149,13 +149,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> N
 def _pull(
     config: Config, points: dict[nn.Parameter, Tensor], optimizer: torch.optim.Optimizer, *_: Any
 ) -> None:
-    """The decay that torch's `weight_decay` cannot do; s is 0 or the starting weight.
+    """Decay toward the weight s that training started from, which torch's `weight_decay` cannot.
 
-        SGD:                    gradient += decay * (w - s)            L2, L2-SP (arXiv:1802.01483)
-        AdamW, Muon:            w -= decay * lr * (w - s)              arXiv:1711.05101
-        optim.decoupled_decay:  w -= decay * lr / base_lr * (w - s)    arXiv:1711.05101, as composer
-
-    base_lr is the rate after warmup, so the last form follows the schedule and not the rate.
+    SGD:          gradient += decay * (w - s)    L2-SP (arXiv:1802.01483)
+    AdamW, Muon:  w -= decay * lr * (w - s)      arXiv:1711.05101
     """
     optim = config.optim
     for group in optimizer.param_groups:
@@ -163,15 +160,9 @@ def _pull(
         weights = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not rate or not weights:
             continue
-        targets = [points[weight] for weight in weights] if group["toward_start"] else None
-        if optim.kind == "sgd" and not optim.decoupled_decay:
-            away = weights if targets is None else torch._foreach_sub(weights, targets)
+        targets = [points[weight] for weight in weights]
+        if optim.kind == "sgd":
+            away = torch._foreach_sub(weights, targets)
             torch._foreach_add_([weight.grad for weight in weights], away, alpha=rate)
-            continue
-        lr = group["lr"]
-        if optim.decoupled_decay:
-            lr = lr / (group["lr_mult"] * base_lr(config))
-        if targets is None:
-            torch._foreach_mul_(weights, 1 - rate * lr)
         else:
-            foreach_lerp_(weights, targets, rate * lr)
+            foreach_lerp_(weights, targets, rate * group["lr"])
