@@ -150,12 +150,7 @@ WRONG_UNIT = (
     "write [123.675, 116.28, 103.53]"
 )
 VALUES = [
-    (f"{SHOW} train.max_hours=0.0", 2, "--set train.max_hours: must be greater than 0, got 0.0"),
-    (
-        f"{SHOW} train.max_hours=1.0 --set train.shares=2 --set norm.precise_batches=1",
-        2,
-        "--set train.max_hours: cannot go with train.shares and norm.precise_batches: ...",
-    ),
+    (f"{SHOW} train.timeout_s=0.0", 2, "--set train.timeout_s: must be greater than 0, got 0.0"),
     (f"{SHOW} train.shares=7", 2, "...shares: 7 shares of a microbatch of 6 images ..."),
     (
         f"{SHOW} train.shares=4 --set train.batch_size=11 --set train.accumulate_steps=3",

@@ -352,7 +352,6 @@ def test_a_run_stopped_in_an_evaluation_leaves_it_and_repeats_it(
         one, other = (load(place / "checkpoints" / name) for place in (run, alone))
         assert bits(one) == bits(other)
         assert (one.evaluated, one.best) == (other.evaluated, other.best)
-        assert one.ending["evaluations"] == other.ending["evaluations"]
     assert (run / "receipts.jsonl").read_text() == (alone / "receipts.jsonl").read_text()
     assert curves(run) == curves(alone)
 

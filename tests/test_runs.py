@@ -22,15 +22,15 @@ def sizes(directory):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A complete run, one that ended early by itself, and one that was paused."""
+    """Two complete runs, and one that was paused."""
     home = tmp_path_factory.mktemp("home")
     (home / "data").mkdir()
     write_data(home / "data")
     kept = {"keep_every_steps": 2, "every_steps": 1}
-    for name, steps, more in (("done", 4, {}), ("early", 50, {"max_hours": 1e-6}), ("cut", 9, {})):
+    for name, steps in (("done", 4), ("short", 2), ("cut", 9)):
         options = small(
             home / "data",
-            train={"steps": steps, **more},
+            train={"steps": steps},
             eval={"every_steps": 3 if name == "done" else None},
             checkpoint=kept,
         )
@@ -43,16 +43,16 @@ def runs(tmp_path_factory):
 def test_the_list_says_what_the_files_of_each_run_say(runs, tmp_path, lab, monkeypatch):
     monkeypatch.chdir(runs.parent)
     before = sizes(runs)
-    with RunLock(runs / "early"):
+    with RunLock(runs / "short"):
         lines = lab.done("runs", "--json", tmp_path / "x.json").out.splitlines()
     records = {r["directory"]: r for r in json.loads((tmp_path / "x.json").read_text())}
-    assert list(records) == ["runs/cut", "runs/done", "runs/early"]
+    assert list(records) == ["runs/cut", "runs/done", "runs/short"]
     for name, record in records.items():
         run = read_run(runs.parent / name)
         best = run.best and [*run.best]
         assert (record["step"], record["steps"]) == (run.step, run.config.train.steps)
         assert (record["best"], record["training_s"]) == (best, pytest.approx(run.training_s))
-        assert record["num_bytes"] - run.disk_bytes() in (LOCK if run.name == "early" else [0])
+        assert record["num_bytes"] - run.disk_bytes() in (LOCK if run.name == "short" else [0])
     assert [record["state"] for record in records.values()] == ["stopped", "complete", "training"]
     assert lines[1].split() == [
         *("runs/cut", "-", "-", "3/9", "0.0", f"{records['runs/cut']['num_bytes'] / 1e9:.2f}"),
@@ -63,7 +63,7 @@ def test_the_list_says_what_the_files_of_each_run_say(runs, tmp_path, lab, monke
     assert f"stopped: segtrain folds {runs} --resume" in lab.done("runs", runs / "cut").out
     (runs / "folds.json").unlink()
     assert sizes(runs) == before
-    lines = lab.done("runs", runs / "early", runs).out.splitlines()  # each once
+    lines = lab.done("runs", runs / "short", runs).out.splitlines()  # each once
     assert [line.split()[-1] for line in lines[1:3]] == ["complete", "--resume"]
 
 
@@ -110,7 +110,7 @@ def test_a_cleared_run_can_be_used_but_not_trained_on(runs, lab):
         ("eval", run),
         ("predict", run, photos, "--output", runs.parent / "out"),
         ("report", run),
-        ("compare", run, runs / "early"),
+        ("compare", run, runs / "short"),
         ("runs", "--clear", run),
     ):
         lab.done(*command, *(() if command[0] == "runs" else ("--device", "cpu")))
@@ -122,15 +122,15 @@ def test_a_cleared_run_can_be_used_but_not_trained_on(runs, lab):
 
 def test_what_is_not_complete_or_in_use_is_not_cleared(runs, lab):
     lab.folder = runs
-    with RunLock(runs / "early"):
-        said = lab.refused("runs", "--clear", runs / "early", runs / "cut", runs)
-    assert re.search(r"early: in use by process \d+ on \S+; wait for it to end\n", said)
+    with RunLock(runs / "short"):
+        said = lab.refused("runs", "--clear", runs / "short", runs / "cut", runs)
+    assert re.search(r"short: in use by process \d+ on \S+; wait for it to end\n", said)
     assert "cut: not complete, step 3 of 9; go on with segtrain train" in said
     assert "runs: expected the directory of a run" in said
 
 
 def test_without_best_the_newest_checkpoint_stays(runs, lab, capsys):
-    run = runs / "early"
+    run = runs / "short"
     os.rename(run / "checkpoints/best.pt", run / "elsewhere.pt")
     names = {path.name for path in (run / "checkpoints").glob("*.pt")}
     lab.done("runs", "--clear", run)

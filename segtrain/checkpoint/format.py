@@ -40,13 +40,6 @@ class BestScore(TypedDict):
     score: float
 
 
-class Ending(TypedDict):
-    """What `StopCriteria` has counted."""
-
-    hours: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # of training so far
-    evaluations: Annotated[int, Field(ge=0)]  # since the best one
-
-
 class PluginFields(TypedDict):
     """Code of somebody's own that the run named in its config; see `plugins.Plugin`."""
 
@@ -72,7 +65,6 @@ class Checkpoint(NamedTuple):
     data: str | None = None  # the DataFingerprint as JSON; None: the model comes from elsewhere
     shares: dict[str, Any] | None = None  # see `restore.shares_fields`
     start: dict[str, Any] | None = None  # see `restore.initial_weights_fields`
-    ending: Ending | None = None
     centroids: str | None = None  # `Centroids.sha256` with data.class_uniform
     sample_losses: dict[str, Any] | None = None  # `SampleLosses.fields` with log.sample_losses
     # With task multilabel, of each class, fitted by the newest evaluation.

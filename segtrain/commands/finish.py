@@ -70,7 +70,7 @@ def begin(
         stack.enter_context(RunLog(directory, enabled=True))
         checkpoints.clean_up()
         checkpoints.check_space(saved)
-        checkpoints.keep(saved._replace(config=config_field(config), best=None, ending=None))
+        checkpoints.keep(saved._replace(config=config_field(config), best=None))
         with files.os_errors_as(ExecutionError, directory, "cannot be written"):
             for name in (ENVIRONMENT, run_directory.METRICS):
                 with suppress(FileNotFoundError):

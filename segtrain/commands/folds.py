@@ -133,8 +133,7 @@ def _scored_once(config: Config, given: Sequence[str]) -> Config:
         say("warning: eval.every_steps: the best of several evaluations flatters a fold's score")
         return config
     say("eval.every_steps: null for folds, so that no score chooses its own checkpoint")
-    once = ["eval.every_steps=null", "train.patience=null"]
-    return override_config(config, once, source="segtrain folds")
+    return override_config(config, ["eval.every_steps=null"], source="segtrain folds")
 
 
 def _check_same(

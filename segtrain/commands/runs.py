@@ -12,9 +12,9 @@ from segtrain.errors import EXIT_OK, ConfigError, ExecutionError, UserError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.results.runs import Summary, find_runs, summarize
 from segtrain.run import directory as run_directory
+from segtrain.run.console import completion
 from segtrain.run.division import FOLDS, SEEDS
 from segtrain.text import counted, printable
-from segtrain.training.stop_criteria import StopCriteria
 
 _COLUMNS = ("run", "best", "at step", "steps", "hours", "GB", "state")
 
@@ -99,8 +99,7 @@ def _clear(directory: Path) -> int:
             raise ConfigError(f"{printable(directory)}: has no checkpoint to clear")
         checkpoint = load(path)
         config, _ = parse_experiment(checkpoint, path)
-        criteria = StopCriteria(config.train, checkpoint.ending)
-        if not criteria.completion(checkpoint.step, checkpoint.evaluated):
+        if not completion(config.train.steps, checkpoint.step, checkpoint.evaluated):
             done = f"step {checkpoint.step} of {config.train.steps}"
             again = f"segtrain train {shlex.quote(printable(directory))} --resume"
             raise ConfigError(f"{printable(directory)}: not complete, {done}; go on with {again}")

@@ -159,8 +159,8 @@ class EvalConfig(Section):
     every_steps: Positive | None = option(4000, "evaluate this often; null: at the end only")
     best: Literal["miou", "mdice"] | Annotated[tuple[Name, ...], Field(min_length=1)] = option(
         "miou",
-        "the score that chooses best.pt, and that train.patience waits for: mIoU, mDice, or the "
-        "mean IoU of these classes, such as [person, rider]",
+        "the score that chooses best.pt: mIoU, mDice, or the mean IoU of these classes, such as "
+        "[person, rider]",
     )
     mode: Literal["whole", "slide"] = option(
         "whole", "the image at once, or windows of crop_size whose results are averaged"
@@ -309,12 +309,6 @@ class Config(Section):
                 "loss.also: with train.accumulate_steps microbatches are weighed by class weights, "
                 "and parts with train.staleness 0, and those of the terms differ; give all terms "
                 "the same class_weights, or use train.virtual_ranks instead"
-            )
-        if None not in (train.shares, train.max_hours, norm.precise_batches):
-            yield (
-                "train.max_hours: cannot go with train.shares and norm.precise_batches: the "
-                "evaluation at its end changes running statistics, so a run that goes on would "
-                "not have the bits of one that never ended; set norm.precise_batches to null"
             )
 
     def _task_mistakes(self) -> Iterator[str]:

@@ -64,7 +64,6 @@ NEEDS: dict[str, dict[str, str]] = {
     },
     "Config": {
         "loss.aux_weight": "model.aux_head",
-        "train.patience": "eval.every_steps",
         "eval.thresholds": "task=multilabel",
         "schedule.warmup_start": "schedule.warmup_steps",
     },

@@ -68,15 +68,6 @@ class TrainConfig(Section):
         "classes with the same name, but for case, _ and -, keep their rows of the classifiers; "
         "others start from random numbers, and the classifiers then count as new in optim",
     )
-    max_hours: PositiveFloat | None = option(
-        None,
-        "end after so many hours of training, over all resumptions; the learning rate does not "
-        "follow: it is that of steps; null: no limit",
-    )
-    patience: Positive | None = option(
-        None,
-        "end after so many evaluations in a row without a better score (eval.best); null: never",
-    )
     deterministic: bool = option(
         False,
         "kernels that compute the same bits in every run, and an error where torch has none; on "

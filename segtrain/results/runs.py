@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,10 +107,6 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
-_ENDED = re.compile(rb" INFO (ended after|already complete:) ")
-_TAIL_BYTES = 2000
-
-
 def summarize(directory: Path) -> Summary:
     """What the small files of a run tell in a few milliseconds; nothing is written."""
     try:
@@ -130,7 +125,7 @@ def summarize(directory: Path) -> Summary:
     evaluated = max((step for step, _ in evaluations), default=0)
     if run_directory.is_locked(directory):
         state = "training"
-    elif evaluated and (evaluated == steps or (evaluated == step and _has_ended(directory))):
+    elif evaluated and evaluated == steps:
         state = "complete and cleared" if entries.keys() == {BEST} else "complete"
     else:
         state = "stopped"
@@ -251,11 +246,6 @@ def tail(path: Path, num_bytes: int) -> list[bytes]:
         # A number that is cut would be another one.
         return file.read().splitlines()[1 if start else 0 :]
     return []
-
-
-def _has_ended(directory: Path) -> bool:
-    """Whether the log ends with the end of a run that ended before train.steps."""
-    return any(map(_ENDED.search, tail(directory / run_directory.LOG, _TAIL_BYTES)))
 
 
 def _plain(value: Any) -> Any:

@@ -98,6 +98,16 @@ class ProgressBar:
             self._say("  ".join([f"{self._what} {self._done}/{self._total}", *self._words]))
 
 
+def completion(steps: int, step: int, evaluated: int) -> str:
+    """How far a run of `steps` came if nothing is left to do after `step`; otherwise empty.
+
+    evaluated: the step of its newest evaluation.
+    """
+    if step > steps:
+        return f"{step} steps (train.steps {steps})"
+    return f"{step} steps" if evaluated == steps else ""
+
+
 def score_text(best: dict[str, Any] | None) -> str:
     """Such as `best mIoU 0.7123 at step 4000`; the score is that of eval.best."""
     if best is None:

@@ -129,15 +129,7 @@ SUSPECTS = "suspects.html"
 _ROUNDING = ("model.recompute", "train.virtual_ranks")
 HARMLESS = (
     *("data.root", "data.classes", "data.pack", "data.num_workers"),
-    # Where a run ends does not change the steps before.
-    *(
-        "train.compile",
-        "train.graph",
-        "train.timeout_s",
-        "train.max_hours",
-        "train.patience",
-        "train.split",
-    ),
+    *("train.compile", "train.graph", "train.timeout_s", "train.split"),
     # Not where code of the user's own lies: its hash counts.
     *("log.", "checkpoint.", "plugins", "eval.metrics"),
 )

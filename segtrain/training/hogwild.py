@@ -128,7 +128,7 @@ class HogwildBarrier(Part):
 
     step: updates done so far. timeout_s: how long to wait for a slower process.
     step_sync: of this process alone; gets what all agree on.
-    stop_requested, save_requested, end_requested: as for `StepSync`.
+    stop_requested, save_requested: as for `StepSync`.
     """
 
     def __init__(
@@ -139,16 +139,15 @@ class HogwildBarrier(Part):
         timeout_s: float,
         stop_requested: Callable[[], bool],
         save_requested: Callable[[], bool],
-        end_requested: Callable[[], bool],
     ) -> None:
         self._step_sync = step_sync
-        self._requests = stop_requested, save_requested, end_requested
+        self._requests = stop_requested, save_requested
         self._timeout_s = timeout_s
         # Of all processes: whether one asked to meet, and the updates that each has done.
         self._asked, self._steps = shared_copies(
             [torch.zeros(1, dtype=torch.int64), torch.full((dist.world_size(),), step)]
         )
-        self._wanted = [False] * 3  # to stop, save, end
+        self._wanted = [False] * 2  # to stop, to save
         self._next: int | None = None  # the step after which all meet, once it is agreed
 
     @contextmanager
@@ -206,7 +205,7 @@ class HogwildBarrier(Part):
                 return False
             if min(steps) == step:
                 break  # nobody is on the way any more
-        self._next, self._wanted = None, [False] * 3
+        self._next, self._wanted = None, [False] * 2
         if dist.is_main():
             self._asked.zero_()  # a later request is repeated after the next step
         self._step_sync.ask(*map(any, wanted))

@@ -46,7 +46,7 @@ class StepNumbers(NamedTuple):
 
     lr: the backbone's. toward: how far the average of the weights goes to the newest ones.
     mixed: the weight of MixUp's partners in the loss. phase: of the sample losses.
-    requests: (3,), what this rank is asked for (`StepSync.requests`).
+    requests: (2,), what this rank is asked for (`StepSync.requests`).
     """
 
     lr: float | Tensor
@@ -60,7 +60,7 @@ class StepNumbers(NamedTuple):
         cls,
         device: torch.device,
         numbers: Sequence[float] = (0.0, 0.0, 0.0, 0),
-        requests: Sequence[float] = (0.0, 0.0, 0.0),
+        requests: Sequence[float] = (0.0, 0.0),
         *,
         tensors: bool = False,
     ) -> "StepNumbers":
@@ -124,7 +124,7 @@ def local_step(
     config: Config,
     device: torch.device,
     *,
-    requests: Sequence[float] = (0.0, 0.0, 0.0),
+    requests: Sequence[float] = (0.0, 0.0),
     data_s: float = 0.0,
 ) -> LocalStep:
     """The next step of `state`, on `device`; `batches`: of each microbatch, of this rank."""

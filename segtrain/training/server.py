@@ -52,7 +52,7 @@ class _End(TrainStep, Part):
     """One end of the wire: a process that computes its steps alone.
 
     about: as for `TrainStep`.
-    requests: as for `StepSync`, to stop, save and end.
+    requests: as for `StepSync`, to stop and to save.
     """
 
     def __init__(self, *about: Any, requests: Sequence[Callable[[], bool]]) -> None:
@@ -86,7 +86,7 @@ class Server(_End):
         self._arrived: dict[int, _Gradient] = {}  # wait for their update
         self._mail: SimpleQueue[tuple[int, Any, Tensor]] = SimpleQueue()
         self._handed = self._updates = self._until = 0  # parts; all meet after step `_until`
-        self._wanted = [False] * 3
+        self._wanted = [False] * 2
         self._ages: list[int] = []  # of the applied gradients since the last log line
 
     def __call__(self, local: LocalStep) -> StepTensors:
@@ -109,7 +109,7 @@ class Server(_End):
             state.average.update(state.model, local.numbers.toward)
         losses = torch.tensor([one.losses for one in found], dtype=torch.float64)
         means = (losses * _shares(found).unsqueeze(1)).sum(0)
-        flags = torch.zeros(6, dtype=torch.float64)
+        flags = torch.zeros(5, dtype=torch.float64)
         return StepTensors(means, torch.stack(norms).mean(), flags, None)
 
     def scalars(self) -> dict[str, float]:
@@ -134,7 +134,7 @@ class Server(_End):
         dist.barrier()
         step = self._state.step
         self._until = next(n for n in count(step + 1) if n >= run.last_step or run.is_due(n))
-        self._handed, self._idle, self._wanted = step * self._parts, [*self._workers], [False] * 3
+        self._handed, self._idle, self._wanted = step * self._parts, [*self._workers], [False] * 2
 
     def _take(self) -> _Gradient | None:
         """The next gradient to apply; None: its worker has died."""

@@ -1,4 +1,4 @@
-"""What the ranks agree on in each step: sums of the loss; whether to stop, save, end or fail.
+"""What the ranks agree on in each step: sums of the loss; whether to stop, save or fail.
 
 Everything rides in one small all-reduce between forward and backward. The flags are read one step
 later, when they have long arrived, so that the host never waits for the device. Before anything
@@ -22,7 +22,6 @@ class StepSync:
 
     stop_requested: asked in every step; true on one rank, all stop after the same step.
     save_requested: asked in every step; true on one rank, once, all save.
-    end_requested: asked in every step; true on one rank, all end the training after the same step.
     overflow_allowed: for float16, which skips such steps; only many in a row are an error.
     timeout_s: how long the host waits for a device that in turn waits for other ranks.
     """
@@ -32,29 +31,28 @@ class StepSync:
         stop_requested: Callable[[], bool],
         *,
         save_requested: Callable[[], bool] = lambda: False,
-        end_requested: Callable[[], bool] = lambda: False,
         overflow_allowed: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         self.stopped = self.ended = False
         self._save_due = False
-        self._requests = stop_requested, save_requested, end_requested
+        self._requests = stop_requested, save_requested
         self._overflow_allowed = overflow_allowed
         self._overflows = 0
         self._timeout_s = timeout_s
-        # (5,) each: ranks with a bad loss, whether this is one, requests to stop, save and end.
+        # (4,) each: ranks with a bad loss, whether this is one, requests to stop and save.
         self._microbatch_flags: list[Tensor] = []
         # Step, flags on their way to the host, and the names of the images on this rank.
         self._pending: tuple[int, _Readback, list[str]] | None = None
 
     def requests(self) -> list[float]:
-        """What this rank is asked for, 1 or 0 each: to stop, save and end."""
+        """What this rank is asked for, 1 or 0 each: to stop and to save."""
         return [float(requested()) for requested in self._requests]
 
     def reduce(self, sums: Tensor, requests: Tensor | None = None) -> Tensor:
         """The sums of the loss over all ranks, float64, in the shape of `sums` (collective).
 
-        requests: (3,) float64, `requests` on the device; None: for nothing.
+        requests: (2,) float64, `requests` on the device; None: for nothing.
         """
         local = sums.detach().double().flatten()
         bad_here = (~local.isfinite().all()).double().view(1)
@@ -66,7 +64,7 @@ class StepSync:
         return sums_of_all.view(sums.shape)
 
     def take_flags(self, grad_norm: Tensor) -> Tensor:
-        """The flags of the microbatches since the last call, and of the gradient, (6,)."""
+        """The flags of the microbatches since the last call, and of the gradient, (5,)."""
         bad_gradient = (~grad_norm.isfinite()).double()
         flags = torch.cat([torch.stack(self._microbatch_flags).sum(0), bad_gradient.view(1)])
         self._microbatch_flags.clear()

@@ -97,10 +97,8 @@ def _new(args: argparse.Namespace, config: Config) -> History:
         raise ConfigError(f"--every: {every} must be smaller than train.steps")
     if members < 2:
         raise ConfigError(f"--members: expected at least 2, got {members}")
-    # Receipts know nothing of weights taken over; the others let members end at different steps.
-    for key in ("shares", "patience", "max_hours"):
-        if getattr(config.train, key) is not None:
-            raise ConfigError(f"train.{key}: has no place in a population; set it to null")
+    if config.train.shares is not None:  # receipts know nothing of weights taken over
+        raise ConfigError("train.shares: has no place in a population; set it to null")
     perturb = args.perturb or list(PERTURB)
     for key in perturb:
         if problem := _problem_of(key, config):

@@ -45,9 +45,8 @@ from segtrain.training.step_sync import LateVote
 def evaluate(run: TrainRun) -> bool:
     """Scores the model on the evaluation split, logs it, and saves it if it is the best so far.
 
-    Asks the run to end if none was better for train.patience evaluations. A signal to stop ends the
-    evaluation at once: then it has told and counted nothing, the run stops, and its resumption
-    evaluates again. Returns whether the evaluation came to its end. Collective.
+    A signal to stop ends the evaluation at once: then it has told nothing, the run stops, and its
+    resumption evaluates again. Returns whether the evaluation came to its end. Collective.
     """
     save.settle(run)
     config, step, classes, log = run.config, run.state.step, run.eval_set.classes, run.log
@@ -75,11 +74,6 @@ def evaluate(run: TrainRun) -> bool:
         log.picture(step, "eval/confusion", confusion)
     _show(run, pictures)
     better = is_better(score, run.best)
-    # Do not count the extra evaluation of an early stop.
-    if step % (config.eval.every_steps or config.train.steps) == 0:
-        run.stop_criteria.count(better=better)
-    if run.stop_criteria.is_out_of_patience():
-        run.step_sync.ask(end=True)
     if better:
         run.best = {"step": step, "by": by, "score": score}
         if dist.is_main():

@@ -19,7 +19,7 @@ from segtrain.errors import EXIT_OK
 from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
-from segtrain.run.console import score_text
+from segtrain.run.console import completion, score_text
 from segtrain.run.receipts import Receipt, read_receipts
 from segtrain.training.receipt_meter import weights_lines
 
@@ -80,9 +80,6 @@ def begin(run: TrainRun) -> bool:
     run.signal_flags.install()
     if has_launcher():
         write_exit_status(None)
-    if run.stop_criteria.reason():  # only the evaluation after its last step was cut short
-        run.step_sync.ask(end=True)
-    run.stop_criteria.start()
     if _evaluation_is_left(run):
         _keep_cadences(run)
     if run.state.step < run.last_step and not run.step_sync.is_over:
@@ -106,7 +103,8 @@ def _begin_steps(run: TrainRun) -> None:
 def _nothing_left(run: TrainRun) -> list[str]:
     """What to log of a run that is complete, or has come to the step of --until; else empty."""
     if done := _completion(run):
-        return [f"already complete: {done}, {score_text(run.best)}", *_way_on(run)]
+        longer = f"to train longer: {_branch(run)}"
+        return [f"already complete: {done}, {score_text(run.best)}", longer]
     is_paused = run.last_step <= run.state.step and run.last_step < run.config.train.steps
     if is_paused and not _evaluation_is_left(run):
         return [f"already at step {run.state.step}", _to_train_on(run)]
@@ -140,8 +138,9 @@ def finish(run: TrainRun) -> None:
         save.save(run)
     if run.receipts is not None and dist.is_main():
         run.log.lines(weights_lines(state))
-    if state.step < config.train.steps:
-        run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])
+    if state.step < config.train.steps:  # a callback asked for it
+        done = f"ended after {state.step} of {config.train.steps} steps"
+        run.log.lines([done, _to_train_on(run), f"to let the rate come down: {_branch(run)}"])
 
 
 def _evaluation_is_left(run: TrainRun) -> bool:
@@ -151,16 +150,11 @@ def _evaluation_is_left(run: TrainRun) -> bool:
 
 def _completion(run: TrainRun) -> str:
     """How far the run came if nothing is left to do; otherwise empty."""
-    return run.stop_criteria.completion(run.state.step, run.evaluated)
+    return completion(run.config.train.steps, run.state.step, run.evaluated)
 
 
-def _way_on(run: TrainRun) -> list[str]:
-    """How a run goes on that has ended."""
-    finish = f"segtrain train {shlex.quote(str(run.directory))} --finish STEPS"
-    if run.state.step >= run.config.train.steps:
-        return [f"to train longer: {finish}"]
-    on = f"{_to_train_on(run)} --set {run.stop_criteria.key}=null"
-    return [on, f"to let the learning rate come down: {finish}"]
+def _branch(run: TrainRun) -> str:
+    return f"segtrain train {shlex.quote(str(run.directory))} --finish STEPS"
 
 
 def _to_train_on(run: TrainRun) -> str:

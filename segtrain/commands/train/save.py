@@ -79,7 +79,6 @@ def checkpoint_of(run: TrainRun) -> Checkpoint:
         data=run.data.fingerprint(),
         shares=shares_fields(state),
         start=initial_weights_fields(state),
-        ending=run.stop_criteria.fields(),
         centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
         sample_losses=state.sample_losses and state.sample_losses.fields(),
         thresholds=None if run.thresholds is None else list(run.thresholds),

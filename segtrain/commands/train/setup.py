@@ -55,7 +55,6 @@ from segtrain.training.server import Server, Worker
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
-from segtrain.training.stop_criteria import StopCriteria
 
 # How long a resumed run waits for the hashes of the labels before its first step.
 DATA_PATIENCE_S = 5.0
@@ -383,7 +382,6 @@ class TrainRun(Training):
     signal_flags: SignalFlags
     best: dict[str, Any] | None
     evaluated: int  # the step of the newest evaluation, 0: none
-    stop_criteria: StopCriteria
     changes: list[str]  # of config and centroids since the checkpoint, which were accepted
     step_log: StepLog
     receipts: ReceiptMeter | None = None  # with train.shares
@@ -468,9 +466,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         log.text("config", config_to_yaml(config))
     # 5. Signals and errors, on which all ranks act after the same step.
     signal_flags = SignalFlags(stop_on_usr1=request.requeue)
-    stop_criteria = StopCriteria(config.train, saved and saved.ending, score=config.eval.best_name)
-    asking = signal_flags, ready.data, stop_criteria
-    step_sync, meeting = _keeping_together(config, state, *asking)
+    step_sync, meeting = _keeping_together(config, state, signal_flags, ready.data)
     steps = {"step": meeting} if isinstance(meeting, TrainStep) else {}
     run = TrainRun(
         **ready.training(config, device, step_sync) | steps,
@@ -483,7 +479,6 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         signal_flags=signal_flags,
         best=saved and saved.best,
         evaluated=evaluated,
-        stop_criteria=stop_criteria,
         changes=changes,
         watch=host_watch(config, device, stack),
         step_log=StepLog(config, StepMeter(config.train.batch_size, device)),
@@ -508,9 +503,8 @@ def _keeping_together(
     state: TrainState,
     signal_flags: SignalFlags,
     data: DatasetGuard,
-    stop_criteria: StopCriteria,
 ) -> tuple[StepSync, HogwildBarrier | Server | Worker | None]:
-    """What lets all ranks stop, save and end after the same step (collective)."""
+    """What lets all ranks stop and save after the same step (collective)."""
 
     def save_requested() -> bool:
         # Labels that turn out to differ stop the run when it saves.
@@ -519,7 +513,6 @@ def _keeping_together(
     requests = {
         "stop_requested": signal_flags.stop_requested,
         "save_requested": save_requested,
-        "end_requested": lambda: dist.is_main() and stop_criteria.is_out_of_time(),
     }
     timeout_s = config.train.timeout_s
     if config.train.parallel == "sync":
