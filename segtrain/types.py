@@ -36,8 +36,6 @@ class Batch(NamedTuple):
     partner_labels: (N, H, W) uint8, of the images that MixUp has mixed in; None: there are none,
         as in a step in which `seed.mixup_weight` is 0.
     made_s: seconds that one process took to make it.
-    shown: (N,) int64, the image of the split that each crop shows; -1: it is made of two. None: not
-        known.
     pixels: the sum of `hash_pixels` of its samples, for receipts; None: not taken.
     """
 
@@ -46,14 +44,13 @@ class Batch(NamedTuple):
     names: list[str]
     partner_labels: Tensor | None = None
     made_s: float = 0.0
-    shown: Tensor | None = None
     pixels: int | None = None
 
     def empty(self) -> Batch:
         """The batch without its samples."""
-        partners, shown = (None if t is None else t[:0] for t in (self.partner_labels, self.shown))
+        partners = None if self.partner_labels is None else self.partner_labels[:0]
         pixels = None if self.pixels is None else 0
-        return Batch(self.images[:0], self.labels[:0], [], partners, self.made_s, shown, pixels)
+        return Batch(self.images[:0], self.labels[:0], [], partners, self.made_s, pixels)
 
 
 class DropoutMasks(NamedTuple):

@@ -271,7 +271,7 @@ def assert_same_state(one: Any, other: Any) -> None:
 
 def bits(record: Any) -> dict[str, str]:
     """The SHA-256 of all that train.shares keeps equal in a Checkpoint, by name."""
-    names = ("step", "model", "average", "optimizer", "scaler", "best", "shares", "sample_losses")
+    names = ("step", "model", "average", "optimizer", "scaler", "best", "shares")
     digests = {name: hashlib.sha256() for name in names}
     for name, digest in digests.items():
         _feed(digest, getattr(record, name))

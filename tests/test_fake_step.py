@@ -15,7 +15,6 @@ from segtrain.training import local
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.layers import make_initial_weights
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, may_be_captured
-from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.step import _loss_weights, update
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch, SegLogits
@@ -54,7 +53,7 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
         parameter.grad = torch.rand_like(parameter)
     with fake:
         start.hold_gradients(model)
-        numbers = local.StepNumbers.on(cuda, [0.1, 0.9, 0.0, 0], [0.0] * 3, tensors=capturable)
+        numbers = local.StepNumbers.on(cuda, [0.1, 0.9, 0.0], [0.0] * 3, tensors=capturable)
         update(state, numbers, optim.clip_grad_norm)
     fused = [name for name in fake.seen if name.startswith("_fused_")]
     assert fused == [f"_fused_{optim.kind}_"]
@@ -68,12 +67,11 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alph
         model=SimpleNamespace(dropout_channels=(8, None)),
         shares=None,
         criterion=SegLoss(settings.loss, torch.device("cuda")),
-        sample_losses=SampleLosses("abc", K, steps=9, device=torch.device("cuda")),
     )
     images = torch.zeros(2, 3, 65, 73, dtype=torch.uint8)
     labels = torch.zeros(2, 65, 73, dtype=torch.uint8)
     partners = None if mixup_alpha is None else labels
-    batch = Batch(images, labels, ["a", "b"], partners, shown=torch.tensor([2, -1]))
+    batch = Batch(images, labels, ["a", "b"], partners)
     with fake:
         indices = [range(2), range(8, 10)]
         cuda = torch.device("cuda")
@@ -81,7 +79,7 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alph
         weights = _loss_weights(state, parts, torch.zeros((), device="cuda"))
     tensors = [t for part in (*parts, weights) for t in part if isinstance(t, Tensor)]
     tensors += [mask for part in parts for mask in part.dropout if mask is not None]
-    assert len(tensors) == 10
+    assert len(tensors) == 8
     assert {t.device.type for t in tensors} == {"cuda"}
 
 
@@ -113,8 +111,6 @@ def test_no_loss_and_no_backward_pass_makes_the_host_wait(fake, loss):
         criterion.objective(sums, StepSync(lambda: False).reduce(sums))
         assert criterion.means(sums).shape == (2,)
         criterion.label_weight(labels)
-        measured = SampleLosses("abc", K, steps=9, device=torch.device("cuda"))
-        measured.add(4, torch.zeros(2, dtype=torch.int64, device="cuda"), logits[0], labels)
     # Where autograd works and reading a value is an error.
     criterion, logits, labels = loss_of(config(loss=loss), "meta")
     sums = criterion(SegLogits(*logits), labels)

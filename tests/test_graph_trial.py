@@ -35,7 +35,7 @@ def graphs(monkeypatch):
 
 
 NAMES = [
-    ("average", "sample losses"),
+    ("average",),
     ("float16", "adamw"),
     ("microbatches", "MixUp"),
     ("sharpness aware", "muon"),

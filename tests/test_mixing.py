@@ -154,18 +154,17 @@ def batches(stream, rank=0, world_size=1, num_workers=0, start_step=0):
 
 def assert_same(found, wanted):
     for one, other in zip(found, wanted, strict=True):
-        assert (one.names, one.shown.tolist()) == (other.names, other.shown.tolist())
+        assert one.names == other.names
         assert one.pixels == other.pixels
         for a, b in zip((one[0], one[1], one[3]), (other[0], other[1], other[3]), strict=True):
             assert torch.equal(a, b)
 
 
 def joined(parts):
-    images, labels, names, partner_labels, _, shown, pixels = zip(*parts, strict=True)
+    images, labels, names, partner_labels, _, pixels = zip(*parts, strict=True)
     names = list(chain.from_iterable(names))
     partners = torch.cat(partner_labels)
-    rest = {"shown": torch.cat(shown), "pixels": sum(pixels)}
-    return Batch(torch.cat(images), torch.cat(labels), names, partners, **rest)
+    return Batch(torch.cat(images), torch.cat(labels), names, partners, pixels=sum(pixels))
 
 
 def test_neither_ranks_nor_workers_nor_a_resumption_change_a_batch(everything):
@@ -197,14 +196,6 @@ def test_mixing_changes_nothing_else(everything):
         # A pasted pixel can have the label that was there.
         assert (three.images == one.images).all(1)[same].double().mean() > 0.5
         assert not (three.images == one.images).all(1)[~same].all()
-
-
-def test_a_crop_shows_an_image_if_nothing_is_mixed_in(everything):
-    stream = everything(mixup_alpha=0.01)  # whose weight is 0 in some steps
-    found = [pair for one in batches(stream) for pair in zip(one.names, one.shown, strict=True)]
-    own = {stream.dataset.name(i): i for i in range(len(stream.dataset))}
-    assert all(own.get(name, -1) == shown for name, shown in found)
-    assert {" + " in name for name, _ in found} == {True, False}
 
 
 def test_without_weight_a_step_has_no_partners(everything):

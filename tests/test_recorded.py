@@ -17,7 +17,6 @@ from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.models.precision import float32_products
 from segtrain.training.optim.optimizer import may_be_captured
-from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.state import make_state
 from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
@@ -44,8 +43,6 @@ def changing(config, *, capturable):
     """The operations that are not the same in the fourth step as in the third."""
     torch.manual_seed(0)
     state = make_state(small_model(config), config, CPU, capturable=capturable)
-    if config.log.sample_losses:
-        state.sample_losses = SampleLosses("abcd", 4, steps=8, device=CPU)
     sync = StepSync(lambda: False, save_requested=lambda: state.step == 3)
     step, records = TrainStep(state, config, CPU, sync), []
     for number in range(4):

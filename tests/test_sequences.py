@@ -32,7 +32,6 @@ from segtrain.training import state as state_module
 from segtrain.training.exact_sum import ExactGradientSum
 from segtrain.training.graph import GraphStep, why_not
 from segtrain.training.optim.optimizer import may_be_captured
-from segtrain.training.sample_losses import SampleLosses, why_unmeasured
 from segtrain.training.state import make_state, use_split
 from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
@@ -55,7 +54,6 @@ MORE = {
     "uneven microbatches": {"train": {"accumulate_steps": 3}},
     "virtual ranks": {"train": {"virtual_ranks": 2}},
     "shares": {"train": {"shares": 4}},
-    "class mix": {"augment": {"class_mix_prob": 0.5}},
     "mined part": {"loss": {"kind": "ohem", "ohem_fraction": 0.2}},
     "lovasz of the batch": {"loss": {"kind": "lovasz_batch"}},
     "dice": {"loss": {"kind": "dice"}},
@@ -83,7 +81,6 @@ CHOICES = [
     ("microbatches", "uneven microbatches"),
     ("virtual ranks", "shares"),
     ("bfloat16", "float16", "float64"),
-    ("MixUp", "class mix"),
     (
         *("mining", "mined part", "lovasz", "lovasz of the batch"),
         *("focal", "dice", "boundary relaxation"),
@@ -138,15 +135,12 @@ def config_of(names):
         "augment": {"crop_size": SIZE},
         "model": {"head_channels": 12, "aux_channels": 8},
         "train": {"batch_size": N, "steps": 30},
-        "log": {"sample_losses": False},
     }
     for name in names:
         for section, values in ALL[name].items():
             merged = isinstance(values, dict)
             sections[section] = sections.get(section, {}) | values if merged else values
     config = unread(**sections)
-    if config.log.sample_losses and (reason := why_unmeasured(config, N)):
-        raise ValueError(reason)
     if "recorded" in names:
         capturable = may_be_captured(model_of(config), config, CUDA)
         shares = config.train.shares
@@ -172,13 +166,10 @@ def batches(config, state, step):
     if config.is_multilabel:
         labels = nn.functional.one_hot(labels.long(), K).byte()
     labels[:, :3] = labels[-1:] = IGNORE_INDEX
-    shown = torch.arange(N)
-    if config.augment.class_mix_prob:
-        shown[::2] = -1
     for mine in map(torch.tensor, map(list, state.layout.positions(dist.rank()))):
         mine = mine.long()
         other = None if config.augment.mixup_alpha is None else labels.flip(0)[mine]
-        yield Batch(images[mine], labels[mine], ["a"] * len(mine), other, shown=shown[mine])
+        yield Batch(images[mine], labels[mine], ["a"] * len(mine), other)
 
 
 class Replayed(Recorded):
@@ -281,8 +272,6 @@ def sequence(ranks, rank, names, split=None):
     torch.manual_seed(0)
     state = make_state(model_of(config), config, CPU, capturable=is_recorded)
     ranks.watch(state)
-    if config.log.sample_losses:
-        state.sample_losses = SampleLosses("abcdefgh", K, steps=30, device=CPU)
     sync = StepSync(lambda: False, overflow_allowed=config.train.precision == "float16")
     step = TrainStep(state, config, CPU, sync)
     step = GraphStep(step, state) if is_recorded else step
@@ -354,7 +343,7 @@ def test_with_every_pair_of_options_all_ranks_ask_for_the_same(ranks):
 
 @pytest.mark.parametrize(
     "names",
-    [(), ("recorded",), ("groups of images", "sample losses"), ("shares",), ("virtual ranks",)],
+    [(), ("recorded",), ("groups of images",), ("shares",), ("virtual ranks",)],
     ids=str,
 )
 def test_where_the_split_changes_all_ranks_ask_for_the_same(ranks, names):

@@ -1,4 +1,4 @@
-"""`segtrain suspects`: masks that training never came to believe."""
+"""`segtrain suspects`: masks that the model does not believe."""
 
 import functools
 import html.parser
@@ -8,12 +8,26 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from experiments import COLORS, last, small, train, write_config, write_data
+import torch.nn.functional as F
+from experiments import COLORS, small, train, write_config, write_data
 from scipy import stats
 
-from segtrain.checkpoint.format import save
+from segtrain.checkpoint import load_model
 from segtrain.config import load_config
-from segtrain.results.suspects import OUTLIER, best_shift, claims, disputed, modified_z, rank
+from segtrain.data import open_dataset
+from segtrain.errors import CheckpointError
+from segtrain.models.blocks import Normalize
+from segtrain.results.cards import split_predictor
+from segtrain.results.suspects import (
+    OUTLIER,
+    best_shift,
+    claims,
+    class_sums,
+    disputed,
+    measure,
+    modified_z,
+    rank,
+)
 from segtrain.types import IGNORE_INDEX
 
 NAMES = ["ground", "plant", "water", "sand"]
@@ -45,18 +59,15 @@ def test_the_score_is_the_modified_z_of_the_logarithm():
     assert abs(many) == pytest.approx(5 * abs(few))
 
 
-def sums(images=20, classes=3, phases=4):
-    """Pixels, and losses of about 0.1 a pixel."""
-    pixels = np.full((phases, images, classes), 1000.0)
-    spread = np.random.default_rng(1).uniform(0.05, 0.15, pixels.shape)
-    return pixels * spread, pixels
+def sums(images=20, classes=3):
+    """Losses of about 0.1 a pixel, and pixels."""
+    pixels = np.full((images, classes), 1000.0)
+    return pixels * np.random.default_rng(1).uniform(0.05, 0.15, pixels.shape), pixels
 
 
-def test_the_worst_class_of_the_later_half_decides():
+def test_the_worst_class_of_an_image_decides():
     losses, pixels = sums()
-    losses[2:, 7, 1] = 3000.0
-    losses[2:, 3, 2] = 900.0
-    losses[:2, 11] = 9000.0  # learnt since
+    losses[7, 1], losses[3, 2] = 3000.0, 600.0
     found = rank(losses, pixels)
     first, second, *_, final = found.suspects
     assert (first.index, first.class_id, first.loss) == (7, 1, 3.0)
@@ -64,21 +75,33 @@ def test_the_worst_class_of_the_later_half_decides():
     assert (second.index, second.class_id) == (3, 2)
     assert (first.stands_out, second.stands_out, final.stands_out) == (True, True, False)
     assert first.score > second.score > OUTLIER
-    assert (len(found.suspects), found.unseen, found.first, found.last) == (20, 0, 0.5, 1.0)
+    assert (len(found.suspects), found.unseen) == (20, 0)
 
 
-def test_what_was_hardly_seen_is_not_judged_and_a_stopped_run_is_by_what_it_has():
+def test_an_image_that_hardly_shows_a_class_is_not_judged_by_it():
     losses, pixels = sums()
-    losses[:, 7, 1], pixels[:, 7, 1] = 300.0, 3.0
-    losses[:, 5], pixels[:, 5] = 0.0, 0.0
-    pixels[:, 7:, 2], losses[:, 4, 2] = 0.0, 9000.0  # a class of seven images
-    losses[3:] = pixels[3:] = 0  # stopped after phase 2: phases 1 and 2 are its later half
+    losses[7, 1], pixels[7, 1] = 300.0, 3.0
+    losses[5], pixels[5] = 0.0, 0.0
+    pixels[7:, 2], losses[4, 2] = 0.0, 9000.0  # a class of seven images
     found = rank(losses, pixels)
-    assert (found.first, found.last, found.unseen) == (0.25, 0.75, 1)
+    assert found.unseen == 1
     assert not found.suspects[0].stands_out
-    together = rank(*(x.sum(2, keepdims=True) for x in sums()))
-    assert {one.class_id for one in together.suspects} == {None}
-    assert rank(*(np.zeros((4, 20, 3)),) * 2).suspects == []
+    assert rank(*np.zeros((2, 20, 3))).suspects == []
+
+
+def test_the_losses_of_a_class_are_the_cross_entropy_of_its_pixels():
+    label = blobs()
+    logits = 5 * torch.randn(4, *label.shape, generator=torch.Generator().manual_seed(0))
+    classes = torch.from_numpy(label).long()
+    found = class_sums(logits.softmax(0), label)
+    for k in range(4):
+        alone = torch.where(classes == k, k, IGNORE_INDEX).unsqueeze(0)
+        options = {"ignore_index": IGNORE_INDEX, "reduction": "sum"}
+        wanted = F.cross_entropy(logits.double().unsqueeze(0), alone, **options)
+        assert found[0, k] == pytest.approx(wanted.item(), rel=1e-5)
+        assert found[1, k] == (label == k).sum() > 0
+    impossible = class_sums(torch.zeros(4, *label.shape), label)
+    assert impossible[0] == pytest.approx(64.5 * found[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("shift", [(0, 0), (0, 8), (-5, 3), (7, -8)])
@@ -112,7 +135,6 @@ def test_claims_name_what_is_swapped_missing_and_another_class():
     unsure = "of plant the model predicts 0% as labelled, 100% as water (80% sure)"
     assert said(swapped, sure=0.8) == [unsure]
     assert said(true) == ["of plant the model predicts 100% as labelled"]
-    assert said(np.where(true == 1, 2, true), sure=0.8) == ["the mask has no plant now"]
 
     missing = true.copy()
     missing[20:44, 40:80] = 0
@@ -141,6 +163,10 @@ def test_slivers_along_borders_are_not_in_dispute():
     assert not region[12:14, 8:10].any()
 
 
+# The classes that two of the masks have in place of 0, 1, 2, 3.
+WRONG = {3: [2, 1, 0, 3], 17: [0, 2, 1, 3]}
+
+
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     """The directory of a run on 24 images, of which two have wrong masks; and its config."""
@@ -151,7 +177,7 @@ def planted(tmp_path_factory):
         label = np.kron(rng.permutation(4).reshape(2, 2), np.ones((20, 24), int))
         colors = COLORS[label % 4] + rng.normal(0, 10, (*label.shape, 3))
         cv2.imwrite(str(root / f"images/train/{i}.png"), colors.clip(0, 255).astype(np.uint8))
-        wrong = {3: [2, 1, 0, 3], 17: [0, 2, 1, 3]}.get(i, [0, 1, 2, 3])
+        wrong = WRONG.get(i, [0, 1, 2, 3])
         table = np.array([*wrong, *range(4, 256)], np.uint8)
         cv2.imwrite(str(root / f"labels/train/{i}.png"), table[label])
     augment = {"crop_size": [33, 41], "scale_range": [1.0, 1.0], "color_prob": 0.0}
@@ -202,6 +228,7 @@ def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path
     assert code == 0
     assert "not the data of the training" in out
     assert {tuple(line.split()[1:3]) for line in (first, second)} == {("*", "3"), ("*", "17")}
+    assert "measured by one pass of best.pt, step 40; a wrong mask that" in out
     assert "swapped" in first + second or "looks like" in first + second
     text = page.read_text()
     assert all(source.startswith("data:image/webp;base64,") for source in Sources(text).found)
@@ -215,63 +242,64 @@ def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path
     assert without.model_copy(update={"data": data}) == expected
 
 
-@pytest.mark.parametrize(("longer", "warned"), [(1, True), (3, False)])
-def test_only_masks_that_stand_out_are_left_out_and_few_crops_are_warned_of(
-    planted, tmp_path, suspects, longer, warned
-):
-    run, listed = tmp_path / "run", tmp_path / "wrong.yaml"
-    shutil.copytree(planted[0], run)
-    (run / "checkpoints/manifest.json").unlink()
-    checkpoint = last(run)
-    kept = checkpoint.sample_losses
-    alike = kept["sums"].clone()
-    alike[..., 0] = alike[..., 1]
-    steps = checkpoint.config.replace('"steps": 40', f'"steps": {40 * longer}')
-    changed = {"sample_losses": kept | {"sums": alike}, "step": 40 * longer, "config": steps}
-    save(run / "checkpoints/last.pt", checkpoint._replace(**changed))
-    code, out, _ = suspects(run, "--number", 1, "--exclude", listed)
+def test_each_image_is_measured_as_a_whole_by_the_model_of_the_run(planted):
+    run, config = planted
+    loaded, data = load_model(run), load_config(config).data
+    dataset = open_dataset(data, "train")
+    losses, pixels = measure(split_predictor(loaded, torch.device("cpu")), dataset, num_threads=2)
+    normalize = Normalize(data.mean, data.std, data.value_range)
+    for i in (0, 17):
+        image, label = dataset[i]
+        assert pixels[i].tolist() == np.bincount(label.ravel(), minlength=4).tolist()
+        view = normalize(torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0))
+        with torch.no_grad():
+            logits = loaded.model(view).out.double()
+        wanted = F.cross_entropy(logits, torch.from_numpy(label).long()[None], reduction="sum")
+        assert losses[i].sum() == pytest.approx(wanted.item(), rel=1e-4)
+    for weight in loaded.model.parameters():
+        weight.detach().fill_(torch.inf)
+    with pytest.raises(CheckpointError, match="image 0: the scores of the model are not finite"):
+        measure(split_predictor(loaded, torch.device("cpu")), dataset, num_threads=2)
+
+
+def test_where_no_mask_stands_out_no_list_is_written(planted, tmp_path, suspects):
+    run, config = planted
+    data, listed = tmp_path / "data", tmp_path / "wrong.yaml"
+    shutil.copytree(config.parent / "images", data / "images")
+    shutil.copytree(config.parent / "labels", data / "labels")
+    for i, wrong in WRONG.items():
+        path = str(data / f"labels/train/{i}.png")
+        mended = np.argsort([*wrong, *range(4, 256)]).astype(np.uint8)
+        cv2.imwrite(path, mended[cv2.imread(path, cv2.IMREAD_UNCHANGED)])
+    options = ("--set", f"data.root={data}", "--exclude", listed)
+    code, out, _ = suspects(run, "--number", 1, *options, "--output", tmp_path / "page.html")
     assert code == 0
+    assert "0 of 24 images stand out" in out
     assert "wrong.yaml: not written: none stands out" in out
     assert not listed.exists()
-    page = (run / "suspects.html").read_text()
-    assert "next in rank</b>" in page
-    for text in (out, page):
-        assert ("nly 5.0 crops of each image counted" in text) == warned
-        assert ("longer (train.steps: 120)" in text) == warned
+    assert "next in rank</b>" in (tmp_path / "page.html").read_text()
 
 
-def test_what_suspects_cannot_read_is_refused(planted, tmp_path, suspects):
+def test_what_suspects_cannot_judge_is_refused(planted, tmp_path, suspects):
     run, config = planted
-    checkpoint, classes = last(run), config.parent / "classes.yaml"
+    page = ("--output", tmp_path / "page.html")
+    classes = config.parent / "classes.yaml"
     before = classes.read_text()
     classes.write_text(before.replace("water", "lava"))
-    code, _, error = suspects(run, "--output", tmp_path / "page.html")
-    assert code == 3
-    assert "lava" in error
+    found = suspects(run, *page)
+    assert (found.code, "lava" in found.err) == (3, True)
     classes.write_text(before)
 
-    def refused(changed, directory=tmp_path / "run"):
-        (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (directory / "environment.json").touch()
-        save(directory / "checkpoints/last.pt", checkpoint._replace(**changed))
-        return suspects(directory)
+    for kind in ("images", "labels"):
+        (tmp_path / kind / "train").mkdir(parents=True)
+        for i in range(7):
+            shutil.copy(config.parent / f"{kind}/train/{i}.png", tmp_path / kind / "train")
+    found = suspects(run, *page, "--set", f"data.root={tmp_path}")
+    assert (found.code, "no class has 8 that show it" in found.err) == (3, True)
 
-    kept = checkpoint.sample_losses
-    other = {"sample_losses": kept | {"names": "0" * 64}}
-    for changed, code, said in (
-        ({"sample_losses": None}, 4, "holds no losses"),
-        ({"sample_losses": {"sums": torch.ones(3), "names": ""}}, 4, "damaged"),
-        ({"sample_losses": kept | {"sums": kept["sums"][:, :, :3]}}, 4, "3 classes"),
-        ({"sample_losses": kept | {"sums": kept["sums"] * 0}}, 3, "too little was measured"),
-        (other, 3, "other images than split train has now"),
-    ):
-        found = refused(changed)
-        assert found.code == code
-        assert said in found.err
     found = suspects(config)
-    assert found.code == 2
-    assert "expected the directory of a run" in found.err
-    (tmp_path / "run/checkpoints/last.pt").unlink()
+    assert (found.code, "expected the directory of a run" in found.err) == (2, True)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/environment.json").touch()
     found = suspects(tmp_path / "run")
-    assert found.code == 4
-    assert "last.pt: missing, and it alone" in found.err
+    assert (found.code, "no checkpoints/best.pt or checkpoints/last.pt" in found.err) == (4, True)

@@ -28,7 +28,6 @@ from segtrain.models.pspnet import PSPHead
 from segtrain.norm import NormFactory, norm_relu_conv
 from segtrain.training import state as state_module
 from segtrain.training.graph import EAGER_STEPS, GraphStep, kept_tensors
-from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
@@ -58,13 +57,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "two losses": {"loss": {"also": ({"kind": "dice", "weight": 3.0},)}},
     "groups of images": {"norm": {"images": 2}},
     "recomputed": {"model": {"recompute": "blocks"}},
-    "sample losses": {"log": {"sample_losses": True}},
 }
 # Sets of options, which meet each of these at least once.
 SETS = [
     *((), ("adamw",), ("muon",), ("average", "clipping"), ("microbatches", "MixUp"), ("mining",)),
     *(("float16", "adamw"), ("bfloat16",), ("groups of images",), ("recomputed",)),
-    *(("sample losses", "microbatches"), ("decoupled decay", "rates of layers"), ("zeros",)),
+    *(("microbatches",), ("decoupled decay", "rates of layers"), ("zeros",)),
     *(("lovasz", "two losses"), ("sharpness aware", "average", "muon"), ("float64", "warmup")),
 ]
 
@@ -76,7 +74,6 @@ def config_of(names: Iterable[str], **train: Any) -> Config:
         "augment": {"crop_size": SIZE},
         "model": {"head_channels": 8, "aux_channels": 8},
         "train": {"batch_size": N, "steps": 8},
-        "log": {"sample_losses": False},
     }
     for name in names:
         for section, values in OPTIONS[name].items():
@@ -98,7 +95,7 @@ def batches(config: Config, step: int, positions: Sequence[range] | None = None)
     for mine in map(torch.tensor, map(list, positions)):
         mine = mine.long()  # none may be there
         other = None if partners is None else partners[mine]
-        yield Batch(images[mine], labels[mine], ["a"] * len(mine), other, shown=mine)
+        yield Batch(images[mine], labels[mine], ["a"] * len(mine), other)
 
 
 class Stub(nn.Module):
@@ -227,9 +224,8 @@ def tensors(values: Any) -> list[Tensor]:
 
 def changes(state: TrainState) -> list[Tensor]:
     """All that a step changes."""
-    measured = [] if state.sample_losses is None else [state.sample_losses.recent]
     scale = [state.scaler._scale, state.scaler._growth_tracker] if state.scaler.is_enabled() else []
-    return [*kept_tensors(state), *measured, *scale]
+    return [*kept_tensors(state), *scale]
 
 
 def trained(
@@ -249,9 +245,6 @@ def trained(
     torch.manual_seed(0)
     state = make_state(small_model(config), config, device, capturable=True)
     watch(state)
-    if config.log.sample_losses:
-        names = map(str, range(config.train.batch_size))
-        state.sample_losses = SampleLosses(names, 4, steps=STEPS, device=device)
     sync = StepSync(lambda: False, overflow_allowed=config.train.precision == "float16")
     step = TrainStep(state, config, device, sync)
     step, results = GraphStep(step, state) if replayed else step, []

@@ -66,7 +66,6 @@ class Checkpoint(NamedTuple):
     shares: dict[str, Any] | None = None  # see `restore.shares_fields`
     start: dict[str, Any] | None = None  # see `restore.initial_weights_fields`
     centroids: str | None = None  # `Centroids.sha256` with data.class_uniform
-    sample_losses: dict[str, Any] | None = None  # `SampleLosses.fields` with log.sample_losses
     # With task multilabel, of each class, fitted by the newest evaluation.
     thresholds: list[Annotated[float, Field(ge=0, le=1)]] | None = None
     plugins: list[PluginFields] | None = None  # None: all is segtrain's own

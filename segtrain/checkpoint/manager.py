@@ -64,7 +64,7 @@ class CheckpointManager:
 
     def save_best(self, checkpoint: Checkpoint) -> None:
         """Replaces best.pt, for inference: it holds no training state."""
-        left_out = dict.fromkeys(("optimizer", "scaler", "start", "sample_losses"))
+        left_out = dict.fromkeys(("optimizer", "scaler", "start"))
         self._save(BEST, checkpoint._replace(**left_out))
 
     def keep(self, checkpoint: Checkpoint) -> None:

@@ -459,7 +459,7 @@ COMMANDS = (
         _switch(
             "--clear",
             "remove last.pt, previous.pt and step_N.pt of these runs, and keep best.pt: they "
-            "cannot be trained on, nor read by segtrain suspects",
+            "cannot be trained on",
         ),
         _PLUGIN,
         _argument("--json", "write the list as JSON", "FILE", _path),
@@ -511,9 +511,10 @@ COMMANDS = (
         _DATA_ROOT,
         _PLUGIN,
         _DEVICE,
-        description="Rank the masks of the training split by the loss that training has measured "
-        "for each image\nand class, and write one HTML file: image, mask, prediction, and where "
-        "and how they\ndisagree: shifted, swapped, missing. The masks are not changed.",
+        description="Rank the masks of the training split by the loss of each image and class "
+        "under the best\ncheckpoint, in one pass, and write one HTML file: image, mask, "
+        "prediction, and where and how\nthey disagree: shifted, swapped, missing. The masks are "
+        "not changed.",
         examples="segtrain suspects runs/own\n"
         "segtrain suspects runs/own --number 100 --exclude wrong.yaml",
     ),

@@ -1,7 +1,6 @@
 """`segtrain suspects`: training masks that are probably wrong."""
 
 import argparse
-import math
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,32 +11,33 @@ import numpy as np
 import torch
 
 from segtrain.checkpoint.dataset_guard import eval_differences
-from segtrain.checkpoint.format import LAST, Checkpoint, load, parse_experiment
-from segtrain.checkpoint.trained import LoadedModel, load_model
+from segtrain.checkpoint.trained import LoadedModel, load_model, resolve
 from segtrain.config import Config
 from segtrain.config.loading import config_to_yaml, yaml_value
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import class_differences
 from segtrain.data.read.dataset import SegDataset
+from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed.process_group import device_for
-from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
+from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.settings import set_after_training
 from segtrain.files import check_output, os_errors_as, write_output
-from segtrain.results.cards import predict_chosen, webp
+from segtrain.results.cards import predict_chosen, split_predictor, webp
 from segtrain.results.page import render
 from segtrain.results.suspects import (
-    ENOUGH_CROPS,
+    BY_HEART,
+    LEAST_IMAGES,
     OUTLIER,
     SURE,
     Ranking,
     Suspect,
     claims,
     disputed,
+    measure,
     rank,
 )
-from segtrain.run.directory import CHECKPOINTS, SUSPECTS, named_run
+from segtrain.run.directory import SUSPECTS, named_run
 from segtrain.text import printable
-from segtrain.training.sample_losses import LOSS, PIXELS, UNITS, names_digest, parse_sums
 
 _LISTED = 20  # in the terminal
 _OUTLINE = ((0, 0, 0), 5), ((255, 255, 255), 2)  # colour and width, on a picture of 640 px
@@ -58,15 +58,6 @@ class SuspectCard(NamedTuple):
         return f"{self.numbers}: {printable(self.words)}"
 
 
-class Counted(NamedTuple):
-    """The steps that counted, and the crops of an image in them, on average; `warning` or none."""
-
-    first_step: int
-    last_step: int
-    crops: float
-    warning: str
-
-
 def main(args: argparse.Namespace) -> int:
     """Prints the ranking, writes the page and the list; returns the exit code.
 
@@ -74,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
         device.
 
     Raises:
-        UserError: no run, no losses in it, other data now, or a file that cannot be written.
+        UserError: no run, no checkpoint or other classes, or a file that cannot be written.
     """
     args.run = named_run(args.run)
     output = args.output or args.run / SUSPECTS
@@ -86,30 +77,24 @@ def main(args: argparse.Namespace) -> int:
         if file is not None:
             with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
                 check_output(file, *begins)
-    checkpoint, config, sums = _losses(args.run)
-    config = set_after_training(config, args.set, ("data.root",), source=str(args.run))
     device = device_for(args.device)
     loaded = load_model(args.run, device=device)
+    if loaded.config.is_multilabel:
+        what = "suspects needs classes of which a pixel has one, not several"
+        raise ConfigError(f"{args.run}: {what}")
+    config = set_after_training(loaded.config, args.set, ("data.root",), source=str(args.run))
     dataset = open_dataset(config.data, config.data.train_split)
     if loaded.classes.names != dataset.classes.names:
         (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
         raise DataError(f"{difference}; bring the class file of the training back")
-    if names_digest(dataset.names) != checkpoint.sample_losses["names"] or sums.shape[1] != len(
-        dataset
-    ):
-        raise DataError(
-            f"{args.run}: the losses are of other images than split {config.data.train_split} has "
-            "now; bring these back, or train again"
-        )
-    ranking = rank(sums[..., LOSS] / UNITS, sums[..., PIXELS])
-    if not ranking.suspects:
-        raise DataError(
-            f"{args.run}: too little was measured to compare images; every class needs 8 images "
-            "that show it, and training some epochs"
-        )
-    counted = _counted(ranking, checkpoint.step, config, len(dataset))
     with closing(eval_differences(loaded, config.data, dataset)) as differences:
         lines = next(differences, [])
+        num_threads = max(1, num_loader_workers(config.data))
+        sums = measure(split_predictor(loaded, device), dataset, num_threads=num_threads)
+        ranking = rank(*sums)
+        if not ranking.suspects:
+            what = f"too few images to compare: no class has {LEAST_IMAGES} that show it"
+            raise DataError(f"split {dataset.split}: {what}")
         findings = _findings(ranking.suspects[: args.number], loaded, dataset, device)
         lines += next(differences, [])
     for line in lines:
@@ -117,8 +102,10 @@ def main(args: argparse.Namespace) -> int:
     for place, one in enumerate(findings[:_LISTED], 1):
         mark = "*" if one.suspect.stands_out else " "
         print(f"{place:3} {mark} {printable(one.name, 80)}  {one.line}")
-    _summarize(ranking, len(findings), counted.warning)
-    page = _page(args.run, findings, ranking, loaded.step, counted, dataset)
+    _summarize(ranking, len(findings))
+    source = f"{resolve(args.run).name}, {loaded.about}"
+    print(f"measured by one pass of {source}; {BY_HEART}")
+    page = _page(args.run, findings, ranking, source, dataset)
     with os_errors_as(ExecutionError, output, "the page cannot be written"):
         write_output(output, page)
     print(printable(output))
@@ -132,37 +119,10 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _losses(run: Path) -> tuple[Checkpoint, Config, np.ndarray]:
-    """The newest checkpoint of a run, its config, and the sums in it, (P, N, K, 2) int64."""
-    path = run / CHECKPOINTS / LAST
-    if not path.exists():
-        raise CheckpointError(
-            f"{path}: missing, and it alone holds the losses of the training images (segtrain runs "
-            "--clear removes it); put it back, or train again"
-        )
-    checkpoint = load(path)
-    config, classes = parse_experiment(checkpoint, path)
-    if config.is_multilabel:
-        raise ConfigError(f"{run}: suspects needs classes of which a pixel has one, not several")
-    if checkpoint.sample_losses is None:
-        raise CheckpointError(
-            f"{path}: holds no losses of the training images: they are kept with "
-            "log.sample_losses, but not with train.compile, another train.parallel or MixUp, and "
-            "train.log says why; train again"
-        )
-    try:
-        sums = parse_sums(checkpoint.sample_losses)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from None
-    if sums.shape[2] not in (1, classes.num_classes):
-        raise CheckpointError(f"{path}: damaged: sample_losses: sums of {sums.shape[2]} classes")
-    return checkpoint, config, sums.numpy()
-
-
 def _findings(
     suspects: Sequence[Suspect], loaded: LoadedModel, dataset: SegDataset, device: torch.device
 ) -> list[SuspectCard]:
-    """What the best checkpoint says about the suspects, in their order."""
+    """What the model says about the suspects, in their order."""
     found: dict[int, SuspectCard] = {}
     classes, suspect_at = dataset.classes, {one.index: one for one in suspects}
     for one in predict_chosen(loaded, dataset, suspect_at, device):
@@ -192,45 +152,28 @@ def _outlined(picture: np.ndarray, region: np.ndarray) -> np.ndarray:
 
 def _numbers(suspect: Suspect, names: Sequence[str]) -> str:
     """The score of an image, and the loss of its worst class."""
-    name = "all classes" if suspect.class_id is None else printable(names[suspect.class_id], 40)
+    name = printable(names[suspect.class_id], 40)
     loss = f"loss of {name} {suspect.loss:.2f}, usually {suspect.usual:.2f}"
     return f"score {suspect.score:.1f}, {loss}"
 
 
-def _counted(ranking: Ranking, step: int, config: Config, num_images: int) -> Counted:
-    """What counted of a training that has come to `step`."""
-    steps, batch = config.train.steps, config.train.batch_size
-    first, last = ranking.first * steps, min(ranking.last * steps, step)
-    crops, warning = max(0.0, last - first) * batch / num_images, ""
-    if crops < ENOUGH_CROPS:
-        warning = (
-            f"only {crops:.1f} crops of each image counted; with fewer than {ENOUGH_CROPS} many "
-            "masks that stand out are right: look at each, or train longer (train.steps: "
-            f"{math.ceil(step * ENOUGH_CROPS / max(crops, 0.1))})"
-        )
-    return Counted(round(first) + 1, round(last), crops, warning)
-
-
-def _summarize(ranking: Ranking, shown: int, warning: str) -> None:
+def _summarize(ranking: Ranking, shown: int) -> None:
     outliers = [place for place, one in enumerate(ranking.suspects) if one.stands_out]
     print(
         f"{len(outliers)} of {len(ranking.suspects)} images stand out (*): they score "
         f"{OUTLIER:g} or more; the others are next in rank"
     )
-    if warning:
-        print(f"warning: {warning}")
     if left := sum(place >= shown for place in outliers):
         print(f"note: {left} of them not on the page; use a larger --number")
     if ranking.unseen:
-        print(f"note: {ranking.unseen} images were not seen often enough to judge them")
+        print(f"note: {ranking.unseen} images show too little of every class to be judged")
 
 
 def _page(
     run: Path,
     findings: Sequence[SuspectCard],
     ranking: Ranking,
-    step: int,
-    counted: Counted,
+    source: str,
     dataset: SegDataset,
 ) -> str:
     return render(
@@ -243,8 +186,8 @@ def _page(
         outlier=OUTLIER,
         sure=SURE,
         unseen=ranking.unseen,
-        counted=counted,
-        step=step,
+        source=source,
+        by_heart=BY_HEART,
         split=dataset.split,
         classes=dataset.classes.names,
         colors=dataset.classes.palette,

@@ -230,11 +230,6 @@ class LogConfig(Section):
         True,
         "draw the confusion matrix in TensorBoard; write report.html and results.csv at the end",
     )
-    sample_losses: bool = option(
-        True,
-        "keep the loss of each training image and class, for segtrain suspects; up to 50 MB in "
-        "each checkpoint but best.pt",
-    )
     trackers: tuple[Literal["wandb", "mlflow"], ...] = option(
         (), "send curves, config, scores and report there, too; needs pip install '.[trackers]'"
     )

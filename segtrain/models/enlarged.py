@@ -40,10 +40,6 @@ class Enlarged:
         wide = at_least_float32(self.small)
         return enlarge(wide, self.size, self.stride, align_corners=self.align_corners)
 
-    def detach(self) -> "Enlarged":
-        """The same without a gradient."""
-        return replace(self, small=self.small.detach())
-
     def plus(self, offsets: Tensor) -> "Enlarged":
         """The same with `offsets`, (K, 1, 1), added at each pixel."""
         # The weights of an interpolation add up to 1.

@@ -9,7 +9,7 @@ import torch
 
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.data.read.dataset import SegDataset
-from segtrain.evaluation.predictor import for_scores
+from segtrain.evaluation.predictor import Predictor, for_scores
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models.precision import to_eval_precision
 from segtrain.run.pictures import Rgb, as_rgb, error_map, overlay
@@ -48,13 +48,18 @@ class Predicted(NamedTuple):
         return self.image, *tinted
 
 
+def split_predictor(loaded: LoadedModel, device: torch.device) -> Predictor:
+    """Predicts images of a split as the evaluations of its training do, by this process alone."""
+    model = to_eval_precision(loaded.model, loaded.config, device)
+    usual = InferenceSettings.from_config(loaded.config)
+    return for_scores(model, usual, device, loaded.classes.num_classes)
+
+
 def predict_chosen(
     loaded: LoadedModel, dataset: SegDataset, indices: Iterable[int], device: torch.device
 ) -> Iterator[Predicted]:
     """Predicts these images, in the order of the split, by this process alone."""
-    model = to_eval_precision(loaded.model, loaded.config, device)
-    usual = InferenceSettings.from_config(loaded.config)
-    predictor = for_scores(model, usual, device, loaded.classes.num_classes)
+    predictor = split_predictor(loaded, device)
     for index in sorted(set(indices)):
         image, label = dataset[index]
         pixels, place = torch.from_numpy(image), f"image {index} of {dataset.split}"

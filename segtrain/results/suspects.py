@@ -1,36 +1,44 @@
-"""Which masks of the training split are probably wrong: those that training never came to believe.
+"""Which masks of the training split are probably wrong: those that the model does not believe.
 
-Training has kept the loss of each image and class (`segtrain.training.sample_losses`). While a
-network learns what most masks agree on, the loss of those that contradict them stays high (small
-loss, arXiv:1804.06872; learnt by heart they would be in the end, arXiv:1706.05394). So what counts
-is the mean loss of a pixel over the later half of the training, against that of the same class in
-other images: some classes are hard everywhere. The measure is the modified z-score of Iglewicz and
-Hoaglin (How to Detect and Handle Outliers, 1993), of the logarithm of the loss: the distance to the
-median in median deviations, which a few wrong masks do not move. The mean of few pixels scatters
-more, so distances are multiplied by the root of the class's share of the image. A shifted mask is a
-little wrong in all classes: an image has the root of the sum of the squares of its positive scores.
+A network learns first what most masks agree on, and masks that contradict them keep a high loss
+(small loss, arXiv:1804.06872). One that it has learnt by heart (arXiv:1706.05394) has a low one,
+and is not found. What counts is the mean loss of a pixel in one pass over the whole images, against
+that of the same class in other images: some classes are hard everywhere. The measure is the
+modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993), of the logarithm
+of the loss: the distance to the median in median deviations, which a few wrong masks do not move.
+The mean of few pixels scatters more, so distances are multiplied by the root of the class's share
+of the image. A shifted mask is a little wrong in all classes: an image has the root of the sum of
+the squares of its positive scores.
 
-What is wrong with a mask the best checkpoint says, by the pixels for which it is sure of another
-class than the mask (the idea of confident learning, arXiv:1911.00068 and arXiv:2307.05080).
+What is wrong with a mask the model says, by the pixels for which it is sure of another class than
+the mask (the idea of confident learning, arXiv:1911.00068 and arXiv:2307.05080).
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import cv2
 import numpy as np
+import torch
+from torch import Tensor
 
+from segtrain.data.read.concurrent import prefetch
+from segtrain.data.read.dataset import SegDataset
+from segtrain.errors import CheckpointError
+from segtrain.evaluation.predictor import Predictor
+from segtrain.run.console import ProgressBar
 from segtrain.text import first_of
 from segtrain.types import IGNORE_INDEX
 
 # The score of an image from which on its mask stands out. The authors call a single value of 3.5 an
 # outlier; here several classes add up, and on drawn scenes and CamVid 5 separates better.
 OUTLIER = 5.0
-# Crops of each image that counted: with fewer, many right masks stand out (results/README.md).
-ENOUGH_CROPS = 15
+BY_HEART = "a wrong mask that the model has learnt by heart is not found"
 # A class of which an image shows less says little about it; in part for the sake of its borders.
 _LEAST_SHARE, _LEAST_PIXELS = 0.002, 64
-_LEAST_IMAGES = 8  # with a class, for a median of its losses
+LEAST_IMAGES = 8  # with a class, for a median of its losses
+_LEAST_PROBABILITY = 1e-28  # lower ones count as this, a loss of 64
 # Added to the loss: below, differences are those of a model that is sure.
 _SMALL_LOSS = 0.01
 # The least deviation, of the logarithm: where all losses are alike, none stands out by a little.
@@ -51,14 +59,13 @@ _SLIGHT = 5e-3  # of the image; claims of less do not explain a high loss
 class Suspect(NamedTuple):
     """An image whose mask may be wrong.
 
-    index: in the training split. score: of the image.
-    class_id: its worst class; None where the classes were added up.
+    index: in the training split. score: of the image. class_id: its worst class.
     loss, usual: the mean loss of a pixel of this class here, and the median over the images.
     """
 
     index: int
     score: float
-    class_id: int | None
+    class_id: int
     loss: float
     usual: float
 
@@ -69,44 +76,73 @@ class Suspect(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """suspects: all images that could be judged, the worst first. unseen: the number of others.
-
-    first, last: the part of the training that counted, 0 .. 1.
-    """
+    """suspects: all images that could be judged, the worst first. unseen: the number of others."""
 
     suspects: list[Suspect]
     unseen: int
-    first: float
-    last: float
+
+
+def measure(
+    predictor: Predictor, dataset: SegDataset, *, num_threads: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The losses and pixels of each image and class as `rank` takes them, by one pass.
+
+    num_threads: that decode images ahead.
+
+    Raises:
+        CheckpointError: the scores of an image are not finite.
+        MemoryLimitError: the memory does not suffice for an image.
+    """
+    number = len(dataset)
+    sums = np.zeros((2, number, predictor.num_classes))
+    bar = ProgressBar(number, 0, "measure", enabled=True, unit="image", last_line=False)
+    with bar, closing(prefetch(dataset.__getitem__, range(number), num_threads)) as decoded:
+        for index, (image, label) in enumerate(decoded):
+            place, pixels = f"image {dataset.name(index)}", torch.from_numpy(image)
+            (found,) = predictor.label_maps(
+                [pixels], [label.shape[:2]], place=place, probabilities="all"
+            )
+            if not found.is_finite:
+                raise CheckpointError(f"{place}: the scores of the model are not finite numbers")
+            sums[:, index] = class_sums(found.probability, label)
+            bar.update()
+    return sums[0], sums[1]
+
+
+def class_sums(probability: Tensor, label: np.ndarray) -> np.ndarray:
+    """The cross entropy of the pixels of each class, and their number, (2, K).
+
+    probability: (K, h, w). label: (h, w) uint8 train ids, or IGNORE_INDEX.
+    """
+    classes = torch.from_numpy(label).to(probability.device, torch.int64)
+    own = probability.gather(0, classes.clamp(max=len(probability) - 1).unsqueeze(0))
+    losses = -own.clamp(min=_LEAST_PROBABILITY).log().cpu().numpy()
+    found = [np.bincount(label.ravel(), x, IGNORE_INDEX + 1) for x in (losses.ravel(), None)]
+    return np.stack(found)[:, : len(probability)]
 
 
 def rank(losses: np.ndarray, pixels: np.ndarray) -> Ranking:
     """Ranks the images.
 
-    losses, pixels: (P, N, K) by phase, image and class; sums over the pixels.
+    losses, pixels: (N, K) by image and class; sums over the pixels.
     """
-    measured, phases = np.flatnonzero(pixels.sum((1, 2))).tolist(), len(pixels)
-    later = measured[len(measured) // 2 :] or [0]
-    first, last = later[0] / phases, (later[-1] + 1) / phases
-    losses, pixels = losses[later].sum(0), pixels[later].sum(0)  # (N, K)
     whole = pixels.sum(1, keepdims=True)
     mean = np.where(
         pixels >= np.maximum(_LEAST_PIXELS, _LEAST_SHARE * whole),
         losses / np.maximum(pixels, 1),
         np.nan,
     )
-    mean[:, np.isfinite(mean).sum(0) < _LEAST_IMAGES] = np.nan
+    mean[:, np.isfinite(mean).sum(0) < LEAST_IMAGES] = np.nan
     found = []
     if np.isfinite(mean).any():
         usual, scores = modified_z(mean, np.sqrt(pixels / np.maximum(whole, 1)))
         of_image = np.sqrt((np.nan_to_num(scores).clip(min=0) ** 2).sum(1))
         for i in np.flatnonzero(np.isfinite(scores).any(1)).tolist():
             k = int(np.nanargmax(scores[i]))
-            class_id = k if mean.shape[1] > 1 else None
             numbers = map(float, (mean[i, k], usual[k]))
-            found.append(Suspect(i, float(of_image[i]), class_id, *numbers))
+            found.append(Suspect(i, float(of_image[i]), k, *numbers))
     found.sort(key=lambda one: (-one.score, one.index))
-    return Ranking(found, len(mean) - len(found), first, last)
+    return Ranking(found, len(mean) - len(found))
 
 
 def modified_z(mean: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -196,12 +232,12 @@ def claims(
     pred: np.ndarray,
     probability: np.ndarray,
     names: Sequence[str],
-    class_id: int | None = None,
+    class_id: int,
 ) -> list[Claim]:
     """What seems to be wrong with a mask, the largest part first.
 
-    Where the model is sure of little, the last one says what it makes of class `class_id`, or None:
-    of the image. label, pred, probability: as for `disputed`. names: of the classes.
+    Where the model is sure of little, the last one says what it makes of class `class_id`.
+    label, pred, probability: as for `disputed`. names: of the classes.
     """
     shift = best_shift(label, pred)
     if shift.explains:
@@ -218,14 +254,10 @@ def _unsure_claim(
     pred: np.ndarray,
     probability: np.ndarray,
     names: Sequence[str],
-    class_id: int | None,
+    class_id: int,
 ) -> Claim:
     """What the model predicts where the mask has the class."""
-    where, name = label != IGNORE_INDEX, "the image"
-    if class_id is not None:
-        where, name = label == class_id, names[class_id]
-    if not where.any():
-        return Claim(f"the mask has no {name} now", 0.0)
+    where, name = label == class_id, names[class_id]
     wrong = where & (pred != label)
     words = f"of {name} the model predicts {1 - wrong.sum() / where.sum():.0%} as labelled"
     if wrong.any():

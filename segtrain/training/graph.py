@@ -229,10 +229,9 @@ def kept_tensors(state: TrainState) -> list[Tensor]:
 
 def changed_tensors(state: TrainState) -> list[Tensor]:
     """All that a step changes."""
-    measured = [] if state.sample_losses is None else [state.sample_losses.recent]
     scaler = state.scaler
     scale = [scaler._scale, scaler._growth_tracker] if scaler.is_enabled() else []
-    return [*kept_tensors(state), *measured, *scale]
+    return [*kept_tensors(state), *scale]
 
 
 def _places(state: TrainState) -> list[tuple[Any, Any]]:
@@ -256,7 +255,6 @@ def _copy(local: LocalStep) -> LocalStep:
             images=part.images.clone(),
             labels=part.labels.clone(),
             dropout=type(part.dropout)(*(m if m is None else m.clone() for m in part.dropout)),
-            shown=part.shown if part.shown is None else part.shown.clone(),
         )
         for part in local.microbatches
     ]

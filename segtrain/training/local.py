@@ -22,7 +22,6 @@ class LocalMicrobatch(NamedTuple):
     images: Tensor  # (n, C, H, W) as stored
     labels: Tensor  # (S, n, H, W) uint8; S is 2 if MixUp has mixed in images with labels, else 1
     dropout: DropoutMasks  # of these n images
-    shown: Tensor | None = None  # (n,) int64, as in `Batch`
 
     def split(self, sizes: Sequence[int]) -> list["LocalMicrobatch"]:
         """The images in contiguous parts of these sizes."""
@@ -30,9 +29,8 @@ class LocalMicrobatch(NamedTuple):
         def cut(images: range) -> LocalMicrobatch:
             part = slice(images.start, images.stop)
             masks = (None if mask is None else mask[part] for mask in self.dropout)
-            shown = None if self.shown is None else self.shown[part]
             tensors = self.images[part], self.labels[:, part]
-            return LocalMicrobatch(*tensors, DropoutMasks(*masks), shown)
+            return LocalMicrobatch(*tensors, DropoutMasks(*masks))
 
         ends = list(accumulate(sizes))
         return [cut(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
@@ -45,37 +43,34 @@ class StepNumbers(NamedTuple):
     as they were in the step that it has recorded.
 
     lr: the backbone's. toward: how far the average of the weights goes to the newest ones.
-    mixed: the weight of MixUp's partners in the loss. phase: of the sample losses.
+    mixed: the weight of MixUp's partners in the loss.
     requests: (2,), what this rank is asked for (`StepSync.requests`).
     """
 
     lr: float | Tensor
     toward: float | Tensor
     mixed: float | Tensor
-    phase: int | Tensor
     requests: Tensor
 
     @classmethod
     def on(
         cls,
         device: torch.device,
-        numbers: Sequence[float] = (0.0, 0.0, 0.0, 0),
+        numbers: Sequence[float] = (0.0, 0.0, 0.0),
         requests: Sequence[float] = (0.0, 0.0),
         *,
         tensors: bool = False,
     ) -> "StepNumbers":
         """Those of a step; the host does not wait for `device`.
 
-        numbers: lr, toward, mixed and phase.
+        numbers: lr, toward and mixed.
         """
         values = torch.tensor([*numbers, *requests], dtype=torch.float64)
         if device.type == "cuda":
             values = values.pin_memory().to(device, non_blocking=True)
         if not tensors:
-            lr, toward, mixed, phase = numbers
-            return cls(lr, toward, mixed, int(phase), values[len(numbers) :])
-        lr, toward, mixed, phase, *_ = values.unbind()
-        return cls(lr, toward, mixed, phase.long(), values[len(numbers) :])
+            return cls(*numbers, values[len(numbers) :])
+        return cls(*values[: len(numbers)].unbind(), values[len(numbers) :])
 
 
 class LocalStep(NamedTuple):
@@ -102,7 +97,7 @@ class LocalStep(NamedTuple):
     def tensors(self) -> Iterator[Tensor]:
         """All on the device: of the images, and the numbers if they are tensors."""
         for part in self.microbatches:
-            given = part.images, part.labels, *part.dropout, part.shown
+            given = part.images, part.labels, *part.dropout
             yield from (tensor for tensor in given if tensor is not None)
         yield from (number for number in self.numbers if isinstance(number, Tensor))
 
@@ -132,8 +127,7 @@ def local_step(
     if batches[0].partner_labels is not None:
         mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
     toward = 0.0 if state.average is None else state.average.toward(state.step + 1)
-    phase = 0 if state.sample_losses is None else state.sample_losses.phase(state.step)
-    numbers = lr, toward, mixed, phase
+    numbers = lr, toward, mixed
     return LocalStep(
         microbatches=local_microbatches(state, batches, config, device),
         numbers=StepNumbers.on(device, numbers, requests, tensors=state.capturable),
@@ -158,10 +152,7 @@ def local_microbatches(
             label_sets.append(batch.partner_labels)
         images, *label_sets = (t.to(device, non_blocking=True) for t in (batch.images, *label_sets))
         masks = _dropout_masks(state, config, where, device)
-        shown = None
-        if state.sample_losses is not None and batch.shown is not None:
-            shown = batch.shown.to(device, non_blocking=True)
-        parts.append(LocalMicrobatch(images, torch.stack(label_sets), masks, shown))
+        parts.append(LocalMicrobatch(images, torch.stack(label_sets), masks))
     return parts
 
 

@@ -1,6 +1,6 @@
 """Everything that training changes, and how it is made from a config."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,12 +22,8 @@ from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.layers import InitialWeights, freeze_layers, make_initial_weights
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, may_be_captured
-from segtrain.training.sample_losses import SampleLosses
 from segtrain.training.share_rules import fingerprint, refuse_layers
 from segtrain.types import DropoutMasks, SegLogits
-
-OnLogits = Callable[[Tensor | Enlarged, Tensor], None]
-"""Called with logits (N, K, H, W), without gradient, and labels (N, H, W) int64."""
 
 
 class ModelWithLoss(nn.Module):
@@ -51,37 +47,23 @@ class ModelWithLoss(nn.Module):
         # Shares have the same bits on all ranks, and one of these might lack Triton.
         self._by_kernels = type(model) is SegModel and train.shares is None
 
-    def forward(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        dropout: DropoutMasks,
-        on_logits: OnLogits | None = None,
-    ) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
         """The sums for normalized images (N, 3, H, W), (S, heads, ...) (collective).
 
         labels: (S, N, H, W) int64, or (S, N, K, H, W) uint8, as `SegLoss.labels` gives them; two
             sets of labels with MixUp, otherwise one.
-        on_logits: is shown the logits of the main head and the first set of labels.
         """
         if self.recompute:
-            return self._recomputed(images, labels, dropout, on_logits)
+            return self._recomputed(images, labels, dropout)
         with autocast(self.autocast_dtype, images.device):
             logits = self._logits(images, dropout)
-        # Before the loss, which keeps as much memory as a look at the logits needs.
-        if on_logits is not None:
-            on_logits(logits.out.detach(), labels[0])
         return torch.stack([self.criterion(logits, one_set) for one_set in labels])
 
-    def _recomputed(
-        self, images: Tensor, labels: Tensor, dropout: DropoutMasks, on_logits: OnLogits | None
-    ) -> Tensor:
+    def _recomputed(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
         """As `forward`, with each head's logits at full size and its loss `recomputed`."""
         size = images.shape[-2:]
         with autocast(self.autocast_dtype, images.device):
             small = self.model.small_logits(images, dropout)
-        if on_logits is not None:
-            on_logits(self._full_size(small.out.detach(), size, self.model.head), labels[0])
 
         def row(one_set: Tensor) -> Tensor:
             def sums(logits: Tensor, head: nn.Module) -> Tensor:
@@ -151,7 +133,6 @@ class TrainState:
     shares: Shares | None = None  # train.shares
     replicas: list[nn.Module] = field(default_factory=list)  # of `wrapped`, one for each share here
     arithmetic: str | None = None  # `share_rules.fingerprint` of this rank, with shares
-    sample_losses: SampleLosses | None = None  # log.sample_losses
     step: int = 0  # updates done
 
     @property

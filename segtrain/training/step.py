@@ -127,25 +127,24 @@ def gradient(
     Both are over the valid pixels of all ranks. With train.shares, exact sums may have to be taken
     a second time.
 
-    again: the step has seen these images: running statistics and `state.sample_losses` stay.
+    again: the step has seen these images: running statistics stay.
     """
     weights = _loss_weights(state, parts, numbers.mixed)
     while True:
         losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
         with untracked() if again else nullcontext():
             for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-                images = part._replace(shown=None) if again else part
                 sizes = state.layout.sizes(i, dist.rank())
                 # All ranks add their gradients once a step, during the last backward pass.
                 collected = state.gradients.collected(last=i == len(parts) - 1)
                 with placed(state.layout.everywhere), collected, tracked_together():
                     about = weight, numbers, step_sync
                     if len(sizes) == 1 and state.shares is None:
-                        objective, means = forward(state, state.wrapped, images, *about)
+                        objective, means = forward(state, state.wrapped, part, *about)
                         with span(BACKWARD):
                             objective.backward()
                     else:
-                        means = _in_threads(state, images.split(sizes), *about)
+                        means = _in_threads(state, part.split(sizes), *about)
                 losses += (means * weight.unsqueeze(1)).sum(0)
             sync_running_stats(*(state.replicas or [state.model]), shares=state.shares)
         if state.gradients.finish():
@@ -172,10 +171,7 @@ def forward(
     criterion = state.criterion
     with span(FORWARD):
         images = state.normalize(part.images.contiguous(memory_format=torch.channels_last))
-        on_logits = None
-        if part.shown is not None:
-            on_logits = partial(state.sample_losses.add, numbers.phase, part.shown)
-        sums = module(images, criterion.labels(part.labels), part.dropout, on_logits)
+        sums = module(images, criterion.labels(part.labels), part.dropout)
         totals = step_sync.reduce(sums, numbers.requests)
         pairs = zip(sums, totals, strict=True)
         objectives = torch.stack([criterion.objective(*pair) for pair in pairs])

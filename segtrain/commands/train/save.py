@@ -22,8 +22,6 @@ def save(run: TrainRun, *, keep: bool = False) -> None:
     """Replaces last.pt; with `keep` writes step_N.pt before (collective)."""
     liveness.beat("checkpoint", run.state.step)
     settle(run)
-    if run.state.sample_losses is not None:
-        run.state.sample_losses.gather()
     if dist.is_main():
         run.log.begin()
         checkpoint = checkpoint_of(run)
@@ -80,7 +78,6 @@ def checkpoint_of(run: TrainRun) -> Checkpoint:
         shares=shares_fields(state),
         start=initial_weights_fields(state),
         centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
-        sample_losses=state.sample_losses and state.sample_losses.fields(),
         thresholds=None if run.thresholds is None else list(run.thresholds),
         plugins=plugin_fields(run.config),
     )

@@ -50,7 +50,6 @@ from segtrain.training.hogwild import HogwildBarrier, config_of_process, share_m
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
 from segtrain.training.receipt_meter import ReceiptMeter, StepMeter
-from segtrain.training.sample_losses import SampleLosses, why_unmeasured
 from segtrain.training.server import Server, Worker
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step import TrainStep
@@ -215,38 +214,7 @@ def build_state(
         if last_update >= 0:
             set_learning_rate(state.optimizer, learning_rate(config, last_update))
     notes += state.initial_weights.lines(model)
-    if config.log.sample_losses:
-        state.sample_losses, lines = _sample_losses(config, device, train_set, resumed)
-        notes += lines
     return state
-
-
-def _sample_losses(
-    config: Config, device: torch.device, train_set: SegDataset, resumed: Resumed | None
-) -> tuple[SampleLosses | None, list[str]]:
-    """What measures them, with what a checkpoint holds; None where nothing can. And notes.
-
-    Raises:
-        CheckpointError: they are damaged.
-    """
-    if reason := why_unmeasured(config, len(train_set)):
-        what = f"no losses are kept for segtrain suspects: {reason}"
-        return None, [what] if resumed is None else []
-    names = (train_set.name(i) for i in range(len(train_set)))
-    made = SampleLosses(
-        names, train_set.classes.num_classes, steps=config.train.steps, device=device
-    )
-    if resumed is None:
-        return made, []
-    saved = resumed.checkpoint.sample_losses
-    try:
-        if saved is not None and made.restore(saved):
-            return made, []
-    except ValueError as error:
-        raise CheckpointError(f"{resumed.path}: damaged: {error}") from None
-    step = resumed.checkpoint.step
-    note = f"the losses that segtrain suspects reads are kept from step {step} on only"
-    return made, [note] if step < config.train.steps else []
 
 
 def other_arithmetic(state: TrainState, saved: Checkpoint | None) -> list[str]:

@@ -272,13 +272,13 @@ def _collate(made: Made | UserError) -> Batch | UserError:
     if isinstance(made, UserError):
         return made
     began, samples, pixels = made
-    images, labels, names, partner_labels, shown = zip(*samples, strict=True)
+    images, labels, names, partner_labels = zip(*samples, strict=True)
     # Stacking HWC images and viewing them as NCHW makes a channels-last batch without a copy.
     images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
     partners = None if partner_labels[0] is None else torch.stack(partner_labels)
     labels = torch.stack(labels)
     made_s = time.perf_counter() - began
-    return Batch(images, labels, list(names), partners, made_s, torch.tensor(shown), pixels)
+    return Batch(images, labels, list(names), partners, made_s, pixels)
 
 
 @contextmanager

@@ -145,10 +145,8 @@ def paste_classes(crop: Crop, partner: Crop, rng: np.random.Generator) -> Crop:
     )
 
 
-Sample = tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None, int]
-"""Image (C, H, W), label (H, W) uint8, name, the label of the image mixed in by MixUp, and the
-index of the image that it shows; -1: it is made of several.
-"""
+Sample = tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]
+"""Image (C, H, W), label (H, W) uint8, name and the label of the image mixed in by MixUp."""
 
 SampleKey = tuple[int, int]
 """(step, position in the batch of that step)"""
@@ -162,7 +160,7 @@ def hash_pixels(sample: Sample, position: int) -> int:
 
     The sum over a batch does not depend on which rank has which sample.
     """
-    image, label, _, partner_label, _ = sample
+    image, label, _, partner_label = sample
     parts = [image.permute(1, 2, 0), label, *([] if partner_label is None else [partner_label])]
     # 0.5 ms for a crop of 512x1024, where SHA-256 takes 1.2 and BLAKE2b 2.2.
     sums = [zlib.crc32(np.ascontiguousarray(part.numpy())) for part in parts]
@@ -255,9 +253,7 @@ class TrainStream(Dataset):
             image = blend(image, partner, self.mixup_weight(key[0]))
             partner_label = torch.from_numpy(partner_label)
         image = torch.from_numpy(image).permute(2, 0, 1)
-        is_mixed = len(sources) > 1 or sources[0].pasted is not None
-        shown = -1 if is_mixed else sources[0].pick.index
-        return image, torch.from_numpy(label), self._name(sources), partner_label, shown
+        return image, torch.from_numpy(label), self._name(sources), partner_label
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Made | UserError:
         """What a batch is made of (torch calls this method), or an error."""
