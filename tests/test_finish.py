@@ -81,7 +81,7 @@ def test_a_branch_has_the_bits_of_one_run_with_the_same_end_and_the_trunk_its_ow
     ],
 )
 def test_a_branch_falls_from_the_rate_of_the_checkpoint(schedule, step, rate):
-    """To min_lr; with a peak, it rises to it in a tenth of its steps."""
+    """To min_lr; or from a rate that is given."""
     before = settings(steps=20, lr=0.02, **schedule)
     low = before.schedule.min_lr
 
@@ -92,25 +92,31 @@ def test_a_branch_falls_from_the_rate_of_the_checkpoint(schedule, step, rate):
     assert rates()[0] == pytest.approx(rate, rel=1e-12)
     assert rates()[5] == pytest.approx(low + (rate - low) / 2, rel=1e-12)
     assert rates() == sorted(rates(), reverse=True)
-    peaked = rates("schedule.finish_peak=0.04")
-    assert peaked[:3] == pytest.approx([rate, (rate + 0.04) / 2, 0.04], rel=1e-12)
-    assert peaked[2 + 8] == pytest.approx(low + (0.04 - low) * (1 - (8 / 18) ** 0.5), rel=1e-12)
+    given = rates("optim.lr=0.04", "schedule.min_lr=0.002")
+    assert (given[0], given[5]) == pytest.approx((0.04, 0.021), rel=1e-12)
 
 
 def test_another_batch_leaves_the_rate_of_the_checkpoint():
     options = {"lr": 0.02, "lr_batch_size": 16, "batch_size": 8}
     before = settings(steps=20, schedule="constant", **options)
     config = finish._branch_config(before, 10, 20, ["train.batch_size=4"], source="x")
-    assert base_lr(config) == base_lr(before) == config.schedule.finish_lr == 0.01
+    assert base_lr(config) == base_lr(before) == config.optim.lr == 0.01
 
 
-def test_a_rate_that_has_come_down_must_rise_again():
+def test_a_rate_that_has_come_down_is_refused_where_little_or_the_decay_would_change():
     """The repair is in the message."""
-    before = settings(steps=10_000, lr=0.02, schedule="constant", finish_from=6)
-    with pytest.raises(ConfigError, match=r"0\.005 % of 0\.02.*schedule\.finish_peak=0\.02"):
-        finish._branch_config(before, 10_000, 5, (), source="x")
-    config = finish._branch_config(before, 10_000, 5, ["schedule.finish_peak=0.02"], source="x")
-    assert config.schedule.finish_lr == learning_rate(before, 9_999)
-    assert finish._low_rate(config) == []
-    config = finish._branch_config(settings(steps=100, lr=0.02), 100, 5, (), source="x")
-    assert finish._low_rate(config)[0].startswith("the learning rate begins at 2% of 0.02; --set")
+    low = settings(steps=10_000, lr=0.02, schedule="constant", finish_from=6)
+    divided = settings(steps=20, lr=0.02, poly_power=1.0, decoupled_decay=True)
+    for before, step, said in (
+        (low, 10_000, r"0\.005 % of 0\.02, and would change next to nothing"),
+        (divided, 10, r"is 0\.01, 50 % of 0\.02, which optim\.decoupled_decay takes"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{said}.*; choose one by --set optim\.lr=0\.02"):
+            finish._branch_config(before, step, 5, (), source="x")
+        config = finish._branch_config(before, step, 5, ["optim.lr=0.02"], source="x")
+        assert learning_rate(config, step) == 0.02
+        assert finish._low_rate(before, config) == []
+    before = settings(steps=100, lr=0.02)
+    config = finish._branch_config(before, 100, 5, (), source="x")
+    (line,) = finish._low_rate(before, config)
+    assert line.startswith("the learning rate begins at 2% of 0.02; --set optim.lr=0.02")

@@ -9,7 +9,7 @@ from experiments import curve, experiment, last, refusal, sections, train, write
 from processes import Command, save_and_stop
 
 from segtrain.commands.train.preflight import check_experiment, start_lines
-from segtrain.config import ScheduleConfig, load_config
+from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import batch_findings
@@ -203,9 +203,6 @@ def test_processes_divide_the_learning_rate_and_the_images(tmp_path, data):
     settings = load_config(config(data, tmp_path, batch_size=6, lr=0.02, min_lr=0.008))
     mine = config_of_process(settings, 4)
     assert (mine.optim.lr, mine.schedule.min_lr) == (0.005, 0.002)
-    branch = ScheduleConfig(kind="constant", finish_from=1, finish_lr=0.008, finish_peak=0.012)
-    mine = config_of_process(settings.model_copy(update={"schedule": branch}), 4).schedule
-    assert (mine.finish_lr, mine.finish_peak) == (0.002, 0.003)
     sets = [open_dataset(settings.data, split) for split in ("train", "val")]
     lines = start_lines(settings, tmp_path, torch.nn.Linear(1, 1), *sets, ["cpu"] * 4, 0)
     assert any(line.startswith("lr         0.005 ->") for line in lines)

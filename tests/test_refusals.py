@@ -291,8 +291,8 @@ TRAINING = [
 FINISH = "train runs/my --finish 3"
 FINISHING = [
     (f"train {BEST} --finish 3", 4, f"{BEST}: holds no training state; name last.pt..."),
-    (f"{FINISH} --set optim.lr=1.0", 2, "--set optim.lr: the checkpoint decides this ..."),
-    (f"{FINISH} --set schedule.finish_peak=0.01", 2, "...0.01 must be larger than finish_lr, 0.02"),
+    (f"{FINISH} --set train.steps=9", 2, "--set train.steps: the checkpoint decides this ..."),
+    (f"{FINISH} --set schedule.min_lr=1", 2, "...1.0 must not be larger than optim.lr, 0.02"),
     (f"{FINISH} --output runs/my", 2, HOLDS_A_RUN),
     (f"{FINISH} --output runs/my --resume", 2, "runs/my: no branch (schedule.finish_from); ..."),
     ("train my.yaml --finish 3", 2, "my.yaml: expected a run, or a checkpoint of one, to finish"),

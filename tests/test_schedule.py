@@ -61,11 +61,8 @@ def test_poly_is_that_of_detectron2_and_of_mmsegmentation(step):
     ("train", "message"),
     [
         ({"finish_from": 5}, "finish_from: has no effect with kind poly"),
-        (CONSTANT | {"finish_lr": 0.1}, "finish_lr: has no effect with finish_from null"),
         (CONSTANT | {"min_lr": 0.001}, "min_lr: has no effect with kind constant"),
         (CONSTANT | {"finish_from": 9}, "finish_from: 9 must be smaller than train.steps, 9"),
-        (CONSTANT | {"finish_from": 8, "finish_peak": 1.0}, "by more than 1 for finish_peak"),
-        (CONSTANT | {"finish_from": 4, "finish_peak": 1e-4}, "finish_peak: 0.0001 must be larger"),
         (CONSTANT | {"finish_from": 4, "warmup_steps": 5}, "4 must not be smaller than warmup"),
         (CONSTANT | {"finish_from": 4, "min_lr": 0.5}, "min_lr: 0.5 must not be larger than"),
         (
@@ -80,7 +77,7 @@ def test_a_schedule_that_cannot_be_meant_is_refused(train, message):
 
 
 def test_the_rates_of_the_log_are_those_of_the_steps_to_come():
-    """At the first step, after the warmup, from finish_from on, at its peak, at the last step."""
+    """At the first step, after the warmup, at the last step."""
     plain = settings(steps=100, lr=0.02, schedule="constant", warmup_steps=10, warmup_start=0.25)
     assert describe_rates(plain, 0) == describe_rates(plain, 60) == "0.005 -> 0.02"
     branch = settings(
@@ -90,10 +87,8 @@ def test_the_rates_of_the_log_are_those_of_the_steps_to_come():
         warmup_steps=10,
         warmup_start=0.25,
         finish_from=50,
-        finish_lr=0.01,
-        finish_peak=0.04,
     )
-    at_50, last = (f"{learning_rate(branch, step):.3g}" for step in (50, 99))
-    assert describe_rates(branch, 0) == f"0.005 -> 0.02 -> {at_50} -> 0.04 -> {last}"
+    last = f"{learning_rate(branch, 99):.3g}"
+    assert describe_rates(branch, 0) == f"0.005 -> 0.02 -> {last}"
     assert describe_rates(branch, 49) == describe_rates(branch, 0)
-    assert describe_rates(branch, 50) == f"{at_50} -> 0.04 -> {last}"
+    assert describe_rates(branch, 50) == f"0.02 -> {last}"

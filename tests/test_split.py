@@ -50,7 +50,7 @@ def test_with_shares_the_split_changes_no_bit(run_ranks, tmp_path, data):
         run = tmp_path / str(split)
         assert set(run_ranks(len(split), train, config, run)) == {0}
         found.append(bits(last(run)))
-    assert "5 + 1 of a microbatch to the ranks" in (run / "train.log").read_text()
+    assert "7 + 1 of a microbatch to the ranks" in (run / "train.log").read_text()
     assert found[0] == found[1]
 
 

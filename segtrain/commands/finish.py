@@ -20,8 +20,7 @@ from segtrain.training.optim.schedule import base_lr, describe_rates, learning_r
 
 # With less of the rate after warmup, a branch would change next to nothing, or little.
 _LEAST_RATE, _LOW_RATE = 0.01, 0.1
-_DECIDED = ("train.steps", "optim.lr", "optim.lr_batch_size")
-_RATES = ("schedule.min_lr", "schedule.finish_lr", "schedule.finish_peak")
+_DECIDED = ("train.steps", "optim.lr_batch_size")
 
 
 def begin(
@@ -35,7 +34,7 @@ def begin(
     checkpoint: None: the newest of `run`. steps: from there to the end.
 
     Raises:
-        ConfigError: `directory` holds a run, an override cannot be meant, or nothing would change.
+        ConfigError: `directory` holds a run, an override cannot be meant, or the rate is too low.
         CheckpointError: there is no checkpoint with the state of the training.
     """
     from segtrain.checkpoint.format import config_field, load, parse_experiment
@@ -59,7 +58,7 @@ def begin(
     rates = describe_rates(config, saved.step)
     changes = run_directory.config_differences(before, config)
     lines = [
-        *(f"warning: {problem}" for problem in (*problems, *_low_rate(config))),
+        *(f"warning: {problem}" for problem in (*problems, *_low_rate(before, config))),
         f"branch of {run} at step {saved.step}, {steps} more steps, lr {rates}",
         *(f"changed    {x}" for x in changes if not x.startswith(("train.steps:", "schedule."))),
     ]
@@ -81,42 +80,40 @@ def begin(
             say(line)
 
 
-def _low_rate(config: Config) -> list[str]:
-    """A warning if a branch trains with little of the usual rate, as after a short poly run."""
-    usual, now = base_lr(config), config.schedule
-    part = (now.finish_peak or now.finish_lr or 0) / usual
-    if part >= _LOW_RATE:
-        return []
-    peak = f"--set schedule.finish_peak={usual:g}"
-    return [f"the learning rate begins at {part:.0%} of {usual:g}; {peak} lets it rise again"]
-
-
 def _branch_config(
     before: Config, step: int, steps: int, overrides: Sequence[str], *, source: str
 ) -> Config:
     """The config of a branch at `step`; `before`: that of the checkpoint."""
-    for key in given_keys(overrides):
-        if key in _DECIDED or (key.startswith("schedule.") and key not in _RATES):
-            what = f"the checkpoint decides this with --finish; choose {', '.join(_RATES)}"
+    given = given_keys(overrides)
+    for key in given:
+        if key in _DECIDED or (key.startswith("schedule.") and key != "schedule.min_lr"):
+            what = "the checkpoint decides this with --finish; choose optim.lr, schedule.min_lr"
             raise ConfigError(f"--set {key}: {what}")
     # After its last step a schedule is not defined.
     lr = learning_rate(before, min(step, before.train.steps - 1))
-    schedule = ScheduleConfig(
-        kind="constant",
-        finish_from=step,
-        finish_lr=lr or None,
-        min_lr=min(before.schedule.min_lr, lr),
-    )
-    config = before.model_copy(update={"schedule": schedule})
-    config = override_config(config, [f"train.steps={step + steps}", *overrides], source=source)
-    if base_lr(config) != base_lr(before):  # another batch
-        optim = config.optim.model_copy(update={"lr": base_lr(before), "lr_batch_size": None})
-        config = config.model_copy(update={"optim": optim})
-    usual, now = base_lr(config), config.schedule
-    if (now.finish_peak or now.finish_lr or 0) < _LEAST_RATE * usual:
-        raise ConfigError(
-            f"--finish: the learning rate after step {step} is {lr:.3g}, {100 * lr / usual:.2g} % "
-            f"of {usual:g}, and would change next to nothing; let it rise again by --set "
-            f"schedule.finish_peak={usual:g}, or name an earlier checkpoint"
-        )
-    return config
+    if "optim.lr" not in given:
+        _check_rate(before, step, lr)
+    optim = before.optim.model_copy(update={"lr": lr, "lr_batch_size": None})
+    min_lr = min(before.schedule.min_lr, lr)
+    schedule = ScheduleConfig(kind="constant", finish_from=step, min_lr=min_lr)
+    config = before.model_copy(update={"optim": optim, "schedule": schedule})
+    return override_config(config, [f"train.steps={step + steps}", *overrides], source=source)
+
+
+def _check_rate(before: Config, step: int, lr: float) -> None:
+    """Refuses a branch that cannot begin at `lr`, the rate of the checkpoint."""
+    usual = base_lr(before)
+    repair = f"choose one by --set optim.lr={usual:g}, or name an earlier checkpoint"
+    now = f"--finish: the learning rate after step {step} is {lr:.3g}, {100 * lr / usual:.2g} %"
+    if lr < _LEAST_RATE * usual:
+        raise ConfigError(f"{now} of {usual:g}, and would change next to nothing; {repair}")
+
+
+def _low_rate(before: Config, config: Config) -> list[str]:
+    """A warning if a branch trains with little of the usual rate, as after a short poly run."""
+    usual = base_lr(before)
+    part = config.optim.lr / usual
+    if part >= _LOW_RATE:
+        return []
+    what = f"--set optim.lr={usual:g} lets it begin there"
+    return [f"the learning rate begins at {part:.0%} of {usual:g}; {what}"]

@@ -359,17 +359,9 @@ class Config(Section):
                 f"schedule.min_lr: {schedule.min_lr} must not be larger than optim.lr{words}, "
                 f"{optim.lr * scale:g}"
             )
-        start, peak = schedule.finish_from, schedule.finish_peak
-        if start is not None and start + (peak is not None) >= steps:
-            yield (
-                f"schedule.finish_from: {start} must be smaller than train.steps, {steps}"
-                + (", by more than 1 for finish_peak" if peak else "")
-            )
-        finish_lr = schedule.finish_lr or optim.lr * scale
-        if start is not None and schedule.min_lr > finish_lr:
-            yield f"schedule.min_lr: {schedule.min_lr} must not be larger than finish_lr"
-        if peak is not None and peak <= finish_lr:
-            yield f"schedule.finish_peak: {peak} must be larger than finish_lr, {finish_lr:g}"
+        start = schedule.finish_from
+        if start is not None and start >= steps:
+            yield f"schedule.finish_from: {start} must be smaller than train.steps, {steps}"
         if schedule.kind == "one_cycle" and CYCLE_RISE * steps <= 1:
             yield (
                 f"schedule.kind: one_cycle rises in {CYCLE_RISE} of the steps, and of {steps} "

@@ -172,14 +172,6 @@ class ScheduleConfig(Section):
         "constant: after this step the rate falls, as 1 - sqrt(t), to the end of train.steps "
         "(arXiv:2405.18392); segtrain train --finish sets it; null: never",
     )
-    finish_lr: PositiveFloat | None = option(
-        None, "the rate after step finish_from; null: that of the steps before"
-    )
-    finish_peak: PositiveFloat | None = option(
-        None,
-        "rise linearly from finish_lr to this rate in the first tenth of the steps after "
-        "finish_from, then fall (re-warming, arXiv:2403.08763); null: only fall",
-    )
 
     def _mistakes(self) -> Iterator[str]:
         if self.finish_from is not None and self.finish_from < self.warmup_steps:

@@ -60,7 +60,6 @@ NEEDS: dict[str, dict[str, str]] = {
         "min_lr": "kind=poly kind=cosine finish_from",
         "warmup_steps": "kind=poly kind=cosine kind=constant",
         "finish_from": "kind=constant",
-        "finish_lr finish_peak": "finish_from",
     },
     "Config": {
         "loss.aux_weight": "model.aux_head",

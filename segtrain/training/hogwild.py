@@ -108,9 +108,8 @@ def config_of_process(config: Config, ranks: int) -> Config:
         return config
     processes = processes_with_images(config.train, ranks)
     optim = config.optim.model_copy(update={"lr": config.optim.lr / processes})
-    schedule, rates = config.schedule, ("min_lr", "finish_lr", "finish_peak")
-    parts = {name: rate / processes for name in rates if (rate := getattr(schedule, name))}
-    schedule = schedule.model_copy(update=parts)
+    min_lr = config.schedule.min_lr / processes
+    schedule = config.schedule.model_copy(update={"min_lr": min_lr})
     return config.model_copy(update={"optim": optim, "schedule": schedule})
 
 

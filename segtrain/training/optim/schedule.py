@@ -8,8 +8,6 @@ from segtrain.config.optim import CYCLE_RISE
 # One cycle begins with the rate divided by the first, and ends with that divided by the second:
 # div_factor and final_div_factor of torch's OneCycleLR.
 _CYCLE_START_DIV, _CYCLE_END_DIV = 25.0, 1e4
-# The part of the steps after finish_from in which the rate rises to finish_peak.
-_RISE = 0.1
 
 
 def base_lr(config: Config) -> float:
@@ -50,32 +48,21 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def describe_rates(config: Config, step: int) -> str:
-    """The rates at the first step, after the warmup, from finish_from on and at the last step.
+    """The rates at the first step, after the warmup and at the last step.
 
-    step: where the run goes on; what lies before finish_from is left out if it is behind.
+    step: where the run goes on; the first is left out if finish_from is behind.
     """
-    begin, peak = config.schedule.finish_from, config.schedule.finish_peak
-    rates = [learning_rate(config, 0), base_lr(config)]
-    if begin is not None:
-        from_there = [learning_rate(config, begin), peak or learning_rate(config, begin)]
-        rates = from_there if step >= begin else rates + from_there
+    begin, rates = config.schedule.finish_from, [base_lr(config)]
+    if begin is None or step < begin:
+        rates.insert(0, learning_rate(config, 0))
     rates.append(learning_rate(config, config.train.steps - 1))
     return " -> ".join(dict.fromkeys(f"{rate:.3g}" for rate in rates))
 
 
 def _finishing(config: Config, step: int) -> float:
-    """The rate from finish_from on: 1 - sqrt(t), as in arXiv:2405.18392, for t from 0 to 1.
-
-    Before it, to finish_peak, the rise of a re-warming (arXiv:2403.08763).
-    """
-    schedule = config.schedule
+    """The rate from finish_from on: 1 - sqrt(t), as in arXiv:2405.18392, for t from 0 to 1."""
+    schedule, top = config.schedule, base_lr(config)
     done, total = step - schedule.finish_from, config.train.steps - schedule.finish_from
-    top = schedule.finish_lr or base_lr(config)
-    if schedule.finish_peak is not None:
-        rise = math.ceil(_RISE * total)
-        if done < rise:
-            return top + (schedule.finish_peak - top) * done / rise
-        done, total, top = done - rise, total - rise, schedule.finish_peak
     return schedule.min_lr + (top - schedule.min_lr) * (1 - math.sqrt(done / total))
 
 
