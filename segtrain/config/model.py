@@ -64,9 +64,7 @@ class ModelConfig(Section):
         4, "ResNet stages; 2 ends at stride 8, as segmentation_models.pytorch's PSPNet does"
     )
     output_stride: Literal[8, 16, 32] = option(8, "input pixels per feature pixel")
-    variant: Literal[
-        "paper", "paper_stretched", "torchvision", "semseg", "mmseg", "smp", "vainf"
-    ] = option(
+    variant: Literal["paper", "torchvision", "semseg", "mmseg", "smp", "vainf"] = option(
         "paper",
         "whose form the network has where publishers differ: how dilation begins, which kernels "
         "join the branches of the head, its last convolutions, whether features are stretched over "

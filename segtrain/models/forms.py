@@ -49,7 +49,6 @@ class Form:
 
 FORMS = {
     "paper": Form(stretch=False),
-    "paper_stretched": Form(),  # what segtrain 0.1.0 made of "paper"
     "torchvision": Form(mobilenet_contract=False, mobilenet_v3_aux=4),
     "semseg": Form(contract_dilation=False, mobilenet_contract=False),
     "mmseg": Form(

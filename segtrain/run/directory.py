@@ -167,12 +167,10 @@ def check_config(
     differences = [*config_differences(saved, config), *others]
     if differences and not accept_changes:
         listed, run = "\n  ".join(differences), shlex.quote(str(directory))
-        way = f"--resume (if its {CONFIG} has been edited, undo that first)"
-        if (saved.model.variant, config.model.variant) == ("paper_stretched", "paper"):
-            way = "--resume --set model.variant=paper_stretched (what paper was in segtrain 0.1.0)"
         raise ConfigError(
             f"{directory}: the run was started with another config\n  {listed}\n"
-            f"to go on as it was started: segtrain train {run} {way}\n"
+            f"to go on as it was started: segtrain train {run} --resume (if its {CONFIG} has been "
+            "edited, undo that first)\n"
             "if the changes are meant: add --accept-changes\n"
             "to start a new run: --output DIR instead of --resume"
         )
