@@ -12,7 +12,7 @@ from torch import Tensor
 # One number per use keeps two streams with the same key apart. Never reuse or renumber: a resumed
 # run must meet the streams it was started with.
 _ORDER, _AUGMENT, _DROPOUT = 1, 2, 3
-_CLASS_UNIFORM, _CENTROIDS, _PARTNER, _MIXUP = 10, 11, 12, 13
+_CLASS_UNIFORM, _CENTROIDS, _PARTNER = 10, 11, 12
 _POPULATION = 30
 
 
@@ -36,22 +36,9 @@ def augment_rng(seed: int, step: int, position: int) -> np.random.Generator:
     return np.random.default_rng((seed, _AUGMENT, step, position))
 
 
-def partner_rng(seed: int, step: int, position: int, *, role: int) -> np.random.Generator:
-    """The generator that draws a partner of the sample at `position`, and augments it.
-
-    role: a sample may have several partners; each has a number of its own.
-    """
-    return np.random.default_rng((seed, _PARTNER, role, step, position))
-
-
-def mixup_weight(seed: int, step: int, alpha: float) -> int:
-    """The weight of the partners in the images and the loss of `step`, 0 .. 128 of 256.
-
-    min(x, 1 - x) for x from Beta(alpha, alpha), rounded, as 8-bit images are: of each pair, the
-    sample itself weighs more, as in MosaicML's composer. The whole batch has one weight.
-    """
-    drawn = np.random.default_rng((seed, _MIXUP, step)).beta(alpha, alpha)
-    return round(256 * min(drawn, 1 - drawn))
+def partner_rng(seed: int, step: int, position: int) -> np.random.Generator:
+    """The generator that draws a partner of the sample at `position`, and augments it."""
+    return np.random.default_rng((seed, _PARTNER, 0, step, position))
 
 
 def population_rng(seed: int, round_number: int, member: int) -> np.random.Generator:

@@ -33,8 +33,6 @@ class Batch(NamedTuple):
     images: (N, C, H, W) as stored: uint8 RGB, or what the data set has (`ImageForm`).
     labels: (N, H, W) uint8, train ids or IGNORE_INDEX.
     names: N image names, for messages; "a + b" if a sample is made of two images.
-    partner_labels: (N, H, W) uint8, of the images that MixUp has mixed in; None: there are none,
-        as in a step in which `seed.mixup_weight` is 0.
     made_s: seconds that one process took to make it.
     pixels: the sum of `hash_pixels` of its samples, for receipts; None: not taken.
     """
@@ -42,15 +40,13 @@ class Batch(NamedTuple):
     images: Tensor
     labels: Tensor
     names: list[str]
-    partner_labels: Tensor | None = None
     made_s: float = 0.0
     pixels: int | None = None
 
     def empty(self) -> Batch:
         """The batch without its samples."""
-        partners = None if self.partner_labels is None else self.partner_labels[:0]
         pixels = None if self.pixels is None else 0
-        return Batch(self.images[:0], self.labels[:0], [], partners, self.made_s, pixels)
+        return Batch(self.images[:0], self.labels[:0], [], self.made_s, pixels)
 
 
 class DropoutMasks(NamedTuple):

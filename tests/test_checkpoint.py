@@ -199,7 +199,7 @@ def test_a_checkpoint_restores_the_whole_state(small, tmp_path):
         ("classes", "seed=0", ["data.classes: 4 classes there, 5 now"]),
         ("", "model.dropout=0.3", []),
         ("", "train.precision=float64", []),
-        ("", "optim.sam_rho=0.1", []),
+        ("", "optim.clip_grad_norm=0.1", []),
         ("", "optim.layers=[{names: [head], lr_mult: 2.0}]", []),
         (
             "",

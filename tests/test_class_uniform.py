@@ -268,7 +268,7 @@ def options(root):
     )
     uniform = {"class_uniform": 0.5}
     values = small(root, data=uniform, train={"steps": 4, "shares": 2, "batch_size": 4})
-    values["augment"] |= {"mixup_alpha": 1.0, "class_mix_prob": 0.5}
+    values["augment"] |= {"class_mix_prob": 0.5}
     return values
 
 

@@ -261,8 +261,7 @@ def test_it_takes_a_step(path):
     )
     images = torch.randint(256, (2, 3, 33, 33), dtype=torch.uint8)
     labels = torch.randint(num_classes(config), (2, 33, 33), dtype=torch.uint8)
-    partner = labels.flip(0) if config.augment.mixup_alpha is not None else None
-    batch = Batch(images, labels, ["a", "b"], partner)
+    batch = Batch(images, labels, ["a", "b"])
     (result,) = islice(
         train_steps(
             state,

@@ -53,15 +53,14 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
         parameter.grad = torch.rand_like(parameter)
     with fake:
         start.hold_gradients(model)
-        numbers = local.StepNumbers.on(cuda, [0.1, 0.9, 0.0], [0.0] * 3, tensors=capturable)
+        numbers = local.StepNumbers.on(cuda, [0.1, 0.9], [0.0] * 2, tensors=capturable)
         update(state, numbers, optim.clip_grad_norm)
     fused = [name for name in fake.seen if name.startswith("_fused_")]
     assert fused == [f"_fused_{optim.kind}_"]
 
 
-@pytest.mark.parametrize("mixup_alpha", [None, 0.4])
-def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alpha):
-    settings = config(train={"accumulate_steps": 2}, augment={"mixup_alpha": mixup_alpha})
+def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake):
+    settings = config(train={"accumulate_steps": 2})
     state = SimpleNamespace(
         step=0,
         model=SimpleNamespace(dropout_channels=(8, None)),
@@ -70,13 +69,12 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alph
     )
     images = torch.zeros(2, 3, 65, 73, dtype=torch.uint8)
     labels = torch.zeros(2, 65, 73, dtype=torch.uint8)
-    partners = None if mixup_alpha is None else labels
-    batch = Batch(images, labels, ["a", "b"], partners)
+    batch = Batch(images, labels, ["a", "b"])
     with fake:
         indices = [range(2), range(8, 10)]
         cuda = torch.device("cuda")
         parts = local.local_microbatches(state, [batch] * 2, settings, cuda, indices)
-        weights = _loss_weights(state, parts, torch.zeros((), device="cuda"))
+        weights = _loss_weights(state, parts)
     tensors = [t for part in (*parts, weights) for t in part if isinstance(t, Tensor)]
     tensors += [mask for part in parts for mask in part.dropout if mask is not None]
     assert len(tensors) == 8

@@ -24,7 +24,6 @@ def write(data, path, *, steps, **schedule):
         data,
         eval={"every_steps": 2},
         train={"steps": steps, "batch_size": 4, "shares": 2},
-        optim={"sam_rho": 0.05, "sam_every": 2},
         schedule=schedule,
         checkpoint={"keep_every_steps": 4},
     )

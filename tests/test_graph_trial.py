@@ -37,8 +37,8 @@ def graphs(monkeypatch):
 NAMES = [
     ("average",),
     ("float16", "adamw"),
-    ("microbatches", "MixUp"),
-    ("sharpness aware", "muon"),
+    ("microbatches",),
+    ("muon",),
 ]
 
 

@@ -18,7 +18,6 @@ from segtrain.data.check.values import image_values
 from segtrain.data.read.find import Window
 from segtrain.data.read.image import ImageForm, read_image
 from segtrain.data.sample.geometry import Placement, Span, resample_image
-from segtrain.data.sample.stream import blend
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import ConfigError, DataError
 from segtrain.models import build_model
@@ -199,15 +198,6 @@ def test_nan_spreads_into_no_pixel_that_counts(rotate_deg, dtype):
             assert (crop[classes == 0] == 100).all()
 
 
-@pytest.mark.parametrize(("dtype", "high"), [(np.uint8, 255), (np.uint16, 65535), (np.float32, 9)])
-def test_mixup_blends_in_the_dtype_of_the_images(dtype, high):
-    one, other = (values(5, dtype, high, seed=i) for i in (0, 1))
-    exact = (one.astype(float) * (256 - 77) + other.astype(float) * 77) / 256
-    mixed = blend(one, other, 77)
-    assert mixed.dtype == dtype
-    np.testing.assert_allclose(mixed, exact, atol=0.5 if dtype != np.float32 else 1e-6)
-
-
 SCALES = [
     (np.uint8, None, 1.0, 0.0),
     (np.uint16, None, 255 / 65535, 0.0),
@@ -337,7 +327,7 @@ def five_bands(tmp_path):
     config = tmp_path / "x.yaml"
     config.write_text(
         f"data: {{layout: folders, root: {tmp_path}, classes: {tmp_path}/c.yaml, channels: 5}}\n"
-        "augment: {crop_size: [32, 32], class_mix_prob: 0.5, mixup_alpha: 0.2, blur_prob: 0.5}\n"
+        "augment: {crop_size: [32, 32], class_mix_prob: 0.5, blur_prob: 0.5}\n"
         "model: {backbone: resnet18, num_stages: 2, output_stride: 8, head_channels: 8}\n"
         "train: {batch_size: 2, steps: 2}\noptim: {lr: 0.01}\nlog: {every_steps: 1}\n"
     )

@@ -50,7 +50,7 @@ def test_a_run_that_goes_on_on_fewer_ranks_does_not_show_them_either(run_ranks, 
     options = experiment(
         data,
         data={"class_uniform": 0.4},
-        augment={"crop_size": [25, 33], "mixup_alpha": 3.0, "class_mix_prob": 0.5},
+        augment={"crop_size": [25, 33], "class_mix_prob": 0.5},
         train={"steps": 4, "accumulate_steps": 2, "batch_size": 7},
         optim={"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 1.0, "ema_decay": 0.9},
         model={"arch": "deeplabv3plus"},
@@ -72,7 +72,6 @@ def test_a_run_that_goes_on_on_fewer_ranks_does_not_show_them_either(run_ranks, 
     "sections",
     [
         {
-            "augment": {"mixup_alpha": 3.0},
             "loss": {
                 "kind": "ohem",
                 "ohem_min_kept": 700,
@@ -83,7 +82,6 @@ def test_a_run_that_goes_on_on_fewer_ranks_does_not_show_them_either(run_ranks, 
                 ],
             },
             "train": {"batch_size": 2},
-            "optim": {"sam_rho": 0.05},
         },
         {
             "model": {"arch": "deeplabv3plus", "recompute": "norm"},

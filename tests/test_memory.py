@@ -62,16 +62,16 @@ def test_the_bound_is_what_images_and_scores_take(machine):
     compiled = unread(augment={"crop_size": (60, 100)}, train={"compile": True})
     assert training_finding(compiled, 17, 6, CPU, 1) is None
     assert training_finding(compiled, 17, 7, CPU, 1) is not None
-    crop = {"crop_size": (10, 10), "mixup_alpha": 0.2}
+    crop = {"crop_size": (10, 10)}
     virtual = unread(augment=crop, train={"virtual_ranks": 2}, loss={"kind": "dice"})
-    rest = 3 + 12 + 2 * 9 + 2 * 4 * 19
+    rest = 3 + 12 + 9 + 2 * 4 * 19
     # On CUDA the host keeps what waits.
     assert training_bytes(virtual, 19, 1, torch.device("cuda")) == 100 * (rest + 4 * 19)
-    assert training_bytes(virtual, 19, 1, CPU) == 100 * (rest + 4 * 4 * 19)
+    assert training_bytes(virtual, 19, 1, CPU) == 100 * (rest + 2 * 4 * 19)
     # There a kernel may compute cross entropy without scores at full size.
     pixels = unread(augment=crop, loss={"also": ({"kind": "focal"},)})
-    assert training_bytes(pixels, 19, 1, torch.device("cuda")) == 100 * (3 + 12 + 2 * 9)
-    assert training_bytes(pixels, 19, 1, CPU) == 100 * (rest + 8 * 4 * 19)
+    assert training_bytes(pixels, 19, 1, torch.device("cuda")) == 100 * (3 + 12 + 9)
+    assert training_bytes(pixels, 19, 1, CPU) == 100 * (rest + 4 * 4 * 19)
 
 
 # Each loss with how much more than the bound it may take: what it needs for a moment, such as the
@@ -106,8 +106,7 @@ def peak_of_a_step(made):
     def batches():
         images = torch.randint(256, (NUM_IMAGES, 3, *SIZE), dtype=torch.uint8)
         labels = torch.randint(NUM_CLASSES, (NUM_IMAGES, *SIZE), dtype=torch.uint8)
-        partners = None if made.augment.mixup_alpha is None else labels.flip(0)
-        yield Batch(images, labels, ["x"] * NUM_IMAGES, partners)
+        yield Batch(images, labels, ["x"] * NUM_IMAGES)
 
     state = make_state(PixelModel(made.model.aux_head), made, CPU)
     sync = StepSync(lambda: False)
@@ -119,13 +118,13 @@ def peak_of_a_step(made):
 
 
 @pytest.mark.parametrize(
-    ("name", "aux_head", "mixup_alpha"),
-    [("cross entropy", False, None), *((name, True, 8.0) for name in LOSSES)],
+    ("name", "aux_head"),
+    [("cross entropy", False), *((name, True) for name in LOSSES)],
 )
-def test_a_step_takes_the_bound_and_not_much_more(name, aux_head, mixup_alpha):
+def test_a_step_takes_the_bound_and_not_much_more(name, aux_head):
     loss, most = LOSSES[name]
     made = unread(
-        augment={"crop_size": SIZE, "mixup_alpha": mixup_alpha},
+        augment={"crop_size": SIZE},
         model={"aux_head": aux_head, "dropout": 0.0},
         loss=loss,
         train={"steps": 1, "batch_size": NUM_IMAGES, "precision": "float32"},

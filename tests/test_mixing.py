@@ -1,4 +1,4 @@
-"""Samples made of two images; test_step has their loss, test_invariance whole runs."""
+"""Samples made of two images; test_invariance has whole runs."""
 
 from collections import Counter
 from itertools import chain
@@ -8,7 +8,6 @@ import pytest
 import torch
 from test_step import CPU
 
-from segtrain import seed
 from segtrain.config import AugmentConfig, DataConfig
 from segtrain.data import open_dataset
 from segtrain.data.read.image import ImageForm
@@ -18,7 +17,6 @@ from segtrain.data.sample.loader import TrainLoader
 from segtrain.data.sample.stream import (
     ClassUniform,
     TrainStream,
-    blend,
     draw_partner,
     paste_classes,
 )
@@ -36,27 +34,6 @@ def crops(seed, classes=(0, 1, 2, 5, IGNORE_INDEX)):
     labels = rng.choice(np.array(classes, np.uint8), (2, 6, 9))
     images = rng.integers(256, size=(2, 6, 9, 3), dtype=np.uint8)
     return [Crop(image, label, WHERE) for image, label in zip(images, labels, strict=True)]
-
-
-@pytest.mark.parametrize("weight", [0, 1, 77, 128])
-def test_a_blend_is_the_rounded_mean_of_both_images(weight):
-    one, other = np.random.default_rng(0).integers(256, size=(2, 50, 60, 3), dtype=np.uint8)
-    exact = one * (1 - weight / 256) + other * (weight / 256)
-    np.testing.assert_array_equal(blend(one, other, weight), np.floor(exact + 0.5))
-    assert blend(one, other, weight).dtype == np.uint8
-
-
-def test_the_weight_is_that_of_composers_mixup_in_256ths():
-    """_gen_mixing_coef of MosaicML's composer: min(x, 1 - x) of Beta(alpha, alpha)."""
-    for alpha in (0.2, 8.0):
-        drawn = np.array([seed.mixup_weight(3, step, alpha) for step in range(1500)])
-        other = np.random.default_rng(0).beta(alpha, alpha, 1500)
-        other = np.minimum(other, 1 - other) * 256
-        assert drawn.min() >= 0
-        assert drawn.max() <= 128
-        for q in (25, 50, 75):
-            assert abs(np.percentile(drawn, q) - np.percentile(other, q)) < 12, (alpha, q)
-    assert seed.mixup_weight(3, 7, 0.2) == seed.mixup_weight(3, 7, 0.2)
 
 
 def test_half_of_the_partners_classes_are_pasted_with_their_labels():
@@ -126,7 +103,6 @@ def everything(data):
         crop_size=(25, 33), scale_range=(0.6, 1.5), rotate_deg=10.0, color_prob=0.5
     )
     defaults = {
-        "mixup_alpha": 5.0,
         "class_mix_prob": 0.6,
         "class_uniform": ClassUniform(centroids, fraction=0.4),
     }
@@ -156,15 +132,14 @@ def assert_same(found, wanted):
     for one, other in zip(found, wanted, strict=True):
         assert one.names == other.names
         assert one.pixels == other.pixels
-        for a, b in zip((one[0], one[1], one[3]), (other[0], other[1], other[3]), strict=True):
-            assert torch.equal(a, b)
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.labels, other.labels)
 
 
 def joined(parts):
-    images, labels, names, partner_labels, _, pixels = zip(*parts, strict=True)
+    images, labels, names, _, pixels = zip(*parts, strict=True)
     names = list(chain.from_iterable(names))
-    partners = torch.cat(partner_labels)
-    return Batch(torch.cat(images), torch.cat(labels), names, partners, pixels=sum(pixels))
+    return Batch(torch.cat(images), torch.cat(labels), names, pixels=sum(pixels))
 
 
 def test_neither_ranks_nor_workers_nor_a_resumption_change_a_batch(everything):
@@ -175,32 +150,15 @@ def test_neither_ranks_nor_workers_nor_a_resumption_change_a_batch(everything):
     assert_same(batches(stream, 1, 2, num_workers=1), batches(stream, 1, 2))
     assert_same(batches(stream, num_workers=2, start_step=2), whole[2:])
     assert [batch.names for batch in whole] == [stream.names_of_step(step) for step in range(4)]
-    assert any(name.count(" + ") == 3 for batch in whole for name in batch.names)
+    assert any(name.count(" + ") == 1 for batch in whole for name in batch.names)
 
 
 def test_mixing_changes_nothing_else(everything):
-    plain = batches(everything(mixup_alpha=None, class_mix_prob=0.0))
-    assert all(batch.partner_labels is None for batch in plain)
-    mixed = batches(everything(class_mix_prob=0.0))
-    pasted = batches(everything(mixup_alpha=None, class_mix_prob=1.0))
-    for step, (one, two, three) in enumerate(zip(plain, mixed, pasted, strict=True)):
-        assert torch.equal(one.labels, two.labels)
-        assert not torch.equal(two.labels, two.partner_labels)
-        weight = seed.mixup_weight(7, step, 5.0)
-        partners = (two.images.double() - one.images * (1 - weight / 256)) / (weight / 256)
-        assert partners.min() > -0.51 * 256 / weight
-        assert partners.max() < 255 + 0.51 * 256 / weight
-        assert three.partner_labels is None
-        same = three.labels == one.labels
+    plain = batches(everything(class_mix_prob=0.0))
+    pasted = batches(everything(class_mix_prob=1.0))
+    for one, other in zip(plain, pasted, strict=True):
+        same = other.labels == one.labels
         assert 0.5 < same.double().mean() < 1
         # A pasted pixel can have the label that was there.
-        assert (three.images == one.images).all(1)[same].double().mean() > 0.5
-        assert not (three.images == one.images).all(1)[~same].all()
-
-
-def test_without_weight_a_step_has_no_partners(everything):
-    stream = everything(mixup_alpha=0.01, class_mix_prob=0.0)
-    weights = [seed.mixup_weight(7, step, 0.01) for step in range(4)]
-    assert 0 in weights
-    found = [batch.partner_labels is None for batch in batches(stream)]
-    assert found == [weight == 0 for weight in weights]
+        assert (other.images == one.images).all(1)[same].double().mean() > 0.5
+        assert not (other.images == one.images).all(1)[~same].all()

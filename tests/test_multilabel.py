@@ -412,8 +412,8 @@ CASES = {
         },
         "train": {"shares": 3},
     },
-    "mixup, two passes": {
-        "augment": {"mixup_alpha": 4.0, "quarter_turn_prob": 0.5},
+    "two passes": {
+        "augment": {"quarter_turn_prob": 0.5},
         "train": {"shares": 2, "batch_size": 6, "accumulate_steps": 2},
     },
 }

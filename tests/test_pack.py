@@ -184,7 +184,7 @@ def test_a_run_goes_on_from_a_pack_to_its_files(run_ranks, scenes, data, tmp_pat
         model = {"backbone": "resnet18", "num_stages": 2, "output_stride": 8}
         sections = {"train": {"steps": 6}, "data": {"class_uniform": 0.4} | places}
         options = small(data, model=model, **sections)
-        options["augment"] |= {"mixup_alpha": 5.0, "class_mix_prob": 0.6, "max_class_share": 0.6}
+        options["augment"] |= {"class_mix_prob": 0.6, "max_class_share": 0.6}
         configs[name] = write_config(tmp_path / f"{name}.yaml", options)
     run, other = tmp_path / "run", tmp_path / "other"
     assert run_ranks(1, stopped_after, 2, configs["pack"], run) == [143]

@@ -188,14 +188,8 @@ VALUES = [
     (f"{SERVER} train.precision=float16", 2, "...precision: float16 cannot go ... server..."),
     (f"{SERVER} train.accumulate_steps=2", 2, "...accumulate_steps: 2 cannot go ... server..."),
     (f"{SERVER} train.compile=true", 2, "...compile: true cannot go ... server..."),
-    (f"{SERVER} optim.sam_rho=0.05", 2, "...sam_rho: 0.05 cannot go ... server..."),
     (f"{SERVER} norm.precise_batches=2", 2, "...precise_batches: 2 cannot go ... server..."),
     (f"{SERVER} loss.kind=ohem", 2, "...which no process has with train.parallel server..."),
-    (
-        f"{SERVER} train.staleness=0 --set augment.mixup_alpha=0.2",
-        2,
-        "...mixup_alpha: 0.2 cannot go with train.staleness 0: gradients are weighed ...",
-    ),
     (
         f"{SERVER} train.staleness=0 --set "
         "'loss.also=[{kind: focal, class_weights: [1.0, 2.0, 3.0, 4.0]}]'",
@@ -343,7 +337,7 @@ OTHERS = [
         "...shares: has no place in a population; set it ...",
     ),
     (f"{POPULATION} --perturb optim.lrr", 2, "... no such option; did you mean optim.lr?"),
-    (f"{POPULATION} --perturb optim.sam_rho", 2, "--perturb optim.sam_rho: is None here; ..."),
+    (f"{POPULATION} --perturb optim.ema_decay", 2, "--perturb optim.ema_decay: is None here; ..."),
     (f"{POPULATION} --perturb optim.momentum", 2, "...momentum: 0.9 times 1.2 is refused: ..."),
     (
         f"{POPULATION} --perturb schedule.poly_power",

@@ -56,13 +56,12 @@ CASES = {
             "class_weights": WEIGHTS,
         },
         "train": {"batch_size": 7, "shares": 3},
-        # Two gradients a step need two exponents a step.
-        "optim": {"clip_grad_norm": 1.0, "ema_decay": 0.9, "sam_rho": 0.2, "sam_every": 2},
+        "optim": {"clip_grad_norm": 1.0, "ema_decay": 0.9},
     },
     # Passes of 4 and 3 images, in which three shares are 2 + 1 + 1 and 1 + 1 + 1.
-    "deeplabv3plus, adamw, bfloat16, mixup": {
+    "deeplabv3plus, adamw, bfloat16, class mix": {
         "model": {"arch": "deeplabv3plus", "backbone": "mobilenet_v3_large"},
-        "augment": {"mixup_alpha": 4.0, "class_mix_prob": 0.5},
+        "augment": {"class_mix_prob": 0.5},
         "loss": {"kind": "cross_entropy", "class_weights": WEIGHTS},
         "train": {"batch_size": 7, "accumulate_steps": 2, "shares": 3, "precision": "bfloat16"},
         "optim": {"kind": "adamw", "lr": 1e-3},
@@ -107,10 +106,9 @@ CASES = {
         "train": {"steps": 1, "batch_size": 7, "shares": 5, "precision": "float64"},
     },
     # Sums of float32 weights are exact in float64 unless the weights are as far apart as these. The
-    # threshold of 0 leaves it to the number of hard pixels which ones are kept. MixUp has weights
-    # of the passes for both labels.
-    "mining and mixup, float64": {
-        "augment": {"crop_size": [25, 33], "mixup_alpha": 4.0},
+    # threshold of 0 leaves it to the number of hard pixels which ones are kept.
+    "mining, float64": {
+        "augment": {"crop_size": [25, 33]},
         "loss": {
             "kind": "ohem",
             "ohem_threshold": 0.0,

@@ -13,9 +13,9 @@ def config_file(path, data, **sections):
 
 
 CASES = {
-    "microbatches, lovasz, mixup": {
+    "microbatches, lovasz": {
         "train": {"steps": 3, "batch_size": 7, "accumulate_steps": 2},
-        "augment": {"crop_size": [25, 33], "mixup_alpha": 1.0},
+        "augment": {"crop_size": [25, 33]},
         "loss": {"kind": "ohem", "also": [{"kind": "lovasz_batch"}]},
     },
     "groups of two images": {

@@ -9,8 +9,6 @@ from experiments import sections, unread
 from stepping import train_steps
 from torch import nn
 
-from segtrain import seed
-from segtrain.config import AugmentConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import partition
 from segtrain.models import DropoutChannels
@@ -58,18 +56,11 @@ def whole_batch(step):
     return images.contiguous(memory_format=torch.channels_last), labels
 
 
-def partner_labels(settings, step):
-    """With MixUp: labels of which other images are ignored; otherwise None."""
-    return whole_batch(step + 100)[1].flip(0) if settings.augment.mixup_alpha else None
-
-
 def batches(settings, rows, start):
     for step in range(start, settings.train.steps):
         images, labels = whole_batch(step)
-        partners = partner_labels(settings, step)
         for mine in map(list, rows):
-            other = None if partners is None else partners[mine]
-            yield Batch(images[mine], labels[mine], [f"{step}/{i}" for i in mine], other)
+            yield Batch(images[mine], labels[mine], [f"{step}/{i}" for i in mine])
 
 
 def run(settings, state, step_sync=None):
@@ -115,19 +106,17 @@ def plain_loop(settings, make_model=TwoHeads, masks=lambda step: torch.ones(N)):
     weights = None if loss.class_weights is None else torch.tensor(loss.class_weights).double()
     options = {"weight": weights, "ignore_index": IGNORE_INDEX, "reduction": "sum"}
 
-    def gradient(images, targets, mask):
-        """targets: labels and their share of the loss."""
+    def gradient(images, labels, mask):
         optimizer.zero_grad()
         total = torch.zeros(2).double()
-        for labels, share in targets:
-            # A loss of 1 for each valid pixel, times the weight of its class.
-            whole = F.nll_loss(torch.full((N, K, H, W), -1.0).double(), labels, **options)
-            for i in range(train.accumulate_steps):
-                mine = list(partition(N, train.accumulate_steps, i))
-                heads = model((images[mine].double() - mean) / std, DropoutMasks(mask[mine]))
-                losses = [F.cross_entropy(head, labels[mine], **options) / whole for head in heads]
-                (share * (losses[0] + loss.aux_weight * losses[1])).backward()
-                total += share * torch.stack(losses).detach()
+        # A loss of 1 for each valid pixel, times the weight of its class.
+        whole = F.nll_loss(torch.full((N, K, H, W), -1.0).double(), labels, **options)
+        for i in range(train.accumulate_steps):
+            mine = list(partition(N, train.accumulate_steps, i))
+            heads = model((images[mine].double() - mean) / std, DropoutMasks(mask[mine]))
+            losses = [F.cross_entropy(head, labels[mine], **options) / whole for head in heads]
+            (losses[0] + loss.aux_weight * losses[1]).backward()
+            total += torch.stack(losses).detach()
         return total.tolist()
 
     results = []
@@ -135,19 +124,7 @@ def plain_loop(settings, make_model=TwoHeads, masks=lambda step: torch.ones(N)):
         lr = optim.lr * (1 - step / train.steps) ** 0.9
         optimizer.param_groups[0]["lr"] = lr
         images, labels = whole_batch(step)
-        partners = partner_labels(settings, step)
-        m = 0 if partners is None else seed.mixup_weight(settings.seed, step, MIXUP) / 256
-        mixed = [] if partners is None else [(partners.long(), m)]
-        batch = images, [(labels.long(), 1 - m), *mixed], masks(step)
-        out, aux = gradient(*batch)
-        if optim.sam_rho is not None and step % optim.sam_every == optim.sam_every - 1:
-            before = copy.deepcopy(model.state_dict())
-            norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p += optim.sam_rho * p.grad / norm
-            gradient(*batch)
-            model.load_state_dict(before)
+        out, aux = gradient(images, labels.long(), masks(step))
         norm = nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad_norm or 1e9)
         optimizer.step()
         results.append((step + 1, out, aux, norm.item(), lr))
@@ -155,13 +132,11 @@ def plain_loop(settings, make_model=TwoHeads, masks=lambda step: torch.ones(N)):
 
 
 TWO_WEIGHTED = config(accumulate_steps=2, loss={"class_weights": CLASS_WEIGHTS})
-MIXUP = 4.0
 SETTINGS = {
     "plain": config(),
     "weighted": config(loss={"class_weights": CLASS_WEIGHTS, "aux_weight": 0.7}),
     "two passes": config(accumulate_steps=2),
     "two weighted passes": TWO_WEIGHTED,
-    "mixup": TWO_WEIGHTED.model_copy(update={"augment": AugmentConfig(mixup_alpha=MIXUP)}),
     "clipped": config(clip_grad_norm=0.05, weight_decay=0.01),
 }
 

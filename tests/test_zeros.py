@@ -61,7 +61,6 @@ def new_state(settings, *, resumed=False):
 SGD = {
     "momentum and decay": config(),
     "clipped, two passes": config(clip_grad_norm=0.05, accumulate_steps=2),
-    "sam": config(sam_rho=0.4),
     "virtual ranks": config(virtual_ranks=2),
     "shares": config(shares=3),
 }

@@ -41,8 +41,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "muon": {"optim": {"kind": "muon"}},
     "average": {"optim": {"ema_decay": 0.999}},
     "clipping": {"optim": {"clip_grad_norm": 1.0}},
-    "sharpness aware": {"optim": {"sam_rho": 0.05}},
-    "decoupled decay": {"optim": {"decoupled_decay": True}},
+    "decay toward the start": {"optim": {"decay_toward": "start"}},
     "rates of layers": {"optim": {"layers": ({"names": ("head",), "lr_mult": 0.5},)}},
     "zeros": {"optim": {"layers": ({"zero": ("backbone.conv1.weight[:, 1]",)},)}},
     "warmup": {"schedule": {"warmup_steps": 7}},
@@ -50,7 +49,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "bfloat16": {"train": {"precision": "bfloat16"}},
     "float16": {"train": {"precision": "float16"}},
     "float64": {"train": {"precision": "float64"}},
-    "MixUp": {"augment": {"mixup_alpha": 0.4}},
     "mining": {"loss": {"kind": "ohem", "ohem_min_kept": 100}},
     "lovasz": {"loss": {"kind": "lovasz"}},
     "focal": {"loss": {"kind": "focal"}},
@@ -60,10 +58,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 # Sets of options, which meet each of these at least once.
 SETS = [
-    *((), ("adamw",), ("muon",), ("average", "clipping"), ("microbatches", "MixUp"), ("mining",)),
+    *((), ("adamw",), ("muon",), ("average", "clipping"), ("microbatches", "warmup"), ("mining",)),
     *(("float16", "adamw"), ("bfloat16",), ("groups of images",), ("recomputed",)),
-    *(("microbatches",), ("decoupled decay", "rates of layers"), ("zeros",)),
-    *(("lovasz", "two losses"), ("sharpness aware", "average", "muon"), ("float64", "warmup")),
+    *(("decay toward the start", "rates of layers"), ("zeros",)),
+    *(("lovasz", "two losses"), ("average", "muon"), ("float64", "focal")),
 ]
 
 
@@ -91,11 +89,9 @@ def batches(config: Config, step: int, positions: Sequence[range] | None = None)
     shape = (train.batch_size, 3, *SIZE)
     images = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     labels = (images.sum(1) % 4).to(torch.uint8)
-    partners = None if config.augment.mixup_alpha is None else labels.flip(0)
     for mine in map(torch.tensor, map(list, positions)):
         mine = mine.long()  # none may be there
-        other = None if partners is None else partners[mine]
-        yield Batch(images[mine], labels[mine], ["a"] * len(mine), other)
+        yield Batch(images[mine], labels[mine], ["a"] * len(mine))
 
 
 class Stub(nn.Module):

@@ -276,8 +276,7 @@ def _measure(
     parts["other"] = max(0.0, parted_s - sum(parts.values()))
 
     peak = matmul_peak(device, config.train)
-    sam = 1 / config.optim.sam_every if config.optim.sam_rho is not None else 0.0
-    flops = training_flops(config, this.train_set.classes.num_classes) * (1 + sam)
+    flops = training_flops(config, this.train_set.classes.num_classes)
     loader = max(1, this.num_workers()) / sample_s
     mine = [step_s, data_s, parted_s, parts, peak, peak_bytes(device), eager_s, loader]
     everywhere = dist.all_gather_object(mine)

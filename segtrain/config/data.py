@@ -169,11 +169,6 @@ class AugmentConfig(Section):
     extra: tuple[ExtraTransform, ...] = option(
         (), "further albumentations transforms of 8-bit images, applied to the crop last"
     )
-    mixup_alpha: PositiveFloat | None = option(
-        None,
-        "MixUp: blend the finished crop, and its loss, with another one, by a weight from "
-        "Beta(x, x), one for the batch; null: off; MosaicML uses 0.2",
-    )
 
     def _mistakes(self) -> Iterator[str]:
         yield from self._no_effect("color_prob", any(self.color_jitter), "color_jitter of zeros")

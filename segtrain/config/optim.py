@@ -132,12 +132,6 @@ class OptimConfig(Section):
         "rules for chosen weights: freeze, lr_mult, weight_decay, decay_toward, keep_zeros, zero",
     )
     clip_grad_norm: PositiveFloat | None = option(None, "largest norm of the gradient")
-    sam_rho: PositiveFloat | None = option(
-        None,
-        "sharpness aware minimization: the gradient is taken this far uphill, as a distance "
-        "between all weights; null: off",
-    )
-    sam_every: Positive = option(1, "2: SAM in every second step; such a step takes twice as long")
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = option(
         None, "keep an exponential moving average of the weights and evaluate it"
     )

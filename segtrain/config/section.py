@@ -54,7 +54,7 @@ NEEDS: dict[str, dict[str, str]] = {
     },
     "LayerRule": {"lr_mult weight_decay decay_toward keep_zeros zero": "freeze=null freeze=false"},
     "TrainConfig": {"staleness": "parallel=server"},
-    "OptimConfig": {"momentum": "kind=sgd", "sam_every": "sam_rho"},
+    "OptimConfig": {"momentum": "kind=sgd"},
     "ScheduleConfig": {
         "poly_power": "kind=poly",
         "min_lr": "kind=poly kind=cosine finish_from",
@@ -92,17 +92,7 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("model.recompute=blocks", "train.compile", "a compiled graph plans this by itself"),
         ("norm.images", "train.parallel", "every process has statistics of its own"),
         ("norm.precise_batches", "train.parallel", "its processes share running statistics"),
-        (
-            "optim.sam_rho",
-            "train.parallel",
-            "its processes do not wait for each other",
-        ),
         ("optim.ema_decay", "train.parallel=hogwild", "no process has the steps of all"),
-        (
-            "augment.mixup_alpha",
-            "train.staleness=0",
-            "gradients are weighed by their pixels, of which partners have others",
-        ),
     ),
 }
 

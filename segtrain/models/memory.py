@@ -134,8 +134,7 @@ def training_bytes(config: Config, num_classes: int, images: int, device: torch.
     """
     train = config.train
     height, width = config.augment.crop_size
-    label_sets = 1 if config.augment.mixup_alpha is None else 2
-    needed = images * (config.data.channels * (_STORED + _NORMALIZED) + label_sets * _LABEL)
+    needed = images * (config.data.channels * (_STORED + _NORMALIZED) + _LABEL)
     by_kernels = device.type == "cuda" and {t.kind for t in config.loss.terms} <= _OF_SMALL_LOGITS
     if train.compile or by_kernels:  # such a loss may never store the scores
         return height * width * needed
@@ -145,7 +144,7 @@ def training_bytes(config: Config, num_classes: int, images: int, device: torch.
     waits_on_host = device.type == "cuda" and train.virtual_ranks > 1
     kept = _KEPT
     if not waits_on_host and config.model.recompute != "blocks":
-        kept *= heads * label_sets * len(config.loss.terms)
+        kept *= heads * len(config.loss.terms)
     return height * width * (needed + images * num_classes * (heads * _SCORES + kept))
 
 

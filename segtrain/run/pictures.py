@@ -187,16 +187,15 @@ def spread(total: int, num: int) -> set[int]:
 def training_picture(
     batch: Batch, classes: ClassFile, value_range: tuple[float, float] | None
 ) -> np.ndarray:
-    """The first crops of a batch above their labels, with the legend; with MixUp both labels.
+    """The first crops of a batch above their labels, with the legend.
 
     value_range: see `as_rgb`.
     """
     columns = []
-    sets = [batch.labels] if batch.partner_labels is None else [batch.labels, batch.partner_labels]
-    for i, image in enumerate(batch.images[:NUM_IMAGES]):
+    for image, label in zip(batch.images[:NUM_IMAGES], batch.labels, strict=False):
         pixels = as_rgb(image.permute(1, 2, 0).numpy(), value_range)
-        labels = (overlay(pixels, one[i].numpy(), classes.palette, alpha=0.6) for one in sets)
-        columns.append(np.pad(np.vstack([pixels, *labels]), ((0, 4), (0, 4), (0, 0))))
+        shown = overlay(pixels, label.numpy(), classes.palette, alpha=0.6)
+        columns.append(np.pad(np.vstack([pixels, shown]), ((0, 4), (0, 4), (0, 0))))
     row = np.hstack(columns)
     return np.vstack([row, legend(class_labels(classes.names), classes.palette, row.shape[1])])
 

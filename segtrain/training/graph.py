@@ -81,7 +81,7 @@ def why_not(config: Config, state: TrainState, device: torch.device) -> str | No
 class GraphStep:
     """As `TrainStep`, replayed: a graph for each shape of a step that this rank meets.
 
-    Several microbatches, uneven splits and SAM make other shapes; they share one pool of memory.
+    Several microbatches and uneven splits make other shapes; they share one pool of memory.
     On all ranks shapes change after the same steps, so all record the same ones.
 
     trial: compares the first replay with the step itself; None: that is known.

@@ -11,7 +11,6 @@ from segtrain import seed
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.training.optim.schedule import learning_rate
-from segtrain.training.sam import sam_is_due
 from segtrain.training.state import TrainState
 from segtrain.types import Batch, DropoutMasks
 
@@ -20,7 +19,7 @@ class LocalMicrobatch(NamedTuple):
     """This rank's part of one microbatch."""
 
     images: Tensor  # (n, C, H, W) as stored
-    labels: Tensor  # (S, n, H, W) uint8; S is 2 if MixUp has mixed in images with labels, else 1
+    labels: Tensor  # (n, H, W) uint8, or (n, H, W, K) with task multilabel
     dropout: DropoutMasks  # of these n images
 
     def split(self, sizes: Sequence[int]) -> list["LocalMicrobatch"]:
@@ -29,7 +28,7 @@ class LocalMicrobatch(NamedTuple):
         def cut(images: range) -> LocalMicrobatch:
             part = slice(images.start, images.stop)
             masks = (None if mask is None else mask[part] for mask in self.dropout)
-            tensors = self.images[part], self.labels[:, part]
+            tensors = self.images[part], self.labels[part]
             return LocalMicrobatch(*tensors, DropoutMasks(*masks))
 
         ends = list(accumulate(sizes))
@@ -43,27 +42,25 @@ class StepNumbers(NamedTuple):
     as they were in the step that it has recorded.
 
     lr: the backbone's. toward: how far the average of the weights goes to the newest ones.
-    mixed: the weight of MixUp's partners in the loss.
     requests: (2,), what this rank is asked for (`StepSync.requests`).
     """
 
     lr: float | Tensor
     toward: float | Tensor
-    mixed: float | Tensor
     requests: Tensor
 
     @classmethod
     def on(
         cls,
         device: torch.device,
-        numbers: Sequence[float] = (0.0, 0.0, 0.0),
+        numbers: Sequence[float] = (0.0, 0.0),
         requests: Sequence[float] = (0.0, 0.0),
         *,
         tensors: bool = False,
     ) -> "StepNumbers":
         """Those of a step; the host does not wait for `device`.
 
-        numbers: lr, toward and mixed.
+        numbers: lr and toward.
         """
         values = torch.tensor([*numbers, *requests], dtype=torch.float64)
         if device.type == "cuda":
@@ -76,23 +73,21 @@ class StepNumbers(NamedTuple):
 class LocalStep(NamedTuple):
     """What this rank computes in a step.
 
-    sharpens: whether SAM takes a second gradient. lr: `numbers.lr`, for the log.
+    lr: `numbers.lr`, for the log.
     batches: of which `microbatches` were made, on the host. data_s: seconds that the step waited
         for them.
     """
 
     microbatches: list[LocalMicrobatch]
     numbers: StepNumbers
-    sharpens: bool
     lr: float
     batches: Sequence[Batch]
     data_s: float = 0.0
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What steps have in common that one recording serves: all flags, the tensors' shapes."""
-        flags = (value for value in self if isinstance(value, bool))
-        return *flags, *(tuple(tensor.shape) for tensor in self.tensors())
+        """What steps have in common that one recording serves: the shapes of their tensors."""
+        return tuple(tuple(tensor.shape) for tensor in self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
         """All on the device: of the images, and the numbers if they are tensors."""
@@ -123,15 +118,11 @@ def local_step(
     data_s: float = 0.0,
 ) -> LocalStep:
     """The next step of `state`, on `device`; `batches`: of each microbatch, of this rank."""
-    lr, mixed = learning_rate(config, state.step), 0.0
-    if batches[0].partner_labels is not None:
-        mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
+    lr = learning_rate(config, state.step)
     toward = 0.0 if state.average is None else state.average.toward(state.step + 1)
-    numbers = lr, toward, mixed
     return LocalStep(
         microbatches=local_microbatches(state, batches, config, device),
-        numbers=StepNumbers.on(device, numbers, requests, tensors=state.capturable),
-        sharpens=sam_is_due(config.optim, state.step),
+        numbers=StepNumbers.on(device, (lr, toward), requests, tensors=state.capturable),
         lr=lr,
         batches=batches,
         data_s=data_s,
@@ -147,12 +138,9 @@ def local_microbatches(
     """This rank's parts of a step's microbatches on `device`, with their dropout masks."""
     parts = []
     for batch, where in zip(batches, state.layout.positions(dist.rank()), strict=True):
-        label_sets = [batch.labels]
-        if batch.partner_labels is not None:
-            label_sets.append(batch.partner_labels)
-        images, *label_sets = (t.to(device, non_blocking=True) for t in (batch.images, *label_sets))
+        images, labels = (t.to(device, non_blocking=True) for t in (batch.images, batch.labels))
         masks = _dropout_masks(state, config, where, device)
-        parts.append(LocalMicrobatch(images, torch.stack(label_sets), masks))
+        parts.append(LocalMicrobatch(images, labels, masks))
     return parts
 
 

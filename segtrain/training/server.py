@@ -245,7 +245,7 @@ class Worker(_End):
         found = [torch.zeros_like(x) if x.grad is None else x.grad for x in self._weights]
         grad_norm = nn.utils.get_total_norm(found)
         flags = sync.take_flags(grad_norm)
-        labels = state.criterion.labels(local.microbatches[0].labels[0])
+        labels = state.criterion.labels(local.microbatches[0].labels)
         said = _Gradient(
             is_bad=bool(flags.any()),
             weight=state.criterion.label_weight(labels).item(),

@@ -50,14 +50,13 @@ class ModelWithLoss(nn.Module):
     def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
         """The sums for normalized images (N, 3, H, W), (S, heads, ...) (collective).
 
-        labels: (S, N, H, W) int64, or (S, N, K, H, W) uint8, as `SegLoss.labels` gives them; two
-            sets of labels with MixUp, otherwise one.
+        labels: (N, H, W) int64, or (N, K, H, W) uint8, as `SegLoss.labels` gives them.
         """
         if self.recompute:
             return self._recomputed(images, labels, dropout)
         with autocast(self.autocast_dtype, images.device):
             logits = self._logits(images, dropout)
-        return torch.stack([self.criterion(logits, one_set) for one_set in labels])
+        return self.criterion(logits, labels)
 
     def _recomputed(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
         """As `forward`, with each head's logits at full size and its loss `recomputed`."""
@@ -65,14 +64,11 @@ class ModelWithLoss(nn.Module):
         with autocast(self.autocast_dtype, images.device):
             small = self.model.small_logits(images, dropout)
 
-        def row(one_set: Tensor) -> Tensor:
-            def sums(logits: Tensor, head: nn.Module) -> Tensor:
-                return self.criterion.sums(self._full_size(logits, size, head), one_set)
+        def sums(logits: Tensor, head: nn.Module) -> Tensor:
+            return self.criterion.sums(self._full_size(logits, size, head), labels)
 
-            heads = zip(small, (self.model.head, self.model.aux_head), strict=True)
-            return torch.stack([recomputed(sums, x, head) for x, head in heads if x is not None])
-
-        return torch.stack([row(one_set) for one_set in labels])
+        heads = zip(small, (self.model.head, self.model.aux_head), strict=True)
+        return torch.stack([recomputed(sums, x, head) for x, head in heads if x is not None])
 
     def _logits(self, images: Tensor, dropout: DropoutMasks) -> SegLogits:
         """Those of the model, not made at full size where kernels do without."""
@@ -164,8 +160,6 @@ def make_state(
     model.to(device, dtype_of(train)).to(memory_format=torch.channels_last)
     share_weights(model)
     initial_weights = make_initial_weights(model, optim, loaded, resumed=resumed)
-    if optim.sam_rho is not None:
-        refuse_layers(model, "optim.sam_rho")
     if train.parallel == "server":
         refuse_layers(model, "train.parallel: server")
     data = config.data

@@ -21,7 +21,6 @@ from segtrain.norm import placed, sync_running_stats, tracked_together, untracke
 from segtrain.training.local import LocalMicrobatch, LocalStep, StepNumbers, local_step
 from segtrain.training.measure import BACKWARD, FORWARD, UPDATE, span
 from segtrain.training.optim.optimizer import set_learning_rate
-from segtrain.training.sam import sam_perturbed
 from segtrain.training.share_rules import watch
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -32,10 +31,10 @@ class StepTensors(NamedTuple):
     """What a step leaves on the device.
 
     losses: (2,) float64, of the main and the auxiliary head, means over the valid pixels of all
-        ranks; NaN without an auxiliary head. With SAM those of the first gradient.
-    grad_norm: () of all gradients together, before clipping. With SAM of the second gradient.
+        ranks; NaN without an auxiliary head.
+    grad_norm: () of all gradients together, before clipping.
     flags: what the ranks told each other (`StepSync.take_flags`), in all passes.
-    digest: with train.shares, `ExactGradientSum.digest`; otherwise None. With SAM as `grad_norm`.
+    digest: with train.shares, `ExactGradientSum.digest`; otherwise None.
     """
 
     losses: Tensor
@@ -94,9 +93,6 @@ class TrainStep:
         # A layer could break the rules of shares: seen in the first step.
         with watch(state.model) if is_first and state.shares is not None else nullcontext():
             losses = gradient(state, local.microbatches, local.numbers, sync)
-            if local.sharpens:
-                with sam_perturbed(state.model.parameters(), config.optim.sam_rho):
-                    gradient(state, local.microbatches, local.numbers, sync, again=True)
         with span(UPDATE):
             grad_norm = update(state, local.numbers, config.optim.clip_grad_norm)
         return StepTensors(losses, grad_norm, sync.take_flags(grad_norm), state.gradients.digest())
@@ -119,17 +115,13 @@ def gradient(
     parts: Sequence[LocalMicrobatch],
     numbers: StepNumbers,
     step_sync: StepSync,
-    *,
-    again: bool = False,
 ) -> Tensor:
     """Gives the parameters the gradient of a step; returns its mean losses, (2,) (collective).
 
     Both are over the valid pixels of all ranks. With train.shares, exact sums may have to be taken
-    a second time.
-
-    again: the step has seen these images: running statistics stay.
+    a second time; running statistics then stay.
     """
-    weights = _loss_weights(state, parts, numbers.mixed)
+    weights, again = _loss_weights(state, parts), False
     while True:
         losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
         with untracked() if again else nullcontext():
@@ -145,7 +137,7 @@ def gradient(
                             objective.backward()
                     else:
                         means = _in_threads(state, part.split(sizes), *about)
-                losses += (means * weight.unsqueeze(1)).sum(0)
+                losses += means * weight
             sync_running_stats(*(state.replicas or [state.model]), shares=state.shares)
         if state.gradients.finish():
             state.initial_weights.hold_gradients(state.model)
@@ -161,22 +153,20 @@ def forward(
     numbers: StepNumbers,
     step_sync: StepSync,
 ) -> tuple[Tensor, Tensor]:
-    """The objective (), whose gradient is that of a part, and the mean losses (S, 2) of all parts.
+    """The objective (), whose gradient is that of a part, and the mean losses (2,) of all parts.
 
     Collective. The objective is in the scale of `state.scaler`.
 
     module: `state.wrapped` or a replica.
-    weight: that of the microbatch, (S,), from `_loss_weights`.
+    weight: that of the microbatch, (), from `_loss_weights`.
     """
     criterion = state.criterion
     with span(FORWARD):
         images = state.normalize(part.images.contiguous(memory_format=torch.channels_last))
         sums = module(images, criterion.labels(part.labels), part.dropout)
         totals = step_sync.reduce(sums, numbers.requests)
-        pairs = zip(sums, totals, strict=True)
-        objectives = torch.stack([criterion.objective(*pair) for pair in pairs])
-        means = torch.stack([criterion.means(total) for total in totals])
-        return state.scaler.scale((objectives * weight).sum()), means
+        objective = criterion.objective(sums, totals) * weight
+        return state.scaler.scale(objective), criterion.means(totals)
 
 
 def update(state: TrainState, numbers: StepNumbers, clip_grad_norm: float | None) -> Tensor:
@@ -202,7 +192,7 @@ def _in_threads(
     numbers: StepNumbers,
     step_sync: StepSync,
 ) -> Tensor:
-    """Forward and backward pass of parts that are computed apart; the mean losses, (S, 2)."""
+    """Forward and backward pass of parts that are computed apart; the mean losses, (2,)."""
     device = parts[0].images.device
 
     def work(module: nn.Module, part: LocalMicrobatch) -> Tensor:
@@ -226,46 +216,28 @@ def _in_threads(
     return run([partial(work, *pair) for pair in zip(modules, parts, strict=True)])[0]
 
 
-def _loss_weights(
-    state: TrainState, parts: Sequence[LocalMicrobatch], mixed: float | Tensor
-) -> list[Tensor]:
-    """What the mean losses of each microbatch count in the loss of the step, (S,) (collective).
-
-    With MixUp the loss of a step is (1 - m) loss(labels) + m loss(partners' labels), as in the
-    paper (arXiv:1710.09412) and in MosaicML's composer, and each of both weighs the microbatches by
-    its own valid pixels.
-    """
-    device = parts[0].labels.device
+def _loss_weights(state: TrainState, parts: Sequence[LocalMicrobatch]) -> list[Tensor]:
+    """What the mean losses of each microbatch count in the loss of the step, () (collective)."""
     if len(parts) == 1:
-        weights = torch.ones(len(parts[0].labels), 1, dtype=torch.float64, device=device)
-    else:
-        sums = _valid_pixels(state, [part.labels for part in parts])
-        whole = sums.sum(1, keepdim=True)
-        weights = sums / torch.where(whole == 0, 1.0, whole)
-    if len(weights) == 2:
-        weights = torch.stack([(1 - mixed) * weights[0], mixed * weights[1]])
-    return list(weights.unbind(1))
+        return [torch.ones((), dtype=torch.float64, device=parts[0].labels.device)]
+    sums = _valid_pixels(state, [part.labels for part in parts])
+    whole = sums.sum()
+    return list((sums / torch.where(whole == 0, 1.0, whole)).unbind())
 
 
 def _valid_pixels(state: TrainState, labels: Sequence[Tensor]) -> Tensor:
-    """The weights of the valid pixels of all ranks, (S, M): by labels and microbatch (collective).
+    """The weights of the valid pixels of all ranks, (M,): by microbatch (collective).
 
-    labels: of this rank, (S, n, H, W) in each microbatch.
+    labels: of this rank, (n, H, W) in each microbatch.
     """
     criterion = state.criterion
 
     def weights(stored: Sequence[Tensor]) -> Tensor:
-        sets = zip(*stored, strict=True)
-        return torch.stack(
-            [
-                torch.stack([criterion.label_weight(criterion.labels(x)) for x in one])
-                for one in sets
-            ]
-        )
+        return torch.stack([criterion.label_weight(criterion.labels(one)) for one in stored])
 
     if state.shares is None:
         return dist.all_reduce_sum(weights(labels))
     sizes = [state.layout.sizes(i, dist.rank()) for i in range(len(labels))]
-    parts = [one.split(size, 1) for one, size in zip(labels, sizes, strict=True)]
+    parts = [one.split(size) for one, size in zip(labels, sizes, strict=True)]
     # Of each share, its labels in all microbatches.
     return state.shares.sum(torch.stack([weights(share) for share in zip(*parts, strict=True)]))

@@ -138,7 +138,7 @@ def _message(step: int, names: list[str], what: str) -> str:
         if images:
             lines.append(f"  rank {rank}: images {', '.join(images)}")
     lines.append(
-        "  no checkpoint was written since; a lower optim.lr (or optim.sam_rho), "
+        "  no checkpoint was written since; a lower optim.lr, "
         "schedule.warmup_steps or optim.clip_grad_norm usually help, else look at these images by "
         "'segtrain data check'"
     )

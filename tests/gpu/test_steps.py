@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from rounds import estimate, measure, ratios
+from segtrain.training.speed import measure_speed
 from stepping import NUM_CLASSES, config_of
 
 from gpu.watching import (
@@ -23,7 +24,6 @@ from gpu.watching import (
 )
 from segtrain.commands.doctor import missing_for_triton
 from segtrain.data.read.image import ImageForm
-from segtrain.training.speed import measure_speed
 
 pytestmark = pytest.mark.gpu(limit_s=240)
 

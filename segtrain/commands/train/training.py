@@ -103,7 +103,6 @@ class Training:
             stream_seed=config.seed,
             batch_size=config.train.batch_size,
             class_uniform=self.class_uniform,
-            mixup_alpha=config.augment.mixup_alpha,
             class_mix_prob=config.augment.class_mix_prob,
             hashes=config.train.shares is not None,
         )

@@ -67,9 +67,8 @@ def bytes_in_flight(config: Config, form: ImageForm, num_workers: int, bands: in
     bands: of a label, `SegDataset.label_bands`.
     """
     height, width = config.augment.crop_size
-    labels = 1 if config.augment.mixup_alpha is None else 2
-    # A pixel has one byte of each label, or of each band of it.
-    pixel = form.channels * form.dtype.itemsize + labels * bands
+    # A pixel has one byte of its label, or of each band of it.
+    pixel = form.channels * form.dtype.itemsize + bands
     microbatch = largest_microbatch(config) * pixel * height * width
     return num_workers * _PREFETCH * microbatch
 
@@ -272,13 +271,12 @@ def _collate(made: Made | UserError) -> Batch | UserError:
     if isinstance(made, UserError):
         return made
     began, samples, pixels = made
-    images, labels, names, partner_labels = zip(*samples, strict=True)
+    images, labels, names = zip(*samples, strict=True)
     # Stacking HWC images and viewing them as NCHW makes a channels-last batch without a copy.
     images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
-    partners = None if partner_labels[0] is None else torch.stack(partner_labels)
     labels = torch.stack(labels)
     made_s = time.perf_counter() - began
-    return Batch(images, labels, list(names), partners, made_s, pixels)
+    return Batch(images, labels, list(names), made_s, pixels)
 
 
 @contextmanager

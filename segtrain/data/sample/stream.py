@@ -2,8 +2,7 @@
 
 Step s takes the samples [s B, (s + 1) B), across the ends of epochs. Which images a sample shows
 and how they are augmented depend only on (seed, step, position in the batch). data/README.md
-describes class-uniform samples, MixUp (arXiv:1710.09412), whose loss is blended in
-`segtrain.training.step`, and class mix (arXiv:2007.07936).
+describes class-uniform samples and class mix (arXiv:2007.07936).
 """
 
 import hashlib
@@ -107,28 +106,6 @@ def draw_partner(
     return Pick(index + (index >= avoid))
 
 
-def blend(image: np.ndarray, partner: np.ndarray, weight: int) -> np.ndarray:
-    """(256 - weight) / 256 of the image and the rest of its partner, in their dtype.
-
-    Whole numbers are rounded, halves up, so that all machines get the same. Normalization commutes
-    with it but for the rounding, which is at most half a grey level.
-
-    A weight of 64 is a quarter: 100 and 200 become 125, and 0 and 255 become 63.75, rounded to 64.
-
-    >>> blend(np.uint8([100, 0]), np.uint8([200, 255]), 64).tolist()
-    [125, 64]
-    """
-    if image.dtype == np.float32:
-        return (image * np.float32(256 - weight) + partner * np.float32(weight)) / np.float32(256)
-    wide = np.uint16 if image.dtype == np.uint8 else np.uint32
-    mixed = image.astype(wide)
-    mixed *= wide(256 - weight)
-    mixed += partner * wide(weight)
-    mixed += wide(128)
-    mixed >>= wide(8)
-    return mixed.astype(image.dtype)
-
-
 def paste_classes(crop: Crop, partner: Crop, rng: np.random.Generator) -> Crop:
     """`crop` with the pixels, and labels, of half of the classes that the partner's label shows.
 
@@ -145,8 +122,8 @@ def paste_classes(crop: Crop, partner: Crop, rng: np.random.Generator) -> Crop:
     )
 
 
-Sample = tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]
-"""Image (C, H, W), label (H, W) uint8, name and the label of the image mixed in by MixUp."""
+Sample = tuple[torch.Tensor, torch.Tensor, str]
+"""Image (C, H, W), label (H, W) uint8 and name."""
 
 SampleKey = tuple[int, int]
 """(step, position in the batch of that step)"""
@@ -160,16 +137,11 @@ def hash_pixels(sample: Sample, position: int) -> int:
 
     The sum over a batch does not depend on which rank has which sample.
     """
-    image, label, _, partner_label = sample
-    parts = [image.permute(1, 2, 0), label, *([] if partner_label is None else [partner_label])]
+    image, label, _ = sample
     # 0.5 ms for a crop of 512x1024, where SHA-256 takes 1.2 and BLAKE2b 2.2.
-    sums = [zlib.crc32(np.ascontiguousarray(part.numpy())) for part in parts]
+    sums = [zlib.crc32(np.ascontiguousarray(x.numpy())) for x in (image.permute(1, 2, 0), label)]
     digest = hashlib.sha256(f"{position} {sums}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
-
-
-# Roles of partners in `seed.partner_rng`; never renumber.
-_PASTED, _MIXED, _PASTED_ON_MIXED = 0, 1, 2
 
 
 def image_at(stream_seed: int, number: int, num_images: int) -> int:
@@ -202,7 +174,7 @@ class TrainStream(Dataset):
     """The augmented samples of `dataset`: `stream[step, position]`.
 
     class_uniform: what draws a part of the samples class-uniformly; None: nothing does.
-    mixup_alpha, class_mix_prob: see `config.augment`.
+    class_mix_prob: see `config.augment`.
     hashes: whether batches come with the sum of `hash_pixels`.
     """
 
@@ -212,7 +184,6 @@ class TrainStream(Dataset):
     stream_seed: int
     batch_size: int
     class_uniform: ClassUniform | None = None
-    mixup_alpha: float | None = None
     class_mix_prob: float = 0.0
     hashes: bool = False
 
@@ -223,37 +194,20 @@ class TrainStream(Dataset):
         pick = uniform and uniform.pick_at(self.stream_seed, number, num_images)
         return pick or Pick(image_at(self.stream_seed, number, num_images))
 
-    def mixup_weight(self, step: int) -> int:
-        """The weight of MixUp's partners in `step`, 0 .. 128 of 256; 0: there are none."""
-        alpha = self.mixup_alpha
-        return 0 if alpha is None else seed.mixup_weight(self.stream_seed, step, alpha)
-
-    def sources(self, step: int, position: int) -> list[SampleSource]:
-        """The image of a sample, and the one that MixUp adds if it does."""
-        own = SampleSource(
-            self.pick(step, position), seed.augment_rng(self.stream_seed, step, position)
-        )
-        pasted = self._partner(own, step, position, role=_PASTED, prob=self.class_mix_prob)
-        found = [own._replace(pasted=pasted)]
-        if self.mixup_weight(step):
-            mixed = self._partner(own, step, position, role=_MIXED, prob=1.0)
-            other = {"role": _PASTED_ON_MIXED, "prob": self.class_mix_prob}
-            found.append(mixed._replace(pasted=self._partner(mixed, step, position, **other)))
-        return found
+    def source(self, step: int, position: int) -> SampleSource:
+        """What a sample is made of."""
+        rng = seed.augment_rng(self.stream_seed, step, position)
+        own = SampleSource(self.pick(step, position), rng)
+        return own._replace(pasted=self._partner(own, step, position))
 
     def names_of_step(self, step: int) -> list[str]:
         """The names of the samples in the whole batch of `step`, counted from 0, in its order."""
-        return [self._name(self.sources(step, i)) for i in range(self.batch_size)]
+        return [self._name(self.source(step, i)) for i in range(self.batch_size)]
 
     def __getitem__(self, key: SampleKey) -> Sample:
-        sources = self.sources(*key)
-        (image, label), *partners = map(self._augmented, sources)
-        partner_label = None
-        for partner, partner_label in partners:
-            image = blend(image, partner, self.mixup_weight(key[0]))
-            partner_label = torch.from_numpy(partner_label)
-        image = torch.from_numpy(image).permute(2, 0, 1)
-        return image, torch.from_numpy(label), self._name(sources), partner_label
+        source = self.source(*key)
+        image, label = map(torch.from_numpy, self._augmented(source))
+        return image.permute(2, 0, 1), label, self._name(source)
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Made | UserError:
         """What a batch is made of (torch calls this method), or an error."""
@@ -276,17 +230,15 @@ class TrainStream(Dataset):
         every = 1 if worker is None else worker.num_workers
         for ahead in range(0, _AHEAD * every, every):
             for step, position in keys:
-                for index in self._indices(self.sources(step + ahead, position)):
+                for index in _indices(self.source(step + ahead, position)):
                     self.dataset.begin(index)
 
-    def _partner(
-        self, source: SampleSource, step: int, position: int, *, role: int, prob: float
-    ) -> SampleSource | None:
-        """With probability `prob`, a partner for `source`."""
-        if prob == 0:
+    def _partner(self, source: SampleSource, step: int, position: int) -> SampleSource | None:
+        """With probability `class_mix_prob`, a partner for `source`."""
+        if self.class_mix_prob == 0:
             return None
-        rng = seed.partner_rng(self.stream_seed, step, position, role=role)
-        if rng.random() >= prob:
+        rng = seed.partner_rng(self.stream_seed, step, position)
+        if rng.random() >= self.class_mix_prob:
             return None
         pick = draw_partner(
             rng, len(self.dataset.pairs), avoid=source.pick.index, class_uniform=self.class_uniform
@@ -304,11 +256,11 @@ class TrainStream(Dataset):
         crop = paste_classes(crop, partner, rng)
         return self.transform.recolored(crop, source.rng), crop.label
 
-    def _name(self, sources: Sequence[SampleSource]) -> str:
-        """The names of all images in a sample; where nothing is mixed in, that of its image."""
-        return " + ".join(map(self.dataset.name, self._indices(sources)))
+    def _name(self, source: SampleSource) -> str:
+        """The names of all images in a sample."""
+        return " + ".join(map(self.dataset.name, _indices(source)))
 
-    def _indices(self, sources: Sequence[SampleSource]) -> list[int]:
-        """All images in a sample."""
-        parts = (part for source in sources for part in (source, source.pasted) if part)
-        return [part.pick.index for part in parts]
+
+def _indices(source: SampleSource) -> list[int]:
+    """All images in a sample."""
+    return [part.pick.index for part in (source, source.pasted) if part]
