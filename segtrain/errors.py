@@ -54,7 +54,7 @@ class NonFiniteError(UserError):
 
 
 class ExecutionError(UserError):
-    """A rank, a loader worker or the system failed."""
+    """A rank, a loader worker, the system or a server failed, or access was refused."""
 
     exit_code = EXIT_SYSTEM
 

@@ -64,6 +64,11 @@ def address_problem(url: str) -> str:
     return "" if host else f"{url}: expected the address of a folder, such as s3://bucket/folder"
 
 
+def install_line(extra: str) -> str:
+    """How to install an extra. On the registry, the name of segtrain is another program's."""
+    return f"in the checkout of segtrain: pip install '.[{extra}]'"
+
+
 def counted(number: int, one: str, many: str) -> str:
     """`1 image is`, `2 images are`: the number, and the words for one or for several."""
     return f"{number} {one if number == 1 else many}"

@@ -33,8 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 class Numbers:
     """Images that hold their own number, of unequal height and width."""
 
-    is_fetched = False
-
     def __init__(self, num_images=7):
         self.pairs = range(num_images)
 

@@ -1,6 +1,8 @@
-"""Data sets, packs and runs behind addresses: an S3 server and a web server on this machine."""
+"""Packs and runs behind addresses: an S3 server and a web server on this machine."""
 
+import contextlib
 import http.server
+import json
 import logging
 import os
 import pickle
@@ -10,27 +12,24 @@ import socket
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import urllib.request
 from functools import partial
-from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
-import yaml
 from experiments import bits, last, refusal, small, write_config, write_data
 from processes import Command, end_all
 
 from segtrain import cli
 from segtrain.config import DataConfig
 from segtrain.data import open_dataset
+from segtrain.data.pack import writer
 from segtrain.errors import DataError, ExecutionError
-from segtrain.files import ABSENT_NS, mirror, remote
-from segtrain.files.mirror import Mirror, cache_folder, local_path
+from segtrain.files import cache_folder, remote
 from segtrain.files.remote import Store
-from segtrain.run.remote_run import run_folder
+from segtrain.run.remote_run import cached_run, run_folder
 
-moto_server = pytest.importorskip("moto.server", reason="pip install 'segtrain[dev]'")
+moto_server = pytest.importorskip("moto.server", reason="pip install '.[dev]'")
 boto3 = pytest.importorskip("boto3")
 
 STEPS = 6
@@ -47,7 +46,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, server):
-    """A data set and its pack on the disk, which are also in the bucket `data`."""
+    """A data set and its pack on the disk; the pack is also in the bucket `data`."""
     root = tmp_path_factory.mktemp("made")
     (root / "set").mkdir()
     write_data(root / "set")
@@ -55,11 +54,12 @@ def made(tmp_path_factory, server):
         root / "config.yaml",
         small(root / "set", train={"steps": STEPS}, checkpoint={"every_steps": 2}),
     )
-    assert cli.main(["data", "pack", str(config), "--output", str(root / "pack")]) == 0
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "SHARD_BYTES", 40_000)  # two images
+        assert cli.main(["data", "pack", str(config), "--output", str(root / "pack")]) == 0
         use(patch, server, root / "unused")
         bucket("data")
-        upload(root, "data", "set", "pack")
+        upload(root, "data", "pack")
     return root
 
 
@@ -103,15 +103,16 @@ def upload(root, name, *folders):
 
 @pytest.fixture
 def own(made, request):
-    """A bucket of the test alone, with the data set and the pack."""
+    """A bucket of the test alone, with the pack."""
     name = bucket(f"own-{abs(hash(request.node.name)) % 10**9}")
-    upload(made, name, "set", "pack")
+    upload(made, name, "pack")
     return name
 
 
-def data_of(root, classes=None, **options):
-    classes = str(classes or f"{root}/classes.yaml")
-    return DataConfig(layout="folders", root=str(root), classes=classes, **options)
+def packed(made, pack="s3://data/pack"):
+    """The data of a machine that has the class file alone."""
+    classes = str(made / "set/classes.yaml")
+    return DataConfig(layout="folders", root=str(made / "none"), classes=classes, pack=str(pack))
 
 
 def train(config, output, *words):
@@ -136,188 +137,132 @@ def assert_same_pixels(one, other):
         np.testing.assert_array_equal(label, label2)
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_every_pixel_is_that_of_the_disk(made, split):
-    expected = open_dataset(data_of(made / "set"), split)
-    files = open_dataset(data_of("s3://data/set"), split)
-    pack = open_dataset(data_of("s3://data/set", pack="s3://data/pack"), split)
-    assert_same_pixels(expected, files)
-    assert_same_pixels(expected, pack)
-    # As loader workers on CUDA get them, and fetch by themselves.
-    assert_same_pixels(expected, pickle.loads(pickle.dumps(files)))
-    shutil.rmtree(cache_folder())
-    assert_same_pixels(expected, pickle.loads(pickle.dumps(pack)))
-    assert pack.is_fetched
-    assert not pack.warnings
+def shards():
+    """The whole shards in the cache."""
+    return {path.name for path in cache_folder("packs").glob("*/0*.safetensors")}
 
 
-def test_training_ends_with_the_bits_of_the_disk(made, on_disk, tmp_path, monkeypatch):
-    classes = "s3://data/set/classes.yaml"
-    options = setting(root="s3://data/set", classes=classes, num_workers=2)
-    assert train(made / "config.yaml", tmp_path / "files", *options) == 0
-    assert bits(last(tmp_path / "files")) == on_disk
-    monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path / "cache2"))
-    monkeypatch.setenv("SEGTRAIN_CACHE_GB", "0.00006")  # three images of eleven
-    options = setting(root="s3://data/none", pack="s3://data/pack", num_workers=2)
-    assert train(made / "config.yaml", tmp_path / "packed", *options) == 0
-    assert bits(last(tmp_path / "packed")) == on_disk
-    kept = [path.stat().st_size for path in (tmp_path / "cache2").rglob("*.ranges/*")]
-    assert 0 < sum(kept) <= 60_000
+@pytest.fixture
+def fetched(monkeypatch):
+    """The names of the objects that are fetched into files."""
+    names, get = [], Store.get
+
+    def noted(self, name, target):
+        names.append(name)
+        get(self, name, target)
+
+    monkeypatch.setattr(Store, "get", noted)
+    return names
+
+
+def test_every_pixel_is_that_of_the_disk_and_a_split_fetches_its_shards_once(made, fetched):
+    for split, names in (("val", "45"), ("train", "0123")):
+        expected = open_dataset(packed(made, made / "pack"), split)
+        found = open_dataset(packed(made), split)
+        assert_same_pixels(expected, found)
+        assert_same_pixels(expected, pickle.loads(pickle.dumps(found)))
+        assert sorted(fetched) == [f"0000{name}.safetensors" for name in names]
+        open_dataset(packed(made), split)
+        assert len(fetched) == len(names)
+        fetched.clear()
 
 
 def test_a_run_goes_on_from_disk_to_address_and_back(made, on_disk, tmp_path):
     run = tmp_path / "run"
-    classes = "s3://data/set/classes.yaml"
     assert train(made / "config.yaml", run, "--until", "2") == 0
-    moved = setting(root="s3://data/set", classes=classes)
+    moved = setting(root=tmp_path / "none", pack="s3://data/pack", num_workers=2)
     assert train(made / "config.yaml", run, "--resume", "--until", "4", *moved) == 0
-    moved = setting(root="s3://data/set", pack="s3://data/pack")
-    assert train(made / "config.yaml", run, "--resume", "--until", "5", *moved) == 0
     assert train(made / "config.yaml", run, "--resume") == 0
     assert bits(last(run)) == on_disk
 
 
-def test_check_and_stats_read_addresses(made, capfd):
-    moved = setting(root="s3://data/set", classes="s3://data/set/classes.yaml")
-    for words in (["check"], ["check", "--set", "data.pack=s3://data/pack"], ["stats"]):
-        here = ["data", *words, str(made / "config.yaml"), "--jobs", "1"]
-        assert cli.main(here) == 0
-        expected = capfd.readouterr().out.replace(str(made / "set"), "s3://data/set")
-        assert cli.main([*here, *moved]) == 0
-        cached = str(local_path("s3://data/set"))
-        assert capfd.readouterr().out.replace(cached, "s3://data/set") == expected
+def test_a_training_that_was_killed_while_fetching_goes_on_at_once(
+    made, server, on_disk, tmp_path, monkeypatch, fetched
+):
+    """What was whole stays, half a shard is nobody's, and nothing waits for the one that died."""
+    proxy = Proxy(server, stops_after=130_000)
+    use(monkeypatch, proxy.address, tmp_path / "cache")
+    words = setting(root=tmp_path / "none", pack="s3://data/pack")
+    output = ["--nproc", "1", "--output", tmp_path / "run"]
+    command = Command(tmp_path, "train", made / "config.yaml", *output, *words)
+    command.wait_until(proxy.has_stopped.is_set)
+    command.kill()
+    end_all()
+    whole = shards()
+    (left,) = cache_folder("packs").glob("*/.*")
+    assert 0 < len(whole) < 6
+    use(monkeypatch, server, tmp_path / "cache")
+    assert train(made / "config.yaml", tmp_path / "run", *words) == 0
+    assert bits(last(tmp_path / "run")) == on_disk
+    assert {*fetched} == {f"0000{i}.safetensors" for i in range(6)} - whole
+    assert left.exists()
+    for path in (*left.iterdir(), left):
+        os.utime(path, (1, 1))
+    open_dataset(packed(made), "val")
+    assert not left.exists()
 
 
-def test_files_larger_than_the_cache_are_refused_and_a_pack_is_not(made, monkeypatch):
-    monkeypatch.setenv("SEGTRAIN_CACHE_GB", "0.00004")
-    with pytest.raises(DataError, match="may take 4e-05: give it more by SEGTRAIN_CACHE_GB, or ma"):
-        open_dataset(data_of("s3://data/set"), "train")
-    assert len(list(open_dataset(data_of("s3://data/set", pack="s3://data/pack"), "train"))) == 8
-    monkeypatch.setenv("SEGTRAIN_CACHE_GB", "much")
-    found = refusal(open_dataset, data_of("s3://data/set", "camvid"), "train")
-    assert found[1:] == (2, "environment: SEGTRAIN_CACHE_GB: expected GB above 0, got much")
+def test_processes_that_fetch_at_the_same_time_all_read_the_pack(made):
+    expected = open_dataset(packed(made, made / "pack"), "train")
+    pids = [os.fork() for _ in range(2)]
+    if 0 in pids:
+        code = 1
+        with contextlib.suppress(BaseException):
+            assert_same_pixels(expected, open_dataset(packed(made), "train"))
+            code = 0
+        os._exit(code)
+    assert_same_pixels(expected, open_dataset(packed(made), "train"))
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    assert not list(cache_folder("packs").glob("*/.*"))
 
 
-def read_many(split, seed):
-    """Reads items in a random order, with a cache that has room for few."""
-    pack = open_dataset(data_of("s3://data/set", pack="s3://data/pack"), split)
-    rng = np.random.default_rng(seed)
-    return {int(i): tuple(part.tobytes() for part in pack[i]) for i in rng.permutation(8)}
+def test_another_pack_at_the_address_is_not_read_from_the_cache(made, own, tmp_path, monkeypatch):
+    """Of the same names and sizes; first its index alone is there, as while it is copied."""
+    data = packed(made, f"s3://{own}/pack")
+    before = open_dataset(packed(made, made / "pack"), "train")
+    assert_same_pixels(before, open_dataset(data, "train"))
+    other = tmp_path / "other"
+    shutil.copytree(made / "set", other / "set")
+    for path in (other / "set/images/train").iterdir():
+        shutil.copy(other / "set/images/val/0.png", path)
+    config = write_config(other / "config.yaml", small(other / "set"))
+    monkeypatch.setattr(writer, "SHARD_BYTES", 40_000)
+    assert cli.main(["data", "pack", str(config), "--output", str(other / "pack")]) == 0
+    sizes = [[p.stat().st_size for p in sorted(root.glob("pack/0*"))] for root in (made, other)]
+    assert sizes[0] == sizes[1]
+    client().upload_file(str(other / "pack/pack.json"), own, "pack/pack.json")
+    with pytest.raises(DataError, match=rf"s3://{own}/pack/0000\d.safetensors: not the shard that"):
+        open_dataset(data, "train")
+    upload(other, own, "pack")
+    expected = open_dataset(packed(made, other / "pack"), "train")
+    assert_same_pixels(expected, open_dataset(data, "train"))
 
 
-def test_processes_and_threads_share_a_small_cache(made, monkeypatch):
-    monkeypatch.setenv("SEGTRAIN_CACHE_GB", "0.00004")  # two images
-    expected = open_dataset(data_of(made / "set"), "train")
-    pid = os.fork()
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(partial(read_many, "train"), range(4)))
-    for one in found:
-        assert one == {i: tuple(part.tobytes() for part in expected[i]) for i in range(8)}
-    if pid == 0:
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_the_cache_keeps_its_size_while_many_write(monkeypatch):
-    """None removes what another is writing, nor what it has taken the room for."""
-    monkeypatch.setenv("SEGTRAIN_CACHE_GB", "0.00006")  # three files
-    folder = cache_folder("data", "some")
-    folder.mkdir(parents=True)
-
-    def write(number):
-        for i in range(20):
-            path = folder / "shard.ranges" / f"{number}-{i}"
-            with mirror._writing(path, 20_000) as draft:
-                time.sleep(0.002)
-                draft.write_bytes(bytes(20_000))
-                draft.replace(path)
-
-    with ThreadPoolExecutor(5) as pool:
-        list(pool.map(write, range(5)))
-    kept = [path.stat().st_size for path in (folder / "shard.ranges").iterdir()]
-    assert 0 < sum(kept) <= 60_000
-
-
-def test_what_was_removed_from_the_cache_is_fetched_when_it_is_opened(made, monkeypatch):
-    expected = open_dataset(data_of(made / "set"), "train")
-    found = open_dataset(data_of("s3://data/set"), "train")
-    used = [path for pair in found.pairs for path in (pair.image, pair.label)]
-    assert all(path.stat().st_mtime_ns != ABSENT_NS for path in used)
-    held = sum(path.stat().st_size for path in used)
-    mirror._shrink(cache_folder("data"), held, held // 2)
-    gone = [path for path in used if path.stat().st_mtime_ns == ABSENT_NS]
-    assert 0 < len(gone) < len(used)
-    assert_same_pixels(expected, found)
-
-
-def replace(name, key, change):
-    """Replaces an object by one of the same size."""
-    content = client().get_object(Bucket=name, Key=key)["Body"].read()
-    changed = change(content)
-    assert len(changed) == len(content)
-    client().put_object(Bucket=name, Key=key, Body=changed)
-
-
-def test_a_replaced_object_is_noticed(made, own, tmp_path):
-    """A label of the same name and size, with other pixels; then one while it is fetched."""
-    config = yaml.safe_load((made / "config.yaml").read_text())
-    config["data"] |= {"root": f"s3://{own}/set", "classes": f"s3://{own}/set/classes.yaml"}
-    config = write_config(tmp_path / "c.yaml", config)
-    assert train(config, tmp_path / "run", "--until", "2") == 0
-    # A PNG without compression has its pixels one after another.
-    label = cv2.imread(str(made / "set/labels/train/3.png"), -1)
-    key = "set/labels/train/3.png"
-    for i, value in enumerate((1, 2)):
-        label[:9, :9] = value
-        raw = cv2.imencode(".png", label, [cv2.IMWRITE_PNG_COMPRESSION, 0])[1].tobytes()
-        if i == 0:
-            client().put_object(Bucket=own, Key=key, Body=raw)
-            open_dataset(data_of(f"s3://{own}/set"), "train")
-        else:
-            replace(own, key, lambda _, raw=raw: raw)
-    now = open_dataset(data_of(f"s3://{own}/set"), "train")
-    np.testing.assert_array_equal(now[3][1], label)
-    assert train(config, tmp_path / "run", "--resume") == 2  # other data
-    assert not list((tmp_path / "run/checkpoints").glob("step*"))
-
-
-def test_an_object_that_is_replaced_while_it_is_fetched_is_no_data(own, monkeypatch):
-    whole, key = Store.get, "set/images/train/5.png"
-
-    def get(self, name, target):
-        whole(self, name, target)
-        if name.endswith("train/5.png") and "images" in name:
-            replace(own, key, lambda old: old[:-20] + bytes(20))
-
-    monkeypatch.setattr(Store, "get", get)
-    with pytest.raises(DataError, match=r"1 objects, such as images/train/5.png, were replaced"):
-        open_dataset(data_of(f"s3://{own}/set"), "train")
-    monkeypatch.setattr(Store, "get", whole)
-    broken = open_dataset(data_of(f"s3://{own}/set"), "train")
-    assert broken.pairs[5].image.read_bytes()[-20:] == bytes(20)
-
-
-def test_a_pack_that_is_not_what_its_index_says_is_refused(made, own):
-    data = data_of("s3://data/none", made / "set/classes.yaml", pack=f"s3://{own}/pack")
-    pack = open_dataset(data, "train")
-    offset = pack.images[2].offset + 1000
-    key = "pack/00000.safetensors"
-    replace(own, key, lambda old: old[:offset] + bytes([old[offset] ^ 1]) + old[offset + 1 :])
-    where = pack.images[2].offset
-    with pytest.raises(DataError, match=f"s3://{own}/{key}: damaged: bytes {where}"):
-        pack[2]
-    assert len(pack[1]) == 2
-    client().put_object(Bucket=own, Key=key, Body=b"short")
-    with pytest.raises(DataError, match="a shard of 5 bytes"):
+def test_a_shard_that_is_cut_off_is_fetched_again_and_a_missing_one_is_named(made, own, fetched):
+    data = packed(made, f"s3://{own}/pack")
+    open_dataset(data, "val")
+    (here,) = cache_folder("packs").glob("*/00005.safetensors")
+    os.truncate(here, 99)
+    expected = open_dataset(packed(made, made / "pack"), "val")
+    assert_same_pixels(expected, open_dataset(data, "val"))
+    assert fetched.count("00005.safetensors") == 2
+    client().delete_object(Bucket=own, Key="pack/00000.safetensors")
+    with pytest.raises(DataError, match=f"s3://{own}/pack/00000.safetensors: no such shard"):
         open_dataset(data, "train")
 
 
 class Proxy:
-    """Forwards connections to the S3 server; the first `drops` are cut, all are `delay_s` late."""
+    """Forwards connections to the S3 server, which may be cut, late, or end in the midst.
 
-    def __init__(self, target, drops=0, delay_s=0.0):
+    drops: so many connections are cut at first. delay_s: each begins so late.
+    stops_after: so many bytes come from the server, no more.
+    """
+
+    def __init__(self, target, drops=0, delay_s=0.0, stops_after=10**9):
         self.target, self.drops, self.delay_s = target, drops, delay_s
+        self.left, self.has_stopped = stops_after, threading.Event()
         self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = self.socket.getsockname()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self):
@@ -336,108 +281,158 @@ class Proxy:
             except OSError:  # the server of the tests has ended meanwhile
                 near.close()
                 continue
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(*ends, far), daemon=True).start()
 
-    def _pump(self, source, sink):
-        try:
-            while data := source.recv(65536):
+    def _pump(self, source, sink, far):
+        with contextlib.suppress(OSError), source, sink:
+            while data := source.recv(4096):
+                if source is far:
+                    self.left -= len(data)
+                    if self.left < 0:
+                        self.has_stopped.set()
+                        threading.Event().wait()
                 sink.sendall(data)
-        except OSError:
-            pass
-        finally:
-            for one in (source, sink):
-                with threading.Lock():
-                    one.close()
 
 
 def test_lost_and_slow_connections_are_tried_again(made, server, monkeypatch, tmp_path):
     proxy = Proxy(server, drops=2, delay_s=0.05)
-    use(monkeypatch, proxy.socket.getsockname(), tmp_path / "cache")
-    found = open_dataset(data_of("s3://data/set"), "val")
+    use(monkeypatch, proxy.address, tmp_path / "cache")
+    found = open_dataset(packed(made), "val")
     assert proxy.drops == 0
-    assert_same_pixels(open_dataset(data_of(made / "set"), "val"), found)
     proxy.drops = 10**6
-    # What is in the cache is read without a connection.
-    assert_same_pixels(open_dataset(data_of(made / "set"), "val"), found)
-    kind, code, text = refusal(open_dataset, data_of("s3://data/set"), "val")
+    # What was fetched is read without a connection.
+    assert_same_pixels(open_dataset(packed(made, made / "pack"), "val"), found)
+    kind, code, text = refusal(open_dataset, packed(made), "val")
     assert (kind, code) == ("ExecutionError", 6)
-    assert text.startswith("s3://data/set")
+    assert text.startswith("s3://data/pack/pack.json: ")
     assert "tried 3 times; check the connection" in text
     assert "\n" not in text
     proxy.socket.close()
 
 
-def test_a_silent_server_is_told(server, monkeypatch, tmp_path):
-    proxy = Proxy(server, delay_s=60)
+def test_a_silent_server_is_told(made, server, monkeypatch, tmp_path):
+    proxy = Proxy(server, stops_after=0)
     monkeypatch.setattr(remote, "_SILENT_S", 0.3)
-    use(monkeypatch, proxy.socket.getsockname(), tmp_path / "cache")
-    began = time.monotonic()
-    _, code, text = refusal(open_dataset, data_of("s3://data/set", "camvid"), "val")
+    use(monkeypatch, proxy.address, tmp_path / "cache")
+    _, code, text = refusal(open_dataset, packed(made), "val")
     assert code == 6
     assert "imeout" in text
-    assert time.monotonic() - began < 10
     proxy.socket.close()
 
 
-def test_a_training_whose_pack_is_gone_ends_with_a_line(made, server, monkeypatch, tmp_path, capfd):
-    proxy = Proxy(server)
-    use(monkeypatch, proxy.socket.getsockname(), tmp_path / "cache")
-    whole = Store.read
-
-    def read(self, name, *args):
-        if name.endswith(".safetensors"):
-            proxy.drops = 10**6
-        return whole(self, name, *args)
-
-    monkeypatch.setattr(Store, "read", read)
-    options = setting(root="s3://data/none", pack="s3://data/pack")
-    assert train(made / "config.yaml", tmp_path / "run", *options) == 6
-    assert "s3://data/pack/00000.safetensors: " in capfd.readouterr().err
-    proxy.socket.close()
-
-
-def test_refusals_are_lines_with_their_exit_codes(made, server, monkeypatch, tmp_path):
-    for root, code, text in (
-        ("s3://none-there/set", 3, "s3://none-there/set: no such bucket, or nothing in it"),
-        ("s3://data/sett", 3, "s3://data/sett: no such bucket, or nothing in it"),
-        ("foo://data/set", 2, "foo://data/set: no library for this kind of address"),
-        ("gs://data/set", 2, "gs://data/set: needs pip install 'segtrain[storage]' (Please ins"),
+def test_refusals_are_lines_with_their_exit_codes(made, monkeypatch):
+    for pack, code, text in (
+        ("s3://none-there/pack", 3, "data.pack: s3://none-there/pack: no finished pack there; m"),
+        ("s3://data/set", 3, "data.pack: s3://data/set: no finished pack there; make one with"),
+        ("foo://data/set", 2, "foo://data/set/pack.json: no library for this kind of address"),
+        ("gs://data/set", 2, "gs://data/set/pack.json: Please install gcsfs to access Google St"),
     ):
-        found = refusal(open_dataset, data_of(root, "camvid"), "train")
+        found = refusal(open_dataset, packed(made, pack), "train")
         assert (found[1], found[2][: len(text)]) == (code, text)
-    found = refusal(open_dataset, data_of("s3://data/set", "s3://data/set/no.yaml"), "train")
-    assert found[1:] == (2, "s3://data/set/no.yaml: no such object")
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    found = refusal(open_dataset, data_of("s3://data/set"), "train")
+    found = refusal(open_dataset, packed(made), "train")
     assert found[1] == 2
-    assert "needs pip install 'segtrain[storage]'" in found[2]
+    assert found[2].endswith("; in the checkout of segtrain: pip install '.[storage]'")
 
 
-def test_wrong_credentials_are_a_line(server, monkeypatch, tmp_path):
-    import urllib.request
+@pytest.mark.parametrize("key", ["root", "classes"])
+def test_files_are_not_read_by_address(made, key, tmp_path, capfd):
+    words = setting(**{key: "s3://data/set"})
+    assert train(made / "config.yaml", tmp_path / "run", *words) == 2
+    assert f"data.{key}: s3:// is not read: expected a local path" in capfd.readouterr().err
 
-    def require(number):
+
+@pytest.fixture
+def permit(server, monkeypatch):
+    """Sets the credentials of somebody who may do this alone."""
+
+    def check_after(num_requests):
         url = "http://{}:{}/moto-api/reset-auth".format(*server)
         headers = {"Content-Type": "text/plain"}
-        urllib.request.urlopen(urllib.request.Request(url, number, headers)).read()
+        urllib.request.urlopen(urllib.request.Request(url, num_requests, headers)).read()
 
-    require(b"0")
-    try:
-        use(monkeypatch, server, tmp_path / "cache")
-        kind, code, text = refusal(open_dataset, data_of("s3://data/set"), "train")
-        assert (kind, code) == ("ConfigError", 2)
-        assert "access is refused (" in text
-        assert "are the credentials right?" in text
-    finally:
-        require(b"1000000000")
+    def only(*actions):
+        iam = boto3.client("iam")
+        iam.create_user(UserName="somebody")
+        key = iam.create_access_key(UserName="somebody")["AccessKey"]
+        statement = {"Effect": "Allow", "Action": [*actions], "Resource": "*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+        iam.put_user_policy(UserName="somebody", PolicyName="p", PolicyDocument=policy)
+        for name, value in (("ACCESS_KEY_ID", "AccessKeyId"), ("SECRET_ACCESS_KEY",) * 2):
+            monkeypatch.setenv(f"AWS_{name}", key.get(value) or key["SecretAccessKey"])
+        check_after(b"0")
+
+    yield only
+    check_after(b"1000000000")
+
+
+def test_a_missing_permission_is_a_line_and_no_reason_to_give_up(made, permit, tmp_path, capfd):
+    """Not exit code 2, after which schedulers do not start a job again."""
+    permit("s3:GetObject", "s3:ListBucket")
+    open_dataset(packed(made), "val")
+    assert train(made / "config.yaml", "s3://data/runs/new") == 6
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("segtrain: s3://data/runs/new/train.log: access is refused (Permis")
+    assert said.endswith("; renew the credentials, or ask for more")
+
+
+class Expired(http.server.BaseHTTPRequestHandler):
+    """What S3 answers when a session has ended; to HEAD without a word."""
+
+    def do_GET(self):
+        self.do_HEAD()
+        text = "<Code>ExpiredToken</Code><Message>The provided token has expired.</Message>"
+        self.wfile.write(f'<?xml version="1.0"?><Error>{text}</Error>'.encode())
+
+    def do_HEAD(self):
+        self.send_response(400)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def expired():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Expired) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running.server_address
+        running.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["--output", "s3://data/runs/a"], "s3://data/runs/a/checkpoints/manifest.json"),
+        (["--output", "RUN", *setting(pack="s3://data/pack")], "s3://data/pack/pack.json"),
+    ],
+)
+def test_expired_credentials_are_a_line(made, expired, monkeypatch, tmp_path, capfd, words, place):
+    use(monkeypatch, expired, tmp_path / "cache")
+    words = [str(tmp_path / "run") if word == "RUN" else word for word in words]
+    assert cli.main(["train", str(made / "config.yaml"), "--nproc", "1", *words]) == 6
+    assert capfd.readouterr().err == (
+        f"segtrain: {place}: access is refused (PermissionError: The provided token has expired.); "
+        "renew the credentials, or ask for more\n"
+    )
+
+
+def test_no_credentials_are_a_line(made, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _, code, text = refusal(open_dataset, packed(made), "train")
+    assert code == 6
+    assert "access is refused (NoCredentialsError: Unable to locate credentials)" in text
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["train", "CONFIG", "--set", "data.root=https://me:hidden@host/set"],
-        ["train", "CONFIG", "--set", "data.root=https://host/set?key=hidden"],
+        ["train", "CONFIG", "--set", "data.pack=https://me:hidden@host/set"],
+        ["train", "CONFIG", "--set", "data.pack=https://host/set?key=hidden"],
         ["train", "CONFIG", "--output", "https://me:hidden@host/run"],
         ["eval", "sftp://me:hidden@host/run"],
         ["predict", "runs/a", "x", "--output", "s3://me:hidden@host/run"],
@@ -455,66 +450,27 @@ def test_a_password_in_an_address_is_refused_and_not_shown(made, words, capfd):
     assert "host/" in shown
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Files, with ranges; no listing of folders."""
+def test_a_web_server_serves_packs(made):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
 
-    def log_message(self, *_):
-        pass
-
-    def list_directory(self, _):
-        self.send_error(404)
-
-    def do_GET(self):
-        path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
-        if wanted is None or not path.is_file():
-            return super().do_GET()
-        first, _, final = wanted.removeprefix("bytes=").partition("-")
-        content = path.read_bytes()[int(first) : int(final) + 1]
-        self.send_response(206)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-        return None
-
-
-def test_a_web_server_without_listings_serves_lists_and_packs(made, tmp_path):
-    site = shutil.copytree(made, tmp_path / "site")
-    lines = [f"images/train/{i}.png labels/train/{i}.png\n" for i in (4, 0, 2)]
-    (site / "set/few.txt").write_text("".join(lines))
-    handler = partial(Quiet, directory=site)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=made)) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{web.server_address[1]}"
-        options = {"layout": "list", "train_split": "few.txt", "eval_split": "few.txt"}
-        classes = str(made / "set/classes.yaml")
-        listed = DataConfig(root=f"{url}/set", classes=f"{url}/set/classes.yaml", **options)
-        expected = DataConfig(root=str(site / "set"), classes=classes, **options)
-        assert_same_pixels(open_dataset(expected, "few.txt"), open_dataset(listed, "few.txt"))
-        packed = data_of(f"{url}/none", classes, pack=f"{url}/pack")
-        whole = open_dataset(data_of(made / "set"), "train")
-        assert_same_pixels(whole, open_dataset(packed, "train"))
-        (site / "set/few.txt").write_text(lines[0] + "images/train/9.png labels/train/9.png\n")
-        with pytest.raises(DataError, match=r"few.txt:2: images/train/9.png: no such file"):
-            open_dataset(listed, "few.txt")
+        expected = open_dataset(packed(made, made / "pack"), "train")
+        assert_same_pixels(expected, open_dataset(packed(made, f"{url}/pack"), "train"))
         web.shutdown()
 
 
-def test_names_that_lead_out_of_the_folder_are_left_out(own, tmp_path):
+def test_names_that_lead_out_of_the_folder_are_left_out(own):
     for key in ("bad/a/../../../x", "bad/../y", "bad//z", "bad/fine.txt", "bad/folder/"):
         client().put_object(Bucket=own, Key=key, Body=b"text")
-    place = Mirror(f"s3://{own}/bad")
-    place.look()
-    found = [path.name for path in place.folder.rglob("*") if path.is_file()]
-    assert sorted(found) == [".lock", ".objects.json", "fine.txt"]
+    assert Store(f"s3://{own}/bad").find() == ["fine.txt"]
 
 
 def keys(name):
     return {one["Key"] for one in client().list_objects_v2(Bucket=name).get("Contents", [])}
-
-
-def folder_of(url):
-    """Where this machine has the run."""
-    return cache_folder("runs", mirror.cached_name(url))
 
 
 def test_a_killed_run_ends_with_the_same_bits_on_another_machine(
@@ -528,16 +484,16 @@ def test_a_killed_run_ends_with_the_same_bits_on_another_machine(
     end_all()
     use(monkeypatch, server, tmp_path / "b")
     assert cli.main(["train", url, "--nproc", "1", "--resume"]) == 0
-    assert bits(last(folder_of(url))) == on_disk
+    assert bits(last(cached_run(url))) == on_disk
     monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path / "c"))
     assert bits(last(run_folder(url))) == on_disk
     for name in ("config.yaml", "metrics.jsonl", "train.log", "environment.json"):
-        assert (folder_of(url) / name).read_bytes() == (
-            tmp_path / "b/runs" / folder_of(url).name / name
+        assert (cached_run(url) / name).read_bytes() == (
+            tmp_path / "b/runs" / cached_run(url).name / name
         ).read_bytes()
     monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path / "d"))
     assert cli.main(["eval", url, "--nproc", "1"]) == 0
-    assert [path.name for path in (folder_of(url) / "checkpoints").glob("*.pt")] == ["best.pt"]
+    assert [path.name for path in (cached_run(url) / "checkpoints").glob("*.pt")] == ["best.pt"]
     words = ["predict", url, str(made / "set/images/val"), "--output", str(tmp_path / "p")]
     assert cli.main(words) == 0
     assert cli.main(["report", url]) == 0
@@ -605,7 +561,7 @@ def test_what_could_not_be_put_is_told_and_put_later(made, on_disk, own, monkeyp
     said = capfd.readouterr()
     assert "the line is cut; it is tried again with the next checkpoint" in said.out
     assert f"{url}: the newest state of the run is not there: " in said.err
-    here = folder_of(url)
+    here = cached_run(url)
     assert f"it is whole in {here}; to put it: segtrain train {here} --resume" in said.err
     assert bits(last(here)) == on_disk
     fails[0] = False
@@ -628,7 +584,7 @@ def test_ranks_that_are_stopped_put_what_they_have_saved(made, own, tmp_path, mo
     command.wait_until(lambda: "runs/a/checkpoints/last.pt" in keys(own))
     os.kill(command.process.pid, signal.SIGTERM)
     assert command.wait() == 143
-    here = last(folder_of(url))
+    here = last(cached_run(url))
     monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path / "b"))
     assert last(run_folder(url)).step == here.step
     assert bits(last(run_folder(url))) == bits(here)

@@ -49,7 +49,6 @@ from segtrain.evaluation.scoring import Chosen, Outcome, Prediction, evaluate_da
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.evaluation.surfaces import SurfaceScores
 from segtrain.files import os_errors_as
-from segtrain.files.mirror import local_path
 from segtrain.metrics import or_none, percent, thin_classes
 from segtrain.models.memory import check_windows
 from segtrain.models.norms import describe_norm
@@ -282,7 +281,7 @@ def _groups(
     """The group of each image, by its path; None: not asked for."""
     if pattern is None:
         return None
-    root = local_path(config.data.root)
+    root = os.path.expanduser(config.data.root)
     return groups_of(pattern, [os.path.relpath(pair.image, root) for pair in dataset.pairs])
 
 

@@ -21,12 +21,12 @@ from segtrain.config.section import (
 class DataConfig(Section):
     """Where images and labels lie and how they are read."""
 
-    addresses = ("root", "classes", "pack")
+    addresses = ("pack",)
 
     layout: Literal["cityscapes", "camvid", "voc", "ade20k", "folders", "list"] = option(
         ..., "directory layout of the data set"
     )
-    root: str = option(..., "data set directory, or s3://bucket/folder", min_length=1)
+    root: str = option(..., "data set directory", min_length=1)
     classes: str = option(
         ...,
         "class file: a name from data/classes (cityscapes, camvid, ...) or a YAML path",

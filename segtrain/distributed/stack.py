@@ -17,7 +17,7 @@ from typing import Literal
 from segtrain import __version__, files
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import NCCL_ENGINE, driver_version
-from segtrain.files.mirror import cache_folder
+from segtrain.files import cache_folder
 
 Verdict = Literal["proven", "differs", "silent"]
 """A replayed step computed the bits of the step itself; other numbers; or did not come back."""

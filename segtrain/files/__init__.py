@@ -15,13 +15,13 @@ from pathlib import Path
 from threading import get_native_id
 from typing import IO, Any
 
-from segtrain.errors import UserError
+from segtrain.errors import ExecutionError, UserError
 from segtrain.text import printable
 
 # A file name may have 255 bytes; a temporary name adds a dot, a process id and a suffix.
 _MAX_NAME_BYTES = 220
-# The time of a file that stands for an object which is not fetched, see `segtrain.files.mirror`.
-ABSENT_NS = 271_828_182_000_000_000
+# Environment: where the cache lies.
+_CACHE = "SEGTRAIN_CACHE"
 
 
 class NotRegularError(OSError):
@@ -48,11 +48,23 @@ def os_errors_as(
         raise kind(f"{printable(place or error.filename)}: {what}: {reason}") from error
 
 
-def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
-    """As `open`, but raises NotRegularError for a folder, a pipe, a device or a socket.
+def cache_folder(*below: str) -> Path:
+    """The folder of the user's cache, or one in it."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.path.abspath(os.environ.get(_CACHE) or f"{base}/segtrain"), *below)
 
-    An object of an address, which is not there yet, is fetched.
-    """
+
+@contextmanager
+def cache_failures() -> Iterator[None]:
+    """ExecutionError where the cache cannot be written."""
+    with os_errors_as(
+        ExecutionError, what=f"the cache cannot be written ({_CACHE} names another folder)"
+    ):
+        yield
+
+
+def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
+    """As `open`, but raises NotRegularError for a folder, a pipe, a device or a socket."""
 
     def opener(name: str, flags: int) -> int:
         # Without O_NONBLOCK, opening a pipe waits for the other end.
@@ -60,18 +72,10 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
 
     file = open(path, mode, opener=opener, **options)  # noqa: SIM115 - the caller closes it
     # Checked after opening: `path` could lead elsewhere a moment later.
-    status = os.fstat(file.fileno())
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise NotRegularError(errno.EINVAL, "not a regular file", str(path))
-    if status.st_mtime_ns != ABSENT_NS:
-        return file
-    from segtrain.files import mirror
-
-    file.close()
-    if mirror.fetch_absent(Path(path)):
-        return open_regular(path, mode, **options)
-    return open(path, mode, **options)
+    return file
 
 
 def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:

@@ -1,101 +1,53 @@
 """Objects behind an address such as `s3://bucket/camvid`, by fsspec: list, read, put.
 
-What fails for a moment is tried again; what stays wrong becomes one line. Works after a fork, since
-each process asks fsspec anew.
+What fails for a moment is tried again; what stays wrong becomes one line.
 """
 
 import errno
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import quote
+from typing import Any, TypeVar
 
 from segtrain.errors import ConfigError, ExecutionError
-from segtrain.text import address_problem, printable, scheme_of
+from segtrain.text import address_problem, install_line, printable, scheme_of
 
 T = TypeVar("T")
 
 # Between attempts: a server that restarts, or a limit on requests, takes some seconds.
 WAITS_S = (0.5, 1, 2, 4, 8)
-THREADS = 32  # a request mostly waits
 _CONNECT_S, _SILENT_S = 10, 30
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-# An object is another one if this differs, whatever a file system calls it.
-_VERSIONS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "generation",
-    "LastModified",
-    "Last-Modified",
-    "mtime",
-    "updated",
-    "created",
-)
-
-
-class Version(NamedTuple):
-    """Of an object: its bytes, and what changes when it is replaced; empty: it is not known."""
-
-    num_bytes: int
-    mark: str
+# In the names of errors and in S3's codes: no credentials, expired ones, a session that has ended.
+_REFUSALS = ("Credential", "Token", "Unauthorized", "RefreshError")
 
 
 class Store:
     """The objects below `url`, by their names relative to it. FileNotFoundError: there is none.
 
     Raises:
-        ConfigError: no library for this kind of address, or access is refused.
-        ExecutionError: the server does not answer, or the disk here is full.
+        ConfigError: no library for this kind of address.
+        ExecutionError: access is refused, the server does not answer, or the disk here is full.
     """
 
     def __init__(self, url: str) -> None:
-        self.url, self.is_http = url.rstrip("/"), url.startswith("http")
+        self.url = url.rstrip("/")
         if problem := address_problem(self.url):
             raise ConfigError(problem)
 
-    def find(self) -> dict[str, Version]:
-        """All objects, at least one, but for names that lead out of a folder."""
+    def find(self) -> list[str]:
+        """The names of all objects, but for those that lead out of a folder."""
 
-        def listed(fs: Any, path: str) -> dict[str, Any]:
-            infos = fs.find(path, detail=True).items()
-            return {name.removeprefix(path).removeprefix("/"): info for name, info in infos}
+        def listed(fs: Any, path: str) -> list[str]:
+            return [name.removeprefix(path).removeprefix("/") for name in fs.find(path)]
 
-        found = {
-            name: _version_of(info)
-            for name, info in self._do("", listed).items()
-            if not {"", ".", ".."} & set(name.split("/"))
-        }
-        if not found:
-            raise FileNotFoundError(errno.ENOENT, f"nothing in {self.url}")
-        return found
+        found = self._do("", listed)
+        return [name for name in found if not {"", ".", ".."} & set(name.split("/"))]
 
-    def versions(self, names: Iterable[str]) -> dict[str, Version]:
-        """Those of `names` that are there."""
-
-        def version(name: str) -> dict[str, Version]:
-            try:
-                return {name: self._do(name, lambda fs, path: _version_of(fs.info(path)))}
-            except FileNotFoundError:
-                return {}
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            return {name: one for found in pool.map(version, names) for name, one in found.items()}
-
-    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """The bytes of an object, or so many from `start` on."""
-
-        def content(fs: Any, path: str) -> bytes:
-            if num_bytes is None:
-                return fs.cat_file(path)
-            found = fs.cat_file(path, start=start, end=start + num_bytes)
-            if len(found) != num_bytes:
-                raise EOFError(f"{len(found)} of {num_bytes} bytes")
-            return found
-
-        return self._do(name, content)
+    def read(self, name: str) -> bytes:
+        """The bytes of an object."""
+        # Without `start`, s3fs sends HEAD first, and S3 refuses that without a reason.
+        return self._do(name, lambda fs, path: fs.cat_file(path, start=0))
 
     def get(self, name: str, target: Path) -> None:
         """Writes an object to the file `target`."""
@@ -117,9 +69,8 @@ class Store:
         if scheme_of(self.url) in ("s3://", "s3a://"):
             limits = {"connect_timeout": _CONNECT_S, "read_timeout": _SILENT_S}
             # What is tried again here need not be tried again by each library below.
-            limits |= {"max_pool_connections": 2 * THREADS, "retries": {"max_attempts": 0}}
-            options["config_kwargs"] = limits
-        elif self.is_http:
+            options["config_kwargs"] = limits | {"retries": {"max_attempts": 0}}
+        elif self.url.startswith("http"):
             import aiohttp
 
             limits = aiohttp.ClientTimeout(sock_connect=_CONNECT_S, sock_read=_SILENT_S)
@@ -127,7 +78,6 @@ class Store:
         fs, path = fsspec.core.url_to_fs(self.url, **options)
         if hasattr(fs, "retries"):
             fs.retries = 1
-        name = quote(name) if self.is_http else name
         return fs, f"{path.rstrip('/')}/{name}".rstrip("/")
 
     def _do(self, name: str, work: Callable[[Any, str], T]) -> T:
@@ -137,7 +87,7 @@ class Store:
             try:
                 return work(*self._open(name))
             except ImportError as error:
-                what = f"needs pip install 'segtrain[storage]' ({printable(error)})"
+                what = f"{printable(error)}; {install_line('storage')}"
                 raise ConfigError(f"{place}: {what}") from None
             except (FileNotFoundError, IsADirectoryError):
                 raise FileNotFoundError(errno.ENOENT, f"no such object: {place}") from None
@@ -147,9 +97,9 @@ class Store:
                 if isinstance(error, OSError) and error.errno in _FULL:
                     what = "this disk is full; SEGTRAIN_CACHE names another folder"
                     raise ExecutionError(f"{place}: {what}") from error
-                if isinstance(error, PermissionError) or "Credential" in reason:
-                    what = f"access is refused ({reason}); are the credentials right?"
-                    raise ConfigError(f"{place}: {what}") from error
+                if _is_refusal(error):
+                    what = f"access is refused ({reason}); renew the credentials, or ask for more"
+                    raise ExecutionError(f"{place}: {what}") from error
                 if "rotocol not known" in reason:
                     raise ConfigError(f"{place}: no library for this kind of address") from None
                 if wait_s is None:
@@ -160,6 +110,10 @@ class Store:
         raise AssertionError
 
 
-def _version_of(info: dict[str, Any]) -> Version:
-    mark = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-    return Version(int(info.get("size") or 0), mark)
+def _is_refusal(error: Exception) -> bool:
+    """Whether another attempt would be refused, too: credentials or a permission are missing."""
+    response = getattr(error.__cause__, "response", None)  # of botocore, below s3fs
+    code = response["Error"].get("Code", "") if isinstance(response, dict) else ""
+    status = getattr(error, "status", getattr(error, "code", None))  # of aiohttp, of gcsfs
+    named = any(word in f"{type(error).__name__} {code}" for word in _REFUSALS)
+    return named or status in (401, 403) or isinstance(error, PermissionError)

@@ -4,14 +4,15 @@ In between it lies in a folder of the cache. previous.pt stays there. The manife
 before a file is replaced there, it also lists what was there, so that a reader never finds half.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
@@ -20,7 +21,6 @@ from segtrain import files
 from segtrain.errors import ConfigError, ExecutionError, UserError
 from segtrain.files import manifest
 from segtrain.files.manifest import MANIFEST
-from segtrain.files.mirror import cache_failures, cache_folder, cached_name, locked
 from segtrain.files.remote import Store
 from segtrain.run.console import say
 from segtrain.run.directory import CHECKPOINTS, LOG, is_locked
@@ -47,9 +47,8 @@ def run_folder(url: str, *, begins: bool = False, one_of: Sequence[str] = ()) ->
     Raises:
         TakenError: there is another run. ExecutionError: it cannot be read.
     """
-    store, directory = Store(url), cache_folder("runs", cached_name(url))
-    with cache_failures(), locked(directory.with_suffix(".lock")):
-        directory.mkdir(exist_ok=True)
+    store, directory = Store(url), cached_run(url)
+    with files.cache_failures(), _locked(directory):
         for _ in range(_ATTEMPTS):
             if is_locked(directory):
                 return directory
@@ -68,10 +67,28 @@ def run_folder(url: str, *, begins: bool = False, one_of: Sequence[str] = ()) ->
     raise ExecutionError(f"{url}: changes while it is read; try again")
 
 
+def cached_run(url: str) -> Path:
+    """The folder of the cache in which the run at `url` lies on this machine."""
+    url = url.rstrip("/")
+    name = f"{url.rpartition('/')[2][:60]}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+    return files.cache_folder("runs", name)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Makes the folder; no other process fetches into it meanwhile. A process that dies lets go."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with directory.with_suffix(".lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _fetch(
     store: Store, listed: bytes, directory: Path, one_of: Sequence[str], *, anew: bool
 ) -> bool:
     """Fetches a run; False: a checkpoint is not what the manifest lists. anew: all other files."""
+    for draft in directory.rglob(".*.tmp"):  # of a process that was killed
+        draft.unlink()
     entries = manifest.parse(listed, store.url)
     names = [name for name in store.find() if not name.startswith((f"{CHECKPOINTS}/", "."))]
     names = [name for name in names if anew or not (directory / name).exists()]

@@ -8,6 +8,7 @@ rows of a crop, with their labels, are one range of bytes.
 
 import hashlib
 import json
+import os
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,11 +17,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, InstanceOf, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from segtrain import files
 from segtrain.errors import DataError
-from segtrain.files import os_errors_as
-from segtrain.files.mirror import Mirror
-from segtrain.text import printable
+from segtrain.files import os_errors_as, parse_json, read_bytes
+from segtrain.files.remote import Store
+from segtrain.text import printable, scheme_of
 
 MANIFEST = "pack.json"
 FORMAT = 3
@@ -142,42 +142,32 @@ def sha256_of(content: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_pack(directory: Path, mirror: Mirror | None = None) -> Pack:
-    """The manifest in `directory`, and the sizes of the shards checked against it.
-
-    mirror: of the address for which the directory stands.
+def read_pack(place: str) -> tuple[Pack, str]:
+    """The manifest in a folder or at an address, and its SHA-256.
 
     Raises:
-        DataError: there is none, it is not finished, damaged or of another version; or a shard is
-            missing or has another size.
+        DataError: there is none, it is not finished, damaged or of another version.
     """
-    path = directory / MANIFEST
-    if mirror is not None:
-        mirror.look([MANIFEST])
-    if not path.exists():
-        place = printable(directory if mirror is None else mirror.store.url)
-        raise DataError(
-            f"data.pack: {place}: no finished pack there; make one with segtrain "
-            "data pack, or read the files themselves (data.pack: null)"
-        )
+    path = os.path.join(place, MANIFEST)
     with os_errors_as(DataError, path):
-        raw = files.read_bytes(path, _MAX_BYTES)
+        try:
+            raw = Store(place).read(MANIFEST) if scheme_of(place) else read_bytes(path, _MAX_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            raise DataError(
+                f"data.pack: {printable(place)}: no finished pack there; make one with segtrain "
+                "data pack, or read the files themselves (data.pack: null)"
+            ) from None
     try:
-        found = files.parse_json(raw)
+        found = parse_json(raw)
         content = found["pack"]
         if content["format"] != FORMAT:
             other = "a pack of another version of segtrain; make it again"
             raise DataError(f"{printable(path)}: {other}")
         if found["sha256"] != sha256_of(content):
             raise ValueError("its hash differs")
-        pack = _ADAPTER.validate_python(content)
+        return _ADAPTER.validate_python(content), found["sha256"]
     except (ValidationError, ValueError, LookupError, TypeError):  # also JSON that is not ours
         raise DataError(f"{printable(path)}: damaged; {REPAIR}") from None
-    if mirror is not None:
-        mirror.look([shard.name for shard in pack.shards])
-    for shard in pack.shards:
-        check_shard(directory, shard)
-    return pack
 
 
 def check_shard(directory: Path, shard: Shard) -> None:

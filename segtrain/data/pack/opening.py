@@ -7,13 +7,20 @@ copy, the contents of a few files are compared; of many, a warning says how to c
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from segtrain.config import DataConfig
-from segtrain.data.pack.index import Pack, PackedFile, PackedImage, PackedSplit, read_pack
+from segtrain.data.pack.fetching import fetch_shards
+from segtrain.data.pack.index import (
+    Pack,
+    PackedFile,
+    PackedImage,
+    PackedSplit,
+    check_shard,
+    read_pack,
+)
 from segtrain.data.pack.reader import PackedDataset, Shards
 from segtrain.data.pack.writer import OPTIONS, excluded_names, source_name
 from segtrain.data.read.classes import (
@@ -24,7 +31,7 @@ from segtrain.data.read.classes import (
 )
 from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.find import Listing, Pair, data_root, first_lines
+from segtrain.data.read.find import Listing, Pair, first_lines
 from segtrain.data.read.image import form_of
 from segtrain.data.read.layouts import list_split, scan_layout
 from segtrain.data.read.neighbours import with_neighbour_files
@@ -32,7 +39,6 @@ from segtrain.data.read.raster import split_rasters
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as
 from segtrain.files.manifest import sha256_of
-from segtrain.files.mirror import Mirror, local_path
 from segtrain.text import first_of, printable, scheme_of
 
 _MAX_HASHED = 64
@@ -68,9 +74,6 @@ def dataset_of(
     listing: Listing, data: DataConfig, split: str, classes: ClassFile, *, labelled: bool = True
 ) -> SegDataset:
     """The files of `listing` as a data set; rasters are cut into windows."""
-    if mirror := Mirror.of(data.root):
-        paths = [path for pair in listing.pairs for path in (*pair.images, pair.label)]
-        mirror.fetch(paths, f"fetching {split}")
     pairs = split_rasters(listing.pairs, data, labelled=labelled)
     pairs = with_neighbour_files(pairs, data.neighbours) if data.neighbours else pairs
     return SegDataset(
@@ -88,8 +91,8 @@ def dataset_of(
 def _open_packed(
     data: DataConfig, split: str, classes: ClassFile, *, labelled: bool
 ) -> PackedDataset:
-    directory, mirror = local_path(data.pack), Mirror.of(data.pack)
-    pack = read_pack(directory, mirror)
+    place = os.path.expanduser(data.pack)
+    pack, sha256 = read_pack(place)
     packed = pack.splits.get(split)
     if packed is None:
         raise ConfigError(
@@ -99,12 +102,18 @@ def _open_packed(
     if changes := _other_options(pack, packed, data, split, classes):
         listed = "\n  ".join(changes)
         raise ConfigError(
-            f"data.pack: {printable(directory)} was made with other options\n  {listed}\n"
+            f"data.pack: {printable(place)} was made with other options\n  {listed}\n"
             "  make another pack with segtrain data pack, or read the files themselves "
             "(data.pack: null)"
         )
     is_there, warnings = _check_source(data, split, packed.images, labelled=labelled)
-    root = local_path(data.root)
+    if scheme_of(place):
+        directory = fetch_shards(place, pack, sha256, {image.shard for image in packed.images})
+    else:
+        directory = Path(place)
+        for shard in pack.shards:
+            check_shard(directory, shard)
+    root = Path(os.path.expanduser(data.root))
     form = form_of(data)._replace(dtype=np.dtype(pack.dtype))
     return PackedDataset(
         [_pair(root, image) for image in packed.images],
@@ -114,7 +123,7 @@ def _open_packed(
         label_format=data.label_format,
         warnings=[*packed.warnings, *warnings],
         may_exclude=split == data.train_split,
-        shards=Shards(directory, pack.shards, mirror),
+        shards=Shards(directory, pack.shards),
         images=packed.images,
         labelled=labelled,
         source_is_there=is_there,
@@ -154,10 +163,7 @@ def _check_source(
     Raises:
         DataError: files were changed, added or removed, or their order is another.
     """
-    root = local_path(data.root)
-    if scheme_of(data.root):
-        with suppress(DataError):  # of a pack alone, data.root may name nothing
-            data_root(data)
+    root = Path(os.path.expanduser(data.root))
     pack = f"data.pack {printable(data.pack)}"
     sources = [file for image in images for file in (image.files if labelled else image.images)]
     paths = [root / file.name for file in sources]

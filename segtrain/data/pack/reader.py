@@ -15,21 +15,16 @@ from segtrain.data.read.dataset import HashedLabel, SegDataset
 from segtrain.data.read.image import ImageForm, ignore_missing
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
-from segtrain.files.mirror import Mirror, ObjectRange
 from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX
 
 
 @dataclass(eq=False)
 class Shards:
-    """The shards of a pack, mapped when they are first read. Sent to a process, it maps anew.
-
-    mirror: of the address of the pack, from which the rows of each image are fetched by themselves.
-    """
+    """The shards of a pack, mapped when they are first read. Sent to a process, it maps anew."""
 
     directory: Path
     shards: Sequence[Shard]
-    mirror: Mirror | None = None
     _maps: dict[int, mmap.mmap] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,10 +36,6 @@ class Shards:
         Raises:
             DataError: the shard is missing, cannot be read or has another size.
         """
-        if self.mirror is not None:
-            with os_errors_as(DataError, self.path(image)):
-                fetched = self.mirror.range(self._part(image))
-            return np.frombuffer(fetched, np.uint8).reshape(image.shape)
         whole = self._maps.get(image.shard)
         if whole is None:
             # Rows behind the end of a file would kill this process (SIGBUS).
@@ -54,14 +45,6 @@ class Shards:
             self._maps[image.shard] = whole
         flat = np.frombuffer(whole, np.uint8, math.prod(image.shape), image.offset)
         return flat.reshape(image.shape)
-
-    def begin(self, image: PackedImage) -> None:
-        """Begins to fetch the rows of an image that is going to be read."""
-        self.mirror.begin(self._part(image))
-
-    def _part(self, image: PackedImage) -> ObjectRange:
-        name, (height, width) = self.shards[image.shard].name, image.shape
-        return ObjectRange(name, image.offset, height * width, height, image.crc)
 
     def check(self, image: PackedImage) -> None:
         """Raises DataError if the rows do not have their CRC."""
@@ -106,15 +89,6 @@ class PackedDataset(SegDataset):
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         image, label = self.view(index)
         return ignore_missing(image.copy(), label.copy(), self.form)
-
-    @property
-    def is_fetched(self) -> bool:
-        """Whether an item is fetched when it is read."""
-        return self.shards.mirror is not None
-
-    def begin(self, index: int) -> None:
-        """Begins to fetch item `index`, which is going to be read."""
-        self.shards.begin(self.images[index])
 
     def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """As item `index`, but read-only and not contiguous: only rows that are used are read."""

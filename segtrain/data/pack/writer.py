@@ -42,7 +42,6 @@ from segtrain.data.read.image import ImageForm, read_image
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.labels import read_label
 from segtrain.errors import DataError, ExecutionError
-from segtrain.files.mirror import local_path
 from segtrain.text import printable
 
 # The options of the section `data`, besides the splits, that say which files are read and how.
@@ -77,7 +76,7 @@ def excluded_names(data: DataConfig, split: str) -> tuple[str, ...]:
 def source_name(path: Path, root: str) -> str:
     """The path of a file, relative to data.root if it lies below."""
     # The join adds a slash at the end.
-    prefix = os.path.join(local_path(root), "")
+    prefix = os.path.join(str(Path(os.path.expanduser(root))), "")
     return os.fspath(path).removeprefix(prefix)
 
 

@@ -21,6 +21,7 @@ Further keys of a class: `more_colors`, a list of colours that mean the class to
 by which instances are weighted.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from segtrain.config.messages import KeyPath, Mistake, did_you_mean, report, validate
 from segtrain.config.strict_yaml import read_text, scan_yaml
 from segtrain.errors import ConfigError
-from segtrain.files.mirror import local_file
 from segtrain.text import MAX_NAME, first_of, name_problem, printable
 from segtrain.types import IGNORE_INDEX
 
@@ -255,7 +255,7 @@ def _known_files() -> dict[str, Path]:
 
 
 def _find(name_or_path: str) -> Path:
-    path = local_file(str(name_or_path))
+    path = Path(os.path.expanduser(name_or_path))  # Path.expanduser raises for unknown users
     if path.name == name_or_path and not path.suffix:
         known = _known_files()
         if name_or_path in known:

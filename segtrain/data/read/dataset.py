@@ -59,8 +59,6 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
 
     # True in the subclass `PackedDataset`: its files were checked when the pack was made.
     is_packed = False
-    # Whether an item is fetched when it is read.
-    is_fetched = False
 
     def __len__(self) -> int:
         return len(self.pairs)

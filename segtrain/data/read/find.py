@@ -8,7 +8,6 @@ from typing import NamedTuple
 from segtrain.config import DataConfig
 from segtrain.errors import DataError
 from segtrain.files import walk
-from segtrain.files.mirror import Mirror, local_path
 from segtrain.text import counted, first_of, printable
 
 # The keys of `segtrain.data.read.image_formats.READERS`; to look at names no decoder is imported.
@@ -95,9 +94,7 @@ def indented(findings: Sequence[str]) -> list[str]:
 
 def data_root(data: DataConfig) -> Path:
     """The folder `data.root`."""
-    root = local_path(data.root)
-    if (mirror := Mirror.of(data.root)) and not (mirror.store.is_http and data.layout == "list"):
-        mirror.look()
+    root = Path(os.path.expanduser(data.root))  # Path.expanduser raises for unknown users
     if not root.is_dir():
         # The usual mistake is a relative path, which starts in the working directory.
         what = f"there is no folder {printable(root.absolute())}"

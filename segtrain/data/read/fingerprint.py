@@ -20,7 +20,6 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 
 from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.dataset import SegDataset
-from segtrain.files.mirror import local_path
 from segtrain.text import printable
 
 # A few kilobytes in a checkpoint, and still precise enough to find the file that differs.
@@ -85,7 +84,7 @@ def hash_files(dataset: SegDataset, root: str) -> SplitFingerprint:
     while size * _MAX_HASHES < len(dataset):
         size *= 2
     # The join adds a slash at the end.
-    prefix = os.fsencode(os.path.join(local_path(root), ""))
+    prefix = os.fsencode(os.path.join(str(Path(os.path.expanduser(root))), ""))
 
     def names_and_sizes(index: int) -> bytes:
         pair = dataset.pairs[index]

@@ -27,11 +27,10 @@ from segtrain.data.read.find import (
     one_name,
     split_folder,
 )
-from segtrain.data.read.lists import list_file_words, list_pairs, listed_files
+from segtrain.data.read.lists import list_file_words, list_pairs
 from segtrain.data.read.recognize import with_recognized
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
-from segtrain.files.mirror import Mirror
 from segtrain.text import counted, first_of, printable
 from segtrain.types import Choices
 
@@ -235,10 +234,6 @@ def _folders(root: Path, data: DataConfig, split: str, labelled: bool) -> Listin
 
 def _list(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
     labels_root = root / os.path.expanduser(data.labels_dir or "")
-    if (mirror := Mirror.of(data.root)) and mirror.store.is_http:  # which may not list folders
-        mirror.look([split])
-        if (root / split).is_file():
-            mirror.look(listed_files(root / split, data.labels_dir or ""))
     return list_pairs(root / split, root, labels_root)
 
 

@@ -93,16 +93,6 @@ def list_pairs(path: Path, root: Path, labels_root: Path) -> Listing:
     return Listing(list(found.values()), problems, [*notes, *case_clashes(found)])
 
 
-def listed_files(path: Path, labels_dir: str) -> list[str]:
-    """The files that the list at `path` names, relative to data.root."""
-    found: dict[str, None] = {}
-    for _, text in _lines(path):
-        images, label, _ = _images_and_label(text)
-        label = posixpath.join(labels_dir, label)
-        found |= dict.fromkeys([*(_WINDOW.sub("", image) for image in images), label])
-    return [name for name in found if name and not name.startswith(("/", ".."))]
-
-
 def _window_of(image: str) -> Window | None:
     """The window that the name of a file ends with; None: it does not."""
     found = _WINDOW.search(image)

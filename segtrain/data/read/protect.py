@@ -8,7 +8,6 @@ from pathlib import Path
 from segtrain.config import DataConfig
 from segtrain.data.read.layouts import LAYOUTS, scan_layout, split_parts
 from segtrain.errors import ConfigError, DataError
-from segtrain.files.mirror import local_path
 from segtrain.text import printable
 
 
@@ -44,7 +43,7 @@ def _refuse(option: str, output: Path, folders: Sequence[Path], example: str) ->
 
 def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) -> list[Path]:
     """The folders that are searched to any depth and contain some of `targets`."""
-    root = local_path(data.root)
+    root = Path(os.path.expanduser(data.root))
     found = []
     for split in (part for whole in splits for part in split_parts(data, whole)):
         for name in LAYOUTS[data.layout].folders(root, data, split):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from segtrain import seed
 from segtrain.data.read.dataset import SegDataset
@@ -24,9 +24,6 @@ from segtrain.data.sample.centroids import Centroids
 from segtrain.data.sample.transforms import Crop, TrainTransform
 from segtrain.errors import UserError
 from segtrain.types import IGNORE_INDEX
-
-# Batches of a worker whose images are fetched at a time; the first is the one that it makes.
-_AHEAD = 3
 
 
 class Pick(NamedTuple):
@@ -213,7 +210,6 @@ class TrainStream(Dataset):
         """What a batch is made of (torch calls this method), or an error."""
         began = time.perf_counter()
         try:
-            self._fetch_ahead(keys)
             samples = [self[key] for key in keys]
             positions = [position for _, position in keys]
             pixels = sum(map(hash_pixels, samples, positions)) if self.hashes else None
@@ -221,17 +217,6 @@ class TrainStream(Dataset):
         except UserError as error:
             # Returned, not raised: torch would put the worker's traceback into the message.
             return error
-
-    def _fetch_ahead(self, keys: Sequence[SampleKey]) -> None:
-        """Begins to fetch the images of this batch, and of the next ones that this worker makes."""
-        if not self.dataset.is_fetched:
-            return
-        worker = get_worker_info()  # where a step is one microbatch, it gets every n-th
-        every = 1 if worker is None else worker.num_workers
-        for ahead in range(0, _AHEAD * every, every):
-            for step, position in keys:
-                for index in _indices(self.source(step + ahead, position)):
-                    self.dataset.begin(index)
 
     def _partner(self, source: SampleSource, step: int, position: int) -> SampleSource | None:
         """With probability `class_mix_prob`, a partner for `source`."""
@@ -258,9 +243,5 @@ class TrainStream(Dataset):
 
     def _name(self, source: SampleSource) -> str:
         """The names of all images in a sample."""
-        return " + ".join(map(self.dataset.name, _indices(source)))
-
-
-def _indices(source: SampleSource) -> list[int]:
-    """All images in a sample."""
-    return [part.pick.index for part in (source, source.pasted) if part]
+        parts = (part for part in (source, source.pasted) if part)
+        return " + ".join(self.dataset.name(part.pick.index) for part in parts)
