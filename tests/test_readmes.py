@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+import tomllib
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -396,3 +397,18 @@ def test_the_map_names_every_room_and_no_other():
     there = {path.name for path in (ROOT / "segtrain").iterdir()}
     there -= {"__init__.py", "__main__.py", "__pycache__", "README.md"}
     assert named == there
+
+
+def test_extras_are_installed_from_the_checkout_and_exist():
+    """On the registry, the name segtrain is another program's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    folders = ("segtrain", "tests", "tools")
+    files = [*READMES, *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    named = set()
+    for path in files:
+        text = path.read_text()
+        foreign = r"segtrain\[[a-z]|pip\s+install\s+['\"]?segtrain\b(?!/)"
+        assert not re.search(foreign, text), path
+        for extras in re.findall(r"""'\.\[([a-z,]+)\]'|install_line\(['"]([a-z]+)""", text):
+            named |= {*"".join(extras).split(",")}
+    assert {"storage", "onnx", "timm"} <= named <= {*project["optional-dependencies"]}

@@ -16,7 +16,7 @@ import numpy as np
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, read_bytes
-from segtrain.text import first_of, printable
+from segtrain.text import first_of, install_line, printable
 
 # LabelMe's name for pixels that count for nothing.
 IGNORED = "__ignore__"
@@ -187,8 +187,8 @@ def mask_library() -> ModuleType:
         from pycocotools import mask
     except ImportError:
         raise ConfigError(
-            "outlines of annotation files are drawn by pycocotools, which is not installed; in "
-            "the checkout of segtrain: pip install '.[annotations]'"
+            "outlines of annotation files are drawn by pycocotools, which is not installed; "
+            + install_line("annotations")
         ) from None
     return mask
 

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import Normalize, Values
+from segtrain.text import install_line
 
 # Example images are a random picture of this size, stretched, and some noise.
 _COARSE = (4, 6)
@@ -124,7 +125,7 @@ ONNX_OPSET = 18
 # Name of the metadata entry (JSON) inside .pt2 and TorchScript archives.
 METADATA_FILE = "segtrain.json"
 
-_ONNX_PACKAGES = {"onnx": "1.21", "onnxscript": "0.5", "onnxruntime": "1.23"}  # least versions
+_ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
 class ExportFormat(NamedTuple):
@@ -142,8 +143,7 @@ class ExportFormat(NamedTuple):
 def require_onnx() -> None:
     """Raises ConfigError, with the command that installs it, if an ONNX package is missing."""
     if missing := [name for name in _ONNX_PACKAGES if importlib.util.find_spec(name) is None]:
-        wanted = " ".join(f"'{name}>={_ONNX_PACKAGES[name]}'" for name in missing)
-        raise ConfigError(f"--format onnx: needs other packages; run  pip install {wanted}")
+        raise ConfigError(f"--format onnx: needs {', '.join(missing)}; {install_line('onnx')}")
 
 
 def _write_onnx(

@@ -17,7 +17,7 @@ from segtrain.errors import ConfigError
 from segtrain.models.blocks import FeatureChannels, Features, FeatureStrides
 from segtrain.norm import NormFactory, is_batch_norm, keep_inside
 from segtrain.parts import draws_random_numbers
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, install_line, printable
 
 PREFIX = "timm/"
 # What timm raises for what a network cannot do; there is no class for it.
@@ -115,8 +115,7 @@ def _timm() -> Any:
         import timm  # optional, and slow to import
     except ImportError:
         raise ConfigError(
-            "model.backbone: timm is not installed; in the checkout of segtrain: "
-            "pip install '.[timm]'"
+            f"model.backbone: timm is not installed; {install_line('timm')}"
         ) from None
     return timm
 

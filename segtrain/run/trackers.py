@@ -25,7 +25,7 @@ from segtrain.errors import ConfigError
 from segtrain.files import read_bytes, write_atomic
 from segtrain.run.console import say
 from segtrain.run.directory import flat
-from segtrain.text import first_of, printable
+from segtrain.text import first_of, install_line, printable
 
 _PROJECT = "segtrain"
 # Steps that wait to be sent; then the tracker is too slow, or there is no network.
@@ -126,8 +126,7 @@ def check_installed(names: Sequence[str]) -> None:
     missing = [name for name in names if (s := find_spec(name)) is None or s.origin is None]
     if missing:
         raise ConfigError(
-            f"log.trackers: {first_of(missing)} not installed; in the checkout of segtrain: "
-            "pip install '.[trackers]'"
+            f"log.trackers: {first_of(missing)} not installed; {install_line('trackers')}"
         )
 
 
