@@ -4,7 +4,7 @@ import importlib
 import os
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Both are read by the libraries at import time, so they are set before anything can import them:
 # albumentations would otherwise ask the network for a newer version of itself, and OpenCV would

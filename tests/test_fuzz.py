@@ -1,7 +1,7 @@
 """Whatever a file says, it is loaded or refused: properties, and hostile files.
 
 FUZZ_EXAMPLES=2000 tries so many examples of each property, other ones every time. What
-tools/fuzz.py has found lies in corpus/.
+tests/fuzz.py has found lies in corpus/.
 """
 
 import json

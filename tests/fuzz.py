@@ -1,6 +1,6 @@
 """Hostile files for everything that reads one: each is loaded, or refused by a UserError.
 
-    python tools/fuzz.py checkpoint --minutes 10 --seed 1
+    python tests/fuzz.py checkpoint --minutes 10 --seed 1
 
 Anything else is a finding: another exception, ten seconds, two gigabytes, code of a pickle that was
 run. Its input is cut down while the same happens, and kept under runs/fuzz; `current` there holds
@@ -111,7 +111,7 @@ def peak_bytes() -> int:
 
 def corpus(name: str) -> list[Path]:
     """Inputs that were findings once."""
-    folder = Path(__file__).resolve().parent.parent / "tests" / "corpus" / name
+    folder = Path(__file__).resolve().parent / "corpus" / name
     return sorted(folder.glob("*"))
 
 
