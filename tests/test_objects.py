@@ -2,7 +2,6 @@
 
 import csv
 
-import cv2
 import numpy as np
 import pytest
 import tifffile
@@ -12,59 +11,47 @@ from test_raster import GEO, small_limits  # noqa: F401 - a fixture
 
 from segtrain.commands import predict
 from segtrain.errors import ConfigError, DataError
-from segtrain.evaluation.objects import ObjectCounter
+from segtrain.evaluation.objects import find_objects
 from segtrain.evaluation.pixel_size import grid_of
 from segtrain.types import IGNORE_INDEX
 
 CORNERS = np.ones((3, 3), int)
 
 
-def count(label, missing, side):
-    counter = ObjectCounter(3, label.shape[1])
-    for y in range(0, label.shape[0], side):
-        for x in range(0, label.shape[1], side):
-            part = slice(y, y + side), slice(x, x + side)
-            counter.add(label[part], missing[part])
-    return counter.finish()
-
-
 @pytest.mark.parametrize("seed", range(12))
-def test_objects_are_those_of_scipy_in_blocks_of_any_size(seed):
-    """Noise, whose objects wind through many blocks, and areas; some pixels of no class."""
+def test_objects_are_those_of_scipy(seed):
+    """Noise, whose objects wind, and areas; some pixels of no class."""
     rng = np.random.default_rng(seed)
     size = rng.integers(1, 40, 2)
     label = rng.integers(0, 3, size if seed % 2 else -(-size // 4)).astype(np.uint8)
     label = label.repeat(4, 0).repeat(4, 1)[: size[0], : size[1]]
     missing = (rng.random(label.shape) < 0.05).astype(np.uint8) * 255
     label = np.maximum(label, missing)
-    for side in (64, 7, 3, 1):
-        found = count(label, missing, side)
-        assert found.size == label.shape
-        assert found.num_ignored == found.no_value == (missing > 0).sum()
-        for k in range(3):
-            ids, number = ndimage.label(label == k, CORNERS)
-            places = [np.nonzero(ids == i + 1) for i in range(number)]
-            expected = sorted(
-                [x.min(), y.min(), len(x), x.sum(), y.sum(), x.max(), y.max()] for y, x in places
-            )
-            rows = [
-                [left, top, pixels, sum_x, sum_y, right, bottom]
-                for pixels, sum_x, sum_y, left, top, right, bottom in found.objects[k].tolist()
-            ]
-            assert sorted(rows) == expected
-            assert [row[1] for row in rows] == sorted(row[1] for row in rows)
-            assert found.pixels[k] == (label == k).sum()
+    found = find_objects(label, missing, 3)
+    assert found.size == label.shape
+    assert found.num_ignored == found.no_value == (missing > 0).sum()
+    for k in range(3):
+        ids, number = ndimage.label(label == k, CORNERS)
+        places = [np.nonzero(ids == i + 1) for i in range(number)]
+        expected = [
+            [len(x), x.min(), y.min(), np.ptp(x) + 1, np.ptp(y) + 1, x.mean(), y.mean()]
+            for y, x in places
+        ]
+        pixels, boxes, centres = found.objects[k]
+        rows = np.concatenate([pixels[:, None], boxes, centres], axis=1)
+        np.testing.assert_allclose(sorted(rows.tolist()), np.reshape(sorted(expected), (-1, 7)))
+        assert boxes[:, 1].tolist() == sorted(boxes[:, 1])
+        assert found.pixels[k] == (label == k).sum()
 
 
 def test_classes_that_overlap_have_objects_of_their_own():
     label = np.random.default_rng(0).integers(0, 2, (30, 41, 3), dtype=np.uint8)
     label[:, :5] = IGNORE_INDEX
-    for side in (64, 7):
-        found = count(label, label[..., 0] == IGNORE_INDEX, side)
-        assert found.num_ignored == found.no_value == 150
-        for k in range(3):
-            assert found.pixels[k] == (label[..., k] == 1).sum()
-            assert len(found.objects[k]) == ndimage.label(label[..., k] == 1, CORNERS)[1]
+    found = find_objects(label, label[..., 0] == IGNORE_INDEX, 3)
+    assert found.num_ignored == found.no_value == 150
+    for k in range(3):
+        assert found.pixels[k] == (label[..., k] == 1).sum()
+        assert len(found.objects[k].pixels) == ndimage.label(label[..., k] == 1, CORNERS)[1]
 
 
 def read(path):
@@ -148,35 +135,36 @@ def test_pixels_without_a_value_are_in_no_class(run, tmp_path):  # noqa: F811
     assert (rows["bluish"]["pixels"], rows["bluish"]["objects"]) == ("16", "2")
 
 
-def test_a_raster_in_blocks_counts_an_object_across_them_once(
+def test_areas_and_centres_are_those_of_the_projection(run, tmp_path):  # noqa: F811
+    label = np.zeros((200, 330), int)
+    label[20:60, 30:37] = 1
+    label[80, 160] = label[79, 159] = 2  # touch at a corner
+    tifffile.imwrite(tmp_path / "x.tif", paint(label), photometric="rgb", extratags=GEO)
+    files = {"table": tmp_path / "t.csv", "objects": tmp_path / "o.csv"}
+    assert run(tmp_path / "x.tif", **files, min_area=(300.0, "m2")) == 0
+    rows = {row["class"]: row for row in read(files["table"])}
+    assert rows["greenish"]["area_m2"] == "28000"
+    assert [rows[k]["objects"] for k in CLASSES.names] == ["1", "1", "1"]
+    assert (rows["greenish"]["decision"], rows["bluish"]["decision"]) == ("yes", "no")
+    (two,) = (row for row in read(files["objects"]) if row["class"] == "bluish")
+    assert float(two["map_x"]) == 500000 + 10 * 160
+    assert float(two["map_y"]) == 5000000 - 10 * 80
+
+
+def test_tables_of_a_raster_in_parts_are_refused_with_what_measures_its_label_map(
     run,  # noqa: F811
     tmp_path,
     small_limits,  # noqa: F811
     monkeypatch,
 ):
-    """In metres of its projection, and as the same image read at once."""
     monkeypatch.setattr(predict, "MAX_PHOTO_PIXELS", 40_000)
-    label = np.zeros((200, 330), int)
-    cv2.line(label_u8 := np.zeros((200, 330), np.uint8), (0, 5), (329, 190), 1, 2)
-    label = np.where(label_u8, 1, label)
-    label[80, 160] = label[79, 159] = 2  # corners of four blocks
-    options = {"tile": (64, 64), "photometric": "rgb", "extratags": GEO}
-    tifffile.imwrite(tmp_path / "x.tif", paint(label), **options)
-    files = {"table": tmp_path / "t.csv", "objects": tmp_path / "o.csv"}
-    assert run(tmp_path / "x.tif", **files, min_area=(300.0, "m2")) == 0
-    in_blocks = files["table"].read_text(), files["objects"].read_text()
-    assert not (tmp_path / "out/labels/x.png").exists()
-    monkeypatch.setattr(predict, "MAX_PHOTO_PIXELS", 1 << 28)
-    assert run(tmp_path / "x.tif", **files, min_area=(300.0, "m2"), overwrite=True) == 0
-    assert (files["table"].read_text(), files["objects"].read_text()) == in_blocks
-    rows = {row["class"]: row for row in read(files["table"])}
-    line = int((label == 1).sum())
-    assert rows["greenish"]["area_m2"] == str(line * 100)
-    assert [rows[k]["objects"] for k in CLASSES.names] == ["2", "1", "1"]
-    assert (rows["greenish"]["decision"], rows["bluish"]["decision"]) == ("yes", "no")
-    (two,) = (row for row in read(files["objects"]) if row["class"] == "bluish")
-    assert float(two["map_x"]) == 500000 + 10 * 160
-    assert float(two["map_y"]) == 5000000 - 10 * 80
+    image = paint(np.zeros((200, 330), int))
+    tifffile.imwrite(tmp_path / "x.tif", image, photometric="rgb", extratags=GEO)
+    words = r"--table, --objects: not for a raster .*x\.tif; .* segtrain data polygons LABELMAP"
+    for option in "table", "objects":
+        with pytest.raises(ConfigError, match=words):
+            run(tmp_path / "x.tif", **{option: tmp_path / "t.csv"})
+    assert not (tmp_path / "t.csv").exists()
 
 
 TURNED = (12.0, 3.0, 0, 700.0, 4.0, -9.0, 0, 900.0, 0, 0, 0, 0, 0, 0, 0, 1)

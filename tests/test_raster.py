@@ -137,7 +137,6 @@ def predicted(tmp_path, image, form, **options):
         stored=lambda label: np.array([7, 300, *[9] * 254], np.uint16)[label],
         no_data=9,
         on_block=lambda _: None,
-        on_label=lambda *_: None,
     )
     return output
 

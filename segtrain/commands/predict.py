@@ -132,7 +132,7 @@ def main(args: argparse.Namespace) -> int:
     tables = ObjectTables(tables_asked, ready.loaded.classes.names, grids, {})
     asked = {"probabilities": args.probabilities, "on_label": tables.add}
     notes = predict_images(ready, whole, output, tint, **asked)
-    of_rasters = predict_rasters(ready, rasters, output, tables)
+    of_rasters = predict_rasters(ready, rasters, output)
     of_videos = predict_videos(ready, videos, output, tint, with_frames=args.frames)
     tables.write(images)
     of_volumes = predict_volumes(ready, volumes, output)
@@ -171,6 +171,12 @@ def _check_options(
     if videos and (args.table or args.objects):
         raise ConfigError(
             f"--table, --objects: not for a video: {first_of(x.path for x in videos)}"
+        )
+    if rasters and (args.table or args.objects):
+        names = first_of(source.path for source in rasters)
+        raise ConfigError(
+            f"--table, --objects: not for a raster that is read in parts: {names}; of its label "
+            "map, segtrain data polygons LABELMAP tells areas and outlines"
         )
     if args.probabilities and (rasters or videos):
         kinds = "a video, or a raster that is read in parts"
@@ -297,7 +303,7 @@ def _write(
 
 
 def predict_rasters(
-    ready: ReadyModel, rasters: Mapping[PhotoFile, Size], output: Path, tables: ObjectTables
+    ready: ReadyModel, rasters: Mapping[PhotoFile, Size], output: Path
 ) -> list[Notes]:
     """Writes label maps of TIFFs that are too large to be read at once; returns notes on each.
 
@@ -307,7 +313,7 @@ def predict_rasters(
     for source, size in rasters.items():
         path = output / pictures.LABELS / f"{source.name}.tif"
         try:
-            notes.append(_predict_raster(ready, source, size, path, tables))
+            notes.append(_predict_raster(ready, source, size, path))
         except DataError as error:
             notes.append(Notes(str(error)))
         except OSError as error:
@@ -315,9 +321,7 @@ def predict_rasters(
     return notes
 
 
-def _predict_raster(
-    ready: ReadyModel, source: PhotoFile, size: Size, path: Path, tables: ObjectTables
-) -> Notes:
+def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path) -> Notes:
     settings, values = ready.predictor.settings, []
     refuse_short_side(source.path, settings.usual.short_side_px)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -329,7 +333,7 @@ def _predict_raster(
         values.append(image_values(block, form, printable(source.path)))
         bar.update()
 
-    with bar, tables.counting(source, size[1]) as counting:
+    with bar:
         is_finite = predict_raster(
             ready.predictor,
             source.path,
@@ -339,7 +343,6 @@ def _predict_raster(
             stored=partial(pictures.stored_label, ready.loaded.classes),
             no_data=ready.loaded.classes.write_ignored,
             on_block=add,
-            on_label=counting.add,
         )
     return Notes(
         turned=read_info(source.path).orientation != 1,

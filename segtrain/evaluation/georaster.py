@@ -90,14 +90,11 @@ def predict_raster(
     stored: Callable[[np.ndarray], np.ndarray],
     no_data: int,
     on_block: Callable[[np.ndarray], object],
-    on_label: Callable[[np.ndarray, np.ndarray], object],
 ) -> bool:
     """Writes the label of the TIFF at `path`, (height, width) `size`, as a tiled TIFF.
 
     stored: what label files hold of a label map. no_data: as of `write_label`. form: of the file.
     on_block: called after each block with what the network saw, as `read_image` gives it.
-    on_label: called before it with the label of the block itself, as predicted, and with
-        IGNORE_INDEX where the image has no value, (h, w) uint8.
 
     Returns whether all scores were finite numbers; elsewhere the prediction means nothing.
 
@@ -116,12 +113,9 @@ def predict_raster(
                 image, missing = ignore_missing(pixels, nowhere, form)
                 (found,) = predictor.label_maps([torch.from_numpy(image)], place=printable(path))
                 is_finite = is_finite and bool(found.is_finite)
-                label = found.label.cpu().numpy()
-                label, missing = ignored_where(missing, label)[core], missing[core]
-                part = stored(label)
+                part = stored(ignored_where(missing, found.label.cpu().numpy())[core])
                 block = np.zeros((BLOCK_PX, BLOCK_PX, *part.shape[2:]), part.dtype)
                 block[: part.shape[0], : part.shape[1]] = part
-                on_label(label, missing)
                 on_block(pixels)
                 yield block
 

@@ -2,8 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,17 +11,7 @@ import numpy as np
 
 from segtrain.data.read.photos import PhotoFile
 from segtrain.errors import ConfigError, ExecutionError
-from segtrain.evaluation.objects import (
-    BOTTOM,
-    LEFT,
-    PIXELS,
-    RIGHT,
-    SUM_X,
-    SUM_Y,
-    TOP,
-    ImageObjects,
-    ObjectCounter,
-)
+from segtrain.evaluation.objects import ImageObjects, find_objects
 from segtrain.evaluation.pixel_size import PixelGrid, grid_of, square
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.text import first_of, printable
@@ -103,17 +92,9 @@ class ObjectTables:
     found: dict[PhotoFile, ImageObjects]
 
     def add(self, source: PhotoFile, label: np.ndarray, missing: np.ndarray) -> None:
-        """Counts an image; the arguments are those of `ObjectCounter.add`. For any thread."""
-        with self.counting(source, label.shape[1]) as counter:
-            counter.add(label, missing)
-
-    @contextmanager
-    def counting(self, source: PhotoFile, width: int) -> Iterator[ObjectCounter]:
-        """What counts the blocks of an image of this width, which is complete at the end."""
-        classes = self.classes if self.options.files else ()
-        counter = ObjectCounter(len(classes), width)
-        yield counter
-        self.found[source] = counter.finish()
+        """Counts an image, if a table is asked for; `label`, `missing`: as of `find_objects`."""
+        if self.options.files:
+            self.found[source] = find_objects(label, missing, len(self.classes))
 
     def write(self, sources: Sequence[PhotoFile]) -> None:
         """Writes the files, with the images in this order."""
@@ -134,7 +115,7 @@ class ObjectTables:
             for k, (name, pixels) in enumerate(
                 zip(self.classes, found.pixels.tolist(), strict=True)
             ):
-                areas = found.objects[k][:, PIXELS]
+                areas = found.objects[k].pixels
                 share = pixels / valid if valid else ""
                 unknown = found.num_ignored - found.no_value
                 row = [source.name, name, pixels, share, len(areas), found.no_value, unknown]
@@ -160,14 +141,12 @@ class ObjectTables:
         for source in sources:
             grid = self.grids.get(source)
             for name, objects in zip(self.classes, self.found[source].objects, strict=True):
-                for i, one in enumerate(objects.tolist(), 1):
-                    pixels, x, y = one[PIXELS], one[SUM_X] / one[PIXELS], one[SUM_Y] / one[PIXELS]
-                    width, height = one[RIGHT] - one[LEFT] + 1, one[BOTTOM] - one[TOP] + 1
-                    box = one[LEFT], one[TOP], width, height
+                every = zip(*(column.tolist() for column in objects), strict=True)
+                for i, (pixels, box, (x, y)) in enumerate(every, 1):
                     row = [source.name, name, i, pixels, x, y, *box]
                     if unit and grid:
                         row += [pixels * grid.area, *grid.at(x + 0.5, y + 0.5)]
-                        row += [width * grid.width, height * grid.height]
+                        row += [box[2] * grid.width, box[3] * grid.height]
                     rows.append(row + [""] * (len(rows[0]) - len(row)))
         return rows
 
