@@ -167,9 +167,6 @@ def test_tables_of_a_raster_in_parts_are_refused_with_what_measures_its_label_ma
     assert not (tmp_path / "t.csv").exists()
 
 
-TURNED = (12.0, 3.0, 0, 700.0, 4.0, -9.0, 0, 900.0, 0, 0, 0, 0, 0, 0, 0, 1)
-
-
 def keys(*entries):
     numbers = [1, 1, 0, len(entries)]
     for key, value in entries:
@@ -177,39 +174,42 @@ def keys(*entries):
     return (34735, "H", len(numbers), tuple(numbers), True)
 
 
+TURNED = (12.0, 3.0, 0, 700.0, 4.0, -9.0, 0, 900.0, 0, 0, 0, 0, 0, 0, 0, 1)
+
+
 @pytest.mark.parametrize("point", [1, 2])
 @pytest.mark.parametrize("crs", [(32633, 9001, 1.0), (2263, 9003, 1200 / 3937)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_places_on_the_ground_are_those_of_rasterio(tmp_path, point, crs, turned):
-    rasterio = pytest.importorskip("rasterio")
+def test_places_on_the_ground_are_those_of_the_tags(tmp_path, point, crs, turned):
+    """Of the corner of a pixel, or (`point` 2) of its middle, from metres or feet."""
     code, unit, metres = crs
     # A place where the projection holds.
     x, y = (1_000_000.0, 200_000.0) if metres < 1 else (500_000.0, 5_000_000.0)
-    tie = (33922, "d", 6, (2.0, 5.0, 0.0, x, y, 0.0), True)
-    where = [(33550, "d", 3, (10.0, 20.0, 0.0), True), tie]
-    where = [(34264, "d", 16, TURNED, True)] if turned else where
+    matrix = np.array(TURNED).reshape(4, 4)[:2, [0, 1, 3]] + [[0, 0, x], [0, 0, y]]
+    where = [(34264, "d", 16, (*matrix[0, :2], 0, matrix[0, 2], *matrix[1, :2], 0, matrix[1, 2],
+                               *TURNED[8:]), True)]  # fmt: skip
+    if not turned:
+        tie = (33922, "d", 6, (2.0, 5.0, 0.0, x, y, 0.0), True)
+        where = [(33550, "d", 3, (10.0, 20.0, 0.0), True), tie]
+        matrix = np.array([(10.0, 0, x - 20), (0, -20.0, y + 100)])
     tags = [*where, keys((1024, 1), (1025, point), (3072, code), (3076, unit))]
     tifffile.imwrite(tmp_path / "x.tif", photo(8, 9), photometric="rgb", extratags=tags)
     grid, why = grid_of(tmp_path / "x.tif")
     assert not why
-    with rasterio.open(tmp_path / "x.tif") as file:
-        assert file.crs.linear_units_factor[1] == pytest.approx(metres)
-        transform = file.transform
-    for place in ((0, 0), (3.5, 7)):
-        assert grid.at(*place) == pytest.approx(transform @ place)
-    assert grid.area == pytest.approx(abs(transform.determinant) * metres**2)
-    sides = np.hypot(transform.a, transform.d), np.hypot(transform.b, transform.e)
-    assert (grid.width, grid.height) == pytest.approx(np.array(sides) * metres)
+    half = 0.5 * (point - 1)
+    for column, row in ((0, 0), (3.5, 7)):
+        expected = matrix @ (column - half, row - half, 1)
+        assert grid.at(column, row) == pytest.approx(expected, rel=1e-12)
+    assert grid.area == pytest.approx(abs(np.linalg.det(matrix[:, :2])) * metres**2)
+    assert (grid.width, grid.height) == pytest.approx(np.hypot(*matrix[:, :2]) * metres)
 
 
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
         (((1024, 2), (2048, 4326)), "its coordinates are degrees"),
-        (((1024, 1), (3072, 3857), (3076, 9001)), "metres of EPSG 3857 are not those on Earth"),
-        (((1024, 1), (3072, 4087), (3076, 9001)), "metres of EPSG 4087 are not"),
-        (((1024, 1), (3072, 2263)), "the unit of its projection is not given"),
-        (((1024, 1), (3072, 32767), (3076, 32767)), "the unit of its projection is not given"),
+        (((1024, 1), (3072, 3857), (3076, 9001)), "areas on Earth are 0.57 times those of its"),
+        (((1024, 1), (3072, 4087), (3076, 9001)), "areas on Earth are 0.708 times those of its"),
         (((1025, 1),), "it names no projection"),
     ],
 )

@@ -16,6 +16,8 @@ from segtrain.checkpoint.trained import LoadedModel
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
+from segtrain.data.read.georeference import place_of
+from segtrain.data.read.image_formats import read_info
 from segtrain.errors import ConfigError, DataError, ExecutionError, MemoryLimitError
 from segtrain.evaluation import predictor, settings
 from segtrain.evaluation.video import overlay_video
@@ -213,12 +215,15 @@ def test_a_video_for_which_the_disk_has_no_room_is_an_error(tmp_path):
 
 
 def test_pixels_that_a_tiff_marks_as_no_data_are_written_as_ignored(run, tmp_path):
-    """With the georeference as it is, in any encoding; probabilities there are NaN."""
+    """With the georeference, whose words are in any encoding; probabilities there are NaN."""
     image = photo(20, 30)
     image[:, :7] = 255
-    scale = (33550, "d", 3, (10.0, 10.0, 0.0), True)
+    where = [(33550, "d", 3, (10.0, 20.0, 0.0), True)]
+    where += [(33922, "d", 6, (0.0, 0.0, 0.0, 5e5, 5e6, 0.0), True)]
+    keys = 1, 1, 0, 3, 1024, 0, 1, 1, 1026, 34737, 12, 0, 3072, 0, 1, 32633
     words = "Gauß-Krüger|".encode("latin-1") + b"\0"
-    tags = [scale, (34737, "s", 0, words, True), (42113, "s", 0, "255", True)]
+    where += [(34735, "H", len(keys), keys, True), (34737, "s", 0, words, True)]
+    tags = [*where, (42113, "s", 0, "255", True)]
     tifffile.imwrite(tmp_path / "x.tif", image, photometric="rgb", extratags=tags)
     assert run(tmp_path / "x.tif", probabilities="tif") == 0
     label, expected = read(tmp_path / "out/labels/x.png"), RAW_IDS[image.argmax(2)]
@@ -228,9 +233,11 @@ def test_pixels_that_a_tiff_marks_as_no_data_are_written_as_ignored(run, tmp_pat
         np.testing.assert_array_equal(written.asarray(), label)
         tags = written.pages[0].tags
         assert tags["GDAL_NODATA"].value == str(CLASSES.ignore_ids[0])
-        written.filehandle.seek(tags[34737].valueoffset)
-        assert written.filehandle.read(len(words)) == words
-    with tifffile.TiffFile(tmp_path / "out/probabilities/x.tif") as written:
+    for kind in "labels", "probabilities":
+        path = tmp_path / f"out/{kind}/x.tif"
+        to_map, crs = place_of(path, read_info(path))
+        assert (to_map, crs.to_epsg()) == ((10.0, 0.0, 5e5, 0.0, -20.0, 5e6), 32633)
+    with tifffile.TiffFile(path) as written:
         found = written.asarray()
         assert written.pages[0].tags["GDAL_NODATA"].value == "nan"
     assert np.isnan(found[:, :, :7]).all()

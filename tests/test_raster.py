@@ -16,7 +16,7 @@ from segtrain.data.read.image_formats import open_stored
 from segtrain.data.read.raster import windows
 from segtrain.errors import DataError
 from segtrain.evaluation import georaster as raster_prediction
-from segtrain.evaluation.georaster import geo_tags, predict_raster
+from segtrain.evaluation.georaster import predict_raster
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
 from segtrain.survey.contents import image_facts, label_facts
@@ -159,4 +159,3 @@ def test_blocks_are_predicted_as_the_whole_and_keep_the_georeference(tmp_path, s
         assert found.transform.c == 500000
         assert found.nodata == 9
         np.testing.assert_array_equal(found.read(1), expected)
-    assert len(geo_tags(tmp_path / "x.tif")) == 3

@@ -20,7 +20,8 @@ from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.decode import to_stored
 from segtrain.data.read.find_tiles import tile_boxes
-from segtrain.data.read.places import place_beside
+from segtrain.data.read.georeference import place_of
+from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping
@@ -980,7 +981,7 @@ def georeferenced(path, array, x, y, size=1.0, **tags):
         ({"x": 1008.0}, "8 pixels to the right and 0 down"),
         ({"y": 5000.0 + 64}, "0 pixels to the right and -64 down"),
         ({"size": 2.0}, "pixels of another size or direction"),
-        ({"epsg": 32633}, "coordinate system (32633,) instead of (32632,)"),
+        ({"epsg": 32633}, "coordinate system EPSG:32633 instead of EPSG:32632"),
         ({"x": 1000.5}, None),
     ],
 )
@@ -1020,7 +1021,8 @@ def test_world_files_tell_the_place(folder, init, refused, right, said):
         for kind, x in (("images", 100.25), ("labels", 100.25 + 0.5 * right)):
             lines = f"0.5\n0.0\n0.0\n-0.5\n{x}\n199.75\n"
             (folder / kind / f"t{i}.pgw").write_text(lines)
-    assert place_beside(folder / "images/t0.png") == (100.0, 200.0, (0.5, 0.0), (0.0, -0.5), ())
+    path = folder / "images/t0.png"
+    assert place_of(path, read_info(path)) == ((0.5, 0.0, 100.0, 0.0, -0.5, 200.0), None)
     if said is None:
         assert_labels(init()[0], truth)
     else:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +16,15 @@ import numpy as np
 from segtrain.annotations.draw import Overlap
 from segtrain.annotations.regions import IGNORED, Annotated, Findings, Region, read_text
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
-from segtrain.errors import ConfigError
+from segtrain.data.read.georeference import DEGREES, geo_library, opened_raster
+from segtrain.errors import DataError
 from segtrain.text import first_of
 from segtrain.types import IGNORE_INDEX
 
-DEGREES = "OGC:CRS84"  # longitude, then latitude
 # A straight edge becomes a curve in another projection: by less than 3 cm where it is cut so.
 _EDGE_M, _EDGE_DEGREES = 1000, 0.01
 _CLASS_WORDS = ("class", "classname", "class_name", "label", "category")
+_SYSTEMS = "EPSG:", "ESRI:", "OGC:", "urn:", "http://www.opengis.net/def/crs/"
 _NONE = "none"
 _MARGIN = 0.1
 _STRIP_PX = 1 << 26
@@ -43,24 +43,6 @@ class _Raster(NamedTuple):
     around: Any
 
 
-def geo_library() -> ModuleType:
-    """rasterio, which reads georeferences; shapely comes with it.
-
-    ConfigError: one of them is not installed.
-    """
-    try:
-        import rasterio
-        import rasterio.features
-        import rasterio.warp
-        import shapely  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "outlines on the map are read by rasterio and shapely, which are not installed; in "
-            "the checkout of segtrain: pip install '.[geo]'"
-        ) from None
-    return rasterio
-
-
 def read(
     path: Path, findings: Findings, *, attribute: str | None = None
 ) -> tuple[list[str], list[Annotated]]:
@@ -68,7 +50,7 @@ def read(
 
     attribute: the property that names the class; None: the only one that may.
     """
-    geo_library()
+    geo_library(path)
     import shapely
 
     found = json.loads(read_text(path))
@@ -135,16 +117,19 @@ def _class_names(
 
 
 def _system(found: dict[str, Any]) -> str:
-    """The coordinate system that the file says."""
+    """The coordinate system that the file says; ValueError: one that GDAL would fetch."""
     crs = found.get("crs")
-    return crs["properties"]["name"] if crs else DEGREES
+    name = str(crs["properties"]["name"]) if crs else DEGREES
+    if not name.startswith(_SYSTEMS):
+        raise ValueError(f"crs {name}: expected a code such as EPSG:32633")
+    return name
 
 
 def moved(shape: Any, system: Any, other: Any) -> Any:
     """A shapely geometry in another coordinate system, its edges as in the first one."""
     import shapely
 
-    rasterio = geo_library()
+    rasterio = geo_library("outlines")
     source, target = (rasterio.crs.CRS.from_user_input(one) for one in (system, other))
     if source == target:
         return shape
@@ -209,24 +194,20 @@ def _raster(path: Path) -> _Raster | None:
     """None: the file does not say where it lies."""
     import shapely
 
-    rasterio = geo_library()
+    rasterio = geo_library(path)
     try:
-        with rasterio.Env(), rasterio.open(path) as file:
+        with opened_raster(path) as file:
             if file.crs is None or file.transform.is_identity:
                 return None
-            to_map = np.array(file.transform).reshape(3, 3)[:2]
-            left, bottom, right, top = rasterio.warp.transform_bounds(
-                file.crs,
-                DEGREES,
-                *rasterio.transform.array_bounds(file.height, file.width, file.transform),
-            )
-            if left > right:  # it crosses the antimeridian
-                left, right = -180.0, 180.0
-            margin = _MARGIN * max(right - left, top - bottom)
-            box = shapely.box(left, bottom, right, top).buffer(margin, join_style="mitre")
-            return _Raster((file.height, file.width), file.crs, to_map, box)
-    except rasterio.errors.RasterioIOError:  # it is named when it is read as an image
+            size, crs, transform, bounds = file.shape, file.crs, file.transform, file.bounds
+    except DataError:  # it is named when it is read as an image
         return None
+    left, bottom, right, top = rasterio.warp.transform_bounds(crs, DEGREES, *bounds)
+    if left > right:  # it crosses the antimeridian
+        left, right = -180.0, 180.0
+    margin = _MARGIN * max(right - left, top - bottom)
+    box = shapely.box(left, bottom, right, top).buffer(margin, join_style="mitre")
+    return _Raster(size, crs, np.array(transform).reshape(3, 3)[:2], box)
 
 
 def write_label(
@@ -238,7 +219,7 @@ def write_label(
     """
     import shapely
 
-    rasterio = geo_library()
+    rasterio = geo_library(path)
     ids = {name: i for i, name in enumerate(classes)} | {IGNORED: IGNORE_INDEX}
     shapes = [(shapely.Polygon(x.polygons[0], x.holes), ids[x.name]) for x in image.regions]
     if overlap != "order":
@@ -247,7 +228,7 @@ def write_label(
     height, width = image.size
     rows = max(1, _STRIP_PX // width)
     counts = np.zeros(256, np.int64)
-    with rasterio.open(image.path) as source:
+    with opened_raster(image.path) as source:
         profile = {"crs": source.crs, "transform": source.transform, "nodata": IGNORE_INDEX}
     profile |= {"driver": "GTiff", "count": 1, "dtype": "uint8", "height": height, "width": width}
     profile |= {"compress": "deflate", "tiled": True, "BIGTIFF": "IF_SAFER"}

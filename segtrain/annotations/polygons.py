@@ -8,18 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from segtrain.annotations.geojson import DEGREES, geo_library, moved
+from segtrain.annotations.geojson import moved
 from segtrain.annotations.reading import BACKGROUND
 from segtrain.data.read.classes import ClassFile
-from segtrain.data.read.decode import damage_named
+from segtrain.data.read.georeference import (
+    DEGREES,
+    EQUAL_AREA,
+    MOST_OFF,
+    geo_library,
+    opened_raster,
+)
 from segtrain.errors import DataError, ExecutionError
 from segtrain.files import os_errors_as, temporary
 from segtrain.text import printable
 
 # A degree of latitude on average, and of longitude at the equator.
 _LATITUDE_M, _LONGITUDE_M = 111_132.0, 111_320.0
-# Equal areas of the whole Earth; and by how much areas on a map may differ from those, as UTM's do.
-_EQUAL_AREA, _OFF = "EPSG:6933", 0.01
 
 
 def write_polygons(
@@ -55,9 +59,9 @@ def write_polygons(
 def _features(path: Path, classes: ClassFile, simplify_m: float) -> Iterator[dict[str, Any]]:
     import shapely
 
-    rasterio = geo_library()
+    rasterio = geo_library(path)
     names = {raw: classes.names[i] for i, raw in enumerate(classes.write_ids)}
-    with damage_named(path, "raster"), rasterio.Env(), rasterio.open(path) as raster:
+    with opened_raster(path) as raster:
         if raster.crs is None or raster.transform.is_identity:
             raise DataError(f"{printable(path)}: no georeference; predict GeoTIFFs, or name those")
         center = raster.crs.is_geographic and (raster.bounds.bottom + raster.bounds.top) / 2
@@ -77,8 +81,8 @@ def _features(path: Path, classes: ClassFile, simplify_m: float) -> Iterator[dic
             area = shapely.simplify(area, simplify_m) if simplify_m else area
             on_map = shapely.transform(area, lambda xy: xy / metres)
             there = shapely.orient_polygons(moved(on_map, raster.crs, DEGREES))
-            ground_m2 = moved(on_map, raster.crs, _EQUAL_AREA).area
-            is_off = abs(area.area - ground_m2) > _OFF * ground_m2
+            ground_m2 = moved(on_map, raster.crs, EQUAL_AREA).area
+            is_off = abs(area.area - ground_m2) > MOST_OFF * ground_m2
             area_m2 = ground_m2 if is_off else area.area
             yield {
                 "type": "Feature",

@@ -27,6 +27,7 @@ from segtrain.annotations.place import place_images
 from segtrain.annotations.regions import IGNORED, Annotated, Findings, lines, mask_library
 from segtrain.data.read.classes import says_no_class
 from segtrain.data.read.find import first_lines
+from segtrain.data.read.georeference import geo_library
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import open_regular, os_errors_as, walk
 from segtrain.text import counted, first_of, name_problem, printable
@@ -167,7 +168,7 @@ def read_annotations(
     """
     kind, files = _one_format(sources)
     read_file, on_map = FORMATS[kind].read, FORMATS[kind].on_map
-    geojson.geo_library() if on_map else mask_library()  # missing, it is reported at once
+    geo_library(sources[0]) if on_map else mask_library()  # missing, it is reported at once
     if attribute is not None:
         if kind not in ("VIA", "GeoJSON"):
             what = "have none; only those of VIA and GeoJSON"

@@ -28,7 +28,7 @@ _REQUIRED = (
 )
 _OPTIONAL = dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "segtrain export --format onnx")
 _OPTIONAL |= {"timm": "model.backbone: timm/NAME", "pycocotools": "segtrain data import"}
-_OPTIONAL |= dict.fromkeys(("rasterio", "shapely"), "GeoJSON")
+_OPTIONAL |= dict.fromkeys(("rasterio", "shapely"), "GeoTIFF, GeoJSON")
 _OPTIONAL |= dict.fromkeys(("fsspec", "s3fs", "aiohttp"), "s3:// and other addresses")
 _OPTIONAL |= {"nibabel": "NIfTI", "pydicom": "DICOM"}
 _OPTIONAL |= dict.fromkeys(("wandb", "mlflow-skinny"), "log.trackers")

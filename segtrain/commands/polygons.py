@@ -13,11 +13,11 @@ def main(args: argparse.Namespace) -> int:
         ConfigError: rasterio is not installed, or --output exists.
         DataError: a raster or the class file cannot be read.
     """
-    from segtrain.annotations.geojson import geo_library
     from segtrain.annotations.polygons import write_polygons
     from segtrain.data.read.classes import load_class_file
+    from segtrain.data.read.georeference import geo_library
 
-    geo_library()
+    geo_library(args.labels[0])
     if args.output.exists() and not args.overwrite:
         raise ConfigError(f"--output {printable(args.output)}: exists; --overwrite replaces it")
     labels = [x for path in args.labels for x in (sorted(path.rglob("*.tif")) or [path])]

@@ -7,8 +7,9 @@ command says so.
 import argparse
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.find import VIDEO_SUFFIXES
+from segtrain.data.read.georeference import geo_library, is_on_map
 from segtrain.data.read.image import ImageForm, ignore_missing, ignored_where
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, find_images, form_of_file, read_photo
@@ -36,7 +38,6 @@ from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.decision_rule import rule_of
 from segtrain.evaluation.georaster import (
-    geo_tags,
     num_blocks,
     predict_raster,
     write_label,
@@ -125,6 +126,7 @@ def main(args: argparse.Namespace) -> int:
     if args.frames:
         of_videos = [video.name for video in videos]
         make_room(output / pictures.LABELS, of_videos, names, overwrite=args.overwrite)
+    _check_library(images)
     whole = [source for source in images if source not in rasters]
     grids, without = tables_asked.grids(images)
     for line in without:
@@ -185,6 +187,14 @@ def _check_options(
     if rasters and not has_others and (args.clear or args.opacity is not None):
         what = "rasters that are read in parts get no overlays"
         raise ConfigError(f"--opacity, --clear: no effect: {what}")
+
+
+def _check_library(images: Sequence[PhotoFile]) -> None:
+    """ConfigError: the label map of an image with a georeference could not have it."""
+    for source in images if find_spec("rasterio") is None else ():
+        with suppress(DataError):  # it is named when it is read
+            if is_on_map(source.path, read_info(source.path)):
+                geo_library(source.path)
 
 
 class _Finished(NamedTuple):
@@ -284,20 +294,20 @@ def _write(
     """Writes all files of a prediction, and removes those that an earlier one has left."""
     source, image, label, known, _ = found
     pictures.write_prediction(output, source.name, image, label, classes, tint)
-    tags = geo_tags(source.path)
     for ending in pictures.PROBABILITY_ENDINGS:
         path = output / pictures.PROBABILITIES / f"{source.name}.{ending}"
         with os_errors_as(ExecutionError, path, "cannot be written"):
             if ending == probabilities:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_probabilities(path, known, classes.names, tags)
+                write_probabilities(path, known, classes.names, source.path)
             else:
                 path.unlink(missing_ok=True)
     path = output / pictures.LABELS / f"{source.name}.tif"
     with os_errors_as(ExecutionError, path, "cannot be written"):
-        if tags or classes.overlapping:
+        if classes.overlapping or is_on_map(source.path, read_info(source.path)):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_label(path, pictures.stored_label(classes, label), classes.write_ignored, tags)
+            stored = pictures.stored_label(classes, label)
+            write_label(path, stored, classes.write_ignored, source.path)
         else:
             path.unlink(missing_ok=True)
 

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from segtrain.data.read.find import Window
+from segtrain.data.read.georeference import copy_place, is_on_map
 from segtrain.data.read.image import ImageForm, ignore_missing, ignored_where, read_image
-from segtrain.data.read.raster import is_tiff
-from segtrain.data.read.tiff import opened_tiff
-from segtrain.errors import DataError
+from segtrain.data.read.image_formats import read_info
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import Size
-from segtrain.files import open_regular, os_errors_as, temporary
+from segtrain.files import temporary
 from segtrain.text import printable
 
 # The side of a block whose prediction is kept, and what is seen around it: less context would show
@@ -25,59 +24,34 @@ BLOCK_PX, MARGIN_PX = 1024, 256
 # A plain TIFF ends at 4 GiB; deflate may make a file a little larger.
 _BIG_BYTES = 3 << 30
 _NO_DATA = 42113  # GDAL_NODATA
-# ModelPixelScale, ModelTiepoint, ModelTransformation, and the three of GeoKeys (OGC 19-008r4).
-_GEO_TAGS = (33550, 33922, 34264, 34735, 34736, 34737)
-
-GeoTags = list[tuple[int, int, int, object, bool]]
-"""What tifffile calls extratags."""
 
 
-def geo_tags(path: Path) -> GeoTags:
-    """The tags by which a TIFF says where on Earth it lies; empty if it does not, or is none."""
-    if not is_tiff(path):
-        return []
-    with os_errors_as(DataError, path), open_regular(path) as file, opened_tiff(file, path) as tiff:
-        tags = tiff.keyframe.tags
-        found = [tags[code] for code in _GEO_TAGS if code in tags]
-        values = [tag.value for tag in found]
-        for i, tag in enumerate(found):
-            if isinstance(tag.value, str):  # as its bytes: it may be in any encoding
-                file.seek(tag.valueoffset)
-                values[i] = file.read(tag.valuebytecount)
-        both = zip(found, values, strict=True)
-        return [(tag.code, int(tag.dtype), tag.count, value, True) for tag, value in both]
-
-
-def write_label(path: Path, label: np.ndarray, no_data: int, tags: GeoTags) -> None:
-    """Writes a label (H, W) or (H, W, K) as a compressed TIFF with these tags, atomically.
+def write_label(path: Path, label: np.ndarray, no_data: int, image: Path) -> None:
+    """Writes a label (H, W) or (H, W, K) as a compressed TIFF that lies where `image` does.
 
     label: as label files hold it; its value `no_data` is marked as such.
     """
     if label.ndim == 2:
-        _write(path, label, no_data, tags)
+        _write(path, label, no_data, image)
     else:  # a band a class
         apart = {"planarconfig": "separate"} if label.shape[2] > 1 else {}
-        _write(path, np.moveaxis(label, 2, 0), no_data, tags, **apart)
+        _write(path, np.moveaxis(label, 2, 0), no_data, image, **apart)
 
 
 def write_probabilities(
-    path: Path, probabilities: np.ndarray, names: Sequence[str], tags: GeoTags
+    path: Path, probabilities: np.ndarray, names: Sequence[str], image: Path
 ) -> None:
-    """Writes (K, H, W) float32 atomically: as NPZ with the names, or as TIFF with these tags.
+    """Writes (K, H, W) float32 atomically: as NPZ with the names, or as TIFF as `write_label`.
 
     NPZ: `probabilities`, float16, and `classes`. TIFF: a band a class, float32; NaN is no data.
     """
-    import tifffile
-
-    with temporary(path, path.suffix) as draft:
-        if path.suffix == ".npz":
-            values = {"probabilities": probabilities.astype(np.float16), "classes": list(names)}
+    if path.suffix == ".npz":
+        values = {"probabilities": probabilities.astype(np.float16), "classes": list(names)}
+        with temporary(path, path.suffix) as draft:
             np.savez_compressed(draft, **values)
-        else:
-            options = {"photometric": "minisblack", "planarconfig": "separate", "metadata": None}
-            options["extratags"] = [*tags, (_NO_DATA, "s", 0, "nan", True)]
-            tifffile.imwrite(draft, probabilities, compression="deflate", **options)
-        os.replace(draft, path)
+            os.replace(draft, path)
+    else:
+        _write(path, probabilities, "nan", image, planarconfig="separate")
 
 
 def predict_raster(
@@ -126,31 +100,31 @@ def predict_raster(
     options = {"shape": (*size, *bands), "dtype": like.dtype, "tile": (BLOCK_PX, BLOCK_PX)}
     options |= {"planarconfig": "contig"} if overlap else {}
     is_big = math.prod((*size, *bands)) * like.itemsize > _BIG_BYTES
-    tags = geo_tags(path)
-    _write(output, blocks(), no_data, tags, bigtiff=is_big, maxworkers=1, **options)
+    _write(output, blocks(), no_data, path, bigtiff=is_big, maxworkers=1, **options)
     return is_finite
 
 
 def _write(
     path: Path,
     pixels: np.ndarray | Iterator[np.ndarray],
-    no_data: int,
-    tags: GeoTags,
+    no_data: int | str,
+    image: Path,
     **options: Any,
 ) -> None:
     import tifffile
 
-    marked = (_NO_DATA, "s", 0, str(no_data), True)
     with temporary(path) as draft:
         tifffile.imwrite(
             draft,
             pixels,
-            compression="deflate",
+            compression="zlib",
             photometric="minisblack",
-            extratags=[*tags, marked],
+            extratags=[(_NO_DATA, "s", 0, str(no_data), True)],
             metadata=None,
             **options,
         )
+        if is_on_map(image, read_info(image)):
+            copy_place(image, draft)
         os.replace(draft, path)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from segtrain.data.read import image_formats
 from segtrain.data.read.find import Window
+from segtrain.data.read.georeference import MapPlace, place_of
 from segtrain.data.read.image import read_values
-from segtrain.data.read.places import MapPlace
 from segtrain.data.read.raster import raster_size, windows
 from segtrain.data.read.raw_label import SCALED, marked_value, with_no_data_id
 from segtrain.data.read.rims import blended_pixels
@@ -106,7 +106,7 @@ def label_facts(folder: Path, file: str, threshold: float | None = None) -> Labe
     info = image_formats.read_info(path)
     if info.scaled:
         return LabelFacts("picture", info.size, {}, why=SCALED)
-    known = {"no_data": marked_value(info.no_data), "place": info.place}
+    known = {"no_data": marked_value(info.no_data), "place": place_of(path, info)}
     if size is None:
         return _facts_of(read_label(path), path, file, threshold)._replace(**known)
     parts = [_facts_of(read_label(path, window), path, file, threshold) for window in windows(size)]

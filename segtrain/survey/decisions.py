@@ -29,7 +29,7 @@ from segtrain.data.read.raster import is_tiff
 from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import ConfigError, DataError, ExecutionError
-from segtrain.evaluation.georaster import geo_tags, write_label
+from segtrain.evaluation.georaster import write_label
 from segtrain.files import os_errors_as, write_atomic
 from segtrain.run.pictures import (
     as_rgb,
@@ -273,7 +273,7 @@ def _draw_one(
     if image.window:
         path = folder / _drawn_name(image, labels)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_label(path, drawn, IGNORE_INDEX, geo_tags(root / image.path))
+        write_label(path, drawn, IGNORE_INDEX, root / image.path)
         return
     colors = [*palette, *[(0, 0, 0)] * (256 - len(palette))]
     write_indexed_png(folder / _drawn_name(image, labels), drawn, colors)

@@ -11,7 +11,7 @@ import numpy as np
 from segtrain.data.read import image_formats, thumbnails
 from segtrain.data.read.decode import Info
 from segtrain.data.read.find import Window
-from segtrain.data.read.places import MapPlace
+from segtrain.data.read.georeference import MapPlace, place_of
 from segtrain.errors import DataError
 from segtrain.survey import contents, file_names
 from segtrain.survey.contents import ImageFacts, spread
@@ -115,7 +115,7 @@ def with_headers(
                 split=name.split,
                 scene="/".join(x for x in folders if not all(map(_is_said, words_of(x)))),
                 sequence=re.sub(r"\d+\D*$", "", name.core),
-                map_place=infos[0].place,
+                map_place=place_of(folder / files[0], infos[0]),
                 orientation=infos[0].orientation,
             )
         )

@@ -11,7 +11,7 @@ import numpy as np
 from segtrain.annotations.label_maps import presence_counts
 from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.data.read.decode import exchanges_sides
-from segtrain.data.read.places import SAME_EXTENT, other_place
+from segtrain.data.read.georeference import SAME_EXTENT, other_place
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.survey import contents

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.data.read.find import Window
-from segtrain.data.read.places import MapPlace
+from segtrain.data.read.georeference import unit_m
 from segtrain.data.read.raster import is_tiff, windows
 from segtrain.errors import ConfigError, DataError
 from segtrain.survey.class_lists import Classes
 from segtrain.survey.decide import Answers
+from segtrain.survey.image_kinds import Image
 from segtrain.survey.label_sets import LabelSet
 from segtrain.survey.splits import DEFAULT_VAL, Splits
 from segtrain.survey.survey import Survey
@@ -26,7 +27,6 @@ from segtrain.types import IGNORE_INDEX
 SIDE_PX = 1024
 # Steps of strips along a side; a gap is one of them.
 _CELLS, _LEAST_PX = 40, 400
-_DEGREE_M = 111_320.0
 
 ClassIds = Callable[[Window], np.ndarray]
 """The train ids (h, w) of a window of the label, IGNORE_INDEX where there is no class."""
@@ -79,7 +79,7 @@ def choose_windows(
         for start, size in zip(starts, sizes, strict=True)
     )
     what = f"a strip of {'rows' if axis == 0 else 'columns'} {between[0]} to {between[1] - 1}"
-    apart = f"{gap} px{_in_metres(gap, image.map_place)} from the nearest window to train on"
+    apart = f"{gap} px{_in_metres(gap, axis, image)} from the nearest window to train on"
     reason = f"{counted(len(val), 'window', 'windows')}, {what}, {apart} (--val)"
     kept, tried = sides(counts.sum(1 - axis), first, width, 1)[0], counts.sum((0, 1))
     names = [one.name for one in classes.classes]
@@ -136,11 +136,10 @@ def sides(counts: np.ndarray, first: int, width: int, gap: int) -> tuple[np.ndar
     return counts[others].sum(0), counts[first:last].sum(0)
 
 
-def _in_metres(pixels: int, place: MapPlace | None) -> str:
-    """Such as ", 12.5 m,"; empty: nobody knows."""
-    if place is None or not place.system:
+def _in_metres(pixels: int, axis: int, image: Image) -> str:
+    """Such as " (12.5 m)", of rows (axis 0) or columns; empty: nobody knows."""
+    if image.map_place is None:
         return ""
-    step = float(np.hypot(*place.down))
-    if abs(place.x) <= 180 and abs(place.y) <= 90:  # degrees
-        step *= _DEGREE_M
-    return f" ({pixels * step:.4g} m)"
+    metres, _ = unit_m(image.map_place, image.size)
+    step = np.array(image.map_place.to_map).reshape(2, 3)[:, 1 - axis]
+    return f" ({pixels * metres * np.hypot(*step):.4g} m)" if metres else ""

@@ -12,9 +12,9 @@ from segtrain.data.check.scan import Palette, SplitScan
 from segtrain.data.check.values import ImageValues
 from segtrain.data.read.classes import ClassFile, Color
 from segtrain.data.read.find import indented
+from segtrain.data.read.georeference import SAME_EXTENT
 from segtrain.data.read.image import ValueRange
 from segtrain.data.read.labels import looks_like_train_ids, unknown_colors, unknown_ids
-from segtrain.data.read.places import SAME_EXTENT
 from segtrain.data.read.rims import is_blend
 from segtrain.data.read.sequences import without_split
 from segtrain.data.read.sources import sources_of

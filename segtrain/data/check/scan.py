@@ -20,9 +20,9 @@ from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
+from segtrain.data.read.georeference import other_place, place_of
 from segtrain.data.read.image import ImageForm, drops_alpha, read_image
 from segtrain.data.read.image_formats import open_stored, read_info, read_palette
-from segtrain.data.read.places import other_place
 from segtrain.data.read.rims import blended_pixels
 from segtrain.errors import DataError
 from segtrain.text import printable
@@ -122,7 +122,7 @@ class SplitScan:
     def compare_places(self, pair: Pair) -> None:
         """Notes that a label lies elsewhere on the map than its image, as both files say."""
         try:
-            image, label = (read_info(path).place for path in (pair.image, pair.label))
+            image, label = (place_of(x, read_info(x)) for x in (pair.image, pair.label))
         except DataError:  # said elsewhere
             return
         if what := other_place(image, label):

@@ -24,7 +24,6 @@ import cv2
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from segtrain.data.read.places import MapPlace
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
@@ -55,7 +54,8 @@ class Info(NamedTuple):
     dtype: of a stored sample, in native byte order. alpha: whether the last channel is marked so.
     depth: bits of a sample, such as 12 in a TIFF of uint16. orientation: of EXIF, 1 is upright.
     lossless: whether the format keeps every number, as class ids need. no_data: the number by which
-    a TIFF marks pixels without a value (GDAL_NODATA). place: on the map. masked: whether a TIFF
+    a TIFF marks pixels without a value (GDAL_NODATA). geo_tags: whether tags of a TIFF say
+    where on the map it lies. masked: whether a TIFF
     says by a mask of its own where it has values. scaled: whether it says that its numbers count
     times a scale, or with an offset, as GDAL writes it.
     """
@@ -69,7 +69,7 @@ class Info(NamedTuple):
     orientation: int = 1
     lossless: bool = True
     no_data: float | None = None
-    place: MapPlace | None = None
+    geo_tags: bool = False
     masked: bool = False
     scaled: bool = False
 

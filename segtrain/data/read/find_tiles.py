@@ -15,11 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from segtrain.data.read.concurrent import IO_THREADS, prefetch
-from segtrain.data.read.decode import Info
 from segtrain.data.read.find import Pair
+from segtrain.data.read.georeference import MapPlace, place_of
 from segtrain.data.read.image import read_values
 from segtrain.data.read.image_formats import read_info
-from segtrain.data.read.places import MapPlace
 from segtrain.data.read.thumbnails import grey_of
 from segtrain.data.read.tiles import TileBox, overlapping
 from segtrain.errors import DataError
@@ -106,12 +105,12 @@ def boxes_of(pairs: Sequence[Pair]) -> list[TileBox | None]:
     of_tiff = (pair.image.suffix.lower() in _TIFF and pair.window is None for pair in pairs)
     if not (any(of_tiff) or any(_may_be_tile(pair.name) for pair in pairs)):
         return found
-    infos = list(prefetch(_info_or_none, pairs, IO_THREADS))
-    known = [i for i, info in enumerate(infos) if info is not None]
+    headers = list(prefetch(_header_or_none, pairs, IO_THREADS))
+    known = [i for i, header in enumerate(headers) if header is not None]
     boxes = tile_boxes(
-        [pairs[i].name for i in known],
-        [infos[i].size for i in known],
-        [infos[i].place for i in known],
+        [headers[i].name for i in known],
+        [headers[i].size for i in known],
+        [headers[i].place for i in known],
         lambda k: read_values(pairs[known[k]].image),
     )
     for i, box in zip(known, boxes, strict=True):
@@ -124,20 +123,25 @@ def _box_of_window(pair: Pair) -> TileBox:
     return TileBox(str(pair.image), top, left, top + height, left + width)
 
 
-def _info_or_none(pair: Pair) -> Info | None:
+def _header_or_none(pair: Pair) -> _Header | None:
+    if pair.window:
+        return None
     try:
-        return None if pair.window else read_info(pair.image)
+        info = read_info(pair.image)
+        return _Header(pair.name, info.size, place_of(pair.image, info))
     except DataError:
         return None  # which is said elsewhere
 
 
 def _on_the_map(header: _Header) -> TileBox | None:
     """The box of a georeferenced image whose rows go straight down, in pixels of its own size."""
-    place = header.place
-    if place is None or place.right[1] or place.down[0] or not (place.right[0] and place.down[1]):
+    if header.place is None:
         return None
-    top, left = place.y / place.down[1], place.x / place.right[0]
-    mosaic = f"map {place.system} {place.right[0]:.6g} {place.down[1]:.6g}"
+    (a, b, x, d, e, y), crs = header.place
+    if b or d or not (a and e):
+        return None
+    top, left = y / e, x / a
+    mosaic = f"map {crs.to_string() if crs else ''} {a:.6g} {e:.6g}"
     height, width = header.size
     return TileBox(mosaic, top, left, top + height, left + width)
 

@@ -25,6 +25,7 @@ from segtrain.config import DataConfig
 from segtrain.data.read import decode, image_formats
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.find import Pair, Window
+from segtrain.data.read.georeference import is_on_map
 from segtrain.data.read.image_formats import Info
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
@@ -200,7 +201,7 @@ def _values(
         return decode.checked_pixels(rgb, info._replace(channels=3), path), None
     with np.errstate(over="ignore"):  # float64 beyond float32 is infinite
         pixels = file.pixels().astype(dtype, copy=False)
-    missing = _missing(pixels, info)
+    missing = _missing(pixels, file)
     if dtype.kind == "f" and missing is not None:
         pixels[missing] = np.nan
     pixels = _levels(pixels, info, path)
@@ -222,11 +223,12 @@ def _levels(pixels: np.ndarray, info: Info, path: Path) -> np.ndarray:
     return pixels
 
 
-def _missing(pixels: np.ndarray, info: Info) -> np.ndarray | None:
+def _missing(pixels: np.ndarray, file: image_formats.StoredFile) -> np.ndarray | None:
     """Where stored pixels have no value: of each sample of floats, or of all bands, (H, W, 1) bool.
 
     None: nowhere.
     """
+    info = file.info
     if set_dtype(info.dtype).kind == "f":
         missing = ~np.isfinite(pixels)
         if info.no_data is not None:
@@ -235,7 +237,7 @@ def _missing(pixels: np.ndarray, info: Info) -> np.ndarray | None:
     elif info.no_data is not None:
         bands = pixels[..., : info.channels - info.alpha]
         missing = (bands == bands.dtype.type(info.no_data)).all(axis=2, keepdims=True)
-    elif info.alpha and info.place is not None:  # as GDAL writes where a raster has no value
+    elif info.alpha and is_on_map(file.path, info):  # as GDAL writes where a raster has no value
         missing = pixels[..., -1:] == 0
     else:
         return None
@@ -250,7 +252,7 @@ def read_values(path: Path, window: Window | None = None) -> np.ndarray:
     """
     file = image_formats.open_stored(path, window)
     pixels = file.pixels()
-    missing = _missing(pixels, file.info)
+    missing = _missing(pixels, file)
     pixels = _levels(pixels, file.info, path)
     return pixels if missing is None else np.where(missing, np.float32(np.nan), pixels)
 

@@ -39,7 +39,6 @@ from segtrain.data.read.decode import (
     too_large,
 )
 from segtrain.data.read.find import Window
-from segtrain.data.read.places import place_beside
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
@@ -58,8 +57,7 @@ class Reader(NamedTuple):
 def read_info(path: str | Path) -> Info:
     """The header of the file, without reading its pixels."""
     with os_errors_as(DataError, path), open_regular(path) as file:
-        info = reader_of(path).info(file, path)
-    return info if info.place else info._replace(place=place_beside(path))
+        return reader_of(path).info(file, path)
 
 
 class StoredFile(NamedTuple):

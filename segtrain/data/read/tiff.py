@@ -13,7 +13,6 @@ import numpy as np
 
 from segtrain.data.read.decode import Info, Palette, checked_pixels, damage_named, number_dtype
 from segtrain.data.read.find import Window
-from segtrain.data.read.places import PLACE_TAGS, place_of
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
@@ -25,6 +24,8 @@ _MINISWHITE, _MINISBLACK, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
 _ALPHA_SAMPLES = {1, 2}  # values of ExtraSamples
 # None, CCITT, LZW, deflate, PackBits, LZMA and zstd: what keeps every number.
 _LOSSLESS = {1, 2, 3, 4, 5, 8, 32773, 32946, 34925, 50000}
+# ModelTiepoint, ModelTransformation and GeoKeyDirectory (OGC 19-008r4).
+_GEO_TAGS = (33922, 34264, 34735)
 _JPEG = {6, 7, 33007}  # whose decoder makes RGB of YCbCr
 
 
@@ -87,7 +88,7 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
             orientation if orientation in range(1, 9) else 1,
             page.compression in _LOSSLESS,
             _no_data(page),
-            place_of({tag.code: tag.value for tag in page.tags if tag.code in PLACE_TAGS}),
+            any(code in page.tags for code in _GEO_TAGS),
             any(one.keyframe.subfiletype & _MASK for one in page.parent.series),
             _is_scaled(page),
         )

@@ -1,0 +1,187 @@
+"""Where images lie on the map: tags, world files and .aux.xml; rasterio missing; hostile files."""
+
+import socket
+import sys
+import threading
+
+import numpy as np
+import pytest
+import tifffile
+from test_predict import photo, run  # noqa: F401 - `run` is a fixture
+from test_raster import GEO
+
+from segtrain.annotations.geojson import read
+from segtrain.annotations.polygons import write_polygons
+from segtrain.annotations.regions import Findings
+from segtrain.data.read.classes import ClassFile, SegClass
+from segtrain.data.read.find import Window
+from segtrain.data.read.georeference import copy_place, place_of
+from segtrain.data.read.image import read_values
+from segtrain.data.read.image_formats import read_info
+from segtrain.errors import ConfigError, DataError
+
+WORLD = "0.5\n0\n0\n-0.5\n100.25\n199.75\n"
+# As a world file says it by the middle of the first pixel.
+PLACE = (0.5, 0.0, 100.0, 0.0, -0.5, 200.0)
+AUX = "<PAMDataset><GeoTransform>100, 0.5, 0, 200, 0, -0.5</GeoTransform></PAMDataset>"
+STATISTICS = '<PAMDataset><Metadata><MDI key="STATISTICS_MEAN">3</MDI></Metadata></PAMDataset>'
+
+
+def write(path, way, pixels=None):
+    pixels = photo(20, 30) if pixels is None else pixels
+    extra = ["unassalpha"] if pixels.shape[2] == 4 else []
+    tags = GEO if way == "tags" else ()
+    tifffile.imwrite(path, pixels, photometric="rgb", extrasamples=extra, extratags=tags)
+    beside = {
+        "world": (path.with_suffix(".tfw"), WORLD),
+        "WORLD": (path.with_suffix(".TFW"), WORLD),
+    }
+    beside |= {"aux": (path.with_name(f"{path.name}.aux.xml"), AUX)}
+    beside |= {"statistics": (path.with_name(f"{path.name}.aux.xml"), STATISTICS)}
+    if way in beside:
+        file, text = beside[way]
+        file.write_text(text)
+    return path
+
+
+def place(path):
+    return place_of(path, read_info(path))
+
+
+@pytest.mark.parametrize("way", ["tags", "world", "WORLD", "aux"])
+def test_a_georeference_without_rasterio_is_refused_with_the_line_to_install_it(
+    run,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    way,
+):
+    path = write(tmp_path / "x.tif", way)
+    monkeypatch.setitem(sys.modules, "rasterio", None)
+    words = r"x\.tif: .* read by rasterio and shapely, .* pip install '\.\[geo\]'"
+    with pytest.raises(ConfigError, match=words):
+        place(path)
+    with pytest.raises(ConfigError, match=words):
+        run(path)
+    assert not (tmp_path / "out/labels").exists()
+
+
+@pytest.mark.parametrize("way", ["plain", "statistics"])
+def test_a_file_without_a_georeference_needs_no_rasterio(
+    run,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    way,
+):
+    path = write(tmp_path / "x.tif", way)
+    monkeypatch.setitem(sys.modules, "rasterio", None)
+    assert place(path) is None
+    assert run(path, table=tmp_path / "t.csv") == 0
+    assert not (tmp_path / "out/labels/x.tif").exists()
+
+
+@pytest.mark.parametrize("way", ["world", "WORLD", "aux"])
+def test_files_beside_an_image_tell_its_place_and_that_of_its_prediction(
+    run,  # noqa: F811
+    tmp_path,
+    way,
+):
+    path = write(tmp_path / "x.tif", way)
+    assert place(path) == (PLACE, None)
+    assert run(path, probabilities="tif") == 0
+    for kind in "labels", "probabilities":
+        assert place(tmp_path / f"out/{kind}/x.tif") == (PLACE, None)
+
+
+@pytest.mark.parametrize("keys", [[GEO[2]], []])
+def test_control_points_are_copied(tmp_path, keys):
+    points = [(x, y, 0, 500000 + 10 * x + y, 5000000 - 10 * y, 0) for x in (0, 9) for y in (0, 8)]
+    tags = [(33922, "d", 24, tuple(np.ravel(points)), True), *keys]
+    for name, extra in (("x.tif", tags), ("y.tif", ())):
+        tifffile.imwrite(tmp_path / name, photo(8, 9), photometric="rgb", extratags=extra)
+    assert place(tmp_path / "x.tif") is None
+    copy_place(tmp_path / "x.tif", tmp_path / "y.tif")
+    with tifffile.TiffFile(tmp_path / "y.tif") as file:
+        found = np.reshape(file.pages[0].tags[33922].value, (-1, 6))
+    np.testing.assert_allclose(found, points)
+
+
+@pytest.mark.parametrize(("way", "is_missing"), [("tags", 1), ("world", 1), ("statistics", 0)])
+def test_transparent_pixels_of_a_map_have_no_value_in_windows_too(tmp_path, way, is_missing):
+    pixels = np.concatenate([photo(20, 30), np.full((20, 30, 1), 255, np.uint8)], axis=2)
+    pixels[:7, :, 3] = 0
+    path = write(tmp_path / "x.tif", way, pixels)
+    for window in (None, Window(0, 0, 20, 30)):
+        missing = np.isnan(read_values(path, window)[..., 0])
+        assert missing.sum() == 7 * 30 * is_missing
+
+
+@pytest.fixture
+def address():
+    """A URL on this machine, and what has asked it."""
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    asked.append(connection.recv(100))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/x", asked
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+VRT = (
+    '<VRTDataset rasterXSize="4" rasterYSize="4"><GeoTransform>0,1,0,0,0,-1</GeoTransform>'
+    '<VRTRasterBand dataType="Byte" band="1"><SimpleSource><SourceFilename>/vsicurl/{}.tif'
+    "</SourceFilename><SourceBand>1</SourceBand></SimpleSource></VRTRasterBand></VRTDataset>"
+)
+WMS = (
+    '<GDAL_WMS><Service name="TMS"><ServerUrl>{}</ServerUrl></Service><DataWindow><UpperLeftX>0'
+    "</UpperLeftX><UpperLeftY>9</UpperLeftY><LowerRightX>9</LowerRightX><LowerRightY>0"
+    "</LowerRightY><SizeX>9</SizeX><SizeY>9</SizeY></DataWindow><BandsCount>1</BandsCount>"
+    "</GDAL_WMS>"
+)
+ONE = ClassFile("one", (SegClass("a", (200, 0, 10), (1,)),), (0,), (0, 0, 0))
+
+
+@pytest.mark.parametrize("text", [VRT, WMS])
+def test_a_vrt_or_wms_by_the_name_of_a_tiff_is_refused_and_asks_no_address(
+    run,  # noqa: F811
+    tmp_path,
+    address,
+    text,
+):
+    path = write(tmp_path / "x.tif", "world")
+    path.write_text(text.format(address[0]))
+    info = read_info(write(tmp_path / "y.tif", "plain"))
+    with pytest.raises(DataError, match=r"x\.tif: damaged raster: .*not recognized as being in"):
+        place_of(path, info)
+    with pytest.raises(DataError, match=r"x\.tif: damaged raster"):
+        write_polygons([path], ONE, tmp_path / "a.geojson")
+    with pytest.raises(DataError, match=r"x\.tif"):
+        run(path)
+    assert not address[1]
+
+
+def test_files_beside_an_image_and_systems_by_address_ask_none(tmp_path, address):
+    url, asked = address
+    path = write(tmp_path / "x.tif", "aux")
+    overviews = f'<Metadata domain="OVERVIEWS"><MDI key="OVERVIEW_FILE">{url}</MDI></Metadata>'
+    text = AUX.replace("<PAMDataset>", f"<PAMDataset><SRS>{url}</SRS>{overviews}")
+    path.with_name("x.tif.aux.xml").write_text(text)
+    assert place(path) == (PLACE, None)
+    square = '{"type": "Polygon", "coordinates": [[[0, 0], [0, 1], [1, 1], [0, 0]]]}'
+    system = f'{{"type": "name", "properties": {{"name": "{url}"}}}}'
+    (tmp_path / "a.geojson").write_text(
+        f'{{"type": "Feature", "properties": null, "geometry": {square}, "crs": {system}}}'
+    )
+    with pytest.raises(ValueError, match=r"crs http.*: expected a code such as EPSG:32633"):
+        read(tmp_path / "a.geojson", Findings())
+    assert not asked
