@@ -1,4 +1,4 @@
-"""Volumes of nibabel, pydicom and tifffile as slices, and predictions of them, by known voxels."""
+"""Volumes of NIfTI, DICOM and TIFF as slices, and predictions of them, by known voxels."""
 
 import json
 import re
@@ -177,7 +177,7 @@ def test_labels_on_other_voxels_are_refused(tmp_path, capsys, change, problem):
     assert problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("library", ["nibabel", "pydicom"])
+@pytest.mark.parametrize("library", ["nibabel", "SimpleITK"])
 def test_what_is_not_installed_is_named_with_its_line(tmp_path, capsys, monkeypatch, library):
     values, label = phantom()
     write_dicom(tmp_path / "data/p0/ct", values)

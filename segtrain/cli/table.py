@@ -668,7 +668,7 @@ COMMANDS = (
         "lengths or GeoJSON,\nand write the class file and the list of pairs. Or cut volumes "
         "(NIfTI, DICOM,\nTIFF stacks) and their labels into slices, with lists of whole patients.\n"
         "Needs pycocotools: pip install '.[annotations]'; of GeoJSON rasterio: '.[geo]';\n"
-        "of volumes nibabel and pydicom: '.[medical]'.",
+        "of volumes nibabel and SimpleITK: '.[medical]'.",
         examples="segtrain data import annotations/instances_train.json --images "
         "train2017 --output labels_train\nsegtrain data import roboflow_export --output labels",
     ),

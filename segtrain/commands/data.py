@@ -33,11 +33,13 @@ def import_annotations(args: argparse.Namespace) -> int:
     from segtrain.survey import slices
 
     sources = [*args.sources, *([args.images] if args.images else [])]
-    if not any(map(detect, sources)) and (volumes := slices.find_all(sources)):
+    volumes, notes = ([], []) if any(map(detect, sources)) else slices.find_all(sources)
+    if volumes:
         if args.overlap or args.attribute:
             raise ConfigError("--overlap, --attribute: no effect: volumes are no annotations")
         how = {"axis": args.axis, "overwrite": args.overwrite}
-        for line in slices.import_volumes(sources, volumes, args.output, **how):
+        lines = slices.import_volumes(sources, volumes, args.output, **how)
+        for line in (*notes, *lines):
             say(line)
         print(printable(f"next: segtrain init {shlex.quote(str(args.output))} writes a config"))
         return EXIT_OK

@@ -30,7 +30,7 @@ _OPTIONAL = dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "segtrain expor
 _OPTIONAL |= {"timm": "model.backbone: timm/NAME", "pycocotools": "segtrain data import"}
 _OPTIONAL |= dict.fromkeys(("rasterio", "shapely"), "GeoTIFF, GeoJSON")
 _OPTIONAL |= dict.fromkeys(("fsspec", "s3fs", "aiohttp"), "s3:// and other addresses")
-_OPTIONAL |= {"nibabel": "NIfTI", "pydicom": "DICOM"}
+_OPTIONAL |= {"nibabel": "NIfTI", "SimpleITK": "DICOM"}
 _OPTIONAL |= dict.fromkeys(("wandb", "mlflow-skinny"), "log.trackers")
 _COMPILER = os.environ.get("CXX", "g++")  # as torch.compile finds it
 

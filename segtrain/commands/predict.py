@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     # The user names the images, and read_photo has a bound of its own.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     output = Path(args.output)
-    volumes, inputs = split_inputs(args.inputs, output)
+    volumes, inputs, notes_on_files = split_inputs(args.inputs, output)
     sources, skipped = find_images(inputs, output) if inputs else ([], "")
     names = [source.name for source in (*volumes, *sources)]
     pictures.check_output(output, names, overwrite=args.overwrite)
@@ -110,8 +110,8 @@ def main(args: argparse.Namespace) -> int:
         paths += [f"{pictures.LABELS}/{name}/0.png" for name in names]
     check_pictures("--output", output, paths, ready.config.data)
     print_about(ready)
-    if skipped:
-        print(skipped)
+    for line in filter(None, (*notes_on_files, skipped)):
+        print(line)
 
     tint = _tint(args, classes)
     videos = [source for source in sources if source.path.suffix.lower() in VIDEO_SUFFIXES]

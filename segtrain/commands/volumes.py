@@ -33,28 +33,33 @@ ENDING = ".nii.gz"
 
 def split_inputs(
     inputs: Sequence[str | Path], output: Path
-) -> tuple[list[VolumeFile], list[str | Path]]:
+) -> tuple[list[VolumeFile], list[str | Path], list[str]]:
     """The volumes among the inputs, but for those in `output`, and the inputs that hold none.
+
+    Also what to say of files of no volume.
 
     DataError: two volumes have one name, and so would their predictions; or a folder holds images
         beside volumes.
     """
     volumes: list[VolumeFile] = []
     others: list[str | Path] = []
+    notes: list[str] = []
     place = output.resolve()
     for given in inputs:
-        found = [x for x in find_volumes(Path(given)) if not x.path.resolve().is_relative_to(place)]
+        found, said = find_volumes(Path(given))
+        found = [x for x in found if not x.path.resolve().is_relative_to(place)]
         if found and any(x.lower().endswith(IMAGE_SUFFIXES) for x in _files_below(given, output)):
             what = "holds volumes and images; name one kind of them by its files or folder"
             raise DataError(f"{printable(given)}: {what}")
         volumes += found
+        notes += said
         others += [] if found else [given]
     paths: dict[str, Path] = {}
     for one in volumes:
         if (other := paths.setdefault(one.name, one.path)) != one.path:
             both = f"{printable(other)} and {printable(one.path)}"
             raise DataError(f"{both}: both predictions would be {one.name}{ENDING}")
-    return volumes, others
+    return volumes, others, notes
 
 
 def _files_below(given: str | Path, output: Path) -> list[str]:

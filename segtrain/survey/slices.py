@@ -62,14 +62,16 @@ class _Written(NamedTuple):
     note: str
 
 
-def find_all(sources: Sequence[Path]) -> list[VolumeFile]:
-    """The volumes among `sources`; empty: they are annotations, or nothing."""
-    found = []
+def find_all(sources: Sequence[Path]) -> tuple[list[VolumeFile], list[str]]:
+    """The volumes among `sources`, and what to say; empty: they are annotations, or nothing."""
+    found: list[VolumeFile] = []
+    notes: list[str] = []
     for source in sources:
         start = f"{source.name}/" if len(sources) > 1 and source.is_dir() else ""
-        for one in find_volumes(source, stacks=True):
-            found.append(one._replace(name=start + one.name))
-    return found
+        there, said = find_volumes(source, stacks=True)
+        found += [one._replace(name=start + one.name) for one in there]
+        notes += said
+    return found, notes
 
 
 def import_volumes(

@@ -1,31 +1,42 @@
-"""Volumes as stacks of slices: NIfTI by nibabel, series of DICOM files by pydicom, TIFF stacks.
+"""Volumes as stacks of slices: NIfTI by nibabel, series of DICOM files by SimpleITK, TIFF stacks.
 
 NIfTI and DICOM are turned so that their axes go to the right, to the front and to the head of the
 patient (RAS+), whatever the order of the file. So a slice shows the same in all: along z, the front
 is above; along x and y, the head is. Values are those of the file times its scale.
 """
 
+import os
 import re
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from segtrain.data.read.decode import damage_named, number_dtype
+from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, walk
-from segtrain.text import printable
+from segtrain.text import counted, first_of, printable
 
 AXES = "xyz"
 _NIFTI = (".nii", ".nii.gz")
-_DICOM = (".dcm", ".ima", "")
 _TIFF = (".tif", ".tiff")
+# The first data element where a DICOM file has no preamble: its group, and a VR or a short length.
+_ELEMENT = re.compile(rb"[\2\10]\0.\0([A-Z]{2}|..\0\0)", re.DOTALL)
+_PIXEL_DATA = b"\xe0\x7f\x10\0"  # the tag, which reports, outlines and directories do not have
+_PATIENT, _SERIES, _KIND = "0010|0020", "0020|000e", "0028|0004"
+_THICKNESS, _POSITION, _TURN, _SPACING = "0018|0050", "0020|0032", "0020|0037", "0028|0030"
 # Steps between slices, and the corners of an image and its label, may differ by these fractions of
 # a voxel. Axes with spacings this close are equally coarse.
 _UNITS = {"micron": "µm", "meter": "m"}
 _STEP, _CORNER, _COARSER = 0.05, 0.1, 1.01
+# Files round direction cosines and spacings to six digits and more.
+_ROUNDED = 1e-4
 
 
 class VolumeFile(NamedTuple):
@@ -72,12 +83,13 @@ def nifti_library() -> ModuleType:
 
 
 def dicom_library() -> ModuleType:
-    """pydicom; ConfigError: it is not installed."""
+    """SimpleITK; ConfigError: it is not installed."""
     try:
-        import pydicom
+        import SimpleITK
     except ImportError:
-        raise ConfigError(_missing("DICOM", "pydicom")) from None
-    return pydicom
+        raise ConfigError(_missing("DICOM", "SimpleITK")) from None
+    SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)
+    return SimpleITK
 
 
 def _missing(kind: str, library: str) -> str:
@@ -91,14 +103,17 @@ def _suffix(path: Path) -> str:
     return ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix.lower()
 
 
-def find_volumes(source: Path, *, stacks: bool = False) -> list[VolumeFile]:
+def find_volumes(source: Path, *, stacks: bool = False) -> tuple[list[VolumeFile], list[str]]:
     """The volumes at `source`, a file or a folder searched to any depth; none: an empty list.
 
-    stacks: also TIFFs with several pages.
+    Also what to say of DICOM files without a picture, and of what lies beside a series and is not
+    of it. stacks: also TIFFs with several pages.
 
-    DataError: a folder cannot be read.
+    DataError: a folder cannot be read, or a DICOM file is damaged.
     """
     found: list[VolumeFile] = []
+    others: list[Path] = []
+    alone: list[Path] = []
     series: dict[tuple[Path, str], list[tuple[Path, str]]] = defaultdict(list)
     with os_errors_as(DataError):
         is_folder = source.is_dir()
@@ -111,19 +126,25 @@ def find_volumes(source: Path, *, stacks: bool = False) -> list[VolumeFile]:
             name = relative.as_posix().removesuffix(path.name[-len(kind) :] if kind else "")
             if kind in _NIFTI or (stacks and kind in _TIFF and _num_pages(path) > 1):
                 found.append(VolumeFile(path, name, (path,)))
-            elif kind in _DICOM and path.is_file() and _is_dicom(path):
-                header = _header_of(path)
-                if "Rows" in header:  # no report, and no outlines
-                    uid = str(header.get("SeriesInstanceUID", ""))
-                    series[path.parent, uid].append((path, str(header.get("PatientID", ""))))
+            elif kind not in IMAGE_SUFFIXES and path.is_file():
+                if not _is_dicom(path):
+                    others.append(path)
+                elif (header := _header_of(path)) is None:
+                    alone.append(path)
+                else:
+                    uid, patient = (_value(header, key) for key in (_SERIES, _PATIENT))
+                    series[path.parent, uid].append((path, patient))
     folders = [folder for folder, _ in series]
     for number, ((folder, _), members) in enumerate(sorted(series.items())):
-        name = folder.relative_to(source).as_posix() if is_folder else source.stem
+        single = source.stem if _suffix(source) in (".dcm", ".ima") else source.name
+        name = folder.relative_to(source).as_posix() if is_folder else single
         name = folder.name if name == "." else name
         name += f"_{number}" if folders.count(folder) > 1 else ""
         paths = tuple(path for path, _ in members)
         found.append(VolumeFile(folder, name, paths, members[0][1]))
-    return found
+    alone = sorted([*alone, *(path for path in others if path.parent in folders)])
+    what = counted(len(alone), "file is of no volume", "files are of no volume")
+    return found, [f"warning: {what}, and left out: {first_of(alone, 5)}"] if alone else []
 
 
 def _num_pages(path: Path) -> int:
@@ -135,14 +156,36 @@ def _num_pages(path: Path) -> int:
 
 def _is_dicom(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(132)[128:] == b"DICM"
+        start = file.read(132)
+    return start[128:] == b"DICM" or _ELEMENT.match(start) is not None
 
 
 def _header_of(path: Path) -> Any:
-    names = ["SeriesInstanceUID", "PatientID", "Rows"]
-    pydicom = dicom_library()
+    """A reader of SimpleITK that has read the header; None: the file has no picture."""
+    reader = dicom_library().ImageFileReader()
+    reader.SetImageIO("GDCMImageIO")
     with damage_named(path, "DICOM file"):
-        return pydicom.dcmread(path, stop_before_pixels=True, specific_tags=names)
+        os.fspath(path).encode()  # of other names SimpleITK aborts the process
+        reader.SetFileName(os.fspath(path))
+        try:
+            reader.ReadImageInformation()
+        except RuntimeError as error:  # its text names files of C++
+            if _PIXEL_DATA not in path.read_bytes():
+                return None
+            raise DataError(f"{printable(path)}: damaged DICOM file") from error
+    return reader
+
+
+def _value(header: Any, key: str) -> str:
+    """Of a data element, as in the file; empty: it has none."""
+    return header.GetMetaData(key).strip(" \0") if header.HasMetaDataKey(key) else ""
+
+
+def _numbers(header: Any, key: str, *default: float) -> np.ndarray:
+    """As many as `default`, which holds where the file says none."""
+    with damage_named(header.GetFileName(), "DICOM file"):
+        text = _value(header, key)
+        return np.array(text.split("\\") if text else default, float).reshape(len(default))
 
 
 def load_volume(file: VolumeFile) -> Any:
@@ -164,29 +207,26 @@ def load_volume(file: VolumeFile) -> Any:
 
 def _load_series(file: VolumeFile) -> Any:
     """A series of DICOM files, in the order of their positions, as nibabel has it."""
-    pydicom = dicom_library()
-    headers = []
-    for path in file.files:
-        with damage_named(path, "DICOM file"):
-            headers.append(pydicom.dcmread(path))
     place = printable(file.path)
-    first = headers[0]
-    along = np.array(first.get("ImageOrientationPatient", (1, 0, 0, 0, 1, 0)), float).reshape(2, 3)
+    headers = [_header_of(path) for path in file.files]
+    turns = np.stack([_numbers(x, _TURN, 1, 0, 0, 0, 1, 0) for x in headers])
+    spacings = np.stack([_numbers(x, _SPACING, 1, 1) for x in headers])
+    positions = np.stack([_numbers(x, _POSITION, 0, 0, 0) for x in headers])
+    along = turns[0].reshape(2, 3)
     normal = np.cross(*along)
-    positions = [np.array(x.get("ImagePositionPatient", (0, 0, 0)), float) for x in headers]
-    order = np.argsort([position @ normal for position in positions], kind="stable")
-    headers, positions = [headers[i] for i in order], [positions[i] for i in order]
+    order = np.argsort(positions @ normal, kind="stable")
+    positions = positions[order]
     steps = np.diff(positions, axis=0)  # (N - 1, 3)
-    step = steps.mean(0) if len(steps) else normal * float(first.get("SliceThickness") or 1)
+    step = steps.mean(0) if len(steps) else normal * _numbers(headers[0], _THICKNESS, 1)
     length = float(np.linalg.norm(step))
     if len(steps) and (length == 0 or np.abs(steps - step).max() > _STEP * length):
         what = "its slices do not follow each other at even steps: one is missing or there twice"
         raise DataError(f"{place}: {what}")
-    same = ("Rows", "Columns", "PixelSpacing", "ImageOrientationPatient")
-    if any(x.get(key) != first.get(key) for x in headers for key in same):
+    grids = [[x.GetSize()[:2] for x in headers], spacings, turns]
+    if np.ptp(np.concatenate(grids, axis=1), axis=0).max() > _ROUNDED:
         raise DataError(f"{place}: its slices differ in size, spacing or orientation")
-    slices = [_dicom_values(x, place) for x in headers]  # (rows, columns) each
-    down_mm, right_mm = map(float, first.get("PixelSpacing", (1, 1)))
+    slices = [_dicom_values(headers[i]) for i in order]  # (rows, columns) each
+    down_mm, right_mm = spacings[0]
     affine = np.eye(4)
     # Rows are counted along the second direction, by the first of the spacings (C.7.6.2.1.1).
     affine[:3] = np.column_stack([along[0] * right_mm, along[1] * down_mm, step, positions[0]])
@@ -194,18 +234,37 @@ def _load_series(file: VolumeFile) -> Any:
     return nifti_library().Nifti1Image(np.stack(slices).transpose(2, 1, 0), affine)
 
 
-def _dicom_values(header: Any, place: str) -> np.ndarray:
+def _dicom_values(header: Any) -> np.ndarray:
     """(rows, columns) float32: what the numbers mean, bright where the tissue is."""
-    with damage_named(place, "DICOM file"):
-        stored = header.pixel_array
-    if stored.ndim != 2 or not str(header.PhotometricInterpretation).startswith("MONOCHROME"):
+    place = printable(header.GetFileName())
+    if header.GetSize()[2:] != (1,) or not _value(header, _KIND).startswith("MONOCHROME"):
         raise DataError(f"{place}: expected one grey picture in each DICOM file")
-    values = stored.astype(np.float32)
-    if header.PhotometricInterpretation == "MONOCHROME1":  # the lowest number is white
-        is_signed = int(header.PixelRepresentation)
-        values = (-1 if is_signed else 2 ** int(header.BitsStored) - 1) - values
-    slope, intercept = header.get("RescaleSlope", 1), header.get("RescaleIntercept", 0)
-    return values * np.float32(slope) + np.float32(intercept)
+    header.SetOutputPixelType(dicom_library().sitkFloat32)
+    try:
+        with _printed() as said:
+            values = dicom_library().GetArrayFromImage(header.Execute())[0]
+    except RuntimeError as error:  # its text names files of C++
+        raise DataError(f"{place}: damaged DICOM file") from error
+    if said:  # all that the decoder of JPEG does about it
+        raise DataError(f"{place}: damaged DICOM file: {printable(said[0])}")
+    return values
+
+
+@contextmanager
+def _printed() -> Iterator[list[str]]:
+    """At the end it holds the lines that libraries have printed to standard error meanwhile."""
+    lines: list[str] = []
+    with TemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        # The progress bar of another thread ends without a newline.
+        lines += file.read().decode(errors="replace").split("\n")[:-1]
 
 
 def coarsest_axis(image: Any) -> int:

@@ -1,0 +1,184 @@
+"""Series of DICOM files of many kinds, beside the numbers they were drawn from and SimpleITK's."""
+
+import os
+import sys
+
+import imagecodecs
+import numpy as np
+import pytest
+from test_volumes import RAS, X, Y, Z, axial, nib, phantom, pydicom, run, write_dicom, write_nifti
+
+from segtrain.data.read.volumes import find_volumes, load_volume, read_stack
+from segtrain.errors import DataError
+
+sitk = pytest.importorskip("SimpleITK")
+OBLIQUE = RAS.copy()
+OBLIQUE[:3, :3] = nib.eulerangles.euler2mat(z=0.2, y=0.1, x=0.05) @ RAS[:3, :3]
+CODECS = {
+    "JPEG Lossless": (
+        pydicom.uid.JPEGLosslessSV1,
+        lambda x: imagecodecs.ljpeg_encode(x, bitspersample=12),
+    ),
+    "JPEG-LS": (pydicom.uid.JPEGLSLossless, imagecodecs.jpegls_encode),
+    "JPEG 2000": (
+        pydicom.uid.JPEG2000Lossless,
+        lambda x: imagecodecs.jpeg2k_encode(x, level=0, codecformat="j2k", bitspersample=12),
+    ),
+}
+KINDS = (*CODECS, "no preamble", "no header", "UIDs", "suffixes", "orientation")
+SUFFIXES = "", ".dcm", ".IMA", ".img", ".001"
+
+
+def even(seed=0):
+    """Values that a slope of 2 can hold, and their labels."""
+    values, label = phantom(seed)
+    return values - values % 2, label
+
+
+def changed(path, i, kind):
+    """The path of a file of a drawn series that was made one of this kind."""
+    one = pydicom.dcmread(path)
+    if kind in CODECS:
+        syntax, encode = CODECS[kind]
+        one.PixelData = pydicom.encaps.encapsulate([encode(one.pixel_array)])
+        one.file_meta.TransferSyntaxUID = syntax
+        one["PixelData"].is_undefined_length = True
+    elif kind == "orientation":
+        cosines = np.array(one.ImageOrientationPatient, float) + 1e-12 * (i % 2)
+        one.ImageOrientationPatient = [f"{x:.12f}" for x in cosines]
+    one.save_as(path)
+    if kind == "no preamble":
+        path.write_bytes(path.read_bytes()[132:])
+    elif kind == "no header":
+        bare = pydicom.Dataset(dict(one.items()))
+        pydicom.dcmwrite(path, bare, implicit_vr=True, little_endian=True)
+    names = {"UIDs": str(one.SOPInstanceUID), "suffixes": f"{path.name}{SUFFIXES[i % 5]}"}
+    return path.rename(path.with_name(names.get(kind, path.name)))
+
+
+def by_position(folder):
+    files = {path: pydicom.dcmread(path).ImagePositionPatient[2] for path in folder.iterdir()}
+    return sorted(files, key=files.get)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_series_is_what_it_was_drawn_from_and_what_simpleitk_reads(tmp_path, kind):
+    values, _ = even()
+    write_dicom(tmp_path / "ct", values, OBLIQUE)
+    files = [changed(path, i, kind) for i, path in enumerate(by_position(tmp_path / "ct"))]
+    (volume,), others = find_volumes(tmp_path)
+    assert (volume.name, set(volume.files), others) == ("ct", set(files), [])
+    image = load_volume(volume)
+    np.testing.assert_array_equal(read_stack(volume, image, 2).pixels[..., 0], axial(values))
+
+    reader = sitk.ImageSeriesReader()
+    reader.SetImageIO("GDCMImageIO")
+    reader.SetFileNames([str(path) for path in files])
+    theirs = reader.Execute()
+    np.testing.assert_array_equal(image.dataobj, sitk.GetArrayFromImage(theirs).T)
+    directions = np.reshape(theirs.GetDirection(), (3, 3)) * theirs.GetSpacing()
+    place = np.column_stack([directions, theirs.GetOrigin()]) * [[-1], [-1], [1]]
+    np.testing.assert_allclose(image.affine[:3], place, atol=1e-5)
+
+
+def test_two_series_of_a_folder_are_two_volumes(tmp_path):
+    drawn = [even(seed)[0] for seed in range(2)]
+    for i, values in enumerate(drawn):
+        write_dicom(tmp_path / f"data/{i}", values)
+        for path in (tmp_path / f"data/{i}").iterdir():
+            path.rename(tmp_path / f"data/{path.name}_{i}")
+        (tmp_path / f"data/{i}").rmdir()
+    found, others = find_volumes(tmp_path / "data")
+    assert ([one.name for one in found], others) == (["data_0", "data_1"], [])
+    for one in found:
+        of = {path.name[-1] for path in one.files}
+        pixels = read_stack(one, load_volume(one), 2).pixels[..., 0]
+        np.testing.assert_array_equal(pixels, axial(drawn[int(of.pop())]))
+        assert not of
+        theirs = sitk.ImageSeriesReader()
+        uid = str(pydicom.dcmread(one.files[0]).SeriesInstanceUID)
+        names = theirs.GetGDCMSeriesFileNames(str(tmp_path / "data"), uid)
+        assert set(map(str, one.files)) == set(names)
+        theirs.SetFileNames(names)
+        np.testing.assert_array_equal(pixels[:, ::-1], sitk.GetArrayFromImage(theirs.Execute()))
+
+
+def test_files_of_no_series_are_named(tmp_path, capfd):
+    values, label = even()
+    write_dicom(tmp_path / "data/p0/ct", values)
+    write_nifti(tmp_path / "data/p0/seg.nii", label)
+    report = pydicom.dcmread(tmp_path / "data/p0/ct/IM007")
+    del report.PixelData, report.Rows, report.Columns
+    report.save_as(tmp_path / "data/REPORT")
+    (tmp_path / "data/p0/ct/zeros").write_bytes(bytes(900))
+    (tmp_path / "data/p0/readme.txt").write_text("not beside the slices")
+    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 0
+    said = capfd.readouterr()
+    (line,) = [x for x in (said.out + said.err).splitlines() if "of no volume" in x]
+    assert line.startswith("warning: 2 files are of no volume, and left out: ")
+    assert line.endswith(f"{tmp_path}/data/REPORT, {tmp_path}/data/p0/ct/zeros")
+
+
+@pytest.mark.parametrize(
+    "kind", ["cut", "JPEG-LS, cut", "JPEG Lossless, ends", "cosines", "frames", "colours"]
+)
+def test_a_file_that_is_no_slice_is_one_line_that_names_it(tmp_path, capfd, kind):
+    values, label = even()
+    write_dicom(tmp_path / "data/p0/ct", values)
+    write_nifti(tmp_path / "data/p0/seg.nii", label)
+    path, problem = tmp_path / "data/p0/ct/IM014", "damaged DICOM file"
+    if "cut" in kind:
+        changed(path, 0, kind.partition(",")[0])
+        path.write_bytes(path.read_bytes()[:-200])
+    elif "ends" in kind:
+        data = bytearray(changed(path, 0, "JPEG Lossless").read_bytes())
+        data[-400:-398] = b"\xff\xd9"  # the marker of the end
+        path.write_bytes(data)
+        problem = "damaged DICOM file: Corrupt JPEG data"
+    one = pydicom.dcmread(path, force=True)
+    if kind == "cosines":
+        one.ImageOrientationPatient = [1, 0, 0]
+        one.save_as(path)
+    elif kind in ("frames", "colours"):
+        problem = "expected one grey picture in each DICOM file"
+        times = 2 if kind == "frames" else 3
+        one.PixelData = times * bytes(2 * X * Y)
+        if kind == "frames":
+            one.NumberOfFrames = 2
+        else:
+            one.SamplesPerPixel, one.PlanarConfiguration = 3, 0
+            one.PhotometricInterpretation = "RGB"
+        one.save_as(path)
+    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 3
+    said = capfd.readouterr().err
+    assert said.startswith(f"segtrain: {path}: {problem}")
+    assert said.count("\n") == 1
+
+
+def test_a_name_that_is_no_unicode_is_refused(tmp_path):
+    write_dicom(tmp_path / "ct", even()[0])
+    os.rename(tmp_path / "ct/IM007", os.fsencode(tmp_path / "ct") + b"/\xff")
+    with pytest.raises(DataError, match=r"ct/.*: damaged DICOM file"):
+        find_volumes(tmp_path)
+
+
+def test_spacings_that_differ_are_refused(tmp_path):
+    write_dicom(tmp_path / "ct", even()[0])
+    one = pydicom.dcmread(tmp_path / "ct/IM014")
+    one.PixelSpacing = [0.7, 0.81]
+    one.save_as(tmp_path / "ct/IM014")
+    (volume,), _ = find_volumes(tmp_path)
+    with pytest.raises(DataError, match="ct: its slices differ in size, spacing or orientation"):
+        load_volume(volume)
+
+
+def test_files_that_are_no_dicom_need_no_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "SimpleITK", None)
+    for name, data in {
+        "a": b"",
+        "b.bin": b"\x08\0",
+        "c.txt": b"abc" * 99,
+        "d.dcm": bytes(Z),
+    }.items():
+        (tmp_path / name).write_bytes(data)
+    assert find_volumes(tmp_path) == ([], [])
