@@ -163,10 +163,6 @@ def test_slivers_along_borders_are_not_in_dispute():
     assert not region[12:14, 8:10].any()
 
 
-# The classes that two of the masks have in place of 0, 1, 2, 3.
-WRONG = {3: [2, 1, 0, 3], 17: [0, 2, 1, 3]}
-
-
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     """The directory of a run on 24 images, of which two have wrong masks; and its config."""
@@ -177,7 +173,7 @@ def planted(tmp_path_factory):
         label = np.kron(rng.permutation(4).reshape(2, 2), np.ones((20, 24), int))
         colors = COLORS[label % 4] + rng.normal(0, 10, (*label.shape, 3))
         cv2.imwrite(str(root / f"images/train/{i}.png"), colors.clip(0, 255).astype(np.uint8))
-        wrong = WRONG.get(i, [0, 1, 2, 3])
+        wrong = {3: [2, 1, 0, 3], 17: [0, 2, 1, 3]}.get(i, [0, 1, 2, 3])
         table = np.array([*wrong, *range(4, 256)], np.uint8)
         cv2.imwrite(str(root / f"labels/train/{i}.png"), table[label])
     augment = {"crop_size": [33, 41], "scale_range": [1.0, 1.0], "color_prob": 0.0}
@@ -220,8 +216,9 @@ def test_planted_masks_come_first_and_the_list_leaves_them_out(planted, tmp_path
     code, out, _ = suspects(run, *words)
     assert code == 0
     first, second, *_ = out.splitlines()
-    mended = next((moved / "labels/train").iterdir())
-    cv2.imwrite(str(mended), cv2.imread(str(mended), cv2.IMREAD_UNCHANGED)[::-1])
+    changed = cv2.imread(str(moved / "labels/train/0.png"), cv2.IMREAD_UNCHANGED)
+    changed[0, 0] = IGNORE_INDEX
+    cv2.imwrite(str(moved / "labels/train/0.png"), changed)
     assert suspects(run, *words).code == 2  # it may have been edited
     listed.unlink()
     code, out, _ = suspects(run, *words)
@@ -264,14 +261,12 @@ def test_each_image_is_measured_as_a_whole_by_the_model_of_the_run(planted):
 
 def test_where_no_mask_stands_out_no_list_is_written(planted, tmp_path, suspects):
     run, config = planted
-    data, listed = tmp_path / "data", tmp_path / "wrong.yaml"
-    shutil.copytree(config.parent / "images", data / "images")
-    shutil.copytree(config.parent / "labels", data / "labels")
-    for i, wrong in WRONG.items():
-        path = str(data / f"labels/train/{i}.png")
-        mended = np.argsort([*wrong, *range(4, 256)]).astype(np.uint8)
-        cv2.imwrite(path, mended[cv2.imread(path, cv2.IMREAD_UNCHANGED)])
-    options = ("--set", f"data.root={data}", "--exclude", listed)
+    alike, listed = tmp_path / "alike", tmp_path / "wrong.yaml"
+    for kind in ("images", "labels"):
+        (alike / kind / "train").mkdir(parents=True)
+        for i in range(24):
+            shutil.copy(config.parent / f"{kind}/train/0.png", alike / f"{kind}/train/{i}.png")
+    options = ("--set", f"data.root={alike}", "--exclude", listed)
     code, out, _ = suspects(run, "--number", 1, *options, "--output", tmp_path / "page.html")
     assert code == 0
     assert "0 of 24 images stand out" in out
