@@ -34,8 +34,11 @@ def start(tmp_path):
     commands = []
 
     def run(node, nproc, *args):
-        meeting = ["--master-addr", ADDRESS.format(1), "--master-port", "29400"]
-        size = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(nproc)]
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESS.format(1)}:29400"]
+        # torchrun looks for HOST0 among the addresses of the host name, which are no others' here.
+        meeting += ["--rdzv-conf", f"is_host={int(node == 0)}"]
+        meeting += ["--local-addr", ADDRESS.format(node + 1)]
+        size = ["--nnodes", "2", "--nproc-per-node", str(nproc)]
         torchrun = ["torch.distributed.run", *size, *meeting, "-m", "segtrain"]
         wrapper = ["ip", "netns", "exec", names[node]]
         commands.append(Command(tmp_path, *args, program=torchrun, wrapper=wrapper))
