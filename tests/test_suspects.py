@@ -86,6 +86,7 @@ def test_an_image_that_hardly_shows_a_class_is_not_judged_by_it():
     found = rank(losses, pixels)
     assert found.unseen == 1
     assert not found.suspects[0].stands_out
+    assert [one.class_id for one in found.suspects if one.index == 7] == [0]
     assert rank(*np.zeros((2, 20, 3))).suspects == []
 
 
