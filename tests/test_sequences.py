@@ -32,7 +32,7 @@ from segtrain.training import state as state_module
 from segtrain.training.exact_sum import ExactGradientSum
 from segtrain.training.graph import GraphStep, why_not
 from segtrain.training.optim.optimizer import may_be_captured
-from segtrain.training.state import make_state, use_split
+from segtrain.training.state import make_state
 from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch
@@ -259,11 +259,8 @@ def ranks(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def sequence(ranks, rank, names, split=None):
-    """What a rank asks for: when it begins, and in each step.
-
-    split: that of the steps after the first few, and as many follow.
-    """
+def sequence(ranks, rank, names):
+    """What a rank asks for: when it begins, and in each step."""
     ranks.rank, config, is_recorded = rank, config_of(tuple(sorted(names))), "recorded" in names
     ranks.sent.clear()
     torch.manual_seed(0)
@@ -272,12 +269,9 @@ def sequence(ranks, rank, names, split=None):
     sync = StepSync(lambda: False, overflow_allowed=config.train.precision == "float16")
     step = TrainStep(state, config, CPU, sync)
     step = GraphStep(step, state) if is_recorded else step
-    most = 3  # as it is, recorded, replayed
     found = [[*ranks.sent]]
-    for number in range(most if split is None else 2 * most):
+    for number in range(3):  # as it is, recorded, replayed
         ranks.sent.clear()
-        if number == most:
-            use_split(state, config, split)
         local = step.local(list(batches(config, state, number)))
         with float32_products(config.train):
             left = step(local)
@@ -300,15 +294,15 @@ def stuck(sequences):
     return []
 
 
-def mistakes(ranks, names, split=None):
+def mistakes(ranks, names):
     """What is wrong with a config: ranks that differ, or steps of one kind that do."""
-    found = [sequence(ranks, rank, names, split) for rank in range(RANKS)]
+    found = [sequence(ranks, rank, names) for rank in range(RANKS)]
     for number, step in enumerate(zip(*found, strict=True)):
         if where := stuck(step):
             return f"step {number}: {where}"
     for rank, (_, _, *steps) in enumerate(found):
         tensors = [[event for event in step if event[0] != "objects"] for step in steps]
-        if split is None and tensors[1:] != tensors[:-1]:
+        if tensors[1:] != tensors[:-1]:
             return f"rank {rank}: {[*map(len, tensors)]}"
     return None
 
@@ -334,16 +328,6 @@ def test_with_every_pair_of_options_all_ranks_ask_for_the_same(ranks):
     assert len(configs) < len(wanted) / 10
     assert all(map(valid, configs))
     assert wrong(ranks, configs) == {}
-
-
-@pytest.mark.parametrize(
-    "names",
-    [(), ("recorded",), ("groups of images",), ("shares",), ("virtual ranks",)],
-    ids=str,
-)
-def test_where_the_split_changes_all_ranks_ask_for_the_same(ranks, names):
-    """As `train.split: measured` does; what was recorded is not replayed then."""
-    assert mistakes(ranks, names, split=(1, 0, 5)) is None
 
 
 def test_a_step_of_microbatches_weighs_them_and_moves_statistics_in_one_sum_each(ranks):

@@ -41,7 +41,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "muon": {"optim": {"kind": "muon"}},
     "average": {"optim": {"ema_decay": 0.999}},
     "clipping": {"optim": {"clip_grad_norm": 1.0}},
-    "decay toward the start": {"optim": {"decay_toward": "start"}},
+    "decay toward the start": {
+        "optim": {"decay_toward": "start"},
+        "train": {"init_from": "weights"},
+    },
     "rates of layers": {"optim": {"layers": ({"names": ("head",), "lr_mult": 0.5},)}},
     "zeros": {"optim": {"layers": ({"zero": ("backbone.conv1.weight[:, 1]",)},)}},
     "warmup": {"schedule": {"warmup_steps": 7}},
