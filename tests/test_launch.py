@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from experiments import small, write_config, write_data
-from processes import REPOSITORY, Command, free_port, logged_steps
+from processes import GONE_WITHIN_S, REPOSITORY, Command, free_port, left_after, logged_steps
 
 from segtrain.checkpoint.format import load
 from segtrain.commands.launch import adopt_environment
@@ -239,6 +239,20 @@ def test_torchrun_starts_ranks_again_once_after_one_death(tmp_path, data):
     os.kill(command.ranks()[1], signal.SIGKILL)
     assert command.wait() == 0, command.errors
     assert logged_steps(run) == list(range(1, 41))
+
+
+def test_no_rank_is_left_after_the_death_of_torchrun(tmp_path, data):
+    """Those that went on would keep the run's folder and the devices from a new torchrun."""
+    options = small(data, train={"steps": 3000}, checkpoint={"every_steps": 2})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    words = ["train", config, "--output", run]
+    command = Command(tmp_path, *words, program=[*torchrun, "-m", "segtrain"])
+    command.wait_for_step(run, 3)
+    ranks = command.ranks()
+    os.kill(command.process.pid, signal.SIGKILL)
+    assert len(ranks) == 2
+    assert left_after(ranks, GONE_WITHIN_S) == []
 
 
 @pytest.mark.fault(43)

@@ -50,7 +50,7 @@ class SignalFlags:
         # The launcher passes a second Ctrl-C on as SIGTERM.
         if self.signal == signal.SIGINT:
             # Ranks of a launcher leave the word to it.
-            _exit(EXIT_INTERRUPTED, AT_ONCE if is_first and _launcher is None else "")
+            _exit(EXIT_INTERRUPTED, AT_ONCE if is_first and LAUNCHER not in os.environ else "")
         self.signal = number
         if number == signal.SIGINT and is_first:
             _tell(STOPPING)
@@ -133,7 +133,7 @@ def _tell(message: str) -> None:
 
 
 def follow_launcher() -> None:
-    """Lets this rank end together with its launcher, without a traceback while it is set up.
+    """Lets this rank end together with what started it, without a traceback while it is set up.
 
     The default handlers also end a rank that waits inside a library; handlers in Python do not.
     """
