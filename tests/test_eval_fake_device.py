@@ -141,11 +141,15 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch)
         predict.pictures, "write_prediction", lambda _, name, *__: written.append(name)
     )
 
+    def read_info(path):
+        return Info(SIZES[int(path.name)], 3, RGB.dtype)
+
     def read_photo(path, form):
-        size = SIZES[int(path.name)]
-        return Photo(np.zeros((*size, 3), np.uint8), form, Info(size, 3, form.dtype))
+        info = read_info(path)
+        return Photo(np.zeros((*info.size, 3), np.uint8), form, info)
 
     monkeypatch.setattr(predict, "read_photo", read_photo)
+    monkeypatch.setattr(predict, "read_info", read_info)
     sources = [PhotoFile(Path(str(i)), str(i)) for i in range(len(SIZES))]
     by_size, classes = (
         SettingsBySize(SETTINGS, SETTINGS),

@@ -199,9 +199,10 @@ def _raster(path: Path) -> _Raster | None:
         with opened_raster(path) as file:
             if file.crs is None or file.transform.is_identity:
                 return None
-            size, crs, transform, bounds = file.shape, file.crs, file.transform, file.bounds
+            size, crs, transform = file.shape, file.crs, file.transform
     except DataError:  # it is named when it is read as an image
         return None
+    bounds = rasterio.transform.array_bounds(*size, transform)
     left, bottom, right, top = rasterio.warp.transform_bounds(crs, DEGREES, *bounds)
     if left > right:  # it crosses the antimeridian
         left, right = -180.0, 180.0

@@ -43,7 +43,7 @@ def find_objects(label: np.ndarray, missing: np.ndarray, num_classes: int) -> Im
 
     >>> label = np.array([[0, 1, 1, 0], [1, 1, 0, 0]], np.uint8)
     >>> [one.pixels.tolist() for one in find_objects(label, np.zeros((2, 4)), 2).objects]
-    [[3, 1], [4]]
+    [[1, 3], [4]]
     """
     objects = [_objects_of(shows(label, k)) for k in range(num_classes)]
     ignored = label == IGNORE_INDEX
