@@ -374,7 +374,7 @@ def test_a_missing_permission_is_a_line_and_no_reason_to_give_up(made, permit, t
     assert train(made / "config.yaml", "s3://data/runs/new") == 6
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("segtrain: s3://data/runs/new/train.log: access is refused (Permis")
-    assert said.endswith("; renew the credentials, or ask for more")
+    assert said.endswith("; renew the credentials, or ask for the permission")
 
 
 class Expired(http.server.BaseHTTPRequestHandler):
@@ -414,7 +414,7 @@ def test_expired_credentials_are_a_line(made, expired, monkeypatch, tmp_path, ca
     assert cli.main(["train", str(made / "config.yaml"), "--nproc", "1", *words]) == 6
     assert capfd.readouterr().err == (
         f"segtrain: {place}: access is refused (PermissionError: The provided token has expired.); "
-        "renew the credentials, or ask for more\n"
+        "renew the credentials, or ask for the permission\n"
     )
 
 
@@ -450,8 +450,14 @@ def test_a_password_in_an_address_is_refused_and_not_shown(made, words, capfd):
     assert "host/" in shown
 
 
-def test_a_web_server_serves_packs(made):
+def test_a_web_server_serves_packs_and_refuses(made):
     class Quiet(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self):
+            if self.path.startswith("/private"):
+                self.send_error(403)
+            else:
+                super().do_GET()
+
         def log_message(self, *_):
             pass
 
@@ -460,6 +466,11 @@ def test_a_web_server_serves_packs(made):
         url = f"http://127.0.0.1:{web.server_address[1]}"
         expected = open_dataset(packed(made, made / "pack"), "train")
         assert_same_pixels(expected, open_dataset(packed(made, f"{url}/pack"), "train"))
+        _, code, text = refusal(open_dataset, packed(made, f"{url}/private"), "train")
+        assert code == 6
+        assert text.startswith(
+            f"{url}/private/pack.json: access is refused (ClientResponseError: 403"
+        )
         web.shutdown()
 
 
@@ -486,7 +497,11 @@ def test_a_killed_run_ends_with_the_same_bits_on_another_machine(
     assert cli.main(["train", url, "--nproc", "1", "--resume"]) == 0
     assert bits(last(cached_run(url))) == on_disk
     monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path / "c"))
+    left = cached_run(url) / "checkpoints/.last.pt.7.tmp"  # of a process that was killed
+    left.parent.mkdir(parents=True)
+    left.touch()
     assert bits(last(run_folder(url))) == on_disk
+    assert not left.exists()
     for name in ("config.yaml", "metrics.jsonl", "train.log", "environment.json"):
         assert (cached_run(url) / name).read_bytes() == (
             tmp_path / "b/runs" / cached_run(url).name / name

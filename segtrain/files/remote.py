@@ -98,8 +98,9 @@ class Store:
                     what = "this disk is full; SEGTRAIN_CACHE names another folder"
                     raise ExecutionError(f"{place}: {what}") from error
                 if _is_refusal(error):
-                    what = f"access is refused ({reason}); renew the credentials, or ask for more"
-                    raise ExecutionError(f"{place}: {what}") from error
+                    way_out = "renew the credentials, or ask for the permission"
+                    what = f"{place}: access is refused ({reason}); {way_out}"
+                    raise ExecutionError(what) from error
                 if "rotocol not known" in reason:
                     raise ConfigError(f"{place}: no library for this kind of address") from None
                 if wait_s is None:
@@ -114,6 +115,7 @@ def _is_refusal(error: Exception) -> bool:
     """Whether another attempt would be refused, too: credentials or a permission are missing."""
     response = getattr(error.__cause__, "response", None)  # of botocore, below s3fs
     code = response["Error"].get("Code", "") if isinstance(response, dict) else ""
-    status = getattr(error, "status", getattr(error, "code", None))  # of aiohttp, of gcsfs
+    name = "status" if hasattr(error, "status") else "code"  # of aiohttp, of gcsfs
+    status = getattr(error, name, None)
     named = any(word in f"{type(error).__name__} {code}" for word in _REFUSALS)
     return named or status in (401, 403) or isinstance(error, PermissionError)
