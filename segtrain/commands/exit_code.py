@@ -76,7 +76,8 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
     command: called with `args`; as text "module:name" of segtrain, which is imported first.
     """
     code, consequence, is_rank = EXIT_INTERNAL, False, has_launcher()
-    if is_rank or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun leaves its ranks when it is killed
+    # A torchrun that is killed leaves its ranks behind.
+    if is_rank or "TORCHELASTIC_RUN_ID" in os.environ:
         signals.follow_launcher()
     try:
         with _with_place(*args):
