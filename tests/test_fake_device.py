@@ -61,13 +61,13 @@ def forward_pass(settings, watch, monkeypatch, ranks=RANKS):
             monkeypatch.setattr(norm, "_check_input_dim", lambda x: types.add(x.dtype))
     with watch, placed([2] * ranks):
         with tracked_together():
-            sums = module(images, labels[None], masks)
+            sums = module(images, labels, masks)
             totals = step_sync.reduce(sums)
         flags = step_sync.take_flags(torch.ones((), device="cuda"))
         step_sync.record(1, flags, ["a"])
         sync_running_stats(model)
-        criterion.means(totals[0])
-        objective = criterion.objective(sums[0], totals[0])
+        criterion.means(totals)
+        objective = criterion.objective(sums, totals)
     return objective, model, types
 
 
@@ -93,12 +93,12 @@ PSPNET = {"arch": "pspnet", "backbone": "resnet18"}
 # Each with its batch norms, the collectives in which they meet, and the kernels of a step up to the
 # objective, without those that make constants, which stay.
 COUNTED = [
-    ("pspnet", "resnet18", "bfloat16", 26, 19, 573),
-    ("pspnet", "resnet18", "float32", 26, 19, 531),
-    ("pspnet", "resnet50", "bfloat16", 59, 51, 1008),
-    ("pspnet", "mobilenet_v3_large", "bfloat16", 52, 48, 983),
-    ("deeplabv3", "resnet18", "bfloat16", 28, 20, 462),
-    ("deeplabv3plus", "mobilenet_v2", "bfloat16", 61, 55, 884),
+    ("pspnet", "resnet18", "bfloat16", 26, 19, 572),
+    ("pspnet", "resnet18", "float32", 26, 19, 530),
+    ("pspnet", "resnet50", "bfloat16", 59, 51, 1007),
+    ("pspnet", "mobilenet_v3_large", "bfloat16", 52, 48, 982),
+    ("deeplabv3", "resnet18", "bfloat16", 28, 20, 461),
+    ("deeplabv3plus", "mobilenet_v2", "bfloat16", 61, 55, 883),
 ]
 
 

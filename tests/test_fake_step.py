@@ -65,15 +65,14 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake):
         step=0,
         model=SimpleNamespace(dropout_channels=(8, None)),
         shares=None,
+        layout=SimpleNamespace(positions=lambda rank: [range(2), range(8, 10)]),
         criterion=SegLoss(settings.loss, torch.device("cuda")),
     )
     images = torch.zeros(2, 3, 65, 73, dtype=torch.uint8)
     labels = torch.zeros(2, 65, 73, dtype=torch.uint8)
     batch = Batch(images, labels, ["a", "b"])
     with fake:
-        indices = [range(2), range(8, 10)]
-        cuda = torch.device("cuda")
-        parts = local.local_microbatches(state, [batch] * 2, settings, cuda, indices)
+        parts = local.local_microbatches(state, [batch] * 2, settings, torch.device("cuda"))
         weights = _loss_weights(state, parts)
     tensors = [t for part in (*parts, weights) for t in part if isinstance(t, Tensor)]
     tensors += [mask for part in parts for mask in part.dropout if mask is not None]

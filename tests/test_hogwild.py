@@ -117,7 +117,7 @@ def taken(meeting, steps):
 def lead():
     """How far rank 0 gets while rank 1 stands still."""
     sync = StepSync(lambda: False)
-    never = dict.fromkeys(("stop_requested", "save_requested", "end_requested"), lambda: False)
+    never = dict.fromkeys(("stop_requested", "save_requested"), lambda: False)
     meeting = HogwildBarrier(sync, step=10, timeout_s=0.5, **never)
     steps = taken(meeting, range(11, 40))
     if dist.rank() == 1:
@@ -150,7 +150,6 @@ def meetings(stops, dues, paces):
         timeout_s=60,
         stop_requested=lambda: stops[rank] is not None and now >= stops[rank],
         save_requested=lambda: rank == 1 and next(saves),
-        end_requested=lambda: False,
     )
     met = []
     for done in taken(meeting, range(1, 31)):

@@ -100,10 +100,10 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
 
     def forward(*_):
         waiting.append(current().waiting)
-        return torch.zeros((), requires_grad=True), torch.zeros(1, 2)
+        return torch.zeros((), requires_grad=True), torch.zeros(2)
 
     monkeypatch.setattr(step_module, "forward", forward)
-    monkeypatch.setattr(step_module, "_loss_weights", lambda *_: [torch.ones(1)] * 2)
+    monkeypatch.setattr(step_module, "_loss_weights", lambda *_: [torch.ones(())] * 2)
     numbers = StepNumbers.on(torch.device("cpu"))
     sums = SimpleNamespace(collected=lambda last: nullcontext(), finish=lambda: True)
     state = SimpleNamespace(
@@ -116,7 +116,7 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
         initial_weights=SimpleNamespace(hold_gradients=lambda model: None),
     )
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-    part = LocalMicrobatch(images, images[None, :, 0], DropoutMasks())
+    part = LocalMicrobatch(images, images[:, 0], DropoutMasks())
     step_module.gradient(state, [part, part], numbers, StepSync(lambda: False))
     assert waiting == [[], []]
     assert waiting[0] is not waiting[1]

@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 from rounds import estimate, measure, ratios
-from segtrain.training.speed import measure_speed
-from stepping import NUM_CLASSES, config_of
+from stepping import config_of
 
 from gpu.watching import (
     LOCAL,
@@ -23,7 +22,6 @@ from gpu.watching import (
     one_rank,
 )
 from segtrain.commands.doctor import missing_for_triton
-from segtrain.data.read.image import ImageForm
 
 pytestmark = pytest.mark.gpu(limit_s=240)
 
@@ -90,26 +88,6 @@ def test_float16_trains_and_its_loss_scale_settles(device, figures):
     assert min(losses[-3:]) < losses[0]
     # The scale begins at 2^16 and halves with each.
     assert skipped <= min(10, num_steps // 2)
-
-
-def test_a_rank_measures_its_speed_and_what_fits_its_memory(device, figures):
-    """For train.split; what it says fits must fit, so it is tried."""
-    is_cuda = device.type == "cuda"
-    model, side = ({"backbone": "resnet18"}, 257) if is_cuda else (TINY, 33)
-    config = config_of((side, side), 4, model=model)
-    with one_rank(device):
-        training = Training(config, device)
-        training()
-        speed = measure_speed(training.state, config, ImageForm(), NUM_CLASSES, device)
-        figures["ms an image"], figures["images that fit"] = 1e3 * speed.seconds, speed.most
-        if not is_cuda:
-            assert speed.most is None
-            return
-        more = config_of((side, side), int(0.9 * speed.most), model=model)
-        assert more.train.batch_size > 4
-        del training
-        torch.cuda.empty_cache()
-        Training(more, device)()
 
 
 @pytest.mark.gpu(limit_s=300)
