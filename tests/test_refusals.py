@@ -337,7 +337,11 @@ OTHERS = [
         "...shares: has no place in a population; set it ...",
     ),
     (f"{POPULATION} --perturb optim.lrr", 2, "... no such option; did you mean optim.lr?"),
-    (f"{POPULATION} --perturb optim.ema_decay", 2, "--perturb optim.ema_decay: is None here; ..."),
+    (
+        f"{POPULATION} --perturb optim.clip_grad_norm",
+        2,
+        "--perturb optim.clip_grad_norm: is None here; ...",
+    ),
     (f"{POPULATION} --perturb optim.momentum", 2, "...momentum: 0.9 times 1.2 is refused: ..."),
     (
         f"{POPULATION} --perturb schedule.poly_power",
