@@ -160,7 +160,7 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, size=65):
     for parameter in model.parameters():  # gradients exist before, as the parameters do
         parameter.grad = torch.zeros_like(parameter)
     images = torch.randn(batch_size, 3, size, size).to(dtype_of(config.train))
-    share = LocalMicrobatch(images, torch.zeros(1, batch_size, size, size).long(), DropoutMasks())
+    share = LocalMicrobatch(images, torch.zeros(batch_size, size, size).long(), DropoutMasks())
     mode = LiveBytes([*model.parameters(), *(p.grad for p in model.parameters())])
 
     @contextmanager
@@ -172,7 +172,7 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, size=65):
     step_module.saved_on_host = on_host
     try:
         numbers = StepNumbers.on(torch.device("cpu"))
-        about = torch.ones(1), numbers, StepSync(lambda: False)
+        about = torch.ones(()), numbers, StepSync(lambda: False)
         if virtual > 1:
             step_module._in_threads(state, share.split(sizes), *about)
         else:
