@@ -16,7 +16,7 @@ import numpy as np
 from segtrain.data.read.decode import Info, damage_named
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import read_bytes
-from segtrain.text import printable
+from segtrain.text import install_line, printable
 
 SAME_EXTENT = "cut both to the same extent and pixels, as gdalwarp -te and -tr do"
 DEGREES = "OGC:CRS84"  # longitude, then latitude
@@ -55,7 +55,7 @@ def geo_library(place: object) -> ModuleType:
     except ImportError:
         raise ConfigError(
             f"{printable(place)}: its place on the map is read by rasterio and shapely, which are "
-            "not installed; in the checkout of segtrain: pip install '.[geo]'"
+            f"not installed; {install_line('geo')}"
         ) from None
     # A TIFF that is to get a georeference has none when it is opened.
     warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)

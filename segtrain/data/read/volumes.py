@@ -21,7 +21,7 @@ from segtrain.data.read.decode import damage_named, number_dtype
 from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, walk
-from segtrain.text import counted, first_of, printable
+from segtrain.text import counted, first_of, install_line, printable
 
 AXES = "xyz"
 _NIFTI = (".nii", ".nii.gz")
@@ -93,10 +93,7 @@ def dicom_library() -> ModuleType:
 
 
 def _missing(kind: str, library: str) -> str:
-    return (
-        f"{kind} is read by {library}, which is not installed; in the checkout of segtrain: pip "
-        "install '.[medical]'"
-    )
+    return f"{kind} is read by {library}, which is not installed; {install_line('medical')}"
 
 
 def _suffix(path: Path) -> str:
