@@ -1,4 +1,5 @@
 """Where images lie on the map: tags, world files and .aux.xml; rasterio missing; hostile files."""
+# ruff: noqa: F811 - `run` is a fixture
 
 import socket
 import sys
@@ -7,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import tifffile
-from test_predict import photo, run  # noqa: F401 - `run` is a fixture
+from test_predict import photo, run  # noqa: F401
 from test_raster import GEO
 
 from segtrain.annotations.geojson import read
@@ -50,10 +51,7 @@ def place(path):
 
 @pytest.mark.parametrize("way", ["tags", "world", "WORLD", "aux"])
 def test_a_georeference_without_rasterio_is_refused_with_the_line_to_install_it(
-    run,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-    way,
+    run, tmp_path, monkeypatch, way
 ):
     path = write(tmp_path / "x.tif", way)
     monkeypatch.setitem(sys.modules, "rasterio", None)
@@ -66,12 +64,7 @@ def test_a_georeference_without_rasterio_is_refused_with_the_line_to_install_it(
 
 
 @pytest.mark.parametrize("way", ["plain", "statistics"])
-def test_a_file_without_a_georeference_needs_no_rasterio(
-    run,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-    way,
-):
+def test_a_file_without_a_georeference_needs_no_rasterio(run, tmp_path, monkeypatch, way):
     path = write(tmp_path / "x.tif", way)
     monkeypatch.setitem(sys.modules, "rasterio", None)
     assert place(path) is None
@@ -80,11 +73,7 @@ def test_a_file_without_a_georeference_needs_no_rasterio(
 
 
 @pytest.mark.parametrize("way", ["world", "WORLD", "aux"])
-def test_files_beside_an_image_tell_its_place_and_that_of_its_prediction(
-    run,  # noqa: F811
-    tmp_path,
-    way,
-):
+def test_files_beside_an_image_tell_its_place_and_that_of_its_prediction(run, tmp_path, way):
     path = write(tmp_path / "x.tif", way)
     assert place(path) == (PLACE, None)
     assert run(path, probabilities="tif") == 0
@@ -153,10 +142,7 @@ ONE = ClassFile("one", (SegClass("a", (200, 0, 10), (1,)),), (0,), (0, 0, 0))
 
 @pytest.mark.parametrize("text", [VRT, WMS])
 def test_a_vrt_or_wms_by_the_name_of_a_tiff_is_refused_and_asks_no_address(
-    run,  # noqa: F811
-    tmp_path,
-    address,
-    text,
+    run, tmp_path, address, text
 ):
     path = write(tmp_path / "x.tif", "world")
     path.write_text(text.format(address[0]))

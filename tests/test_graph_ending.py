@@ -64,7 +64,7 @@ def test_after_sigterm(begun, tmp_path):
     command = begun(train={"steps": 10_000})
     command.wait_for_step(tmp_path / "run", 6)
     os.kill(command.process.pid, signal.SIGTERM)
-    ended(command, 143)
+    assert "stopped by SIGTERM after step " in ended(command, 143)
 
 
 def test_after_an_error(begun, tmp_path):

@@ -629,6 +629,7 @@ class Tell(Part):
     steps = [int(line.split()[0]) for line in told[0]]
     assert steps[:2] == [1, 2]
     assert last(run).step == steps[-1] < 20  # the ranks end together, a step later
+    assert f"ended after {steps[-1]} of 20 steps\n" in (run / "train.log").read_text()
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["train/loss"] for line in logged if "train/loss" in line]
     assert losses == pytest.approx([float(line.split()[1]) for line in told[0]], rel=1e-6)
