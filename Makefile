@@ -38,8 +38,11 @@ install: $(STAMP)
 demo: install
 	$(BIN)/python tools/demo.py
 
+# Which tests; .ci/run takes slow ones in, too.
+SELECT ?= -m "not slow"
+
 test: install
-	$(BIN)/python -m pytest -q -n auto -m "not slow"
+	$(BIN)/python -m pytest -q -n auto $(SELECT)
 
 test-all: install
 	$(BIN)/python -m pytest -q -n auto

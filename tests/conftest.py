@@ -17,7 +17,8 @@ import pytest
 # Tests run beside each other on few cores; the ranks they start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-_GPU = Path(__file__).resolve().parent / "gpu"
+_TESTS = Path(__file__).resolve().parent
+_GPU = _TESTS / "gpu"
 
 # Started by nohup, the tests would inherit that SIGHUP is ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -27,6 +28,14 @@ _RANKS_TIMEOUT_S = 900
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--times", metavar="FILE", help="write there what each test costs; see tests/times.py"
+    )
+    parser.addoption(
+        "--since",
+        metavar="COMMIT",
+        help="of the slow tests those whose folders have changed since; --since= those of all",
+    )
     group = parser.getgroup("tests for a CUDA device (pytest -m gpu)")
     group.addoption(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: run them tiny on the CPU"
@@ -40,6 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("times"):
+        from times import Times
+
+        config.pluginmanager.register(Times(Path(file), getattr(config, "workeroutput", None)))
     # On a machine with devices the other tests would run on them. What CUDA sees is decided once in
     # a process, so a session of pytest has devices for all tests or for none.
     if _is_for_gpu(config) and config.getoption("numprocesses", None):
@@ -55,6 +68,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if _is_for_gpu(config):
         return True if collection_path.suffix == ".py" and collection_path.parent != _GPU else None
     return True if collection_path == _GPU else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    commit = config.getoption("since")
+    if commit is not None:
+        changed = changed_folders(commit) if commit else None
+        left_out = [item for item in items if not is_due(item, changed)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_due(item, changed)]
+
+
+def changed_folders(commit: str) -> set[str]:
+    """The folders and modules of segtrain in which a file differs from `commit`."""
+    command = ["git", "diff", "--name-only", commit, "--", "segtrain"]
+    names = subprocess.check_output(command, cwd=_TESTS.parent, text=True).splitlines()
+    return {name.split("/")[1].removesuffix(".py") for name in names}
+
+
+def is_due(item: pytest.Item, changed: set[str] | None) -> bool:
+    """Whether continuous integration runs a test; changed: folders, None if that is not known."""
+    about = [{*mark.args} for mark in item.iter_markers("slow")]
+    return all(folders and (changed is None or folders & changed) for folders in about)
 
 
 def _is_for_gpu(config: pytest.Config) -> bool:
