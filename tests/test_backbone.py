@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torchvision
 from experiments import lively, on_meta
 from torch import nn
 
@@ -36,6 +35,8 @@ def loaded(backbone, reference, classifier_keys):
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_resnet_equals_torchvision(name):
+    import torchvision
+
     reference = lively(lambda: torchvision.models.get_model(name), seed=3)
     ours = loaded(on_meta(lambda: backbone_of(name)), reference, ("fc.",))
     x = images(40, 57)
@@ -48,6 +49,8 @@ def test_resnet_equals_torchvision(name):
 )
 def test_mobilenet_equals_torchvision(name, stop, aux):
     """The dilated form of V3 is that of torchvision's DeepLabV3, in tests/test_convert.py."""
+    import torchvision
+
     reference = lively(lambda: torchvision.models.get_model(name), seed=5)
     ours = loaded(on_meta(lambda: backbone_of(name)), reference, ("classifier.", "features.18."))
     y = x = images(40, 57)
@@ -58,6 +61,8 @@ def test_mobilenet_equals_torchvision(name, stop, aux):
 
 @pytest.mark.parametrize("name", ["resnet34", "resnet101"])
 def test_larger_resnets_have_the_shapes_of_torchvisions(name):
+    import torchvision
+
     ours = on_meta(lambda: backbone_of(name))
     reference = on_meta(lambda: torchvision.models.get_model(name))
     shapes = {key: value.shape for key, value in reference.state_dict().items()}

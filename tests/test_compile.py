@@ -16,10 +16,6 @@ from experiments import experiment, losses, train, write_config
 from processes import REPOSITORY
 from replays import small_model
 from stepping import train_steps
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from segtrain.checkpoint.format import load
 from segtrain.config import load_config
@@ -42,6 +38,9 @@ class Graphs:
         self.collectives = {"forward": [], "backward": []}
 
     def __call__(self, graph, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
         backend = aot_autograd(
             fw_compiler=self._counted("forward"),
             bw_compiler=self._counted("backward"),
@@ -51,6 +50,8 @@ class Graphs:
         return backend(graph, inputs)
 
     def _counted(self, direction):
+        from torch._functorch.aot_autograd import make_boxed_func
+
         def compiler(graph, inputs):
             reduces = [node for node in graph.graph.nodes if "all_reduce" in str(node.target)]
             self.collectives[direction].append(len(reduces))
@@ -85,6 +86,8 @@ def batches(config, rows):
 def trained(config_file, build, *overrides):
     """The numbers of all steps, the gradients of the first, the state dict at the end; and of a
     compiled run the graphs after each step, the breaks, and the collectives in every graph."""
+    from torch._dynamo.utils import counters
+
     torch.compile = traced
     config = load_config(config_file, overrides)
     torch.manual_seed(0)

@@ -17,11 +17,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from experiments import lively
 from safetensors.torch import save_file
 from torch import nn
-from torchvision.models.segmentation.deeplabv3 import ASPP
 
 from segtrain.checkpoint import load_model
 from segtrain.checkpoint.trained import load_initial
@@ -73,9 +71,15 @@ def resize(x, size, align):
     return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=align)
 
 
+def of_torchvision(name, **options):
+    import torchvision
+
+    return torchvision.models.get_model(name, **options)
+
+
 def without_classifier():
     """torchvision's ResNet-18."""
-    network = torchvision.models.resnet18()
+    network = of_torchvision("resnet18")
     del network.fc
     return network
 
@@ -111,7 +115,7 @@ def assert_equal(model, theirs, size, *, aux=True):
 def test_torchvisions_logits_are_those_of_the_converted_model(name, width, classes):
     """So wide that a kernel of the largest rate, 36, reaches from one feature to another."""
     options = {"weights": None, "weights_backbone": None, "num_classes": K, "aux_loss": True}
-    reference = lively(lambda: torchvision.models.get_model(name, **options))
+    reference = lively(lambda: of_torchvision(name, **options))
     model, config = converted(reference.state_dict(), classes)
     assert config.data.short_side_px == 520
     assert "antialias" in detect(reference.state_dict(), {}).plan.notes[0]
@@ -126,7 +130,7 @@ def test_torchvisions_logits_are_those_of_the_converted_model(name, width, class
 def torchvisions():
     """The keys and shapes of torchvision's DeepLabV3 with an auxiliary head."""
     with torch.device("meta"):
-        network = torchvision.models.get_model(
+        network = of_torchvision(
             "deeplabv3_resnet50", weights=None, weights_backbone=None, aux_loss=True
         )
     return network.state_dict()
@@ -148,9 +152,9 @@ class SemsegPSPNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        resnet = torchvision.models.resnet50()
+        resnet = of_torchvision("resnet50")
         resnet.inplanes = 128
-        resnet.layer1 = resnet._make_layer(torchvision.models.resnet.Bottleneck, 64, 3)
+        resnet.layer1 = resnet._make_layer(type(resnet.layer1[0]), 64, 3)
         stem = [*conv_bn(3, 3, 64, stride=2), *conv_bn(64, 3, 64), *conv_bn(64, 3, 128)]
         self.layer0 = nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1))
         self.layer1, self.layer2 = resnet.layer1, resnet.layer2
@@ -203,6 +207,8 @@ class Separable(nn.Module):
 
 def aspp_of(c, rates, *, separable):
     """torchvision's, whose keys VainF and segmentation_models.pytorch share."""
+    from torchvision.models.segmentation.deeplabv3 import ASPP
+
     aspp = ASPP(c, rates, 16)
     for rate, branch in zip(rates, aspp.convs[1:] if separable else (), strict=False):
         branch[0] = Separable(c, 16, rate)
@@ -216,7 +222,7 @@ class VainF(nn.Module):
         super().__init__()
         dilate = [False, output_stride == 8, True]
         rates = (6, 12, 18) if output_stride == 16 else (12, 24, 36)
-        self.backbone = torchvision.models.resnet50(replace_stride_with_dilation=dilate)
+        self.backbone = of_torchvision("resnet50", replace_stride_with_dilation=dilate)
         del self.backbone.fc
         aspp = aspp_of(2048, rates, separable=separable)
         c = 12 + 16 if plus else 16
@@ -769,7 +775,7 @@ def test_models_that_segtrain_does_not_have_are_refused(keys, message):
 def test_heads_of_torchvision_that_segtrain_does_not_have_are_named(name, message):
     """With prefixes too."""
     with torch.device("meta"):
-        network = torchvision.models.get_model(name, weights=None, weights_backbone=None)
+        network = of_torchvision(name, weights=None, weights_backbone=None)
     for prefix in ("", "module."):
         state = {f"{prefix}{key}": value for key, value in network.state_dict().items()}
         with pytest.raises(CheckpointError, match=f"this is a file of torchvision's {message}: "):
@@ -797,7 +803,7 @@ def test_options_that_contradict_the_keys_are_refused(setting, decided, torchvis
 def test_auxiliary_head_is_left_out_as_set(tmp_path, classes):
     """Also one of another width than segtrain's."""
     options = {"weights": None, "weights_backbone": None, "num_classes": K, "aux_loss": True}
-    network = torchvision.models.get_model("deeplabv3_mobilenet_v3_large", **options)
+    network = of_torchvision("deeplabv3_mobilenet_v3_large", **options)
     torch.save(network.state_dict(), "theirs.pth")
     settings = ["model.aux_head=false"]
     made = convert_file(Path("theirs.pth"), Path("o.pt"), classes=classes, overrides=settings)

@@ -8,7 +8,6 @@ import pytest
 import tifffile
 import torch
 from PIL import Image
-from sklearn.metrics import average_precision_score, precision_recall_curve
 from test_evaluate import cityscapes, command, know_the_colors  # noqa: F401 - fixtures
 from test_evaluate_dataset import CLASSES, CPU, SETTINGS
 from test_predict import photo, read, run, save  # noqa: F401 - `run` is a fixture
@@ -76,6 +75,8 @@ def counts(request):
 
 
 def test_curves_and_average_precision_are_those_of_scikit_learn(counts):
+    from sklearn.metrics import average_precision_score, precision_recall_curve
+
     known, labels = probabilities()
     for k in range(CLASSES):
         rounded = np.floor(known[:, k] * CURVE_BINS) / CURVE_BINS

@@ -5,7 +5,6 @@ import re
 
 import cv2
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from experiments import experiment, train, write_config, write_data
@@ -70,6 +69,8 @@ def test_a_class_that_no_member_believes_in_keeps_a_finite_logarithm():
 
 
 def test_predictions_scores_and_export_are_of_the_mean(runs, tmp_path, lab):
+    import onnxruntime
+
     image, images = picture(runs)
     expected = sum(probabilities(runs / name, images) for name in "ab")[0].argmax(0).numpy()
 

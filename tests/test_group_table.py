@@ -7,7 +7,6 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.metrics import f1_score, jaccard_score
 from test_evaluate import NAMES, cityscapes, command, know_the_colors  # noqa: F401 - fixtures
 
 from segtrain.data.read.classes import load_class_file
@@ -38,6 +37,8 @@ def maps(cityscapes, tmp_path):  # noqa: F811
 
 
 def test_scores_of_groups_are_those_of_their_pixels(command, tmp_path, maps, capsys):  # noqa: F811
+    from sklearn.metrics import f1_score, jaccard_score
+
     pattern = re.compile(r"/val/(\w+)/")
     scores = command(group=pattern, save_predictions=str(tmp_path / "out"))
     output = capsys.readouterr().out

@@ -7,7 +7,6 @@ import pytest
 import tifffile
 import torch
 from PIL import Image
-from timm.models._manipulate import adapt_input_conv
 
 from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, load_config
@@ -234,6 +233,8 @@ def test_the_module_normalizes_bytes_and_floats_alike_and_keeps_type_and_layout(
 
 @pytest.mark.parametrize("channels", [1, 2, 4, 13])
 def test_kernels_for_rgb_are_widened_as_timm_does(channels):
+    from timm.models._manipulate import adapt_input_conv
+
     kernels = torch.randn(8, 3, 3, 3, generator=torch.Generator().manual_seed(0))
     expected = adapt_input_conv(channels, kernels)
     torch.testing.assert_close(widened(kernels, channels), expected, rtol=1e-6, atol=1e-6)

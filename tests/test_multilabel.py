@@ -12,8 +12,6 @@ import tifffile
 import torch
 import torch.nn.functional as F
 from experiments import bits, experiment, last, logged, stopped_after, train, write_config
-from sklearn.metrics import average_precision_score, f1_score, jaccard_score
-from torchvision.ops import sigmoid_focal_loss
 
 from segtrain.api import Predictor
 from segtrain.checkpoint import load_model
@@ -147,6 +145,8 @@ def expected_cross_entropy(logits, labels):
 
 
 def expected_focal(logits, labels):
+    from torchvision.ops import sigmoid_focal_loss
+
     x, y, valid = flat(logits, labels)
     return sigmoid_focal_loss(x[valid], y[valid].double(), alpha=-1, gamma=2, reduction="mean")
 
@@ -263,6 +263,8 @@ def counted():
 
 
 def test_scores_are_those_of_scikit_learn():
+    from sklearn.metrics import average_precision_score, f1_score, jaccard_score
+
     probabilities, labels, matrix, curves, _ = counted()
     scores = scores_of(matrix.counts, curves.counts)
     p, y, valid = flat(probabilities, labels)
@@ -283,6 +285,8 @@ def test_scores_are_those_of_scikit_learn():
 
 
 def test_thresholds_are_the_best_of_all_and_images_are_counted_at_them():
+    from sklearn.metrics import jaccard_score
+
     probabilities, labels, _, curves, levels = counted()
     thresholds = best_thresholds(levels_of(curves.counts))
     p, y, valid = flat(probabilities, labels)

@@ -13,8 +13,6 @@ from memory import ClonesAsHost, LiveBytes
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from torchvision.models import resnet18
-from torchvision.ops import StochasticDepth
 
 from segtrain import parts
 from segtrain.distributed import collectives as dist
@@ -171,6 +169,12 @@ def compiled():
     return layer
 
 
+def stochastic_depth():
+    from torchvision.ops import StochasticDepth
+
+    return StochasticDepth(0.1, "row")
+
+
 SPECTRAL = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))
 
 
@@ -179,17 +183,17 @@ SPECTRAL = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))
     [
         (nn.Dropout2d(0.1), "3 is a Dropout2d that draws random numbers"),
         (DropPath(), "3 is a DropPath that draws"),
-        (StochasticDepth(0.1, "row"), "changes torch's random numbers"),
+        (stochastic_depth, "changes torch's random numbers"),
         (SPECTRAL, "changes the buffer 3.parametrizations"),
         (Attention(), "depends on other images"),
         (Kept(), "depends on other images"),
         (hooked("register_hook"), "3.weight has a hook"),
         (hooked("register_post_accumulate_grad_hook"), "3.weight has a hook"),
-        (compiled(), "3 is a Conv2d, compiled"),
+        (compiled, "3 is a Conv2d, compiled"),
     ],
 )
 def test_what_would_give_another_gradient_is_refused_in_training(layer, message):
-    model = convert(net(layer))
+    model = convert(net(layer if isinstance(layer, nn.Module) else layer()))
     for _ in range(2):  # the second call, too
         with pytest.raises(ValueError, match=message):
             backward(model, pixels, IMAGES, LABELS)
@@ -279,6 +283,8 @@ def peak(way, size):
 
     way: the images in a row (plain), or parts on a device or on a CPU; `size` of them at a time.
     """
+    from torchvision.models import resnet18
+
     torch.manual_seed(0)
     x, y, model = torch.randn(8, 3, 97, 97), torch.randint(5, (8,)), resnet18(num_classes=5)
     for parameter in convert(model).parameters():

@@ -5,7 +5,6 @@ import pathlib
 
 import pytest
 import torch
-import torchvision
 from experiments import flip_bit
 from safetensors.torch import save_file
 
@@ -24,6 +23,8 @@ CLASSIFIER = ("fc.weight", "fc.bias")
 
 @pytest.fixture(scope="module")
 def classifier_state():
+    import torchvision
+
     torch.manual_seed(0)
     return torchvision.models.resnet18(num_classes=7).state_dict()
 
@@ -132,6 +133,8 @@ def test_what_holds_no_weights_is_refused(
 @pytest.fixture
 def published(tmp_path, monkeypatch, classifier_state):
     """torchvision's named weight, served from a file whose name carries its hash."""
+    import torchvision
+
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     local = tmp_path / "resnet18.pth"
     torch.save(classifier_state, local)

@@ -10,14 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-import matplotlib
 import numpy as np
 import pytest
 import torch
 from experiments import experiment, train, unread, write_config, write_data
-from scipy import stats
-from sklearn.calibration import calibration_curve
-from sklearn.metrics import precision_recall_fscore_support
 
 from segtrain.commands.start import write_page
 from segtrain.errors import ConfigError, DataError
@@ -53,6 +49,8 @@ def drawn(num=4000, classes=4, seed=0):
 
 
 def test_dice_precision_and_recall_are_those_of_scikit_learn():
+    from sklearn.metrics import precision_recall_fscore_support
+
     label, pred, _ = drawn()
     matrix = ConfusionMatrix(4)
     matrix.update(torch.from_numpy(pred), torch.from_numpy(label))
@@ -69,6 +67,8 @@ def test_dice_precision_and_recall_are_those_of_scikit_learn():
 
 
 def test_the_reliability_curve_is_that_of_scikit_learn():
+    from sklearn.calibration import calibration_curve
+
     label, pred, probability = drawn()
     calibration = Calibration()
     for part in np.array_split(np.arange(len(label)), 3):
@@ -317,6 +317,8 @@ def test_overlays_of_the_worst_images(run, tmp_path, lab):
 
 
 def test_the_confusion_matrix_is_darkest_where_a_row_has_its_pixels():
+    import matplotlib
+
     counts = np.array([[90, 10, 0], [0, 0, 0], [0, 500, 500]])
     cells = np.unique(charts.confusion_picture(counts, ["a", "$b$", "c"]).reshape(-1, 3), axis=0)
     for part in (0.9, 0.1, 0.5, 0.0):
@@ -384,6 +386,8 @@ def read_like(name):
 
 def test_the_interval_with_seeds_is_that_of_welch_and_satterthwaite():
     """Two variances that add up: 0.005 of seeds, shared by both sides, and that of 11 images."""
+    from scipy import stats
+
     of_seeds, of_images = 0.005 * (1 / 2 + 1 / 1), (0.1 / stats.t.ppf(0.975, 10)) ** 2
     total = of_seeds + of_images
     degrees = total**2 / (of_seeds**2 / 1 + of_images**2 / 10)

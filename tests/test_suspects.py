@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from experiments import COLORS, small, train, write_config, write_data
-from scipy import stats
 
 from segtrain.checkpoint import load_model
 from segtrain.config import load_config
@@ -43,6 +42,8 @@ def blobs(seed=0, size=(80, 120)):
 
 
 def test_the_score_is_the_modified_z_of_the_logarithm():
+    from scipy import stats
+
     mean = np.random.default_rng(0).lognormal(size=(40, 2))
     mean[::7, 1] = np.nan
     usual, score = modified_z(mean, np.full(mean.shape, 0.3))

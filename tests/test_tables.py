@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from experiments import unread
-from scipy import stats
 
 from segtrain.evaluation.records import Records
 from segtrain.results.compare import compare, comparison_lines
@@ -72,6 +71,8 @@ def latex_cells(text):
 
 
 def test_the_numbers_are_those_of_numpy_and_scipy(sides):
+    from scipy import stats
+
     found = compare(*sides)
     a, b = map(ious, sides)
     rows = {row.name: row for row in found.table}

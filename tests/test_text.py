@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from segtrain.config import DataConfig, config_to_yaml, parse_config
 from segtrain.data import open_dataset
@@ -72,6 +71,8 @@ def test_errors_and_wrong_arguments_reach_the_terminal_escaped_and_cut(monkeypat
 
 
 def test_the_log_and_the_score_table_escape_what_they_are_given(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     matrix = ConfusionMatrix(4)
     with RunLog(tmp_path, enabled=True) as log:
         log.lines([f"warning: {text}" for text in HOSTILE])

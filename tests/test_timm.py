@@ -1,6 +1,7 @@
 """timm's networks as backbones: timm's features, our batch norm, nothing random, clear refusals."""
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from segtrain.models.pretrained import load_backbone
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d, convert
 from segtrain.training.optim.layers import freeze_layers
 
-timm = pytest.importorskip("timm", reason="needs timm: pip install '.[timm]'")
+pytestmark = pytest.mark.skipif(find_spec("timm") is None, reason="needs pip install '.[timm]'")
 
 # The smallest of a family each.
 CONVNEXT, EFFICIENTNET, REGNET = "convnext_atto", "efficientnet_b0", "regnetx_002"
@@ -54,6 +55,8 @@ def test_strides_are_known_where_features_lie_over_them(name, strides):
 @pytest.mark.parametrize("output_stride", [8, 32])
 @pytest.mark.parametrize("name", NAMES)
 def test_features_are_those_of_timm(name, output_stride):
+    import timm
+
     options = {} if output_stride == 32 else {"output_stride": output_stride}
     reference = lively(timm.create_model(name, features_only=True, **options)).double().eval()
     ours = build_backbone(config_of(name, output_stride=output_stride), norm=SyncBatchNorm2d)
@@ -103,6 +106,8 @@ def test_group_norm_takes_the_place_of_batch_norm_with_its_activation():
 
 
 def test_weights_in_timms_layout_are_loaded_and_the_classifier_reported(tmp_path):
+    import timm
+
     state = lively(timm.create_model(EFFICIENTNET)).state_dict()
     torch.save(state, tmp_path / "weights.pth")
     backbone = build_backbone(config_of(EFFICIENTNET))
@@ -115,6 +120,8 @@ def test_weights_in_timms_layout_are_loaded_and_the_classifier_reported(tmp_path
 
 
 def test_weights_by_name_are_timms(monkeypatch):
+    import timm
+
     whole = lively(timm.create_model(REGNET))
     downloaded = []
 
@@ -193,6 +200,8 @@ def test_random_layers_and_statistics_that_cannot_be_synchronized_are_refused():
 
 def test_conversion_keeps_what_a_subclass_applies():
     """Its activation, whose output is what hooks of the user see."""
+    import timm
+
     layer, x = timm.layers.BatchNormAct2d(3, act_layer=nn.PReLU).double(), images(2, 3, 4, 5)
     wanted, seen = copy.deepcopy(layer), []
     keys = nn.Sequential(layer).state_dict().keys()

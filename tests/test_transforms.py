@@ -1,7 +1,6 @@
 import pickle
 import random
 
-import albumentations
 import cv2
 import numpy as np
 import pytest
@@ -358,6 +357,8 @@ STILL = {"allow_shifted": False, "direction_range": (0, 0)}
     ],
 )
 def test_an_extra_transform_that_moves_the_image_under_its_label_is_refused(name, moving, way):
+    import albumentations
+
     moved = [edge_shift_px(getattr(albumentations, name)(**moving), seed) for seed in range(16)]
     assert np.abs(moved).max() > 0.5
     said = rf"augment\.extra\[0\] \({name}\): moves the image and leaves its label .*; {way}"
@@ -366,6 +367,8 @@ def test_an_extra_transform_that_moves_the_image_under_its_label_is_refused(name
 
 
 def test_motion_blur_about_each_pixel_is_taken():
+    import albumentations
+
     make(crop_size=(16, 20), extra=({"name": "MotionBlur", "args": STILL},))
     blur = albumentations.MotionBlur(**STILL, blur_limit=(15, 15))
     assert max(abs(edge_shift_px(blur, seed)) for seed in range(16)) < 0.02
