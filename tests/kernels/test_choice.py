@@ -7,7 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from segtrain import kernels
 from segtrain.commands.train.preflight import device_lines
-from segtrain.kernels import bilinear
 from segtrain.training.graph import GraphPlan
 
 CUDA = torch.device("cuda", 0)
@@ -54,7 +53,7 @@ def test_where_triton_cannot_launch_the_log_says_why(monkeypatch):
     def build(*_, **__):
         raise RuntimeError("Failed to find C compiler. Please specify via CC\nor set it")
 
-    monkeypatch.setattr(bilinear, "resize_gradient", build)
+    monkeypatch.setattr("segtrain.kernels.bilinear.resize_gradient", build)
     failure = kernels._failure(torch.device("cpu"))
     kernels._failure.cache_clear()
     monkeypatch.setattr(kernels, "_failure", lambda _: failure)

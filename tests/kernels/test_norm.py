@@ -2,10 +2,12 @@
 
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from cuda_standins import cuda_arithmetic
 from memory import saved_bytes
 from torch import nn
@@ -15,7 +17,6 @@ from segtrain.config import ModelConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.models import build_model
-from segtrain.models.blocks import ConvNormReLU, recomputed
 from segtrain.models.mobilenet import MobileNet
 from segtrain.models.resnet import _Block, _Conv
 from segtrain.norm import (
@@ -29,7 +30,8 @@ from segtrain.norm import (
 )
 from segtrain.norm.cuda_kernels import NormInput
 
-CUTS = {"none": lambda y: y, "relu": F.relu, "relu6": F.relu6}
+SLOW = pytest.mark.slow("kernels", "norm", "models")
+CUTS = {"relu": F.relu, "relu6": F.relu6, "none": lambda y: y}
 
 
 def image(*shape, dtype=torch.float32, shift=0.0, scale=1.0, seed=0):
@@ -46,28 +48,21 @@ def near(got, wanted, tolerance):
     assert error <= tolerance * wanted.double().abs().max().item(), error
 
 
-def of_layer(dtype, *shapes, affine=True):
-    """A layer's input, gradient of the output, shortcut, weight and bias."""
-    shape, channels = shapes[0], shapes[0][1]
-    x, grad, shortcut = (
+def of_layer(shape, dtype=torch.float32):
+    """A layer's input, gradient of the output, and shortcut."""
+    return [
         image(*shape, dtype=dtype, shift=shift, scale=2, seed=seed)
         for seed, shift in enumerate((3, 0, 0))
-    )
-    parameters = [None, None]
-    if affine:
-        parameters = [torch.rand(channels) + 0.5, torch.randn(channels)]
-    return x, grad, shortcut, parameters
+    ]
 
 
-@contextmanager
+@pytest.fixture
 def few_programs(monkeypatch):
     """So that each has several tiles of pixels."""
     from segtrain.kernels import norm
 
-    with monkeypatch.context() as patch:
-        patch.setattr(norm, "_SUMMING", 2)
-        patch.setattr(norm, "_ELEMENTWISE", 2)
-        yield
+    monkeypatch.setattr(norm, "_SUMMING", 2)
+    monkeypatch.setattr(norm, "_ELEMENTWISE", 2)
 
 
 @contextmanager
@@ -98,36 +93,33 @@ def counted():
 
 SHAPES = {
     "19 channels": (3, 19, 7, 5),
-    "3 channels": (2, 3, 3, 5),
     "1 channel": (2, 1, 3, 5),
     "24 channels": (1, 24, 9, 8),
     "two blocks of channels": (1, 96, 5, 3),
 }
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of float32 the rounding of sums; bfloat16 has 8 bits, which the interpreter cuts off.
 MOST = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-FORMS = [(cut, shortcut) for cut in ("relu", "relu6") for shortcut in (False, True)]
+FORMS = [(*CUTS,), (*SHAPES,), (*DTYPES,), ("affine", "without parameters"), ("alone", "shortcut")]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("cut", "shortcut"), [("none", False), *FORMS], ids=str)
-def test_a_layer_is_batch_norm_with_what_follows(monkeypatch, name, cut, shortcut):
-    with few_programs(monkeypatch):
-        check_layer(SHAPES[name], torch.float32, cut, shortcut)
+def is_form(row):
+    """A shortcut is added before an activation."""
+    return not {"none", "shortcut"} <= {*row}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shortcut", [False, True])
-def test_half_types_come_in_and_go_out(dtype, shortcut):
-    check_layer((2, 24, 5, 7), dtype, "relu", shortcut)
+# In full, with one of each; a row of `covering` leaves out what meets nothing new.
+ALL = [pytest.param(row, marks=SLOW) for row in product(*FORMS) if is_form(row)]
 
 
-def test_without_parameters():
-    check_layer((2, 19, 5, 7), torch.float32, "relu", False, affine=False)
-
-
-def check_layer(shape, dtype, cut, has_shortcut, affine=True):
+@pytest.mark.parametrize("row", [*covering(FORMS, is_form, seed=0), *ALL], ids=", ".join)
+def test_a_layer_is_batch_norm_with_what_follows(few_programs, row):
     torch.manual_seed(0)
-    x, grad, shortcut, parameters = of_layer(dtype, shape, affine=affine)
+    cut, shape, dtype = (next((x for x in group if x in row), group[0]) for group in FORMS[:3])
+    (x, grad, shortcut), parameters = of_layer(SHAPES[shape], DTYPES[dtype]), [None, None]
+    if is_affine := "without parameters" not in row:
+        parameters = [torch.rand(x.shape[1]) + 0.5, torch.randn(x.shape[1])]
+    has_shortcut = "shortcut" in row
     given = [t for t in (x, shortcut if has_shortcut else None, *parameters) if t is not None]
     for tensor in given:
         tensor.requires_grad_()
@@ -137,41 +129,27 @@ def check_layer(shape, dtype, cut, has_shortcut, affine=True):
     got = torch.autograd.grad(y, given, grad)
 
     wide = [t.detach().double().requires_grad_() for t in given]
-    weight, bias = wide[-2:] if affine else (None, None)
+    weight, bias = wide[-2:] if is_affine else (None, None)
     z = F.batch_norm(wide[0], None, None, weight, bias, True, 0.0, 1e-3)
     wanted = CUTS[cut](z + wide[1] if has_shortcut else z)
     wanted_grads = torch.autograd.grad(wanted, wide, grad.double())
-    assert (y.dtype, y.stride()) == (dtype, x.stride())
-    near(y, wanted, MOST[dtype])
+    assert (y.dtype, y.stride()) == (x.dtype, x.stride())
+    near(y, wanted, MOST[x.dtype])
     for tensor, one, other in zip(given, got, wanted_grads, strict=True):
         assert (one.dtype, one.stride()) == (tensor.dtype, tensor.stride())
-        near(one, other, 2 * MOST[dtype])
+        near(one, other, 2 * MOST[x.dtype])
     near(mean, x.double().mean((0, 2, 3)), 1e-6)
     near(var, x.double().var((0, 2, 3), correction=0), 1e-6)
     assert count == x.numel() // x.shape[1]
 
 
-def test_two_layers_may_share_one_output():
-    torch.manual_seed(0)
-    x, grad, other, parameters = of_layer(torch.float32, (2, 19, 5, 7))
-    more = [torch.rand(19), torch.randn(19)]
-    given = [x, *parameters, other, *more]
-    for tensor in given:
-        tensor.requires_grad_()
-    layers = [NormInput(x, *parameters, 1e-3), NormInput(other, *more, 1e-3)]
-    (y,), _ = fused.fused_norms(layers, None, "relu", joined=True)
-    got = torch.autograd.grad(y, given, grad)
-    wide = [t.detach().double().requires_grad_() for t in given]
-    both = [F.batch_norm(a, None, None, w, b, True, 0.0, 1e-3) for a, w, b in (wide[:3], wide[3:])]
-    wanted = F.relu(sum(both))
-    near(y, wanted, 3e-6)
-    for one, another in zip(got, torch.autograd.grad(wanted, wide, grad.double()), strict=True):
-        near(one, another, 6e-6)
+KINDS = ["normal", "a black border", "an outlier", "constant"]
+FAR = [*zip((1e4, 1e4, 0, 1e2), KINDS, strict=True)]
+OTHERS = [pytest.param(*row, marks=SLOW) for row in product((0, 1e2, 1e4), KINDS) if row not in FAR]
 
 
-@pytest.mark.parametrize("ratio", [0, 1e2, 1e4])
-@pytest.mark.parametrize("kind", ["normal", "a black border", "an outlier", "constant"])
-def test_the_variance_survives_a_mean_far_from_zero(monkeypatch, ratio, kind):
+@pytest.mark.parametrize(("ratio", "kind"), FAR + OTHERS)
+def test_the_variance_survives_a_mean_far_from_zero(few_programs, ratio, kind):
     """A sum of float32 squares is wrong by 19 % at a ratio of 1000."""
     from segtrain.kernels import norm
 
@@ -182,8 +160,7 @@ def test_the_variance_survives_a_mean_far_from_zero(monkeypatch, ratio, kind):
         x[0, :, 0, 0] += 1e4
     if kind == "constant":
         x[:] = x[0, :, :1, :1].clone()
-    with few_programs(monkeypatch):
-        mean, var, inv_std = norm.finished(norm.packed_moments([x]), 1e-5)
+    mean, var, inv_std = norm.finished(norm.packed_moments([x]), 1e-5)
     wanted = x.double().var((0, 2, 3), correction=0)
     error = (mean - x.double().mean((0, 2, 3))).abs()
     assert (error <= 1e-6 * wanted.sqrt() + 1e-7 * mean.abs()).all()
@@ -229,10 +206,10 @@ def test_what_is_no_number_stays_and_is_seen_in_the_statistics(cut):
 
 
 def test_a_shortcut_that_is_no_number_stays_and_has_a_gradient():
-    x, _, shortcut, parameters = of_layer(torch.float32, (2, 3, 4, 4))
+    x, _, shortcut = of_layer((2, 3, 4, 4))
     shortcut[0, 2, 1, 1] = torch.nan
     shortcut.requires_grad_()
-    layer = NormInput(x, *parameters, 1e-5)
+    layer = NormInput(x, None, None, 1e-5)
     (y,), _ = fused.fused_norms([layer], None, "relu6", shortcut=shortcut)
     assert y.isnan().nonzero().tolist() == [[0, 2, 1, 1]]
     (grad,) = torch.autograd.grad(y.sum(), shortcut)
@@ -250,16 +227,16 @@ def test_of_a_layer_with_relu_its_input_alone_is_kept():
     assert 2 * x.nbytes <= kept <= 2 * x.nbytes + vectors
 
 
-def one_step(module, *inputs):
+def one_step(module, x):
     """Outputs, gradients and buffers of a step that starts from the module's present state."""
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    x = x.detach().clone().requires_grad_()
     module.zero_grad()
-    y = module(*inputs)
+    y = module(x)
     y.backward(image(*y.shape, *[1] * (4 - y.dim()), dtype=y.dtype, seed=3).view_as(y))
     results = {
         "y": y.detach(),
-        **{f"input {i}": x.grad for i, x in enumerate(inputs)},
+        "input": x.grad,
         **{name: p.grad.clone() for name, p in module.named_parameters()},
         **{name: buffer.clone() for name, buffer in module.named_buffers()},
     }
@@ -293,9 +270,9 @@ def lively(module):
     return module
 
 
-def basic_block(channels, width, stride, recompute="none"):
+def basic_block(channels, stride=1, recompute="none"):
     torch.manual_seed(0)
-    convs = [_Conv(width, 3, stride), _Conv(width, 3)]
+    convs = [_Conv(8, 3, stride), _Conv(8, 3)]
     options = {"norm": SyncBatchNorm2d, "recompute": recompute, "pooled_shortcut": False}
     return lively(_Block(channels, convs, **options))
 
@@ -304,18 +281,17 @@ def basic_block(channels, width, stride, recompute="none"):
     ("channels", "stride", "calls"), [(8, 1, [1, 1]), (6, 2, [1, 2])], ids=["same", "downsample"]
 )
 def test_a_residual_block_is_the_plain_one_to_rounding(channels, stride, calls):
-    compared(basic_block(channels, 8, stride), image(2, channels, 7, 9), calls)
+    compared(basic_block(channels, stride), image(2, channels, 7, 9), calls)
 
 
 @pytest.mark.parametrize("recompute", ["blocks", "norm"])
 def test_a_block_that_is_computed_again_is_the_same(recompute):
     """Blocks bit for bit: also their statistics, which follow one batch."""
-    x = image(2, 8, 7, 9)
-    again = basic_block(8, 8, 1, recompute)
+    x, again = image(2, 8, 7, 9), basic_block(8, recompute=recompute)
     if recompute == "norm":
-        compared(again, x, [1], tolerance=2e-5)
+        compared(again, x, [1])
         return
-    plain = compared(basic_block(8, 8, 1), x, [1, 1])
+    plain = compared(basic_block(8), x, [1, 1])
     with counted() as found:
         got = one_step(again.train().to(memory_format=torch.channels_last), x)
     assert found == [1, 1] * 2
@@ -324,7 +300,7 @@ def test_a_block_that_is_computed_again_is_the_same(recompute):
 
 def test_autocast_gives_what_the_plain_way_gives():
     with torch.autocast("cpu", torch.bfloat16):
-        got = compared(basic_block(8, 8, 1), image(2, 8, 7, 9), [1, 1], tolerance=0.02)
+        got = compared(basic_block(8), image(2, 8, 7, 9), [1, 1], tolerance=0.02)
     assert got["y"].dtype == torch.bfloat16
 
 
@@ -335,24 +311,27 @@ def test_relu6_and_linear_layers_of_a_mobilenet_are_the_plain_ones_to_rounding()
     compared(network, image(2, 3, 13, 11), [1] * 3)
 
 
+class Both(nn.Module):
+    """The logits of both heads of a model in a row."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return torch.cat([t.flatten() for t in self.model(images)])
+
+
+@SLOW
 def test_a_whole_model_is_the_plain_one_to_rounding():
     widths = {"head_channels": 8, "aux_channels": 8, "num_stages": 2, "output_stride": 8}
     options = {"backbone": "resnet18", "arch": "deeplabv3plus", "dropout": 0.0, **widths}
     torch.manual_seed(0)
     model = build_model(ModelConfig(**options), num_classes=3, norm=SyncBatchNorm2d)
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, images):
-            return torch.cat([t.flatten() for t in self.model(images)])
-
     # The stem; of each block the first layer, and the last with or without that of the shortcut;
     # ASPP, its projection beside the low-level one, and the last layers of both heads.
     calls = [1, *[1, 1] * 2, 1, 2, 1, 1, 5, 2, 1, 2]
-    compared(lively(Both()), image(2, 3, 33, 25), calls, tolerance=1e-3)
+    compared(lively(Both(model)), image(2, 3, 33, 25), calls, tolerance=1e-3)
 
 
 def sizes(rank):
@@ -365,9 +344,8 @@ def joined(parts):
 
 
 def of_rank(rank, contiguous=()):
-    x, grad, shortcut, _ = of_layer(torch.float32, sizes(rank))
     layout = torch.contiguous_format if rank in contiguous else torch.channels_last
-    return [t.contiguous(memory_format=layout) for t in (x, grad, shortcut)]
+    return [t.contiguous(memory_format=layout) for t in of_layer(sizes(rank))]
 
 
 def two_layers():
@@ -396,7 +374,7 @@ def shared_step_as_on_cuda(contiguous):
         return shared_step(contiguous)
 
 
-@pytest.mark.parametrize("contiguous", [(), (2,)], ids=["kernels", "one rank plainly"])
+@pytest.mark.parametrize("contiguous", [(2,), pytest.param((), marks=SLOW)])
 def test_uneven_ranks_equal_the_whole_batch(run_ranks, contiguous):
     """One has no images; another may be unable to use kernels."""
     step = shared_step_as_on_cuda if contiguous else shared_step
@@ -444,15 +422,6 @@ def test_running_statistics_can_follow_at_the_end():
     torch.testing.assert_close(*[list(layer.buffers()) for layer in layers], rtol=0, atol=0)
 
 
-def by_virtual_ranks(x, layer):
-    return VirtualRanks(2).run([lambda: norm_relu(x, layer)] * 2)
-
-
-def hooked(layer):
-    layer.register_forward_hook(lambda *_: None)
-    return layer
-
-
 PLAIN = {
     "evaluation": (image(2, 5, 3, 4), lambda: SyncBatchNorm2d(5).eval()),
     "another kind": (image(2, 5, 3, 4), lambda: nn.BatchNorm2d(5)),
@@ -478,7 +447,7 @@ def test_other_layers_and_layouts_go_the_plain_way(name):
 def test_virtual_ranks_go_the_plain_way():
     x, layer = image(2, 5, 3, 4), SyncBatchNorm2d(5)
     with counted() as found:
-        by_virtual_ranks(x, layer)
+        VirtualRanks(2).run([lambda: norm_relu(x, layer)] * 2)
     assert found == []
 
 
@@ -534,15 +503,3 @@ def test_a_second_derivative_is_an_error():
     y = norm_relu(x, SyncBatchNorm2d(5))
     with pytest.raises(RuntimeError, match="create_graph=True"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
-def test_a_convolution_with_its_norm_keeps_its_keys_and_is_recomputed():
-    block = lively(ConvNormReLU(3, 8, 3, norm=SyncBatchNorm2d))
-    assert {"conv.weight", "norm.weight", "norm.running_var"} <= block.state_dict().keys()
-    block.to(memory_format=torch.channels_last)
-    x = image(2, 3, 5, 6).requires_grad_()
-    block(x).square().sum().backward()
-    first = x.grad.clone()
-    x.grad = None
-    recomputed(block, x).square().sum().backward()
-    torch.testing.assert_close(x.grad, first, rtol=0, atol=0)

@@ -9,7 +9,6 @@ from segtrain import kernels
 from segtrain.config import ModelConfig
 from segtrain.evaluation.inference import predict_labels
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings
-from segtrain.kernels import small_logits
 from segtrain.models import SegModel, build_model
 from segtrain.models.enlarged import enlarged
 from segtrain.models.resizing import enlarge
@@ -21,6 +20,8 @@ K = 5
 @pytest.fixture
 def launched(monkeypatch):
     """The shapes of the logits that the kernel was called with."""
+    from segtrain.kernels import small_logits
+
     seen, function = [], small_logits.labels_of
 
     def watched(small, *args):

@@ -5,10 +5,10 @@ from torch import nn
 
 from segtrain import kernels
 from segtrain.config import ModelConfig
-from segtrain.kernels import bilinear as gathering
 from segtrain.models.pspnet import PyramidPooling
 from segtrain.models.resizing import resize
 
+SLOW = pytest.mark.slow("kernels", "models")
 # Height and width in, height and width out: up, down, both, odd and even, by one, from and to one.
 SIZES = [
     ((3, 4), (17, 25)),
@@ -43,7 +43,9 @@ def error_of(found, wanted):
 @pytest.fixture
 def launched(monkeypatch):
     """The dtypes of the gradients that the kernel was called with, and "forward" for each input."""
-    seen, gradient, resized = [], gathering.resize_gradient, gathering.resized
+    from segtrain.kernels import bilinear
+
+    seen, gradient, resized = [], bilinear.resize_gradient, bilinear.resized
 
     def watched(grad, *args, **kwargs):
         seen.append(grad.dtype)
@@ -53,17 +55,17 @@ def launched(monkeypatch):
         seen.append("forward")
         return resized(*args, **kwargs)
 
-    monkeypatch.setattr(gathering, "resize_gradient", watched)
-    monkeypatch.setattr(gathering, "resized", watched_forward)
+    monkeypatch.setattr(bilinear, "resize_gradient", watched)
+    monkeypatch.setattr(bilinear, "resized", watched_forward)
     return seen
 
 
-@pytest.mark.parametrize("align_corners", [False, True])
-@pytest.mark.parametrize(
-    ("size", "out", "dtype"),
-    [(*sizes, torch.float32) for sizes in SIZES]
-    + [(*SIZES[0], dtype) for dtype in (torch.bfloat16, torch.float16)],
-)
+ROWS = [(*sizes, bool(i % 2), torch.float32) for i, sizes in enumerate(SIZES)]
+ROWS += [(*SIZES[0], True, torch.bfloat16), (*SIZES[0], False, torch.float16)]
+OTHERS = [pytest.param(*row[:2], not row[2], row[3], marks=SLOW) for row in ROWS]
+
+
+@pytest.mark.parametrize(("size", "out", "align_corners", "dtype"), ROWS + OTHERS)
 def test_values_and_gradient_are_those_of_interpolate(launched, size, out, align_corners, dtype):
     x = random(1, 3, *size, dtype=dtype, memory_format=torch.channels_last).requires_grad_()
     grad = (random(1, 3, *out) * 2 + 1).to(dtype, memory_format=torch.channels_last)
@@ -117,11 +119,11 @@ def test_float64_and_very_long_sides_go_the_other_way(launched):
     assert launched == []
 
 
-@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("align_corners", [False, pytest.param(True, marks=SLOW)])
 def test_pyramid_pooling_trains_as_without_a_kernel(monkeypatch, launched, align_corners):
-    config = ModelConfig(align_corners=align_corners, ppm_channels=4)
+    config = ModelConfig(align_corners=align_corners, ppm_channels=4, ppm_bins=(1, 3))
     pool = PyramidPooling(config, 8, norm=nn.BatchNorm2d)
-    x = random(2, 8, 11, 9, dtype=torch.float32, memory_format=torch.channels_last)
+    x = random(2, 8, 7, 6, dtype=torch.float32, memory_format=torch.channels_last)
     results = []
     for interpreted in (True, False):
         monkeypatch.setattr(kernels, "interpreted", interpreted)
