@@ -8,19 +8,22 @@ import copy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from experiments import experiment, losses, train, write_config
 from processes import REPOSITORY
-from replays import small_model
+from replays import Stub, small_model
 from stepping import train_steps
 
 from segtrain.checkpoint.format import load
-from segtrain.config import load_config
+from segtrain.config import Config, load_config
 from segtrain.distributed import collectives as dist
-from segtrain.models import build_model
+from segtrain.models import SegModel, build_model
+from segtrain.models.blocks import AuxHead
 from segtrain.models.norms import make_norm
 from segtrain.training import step as step_module
 from segtrain.training.state import make_state
@@ -29,6 +32,7 @@ from segtrain.types import IGNORE_INDEX, Batch
 
 CPU = torch.device("cpu")
 COMPILE = torch.compile
+SLOW = pytest.mark.slow("training", "norm", "models", "kernels")
 
 
 class Graphs:
@@ -68,6 +72,22 @@ def traced(*args, **kwargs):
 
 def resnet_model(config):
     return build_model(config.model, num_classes=4, norm=make_norm(config.norm))
+
+
+class OutHead(AuxHead):
+    """Of the last features."""
+
+    def join(self, features):
+        return features.out
+
+
+def smallest_model(config):
+    """Tracing takes time by the number of operations."""
+    norm, options = make_norm(config.norm), {"align_corners": False}
+    heads = (
+        kind(config.model, Stub.channels, num_classes=4, norm=norm) for kind in (OutHead, AuxHead)
+    )
+    return SegModel(Stub(norm), *heads, dropout=config.model.dropout, **options)
 
 
 def batches(config, rows):
@@ -127,81 +147,71 @@ def differences(found, wanted):
     return apart
 
 
-def assert_same_training(found, wanted, *, tolerance=1e-10):
-    assert max(differences(found, wanted)) <= tolerance
+class Case(NamedTuple):
+    """What is trained: by how many ranks without compiling, and how far from these it may be."""
+
+    sections: dict[str, Any]
+    build: Callable[[Config], SegModel] = small_model
+    plain_ranks: int = 1
+    tolerance: float = 1e-10
+    graphs: tuple[int, int] = (1, 1)  # of each rank
+    collectives: int | None = None  # forward and backward each
 
 
-def test_a_step_of_pspnet_is_one_graph_and_that_of_the_whole_batch(run_ranks, tmp_path, data):
-    """Images 3 + 2, with auxiliary loss and dropout, in float64."""
-    options = experiment(data, train={"steps": 3})
-    config = write_config(tmp_path / "c.yaml", options)
-    (wanted,) = run_ranks(1, trained, config, resnet_model)
-    for found in run_ranks(2, trained, config, resnet_model, "train.compile=true"):
-        assert_same_training(found, wanted)
-        graphs, breaks, collectives = found[3]
-        assert graphs == [1, 1, 1]
-        assert breaks == {}
-        # 16 layers: a shortcut, three grids of the PPM and the auxiliary head share.
-        assert collectives == {"forward": [11], "backward": [11]}
-
-
-VARIANTS = {
-    "mining in two passes": {
-        "loss": {"kind": "ohem", "ohem_min_kept": 3000, "class_weights": [1.0, 2.0, 0.5, 0.0]},
-        "train": {"accumulate_steps": 2, "batch_size": 11},
-    },
-    "a sum of losses, cumulative average, no dropout": {
-        "loss": {
-            "kind": "lovasz_batch",
-            "also": [
-                {"kind": "ohem", "ohem_fraction": 0.2},
-                {"kind": "focal", "class_weights": [1.0, 2.0, 0.5, 0.0]},
-            ],
+WEIGHTS = [1.0, 2.0, 0.5, 0.0]
+CASES = {
+    # Images 3 + 2, with auxiliary loss and dropout, in float64. The two heads share.
+    "a small model": Case({}, smallest_model, collectives=3),
+    # 16 layers: a shortcut, three grids of the PPM and the auxiliary head share.
+    "PSPNet": Case({}, resnet_model, collectives=11),
+    # A pass of 5 or 6 images is 3 + 2 or 3 + 3, so one rank has two sizes in the first step.
+    "mining in two passes": Case(
+        {
+            "loss": {"kind": "ohem", "ohem_min_kept": 3000, "class_weights": WEIGHTS},
+            "train": {"accumulate_steps": 2, "batch_size": 11},
         },
-        "norm": {"momentum": None},
-        "model": {"dropout": 0.0},
-    },
-    "group norm": {"norm": {"kind": "group"}, "model": {"ppm_channels": 64}},
+        graphs=(1, 2),
+    ),
+    "a sum of losses, cumulative average, no dropout": Case(
+        {
+            "loss": {
+                "kind": "lovasz_batch",
+                "also": [
+                    {"kind": "ohem", "ohem_fraction": 0.2},
+                    {"kind": "focal", "class_weights": WEIGHTS},
+                ],
+            },
+            "norm": {"momentum": None},
+            "model": {"dropout": 0.0},
+        }
+    ),
+    "group norm": Case({"norm": {"kind": "group"}, "model": {"ppm_channels": 64}}),
+    # Running statistics follow outside of the graph. 3 + 3 images: the second group has both.
+    "groups of images": Case({"norm": {"images": 2}, "train": {"batch_size": 6}}, plain_ranks=2),
+    # float32 would be 4e-3 away.
+    "bfloat16": Case({"train": {"precision": "bfloat16"}}, plain_ranks=2, tolerance=2e-3),
 }
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if "mining" in name else pytest.mark.slow) for name in VARIANTS],
+    "name", ["a small model", *(pytest.param(n, marks=SLOW) for n in [*CASES][1:])]
 )
-def test_variants_are_those_of_the_whole_batch(run_ranks, tmp_path, data, name):
-    """A pass of 5 or 6 images is 3 + 2 or 3 + 3, so one rank has two sizes in the first step."""
-    sections = VARIANTS[name] | {"train": {"steps": 3} | VARIANTS[name].get("train", {})}
+def test_compiled_steps_are_those_without_and_one_graph(run_ranks, tmp_path, data, name):
+    """Of two ranks, beside eager ones of one, or of two where statistics are of groups."""
+    case = CASES[name]
+    sections = case.sections | {"train": {"steps": 3} | case.sections.get("train", {})}
     config = write_config(tmp_path / "c.yaml", experiment(data, **sections))
-    (wanted,) = run_ranks(1, trained, config, small_model)
-    compiled = run_ranks(2, trained, config, small_model, "train.compile=true")
+    plain = run_ranks(case.plain_ranks, trained, config, case.build)
+    compiled = run_ranks(2, trained, config, case.build, "train.compile=true")
     for rank, found in enumerate(compiled):
-        assert_same_training(found, wanted)
-        sizes = 2 if name == "mining in two passes" and rank == 1 else 1
-        assert found[3][:2] == ([sizes] * 3, {})
+        assert max(differences(found, plain[rank % case.plain_ranks])) <= case.tolerance
+        graphs, breaks, collectives = found[3]
+        assert (graphs, breaks) == ([case.graphs[rank]] * 3, {})
+        if case.collectives is not None:
+            assert collectives == {way: [case.collectives] for way in ("forward", "backward")}
 
 
-@pytest.mark.parametrize(
-    ("sections", "tolerance"),
-    [
-        # Running statistics follow outside of the graph. 3 + 3 images: the second group has both.
-        ({"norm": {"images": 2}, "train": {"batch_size": 6}}, 1e-10),
-        # float32 would be 4e-3 away.
-        pytest.param({"train": {"precision": "bfloat16"}}, 2e-3, marks=pytest.mark.slow),
-    ],
-    ids=["groups of images", "bfloat16"],
-)
-def test_a_compiled_step_is_the_uncompiled_one(run_ranks, tmp_path, data, sections, tolerance):
-    options = experiment(data, **sections | {"train": {"steps": 3} | sections["train"]})
-    config = write_config(tmp_path / "c.yaml", options)
-    wanted = run_ranks(2, trained, config, small_model)
-    compiled = run_ranks(2, trained, config, small_model, "train.compile=true")
-    for found, one in zip(compiled, wanted, strict=True):
-        assert_same_training(found, one, tolerance=tolerance)
-        assert found[3][:2] == ([1] * 3, {})
-
-
-@pytest.mark.slow
+@SLOW
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_a_run_may_be_compiled_in_one_part_and_not_in_the_other(run_ranks, tmp_path, data):
     """`segtrain train` with generated code, all the way; no key shows what is around the model."""
