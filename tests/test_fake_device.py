@@ -6,15 +6,19 @@ how much it launches and sends is a number, so that whoever adds to it notices.
 
 import pytest
 import torch
-from fake_device import RANKS, config, fake_batch, fake_model, fake_ranks
+from fake_device import RANKS, config, fake_batch, fake_model, fake_ranks, stub_context
 
 from segtrain.distributed import collectives as dist
 from segtrain.models.precision import autocast_dtype, dtype_of
 from segtrain.norm import SyncBatchNorm, placed, sync_running_stats, tracked_together
+from segtrain.norm.functional import _SyncBatchNorms
+from segtrain.norm.groups import Sharing
 from segtrain.training.losses import SegLoss
 from segtrain.training.state import ModelWithLoss
 from segtrain.training.step_sync import StepSync
 from segtrain.types import DropoutMasks
+
+SLOW = pytest.mark.slow("norm", "kernels", "models", "training")
 
 
 def test_the_watch_sees_each_kind_of_wait(fake):
@@ -80,16 +84,18 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: "-".join(map(str, norm.values())))
-def test_no_norm_makes_the_host_wait(fake, monkeypatch, norm):
-    start = {"init_from": "weights"} if norm == {"kind": "frozen"} else {}
+@pytest.mark.parametrize(
+    ("norm", "ranks"), [*zip(NORMS, (64, 1024, 1024, RANKS, RANKS), strict=True)]
+)
+def test_no_norm_makes_the_host_wait(monkeypatch, norm, ranks):
+    train = {"precision": "bfloat16", "batch_size": 2 * ranks}
+    train |= {"init_from": "weights"} if norm == {"kind": "frozen"} else {}
     model = {"arch": "deeplabv3plus", "head_channels": 64}  # group norm needs more than 32
-    settings = config(norm=norm, model=model, train={"precision": "bfloat16", **start})
-    forward_pass(settings, fake, monkeypatch)
-    assert fake.collectives.count("allreduce_") >= 1
+    with fake_ranks(ranks) as watch:
+        forward_pass(config(norm=norm, model=model, train=train), watch, monkeypatch, ranks)
+    assert watch.collectives.count("allreduce_") >= 1
 
 
-PSPNET = {"arch": "pspnet", "backbone": "resnet18"}
 # Each with its batch norms, the collectives in which they meet, and the kernels of a step up to the
 # objective, without those that make constants, which stay.
 COUNTED = [
@@ -100,23 +106,25 @@ COUNTED = [
     ("deeplabv3", "resnet18", "bfloat16", 28, 20, 461),
     ("deeplabv3plus", "mobilenet_v2", "bfloat16", 61, 55, 883),
 ]
+OTHERS = [pytest.param(row, RANKS, marks=SLOW) for row in COUNTED[2:]]
 
 
 @pytest.mark.parametrize(
-    ("arch", "backbone", "precision", "layers", "meetings", "kernels"), COUNTED
+    ("row", "ranks"), [(COUNTED[0], 1024), (COUNTED[0], 64), (COUNTED[1], RANKS), *OTHERS]
 )
-def test_a_step_of_every_model_launches_and_sends_what_it_did(
-    fake, monkeypatch, arch, backbone, precision, layers, meetings, kernels
-):
-    settings = config(model={"arch": arch, "backbone": backbone}, train={"precision": precision})
-    objective, built, types = forward_pass(settings, fake, monkeypatch)
+def test_a_step_of_every_model_launches_and_sends_what_it_did(monkeypatch, row, ranks):
+    """Among any number of ranks."""
+    arch, backbone, precision, layers, meetings, kernels = row
+    train = {"precision": precision, "batch_size": 2 * ranks}
+    settings = config(model={"arch": arch, "backbone": backbone}, train=train)
+    with fake_ranks(ranks) as watch:
+        objective, built, types = forward_pass(settings, watch, monkeypatch, ranks)
     norms = [module for module in built.modules() if isinstance(module, SyncBatchNorm)]
     # One more collective for the sums of the loss.
-    assert (len(norms), len(fake.collectives)) == (layers, meetings + 1)
-    assert fake.launches.count("batch_norm_update_stats") == layers
-    assert fake.launches.count("batch_norm_elemt") == layers
-    launches = [name for name in fake.launches if name != "fill_"]
-    assert len(launches) == kernels
+    assert (len(norms), len(watch.collectives)) == (layers, meetings + 1)
+    assert watch.launches.count("batch_norm_update_stats") == layers
+    assert watch.launches.count("batch_norm_elemt") == layers
+    assert len([name for name in watch.launches if name != "fill_"]) == kernels
     # Mixed precision is not undone between the layers, and the loss is exact.
     assert types == {torch.float32 if precision == "float32" else torch.bfloat16}
     assert objective.dtype == torch.float64
@@ -124,25 +132,38 @@ def test_a_step_of_every_model_launches_and_sends_what_it_did(
 
 @pytest.mark.parametrize("precision", ["tf32", "float64", "float16"])
 def test_no_precision_makes_the_host_wait(fake, monkeypatch, precision):
-    settings = config(model=PSPNET, train={"precision": precision})
+    settings = config(train={"precision": precision})
     _, _, types = forward_pass(settings, fake, monkeypatch)
     assert types == {autocast_dtype(settings.train) or dtype_of(settings.train)}
 
 
-@pytest.mark.parametrize("ranks", [64, 1024])
-def test_a_step_costs_the_same_on_any_number_of_ranks(monkeypatch, ranks):
-    options = {"model": PSPNET, "train": {"precision": "bfloat16", "batch_size": 2 * ranks}}
-    with fake_ranks(ranks) as watch:
-        forward_pass(config(**options), watch, monkeypatch, ranks)
-    *_, meetings, kernels = COUNTED[0]
-    assert len(watch.collectives) == meetings + 1
-    assert len([name for name in watch.launches if name != "fill_"]) == kernels
+def both_passes(fake, dtype, n=2):
+    """The operations of the forward and of the backward pass of a layer."""
+    context = stub_context([False] * 2 + [True] * 3)
+    x = torch.rand(n, 8, 5, 7, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+    given, grad = ([1e-5], Sharing(None), x, *torch.rand(2, 8, device="cuda")), torch.rand_like(x)
+    with torch.no_grad():
+        _SyncBatchNorms.forward(context, *given)
+        _SyncBatchNorms.backward(context, grad)  # the constants are made
+        with fake:
+            fake.forget()
+            y, *_ = _SyncBatchNorms.forward(context, *given)
+            forward = fake.launches, fake.collectives
+            fake.forget()
+            _, _, grad_x, *_ = _SyncBatchNorms.backward(context, grad)
+    assert (y.dtype, grad_x.dtype, grad_x.shape) == (dtype, dtype, x.shape)
+    return forward, (fake.launches, fake.collectives)
 
 
-@pytest.mark.parametrize("ranks", [64, 1024])
-@pytest.mark.parametrize("norm", NORMS[:3], ids=lambda norm: "-".join(map(str, norm.values())))
-def test_no_norm_makes_the_host_wait_for_many_ranks(monkeypatch, norm, ranks):
-    options = {"model": PSPNET, "train": {"precision": "bfloat16", "batch_size": 2 * ranks}}
-    with fake_ranks(ranks) as watch:
-        forward_pass(config(norm=norm, **options), watch, monkeypatch, ranks)
-    assert watch.collectives.count("allreduce_") >= 1
+def test_a_rank_without_values_touches_no_input(fake):
+    for launches, collectives in both_passes(fake, torch.float32, n=0):
+        assert collectives == ["allreduce_"]
+        assert not any(name.startswith("batch_norm") for name in launches)
+
+
+def test_what_a_compiler_sees_it_has_rules_for(fake, monkeypatch):
+    """torch has no rules for the kernels of its synchronized batch norm, and fuses plain ones."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    (forward, _), (backward, _) = both_passes(fake, torch.bfloat16)
+    assert "var_mean" in forward
+    assert not any(name.startswith("batch_norm_") for name in forward + backward)
