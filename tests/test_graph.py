@@ -1,12 +1,14 @@
 """Replayed steps beside eager ones, by a CPU that records and replays (see tools/replays.py)."""
 
 from contextlib import contextmanager
+from functools import cache
 from unittest.mock import Mock
 
 import pytest
 import torch
 from replays import (
     CPU,
+    OPTIONS,
     SETS,
     SIZE,
     STEPS,
@@ -26,6 +28,20 @@ from segtrain.training.graph import EAGER_STEPS, why_not
 from segtrain.training.state import make_state
 
 
+@cache
+def eagerly(names):
+    """The numbers of steps that nobody records, and what they leave."""
+    return trained(config_of(names))
+
+
+def assert_as_eagerly(names, **how):
+    """Replayed steps with these options are eager ones to the last bit."""
+    numbers, left = eagerly(names)
+    found, kept = trained(config_of(names), replayed=True, **how)
+    assert found == numbers
+    assert all(map(torch.equal, kept, left))
+
+
 @pytest.fixture
 def graphs(monkeypatch):
     made = Graphs()
@@ -34,13 +50,24 @@ def graphs(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("names", SETS, ids=" and ".join)
+# Each option once, with as many others as go together.
+MANY = [
+    (),
+    ("adamw", "float16", "average", "warmup", "mining", "zeros"),
+    ("muon", "bfloat16", "microbatches", "groups of images", "clipping", "lovasz", "two losses"),
+    ("decay toward the start", "rates of layers", "float64", "focal", "recomputed"),
+]
+OTHERS = [
+    pytest.param(names, marks=pytest.mark.slow("training", "norm", "models", "kernels"))
+    for names in SETS
+    if names not in MANY
+]
+
+
+@pytest.mark.parametrize("names", MANY + OTHERS, ids=" and ".join)
 def test_replayed_steps_are_eager_ones_to_the_last_bit(graphs, names):
-    config = config_of(names)
-    numbers, left = trained(config)
-    found, kept = trained(config, replayed=True, watch=graphs.watch)
-    assert found == numbers
-    assert all(map(torch.equal, kept, left))
+    assert {name for names in MANY for name in names} == {*OPTIONS}
+    assert_as_eagerly(names, watch=graphs.watch)
     assert len(graphs) == 1
 
 
@@ -99,25 +126,16 @@ def test_a_graph_whose_tensors_have_moved_is_recorded_again(graphs, move):
         if step == EAGER_STEPS + 1:
             move(state)
 
-    config = config_of(["average"])
-    numbers, left = trained(config, between=between)
-    found, kept = trained(config, replayed=True, watch=graphs.watch, between=between)
-    assert found == numbers
-    assert all(map(torch.equal, kept, left))
+    assert_as_eagerly(("average",), watch=graphs.watch, between=between)
     assert len(graphs) == 2
 
 
 @pytest.mark.parametrize(
     ("place", "names"),
-    [
-        ("update", ()),
-        ("update", ("average",)),
-        ("sync_running_stats", ("microbatches", "groups of images")),
-    ],
+    [("update", ("average",)), ("sync_running_stats", ("microbatches", "groups of images"))],
 )
 def test_where_recording_fails_training_goes_on_without(graphs, monkeypatch, capsys, place, names):
     """In the midst of the step, with some gradients and statistics there already."""
-    numbers, left = trained(config_of(names))
 
     @contextmanager
     def graph(recorded, **_):
@@ -133,9 +151,7 @@ def test_where_recording_fails_training_goes_on_without(graphs, monkeypatch, cap
                         tensor.copy_(value)
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    found, kept = trained(config_of(names), replayed=True, watch=graphs.watch)
-    assert found == numbers
-    assert all(map(torch.equal, kept, left))
+    assert_as_eagerly(names, watch=graphs.watch)
     said = capsys.readouterr().out
     assert said.count("cannot be recorded as a CUDA graph (waits); training goes on") == 1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments import last, small, write_config
+from experiments import small, write_config
 from processes import Command, free_port
 
 from segtrain.distributed import collectives as dist
@@ -53,13 +53,6 @@ def ended(command, code=0):
     return command.output
 
 
-def test_at_the_end_and_at_a_pause(begun, tmp_path):
-    ended(begun("--until", 6))
-    assert last(tmp_path / "run").step == 6
-    ended(begun("--resume"))
-    assert last(tmp_path / "run").step == 7
-
-
 def test_after_sigterm(begun, tmp_path):
     command = begun(train={"steps": 10_000})
     command.wait_for_step(tmp_path / "run", 6)
@@ -73,6 +66,7 @@ def test_after_an_error(begun, tmp_path):
     assert "illegal memory access" in command.errors
 
 
+@pytest.mark.slow("training", "distributed", "commands")
 def test_at_the_end_of_bench(begun):
     assert "step  " in ended(begun("--steps", 3, command="bench"))
 

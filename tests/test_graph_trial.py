@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 from graphs_on_cpu import STACK
-from replays import Graphs, Recorded, config_of, trained
+from replays import Graphs, Recorded, config_of
+from test_graph import assert_as_eagerly
 from test_graph_ending import begun, ended  # noqa: F401 - a fixture
 
 from segtrain.distributed import collectives as dist
@@ -34,21 +35,12 @@ def graphs(monkeypatch):
     return made
 
 
-NAMES = [
-    ("average",),
-    ("float16", "adamw"),
-    ("microbatches",),
-    ("muon",),
-]
+NAMES = [("float16", "adamw"), ("average", "microbatches", "muon")]
 
 
 @pytest.mark.parametrize("names", NAMES, ids=" and ".join)
 def test_a_replay_that_computes_the_step_is_kept_and_proven(graphs, names, capsys):
-    config = config_of(names)
-    numbers, left = trained(config)
-    found, kept = trained(config, replayed=True, watch=graphs.watch)
-    assert found == numbers
-    assert all(map(torch.equal, kept, left))
+    assert_as_eagerly(names, watch=graphs.watch)
     assert len(graphs) == 1
     assert STACK.verdict() == "proven"
     assert "report" not in capsys.readouterr().out
@@ -66,11 +58,7 @@ def test_one_bit_that_differs_lets_the_run_go_on_without_graphs(graphs, names, m
             weight[0, 0, 0, 0] = torch.nextafter(weight[0, 0, 0, 0], torch.tensor(math.inf))
 
     monkeypatch.setattr(Recorded, "replay", wrong)
-    config = config_of(names)
-    numbers, left = trained(config)
-    found, kept = trained(config, replayed=True, watch=graphs.watch)
-    assert found == numbers
-    assert all(map(torch.equal, kept, left))
+    assert_as_eagerly(names, watch=graphs.watch)
     assert not graphs.alive
     assert STACK.verdict() == "differs"
     said = capsys.readouterr().out
@@ -214,6 +202,8 @@ def test_the_cause_of_a_failed_recording_is_told_and_not_its_consequence():
     assert graph._first_line(ended) == "out of memory"
 
 
+# Whole commands; test_graph_agreement.py has the same among threads.
+SLOW = pytest.mark.slow("training", "distributed")
 LAUNCHED = {"steps": 6, "batch_size": 4}
 
 
@@ -227,6 +217,7 @@ def test_a_replay_that_never_comes_back_starts_the_ranks_again(begun, tmp_path):
     assert '"verdict": "silent"' in file.read_text()
 
 
+@SLOW
 def test_ranks_of_which_one_cannot_record_all_go_on_without(begun):  # noqa: F811
     command = begun("--nproc", 2, environ={"GRAPHS_FAIL": "1"}, train=LAUNCHED)
     output = ended(command)
@@ -234,6 +225,7 @@ def test_ranks_of_which_one_cannot_record_all_go_on_without(begun):  # noqa: F81
     assert output.count(said) == 1
 
 
+@SLOW
 def test_a_rank_whose_replay_differs_takes_all_back(begun):  # noqa: F811
     command = begun("--nproc", 2, environ={"GRAPHS_REPLAY": "wrong"}, train=LAUNCHED)
     assert ended(command).count("warning: rank 1: a replay left 1 of") == 1
