@@ -15,7 +15,7 @@ from segtrain.data.check.checks import check_data
 from segtrain.data.read.lists import list_pairs, list_text
 from segtrain.errors import DataError
 
-SIZE = 1200, 2600
+SIZE = 480, 1600
 # A pixel of half a metre in UTM zone 33 N (EPSG 32633).
 GEO = [
     (33550, "d", 3, (0.5, 0.5, 0.0), True),
@@ -24,37 +24,52 @@ GEO = [
 ]
 
 
-def scene(root, seed=0, rare=None, **options):
-    """Squares of four classes; class 3 in the columns `rare` only."""
-    rng = np.random.default_rng(seed)
+def scene(root, *, sand=True):
+    """Squares of three classes, and a strip of a fourth."""
+    rng = np.random.default_rng(0)
     label = rng.integers(0, 3, (SIZE[0] // 40, SIZE[1] // 40)).repeat(40, 0).repeat(40, 1)
     label = label.astype(np.uint8)
-    label[100:200, rare or slice(0, 2600)] = 3
+    if sand:
+        label[100:200] = 3
     noise = rng.normal(0, 10, (*SIZE, 3))
     image = (COLORS[label].astype(np.int16) + noise).clip(0, 255).astype(np.uint8)
     root.mkdir()
-    options = {"tile": (256, 256), "compression": "deflate", "extratags": GEO, **options}
+    options = {"tile": (256, 256), "compression": "deflate", "extratags": GEO}
     tifffile.imwrite(root / "town.tif", image, photometric="rgb", **options)
     tifffile.imwrite(root / "town_label.tif", label, **options)
     return image, label
 
 
-def test_a_list_names_windows(tmp_path):
-    image, label = scene(tmp_path / "data")
-    (tmp_path / "c.yaml").write_text("classes: [ground, plant, water, sand]\n")
+@pytest.fixture(scope="module")
+def town(tmp_path_factory):
+    """A folder with one picture, and what it shows."""
+    root = tmp_path_factory.mktemp("town")
+    drawn = scene(root / "data")
+    (root / "c.yaml").write_text("classes: [ground, plant, water, sand]\n")
+    return root, *drawn
+
+
+def with_lists(root, **lists):
+    """The data set of these lists, by their names."""
+    for name, lines in lists.items():
+        (root / f"data/{name}.txt").write_text(lines)
+    names = [f"{name}.txt" for name in lists]
+    options = {"root": str(root / "data"), "classes": str(root / "c.yaml")}
+    return DataConfig(layout="list", train_split=names[0], eval_split=names[-1], **options)
+
+
+def test_a_list_names_windows(town):
+    root, image, label = town
     lines = (
         "town.tif#xywh=10,20,300,200 town_label.tif\ntown.tif#xywh=500,0,64,64\ttown_label.tif\n"
     )
-    (tmp_path / "data/train.txt").write_text(lines)
-    options = {"root": str(tmp_path / "data"), "classes": str(tmp_path / "c.yaml")}
-    data = DataConfig(layout="list", train_split="train.txt", eval_split="train.txt", **options)
-    dataset = open_dataset(data, "train.txt")
+    dataset = open_dataset(with_lists(root, windows=lines), "windows.txt")
     assert dataset.names == ["town_y20_x10", "town_y0_x500"]
     assert not dataset.warnings  # one label, but not of several images
     np.testing.assert_array_equal(dataset[0][0], image[20:220, 10:310])
     np.testing.assert_array_equal(dataset[0][1], label[20:220, 10:310])
     np.testing.assert_array_equal(dataset[1][1], label[:64, 500:564])
-    root = tmp_path / "data"
+    root /= "data"
     (root / "again.txt").write_text(list_text(dataset.pairs, root, root))
     assert list_pairs(root / "again.txt", root, root).pairs == dataset.pairs
 
@@ -62,33 +77,25 @@ def test_a_list_names_windows(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("town.tif#xywh=2500,0,101,10 town_label.tif", "the image has 2600 columns and 1200 rows"),
+        ("town.tif#xywh=1500,0,101,10 town_label.tif", "the image has 1600 columns and 480 rows"),
         ("town.tif#xywh=0,0,0,10 town_label.tif", "no window of it"),
         ("town.png#xywh=0,0,9,9 town_label.tif", "windows are read of TIFFs only"),
         ("town.tif#xywh=0,0,9,9 other.tif", "must be a TIFF of that size"),
         ("town.tif#xywh=0,0,9\ttown_label.tif", "expected a file"),
     ],
 )
-def test_windows_that_are_none_are_refused(tmp_path, line, problem):
-    scene(tmp_path / "data")
-    Image.new("RGB", SIZE[::-1]).save(tmp_path / "data/town.png")
-    tifffile.imwrite(tmp_path / "data/other.tif", np.zeros((9, 9), np.uint8))
-    (tmp_path / "data/train.txt").write_text(line + "\n")
-    (tmp_path / "c.yaml").write_text("classes: [ground, plant, water, sand]\n")
-    options = {"root": str(tmp_path / "data"), "classes": str(tmp_path / "c.yaml")}
+def test_windows_that_are_none_are_refused(town, line, problem):
+    root, *_ = town
+    Image.new("RGB", SIZE[::-1]).save(root / "data/town.png")
+    tifffile.imwrite(root / "data/other.tif", np.zeros((9, 9), np.uint8))
     with pytest.raises(DataError, match=problem):
-        open_dataset(DataConfig(layout="list", train_split="train.txt", **options), "train.txt")
+        open_dataset(with_lists(root, wrong=line + "\n"), "wrong.txt")
 
 
-def test_windows_of_both_sides_that_overlap_are_a_warning(tmp_path):
-    scene(tmp_path / "data")
-    (tmp_path / "c.yaml").write_text("classes: [ground, plant, water, sand]\n")
-    for name, left in (("train", 0), ("val", 90)):
-        line = f"town.tif#xywh={left},0,100,1200 town_label.tif\n"
-        (tmp_path / f"data/{name}.txt").write_text(line)
-    options = {"root": str(tmp_path / "data"), "classes": str(tmp_path / "c.yaml")}
-    splits = {"train_split": "train.txt", "eval_split": "val.txt"}
-    found = check_data(DataConfig(layout="list", **splits, **options), jobs=1).findings
+def test_windows_of_both_sides_that_overlap_are_a_warning(town):
+    line = "town.tif#xywh={},0,100,480 town_label.tif\n"
+    data = with_lists(town[0], train=line.format(0), val=line.format(90))
+    found = check_data(data, jobs=1).findings
     assert any("what tiles to train on show, too" in one.text for one in found)
 
 
@@ -133,17 +140,13 @@ def test_init_divides_one_picture_by_a_strip_with_gaps(tmp_path, capsys):
     assert "fine; no warnings" in capsys.readouterr().out
 
 
-def test_a_class_in_one_place_is_trained_on(tmp_path):
-    scene(tmp_path / "data", rare=slice(1250, 1300))
-    train, _ = init(tmp_path)
-    assert any((train[i][1] == 3).any() for i in range(len(train)))
-
-
-def test_a_class_in_two_places_is_on_both_sides(tmp_path):
-    _, label = scene(tmp_path / "data", rare=slice(100, 140))
-    label[100:200, 2400:2440] = 3
+@pytest.mark.parametrize("places", [(800,), (100, 1400)])
+def test_a_class_in_one_place_is_trained_on_and_in_two_on_both_sides(tmp_path, places):
+    _, label = scene(tmp_path / "data", sand=False)
+    for left in places:
+        label[100:200, left : left + 50] = 3
     tifffile.imwrite(tmp_path / "data/town_label.tif", label, tile=(256, 256), extratags=GEO)
-    for side in init(tmp_path):
+    for side in init(tmp_path)[: len(places)]:
         assert any((side[i][1] == 3).any() for i in range(len(side)))
 
 
@@ -159,7 +162,7 @@ def test_labels_that_are_no_tiff_are_drawn_as_one(tmp_path):
 
 def test_windows_without_a_label_are_left_out(tmp_path):
     _, label = scene(tmp_path / "data")
-    label[:, :1300] = 255
+    label[:, :800] = 255
     tifffile.imwrite(tmp_path / "data/town_label.tif", label, tile=(256, 256), extratags=GEO)
     train, val = init(tmp_path, "--ignore", "255")
     for side in (train, val):
