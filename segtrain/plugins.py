@@ -16,7 +16,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 from types import ModuleType
@@ -63,11 +63,18 @@ class Plugin(NamedTuple):
 
     def record(self) -> dict[str, str | None]:
         """What a checkpoint keeps of it."""
-        top = self.source.partition(".")[0]
-        owners = [] if self.source.endswith(".py") else packages_distributions().get(top, [])
-        package = f"{owners[0]} {version(owners[0])}" if owners else None
+        package = (
+            None if self.source.endswith(".py") else _package_of(self.source.partition(".")[0])
+        )
         known = {key: getattr(self, key) for key in ("kind", "name", "source", "sha256")}
         return known | {"package": package}
+
+
+@cache  # it reads what all installed packages consist of
+def _package_of(module: str) -> str | None:
+    """The package that has brought a module, and its version."""
+    owners = packages_distributions().get(module)
+    return f"{owners[0]} {version(owners[0])}" if owners else None
 
 
 _plugins: dict[tuple[str, str], Plugin] = {}
