@@ -1,7 +1,7 @@
 """Whatever a file says, it is loaded or refused: properties, and hostile files.
 
-FUZZ_EXAMPLES=2000 tries so many examples of each property, other ones every time. What
-tests/fuzz.py has found lies in corpus/.
+FUZZ_EXAMPLES=2000 tries so many examples of each property, other ones every time; FUZZ_SECONDS=600
+damages files of each kind for so long, others for every FUZZ_SEED. What it found lies in corpus/.
 """
 
 import json
@@ -30,6 +30,7 @@ from segtrain.data.read.layouts import list_split, scan_layout
 from segtrain.errors import ConfigError, DataError
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
+SECONDS, SEED = float(os.environ.get("FUZZ_SECONDS", "0")), int(os.environ.get("FUZZ_SEED", "20"))
 # Tables of characters would be kept below the current directory.
 configuration.set_hypothesis_home_dir(tempfile.gettempdir() + "/segtrain-hypothesis")
 
@@ -196,7 +197,7 @@ def test_the_line_numbers_of_a_lists_problems_are_right(data_root, lines, end, s
 )
 def test_a_class_file_of_an_impossible_name_is_refused(name):
     with pytest.raises(ConfigError, match=r"data.classes: "):
-        fuzz.TARGETS["classes"].run(Path(name))
+        TARGETS["classes"].run(Path(name))
 
 
 @pytest.mark.parametrize("option", ["eval.scales=[1e300]", "augment.scale_range=[1, 1e300]"])
@@ -213,12 +214,12 @@ CORPUS = [(name, path.name) for name in TARGETS for path in fuzz.corpus(name)]
 @pytest.mark.fault(34, 36, 37, 59, 62)
 @pytest.mark.parametrize("name", TARGETS)
 def test_hostile_files_are_loaded_or_refused(name, tmp_path):
-    target, until = TARGETS[name], time.monotonic() + 0.5
-    for i, (file_name, data) in enumerate(fuzz.inputs(target, name, Random(20))):
-        verdict = fuzz.judge(target, data, tmp_path, file_name)
-        assert not verdict.finding, verdict.trace
-        if i > 200 or time.monotonic() > until:
-            break
+    target, until, verdict = TARGETS[name], time.monotonic() + (SECONDS or 0.5), None
+    stream, left = fuzz.inputs(target, name, Random(SEED)), 200
+    while time.monotonic() < until and (left or SECONDS):
+        file_name, data = stream.send(verdict)
+        verdict, left = fuzz.judge(target, data, tmp_path, file_name), left - 1
+        assert not verdict.finding, verdict.trace  # pytest keeps the file
 
 
 @pytest.mark.parametrize(("name", "file"), CORPUS)
