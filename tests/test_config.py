@@ -21,6 +21,8 @@ from segtrain.config.section import CONFLICTS, NEEDS, Section
 from segtrain.errors import ConfigError
 
 DATA = "data: {layout: folders, root: /d, classes: voc}\n"
+LAYERS = "optim: {layers: [{"
+STEPS_9 = "train: {steps: 9}\nschedule: {kind: constant, "
 
 
 def parse(text, *overrides):
@@ -71,6 +73,24 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ("norm:\n  images: 1", "3: norm.images: one image has one value a channel after global"),
         ("model:\n  backbone: mobilenet_v2\n  stem: 64-64-128", "model.stem: has no effect"),
         ("model: {backbone: resnet18, multi_grid: [1, 2, 4]}", "multi_grid: expected 2 numbers"),
+        ("model: {backbone: timm/resnet50, stem: 32-32-64}", "stem: has no effect"),
+        ("model: {backbone: timm/resnet50.a1_in1k}", "2: model.backbone: "),
+        # The feature maps would be larger, and the dilations of the head those of smaller ones.
+        ("model: {num_stages: 2, output_stride: 16}", "num_stages 2 ends at stride 8"),
+        ("schedule: {finish_from: 5}", "finish_from: has no effect with kind poly"),
+        ("schedule: {kind: constant, min_lr: 0.001}", "min_lr: has no effect with kind constant"),
+        (f"{STEPS_9}finish_from: 9}}", "finish_from: 9 must be smaller than train.steps, 9"),
+        (f"{STEPS_9}finish_from: 4, warmup_steps: 5}}", "4 must not be smaller than warmup"),
+        (f"{STEPS_9}finish_from: 4, min_lr: 0.5}}", "min_lr: 0.5 must not be larger than"),
+        ("train: {steps: 3}\nschedule: {kind: one_cycle}", "rises in 0.3 of the steps, and of 3 s"),
+        (f"{LAYERS}names: [head]}}]}}", "nothing is said about these weights; set one of freeze"),
+        (f"{LAYERS}names: [a], freeze: true, lr_mult: 2.0}}]}}", "lr_mult: has no effect with fre"),
+        (f"{LAYERS}names: [a], freeze: true}}]}}", "name some in model.pretrained"),
+        (f"{LAYERS}names: [a], keep_zeros: true}}]}}", "name some in model.pretrained"),
+        (f"{LAYERS}names: [a], zero: ['a[0]']}}]}}", "nothing is said about these weights"),
+        (f"{LAYERS}lr_mult: 2.0}}]}}", "names: expected the weights that lr_mult is for"),
+        (f"{LAYERS}names: [a], freeze: true, zero: ['a[0]']}}]}}", "zero: has no effect with fre"),
+        ("optim: {decay_toward: start}", "2: optim.decay_toward: is about weights that are loaded"),
     ],
 )
 def test_a_mistake_names_line_key_expectation_and_repair(text, message):

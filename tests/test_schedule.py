@@ -10,7 +10,6 @@ from torch.optim import lr_scheduler
 from segtrain.training.optim.schedule import describe_rates, learning_rate
 
 STEPS = 40
-CONSTANT = {"schedule": "constant", "steps": 9}
 
 
 def rates(train):
@@ -57,36 +56,12 @@ def test_poly_is_that_of_detectron2_and_of_mmsegmentation(step):
     assert learning_rate(train, step) == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("train", "message"),
-    [
-        ({"finish_from": 5}, "finish_from: has no effect with kind poly"),
-        (CONSTANT | {"min_lr": 0.001}, "min_lr: has no effect with kind constant"),
-        (CONSTANT | {"finish_from": 9}, "finish_from: 9 must be smaller than train.steps, 9"),
-        (CONSTANT | {"finish_from": 4, "warmup_steps": 5}, "4 must not be smaller than warmup"),
-        (CONSTANT | {"finish_from": 4, "min_lr": 0.5}, "min_lr: 0.5 must not be larger than"),
-        (
-            {"schedule": "one_cycle", "steps": 3},
-            "one_cycle rises in 0.3 of the steps, and of 3 steps",
-        ),
-    ],
-)
-def test_a_schedule_that_cannot_be_meant_is_refused(train, message):
-    with pytest.raises(ValueError, match=message):
-        settings(**train)
-
-
 def test_the_rates_of_the_log_are_those_of_the_steps_to_come():
     """At the first step, after the warmup, at the last step."""
     plain = settings(steps=100, lr=0.02, schedule="constant", warmup_steps=10, warmup_start=0.25)
     assert describe_rates(plain, 0) == describe_rates(plain, 60) == "0.005 -> 0.02"
     branch = settings(
-        steps=100,
-        lr=0.02,
-        schedule="constant",
-        warmup_steps=10,
-        warmup_start=0.25,
-        finish_from=50,
+        steps=100, lr=0.02, schedule="constant", warmup_steps=10, warmup_start=0.25, finish_from=50
     )
     last = f"{learning_rate(branch, 99):.3g}"
     assert describe_rates(branch, 0) == f"0.005 -> 0.02 -> {last}"
