@@ -23,10 +23,10 @@ CLASSIFIER = ("fc.weight", "fc.bias")
 
 @pytest.fixture(scope="module")
 def classifier_state():
-    import torchvision
+    from torchvision import models
 
     torch.manual_seed(0)
-    return torchvision.models.resnet18(num_classes=7).state_dict()
+    return models.resnet18(num_classes=7).state_dict()
 
 
 @pytest.fixture
@@ -133,14 +133,14 @@ def test_what_holds_no_weights_is_refused(
 @pytest.fixture
 def published(tmp_path, monkeypatch, classifier_state):
     """torchvision's named weight, served from a file whose name carries its hash."""
-    import torchvision
+    from torchvision import models
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     local = tmp_path / "resnet18.pth"
     torch.save(classifier_state, local)
     digest = hashlib.sha256(local.read_bytes()).hexdigest()[:8]
     local = local.rename(tmp_path / f"resnet18-{digest}.pth")
-    weights = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
+    weights = models.ResNet18_Weights.IMAGENET1K_V1
     monkeypatch.setattr(weights.value, "url", local.as_uri())
     return local
 
