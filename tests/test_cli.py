@@ -3,7 +3,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,6 @@ def config(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text(GOOD)
     return path
-
-
-@pytest.mark.parametrize("command", table.COMMANDS, ids=lambda command: command.name)
-def test_a_command_names_a_function_that_exists(command):
-    module, name = command.function.split(":")
-    assert callable(getattr(import_module(f"segtrain.{module}"), name))
 
 
 def run_watched(*command_lines):

@@ -148,18 +148,17 @@ def test_the_readme_says_where_additions_go_by_names_that_exist():
     assert [name for name in tables if not re.search(rf"^{name}\b.* = ", source, re.M)] == []
 
 
-def test_a_class_has_a_name_of_its_own():
-    """Two of the same name are two ideas under one word; the library's Predictor hides one."""
+def test_a_class_and_a_file_have_names_of_their_own():
+    """Two of the same name are two ideas under one word; the library's Predictor hides one.
+
+    But for commands, which are called as what they are about.
+    """
     found = Counter(
         name
         for path in HOME.rglob("*.py")
         for name in re.findall(r"^class (\w+)", path.read_text(), re.M)
     )
     assert {name for name, count in found.items() if count > 1} <= {"Predictor"}
-
-
-def test_a_file_has_a_name_of_its_own():
-    """But for commands, which are called as what they are about."""
     files = [path for path in HOME.rglob("*.py") if path.name != "__init__.py"]
     found = Counter(path.name for path in files if path.parent != HOME / "commands")
     assert [name for name, count in found.items() if count > 1] == []
