@@ -68,6 +68,22 @@ class Times(CrossEntropy):
         return self.options.config.options.factor * super().pixel_losses(logits, labels)
 """
 
+MY_METRIC = """
+import numpy as np
+from segtrain.plugins import metric
+
+@metric("sums")
+class Sums:
+    def __init__(self, classes, options):
+        pass
+
+    def counts(self, label, pred):
+        return np.array([1, label.sum()])
+
+    def scores(self, totals):
+        return {"images": totals[0], "labels": totals[1]}
+"""
+
 
 @contextmanager
 def forgetting():
@@ -205,19 +221,20 @@ def test_each_of_them_does_what_it_says(extras, whole):
 
 
 def test_a_metric_counts_every_image_once(extras, whole, lab, data):
-    """On two ranks, whose images are not as many."""
+    """On two ranks, whose images are not as many; also that of the package."""
+    (lab.folder / "sums.py").write_text(MY_METRIC)
     file, folder = lab.folder / "scores.json", lab.folder / "predicted"
-    words = ("--plugin", extras / "segtrain_extras.py", "--json", file)
+    words = ("--plugin", extras / "segtrain_extras.py", "--plugin", lab.folder / "sums.py")
+    words += ("--set", "eval.metrics=[{name: share}, {name: sums}]", "--json", file)
     command = with_two_ranks(lab, "eval", whole[1], *words, "--save-predictions", folder)
-    counts = np.zeros(4)
-    for path in sorted((data / "labels" / "val").glob("*.png")):
-        pred, label = (cv2.imread(str(x), -1) for x in (folder / path.name, path))
-        counts += [(pred[label != 255] == k).sum() for k in range(4)]
-    found = json.loads(file.read_text())["metrics"]["share"]
-    assert [found[name] for name in ("ground", "plant", "water", "sand")] == list(
-        counts / counts.sum()
-    )
-    assert f"share: sand {found['sand']:g}" in command.output
+    labels = [cv2.imread(str(x), -1) for x in sorted((data / "labels" / "val").glob("*.png"))]
+    preds = [cv2.imread(str(x), -1) for x in sorted(folder.glob("*.png"))]
+    pixels = np.concatenate([p[y != 255] for y, p in zip(labels, preds, strict=True)])
+    shares = np.bincount(pixels, minlength=4) / pixels.size
+    found = json.loads(file.read_text())["metrics"]
+    assert found["share"] == dict(zip(("ground", "plant", "water", "sand"), shares, strict=True))
+    assert found["sums"] == {"images": 3, "labels": sum(int(y.sum()) for y in labels)}
+    assert f"share: sand {shares[3]:g}" in command.output
 
 
 def test_where_the_package_is_missing_a_checkpoint_asks_for_it_by_name(
