@@ -1,12 +1,14 @@
 import argparse
+import csv
 import json
+import re
 import shutil
-from pathlib import Path
+from statistics import mean, stdev
 
 import numpy as np
 import pytest
 import torch
-from experiments import refusal
+from experiments import contents, refusal
 from PIL import Image
 from torch import nn
 
@@ -42,16 +44,15 @@ class ColorModel(nn.Module):
 
 def scene(index, classes):
     """An image in the classes' colours and its raw label; a fifth of the pixels disagree."""
-    rng = np.random.default_rng(index)
-    size = SIZES[index]
-    choice = np.array([VOID, 3, 9, ROAD, PERSON, RIDER, CAR, CARAVAN])
-    label = rng.choice(choice, size).repeat(1, axis=0).astype(np.uint8)
+    rng, size = np.random.default_rng(index), SIZES[index]
+    label = rng.choice([VOID, 3, 9, ROAD, PERSON, RIDER, CAR, CARAVAN], size).astype(np.uint8)
     shown = np.where(rng.random(size) < 0.2, rng.choice([ROAD, RIDER, CAR, BUS], size), label)
     shown[label == VOID] = CAR
-    colors = {one.ids[0]: one.color for one in classes.classes}
-    image = np.array([[colors.get(i, (0, 0, 142)) for i in row] for row in shown.tolist()])
-    noise = rng.integers(-3, 4, image.shape)
-    return (image + noise).clip(0, 255).astype(np.uint8), label
+    colors = np.full((256, 3), (0, 0, 142))
+    for one in classes.classes:
+        colors[one.ids[0]] = one.color
+    image = colors[shown] + rng.integers(-3, 4, (*size, 3))
+    return image.clip(0, 255).astype(np.uint8), label
 
 
 def instances_of(label):
@@ -64,26 +65,24 @@ def instances_of(label):
 
 @pytest.fixture
 def cityscapes(tmp_path):
-    classes = load_class_file("cityscapes")
-    root = tmp_path / "city scapes"
+    root, classes = tmp_path / "city scapes", load_class_file("cityscapes")
     for i, name in enumerate(NAMES):
         image, label = scene(i, classes)
-        city = name.split("_")[0]
         for kind, end, array in (
             ("leftImg8bit", "", image),
             ("gtFine", "_labelIds", label),
             ("gtFine", "_instanceIds", instances_of(label)),
         ):
-            folder = root / kind / "val" / city
+            folder = root / kind / "val" / name.split("_")[0]
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(array).save(folder / f"{name}_{kind}{end}.png")
     return root
 
 
-def data_of(root, layout="cityscapes", classes="cityscapes", **options):
+def data_of(root, layout="cityscapes"):
     """Data whose pixels a ColorModel is given as they are, divided by 255."""
     units = {"mean": (0.0, 0.0, 0.0), "std": (255.0, 255.0, 255.0)}
-    return DataConfig(layout=layout, root=str(root), classes=str(classes), **units, **options)
+    return DataConfig(layout=layout, root=str(root), classes=layout, **units)
 
 
 def config_of(root, mode="slide"):
@@ -108,22 +107,20 @@ def command(cityscapes, know_the_colors, tmp_path):
     know_the_colors(config_of(cityscapes), load_class_file("cityscapes"), 1200)
 
     def run(*overrides, **options):
-        args = arguments("run", set=list(overrides), json=str(tmp_path / "scores.json"), **options)
-        assert run_eval(args) == 0
-        return json.loads((tmp_path / "scores.json").read_text())
+        scores = tmp_path / "scores.json"
+        assert run_eval(arguments("run", set=list(overrides), json=scores, **options)) == 0
+        return json.loads(scores.read_text())
 
     return run
 
 
+NOT_GIVEN = "split json save_predictions overlays worst per_image curves class_name precision"
+
+
 def arguments(checkpoint, **options):
-    given = {"set": [], "split": None, "device": "cpu", "json": None}
-    given |= {"no_labels": False, "save_predictions": None, "overlays": None, "num_overlays": 2}
-    given |= {"worst": None, "per_image": None, "others": []}
-    given |= {"curves": None, "class_name": None, "precision": None, "recall": None}
-    given |= {"group": None, "surface": None}
-    given |= options
-    files = {key: Path(given[key]) for key in ("json", "per_image") if given[key]}
-    return argparse.Namespace(checkpoint=checkpoint, **given | files)
+    given = dict.fromkeys([*NOT_GIVEN.split(), "recall", "group", "surface"])
+    given |= {"set": [], "device": "cpu", "no_labels": False, "num_overlays": 2, "others": []}
+    return argparse.Namespace(checkpoint=checkpoint, **given | options)
 
 
 OFFICIAL_MEANS = {
@@ -159,7 +156,7 @@ def test_scores_equal_the_official_evaluator_on_the_saved_predictions(
     command, cityscapes, tmp_path
 ):
     """Label ids at the size of the label."""
-    scores = command(save_predictions=str(tmp_path / "out"))
+    scores = command(save_predictions=tmp_path / "out")
     for name, (height, width) in zip(NAMES, SIZES, strict=True):
         path = tmp_path / "out" / name.split("_")[0] / f"{name}_pred_labelIds.png"
         with Image.open(path) as picture:
@@ -181,20 +178,19 @@ def test_scores_equal_the_official_evaluator_on_the_saved_predictions(
     assert 0.5 < by_name["road"] < 1
 
 
-@pytest.mark.parametrize("missing", [1, 3])
-def test_where_instance_maps_are_missing_no_score_is_of_the_rest(
-    command, cityscapes, capsys, missing
-):
-    before = command()
-    paths = sorted(cityscapes.rglob("*_instanceIds.png"))[:missing]
-    for path in paths:
-        path.unlink()
-    scores, output = command(), capsys.readouterr().out
-    assert f"{missing} of 3 labels have no instance map, such as {paths[0]}: no inst" in output
-    assert scores["miIoU"] is scores["category_miIoU"] is None
-    assert {row["iIoU"] for row in [*scores["classes"], *scores["categories"]]} == {None}
-    for key in ("mIoU", "category_mIoU", "confusion_matrix"):
-        assert scores[key] == before[key]
+def test_where_instance_maps_are_missing_no_score_is_of_the_rest(command, cityscapes, capsys):
+    before, paths = command(), sorted(cityscapes.rglob("*_instanceIds.png"))
+    assert "iIoU" in capsys.readouterr().out
+    for missing, gone in (1, paths[:1]), (3, paths[1:]):
+        for path in gone:
+            path.unlink()
+        scores, output = command(), capsys.readouterr().out
+        assert f"{missing} of 3 labels have no instance map, such as {paths[0]}: no inst" in output
+        assert "iIoU" not in output
+        assert scores["miIoU"] is scores["category_miIoU"] is None
+        assert {row["iIoU"] for row in [*scores["classes"], *scores["categories"]]} == {None}
+        for key in ("mIoU", "category_mIoU", "confusion_matrix"):
+            assert scores[key] == before[key]
 
 
 def test_an_instance_map_that_does_not_fit_is_refused(command, cityscapes):
@@ -207,35 +203,25 @@ def test_an_instance_map_that_does_not_fit_is_refused(command, cityscapes):
         command()
 
 
-def test_a_split_whose_labels_are_dummies_has_predictions_and_no_scores(
+def test_a_split_for_a_test_server_has_predictions_and_no_scores(
     command, cityscapes, tmp_path, capsys
 ):
-    """As gtFine/test is published."""
+    """Its labels are dummies, as gtFine/test is published, or not there."""
+    command(save_predictions=tmp_path / "labelled")
     for path in cityscapes.rglob("*_gtFine_*.png"):
         with Image.open(path) as label:
             dummy = np.full(label.size[::-1], 3, np.uint8)
         Image.fromarray(dummy).save(path)
-    scores = command(save_predictions=str(tmp_path / "out"))
-    assert len(list((tmp_path / "out").rglob("*_pred_labelIds.png"))) == 3
+    scores = command(save_predictions=tmp_path / "dummies")
     assert scores["num_pixels"] == 0
     assert {scores[key] for key in ("mIoU", "aAcc", "miIoU", "category_mIoU")} == {None}
     assert "no pixel is labelled: there is nothing to score" in capsys.readouterr().out
-
-
-def test_a_split_without_labels_is_predicted_for_a_test_server(
-    command, cityscapes, tmp_path, capsys
-):
-    command(save_predictions=str(tmp_path / "labelled"))
-    capsys.readouterr()
     shutil.rmtree(cityscapes / "gtFine")
-    options = {"no_labels": True, "save_predictions": str(tmp_path / "out")}
-    assert run_eval(arguments("run", **options)) == 0
+    assert run_eval(arguments("run", no_labels=True, save_predictions=tmp_path / "none")) == 0
     assert "mIoU" not in capsys.readouterr().out
-    written = sorted((tmp_path / "out").rglob("*.png"))
-    assert len(written) == 3
-    for path in written:
-        labelled = tmp_path / "labelled" / path.relative_to(tmp_path / "out")
-        assert path.read_bytes() == labelled.read_bytes()
+    labelled, *others = (contents(tmp_path / kind) for kind in ("labelled", "dummies", "none"))
+    assert len(labelled) == 3
+    assert others == [labelled] * 2
 
 
 def test_voc_predictions_are_indices_into_the_palette_of_voc(tmp_path, know_the_colors):
@@ -247,9 +233,9 @@ def test_voc_predictions_are_indices_into_the_palette_of_voc(tmp_path, know_the_
     Image.fromarray(colors).save(tmp_path / "JPEGImages/2007_000033.png")
     Image.fromarray(label).save(tmp_path / "SegmentationClass/2007_000033.png")
     (tmp_path / "ImageSets/Segmentation/val.txt").write_text("2007_000033\n")
-    know_the_colors(Config(data=data_of(tmp_path, "voc", "voc")), classes)
+    know_the_colors(Config(data=data_of(tmp_path, "voc")), classes)
     for options in ({}, {"no_labels": True}):
-        run_eval(arguments("run", save_predictions=str(tmp_path / "out"), **options))
+        run_eval(arguments("run", save_predictions=tmp_path / "out", **options))
         with Image.open(tmp_path / "out/2007_000033.png") as picture:
             assert picture.mode == "P"
             indices = np.array(picture)
@@ -271,10 +257,11 @@ def test_scores_say_their_precision_and_which_images_went_by_windows(
 def test_a_scale_that_leaves_next_to_nothing_of_an_image_is_refused(command):
     with pytest.raises(ConfigError, match=r"eval\.scales: 0\.01 makes 1x1 pixels of an image of"):
         command("eval.scales=[0.01]")
+    command("eval.scales=[0.31]")  # 8 pixels of 26
 
 
 def test_overlays_are_spread_over_the_data_set(command, tmp_path):
-    command(overlays=str(tmp_path / "overlays"), num_overlays=2)
+    command(overlays=tmp_path / "overlays", num_overlays=2)
     written = sorted(p.name for p in (tmp_path / "overlays").rglob("*.png"))
     assert written == ["aachen_000000_000019.png", "ulm_000000_000019.png"]
 
@@ -304,9 +291,74 @@ def test_images_that_are_left_out_are_told(command, cityscapes, capsys):
 
 def test_normalization_that_is_not_that_of_the_training_is_said(command, capsys):
     command("data.mean=[0.485,0.456,0.406]", "data.std=[0.229,0.224,0.225]")
-    mean, std = [line for line in capsys.readouterr().err.splitlines() if "units of 0..1" in line]
-    assert mean.startswith("segtrain: warning: data.mean: [0.485, 0.456, 0.406] is in units")
-    assert "segtrain: warning: data.std" in std
+    first, second = [
+        line for line in capsys.readouterr().err.splitlines() if "units of 0..1" in line
+    ]
+    assert first.startswith("segtrain: warning: data.mean: [0.485, 0.456, 0.406] is in units")
+    assert "segtrain: warning: data.std" in second
     command("data.std=[250.0,250.0,250.0]")
     note = "segtrain: note: data.std: [250.0, 250.0, 250.0] here, [255.0, 255.0, 255.0] in the"
     assert note in capsys.readouterr().err
+
+
+GROUPS = {"aachen": NAMES[:2], "ulm": NAMES[2:]}
+
+
+def pixels_of(names, root, predictions):
+    """Labels and predictions as train ids, of the pixels that are not ignored."""
+    ids = load_class_file("cityscapes").train_id_of
+    train_id = np.vectorize(lambda raw: ids.get(raw, 255))
+
+    def read(folder, end):
+        files = [next(folder.rglob(f"{name}_{end}.png")) for name in names]
+        return train_id(np.concatenate([np.array(Image.open(file)).ravel() for file in files]))
+
+    label, pred = read(root, "gtFine_labelIds"), read(predictions, "pred_labelIds")
+    return label[label != 255], pred[label != 255]
+
+
+def test_scores_of_groups_are_those_of_their_pixels(command, cityscapes, tmp_path, capsys):
+    from sklearn.metrics import f1_score, jaccard_score
+
+    pattern = re.compile(r"/val/(\w+)/")
+    scores = command(group=pattern, save_predictions=tmp_path / "out")
+    output = capsys.readouterr().out
+    found = scores["by_group"]
+    assert {row["group"]: row["num_images"] for row in found["groups"]} == {"aachen": 2, "ulm": 1}
+    names, expected = [row["name"] for row in scores["classes"]], {}
+    for row in found["groups"]:
+        label, pred = pixels_of(GROUPS[row["group"]], cityscapes, tmp_path / "out")
+        present = sorted(set(label) | set(pred))
+        for title, score in (("IoU", jaccard_score), ("Dice", f1_score)):
+            theirs = score(label, pred, labels=present, average=None, zero_division=0)
+            by_name = dict(zip((names[i] for i in present), theirs, strict=True))
+            expected[row["group"], title] = by_name
+            ours = {name: x for name, x in row[title].items() if x is not None}
+            assert ours == pytest.approx(by_name)
+            assert row[f"m{title}"] == pytest.approx(theirs.mean())
+    pair = [expected[group, "Dice"]["road"] for group in GROUPS]
+    over_groups = found["over_groups"]["Dice"]["road"]
+    assert over_groups == pytest.approx({"mean": mean(pair), "sd": stdev(pair)})
+    assert found["over_groups"]["IoU"]["train"] == {"mean": None, "sd": None}
+    assert found["over_groups"]["IoU"]["bus"] == {"mean": 0, "sd": 0}
+    assert "mean and standard deviation over 2 groups" in output
+    cells = [f"{100 * x:.2f}" for x in over_groups.values()]
+    assert [line.split()[-2:] for line in output.splitlines() if line[:5] == "road "][1] == cells
+    worst = min(found["groups"], key=lambda row: row["mIoU"])
+    assert f"lowest mIoU of groups: {worst['group']} {100 * worst['mIoU']:.2f}, " in output
+
+
+def test_pixels_of_each_image_are_told(command, cityscapes, tmp_path):
+    command(per_image=tmp_path / "i.csv", save_predictions=tmp_path / "out")
+    rows = csv.DictReader((tmp_path / "i.csv").read_text().splitlines())
+    (row,) = (row for row in rows if row["image"].endswith(NAMES[2]))
+    label, pred = pixels_of(NAMES[2:], cityscapes, tmp_path / "out")
+    for k, name in enumerate(one.name for one in load_class_file("cityscapes").classes):
+        masks = (label == k) & (pred == k), label == k, pred == k
+        kinds = "right_px", "labelled_px", "predicted_px"
+        assert [int(row[f"{name} {kind}"]) for kind in kinds] == [int(one.sum()) for one in masks]
+
+
+def test_an_image_of_no_group_is_named(command):
+    with pytest.raises(ConfigError, match=r"--group \(ulm\): 2 images have no group: .*aachen"):
+        command(group=re.compile("(ulm)"))

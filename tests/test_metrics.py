@@ -1,3 +1,4 @@
+import csv
 import json
 import math
 
@@ -5,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from segtrain.metrics import ConfusionMatrix, _histogram_without_wait, score_table, thin_classes
+from segtrain.evaluation.records import scores_csv
+from segtrain.metrics import (
+    Calibration,
+    ConfusionMatrix,
+    _histogram_without_wait,
+    calibration_error,
+    reliability,
+    score_table,
+    thin_classes,
+)
 from segtrain.types import IGNORE_INDEX
 
 NAMES = ["road", "sky", "car"]
@@ -39,9 +49,13 @@ def test_scores_of_a_small_matrix_match_the_hand_computed_ones():
     scores = scores_of([[6, 2, 0], [1, 3, 0], [0, 0, 4]])
     assert scores.iou == (6 / 9, 3 / 6, 1.0)
     assert scores.recall == (6 / 8, 3 / 4, 1.0)
+    assert scores.precision == (6 / 7, 3 / 5, 1.0)
+    assert scores.dice == (12 / 15, 6 / 9, 1.0)
     assert scores.class_frequency == (8 / 16, 4 / 16, 4 / 16)
     assert scores.mean_iou == pytest.approx((6 / 9 + 0.5 + 1) / 3, rel=1e-15)
     assert scores.mean_recall == pytest.approx((0.75 + 0.75 + 1) / 3, rel=1e-15)
+    assert scores.mean_precision == pytest.approx((6 / 7 + 0.6 + 1) / 3, rel=1e-15)
+    assert scores.mean_dice == pytest.approx((0.8 + 2 / 3 + 1) / 3, rel=1e-15)
     assert scores.pixel_acc == 13 / 16
     assert scores.freq_weighted_iou == pytest.approx(6 / 9 / 2 + 0.5 / 4 + 1 / 4, rel=1e-15)
     assert scores.num_pixels == 16
@@ -76,19 +90,21 @@ def test_counts_match_one_count_per_pair_of_classes(num_classes):
 
 
 @pytest.mark.fault(72)
-def test_class_absent_from_labels_and_predictions_is_left_out_of_the_mean():
-    scores = scores_of([[4, 0, 0], [0, 0, 0], [2, 0, 2]])
-    assert math.isnan(scores.iou[1])
-    assert math.isnan(scores.recall[1])
-    assert scores.mean_iou == pytest.approx((4 / 6 + 2 / 4) / 2, rel=1e-15)
-
-
-def test_class_predicted_but_absent_from_labels_scores_zero():
-    scores = scores_of([[3, 1], [0, 0]])
-    assert scores.iou == (3 / 4, 0.0)
-    assert scores.mean_iou == 3 / 8
-    assert math.isnan(scores.recall[1])
-    assert scores.mean_recall == 3 / 4
+@pytest.mark.parametrize(
+    ("counts", "iou", "recall"),
+    [
+        ([[4, 0, 0], [0, 0, 0], [2, 0, 2]], (4 / 6, math.nan, 2 / 4), (1, math.nan, 2 / 4)),
+        ([[3, 1], [0, 0]], (3 / 4, 0), (3 / 4, math.nan)),  # predicted, but never labelled
+    ],
+)
+def test_a_class_that_is_absent_is_left_out_of_the_mean(counts, iou, recall):
+    scores = scores_of(counts)
+    for found, mean, expected in (
+        (scores.iou, scores.mean_iou, iou),
+        (scores.recall, scores.mean_recall, recall),
+    ):
+        assert found == pytest.approx(expected, rel=1e-15, nan_ok=True)
+        assert mean == pytest.approx(np.nanmean(expected), rel=1e-15)
 
 
 BYTES = torch.tensor([[0, 1]], dtype=torch.uint8)
@@ -147,7 +163,38 @@ def test_scores_for_json_and_scalars_have_no_nan():
     assert json.loads(text)["classes"][2] == {"name": "car", "share": 0} | dict.fromkeys(
         ("IoU", "Dice", "precision", "recall")
     )
+    rows = list(csv.DictReader(scores_csv(scores, NAMES).splitlines()))
+    assert [row["IoU"] for row in rows[:3]] == ["0.750000", "0.000000", ""]
     scalars = scores.scalars(NAMES)
     assert (scalars["eval/IoU/road"], scalars["eval/IoU/sky"]) == (3 / 4, 0)
     assert "eval/IoU/car" not in scalars
     assert set(scalars) >= {"eval/mIoU", "eval/mAcc", "eval/aAcc", "eval/fwIoU"}
+
+
+def test_the_reliability_curve_is_that_of_scikit_learn():
+    from sklearn.calibration import calibration_curve
+
+    rng = np.random.default_rng(0)
+    label, known = rng.integers(0, 3, 4000, np.uint8), rng.uniform(0.3, 1, 4000)
+    pred = np.where(rng.random(4000) < known**2, label, (label + 1) % 3)
+    label[rng.random(4000) < 0.1] = IGNORE_INDEX
+    known[::9] = 1
+    calibration = Calibration()
+    for part in np.array_split(np.arange(4000), 3):
+        calibration.update(*(torch.from_numpy(x[part]) for x in (known, pred, label)))
+    valid = label != IGNORE_INDEX
+    right, known = (pred == label)[valid], known[valid]
+    accuracy, confidence = calibration_curve(right, known, n_bins=15)
+    found = reliability(calibration.counts)
+    assert [b.accuracy for b in found] == pytest.approx(accuracy, abs=5e-3)
+    assert [b.confidence for b in found] == pytest.approx(confidence, abs=5e-4)
+    share = np.histogram(known, 15, (0, 1))[0]
+    share = share[share > 0] / len(known)
+    assert [b.share for b in found] == pytest.approx(share, abs=5e-3)
+    assert sum(b.share for b in found) == pytest.approx(1)
+    expected = (share * np.abs(accuracy - confidence)).sum()
+    assert calibration_error(calibration.counts) == pytest.approx(expected, abs=5e-4)
+    assert np.isnan(calibration_error(Calibration().counts))
+    broken, one = Calibration(), torch.ones(1, dtype=torch.uint8)
+    broken.update(torch.tensor([math.nan]), one, one)
+    assert broken.counts[1, 0] == broken.counts.sum() == 1

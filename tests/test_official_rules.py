@@ -5,42 +5,46 @@ segtrain's side reads the same label files through its class file. Cityscapes ha
 in tests/test_evaluate.py.
 """
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.classes import ClassFile, SegClass, load_class_file
 from segtrain.data.read.labels import read_label
-from segtrain.evaluation.score_table import make_report
+from segtrain.evaluation.score_table import (
+    InstanceCounts,
+    ade20k_scores,
+    group_scores,
+    make_report,
+)
 from segtrain.evaluation.scoring import Outcome
 from segtrain.metrics import Calibration, ConfusionMatrix
 
 SIZES = [(24, 31), (17, 40), (30, 22)]
 
 
-def counted(matrix):
-    """What an evaluation with these pixels has counted, without probabilities."""
-    return Outcome(matrix, Calibration(), torch.zeros(0), 0)
-
-
-def evaluated(tmp_path, classes, labels, *, layout, label_format="ids", seed=0):
+def evaluated(tmp_path, name, labels, *, layout, label_format="ids", highest=255):
     """The scores of random predictions on these label files, and the predictions as raw ids.
 
-    labels: arrays of raw ids or colours. Two thirds of the pixels are predicted right.
+    name: of the class file. labels: arrays of raw ids or colours. Two thirds of the pixels are
+    predicted right. highest: ids above it are predicted as 1.
     """
-    rng = np.random.default_rng(seed)
+    rng, classes = np.random.default_rng(0), load_class_file(name)
     matrix, submitted = ConfusionMatrix(classes.num_classes), []
+    train_ids = np.vectorize(classes.train_id_of.get, otypes=[np.uint8])
     for i, raw in enumerate(labels):
         Image.fromarray(raw).save(tmp_path / f"{i}.png")
         label = read_label(tmp_path / f"{i}.png", classes, label_format)
-        other = rng.integers(0, classes.num_classes, label.shape).astype(np.uint8)
-        pred = np.where((label == 255) | (rng.random(label.shape) < 1 / 3), other, label).astype(
-            np.uint8
-        )
-        matrix.update(torch.from_numpy(pred), torch.from_numpy(label))
-        submitted.append(np.array(classes.write_ids)[pred])
-    report = make_report(counted(matrix), classes.names, classes, None, layout=layout)
+        other = rng.integers(0, classes.num_classes, label.shape)
+        pred = np.where((label == 255) | (rng.random(label.shape) < 1 / 3), other, label)
+        ids = np.array(classes.write_ids)[pred]
+        submitted.append(np.where(ids > highest, 1, ids))
+        matrix.update(torch.from_numpy(train_ids(submitted[-1])), torch.from_numpy(label))
+    counted = Outcome(matrix, Calibration(), torch.zeros(0), 0)
+    report = make_report(counted, classes.names, classes, None, layout=layout)
     return report.to_dict(), submitted
 
 
@@ -65,32 +69,14 @@ def test_ade20k_scores_follow_the_scene_parsing_challenge(tmp_path, highest):
     """Up to class 60 alone, the other classes are absent and count as 0 there, but not in mIoU."""
     rng = np.random.default_rng(2)
     labels = [rng.integers(0, highest + 1, (4 * h, w)).astype(np.uint8) for h, w in SIZES]
-    classes = load_class_file("ade20k")
-    ours, results = evaluated(tmp_path, classes, labels, layout="ade20k")
-    results = [np.where(r > highest, 1, r) for r in results]
-    if highest < 150:
-        ours = scores_of(tmp_path, classes, labels, results)
+    ours, results = evaluated(tmp_path, "ade20k", labels, layout="ade20k", highest=highest)
     mean, accuracy = ade20k_challenge(labels, results)
-    assert ours["benchmark"] == pytest.approx(
-        {
-            "ADE20K mIoU": mean,
-            "ADE20K pixel accuracy": accuracy,
-            "ADE20K score": (mean + accuracy) / 2,
-        },
-        abs=1e-9,
-    )
+    scores = {"mIoU": mean, "pixel accuracy": accuracy, "score": (mean + accuracy) / 2}
+    expected = {f"ADE20K {key}": score for key, score in scores.items()}
+    assert ours["benchmark"] == pytest.approx(expected, abs=1e-9)
     assert ours["mIoU"] == pytest.approx(mean * 150 / highest, abs=1e-9)
     assert 0.1 < mean < 0.7
-
-
-def scores_of(tmp_path, classes, labels, results):
-    """The report of predictions given as raw ids."""
-    matrix = ConfusionMatrix(classes.num_classes)
-    for i, result in enumerate(results):
-        pred = np.vectorize(classes.train_id_of.get)(result).astype(np.uint8)
-        label = read_label(tmp_path / f"{i}.png", classes)
-        matrix.update(torch.from_numpy(pred), torch.from_numpy(label))
-    return make_report(counted(matrix), classes.names, classes, None, layout="ade20k").to_dict()
+    assert math.isnan(ade20k_scores(ConfusionMatrix(150).scores())["ADE20K mIoU"])
 
 
 # The 32 classes of CamVid that make up each of the 11, by SegNet's grouping; void is in none.
@@ -115,17 +101,15 @@ def test_camvid_scores_count_all_images_together_without_void(tmp_path, form):
     rng = np.random.default_rng(3)
     names = list(CAMVID_GROUPS)
     truths = [rng.integers(0, 12, size) for size in SIZES]  # 11 is void
-    if form == "ids":
-        labels = [truth.astype(np.uint8) for truth in truths]
-    else:
-        of_class = [*CAMVID_GROUPS.values(), [(0, 0, 0)]]
+    labels = [truth.astype(np.uint8) for truth in truths]
+    if form == "colors":
+        colors = [*CAMVID_GROUPS.values(), [(0, 0, 0)]]
         labels = [
-            np.array([[of_class[k][rng.integers(len(of_class[k]))] for k in row] for row in truth])
-            for truth in truths
+            np.array([rng.choice(colors[k]) for k in one.flat], np.uint8).reshape(*one.shape, 3)
+            for one in labels
         ]
-        labels = [label.astype(np.uint8) for label in labels]
-    classes = load_class_file({"ids": "camvid", "colors": "camvid_colors"}[form])
-    ours, results = evaluated(tmp_path, classes, labels, layout="camvid", label_format=form)
+    name = {"ids": "camvid", "colors": "camvid_colors"}[form]
+    ours, results = evaluated(tmp_path, name, labels, layout="camvid", label_format=form)
     truth = np.concatenate([one.ravel() for one in truths])
     result = np.concatenate([one.ravel() for one in results])[truth < 11]
     truth = truth[truth < 11]
@@ -137,3 +121,26 @@ def test_camvid_scores_count_all_images_together_without_void(tmp_path, form):
         assert row["recall"] == pytest.approx(both / (truth == k).sum(), abs=1e-12)
     assert ours["aAcc"] == pytest.approx((truth == result).mean(), abs=1e-12)
     assert ours["num_pixels"] == truth.size
+
+
+def test_without_instances_only_categories_are_scored():
+    """And without categories nothing. A union of classes has the pixels of all of them."""
+    matrix = ConfusionMatrix(19)
+    matrix.counts[11:13, 11:14] = torch.tensor([[3, 2, 4], [1, 5, 0]])  # person, rider; and car
+    found = group_scores(matrix, load_class_file("cityscapes"), None)
+    by_name = dict(zip(found.categories, found.category_iou, strict=True))
+    assert by_name["human"] == 11 / 15
+    assert by_name["vehicle"] == 0
+    assert math.isnan(by_name["flat"])
+    assert all(map(math.isnan, (*found.iiou, *found.category_iiou)))
+    assert group_scores(matrix, load_class_file("camvid"), None) is None
+
+    # Of a category in which only one class has instances, that class alone is scored by them.
+    about = {"category": "all"}
+    first = SegClass("a", (1, 1, 1), (1,), **about, instance_px=4.0)
+    mixed = ClassFile("two", (first, SegClass("b", (2, 2, 2), (2,), **about)), (), (0, 0, 0))
+    instances, matrix = InstanceCounts(mixed, []), ConfusionMatrix(2)
+    instances.update(np.zeros((2, 3), np.uint8), np.full((2, 3), 1001, np.uint16))
+    found = group_scores(matrix, mixed, instances)
+    assert found.iiou[0] == 1
+    assert math.isnan(found.category_iiou[0])
