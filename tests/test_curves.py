@@ -1,16 +1,14 @@
 """Precision and recall by threshold, beside scikit-learn; and predictions by such a threshold."""
 
-import csv
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import tifffile
 import torch
-from PIL import Image
-from test_evaluate import cityscapes, command, know_the_colors  # noqa: F401 - fixtures
-from test_evaluate_dataset import CLASSES, CPU, SETTINGS
-from test_predict import photo, read, run, save  # noqa: F401 - `run` is a fixture
+from test_evaluate import cityscapes, command, know_the_colors
+from test_evaluate_dataset import CPU, SETTINGS
+from test_objects import rows_of
+from test_predict import CLASSES, NO_VALUE_255, photo, read, run, save, save_tiff
 from torch import nn
 
 from segtrain.errors import ConfigError
@@ -21,7 +19,8 @@ from segtrain.evaluation.scoring import evaluate_dataset
 from segtrain.one_vs_rest import CURVE_BINS, CurveCounts, average_precision
 from segtrain.types import IGNORE_INDEX, SegLogits
 
-ASKED = CurveQuestion(class_name="a", precision=0.5)
+__all__ = ["cityscapes", "command", "know_the_colors", "run"]  # fixtures
+NUM_CLASSES = 4
 
 
 class Noisy(nn.Module):
@@ -40,7 +39,7 @@ class NoisyImages:
     def __getitem__(self, index):
         rng = np.random.default_rng(index)
         size = 17 + index % 2, 23
-        label = rng.choice(CLASSES, size, p=[0.4, 0.3, 0.27, 0.03]).astype(np.uint8)
+        label = rng.choice(NUM_CLASSES, size, p=[0.4, 0.3, 0.27, 0.03]).astype(np.uint8)
         image = rng.normal(0, 1, (*size, 3)) + 1.5 * np.eye(4)[label][..., :3]
         label[rng.random(size) < 0.1] = IGNORE_INDEX
         return image.astype(np.float32), label
@@ -48,7 +47,7 @@ class NoisyImages:
 
 def noisy(**options):
     settings = replace(SETTINGS, value_range=(0.0, 255.0), **options)
-    return for_scores(Noisy(), settings, CPU, CLASSES)
+    return for_scores(Noisy(), settings, CPU, NUM_CLASSES)
 
 
 def probabilities():
@@ -62,10 +61,10 @@ def probabilities():
     return np.concatenate(known), np.concatenate(labels)
 
 
-@pytest.fixture(params=["whole", "slide"])
+@pytest.fixture(scope="module", params=["whole", "slide"])
 def counts(request):
     """As an evaluation counts them; whole images and windows are equal for this model."""
-    curves = CurveCounts(CLASSES)
+    curves = CurveCounts(NUM_CLASSES)
     predictor = noisy(mode=request.param, crop_size=(9, 11))
     plain = evaluate_dataset(predictor, NoisyImages())
     outcome = evaluate_dataset(predictor, NoisyImages(), curves=curves)
@@ -78,7 +77,7 @@ def test_curves_and_average_precision_are_those_of_scikit_learn(counts):
     from sklearn.metrics import average_precision_score, precision_recall_curve
 
     known, labels = probabilities()
-    for k in range(CLASSES):
+    for k in range(NUM_CLASSES):
         rounded = np.floor(known[:, k] * CURVE_BINS) / CURVE_BINS
         curve = ClassCurve.of(counts[k])
         ap = average_precision_score(labels == k, rounded)
@@ -89,21 +88,11 @@ def test_curves_and_average_precision_are_those_of_scikit_learn(counts):
             np.testing.assert_allclose(mine[places], theirs[:-1], atol=2e-3)
 
 
-def counted():
-    curves = CurveCounts(CLASSES)
-    evaluate_dataset(noisy(), NoisyImages(), curves=curves)
-    return curves.counts
-
-
-def test_two_ranks_count_what_one_counts(run_ranks):
-    assert all(torch.equal(found, counted()) for found in run_ranks(2, counted))
-
-
-@pytest.mark.parametrize("wanted", [{"precision": 0.8}, {"recall": 0.6}, {"recall": 1.0}])
-def test_predictions_by_the_threshold_have_the_precision_and_recall_that_were_told(counts, wanted):
+@pytest.mark.parametrize(("kind", "least"), [("precision", 0.8), ("recall", 0.6), ("recall", 1.0)])
+def test_predictions_by_the_threshold_have_what_was_told(counts, kind, least):
     """Pixel by pixel, and no other threshold is better."""
     curve = ClassCurve.of(counts[2])
-    best = curve.best(**wanted)
+    best = curve.best(**{kind: least})
     predictor = noisy().by(rule_of([("c", best / CURVE_BINS)], "abcd"))
     hits = predicted = labelled = 0
     for image, label in map(NoisyImages().__getitem__, range(5)):
@@ -113,19 +102,17 @@ def test_predictions_by_the_threshold_have_the_precision_and_recall_that_were_to
         hits += int((is_found & (label[valid] == 2)).sum())
         predicted += int(is_found.sum())
         labelled += int((label == 2).sum())
-    pair = hits / predicted, hits / labelled
-    assert pair == (curve.precision[best], curve.recall[best])
-    kept, other = pair if "precision" in wanted else pair[::-1]
-    assert kept >= next(iter(wanted.values()))
-    pairs = np.stack([curve.precision, curve.recall], axis=1)[1:]
-    pairs = pairs if "precision" in wanted else pairs[:, ::-1]
-    enough = pairs[:, 0] >= next(iter(wanted.values()))
-    assert other == pairs[enough, 1].max()
+    found = {"precision": hits / predicted, "recall": hits / labelled}
+    curves = {"precision": curve.precision, "recall": curve.recall}
+    assert found == {key: values[best] for key, values in curves.items()}
+    assert found[kind] >= least
+    other = "recall" if kind == "precision" else "precision"
+    assert found[other] == curves[other][1:][curves[kind][1:] >= least].max()
 
 
-@pytest.mark.parametrize("thresholds", [{0: 0.2}, {1: 0.9}, {0: 0.2, 2: 0.3}, {0: 0.5, 1: 0.1}])
+@pytest.mark.parametrize("thresholds", [{1: 0.9}, {0: 0.2, 2: 0.3}, {0: 0.5, 1: 0.1}])
 def test_a_class_is_there_only_from_its_threshold_on(thresholds):
-    p = torch.rand((3, 20, 30), generator=torch.Generator().manual_seed(0))
+    p = torch.rand((3, 12, 17), generator=torch.Generator().manual_seed(0))
     p /= p.sum(0)
     names = ("a", "b", "c")
     rule = rule_of([(names[k], t) for k, t in thresholds.items()], names)
@@ -138,71 +125,68 @@ def test_a_class_is_there_only_from_its_threshold_on(thresholds):
         assert label[y, x] == expected
 
 
-def test_predict_takes_thresholds_for_images_of_any_kind(run, tmp_path):  # noqa: F811
-    image = photo(20, 30) // 64
-    save(tmp_path / "a.png", image)
-    p = np.exp(image.astype(float))
-    p /= p.sum(2, keepdims=True)
-    expected = np.where(p[..., 1] >= 0.1, 1, p[..., [0, 2]].argmax(2) * 2)
-    assert (expected != p.argmax(2)).mean() > 0.2
-    for mode in ("whole", "slide"):
-        how = {"set": [f"eval.mode={mode}", "eval.crop_size=[16, 16]"], "overwrite": True}
-        assert run(tmp_path / "a.png", thresholds=[("greenish", 0.1)], **how) == 0
-        label = read(tmp_path / "out/labels/a.png")
-        assert np.array_equal(label, np.array([7, 23, 11])[expected])
-    for given, words in (
-        ([("sky", 0.1)], "--threshold: no class sky; there are reddish"),
-        ([("bluish", 0.1), ("bluish", 0.2)], "--threshold: once for each class"),
-        ([(x, 0.1) for x in ("bluish", "greenish", "reddish")], "one class needs to be without"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            run(tmp_path / "a.png", thresholds=given, overwrite=True)
+def test_a_probability_of_just_the_threshold_is_enough():
+    p = torch.tensor([0.5, 0.25, 0.25]).view(3, 1, 1)
+    assert rule_of([("b", 0.25)], "abc").label(p) == 1
+    assert rule_of([], "abc", unknown_below=0.5).label(p) == 0
 
 
-@pytest.mark.parametrize("mode", ["whole", "slide"])
-def test_pixels_that_are_not_sure_enough_have_no_class(run, tmp_path, mode):  # noqa: F811
-    """In label maps, and counted beside those whose image has no value; thresholds go before."""
+@pytest.mark.parametrize(
+    ("mode", "least", "unsure"),
+    [("whole", 0.1, None), ("slide", 0.1, None), ("whole", None, 0.6), ("slide", 0.2, 0.6)],
+)
+def test_predict_takes_thresholds_and_leaves_pixels_without_a_class(
+    run, tmp_path, mode, least, unsure
+):
+    """Thresholds go before; in tables these pixels stand beside those whose image has no value."""
     image = photo(20, 30) // 64
     image[:, :4] = 255
-    tags = [(42113, "s", 0, "255", True)]
-    tifffile.imwrite(tmp_path / "a.tif", image, photometric="rgb", extratags=tags)
+    save_tiff(tmp_path / "a.tif", image, NO_VALUE_255)
     p = np.exp(image.astype(float))
     p /= p.sum(2, keepdims=True)
-    how = {"set": [f"eval.mode={mode}", "eval.crop_size=[16, 16]"], "overwrite": True}
-    for thresholds in ([], [("greenish", 0.2)]):
-        label = p.argmax(2)
-        is_greenish = np.zeros(label.shape, bool)
-        if thresholds:
-            is_greenish = p[..., 1] >= 0.2
-            label = np.where(is_greenish, 1, p[..., [0, 2]].argmax(2) * 2)
-        unknown = (p.max(2) < 0.6) & ~is_greenish
-        unknown[:, :4] = False
-        expected = np.where(unknown, 0, np.array([7, 23, 11])[label])
-        expected[:, :4] = 0
-        files = {"table": tmp_path / "t.csv", "thresholds": thresholds}
-        assert run(tmp_path / "a.tif", unknown_below=0.6, **files, **how) == 0
-        found = np.array(Image.open(tmp_path / "out/labels/a.png"))
-        assert np.array_equal(found, expected)
-        with (tmp_path / "t.csv").open(newline="") as opened:
-            rows = list(csv.DictReader(opened))
-        assert {row["unknown_px"] for row in rows} == {str(int(unknown.sum()))}
-        assert {row["no_value_px"] for row in rows} == {"80"}
-        assert unknown.sum() > 20
-        counts = [int((expected == raw).sum()) for raw in (7, 23, 11)]
-        assert [int(row["pixels"]) for row in rows] == counts
-    with pytest.raises(ConfigError, match="--unknown-below: no effect: of 3 classes one always"):
-        run(tmp_path / "a.tif", unknown_below=0.3, overwrite=True)
+    is_greenish, label = p[..., 1] >= (least or np.inf), p.argmax(2)
+    if least:
+        label = np.where(is_greenish, 1, p[..., [0, 2]].argmax(2) * 2)
+    unknown = (p.max(2) < (unsure or 0)) & ~is_greenish
+    unknown[:, :4] = False
+    expected = np.where(unknown, 0, np.array([7, 23, 11])[label])
+    expected[:, :4] = 0
+    assert (unknown if unsure else label != p.argmax(2)).sum() > 20
+    given = {"thresholds": [("greenish", least)] if least else [], "unknown_below": unsure}
+    how = {"set": [f"eval.mode={mode}", "eval.crop_size=[16, 16]"], "table": tmp_path / "t.csv"}
+    assert run(tmp_path / "a.tif", **given, **how) == 0
+    assert np.array_equal(read(tmp_path / "out/labels/a.png"), expected)
+    rows = rows_of(tmp_path / "t.csv")
+    assert {row["unknown_px"] for row in rows} == {str(int(unknown.sum()))}
+    assert {row["no_value_px"] for row in rows} == {"80"}
+    counts = np.array([(expected == raw).sum() for raw in (7, 23, 11)])
+    assert [int(row["pixels"]) for row in rows] == counts.tolist()
+    assert [float(row["share"]) for row in rows] == pytest.approx(counts / (600 - 80))
 
 
-def test_eval_tells_curves_and_the_threshold(command, tmp_path, capsys):  # noqa: F811
+@pytest.mark.parametrize(
+    ("thresholds", "unsure", "words"),
+    [
+        ([("sky", 0.1)], None, "--threshold: no class sky; there are reddish"),
+        ([("bluish", 0.1), ("bluish", 0.2)], None, "--threshold: once for each class"),
+        ([(x, 0.1) for x in CLASSES.names], None, "one class needs to be without"),
+        ([], 1 / 3, "--unknown-below: no effect: of 3 classes one always"),
+    ],
+)
+def test_rules_that_cannot_decide_are_refused(run, tmp_path, thresholds, unsure, words):
+    path = save(tmp_path / "a.png", photo(5, 6))
+    with pytest.raises(ConfigError, match=words):
+        run(path, thresholds=thresholds, unknown_below=unsure)
+
+
+def test_eval_tells_curves_and_the_threshold(command, tmp_path, capsys):
     plain = command()
     assert "curves" not in plain
     file = tmp_path / "curves.csv"
     found = command(curves=file, class_name="road", recall=0.9)["curves"]
     output = capsys.readouterr().out
     point = found["operating_point"]
-    with file.open(newline="") as opened:
-        rows = [row for row in csv.DictReader(opened) if row["class"] == "road"]
+    rows = [row for row in rows_of(file) if row["class"] == "road"]
     assert [float(row["threshold"]) for row in rows] == [i / 1024 for i in range(1, 1024)]
     enough = [row for row in rows if row["recall"] and float(row["recall"]) >= 0.9]
     best = max(enough, key=lambda row: (float(row["precision"]), float(row["threshold"])))
@@ -219,34 +203,30 @@ def test_eval_tells_curves_and_the_threshold(command, tmp_path, capsys):  # noqa
 
 
 def test_a_precision_that_no_threshold_has_is_told_with_the_highest():
+    asked = CurveQuestion(class_name="a", precision=0.5)
     counts = torch.zeros(2, 2, CURVE_BINS, dtype=torch.int64)
     counts[0, 0, 700], counts[0, 1, 700], counts[0, 1, 0] = 3, 1, 1
-    (*_, line), found = ASKED.answer(counts, ["a", "b"])
+    (*_, line), found = asked.answer(counts, ["a", "b"])
     assert line == "a: no threshold has a precision of 50.00%; the highest is 25.00%"
     assert found["operating_point"] == {"class": "a", "threshold": None}
     counts[0, 1, 900] = 2
-    (*_, line), found = ASKED.answer(counts, ["a", "b"])
-    assert found["operating_point"] == {
-        "class": "a",
-        "threshold": 700 / 1024,
-        "precision": 0.5,
-        "recall": 0.75,
-    }
+    (*_, line), found = asked.answer(counts, ["a", "b"])
+    point = {"class": "a", "threshold": 700 / 1024, "precision": 0.5, "recall": 0.75}
+    assert found["operating_point"] == point
     assert line.endswith("by predict --threshold a=0.68359375")
+    (*_, line), _ = CurveQuestion(class_name="a", recall=0.9).answer(counts, ["a", "b"])
+    assert line == "a: no threshold has a recall of 90.00%; the highest is 75.00%"
     # Of its four pixels two are found first, one beside three others, and one last.
     ap = 2 / 4 * 1 + 1 / 4 * 3 / 6 + 1 / 4 * 4 / 7
     assert found["AP"] == {"a": pytest.approx(ap), "b": None}
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_questions_without_an_answer_are_refused(command):
+    for given, words in (
         ({"precision": 0.5}, "--precision, --recall: need --class NAME"),
         ({"class_name": "road"}, "--class: needs either --precision or --recall"),
         ({"class_name": "road", "precision": 0.5, "recall": 0.5}, "--class: needs either"),
         ({"class_name": "cloud", "recall": 0.5}, "--class: no class cloud; there are road,"),
-    ],
-)
-def test_questions_without_an_answer_are_refused(command, given, words):  # noqa: F811
-    with pytest.raises(ConfigError, match=words):
-        command(**given)
+    ):
+        with pytest.raises(ConfigError, match=words):
+            command(**given)

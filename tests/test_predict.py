@@ -13,13 +13,13 @@ from torch import nn
 
 from segtrain.checkpoint import ready
 from segtrain.checkpoint.trained import LoadedModel
-from segtrain.commands import predict
+from segtrain.commands import frames, predict
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.georeference import place_of
 from segtrain.data.read.image_formats import read_info
 from segtrain.errors import ConfigError, DataError, ExecutionError, MemoryLimitError
-from segtrain.evaluation import predictor, settings
+from segtrain.evaluation import settings
 from segtrain.evaluation.video import overlay_video
 from segtrain.types import SegLogits
 
@@ -34,6 +34,7 @@ CLASSES = ClassFile(
     ignore_color=(0, 0, 0),
 )
 RAW_IDS = np.array([7, 23, 11])
+PALETTE = [(200, 20, 30), (20, 200, 30), (30, 20, 200)]
 
 
 class StrongestChannel(nn.Module):
@@ -58,11 +59,8 @@ class Brightness(nn.Module):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the command on inputs, writing to tmp_path/out."""
-    config = Config(
-        data=DataConfig(
-            layout="folders", root="x", classes="three", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
-        )
-    )
+    units = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    config = Config(data=DataConfig(layout="folders", root="x", classes="three", **units))
 
     def command(*inputs, classes=CLASSES, model=None, crop=(512, 512), eval_crop=None, **changes):
         model = StrongestChannel() if model is None else model
@@ -72,11 +70,11 @@ def run(tmp_path, monkeypatch):
         }
         loaded = LoadedModel(model.eval(), config.model_copy(update=about), classes, step=3)
         monkeypatch.setattr(ready, "load_model", lambda *sources, device: loaded)
-        args = {"source": "run", "inputs": [str(path) for path in inputs], "device": "cpu"}
-        args |= {"output": str(tmp_path / "out"), "set": [], "overwrite": False}
-        args |= {"probabilities": None, "opacity": None, "clear": (), "others": []}
-        args |= {"table": None, "objects": None, "pixel_size": None, "min_area": None}
-        args |= {"thresholds": [], "unknown_below": None, "frames": False}
+        unset = "probabilities", "opacity", "table", "objects", "pixel_size", "min_area"
+        args = dict.fromkeys(unset)
+        args |= {"source": "run", "inputs": [str(path) for path in inputs], "device": "cpu"}
+        args |= {"output": str(tmp_path / "out"), "set": [], "overwrite": False, "clear": ()}
+        args |= {"others": [], "thresholds": [], "unknown_below": None, "frames": False}
         return predict.main(argparse.Namespace(**(args | changes)))
 
     return command
@@ -90,6 +88,13 @@ def save(path, image):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(image).save(path)
     return path
+
+
+NO_VALUE_255 = 42113, "s", 0, "255", True  # GDAL_NODATA
+
+
+def save_tiff(path, image, *tags):
+    tifffile.imwrite(path, image, photometric="rgb", extratags=tags)
 
 
 def read(path):
@@ -111,9 +116,15 @@ def test_images_of_any_size_get_label_map_colours_and_overlay(run, tmp_path):
     assert np.array_equal(label, RAW_IDS[expected])
     colors = read(out / "colors" / "my street" / "first photo.png")
     assert np.array_equal(colors, np.array(CLASSES.palette)[expected])
-    overlay = read(out / "overlays" / "my street" / "first photo.png").astype(float)
-    assert np.abs(overlay - (image / 2 + colors / 2)).max() <= 1
+    overlay = out / "overlays" / "my street" / "first photo.png"
+    assert np.abs(read(overlay) - (image / 2 + colors / 2)).max() <= 1
     assert (out / "legend.png").is_file()
+    # Of any opacity, with classes that stay clear.
+    assert run(tmp_path / "in", opacity=0.25, clear=("greenish",), overwrite=True) == 0
+    mixed = np.where((expected == 1)[..., None], image, 0.75 * image + 0.25 * colors)
+    assert np.abs(read(overlay) - mixed).max() <= 1
+    with pytest.raises(ConfigError, match=r"--clear: no class sky; there are reddish"):
+        run(tmp_path / "in", clear=("sky",), overwrite=True)
 
 
 @pytest.mark.parametrize("mode", ["whole", "slide"])
@@ -135,19 +146,6 @@ def test_probabilities_are_those_of_every_class(run, tmp_path, mode):
     assert np.abs(found - expected).max() < 1e-5
 
 
-def test_overlays_of_any_opacity_leave_classes_clear(run, tmp_path):
-    image = photo(20, 30)
-    save(tmp_path / "a.png", image)
-    assert run(tmp_path / "a.png", opacity=0.25, clear=("greenish",)) == 0
-    label = image.argmax(2)
-    colors = np.array(CLASSES.palette)[label]
-    expected = np.where((label == 1)[..., None], image, 0.75 * image + 0.25 * colors)
-    assert np.abs(read(tmp_path / "out/overlays/a.png") - expected).max() <= 1
-    assert np.array_equal(read(tmp_path / "out/colors/a.png"), colors)
-    with pytest.raises(ConfigError, match=r"--clear: no class sky; there are reddish"):
-        run(tmp_path / "a.png", clear=("sky",), overwrite=True)
-
-
 def write_video(path, frames):
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 12.0, (64, 48))
@@ -158,7 +156,7 @@ def write_video(path, frames):
 
 
 def test_what_a_kind_of_input_cannot_honour_is_refused(run, tmp_path, monkeypatch):
-    video = write_video(tmp_path / "drive.mp4", [(200, 20, 30)])
+    video = write_video(tmp_path / "drive.mp4", PALETTE[:1])
     image, large = (save(tmp_path / name, photo(8, 9)) for name in ("a.png", "large.tif"))
     with pytest.raises(
         ConfigError, match=r"--probabilities: not for a video, or a .*: .*drive\.mp4"
@@ -178,8 +176,7 @@ def test_what_a_kind_of_input_cannot_honour_is_refused(run, tmp_path, monkeypatc
 
 def test_a_video_becomes_a_video_of_overlays(run, tmp_path, capsys):
     """Of plain frames, which survive the compression."""
-    frames = [(200, 20, 30), (20, 200, 30), (30, 20, 200)]
-    write_video(tmp_path / "drive.mp4", frames)
+    write_video(tmp_path / "drive.mp4", PALETTE)
     save(tmp_path / "b.png", photo(5, 6))
     assert run(tmp_path / "drive.mp4", tmp_path / "b.png", opacity=1.0) == 0
     assert "1 of 1 videos" in capsys.readouterr().out
@@ -201,7 +198,7 @@ def test_a_video_becomes_a_video_of_overlays(run, tmp_path, capsys):
 
 
 def test_a_video_for_which_the_disk_has_no_room_is_an_error(tmp_path):
-    write_video(tmp_path / "drive.mp4", [(200, 20, 30), (20, 200, 30)])
+    write_video(tmp_path / "drive.mp4", PALETTE[:2])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -223,8 +220,7 @@ def test_pixels_that_a_tiff_marks_as_no_data_are_written_as_ignored(run, tmp_pat
     keys = 1, 1, 0, 3, 1024, 0, 1, 1, 1026, 34737, 12, 0, 3072, 0, 1, 32633
     words = "Gauß-Krüger|".encode("latin-1") + b"\0"
     where += [(34735, "H", len(keys), keys, True), (34737, "s", 0, words, True)]
-    tags = [*where, (42113, "s", 0, "255", True)]
-    tifffile.imwrite(tmp_path / "x.tif", image, photometric="rgb", extratags=tags)
+    save_tiff(tmp_path / "x.tif", image, *where, NO_VALUE_255)
     assert run(tmp_path / "x.tif", probabilities="tif") == 0
     label, expected = read(tmp_path / "out/labels/x.png"), RAW_IDS[image.argmax(2)]
     expected[:, :7] = CLASSES.ignore_ids[0]
@@ -267,8 +263,7 @@ def test_unreadable_images_are_named_at_the_end_and_the_others_done(run, tmp_pat
     assert names(tmp_path / "out/labels") == [f"good {i}.png" for i in range(8)]
 
 
-@pytest.mark.parametrize("mode", ["whole", "slide"])
-def test_images_that_share_batches_are_predicted_as_alone(run, tmp_path, monkeypatch, mode):
+def test_images_that_share_batches_are_predicted_as_alone(run, tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "MAX_WHOLE_PIXELS", 500)  # the second goes by windows
     sizes = [(16, 24), (40, 30), (16, 24), (16, 24), (5, 7), (16, 24), (16, 24)]
     for i, size in enumerate(sizes):
@@ -278,14 +273,14 @@ def test_images_that_share_batches_are_predicted_as_alone(run, tmp_path, monkeyp
     for batch_size in (1, 3):
         model = Brightness()
         model.register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape))
-        options = [f"eval.batch_size={batch_size}", *(WINDOWS if mode == "slide" else [])]
+        options = [f"eval.batch_size={batch_size}"]
         with pytest.raises(DataError, match=r"1 of 7 files cannot be read.*3\.png"):
             run(tmp_path / "in", model=model, set=options, overwrite=True)
         written = sorted((tmp_path / "out/labels").iterdir())
         assert len(written) == 6
         pictures.append([read(path).tolist() for path in written])
     assert pictures[0] == pictures[1]
-    assert max(shape[0] for shape in shapes) == (2 if mode == "whole" else 3)
+    assert max(shape[0] for shape in shapes) == 2
 
 
 def test_images_without_finite_scores_are_warned_of(run, tmp_path, capsys):
@@ -347,12 +342,6 @@ def test_nothing_is_written_through_links_or_into_pipes(run, tmp_path):
         run(path, overwrite=True)
 
 
-def test_predictions_into_the_folder_of_the_images_are_refused(run, tmp_path):
-    save(tmp_path / "out" / "a.png", photo(8, 9))
-    with pytest.raises(DataError, match=r"out: no images \(.*\) in it, except in --output"):
-        run(tmp_path / "out")
-
-
 def test_predictions_never_replace_the_labels_of_the_training(run, tmp_path, monkeypatch):
     """The data set lies in x; the prediction for a copy of an image would be a label of it."""
     monkeypatch.chdir(tmp_path)
@@ -364,6 +353,9 @@ def test_predictions_never_replace_the_labels_of_the_training(run, tmp_path, mon
         run("photos", output="x", overwrite=True)
     assert (tmp_path / "x/labels/train/0.png").read_bytes() == before
     assert run("x/images", output="x/predictions") == 0
+    save(tmp_path / "out" / "a.png", photo(8, 9))
+    with pytest.raises(DataError, match=r"out: no images \(.*\) in it, except in --output"):
+        run(tmp_path / "out")
 
 
 def test_inputs_without_images_are_refused_together(run, tmp_path):
@@ -409,18 +401,20 @@ def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsy
     ("size", "options", "crops", "window"),
     [
         # A model trained on crops of 64 px took 6,510 windows for 12 megapixels.
-        ((1100, 1430), [], {"crop": (64, 96)}, (1024, 1024)),
-        ((1100, 1430), ["eval.mode=slide"], {"crop": (640, 960)}, (640, 960)),
-        ((1100, 1430), ["eval.crop_size=[800, 480]"], {"crop": (64, 96)}, (800, 480)),
+        ((80, 90), [], {"crop": (8, 12)}, (32, 32)),
+        ((80, 90), ["eval.mode=slide"], {"crop": (20, 40)}, (20, 40)),
+        ((80, 90), ["eval.crop_size=[24, 16]"], {"crop": (8, 12)}, (24, 16)),
         # A border of the mean colour would change what the network sees.
-        ((90, 1100), [], {"crop": (64, 96)}, (90, 1024)),
+        ((20, 90), [], {"crop": (8, 12)}, (20, 32)),
         # Small once it has the size of the training.
         ((60, 80), ["data.short_side_px=6"], {}, (6, 8)),
     ],
 )
 def test_windows_of_large_images_are_large_unless_the_user_says_otherwise(
-    run, tmp_path, monkeypatch, capsys, size, options, crops, window
+    run, tmp_path, monkeypatch, size, options, crops, window
 ):
+    assert settings.LARGE_WINDOW_PX == 1024
+    monkeypatch.setattr(settings, "LARGE_WINDOW_PX", 32)
     monkeypatch.setattr(settings, "MAX_WHOLE_PIXELS", 100)
     model, path = Brightness(), save(tmp_path / "a.png", photo(*size))
     assert run(path, model=model, set=options, **crops) == 0
@@ -442,15 +436,15 @@ def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys, orientati
     assert ("4 of them ask for a rotation" in capsys.readouterr().out) == (orientation != 1)
 
 
-def test_an_image_too_large_for_the_device_is_named_with_a_way_out(run, tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("out of memory")
+def test_an_image_too_large_for_the_device_is_named_with_a_way_out(run, tmp_path):
+    class Greedy(nn.Module):
+        def forward(self, images):
+            return SegLogits(torch.empty(2**60, dtype=torch.uint8))
 
-    monkeypatch.setattr(predictor, "predict_labels", full)
     path = save(tmp_path / "a.png", photo(8, 9))
-    said = r"a\.png: an image of 8x9 px .* does not fit .*eval\.mode=slide"
+    said = r"a\.png: an image of 8x9 px \(whole image\) does not fit .*eval\.mode=slide"
     with pytest.raises(MemoryLimitError, match=said):
-        run(path)
+        run(path, model=Greedy())
 
 
 def test_what_is_skipped_in_folders_is_named(run, tmp_path, capsys):
@@ -483,3 +477,52 @@ def test_values_of_12_bits_in_files_of_16_are_warned_about(
     (line,) = [one for one in capsys.readouterr().out.splitlines() if "warning" in one]
     assert "warning: 1 image of 16 bits uses at most 12 of them" in line
     assert dark.name in line
+
+
+def frames_of(path):
+    """The class of each pixel of each frame, as the model of the tests has it."""
+    video, found = cv2.VideoCapture(str(path)), []
+    while (frame := video.read())[0]:
+        found.append(frame[1][..., ::-1].argmax(2))
+    video.release()
+    return found
+
+
+def test_frames_of_a_video_become_label_maps(run, tmp_path, capsys):
+    video = write_video(tmp_path / "in/street/drive.mp4", PALETTE)
+    assert run(tmp_path / "in", frames=True) == 0
+    folder = tmp_path / "out/labels/street/drive"
+    assert "labels/street/drive: label maps of 3 frames of 48x64 px" in capsys.readouterr().out
+    found = [read(folder / f"{i:06d}.png") for i in range(3)]
+    assert len(list(folder.iterdir())) == 3
+    for label, expected in zip(found, frames_of(video), strict=True):
+        assert np.array_equal(label, RAW_IDS[expected])
+    assert {int(label[24, 32]) for label in found} == set(RAW_IDS)
+    assert (tmp_path / "out/videos/street/drive.mp4").exists()
+
+    # A shorter one in its place leaves no frame of the longer one behind.
+    write_video(video, PALETTE[:1])
+    (folder / "notes.txt").write_text("mine")
+    (tmp_path / "out/videos/street/drive.mp4").unlink()
+    with pytest.raises(ConfigError, match=r"drive/00000\d\.png and 2 more: exists already"):
+        run(tmp_path / "in", frames=True)
+    assert run(tmp_path / "in", frames=True, overwrite=True) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["000000.png", "notes.txt"]
+
+
+def test_frames_never_get_the_place_of_an_image(run, tmp_path):
+    with pytest.raises(ConfigError, match="--frames: there is no video"):
+        run(save(tmp_path / "a.png", photo(5, 6)), frames=True)
+    write_video(tmp_path / "in/drive.mp4", PALETTE)
+    save(tmp_path / "in/drive/000001.png", photo(5, 6))
+    with pytest.raises(ConfigError, match="drive is a video, and drive/000001 an image"):
+        run(tmp_path / "in", frames=True)
+    assert run(tmp_path / "in") == 0
+
+
+def test_label_maps_of_frames_have_a_band_for_each_class_that_overlaps(tmp_path):
+    classes = ClassFile("two", CLASSES.classes[:2], (), (0, 0, 0), overlapping=True)
+    label = np.random.default_rng(0).integers(0, 2, (5, 6, 2), dtype=np.uint8)
+    frames._write_label(tmp_path, "drive/000000", label, classes)
+    bands = tifffile.imread(tmp_path / "labels/drive/000000.tif")
+    assert np.array_equal(bands, (label * np.array([7, 23], np.uint8)).transpose(2, 0, 1))
