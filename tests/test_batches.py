@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from memory import LiveBytes
-from test_inference import TinyModel, settings
+from test_inference import WAYS, TinyModel, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.config import load_config
 from segtrain.evaluation import settings as evaluation_settings
+from segtrain.evaluation import windows
 from segtrain.evaluation.inference import predict_label, predict_labels
+from segtrain.evaluation.scoring import group_size
 from segtrain.evaluation.settings import BatchLimits, batch_limits
 from segtrain.evaluation.windows import num_windows
 from segtrain.models import build_model
@@ -45,16 +47,14 @@ SIZES = [(21, 34), (9, 13), (21, 34), (5, 34), (34, 21), (3, 4), (21, 34)]
 OUT_SIZES = [(21, 34), (9, 13), (10, 17), (5, 34), (34, 21), (6, 8), (21, 34)]
 
 
-@pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.0, 1.75)])
-@pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize("mode", ["whole", "slide"])
-def test_a_group_is_predicted_as_its_images_are_alone(mode, flip, scales):
-    model, how = Recording(), settings(mode=mode, flip=flip, scales=scales)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_group_is_predicted_as_its_images_are_alone(way):
+    model, how = Recording(), settings(**way)
     group = images(SIZES)
     alone = [
         predict_label(model, image, how, size) for image, size in zip(group, OUT_SIZES, strict=True)
     ]
-    for limit in (2, 3, 100):
+    for limit in (2, 100):
         found = predict_labels(model, group, how, OUT_SIZES, BatchLimits(limit, limit))
         for one, expected in zip(found, alone, strict=True):
             assert torch.equal(one.label, expected)
@@ -63,11 +63,11 @@ def test_a_group_is_predicted_as_its_images_are_alone(mode, flip, scales):
 
 @pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.75)])
 def test_windows_of_a_view_fill_batches(scales):
-    model, how = Recording(), settings(mode="slide", scales=scales)
+    model, how = Recording(), settings(mode="slide", scales=scales, flip=True)
     done, group = [], images(SIZES)
     predict_labels(model, group, how, OUT_SIZES, BatchLimits(4, 4), on_windows=done.append)
-    sizes = [shape[0] for shape in model.shapes]
-    assert sizes == done
+    sizes = [shape[0] for shape in model.shapes[::2]]
+    assert sizes == [shape[0] for shape in model.shapes[1::2]] == done  # each and its mirror image
     views = [num_windows(size, replace(how, scales=(s,))) for size in SIZES for s in scales]
     assert sizes == [n for views in views for n in [4] * (views // 4) + [views % 4] if n]
     assert {shape[1:] for shape in model.shapes} == {(3, 8, 12)}
@@ -90,12 +90,16 @@ def test_a_batch_holds_no_more_pixels_than_the_limit():
 
 
 @pytest.mark.parametrize("mode", ["whole", "slide"])
-def test_an_image_without_finite_scores_is_marked(mode):
+def test_an_image_without_finite_scores_is_marked(mode, monkeypatch):
+    """Of one pixel, in one of many tiles."""
+
     class Broken(Recording):
         def forward(self, images):
             logits = super().forward(images).out
-            return SegLogits(torch.where(images.amax((1, 2, 3), True) > 2, torch.nan, logits))
+            logits[images.amax((1, 2, 3)) > 2, :, -1, 0] = torch.nan
+            return SegLogits(logits)
 
+    monkeypatch.setattr(windows, "TILE_ELEMENTS", CLASSES * 34)
     group = [image.clamp(max=100 if i != 1 else 255) for i, image in enumerate(images(SIZES))]
     found = predict_labels(Broken(), group, settings(mode=mode), OUT_SIZES, BatchLimits(3, 3))
     assert [bool(one.is_finite) for one in found] == [i != 1 for i in range(len(SIZES))]
@@ -112,23 +116,25 @@ def test_a_cpu_takes_small_windows_of_one_image_and_a_device_what_its_memory_hol
     assert 1 < batch_limits(settings(), CUDA, 150).of((1024, 2048)) < 5
     monkeypatch.setattr(evaluation_settings, "memory_bytes", lambda device: 8 * 10**9)
     assert batch_limits(settings(), CUDA, 19).of((713, 713)) == 2
+    # Of few images the ranks share fewer at a time, unless the user says so.
+    sizes = [group_size(n, settings(), BatchLimits(8, 8)) for n in (10, 64, 320)]
+    assert [*sizes, group_size(10, settings(batch_size=3), BatchLimits(8, 8))] == [1, 2, 8, 3]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "num_classes", "flip"),
-    [("cityscapes_deeplabv3plus_mobilenet_v2", 19, True), ("ade20k_pspnet_r101_semseg", 150, True)],
+    ("recipe", "num_classes"),
+    [("cityscapes_deeplabv3plus_mobilenet_v2", 19), ("ade20k_pspnet_r101_semseg", 150)],
 )
-def test_a_pixel_takes_no_more_memory_than_is_reckoned_with(recipe, num_classes, flip):
+def test_a_pixel_takes_no_more_memory_than_is_reckoned_with(recipe, num_classes):
     """Counted on tensors without values. A kernel's workspace comes on top, as do weights."""
     config = load_config(CONFIGS / f"{recipe}.yaml")
     size = (512, 512)
     with FakeTensorMode():
         model = build_model(config.model, num_classes=num_classes).eval()
         group = [torch.zeros(1, 3, *size, dtype=torch.uint8) for _ in range(2)]
-        how = settings(mode="whole", flip=flip)
+        how = settings(mode="whole", flip=True)
         with LiveBytes([]) as memory:
             predict_labels(model, group, how, [size] * 2, BatchLimits(2, 2))
     a_pixel = memory.peak / (2 * size[0] * size[1])
-    assert (
-        3 * 4 < a_pixel < evaluation_settings._FEATURES + evaluation_settings._CLASS * num_classes
-    )
+    most = evaluation_settings._FEATURES + evaluation_settings._CLASS * num_classes
+    assert 3 * 4 < a_pixel < most

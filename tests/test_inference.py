@@ -6,9 +6,9 @@ from torch.nn import functional
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
 from segtrain.evaluation import windows
 from segtrain.evaluation.forward import Forward
-from segtrain.evaluation.inference import predict_label, predict_labels, score_tiles
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings
-from segtrain.evaluation.windows import num_windows, slide, window_starts
+from segtrain.evaluation.inference import predict_label, score_tiles
+from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
+from segtrain.evaluation.windows import slide, window_starts
 from segtrain.models.blocks import normalize
 from segtrain.types import SegLogits
 
@@ -55,7 +55,9 @@ def predict_probabilities(model, picture, how, out_size):
     """(1, K, h, w), from the tiles of which `predict_label` takes the argmax."""
     limits = BatchLimits(1, how.batch_size or 1)
     ((_, tiles),) = score_tiles(Forward(model), [picture], how, [out_size], limits)
-    scores = torch.cat([tile for _, tile in tiles], 1).unsqueeze(0)
+    parts = [tile for _, tile in tiles]
+    assert max(map(torch.numel, parts)) <= windows.TILE_ELEMENTS
+    scores = torch.cat(parts, 1).unsqueeze(0)
     gives_logits = how.mode == "whole" and how.num_views == 1
     return scores.softmax(1) if gives_logits else scores
 
@@ -68,25 +70,26 @@ def view_of(picture):
     return normalize(picture, MEAN, STD, dtype=torch.float64)
 
 
-ALL_WAYS = [
-    {"mode": mode, "flip": flip, "scales": scales}
-    for mode in ("whole", "slide")
-    for flip in (False, True)
-    for scales in ((1.0,), (0.5, 1.0, 1.75))
+SCALES = (0.5, 1.0, 1.75)
+WAYS = [  # every pair of mode, flip and scales
+    {"mode": "whole", "flip": False, "scales": (1.0,)},
+    {"mode": "whole", "flip": True, "scales": SCALES},
+    {"mode": "slide", "flip": False, "scales": SCALES},
+    {"mode": "slide", "flip": True, "scales": (1.0,)},
 ]
 
 
 @pytest.mark.parametrize("align_corners", [False, True])
-@pytest.mark.parametrize("out_size", [(21, 34), (40, 34), (21, 70), (47, 61), (9, 13), (1, 1)])
-def test_whole_image_is_softmax_of_the_resized_logits(local, out_size, align_corners):
-    logits = functional.interpolate(
-        local(view_of(image())).out, out_size, mode="bilinear", align_corners=align_corners
-    )
-    actual = predict_probabilities(local, image(), settings(align_corners=align_corners), out_size)
-    assert_close(actual, logits.softmax(1))
+def test_whole_image_is_softmax_of_the_resized_logits(local, align_corners):
+    for size in ((21, 34), (40, 34), (21, 70), (47, 61), (9, 13), (1, 1)):
+        how = {"mode": "bilinear", "align_corners": align_corners}
+        logits = functional.interpolate(local(view_of(image())).out, size, **how)
+        found = settings(align_corners=align_corners)
+        found = predict_probabilities(local, image(), settings(align_corners=align_corners), size)
+        assert_close(found, logits.softmax(1))
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_result_does_not_depend_on_the_size_of_tiles(local, way, monkeypatch):
     whole = predict_probabilities(local, image(), settings(**way), (47, 61))
     monkeypatch.setattr(windows, "TILE_ELEMENTS", 3 * CLASSES * 61)
@@ -139,17 +142,6 @@ def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overl
     assert torch.equal(label, expected.argmax(0).to(torch.uint8))
 
 
-@pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.0, 1.75)])
-@pytest.mark.parametrize("size", [(21, 34), (5, 7)])
-def test_windows_are_counted_as_they_are_done(local, size, scales):
-    how = settings(mode="slide", flip=True, batch_size=3, scales=scales)
-    counts = []
-    limits = BatchLimits(1, 3)
-    predict_labels(local, [image(*size)], how, [size], limits, on_windows=counts.append)
-    assert sum(counts) == num_windows(size, how) == sum(len(x) for x in local.inputs) / 2
-    assert max(counts) <= 3
-
-
 def test_image_smaller_than_the_window_is_padded_with_the_mean_colour(local):
     predict_label(local, image(5, 7), settings(mode="slide"), (5, 7))
     (window,) = local.inputs
@@ -186,17 +178,13 @@ def test_flip_makes_the_mirrored_image_give_the_mirrored_result(local):
 
 
 @pytest.mark.parametrize("mode", ["whole", "slide"])
-@pytest.mark.parametrize("flip", [False, True])
-def test_scales_are_averaged_with_equal_weight(local, mode, flip):
-    scales = (0.5, 1.0, 1.3)
-    single = [
-        predict_probabilities(local, image(), settings(mode=mode, flip=flip, scales=(s,)), (25, 40))
-        for s in scales
-    ]
-    together = predict_probabilities(
-        local, image(), settings(mode=mode, flip=flip, scales=scales), (25, 40)
-    )
-    assert_close(together, torch.stack(single).mean(0))
+def test_scales_are_averaged_with_equal_weight(local, mode):
+    def probabilities(*scales):
+        how = settings(mode=mode, flip=True, scales=scales)
+        return predict_probabilities(local, image(), how, (25, 40))
+
+    scales = 0.5, 1.0, 1.3
+    assert_close(probabilities(*scales), torch.stack([*map(probabilities, scales)]).mean(0))
 
 
 def test_views_are_resized_from_the_stored_image_once(local):
@@ -229,12 +217,9 @@ def test_an_image_of_another_form_is_refused(local, shape):
 
 
 def test_settings_follow_the_config():
-    how = InferenceSettings.from_config(
-        config(
-            eval=EvalConfig(mode="slide", scales=(0.5, 1.0), flip=True),
-            train=TrainConfig(precision="bfloat16"),
-        )
-    )
+    windows = EvalConfig(mode="slide", scales=(0.5, 1.0), flip=True)
+    low = TrainConfig(precision="bfloat16")
+    how = InferenceSettings.from_config(config(eval=windows, train=low))
     assert (how.mode, how.scales, how.flip, how.short_side_px) == ("slide", (0.5, 1.0), True, 360)
     assert "with flip; bfloat16" in how.describe()
     assert how.autocast == torch.bfloat16
@@ -244,3 +229,14 @@ def test_settings_follow_the_config():
     assert how.crop_size == (224, 288)
     own = config(eval=EvalConfig(crop_size=(96, 128)))
     assert InferenceSettings.from_config(own).crop_size == (96, 128)
+
+
+def test_images_go_by_windows_where_their_largest_view_does_not_fit():
+    usual = settings(scales=(0.5, 2.0))
+    by_size = SettingsBySize.that_fit(usual, 40 * 60)
+    assert by_size.of((20, 30)) == usual
+    assert by_size.of((20, 31)).mode == "slide"
+    assert "above 2.0 megapixels" in SettingsBySize.that_fit(usual, 8e6).describe()
+    # Large windows as well only where they fit.
+    sizes = [SettingsBySize.that_fit(usual, 2**20 - n).large.crop_size for n in (0, 1)]
+    assert sizes == [(1024, 1024), (8, 12)]
