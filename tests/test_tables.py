@@ -26,9 +26,8 @@ def side(seeds, skill, rng):
         right = rng.binomial(size, rate)
         counts = np.stack([right, size, right + np.roll(size - right, 1, axis=1)], axis=-1)
         counts = np.concatenate([counts, np.zeros((IMAGES, 1, 3), int)], axis=1)
-        names = tuple(f"{chr(97 + i)}" for i in range(IMAGES))
         zeros = np.zeros((5, 5), int), np.zeros((2, 960), int)
-        found.append(Records({"split": "val"}, names, NAMES, counts, *zeros))
+        found.append(Records({"split": "val"}, tuple("abcdefghijkl"), NAMES, counts, *zeros))
     return found
 
 
@@ -128,10 +127,8 @@ def test_a_class_that_some_runs_alone_predict_has_no_mean(sides):
     counts[0, 4] = [0, 0, 5]
     found = compare([replace(a[0], images=counts), *a[1:]], b)
     assert found.table[-1].name == "never"
-    for table in (
-        markdown_cells(markdown_table(found, "AB")),
-        latex_cells(latex_table(found, "AB")),
-    ):
+    texts = markdown_table(found, "AB"), latex_table(found, "AB")
+    for table in markdown_cells(texts[0]), latex_cells(texts[1]):
         assert [cell.replace("--", "-") for cell in table[-1]] == ["never", "-", "-", "-"]
 
 
