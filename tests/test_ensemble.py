@@ -10,30 +10,29 @@ import torch
 from experiments import experiment, train, write_config, write_data
 from torch import nn
 
+from segtrain.checkpoint.format import load, save
 from segtrain.checkpoint.trained import load_model
 from segtrain.models.ensemble import Ensemble
 from segtrain.types import SegLogits
 
+WORDS = "mean probability of 2 models: {0}/a step 1, {0}/b step 2"
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """a and b differ in seed, head and step; the others in what cannot be mixed."""
+    """a and b differ in seed, head and step; the others from a in what cannot be mixed."""
     root = tmp_path_factory.mktemp("ensemble")
     write_data(root, num_images=4, num_val=2)
-    classes = root / "classes.yaml"
-    (root / "other.yaml").write_text(classes.read_text().replace("plant", "tree"))
-    small = {"num_stages": 2, "output_stride": 8}
-    for name, seed, options in (
-        ("a", 0, {}),
-        ("b", 1, {"train": {"steps": 2}, "model": {"head_channels": 24}}),
-        ("mean", 0, {"data": {"mean": [100.0, 100.0, 100.0]}}),
-        ("renamed", 0, {"data": {"classes": str(root / "other.yaml")}}),
-    ):
-        content = experiment(root, model=small, train={"steps": 1, "precision": "float32"})
-        for section, values in options.items():
-            content[section] |= values
+    for name, seed, width in (("a", 0, 16), ("b", 1, 24)):
+        how = {"steps": seed + 1, "precision": "float32"}
+        content = experiment(root, model={"head_channels": width}, train=how)
         config = write_config(root / f"{name}.yaml", content | {"seed": seed})
         assert train(config, root / name) == 0
+    a = load(root / "a/checkpoints/last.pt")
+    content = json.loads(a.config)
+    content["data"]["mean"] = [100.0] * 3
+    save(root / "mean.pt", a._replace(config=json.dumps(content)))
+    save(root / "renamed.pt", a._replace(classes=a.classes.replace("plant", "tree")))
     return root
 
 
@@ -68,15 +67,12 @@ def test_a_class_that_no_member_believes_in_keeps_a_finite_logarithm():
     torch.testing.assert_close(out.flatten(), torch.tensor([0.0, -500.0]))
 
 
-def test_predictions_scores_and_export_are_of_the_mean(runs, tmp_path, lab):
-    import onnxruntime
-
-    image, images = picture(runs)
+def test_predictions_and_scores_are_of_the_mean(runs, tmp_path, lab):
+    _, images = picture(runs)
     expected = sum(probabilities(runs / name, images) for name in "ab")[0].argmax(0).numpy()
 
     photo, both = runs / "images/val/0.png", (runs / "a", "--with", runs / "b")
-    words = f"mean probability of 2 models: {runs / 'a'} step 1, {runs / 'b'} step 2"
-    assert words in lab.done("predict", *both, photo, "--output", tmp_path / "out").out
+    assert WORDS.format(runs) in lab.done("predict", *both, photo, "--output", tmp_path / "out").out
     label = cv2.imread(str(tmp_path / "out/labels/0.png"), cv2.IMREAD_UNCHANGED)
     assert np.mean(label == expected) > 0.999  # float32
 
@@ -89,15 +85,34 @@ def test_predictions_scores_and_export_are_of_the_mean(runs, tmp_path, lab):
     ]
     assert (cv2.imread(str(maps / "0.png"), cv2.IMREAD_UNCHANGED) == label).all()
 
-    file = tmp_path / "both.onnx"
-    wanted = ("--format", "onnx", "--normalize", "--output", file)
-    lab.done("export", *both, *wanted)
+
+def torchscript(file):
+    extra = {"segtrain.json": ""}
+    with pytest.warns(FutureWarning, match=r"torch\.jit\.load"):
+        model = torch.jit.load(file, _extra_files=extra)
+    return lambda image: model(torch.from_numpy(image)), json.loads(extra["segtrain.json"])
+
+
+def onnx(file):
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    assert words in session.get_modelmeta().custom_metadata_map["ensemble"]
-    (logits,) = session.run(None, {"images": image.transpose(2, 0, 1)[None]})
-    of_file = torch.from_numpy(logits).double().softmax(1)
+    about = session.get_modelmeta().custom_metadata_map
+    return lambda image: torch.from_numpy(session.run(None, {"images": image})[0]), about
+
+
+@pytest.mark.parametrize(
+    "form", [torchscript, pytest.param(onnx, marks=pytest.mark.slow("export", "models"))]
+)
+def test_an_exported_file_gives_the_mean(runs, tmp_path, lab, form):
+    image, images = picture(runs)
+    format, both = form.__name__, (runs / "a", "--with", runs / "b")
+    lab.done("export", *both, "--format", format, "--normalize", "--output", tmp_path / "both")
+    run, about = form(tmp_path / "both")
+    assert WORDS.format(runs) in about["ensemble"]
+    found = run(np.ascontiguousarray(image.transpose(2, 0, 1)[None])).double().softmax(1)
     mean = sum(probabilities(runs / name, images) for name in "ab") / 2
-    torch.testing.assert_close(of_file, mean, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, mean, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +133,8 @@ def test_scores_of_the_members_stand_beside(runs, lab, options, members):
     ("words", "said"),
     [
         (("a", "--with", "a"), "named twice"),
-        (("a", "--with", "mean"), "data.mean is [100.0, 100.0, 100.0] here, "),
-        (("a", "--with", "b", "--with", "renamed"), "class 1 is plant there, tree now"),
+        (("a", "--with", "mean.pt"), "data.mean is [100.0, 100.0, 100.0] here, "),
+        (("a", "--with", "b", "--with", "renamed.pt"), "class 1 is plant there, tree now"),
         (("a", "--with", "none"), "none: no such run or checkpoint"),
     ],
 )
