@@ -1,14 +1,13 @@
 """Folders of images and labels in conventions that people bring, each with its hidden truth."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 import cv2
 import numpy as np
 import tifffile
 from PIL import Image
-from pycocotools.mask import encode
 
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
@@ -46,9 +45,44 @@ def save(path: Path, array: np.ndarray, **options: object) -> None:
         Image.fromarray(array).save(path, **options)
 
 
+def images_in(
+    folder: Path,
+    name: str = "images/t{i}.png",
+    number: int = 8,
+    *,
+    num_classes: int = 4,
+    seed: int = 0,
+) -> Iterator[tuple[int, str, np.ndarray]]:
+    """Saves scenes from `seed` on; yields the number, the path and the classes of each.
+
+    name: with the fields of `_fields`.
+    """
+    for i in range(number):
+        pixels, classes = scene(seed + i, num_classes)
+        path = name.format(**_fields(i))
+        save(folder / path, pixels)
+        yield i, path, classes
+
+
+def write(
+    folder: Path,
+    make: Callable[[np.ndarray, int], np.ndarray] = lambda classes, _: classes,
+    *,
+    image: str = "images/t{i}.png",
+    label: str = "masks/t{i}.png",
+    **options: int,
+) -> Truth:
+    """Saves images and labels; make: what the label of image i holds of its classes."""
+    truth = {}
+    for i, path, classes in images_in(folder, image, **options):
+        save(folder / label.format(**_fields(i)), make(classes, i))
+        truth[path] = classes
+    return truth
+
+
 def labels_of(output: Path) -> tuple[Truth, Config]:
     """The label of each image, by its path below the data's root, and the config."""
-    config = load_config(output / "config.yaml")
+    config = load_config(output / "config.yaml" if output.is_dir() else output)
     found = {}
     for split in (config.data.train_split, config.data.eval_split):
         dataset = open_dataset(config.data, split)
@@ -86,12 +120,8 @@ def _folder(
     """
 
     def build(folder: Path) -> Truth:
-        truth = {}
-        for i in range(number):
-            pixels, classes = scene(i, num_classes)
-            save(folder / image.format(**_fields(i)), pixels)
-            save(folder / label.format(**_fields(i)), make(classes))
-            truth[image.format(**_fields(i))] = classes
+        options = {"image": image, "label": label, "number": number, "num_classes": num_classes}
+        truth = write(folder, lambda classes, _: make(classes), **options)
         for name, text in files.items():
             (folder / name.replace("__", ".")).write_text(text)
         return truth
@@ -181,12 +211,10 @@ CASES: dict[str, Callable[[Path], Truth]] = {
 def _files_for_classes(form: str) -> Callable[[Path], Truth]:
     def build(folder: Path) -> Truth:
         truth = {}
-        for i in range(8):
-            pixels, classes = scene(i)
-            save(folder / f"photos/p{i}.jpg", pixels)
+        for i, path, classes in images_in(folder, "photos/p{i}.jpg"):
             for k, name in enumerate(NAMES[1:], start=1):
                 save(folder / form.format(i=i, name=name), (classes == k).astype(np.uint8) * 255)
-            truth[f"photos/p{i}.jpg"] = classes
+            truth[path] = classes
         return truth
 
     return build
@@ -217,11 +245,9 @@ CASES["cities_of_few_images"] = _cities
 
 def _named_otherwise(folder: Path) -> Truth:
     """MoNuSeg: the images of the test set are beside their masks, those to train on are not."""
-    for i in range(3):
-        pixels, classes = scene(8 + i, 2)
-        save(folder / f"MoNuSegTestData/TCGA-{i}.tif", pixels)
-        save(folder / f"MoNuSegTestData/TCGA-{i}_bin_mask.png", _mask(classes))
-    train = "MoNuSeg 2018 Training Data/"
+    test, train = "MoNuSegTestData/TCGA-{i}", "MoNuSeg 2018 Training Data/"
+    names = {"image": f"{test}.tif", "label": f"{test}_bin_mask.png"}
+    write(folder, lambda classes, _: _mask(classes), number=3, num_classes=2, seed=8, **names)
     names = train + "Tissue Images/TCGA-A{i}.tif", train + "Binary Masks/TCGA-A{i}.png"
     return _folder(*names, _mask, num_classes=2)(folder)
 
@@ -276,10 +302,10 @@ def _bands(folder: Path) -> Truth:
 
 
 def _coco(folder: Path) -> Truth:
+    from pycocotools.mask import encode
+
     truth, images, annotations = {}, [], []
-    for i in range(8):
-        pixels, classes = scene(i)
-        save(folder / f"images/{i}.jpg", pixels)
+    for i, path, classes in images_in(folder, "images/{i}.jpg"):
         images.append({"id": i, "file_name": f"{i}.jpg", "height": 64, "width": 80})
         for k in (1, 2, 3):
             mask = np.asfortranarray(classes == k, np.uint8)
@@ -287,7 +313,7 @@ def _coco(folder: Path) -> Truth:
             runs["counts"] = runs["counts"].decode()
             one = {"id": 10 * i + k, "image_id": i, "category_id": k, "segmentation": runs}
             annotations.append(one | {"iscrowd": 0, "area": int(mask.sum()), "bbox": [0, 0, 1, 1]})
-        truth[f"images/{i}.jpg"] = classes
+        truth[path] = classes
     categories = [{"id": k, "name": NAMES[k]} for k in (1, 2, 3)]
     content = {"images": images, "annotations": annotations, "categories": categories}
     (folder / "annotations.json").write_text(json.dumps(content))

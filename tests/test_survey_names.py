@@ -1,11 +1,15 @@
 """Pairs by names alone, and names of classes from the files that tools leave behind."""
 
 import signal
+from itertools import chain
 
+import numpy as np
 import pytest
 
 from segtrain.config.strict_yaml import foreign_yaml
+from segtrain.errors import ConfigError, DataError
 from segtrain.survey.file_names import parse_names
+from segtrain.survey.listings import listed_pairs
 from segtrain.survey.names import read_legend
 from segtrain.survey.pairing import match
 
@@ -100,6 +104,63 @@ def test_an_image_in_several_files_is_one_with_bands():
     assert matches.bands == {
         f"s2/t{i}_B02.tif": [f"s2/t{i}_B03.tif", f"s2/t{i}_B04.tif"] for i in FIVE
     }
+
+
+OBJECTS = [
+    ("{i}", "{i}/{k}", lambda i: 3),
+    ("{i}", "{i}/mask_{k}", lambda i: 2 + (i == 1)),
+    ("{i}", "{i:04}/{k:04}", lambda i: 3),
+    ("{i:04}", "{i:04}/{k:04}", lambda i: 2 + i % 4),
+    ("img_{i}", "img_{i}/{k}", lambda i: 3),
+    ("img_{i}", "img_{i}/{k}", lambda i: 8),
+    ("part{i}a", "part{i}a/{k}", lambda i: 9),
+]
+
+
+def objects(image, label, count):
+    """The files of each of 8 images, `count(i)` objects of one class."""
+    return {
+        f"images/{image.format(i=i)}.jpg": [
+            f"masks/{label.format(i=i, k=k)}.png" for k in range(count(i))
+        ]
+        for i in range(8)
+    }
+
+
+@pytest.mark.parametrize(("image", "label", "count"), OBJECTS)
+def test_objects_in_a_folder_that_is_called_as_an_image_are_of_it(image, label, count):
+    wanted = objects(image, label, count)
+    assert found([*wanted], [*chain(*wanted.values())]).labels == wanted
+
+
+# The latter as four classes in five images.
+@pytest.mark.parametrize("count", [lambda i: 8, lambda i: 5 * (i < 4)])
+def test_objects_whose_folder_and_file_are_images_are_refused(count):
+    wanted = objects("{i}", "{i}/{k}", count)
+    with pytest.raises(DataError, match="its folder and its own name are both called as images"):
+        found([*wanted], [*chain(*wanted.values())])
+
+
+@pytest.mark.parametrize("header", ["image,mask", "mask,image", ""])
+def test_a_table_of_pairs_counts_whatever_it_is_called(tmp_path, header):
+    order = np.random.default_rng(0).permutation(16).tolist()
+    pairs = [(f"{i:03}.png", f"{k:03}.png") for i, k in enumerate(order)]
+    rows = [",".join(pair[::-1] if header == "mask,image" else pair) for pair in pairs]
+    (tmp_path / "mapping.csv").write_text("\n".join([header, *rows]).strip())
+    sides = zip(*((f"images/{image}", f"masks/{mask}") for image, mask in pairs), strict=True)
+    images, masks = map(parse_names, sides)
+    wanted = {image.path: mask.path for image, mask in zip(images, masks, strict=True)}
+    assert listed_pairs(tmp_path, ["mapping.csv"], images, masks) == (wanted, "mapping.csv")
+
+
+def test_tables_that_disagree_are_refused(tmp_path):
+    for name, step in (("a.csv", 0), ("b.txt", 1)):
+        rows = (f"images/{i}.png,masks/{(i + step) % 8}.png\n" for i in range(8))
+        (tmp_path / name).write_text("".join(rows))
+    images, masks = (parse_names([f"{x}/{i}.png" for i in range(8)]) for x in ("images", "masks"))
+    said = "has the label masks/0.png in a.csv and masks/1.png in b.txt"
+    with pytest.raises(ConfigError, match=said):
+        listed_pairs(tmp_path, ["a.csv", "b.txt"], images, masks)
 
 
 ROAD_CAR = [("road", None, None), ("car", None, None)]
