@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 from pycocotools import mask as masks
-from pycocotools.coco import COCO
 
 from segtrain.annotations import detect, draw, label_maps, read_annotations
 from segtrain.annotations.coco import unpacked
@@ -70,6 +69,13 @@ def runs(mask):
     return [0, *lengths] if mask[0] else lengths
 
 
+def read(*paths, root=None, overlap=None, **options):
+    """What is found in files or folders, and the label of each image by its name."""
+    found = read_annotations([*paths], root, **options)
+    overlap = overlap or found.overlap
+    return found, {x.name: draw(x, found.classes, overlap) for x in found.images}
+
+
 def write_json(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
@@ -101,7 +107,8 @@ def labelme(root, name="a.png", **changes):
     png = io.BytesIO()
     Image.fromarray(BLOB).save(png, "PNG")
     shapes = [
-        {"label": "ell", "points": ELL, "shape_type": "polygon"},
+        {"label": "ell", "points": [(20, 3), (2, 9)], "shape_type": "rectangle"},
+        {"label": "ell", "points": [(2, 19), (8, 3)], "shape_type": "rectangle"},
         {"label": "bar", "points": BAR, "shape_type": "polygon"},
         {
             "label": "blob",
@@ -275,30 +282,21 @@ def test_each_format_is_found_and_drawn_as_what_it_was_made_from(tmp_path, kind)
     image(tmp_path / name)
     path = write(tmp_path)
     assert detect(tmp_path) == {kind: [path]}
-    found = read_annotations([tmp_path])
+    found, labels = read(tmp_path, overlap="order")
     assert set(found.classes) == {"background", *names}
     assert found.classes[0] == "background"
     assert [(x.name, x.path, x.size) for x in found.images] == [(name, tmp_path / name, SIZE)]
-    label = draw(found.images[0], found.classes, "order")
-    assert label.dtype == np.uint8
-    assert np.array_equal(label, drawn(*names, classes=found.classes))
+    assert labels[name].dtype == np.uint8
+    assert np.array_equal(labels[name], drawn(*names, classes=found.classes))
 
 
-def test_rectangles_and_circles_of_labelme_are_drawn(tmp_path):
-    Image.new("RGB", (80, 64)).save(tmp_path / "a.png")
-    shapes = [
-        {"label": "box", "shape_type": "rectangle", "points": [[50, 40], [70, 10]]},
-        {"label": "disc", "shape_type": "circle", "points": [[25, 30], [25, 45]]},
-    ]
-    content = {"imagePath": "a.png", "imageHeight": 64, "imageWidth": 80, "shapes": shapes}
-    (tmp_path / "a.json").write_text(json.dumps(content))
-    found = read_annotations([tmp_path / "a.json"], tmp_path)
-    label = draw(found.images[0], found.classes, "order")
+def test_a_circle_of_labelme_goes_through_its_second_point(tmp_path):
+    image(tmp_path / "a.png", (64, 80))
+    disc = {"label": "disc", "shape_type": "circle", "points": [[25, 30], [25, 45]]}
+    labelme(tmp_path, shapes=[disc], imageHeight=64, imageWidth=80)
     y, x = np.indices((64, 80)) + 0.5
-    rim = abs(np.hypot(x - 25, y - 30) - 15) < 1
-    truth = np.where((x > 50) & (x < 70) & (y > 10) & (y < 40), found.classes.index("box"), 0)
-    truth = np.where(np.hypot(x - 25, y - 30) < 15, found.classes.index("disc"), truth)
-    assert ((label == truth) | rim).all()
+    off = np.hypot(x - 25, y - 30) - 15
+    assert ((read(tmp_path)[1]["a.png"] == (off < 0)) | (abs(off) < 1)).all()
 
 
 def test_coco_by_id_and_with_quoted_ids_is_drawn_as_the_lists_are(tmp_path):
@@ -315,8 +313,7 @@ def test_coco_by_id_and_with_quoted_ids_is_drawn_as_the_lists_are(tmp_path):
     annotations = {"x": first, **{str(9 - i): one for i, one in enumerate(others)}}
     categories = {"90": {"name": "blob"}, "41": {"name": "bar"}, "40": {"id": 40, "name": "ell"}}
     coco(tmp_path, images=images, annotations=annotations, categories=categories)
-    found = read_annotations([tmp_path])
-    labels = {x.name: draw(x, found.classes, "order") for x in found.images}
+    found, labels = read(tmp_path, overlap="order")
     assert found.classes == ("background", "blob", "bar", "ell")
     assert np.array_equal(labels["a.png"], drawn("bar", "blob", classes=found.classes))
     assert np.array_equal(labels["b.png"], drawn("ell", classes=found.classes))
@@ -324,6 +321,8 @@ def test_coco_by_id_and_with_quoted_ids_is_drawn_as_the_lists_are(tmp_path):
 
 def test_coco_is_drawn_as_by_pycocotools_pixel_by_pixel(tmp_path):
     """Polygons of fractions of pixels that cross, leave the image and have several parts."""
+    from pycocotools.coco import COCO
+
     rng = np.random.default_rng(4)
     shapes = []
     for i in range(40):
@@ -365,7 +364,7 @@ def test_shapes_of_via_are_drawn_by_the_attribute_that_names_the_class(tmp_path,
     options = {"options": {"box": "", "egg": "", "disc": "", "cup": ""}}
     project = {"_via_attributes": {"region": {"kind": options}}}
     via(data, shapes, **project)
-    found = read_annotations([data])
+    found, labels = read(data)
     assert found.classes == ("background", "box", "egg", "disc", "cup")
     y, x = np.indices((64, 80)) + 0.5
     along = (x - 55) * np.cos(0.6) + (y - 40) * np.sin(0.6)
@@ -373,7 +372,7 @@ def test_shapes_of_via_are_drawn_by_the_attribute_that_names_the_class(tmp_path,
     disc, egg = np.hypot(x - 20, y - 40) / 15, np.hypot(along / 20, across / 8)
     truth = np.select([egg < 1, disc < 1, (x > 50) & (x < 70) & (y > 2) & (y < 13)], [2, 3, 1])
     rim = (abs(disc - 1) < 1 / 15) | (abs(egg - 1) < 1 / 8)
-    label = draw(found.images[0], found.classes, found.overlap)
+    label = labels["a.png"]
     assert ((label == truth) | rim).all()
     notes = "\n".join(found.notes)
     assert "regions[3]: point: left out, because it has no area" in notes
@@ -397,9 +396,9 @@ def test_shapes_of_via_are_drawn_by_the_attribute_that_names_the_class(tmp_path,
     for region in shapes:
         region["region_attributes"] = {"kind": ""}
     via(data, shapes)
-    found = read_annotations([data])
+    found, labels = read(data)
     assert found.classes == ("background", "object")
-    assert np.array_equal(draw(found.images[0], found.classes, "order"), label > 0)
+    assert np.array_equal(labels["a.png"], label > 0)
     assert found.notes[0].endswith("no attribute names a class, so all regions are 'object'")
 
 
@@ -426,9 +425,8 @@ def test_numbers_of_classes_in_a_table_stay_and_images_without_runs_are_backgrou
     lines = [line.format(image=x, label=label, runs=runs) for x, label, runs in rows]
     rle_table(tmp_path, lines, header)
     (tmp_path / "sample_submission.csv").write_text("ImageId,EncodedPixels\ne.png,1 1\n")
-    found = read_annotations([tmp_path])
+    found, labels = read(tmp_path)
     assert found.classes == ("background", "class_1", "class_2", "class_3", "class_4")
-    labels = {x.name: draw(x, found.classes, found.overlap) for x in found.images}
     truth = np.zeros(SIZE, np.uint8)
     for i, name in sorted(((1, "ell"), (3, "bar"), (4, "blob")), key=lambda x: -MASKS[x[1]].sum()):
         truth[MASKS[name]] = i
@@ -438,6 +436,10 @@ def test_numbers_of_classes_in_a_table_stay_and_images_without_runs_are_backgrou
     assert not labels["train/c.png"].any()
     assert "train/b.png, train/c.png: no region, so all of it is background" in found.notes
     assert f"{tmp_path}: 2 images are not named by any annotation and left out" in found.notes
+    rle_table(tmp_path, [f"b.png,{numbered(MASKS['bar'])}"], "ImageId,EncodedPixels")
+    found, labels = read(tmp_path)
+    assert found.classes == ("background", "class_1")  # of a table without classes
+    assert np.array_equal(labels["train/b.png"], MASKS["bar"])
 
 
 def test_polygons_of_supervisely_have_holes_and_vertices_in_the_middle_of_pixels(tmp_path):
@@ -459,9 +461,9 @@ def test_polygons_of_supervisely_have_holes_and_vertices_in_the_middle_of_pixels
             super_shape("edge", "point", points={"exterior": [[1, 1]], "interior": []}),
         ],
     )
-    found = read_annotations([tmp_path])
+    found, labels = read(tmp_path)
     assert found.classes == ("background", "bar", "ell", "blob")
-    first, second = (draw(x, found.classes, found.overlap) for x in found.images)
+    first, second = labels.values()
     truth = np.where(MASKS["ell"], 2, 0)
     truth[box] = 0
     assert np.array_equal(first, truth)
@@ -475,21 +477,13 @@ def test_polygons_of_supervisely_have_holes_and_vertices_in_the_middle_of_pixels
     assert [x.name for x in alone.images] == ["img/a.png"]
 
 
-@pytest.mark.parametrize("mode", ["P", "RGBA", "L", "1"])
-def test_bitmaps_of_supervisely_are_read_in_each_kind_of_png(tmp_path, mode):
+def test_bitmaps_of_supervisely_are_read_in_each_kind_of_png(tmp_path):
     image(tmp_path / "ds/img/a.png")
-    supervisely(tmp_path, [bitmap(mode=mode, origin=[18, 14])])
-    found = read_annotations([tmp_path])
-    label = draw(found.images[0], found.classes, found.overlap)
-    assert np.array_equal(label, np.where(MASKS["blob"], found.classes.index("blob"), 0))
-
-
-def test_a_table_without_classes_has_one(tmp_path):
-    image(tmp_path / "a.png")
-    rle_table(tmp_path, [f"a.png,{numbered(MASKS['bar'])}"], "ImageId,EncodedPixels")
-    found = read_annotations([tmp_path])
-    assert found.classes == ("background", "class_1")
-    assert np.array_equal(draw(found.images[0], found.classes, "area"), MASKS["bar"])
+    for mode in ("P", "RGBA", "L", "1"):
+        supervisely(tmp_path, [bitmap(mode=mode, origin=[18, 14])])
+        found, labels = read(tmp_path)
+        expected = np.where(MASKS["blob"], found.classes.index("blob"), 0)
+        assert np.array_equal(labels["ds/img/a.png"], expected), mode
 
 
 @pytest.mark.parametrize("orientation", [5, 6, 7, 8])
@@ -498,11 +492,10 @@ def test_regions_on_a_turned_image_are_turned_back(tmp_path, orientation):
     exif[0x0112] = orientation
     image(tmp_path / "a.jpg", (W, H), exif=exif)
     labelme(tmp_path, "a.jpg")
-    found = read_annotations([tmp_path])
-    label = draw(found.images[0], found.classes, "order")
-    assert label.shape == (W, H)
+    found, labels = read(tmp_path, overlap="order")
+    assert labels["a.jpg"].shape == (W, H)
     stored = io.BytesIO()
-    Image.fromarray(label).save(stored, "PNG", exif=exif)
+    Image.fromarray(labels["a.jpg"]).save(stored, "PNG", exif=exif)
     turned = np.array(ImageOps.exif_transpose(Image.open(stored)))
     assert np.array_equal(turned, drawn("ell", "bar", "blob", classes=found.classes))
 
@@ -519,9 +512,9 @@ def test_names_of_classes_merge_and_the_format_may_name_background_and_ignored_p
     point = {"label": "x", "points": [[1, 1]], "shape_type": "point"}
     labelme(tmp_path, shapes=[*shapes, point], imageHeight=None, imageWidth=None)
     image(tmp_path / "other.png")
-    found = read_annotations([tmp_path])
+    found, labels = read(tmp_path, overlap="order")
     assert found.classes == ("_background_", "Bar")
-    label = draw(found.images[0], found.classes, "order")
+    label = labels["a.png"]
     assert np.array_equal(label == 1, MASKS["bar"] & ~MASKS["ell"])
     assert (label[21, 29], label[0, 0]) == (255, 0)
     notes = "\n".join(found.notes)
@@ -626,14 +619,11 @@ BROKEN = [
     (coco, segment({"size": [H, W - 1], "counts": [H * (W - 1)]}), "size of its run lengths"),
     (coco, segment({"size": SIZE, "counts": [5, 3]}), "do not fill 713 px"),
     (coco, segment({"size": SIZE, "counts": [-5, H * W + 5]}), "do not fill 713 px"),
-    (coco, segment({"size": SIZE, "counts": "o" * 9}), "damaged run lengths"),
-    (coco, segment({"size": SIZE, "counts": "Y" + "f" + "P" * 6 + "0"}), "damaged run lengths"),
     (coco, segment({"size": SIZE, "counts": "ü3"}), "damaged run lengths"),
     (coco, {"annotations": [ONE | {"category_id": 5}]}, "category_id is not in the file"),
     (coco, {"annotations": [ONE | {"segments_info": []}]}, "panoptic"),
     (coco, {"categories": [{"id": 40, "name": "a\nb"}]}, "is not allowed in a name"),
     (coco, {"categories": [{"id": i, "name": f"{i}"} for i in range(300)]}, "301 classes: at most"),
-    (coco, {"images": 2 * [{"id": 7, "file_name": "a.png"}]}, "have one id"),
     (coco, {"images": [{"id": 7, "file_name": "a.png", "height": 23, "width": 30}]}, "be equal"),
     (coco, {"images": [{"id": i, "file_name": "a.png"} for i in (7, "7")]}, "have one id"),
     (coco, {"images": {"7": {"id": 8, "file_name": "a.png"}}}, "the key 7 has the id 8"),
@@ -650,7 +640,6 @@ BROKEN = [
     (cvat, {"shapes": '<box label="ell" xtl="1"/>'}, BOX),
     (cvat, {"shapes": '<ellipse label="ell" cx="4"/>'}, "ellipse: only polygons"),
     (cvat, {"shapes": '<polygon label="ell" points="1,1;9,1;9"/>'}, "a.png: expected pairs"),
-    (cvat, {"shapes": '<polygon label="ell" points="1,1;nan,1;9,9"/>'}, "outside of the image"),
     (cvat, {"shapes": '<mask label="ell" rle="1" top="0" left="0" width="1"/>'}, "'height'"),
     (cvat, {"shapes": MASK.format("0,6", 30, 2, 3)}, "3x2 px at 30, 0 do not lie in the image"),
     (cvat, {"shapes": MASK.format("9", 0, 99999, 99999)}, "99999x99999 px; at most"),
@@ -667,11 +656,9 @@ BROKEN = [
     (yolo, {"lines": "0 0.5 0.5 0.1 0.1\n"}, f"labels/a.txt:1: {BOX}"),
     (yolo, {"lines": "7 0 0 1 0 1 1\n"}, "a.txt:1: expected a class of the data.yaml"),
     (yolo, {"lines": "\n0 0 0 1 0 1\n"}, "a.txt:2: expected pairs of x and y"),
-    (yolo, {"lines": "0 0 0 12 0 12 9\n"}, "outside of the image"),
     (yolo, {"names": "ell"}, "expected `names`, a list of class names"),
     (via, {"regions": [via_region("x", "path", d="M")]}, "path: only polygons and masks are read"),
     (via, {"regions": [via_region("x", "rect", x=1, y=1, width=2)]}, "regions[0]: has no 'height'"),
-    (via, {"regions": [via_region("x", "circle", cx=1, cy=1, r="a")]}, "regions[0]: could not"),
     (via, {"regions": [via_region("x", "circle", cx=1, cy=1, r=1e9)]}, "an outline of more than"),
     (via, {"regions": [via_region("x", all_points_x=[1, 2], all_points_y=[1])]}, "regions[0]: zip"),
     (via, {"regions": [via_region("ell"), VIA_UNNAMED]}, "regions[1]: its attribute 'kind' does"),
@@ -683,7 +670,6 @@ BROKEN = [
     (supervisely, stamp(data="aGk="), "objects[0]: a damaged bitmap: "),
     (supervisely, stamp(data=base64.b64encode(zlib.compress(b"a")).decode()), "not a PNG image"),
     (supervisely, {"objects": [super_shape("x", "cuboid")]}, "cuboid: only polygons and masks"),
-    (supervisely, {"objects": [{"classTitle": "x"}]}, "objects[0]: has no 'geometryType'"),
     (supervisely, {"objects": [super_box("x", (1, 2))]}, "objects[0]: cannot reshape"),
     (supervisely, {"size": {"height": 10**6, "width": 10**6}}, "1000000x1000000 px; at most"),
     (supervisely, {"size": {"height": W, "width": H}}, "31x23 px in ROOT/ds/ann/a.png.json, 23x31"),
@@ -694,7 +680,6 @@ BROKEN = [
     (rle_table, {"lines": [f"a.png_1,5 {2**62}"]}, "starts and lengths from 1 to 89478485"),
     (rle_table, {"lines": [f"a.png_1,5 {2**80}"]}, "train.csv:2: "),
     (rle_table, {"lines": ["a.png_1,5 6 10 2"]}, "train.csv:2: runs overlap or go back"),
-    (rle_table, {"lines": ["a.png_1,x 6"]}, "train.csv:2: invalid literal"),
     (rle_table, {"lines": ["", "b.png_1,5 6"]}, "train.csv:3: b.png: no such image in ROOT"),
     (rle_table, {"lines": ["a.png_1,1 5,x"]}, "train.csv:2: expected 2 columns"),
     (rle_table, {"lines": ["a.png,1 5"]}, "train.csv:2: expected an image and a class"),

@@ -3,28 +3,14 @@
 import os
 import sys
 
-import imagecodecs
 import numpy as np
 import pytest
-from test_volumes import RAS, X, Y, Z, axial, nib, phantom, pydicom, run, write_dicom, write_nifti
+from test_volumes import OBLIQUE, X, Y, Z, axial, cut, phantom, read_dicom, write_dicom, write_nifti
 
 from segtrain.data.read.volumes import find_volumes, load_volume, read_stack
 from segtrain.errors import DataError
 
-sitk = pytest.importorskip("SimpleITK")
-OBLIQUE = RAS.copy()
-OBLIQUE[:3, :3] = nib.eulerangles.euler2mat(z=0.2, y=0.1, x=0.05) @ RAS[:3, :3]
-CODECS = {
-    "JPEG Lossless": (
-        pydicom.uid.JPEGLosslessSV1,
-        lambda x: imagecodecs.ljpeg_encode(x, bitspersample=12),
-    ),
-    "JPEG-LS": (pydicom.uid.JPEGLSLossless, imagecodecs.jpegls_encode),
-    "JPEG 2000": (
-        pydicom.uid.JPEG2000Lossless,
-        lambda x: imagecodecs.jpeg2k_encode(x, level=0, codecformat="j2k", bitspersample=12),
-    ),
-}
+CODECS = ("JPEG Lossless", "JPEG-LS", "JPEG 2000")
 KINDS = (*CODECS, "no preamble", "no header", "UIDs", "suffixes", "orientation")
 SUFFIXES = "", ".dcm", ".IMA", ".img", ".001"
 
@@ -35,12 +21,27 @@ def even(seed=0):
     return values - values % 2, label
 
 
+def encoded(kind, pixels):
+    """The transfer syntax of this kind, and the pixels in it."""
+    import imagecodecs
+    from pydicom import uid
+
+    if kind == "JPEG Lossless":
+        return uid.JPEGLosslessSV1, imagecodecs.ljpeg_encode(pixels, bitspersample=12)
+    if kind == "JPEG-LS":
+        return uid.JPEGLSLossless, imagecodecs.jpegls_encode(pixels)
+    options = {"level": 0, "codecformat": "j2k", "bitspersample": 12}
+    return uid.JPEG2000Lossless, imagecodecs.jpeg2k_encode(pixels, **options)
+
+
 def changed(path, i, kind):
     """The path of a file of a drawn series that was made one of this kind."""
-    one = pydicom.dcmread(path)
+    import pydicom
+
+    one = read_dicom(path)
     if kind in CODECS:
-        syntax, encode = CODECS[kind]
-        one.PixelData = pydicom.encaps.encapsulate([encode(one.pixel_array)])
+        syntax, content = encoded(kind, one.pixel_array)
+        one.PixelData = pydicom.encaps.encapsulate([content])
         one.file_meta.TransferSyntaxUID = syntax
         one["PixelData"].is_undefined_length = True
     elif kind == "orientation":
@@ -57,12 +58,13 @@ def changed(path, i, kind):
 
 
 def by_position(folder):
-    files = {path: pydicom.dcmread(path).ImagePositionPatient[2] for path in folder.iterdir()}
+    files = {path: read_dicom(path).ImagePositionPatient[2] for path in folder.iterdir()}
     return sorted(files, key=files.get)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_series_is_what_it_was_drawn_from_and_what_simpleitk_reads(tmp_path, kind):
+    sitk = pytest.importorskip("SimpleITK")
     values, _ = even()
     write_dicom(tmp_path / "ct", values, OBLIQUE)
     files = [changed(path, i, kind) for i, path in enumerate(by_position(tmp_path / "ct"))]
@@ -82,6 +84,7 @@ def test_a_series_is_what_it_was_drawn_from_and_what_simpleitk_reads(tmp_path, k
 
 
 def test_two_series_of_a_folder_are_two_volumes(tmp_path):
+    sitk = pytest.importorskip("SimpleITK")
     drawn = [even(seed)[0] for seed in range(2)]
     for i, values in enumerate(drawn):
         write_dicom(tmp_path / f"data/{i}", values)
@@ -96,7 +99,7 @@ def test_two_series_of_a_folder_are_two_volumes(tmp_path):
         np.testing.assert_array_equal(pixels, axial(drawn[int(of.pop())]))
         assert not of
         theirs = sitk.ImageSeriesReader()
-        uid = str(pydicom.dcmread(one.files[0]).SeriesInstanceUID)
+        uid = str(read_dicom(one.files[0]).SeriesInstanceUID)
         names = theirs.GetGDCMSeriesFileNames(str(tmp_path / "data"), uid)
         assert set(map(str, one.files)) == set(names)
         theirs.SetFileNames(names)
@@ -107,12 +110,12 @@ def test_files_of_no_series_are_named(tmp_path, capfd):
     values, label = even()
     write_dicom(tmp_path / "data/p0/ct", values)
     write_nifti(tmp_path / "data/p0/seg.nii", label)
-    report = pydicom.dcmread(tmp_path / "data/p0/ct/IM007")
+    report = read_dicom(tmp_path / "data/p0/ct/IM007")
     del report.PixelData, report.Rows, report.Columns
     report.save_as(tmp_path / "data/REPORT")
     (tmp_path / "data/p0/ct/zeros").write_bytes(bytes(900))
     (tmp_path / "data/p0/readme.txt").write_text("not beside the slices")
-    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 0
+    assert cut(tmp_path) == 0
     said = capfd.readouterr()
     (line,) = [x for x in (said.out + said.err).splitlines() if "of no volume" in x]
     assert line.startswith("warning: 2 files are of no volume, and left out: ")
@@ -135,7 +138,7 @@ def test_a_file_that_is_no_slice_is_one_line_that_names_it(tmp_path, capfd, kind
         data[-400:-398] = b"\xff\xd9"  # the marker of the end
         path.write_bytes(data)
         problem = "damaged DICOM file: Corrupt JPEG data"
-    one = pydicom.dcmread(path, force=True)
+    one = read_dicom(path, force=True)
     if kind == "cosines":
         one.ImageOrientationPatient = [1, 0, 0]
         one.save_as(path)
@@ -149,7 +152,7 @@ def test_a_file_that_is_no_slice_is_one_line_that_names_it(tmp_path, capfd, kind
             one.SamplesPerPixel, one.PlanarConfiguration = 3, 0
             one.PhotometricInterpretation = "RGB"
         one.save_as(path)
-    assert run("data", "import", tmp_path / "data", "--output", tmp_path / "cut") == 3
+    assert cut(tmp_path) == 3
     said = capfd.readouterr().err
     assert said.startswith(f"segtrain: {path}: {problem}")
     assert said.count("\n") == 1
@@ -164,7 +167,7 @@ def test_a_name_that_is_no_unicode_is_refused(tmp_path):
 
 def test_spacings_that_differ_are_refused(tmp_path):
     write_dicom(tmp_path / "ct", even()[0])
-    one = pydicom.dcmread(tmp_path / "ct/IM014")
+    one = read_dicom(tmp_path / "ct/IM014")
     one.PixelSpacing = [0.7, 0.81]
     one.save_as(tmp_path / "ct/IM014")
     (volume,), _ = find_volumes(tmp_path)

@@ -4,7 +4,6 @@ import io
 import zipfile
 
 import cv2
-import imagecodecs
 import numpy as np
 import pytest
 import tifffile
@@ -41,6 +40,8 @@ def save(path, array, **options):
     elif suffix == ".tif":
         tifffile.imwrite(path, array, **options)
     elif suffix == ".jp2":
+        import imagecodecs
+
         path.write_bytes(imagecodecs.jpeg2k_encode(array, level=0, reversible=True))
     elif array.dtype == np.uint16 and array.ndim == 3:
         order = [2, 1, 0, 3][: array.shape[-1]]
@@ -52,11 +53,8 @@ def save(path, array, **options):
 
 DEFLATE = {"compression": "deflate", "predictor": True}
 KEPT = [
-    (".png", 1, "uint8", {}),
     (".png", 2, "uint8", {}),
-    (".png", 3, "uint8", {}),
     (".png", 4, "uint8", {}),
-    (".png", 1, "uint16", {}),
     (".png", 3, "uint16", {}),
     (".png", 4, "uint16", {}),
     (".bmp", 1, "uint8", {}),
@@ -229,6 +227,7 @@ def test_the_names_of_images_are_those_of_the_table():
 
 @pytest.mark.parametrize(("bits", "dtype"), [(8, "uint8"), (9, "uint16"), (12, "uint16")])
 def test_jpeg2000_of_more_than_8_bits_is_read_as_16(tmp_path, bits, dtype):
+    imagecodecs = pytest.importorskip("imagecodecs")
     array = pixels(1, dtype, high=2**bits - 1)
     content = imagecodecs.jpeg2k_encode(array[..., 0], level=0, reversible=True, bitspersample=bits)
     (tmp_path / "a.jp2").write_bytes(content)

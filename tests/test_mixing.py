@@ -6,7 +6,6 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from test_step import CPU
 
 from segtrain.config import AugmentConfig, DataConfig
 from segtrain.data import open_dataset
@@ -26,6 +25,7 @@ from segtrain.types import IGNORE_INDEX, Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
+CPU = torch.device("cpu")
 WHERE = Placement(Span(6, 6, 6), Span(9, 9, 9))
 
 
