@@ -63,7 +63,6 @@ def test_mobilenet_equals_torchvision(name, stop, aux):
 
 @pytest.mark.parametrize("name", ["resnet34", "resnet101"])
 def test_larger_resnets_have_the_shapes_of_torchvisions(name):
-    import torchvision
 
     ours = on_meta(lambda: backbone_of(name))
     reference = on_meta(lambda: torchvisions(name))

@@ -358,7 +358,6 @@ def test_an_extra_transform_that_moves_the_image_under_its_label_is_refused(name
 
 
 def test_motion_blur_about_each_pixel_is_taken():
-    import albumentations
 
     make(crop_size=(16, 20), extra=({"name": "MotionBlur", "args": STILL},))
     assert edge_shift_px("MotionBlur", **STILL, blur_limit=(15, 15)) < 0.02
