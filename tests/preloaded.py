@@ -41,7 +41,7 @@ def same_seconds(dtype: Any, backward: bool) -> float:
 
 
 class Fork:
-    """`segtrain ARGUMENTS`, forked; with what tests use of subprocess.Popen.
+    """`segtrain ARGUMENTS`, or `-c CODE`, forked; with what tests use of subprocess.Popen.
 
     wrapper: what would come before a command; it gets the network and the mounts that this makes.
     folder: becomes a link to the folder of the launcher once ranks are there; None: does not.
@@ -154,7 +154,9 @@ def _command(
         _enter(place)
     tempfile.tempdir = None  # that of the process before
     multiprocessing.set_start_method(None, force=True)
-    for _ in range(_num_ranks(cli._parser().parse_args(arguments), environ)):
+    is_code = arguments[0] == "-c"
+    num_ranks = 0 if is_code else _num_ranks(cli._parser().parse_args(arguments), environ)
+    for _ in range(num_ranks):
         mine, theirs = os.pipe()
         if pid := os.fork():
             os.close(mine)
@@ -179,6 +181,9 @@ def _command(
     if way := environ.get(LOADER_START):
         loader = training.TrainLoader
         training.TrainLoader = lambda *a, **o: loader(*a, **o | {"start_method": way})
+    if is_code:
+        exec(compile(arguments[1], "-c", "exec"), {"__name__": "__main__"})
+        sys.exit()
     sys.exit(cli.main(arguments))
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -150,16 +151,20 @@ def save_and_stop(command: Command, directory: Path) -> int:
 
 
 def run_python(
-    code: str, *, wrapper: Sequence[str] = (), **environ: str
+    code: str, *, forked: bool = False, wrapper: Sequence[str] = (), **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in a process of its own."""
-    return subprocess.run(
-        [*wrapper, sys.executable, "-c", textwrap.dedent(code)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environ,
-        text=True,
-        capture_output=True,
-        timeout=_TIMEOUT_S,
-    )
+    """Runs `code` in a process of its own; `forked`: with torch imported already."""
+    code, environ = textwrap.dedent(code), os.environ | {"PYTHONPATH": str(REPOSITORY)} | environ
+    if not forked:
+        command = [*wrapper, sys.executable, "-c", code]
+        options = {"text": True, "capture_output": True, "timeout": _TIMEOUT_S}
+        return subprocess.run(command, env=environ, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        output.touch(), errors.touch()
+        process = Fork(["-c", code], environ, output=output, errors=errors)
+        status = process.wait(_TIMEOUT_S)
+        return subprocess.CompletedProcess(code, status, output.read_text(), errors.read_text())
 
 
 # Below the ports that a system gives to whoever asks for any (32768 and up), one of which could be

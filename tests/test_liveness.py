@@ -5,7 +5,6 @@ import os
 import signal
 import stat
 import subprocess
-import time
 
 import pytest
 import torch
@@ -85,28 +84,39 @@ def test_the_watchdog_ends_ranks_of_its_own_launcher_only(root, monkeypatch):
         os.kill(other, signal.SIGKILL)
 
 
-def test_a_step_that_gets_on_is_not_given_up_and_between_steps_there_is_time(monkeypatch):
-    given_up = []
+def test_a_step_is_given_up_that_does_not_get_on_and_between_steps_there_is_time(monkeypatch):
+    given_up, now = [], [100.0]
     monkeypatch.setattr(liveness, "_give_up", given_up.append)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(dist, "_num_processes", lambda group: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: tensor)
-    with HostWatch(0.8, dist.last_exchange) as watch:
-        with watch.step():
-            for _ in range(6):
-                time.sleep(0.2)
-                dist.all_reduce_sum(torch.ones(1))
-        time.sleep(1.2)
-    assert given_up == []
+    watch = HostWatch(0.8, dist.last_exchange)
+
+    def wait(seconds):
+        now[0] += seconds
+        watch._look()
+
+    with watch.step():
+        for _ in range(3):
+            wait(0.9)
+            dist.all_reduce_sum(torch.ones(1))
+    wait(9.0)
+    with watch.step():
+        wait(0.9)
+        assert given_up == []
+        wait(0.2)
+    assert given_up == [pytest.approx(1.1)]
 
 
 def test_the_process_ends_although_its_host_is_stuck():
     """In a sleep of C that releases Python's lock, as the driver does."""
-    done = run_python("""
+    code = """
         import ctypes
         from segtrain.distributed.liveness import HostWatch
         with HostWatch(0.5, lambda: 0.0) as watch, watch.step():
             ctypes.CDLL(None).sleep(300)
-    """)
+    """
+    done = run_python(code, forked=True)
     assert done.returncode == 6
     assert "for the device, which waits for another rank, in setup" in done.stderr
 
@@ -149,7 +159,7 @@ def test_a_rank_that_cannot_leave_has_told_why_and_ends_with_its_code(
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if not launched:
         os.environ.pop(FOLDER_VARIABLE)
-    done = run_python(STUCK.format(error=error, run=run), **group)
+    done = run_python(STUCK.format(error=error, run=run), forked=launched, **group)
     assert (done.stdout, done.returncode) == ("leaving\n", code)
     assert done.stderr.rstrip().endswith("a.png: no")
     assert [status.code for status in read_exit_statuses(root)] == [code] * launched

@@ -44,7 +44,7 @@ def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
         f"for number in (signal.SIGINT, {int(second)}): os.kill(os.getpid(), number)\n"
         "print('still here')\n"
     )
-    done = run_python(code)
+    done = run_python(code, forked=True)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.endswith(AT_ONCE)
     asked = "segtrain: stopping after this step, which is saved; a second Ctrl-C ends at once"
@@ -59,7 +59,7 @@ def test_an_eval_of_one_process_that_is_terminated_says_so():
         "from segtrain.cli import main\n"
         "main(['eval', 'run', '--nproc', '1'])\n"
     )
-    done = run_python(code)
+    done = run_python(code, forked=True)
     assert (done.returncode, done.stderr) == (143, "segtrain: terminated\n")
 
 
@@ -183,7 +183,4 @@ def test_processes_that_share_work_end_with_the_one_that_starts_them(forkserver,
     assert is_alive(worker)
     os.kill(process.pid, number)
     process.join()
-    deadline = time.monotonic() + 20
-    while is_alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(worker)
+    assert left_after([worker], 20) == []
