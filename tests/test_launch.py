@@ -1,19 +1,22 @@
 """Ranks started by the real command, and the exit code of a run."""
 
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
-from experiments import small, write_config, write_data
+from experiments import last, small, write_config, write_data
 from processes import GONE_WITHIN_S, REPOSITORY, Command, free_port, left_after, logged_steps
+from torch.distributed import TCPStore
 
-from segtrain.checkpoint.format import load
-from segtrain.commands.launch import adopt_environment
+from segtrain import cli
+from segtrain.commands.launch import adopt_environment, interpreter
 from segtrain.distributed import slurm
 from segtrain.distributed.launcher import exit_code_of
 from segtrain.distributed.liveness import FOLDER_VARIABLE, ExitStatus, Heartbeat
@@ -197,7 +200,12 @@ def test_a_damaged_image_is_named_once_with_exit_code_3(tmp_path):
 
 
 @pytest.mark.fault(88)
-def test_training_needs_no_standard_streams_or_language_and_runs_nothing_of_the_folder(tmp_path):
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow("commands", "distributed"))]
+)
+def test_training_needs_no_standard_streams_or_language_and_runs_nothing_of_the_folder(
+    tmp_path, ranks
+):
     """The streams' numbers must not go to a file of the run, where prints would be written.
 
     As the installed command, the ranks that it starts do not search the current folder. The names
@@ -214,7 +222,7 @@ def test_training_needs_no_standard_streams_or_language_and_runs_nothing_of_the_
     (data / "classes.yaml").write_text(names, encoding="utf-8")
     config = write_config(tmp_path / "c.yaml", with_workers(data, 3))
     segtrain = [sys.executable, "-P", "-m", "segtrain"]
-    arguments = ["train", config, "--nproc", "2", "--output", directory]
+    arguments = ["train", config, "--nproc", ranks, "--output", directory]
     done = subprocess.run(
         ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *segtrain, *map(str, arguments)],
         cwd=folder,
@@ -224,60 +232,96 @@ def test_training_needs_no_standard_streams_or_language_and_runs_nothing_of_the_
     assert not ran.exists()
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert logged_steps(directory) == [1, 2, 3]
-    assert load(directory / "checkpoints" / "last.pt").step == 3
+    assert last(directory).step == 3
 
 
-def test_torchrun_starts_ranks_again_once_after_one_death(tmp_path, data):
-    """Its store outlives the ranks, and has the addresses of the dead."""
-    options = small(data, train={"steps": 40}, checkpoint={"every_steps": 2})
-    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+def torchrun_stand_in(words, pipe):
+    """What torchrun does: its store stays when it starts the ranks again; tells their ids."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= TORCHRUN | {"MASTER_PORT": str(store.port), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    multiprocessing.set_start_method(None, force=True)
+    for attempt in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        ranks = [os.fork()]
+        if ranks[0]:
+            ranks.append(os.fork())
+        if 0 in ranks:
+            os.environ |= {name: str(len(ranks) - 1) for name in ("RANK", "LOCAL_RANK")}
+            os._exit(cli.main(list(map(str, words))))
+        pipe.send(ranks)
+        dead, _ = os.wait()
+        os.kill(sum(ranks) - dead, signal.SIGKILL)
+        os.wait()
+
+
+def test_ranks_start_again_beside_the_store_of_torchrun_and_end_with_it(tmp_path, data, forkserver):
+    """The store has the addresses of the dead; orphans would keep the folder and the devices."""
+    options = small(data, train={"steps": 3000}, checkpoint={"every_steps": 2})
+    words = ["train", write_config(tmp_path / "c.yaml", options), "--output", tmp_path / "run"]
+    mine, theirs = forkserver.Pipe()
+    process = forkserver.Process(target=torchrun_stand_in, args=(words, theirs))
+    process.start()
+    deadline = time.monotonic() + 240
+
+    def wait_for(step):
+        while step not in logged_steps(tmp_path / "run"):
+            assert time.monotonic() < deadline
+            assert process.is_alive()
+            time.sleep(0.01)
+
+    first = mine.recv()
+    wait_for(3)
+    os.kill(first[1], signal.SIGKILL)
+    second = mine.recv()
+    wait_for(max(logged_steps(tmp_path / "run")) + 3)
+    process.kill()
+    assert left_after([*first, *second], GONE_WITHIN_S) == []
+    steps = logged_steps(tmp_path / "run")
+    assert steps == list(range(1, last(tmp_path / "run").step + 1))
+
+
+def test_ranks_do_not_search_the_current_folder():
+    assert interpreter() == [sys.executable, "-P"]
+
+
+@pytest.mark.slow("commands", "distributed")
+@pytest.mark.parametrize(("dies", "steps"), [("a rank", 40), ("torchrun", 3000)])
+def test_torchrun_starts_ranks_again_once_and_they_end_with_it(tmp_path, data, dies, steps):
+    options = small(data, train={"steps": steps}, checkpoint={"every_steps": 2})
+    words = ["train", write_config(tmp_path / "c.yaml", options), "--output", tmp_path / "run"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", *meeting, "--max-restarts", "1"]
-    words = ["train", config, "--output", run]
     command = Command(tmp_path, *words, program=[*torchrun, "-m", "segtrain"])
-    command.wait_for_step(run, 3)
-    os.kill(command.ranks()[1], signal.SIGKILL)
-    assert command.wait() == 0, command.errors
-    assert logged_steps(run) == list(range(1, 41))
-
-
-def test_no_rank_is_left_after_the_death_of_torchrun(tmp_path, data):
-    """Those that went on would keep the run's folder and the devices from a new torchrun."""
-    options = small(data, train={"steps": 3000}, checkpoint={"every_steps": 2})
-    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
-    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    words = ["train", config, "--output", run]
-    command = Command(tmp_path, *words, program=[*torchrun, "-m", "segtrain"])
-    command.wait_for_step(run, 3)
+    command.wait_for_step(tmp_path / "run", 3)
     ranks = command.ranks()
-    os.kill(command.process.pid, signal.SIGKILL)
     assert len(ranks) == 2
-    assert left_after(ranks, GONE_WITHIN_S) == []
+    os.kill(ranks[1] if dies == "a rank" else command.process.pid, signal.SIGKILL)
+    if dies == "torchrun":
+        assert left_after(ranks, GONE_WITHIN_S) == []
+        return
+    assert command.wait() == 0, command.errors
+    assert logged_steps(tmp_path / "run") == list(range(1, steps + 1))
+    assert "devices    2 x cpu" in command.output
 
 
 @pytest.mark.fault(43)
-def test_the_same_command_runs_under_torchrun_and_srun(tmp_path, data):
-    """torchrun trains; srun's two tasks find the run complete."""
+def test_tasks_of_srun_train_and_then_find_the_run_complete(tmp_path, data):
     config = write_config(tmp_path / "c.yaml", with_workers(data, 2))
-    directory = tmp_path / "run"
-    arguments = ["train", config, "--output", directory]
-    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    command = Command(tmp_path, *arguments, program=[*torchrun, "-m", "segtrain"])
-    assert command.wait() == 0, command.errors
-    assert logged_steps(directory) == [1, 2]
-    assert "devices    2 x cpu" in command.output
-
     srun = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
     }
+    words = ["train", config, "--output", tmp_path / "run", "--resume"]
     ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    tasks = [Command(tmp_path, *arguments, "--resume", **srun, **rank) for rank in ranks]
-    assert [task.wait() for task in tasks] == [0, 0], tasks[0].errors + tasks[1].errors
-    assert "devices    2 x cpu" in tasks[0].output
-    assert "already complete: 2 steps, best mIoU" in tasks[0].output
-    assert tasks[1].output == ""
+    for said in ("train 2/2", "already complete: 2 steps, best mIoU"):
+        srun["MASTER_PORT"] = str(free_port())
+        tasks = [Command(tmp_path, *words, **srun, **rank) for rank in ranks]
+        assert [task.wait() for task in tasks] == [0, 0], tasks[0].errors + tasks[1].errors
+        assert "devices    2 x cpu" in tasks[0].output
+        assert said in tasks[0].output
+        assert tasks[1].output == ""
+    assert logged_steps(tmp_path / "run") == [1, 2]
