@@ -1,7 +1,6 @@
 """tools/cluster: each file does what it says, as far as a machine without these systems can tell.
 
-SLURM's programs, EC2's metadata and the programs of a machine that boots have stand-ins; manifests
-are checked against Kubernetes' schemas; the image's wheel is built from what the Dockerfile copies.
+SLURM's programs have stand-ins; the image's wheel is built from what the Dockerfile copies.
 """
 
 import os
@@ -12,11 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
+import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 from experiments import assert_same_state, last, small, train, write_config, write_data
 from processes import logged_steps
 
@@ -34,11 +32,6 @@ def program(folder, name, text, interpreter="/bin/bash"):
     path.write_text(f"#!{interpreter}\n{text}\n")
     path.chmod(0o755)
     return path
-
-
-def parsed(words):
-    """What the command line of segtrain makes of these words."""
-    return cli._parser().parse_args(words)
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTER.glob("*.sh")), ids=lambda path: path.name)
@@ -92,9 +85,9 @@ esac
 
 
 class Job:
-    """A batch script as `sbatch` runs it, with fewer tasks on each node."""
+    """A batch script as `sbatch` runs it; tasks_per_node: fewer tasks than it asks for."""
 
-    def __init__(self, script, *words, where, number, array_task=None, tasks_per_node=None):
+    def __init__(self, script, *words, where, array_task=None, tasks_per_node=None, segtrain=None):
         given = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", script.read_text(), re.M))
         assert len(given) == script.read_text().count("#SBATCH")
         for name, value in given.items():
@@ -102,17 +95,17 @@ class Job:
             assert re.fullmatch(pattern, value) if pattern else not value, name
         assert {"requeue", "signal"} <= given.keys()
         bin = where / "bin"
-        program(bin, "segtrain", f'exec {PYTHON} -m segtrain "$@"')
+        program(bin, "segtrain", segtrain or f'exec {PYTHON} -m segtrain "$@"')
         program(bin, "srun", SRUN, sys.executable)
         program(bin, "scontrol", SCONTROL)
-        self.where = where / f"job{number}"
+        self.where = where / "job"
         self.where.mkdir()
         asked = int(given.get("ntasks-per-node", given.get("ntasks", 0)))
         self.command = ["bash", script, *words]
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")} | {
             "PATH": f"{bin}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
-            "SLURM_JOB_ID": str(number),
+            "SLURM_JOB_ID": "7",
             "SLURM_NNODES": given["nodes"],
             "SLURM_CPUS_PER_TASK": given["cpus-per-task"],
             "STANDIN_TASKS_PER_NODE": str(tasks_per_node or asked),
@@ -126,21 +119,17 @@ class Job:
         with (self.where / "log").open("a") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=log, **options)
 
-    def end_time_after(self, run, step):
-        """Sends the signal of --signal to the tasks of the step, once the run has done `step`."""
-        deadline = time.monotonic() + 120
-        while step not in logged_steps(run):
-            assert self.process.poll() is None, (self.where / "log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        for pid in (self.where / "tasks").read_text().splitlines()[-1].split():
-            os.kill(int(pid), signal.SIGUSR1)
-
     def goes_on_after_its_time(self, run):
         """It ends after step 2 or so, one of its tasks queues it again, and that job ends well."""
-        self.end_time_after(run, 2)
-        assert self.wait() == 143, (self.where / "log").read_text()
-        assert self.requeued == [self.environ["SLURM_JOB_ID"]]
+        deadline = time.monotonic() + 120
+        while 2 not in logged_steps(run):
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for pid in (self.where / "tasks").read_text().split():
+            os.kill(int(pid), signal.SIGUSR1)
+        assert self.wait() == 143, self.log
+        assert (self.where / "requeued").read_text().split() == ["7"]
         assert 2 <= last(run).step < 40
         self.start(SLURM_RESTART_COUNT="1")
         assert self.wait() == 0
@@ -153,65 +142,60 @@ class Job:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     @property
-    def requeued(self):
-        file = self.where / "requeued"
-        return file.read_text().split() if file.exists() else []
+    def log(self):
+        return (self.where / "log").read_text()
 
 
-@pytest.fixture
-def config(tmp_path):
-    write_data(tmp_path)
-    options = small(tmp_path, train={"steps": 40, "batch_size": 4})
-    return write_config(tmp_path / "c.yaml", options)
+@pytest.mark.parametrize(
+    ("script", "words", "array_task", "tasks", "expected"),
+    [
+        ("slurm_array.sh", ["a.yaml"], 3, 1, "a.yaml --set seed=3 --output runs/a_seed3"),
+        ("slurm_array.sh", ["a.yaml", "b.yaml"], 1, 1, "b.yaml"),
+        ("slurm_array.sh", ["a.yaml", "b.yaml"], 2, 0, "no config for this task"),
+        ("slurm_nodes.sh", ["a.yaml", "--output", "out"], None, 8, "a.yaml --output out"),
+    ],
+)
+def test_each_task_of_a_batch_script_trains_or_goes_on(
+    tmp_path, script, words, array_task, tasks, expected
+):
+    options = {"where": tmp_path, "array_task": array_task}
+    job = Job(CLUSTER / script, *words, **options, segtrain='echo "$@"')
+    assert job.wait() == (0 if tasks else 1)
+    if not tasks:
+        assert expected in job.log
+        return
+    assert job.log.splitlines() == [f"train {expected} --resume --requeue"] * tasks
+    assert cli._parser().parse_args(job.log.splitlines()[0].split()).requeue
 
 
+@pytest.mark.slow("commands", "distributed")
 @pytest.mark.fault(13)
-def test_a_task_of_an_array_trains_a_seed_and_goes_on_after_its_time(run_ranks, tmp_path, config):
-    words = {"where": tmp_path, "number": 7}
-    job = Job(CLUSTER / "slurm_array.sh", config, array_task=3, **words)
+@pytest.mark.parametrize("script", ["slurm_array.sh", "slurm_nodes.sh"])
+def test_a_job_goes_on_after_its_time(run_ranks, tmp_path, script):
+    """One of an array trains a seed; one of two nodes has a rank on each."""
+    write_data(tmp_path)
+    # By shares one rank trains the same bits as two.
+    options = small(tmp_path, train={"steps": 40, "batch_size": 4, "shares": 4})
+    config = write_config(tmp_path / "c.yaml", options)
+    is_array = script == "slurm_array.sh"
+    more = {"array_task": 3} if is_array else {"tasks_per_node": 1}
+    words = () if is_array else ("--output", "runs/c_seed3", "--set", "seed=3")
+    job = Job(CLUSTER / script, config, *words, where=tmp_path, **more)
     run = job.where / "runs/c_seed3"
     job.goes_on_after_its_time(run)
-    options = yaml.safe_load(config.read_text()) | {"seed": 3}
-    alone = write_config(tmp_path / "alone.yaml", options)
+    assert ("devices    2 x cpu" in job.log) != is_array
+    alone = write_config(tmp_path / "alone.yaml", options | {"seed": 3})
     assert run_ranks(1, train, alone, tmp_path / "alone") == [0]
-    assert_same_state(last(run), last(tmp_path / "alone"))
-
-
-def test_a_task_of_an_array_trains_a_config_of_several(tmp_path, config):
-    other = shutil.copy(config, tmp_path / "d.yaml")
-    words = {"where": tmp_path, "number": 3}
-    job = Job(CLUSTER / "slurm_array.sh", config, other, array_task=1, **words)
-    assert job.wait() == 0
-    assert [path.name for path in (job.where / "runs").iterdir()] == ["d"]
-    words["number"] = 4
-    job = Job(CLUSTER / "slurm_array.sh", config, other, array_task=2, **words)
-    assert job.wait() == 1
-    assert "no config for this task" in (job.where / "log").read_text()
-
-
-@pytest.mark.fault(13)
-def test_a_job_of_two_nodes_goes_on_after_its_time(run_ranks, tmp_path, config):
-    options = yaml.safe_load(config.read_text())
-    options["train"]["shares"] = 4  # so that one rank trains the same bits
-    words = (write_config(config, options), "--output", "out")
-    job = Job(CLUSTER / "slurm_nodes.sh", *words, where=tmp_path, number=5, tasks_per_node=1)
-    run = job.where / "out"
-    job.goes_on_after_its_time(run)
-    assert "devices    2 x cpu" in (job.where / "log").read_text()
-    assert run_ranks(1, train, config, tmp_path / "alone") == [0]
     assert_same_state(last(run), last(tmp_path / "alone"))
 
 
 # The image.
 
 
-def dockerfile_text():
-    return (CLUSTER / "Dockerfile").read_text()
-
-
 def stages():
     """The instructions of each stage of the Dockerfile, as (word, rest); the first has none."""
-    text = re.sub(r"^#.*\n", "", dockerfile_text(), flags=re.M).replace("\\\n", " ")
+    text = re.sub(r"^#.*\n", "", (CLUSTER / "Dockerfile").read_text(), flags=re.M)
+    text = text.replace("\\\n", " ")
     found = [[]]
     for word, rest in re.findall(r"^([A-Z]+) (.*)$", text, re.M):
         if word == "FROM":
@@ -238,31 +222,27 @@ def test_the_image_copies_files_that_are_there_and_does_not_run_as_root():
 
 
 @pytest.mark.parametrize(
-    ("device", "index"),
-    [("cpu", "https://download.pytorch.org/whl/cpu"), ("cuda", "https://pypi.org/simple")],
+    ("argument", "value", "end"),
+    [
+        ("DEVICE", "cpu", "--index-url https://download.pytorch.org/whl/cpu torch torchvision"),
+        ("DEVICE", "cuda", "--index-url https://pypi.org/simple torch torchvision"),
+        ("EXTRAS", "", "/wheels/*.whl"),
+        ("EXTRAS", "geo,onnx", "/wheels/*.whl[geo,onnx]"),
+    ],
 )
-def test_the_build_argument_chooses_torch(tmp_path, device, index):
+def test_build_arguments_choose_torch_and_extras(tmp_path, argument, value, end):
     program(tmp_path, "pip", 'echo "$@"')
-    (line,) = [line for line in runs(stages()[2]) if "torchvision" in line]
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DEVICE": device}
+    (line,) = [line for line in runs(stages()[2]) if f"${argument}" in line.replace("{", "")]
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", argument: value}
     done = subprocess.run(["sh", "-c", line], env=environ, capture_output=True, text=True)
-    assert f"--index-url {index} torch torchvision" in done.stdout
-
-
-@pytest.mark.parametrize(("extras", "end"), [("", ".whl"), ("geo,onnx", ".whl[geo,onnx]")])
-def test_the_build_argument_chooses_extras(tmp_path, extras, end):
-    program(tmp_path, "pip", 'printf "%s\\n" "$@"')
-    (line,) = [line for line in runs(stages()[2]) if "EXTRAS" in line]
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EXTRAS": extras}
-    done = subprocess.run(["sh", "-c", line], env=environ, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == f"/wheels/*{end}"
+    assert done.stdout.rstrip().endswith(end)
 
 
 def test_the_wheel_of_what_the_image_copies_has_all_that_segtrain_needs(tmp_path):
-    if find_spec("hatchling") is None:
-        pytest.skip("needs hatchling")
+    """Built by its backend, without pip, which would fetch one."""
+    pytest.importorskip("hatchling")
     _, first, _ = stages()
-    source = tmp_path / "src"
+    source, site = tmp_path / "src", tmp_path / "site"
     for rest in (rest for word, rest in first if word == "COPY"):
         *names, target = rest.split()
         for name in names:
@@ -272,20 +252,19 @@ def test_the_wheel_of_what_the_image_copies_has_all_that_segtrain_needs(tmp_path
             copy(ROOT / name, place)
     (line,) = runs(first)
     assert line.startswith("pip wheel ")
-    # Its backend is here; a build of its own would fetch it.
-    words = shlex.split(line.replace("/wheels", str(tmp_path / "wheels")))
-    pip = [sys.executable, "-m", "pip"]
-    subprocess.run([*pip, *words[1:], "--no-build-isolation", "-q"], cwd=source, check=True)
-    (wheel,) = (tmp_path / "wheels").glob("segtrain-*.whl")
-    site = tmp_path / "site"
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", site, wheel], check=True)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path]
+    subprocess.run(build, cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("segtrain-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = "import segtrain; from segtrain.data.read.classes import load_class_file as load"
+    code += "; from segtrain.cli import main; main(['config', 'list'])"
+    code += "; print(segtrain.__file__, load('camvid').num_classes)"
     environ = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
     options = {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
-    done = subprocess.run([site / "bin/segtrain", "config", "list"], **options)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == len(list((ROOT / "configs").glob("*.yaml")))
-    code = "import segtrain; from segtrain.data.read.classes import load_class_file as load"
-    code += "; print(segtrain.__file__, load('camvid').num_classes)"
     done = subprocess.run([sys.executable, "-c", code], **options)
-    assert done.stdout.split() == [str(site / "segtrain/__init__.py"), "11"], done.stderr
+    *configs, told = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(configs) == len(list((ROOT / "configs").glob("*.yaml")))
+    assert told.split() == [str(site / "segtrain/__init__.py"), "11"]
     assert [path.name for path in site.glob("segtrain-*.dist-info/licenses/*")] == ["LICENSE"]
