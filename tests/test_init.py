@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 
 import cv2
 import numpy as np
@@ -22,34 +23,49 @@ def no_network(monkeypatch):
     monkeypatch.setattr("segtrain.commands.init._HOST", ("127.0.0.1", 9))
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def plain(folder):
+    """The folder with eight images whose labels hold the ids 0 to 3."""
+    write(folder)
+    return folder
+
+
 def init(folder, *words, code=0):
     output = folder.with_name("made")
     assert main(["init", str(folder), "--output", str(output), *words]) == code
     return output
 
 
+def evaluated(config):
+    """The pairs to evaluate on."""
+    return open_dataset(config.data, config.data.eval_split).pairs
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_folder_in_any_convention_is_read_as_it_is_meant(tmp_path, case):
-    folder = tmp_path / "data"
+def test_a_folder_in_any_convention_is_read_as_it_is_meant(folder, case):
+    """And its splits are kept."""
     truth = CASES[case](folder)
     before = sorted(folder.rglob("*"))
-    found, config = labels_of(init(folder))
+    found, config = labels_of(output := init(folder))
     assert_same_division(found, truth)
     assert sorted(folder.rglob("*")) == before  # the data are only read
-    assert (tmp_path / "made" / "samples.png").stat().st_size > 1000
+    assert (output / "samples.png").stat().st_size > 1000
     assert config.data.channels == (4 if case == "bands_in_files" else 3)
+    if case.startswith("splits"):
+        names = {str(pair.image.relative_to(config.data.root)) for pair in evaluated(config)}
+        assert names == {name for name in truth if "val" in name}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("splits")])
-def test_the_splits_of_a_folder_are_kept(tmp_path, case):
-    truth = CASES[case](tmp_path / "data")
-    _, config = labels_of(init(tmp_path / "data"))
-    dataset = open_dataset(config.data, config.data.eval_split)
-    names = {str(pair.image.relative_to(config.data.root)) for pair in dataset.pairs}
-    assert names == {name for name in truth if "val" in name}
+def same(classes):
+    return classes
 
 
-def write(folder, make, number=8, num_classes=4, label="labels/{}.png"):
+def write(folder, make=same, number=8, num_classes=4, label="labels/{}.png"):
     for i in range(number):
         pixels, classes = scene(i, num_classes)
         save(folder / f"images/{i}.png", pixels)
@@ -61,13 +77,12 @@ def labelled(make, **options):
     return lambda folder: write(folder, make, **options)
 
 
-def test_lists_of_splits_are_those_of_the_task(tmp_path, capsys):
+def test_lists_of_splits_are_those_of_the_task(folder, capsys):
     """VOC has lists for boxes, too; with SBD's labels, trainaug names more images than train.
 
     One names an image that is not there any more.
     """
-    folder = tmp_path / "data"
-    write(folder, lambda classes: classes, label="SegmentationClass/{}.png")
+    write(folder, label="SegmentationClass/{}.png")
     lists = {
         "Main/train": "012345",
         "Main/val": "67",
@@ -89,9 +104,9 @@ def test_lists_of_splits_are_those_of_the_task(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("start", ["", "C:\\work\\data\\"])
-def test_a_list_may_pair_images_and_labels(tmp_path, start):
+def test_a_list_may_pair_images_and_labels(folder, start):
     """Against their names, and where these have nothing in common; as another machine wrote it."""
-    folder, truth, lines = tmp_path / "data", {}, []
+    truth, lines = {}, []
     for i in range(8):
         image, label = f"images/{chr(97 + i)}.png", f"labels/{7 - i}x.png"
         image = "images/7.png" if i == 1 else image
@@ -104,11 +119,11 @@ def test_a_list_may_pair_images_and_labels(tmp_path, start):
         (folder / f"{name}.txt").write_text(text.replace("/", "\\") if start else text)
     found, config = labels_of(init(folder))
     assert_same_division(found, truth)
-    assert len(open_dataset(config.data, config.data.eval_split)) == 3
+    assert len(evaluated(config)) == 3
 
 
 def two_sets(folder):
-    write(folder, lambda classes: classes, label="fine/labels/{}.png")
+    write(folder, label="fine/labels/{}.png")
     write(folder, lambda classes: np.minimum(classes, 2), label="coarse/labels/{}.png")
 
 
@@ -139,7 +154,7 @@ def less_one(folder):
     )(folder)
 
 
-def with_list(text, name="classes.txt", make=lambda classes: classes):
+def with_list(text, name="classes.txt", make=same):
     def build(folder):
         write(folder, make)
         (folder / name).write_text(text)
@@ -153,7 +168,7 @@ def two_lists(folder):
 
 
 def fourth_channel(folder):
-    write(folder, lambda classes: classes)
+    write(folder)
     for path in (folder / "images").iterdir():
         pixels = np.array(Image.open(path))
         save(path, np.dstack([pixels, pixels[..., 0]]))
@@ -172,31 +187,36 @@ more_names = with_list("a\nb\nc\nvoid\nd\ne", make=lambda classes: classes + 1)
 three_greys = labelled(lambda x: np.array([0, 128, 255], np.uint8)[x], num_classes=3)
 no_data_or_class = labelled(lambda x: np.array([0, 1, 255], np.uint8)[x], num_classes=3)
 trimap = labelled(lambda classes: classes + 1, num_classes=3, label="trimaps/{}.png")
-VERSION = ["--labels", "training/v2.0/labels/*.png, validation/v2.0/labels/*.png"]
-QUESTIONS = [
-    (with_list("a\nb\n"), "names 2 classes: they do not fit", ["--names", "a,b,c,d"], 4),
-    (two_lists, "several files name the classes differently", ["--names", "a,b,c,d"], 4),
-    (numbered, "numbers of objects, or classes?", ["--ignore", "none"], 7),
-    (less_one, "may hold its values less 1", ["--ignore", "255", "--names", "a,b,c"], 3),
-    (less_one, "may hold its values less 1", ["--ignore", "0,255"], 2),
-    (more_names, "counted from 0 or from 1?", ["--ignore", "3", "--names", "b,c,d"], 3),
-    (three_greys, "128 is usually the uncertain border", ["--ignore", "128"], 2),
-    (two_sets, "2 sets of labels fit the images", ["--labels", "fine/labels"], 4),
-    (two_versions, "2 sets of labels fit the images", VERSION, 3),
-    (labelled(lambda x: SHADES[x]), "differ by a shade", ["--names", "a,b,c,d"], 4),
-    (no_data_or_class, "255 may be a class, or mean no data", ["--ignore", "none"], 3),
-    (no_data_or_class, "255 may be a class, or mean no data", ["--ignore", "255"], 2),
-    (trimap, "3 is usually the uncertain border", ["--ignore", "3"], 2),
-    (with_list("car\nroad\ntree"), "which classes.txt does not name", ["--ignore", "0"], 3),
-    (unnamed_color, "which class_dict.csv does not name", ["--ignore", "#14a03c"], 3),
-    (no_background, "which classes.csv does not name", ["--ignore", "#000000"], 3),
-    (fourth_channel, "the fourth varies: a band, or transparency?", ["--channels", "4"], 4),
+VERSION = "--labels 'training/v2.0/labels/*.png, validation/v2.0/labels/*.png'"
+QUESTIONS = [  # what asks, what it says, and answers with the number of classes that they make
+    (with_list("a\nb\n"), "names 2 classes: they do not fit", {"--names a,b,c,d": 4}),
+    (two_lists, "several files name the classes differently", {"--names a,b,c,d": 4}),
+    (numbered, "numbers of objects, or classes?", {"--ignore none": 7}),
+    (
+        less_one,
+        "may hold its values less 1",
+        {"--ignore 255 --names a,b,c": 3, "--ignore 0,255": 2},
+    ),
+    (more_names, "counted from 0 or from 1?", {"--ignore 3 --names b,c,d": 3}),
+    (three_greys, "128 is usually the uncertain border", {"--ignore 128": 2}),
+    (two_sets, "2 sets of labels fit the images", {"--labels fine/labels": 4}),
+    (two_versions, "2 sets of labels fit the images", {VERSION: 3}),
+    (labelled(lambda x: SHADES[x]), "differ by a shade", {"--names a,b,c,d": 4}),
+    (
+        no_data_or_class,
+        "255 may be a class, or mean no data",
+        {"--ignore none": 3, "--ignore 255": 2},
+    ),
+    (trimap, "3 is usually the uncertain border", {"--ignore 3": 2}),
+    (with_list("car\nroad\ntree"), "which classes.txt does not name", {"--ignore 0": 3}),
+    (unnamed_color, "which class_dict.csv does not name", {"--ignore '#14a03c'": 3}),
+    (no_background, "which classes.csv does not name", {"--ignore '#000000'": 3}),
+    (fourth_channel, "the fourth varies: a band, or transparency?", {"--channels 4": 4}),
 ]
 
 
-def test_a_question_about_annotated_images_is_answered_too(tmp_path, lab, capsys):
+def test_a_question_about_annotated_images_is_answered_too(folder, lab, capsys):
     """Their labels are drawn before it, and again after it."""
-    folder = tmp_path / "data"
     truth = CASES["annotations_of_coco"](folder)
     content = (folder / "annotations.json").read_text().replace(".jpg", ".png")
     (folder / "annotations.json").write_text(content)
@@ -213,37 +233,33 @@ def test_a_question_about_annotated_images_is_answered_too(tmp_path, lab, capsys
     assert_same_division(found, {name.replace(".jpg", ".png"): x for name, x in truth.items()})
 
 
-@pytest.mark.parametrize(("make", "message", "option", "num_classes"), QUESTIONS)
-def test_where_two_readings_fit_it_stops_and_the_option_goes_on(
-    tmp_path, capsys, make, message, option, num_classes
+@pytest.mark.parametrize(("make", "message", "answers"), QUESTIONS)
+def test_where_two_readings_fit_it_stops_and_every_option_that_it_offers_goes_on(
+    folder, capsys, make, message, answers
 ):
-    folder = tmp_path / "data"
     make(folder)
     output = init(folder, code=2)
     said = capsys.readouterr().err
     assert message in said
-    assert (shlex.join(option) if option == VERSION else option[0]) in said
     assert not (output / "config.yaml").exists()
     pictures = [path.read_bytes() for path in sorted(output.glob("reading_*"))]
     assert len(set(pictures)) == len(pictures) > 0
-    found, _ = labels_of(init(folder, *option))
-    values = set().union(*(set(np.unique(label).tolist()) for label in found.values()))
-    assert len(values - {255}) == num_classes
-    assert not list(output.glob("reading_*"))
-
-
-@pytest.mark.parametrize("make", dict.fromkeys(make for make, *_ in QUESTIONS))
-def test_all_options_that_a_question_offers_are_taken(tmp_path, lab, capsys, make):
-    folder = tmp_path / "data"
-    make(folder)
-    init(folder, code=2)
-    options = re.findall(r"^(?:segtrain:)?  .*?: (--.*)$", capsys.readouterr().err, re.MULTILINE)
-    assert options
-    for number, option in enumerate(options):
-        if "VALUES" not in option:
-            output = tmp_path / f"{number}"
-            lab.done("init", folder, "--output", output, *shlex.split(option))
-            assert not any(map(says_no_class, load_class_file(str(output / "classes.yaml")).names))
+    offered = re.findall(r"^(?:segtrain:)?  .*?: (--.*)$", said, re.MULTILINE)
+    assert offered
+    assert all((answer if answer == VERSION else answer.split()[0]) in said for answer in answers)
+    for option in {**answers, **dict.fromkeys(offered)}:
+        if "VALUES" in option:
+            continue
+        init(folder, *shlex.split(option))
+        assert not list(output.glob("reading_*"))
+        if option in offered:
+            names = load_class_file(str(output / "classes.yaml")).names
+            assert not any(map(says_no_class, names))
+        if option in answers:
+            found, _ = labels_of(output)
+            values = set().union(*(set(np.unique(label).tolist()) for label in found.values()))
+            assert len(values - {255}) == answers[option]
+        shutil.rmtree(output)
 
 
 def shifted(folder):
@@ -253,7 +269,7 @@ def shifted(folder):
 
 
 def other_size(folder):
-    write(folder, lambda classes: classes)
+    write(folder)
     save(folder / "labels/3.png", np.zeros((60, 80), np.uint8))
 
 
@@ -261,7 +277,7 @@ def cut_off(part, end):
     """What cuts off the end of a label, or of each image."""
 
     def build(folder):
-        write(folder, lambda classes: classes)
+        write(folder)
         for path in folder.glob(part):
             path.write_bytes(path.read_bytes()[:end])
 
@@ -269,7 +285,7 @@ def cut_off(part, end):
 
 
 def no_labels(folder):
-    write(folder, lambda classes: classes)
+    write(folder)
     for i, name in enumerate("stuvwxyz"):  # in the order of the images
         (folder / f"labels/{i}.png").rename(folder / f"labels/{name}.png")
 
@@ -283,7 +299,7 @@ def two_forms(folder):
 
 def other_palettes(folder):
     """The same values, whose colours are others in one file."""
-    write(folder, lambda classes: classes)
+    write(folder)
     for path in (folder / "labels").iterdir():
         picture = Image.open(path)
         picture.putpalette((COLORS[::-1] if path.stem == "0" else COLORS).reshape(-1).tolist())
@@ -292,7 +308,7 @@ def other_palettes(folder):
 
 def short_palette(folder):
     """The first palette has no colours for the values whose colours are others in one file."""
-    write(folder, lambda classes: classes)
+    write(folder)
     for path in (folder / "labels").iterdir():
         number = int(path.stem)
         picture = Image.fromarray(np.minimum(scene(number)[1], 1 if number == 0 else 3))
@@ -345,17 +361,15 @@ BAD = [
 
 
 @pytest.mark.parametrize(("make", "message"), BAD)
-def test_bad_data_are_refused(tmp_path, capsys, make, message):
-    folder = tmp_path / "data"
+def test_bad_data_are_refused(folder, capsys, make, message):
     make(folder)
     output = init(folder, code=3)
     assert message in capsys.readouterr().err
     assert not output.exists()
 
 
-def test_sixteen_bits_train_as_they_are_and_a_list_may_say_what_0_means(tmp_path, lab):
+def test_sixteen_bits_train_as_they_are_and_a_list_may_say_what_0_means(folder, lab):
     """Colours change in 8-bit images alone, so the config does not ask for it."""
-    folder = tmp_path / "data"
     for i in range(8):
         pixels, classes = scene(i)
         wide = pixels.astype(np.uint16) * 16
@@ -371,16 +385,14 @@ def test_sixteen_bits_train_as_they_are_and_a_list_may_say_what_0_means(tmp_path
     assert (found["images/3.tif"] == 255).any()
     small = [f"--set={key}" for key in ("train.steps=1", "schedule.warmup_steps=0")]
     small += ["--set=model.num_stages=2", "--set=data.num_workers=0", "--device=cpu"]
-    lab.done("train", tmp_path / "made/config.yaml", "--output", tmp_path / "run", *small)
+    lab.done("train", lab.folder / "made/config.yaml", "--output", lab.folder / "run", *small)
 
 
-def test_a_damaged_image_is_left_out_and_classes_of_one_colour_have_it_once(tmp_path, capsys):
-    folder = tmp_path / "data"
-    write(folder, lambda classes: classes)
-    (folder / "images/3.png").write_bytes(b"")
+def test_a_damaged_image_is_left_out_and_classes_of_one_colour_have_it_once(plain, capsys):
+    (plain / "images/3.png").write_bytes(b"")
     rows = (f"{i},{name},{'0,0,0' if i < 2 else f'{i},0,0'}" for i, name in enumerate(NAMES))
-    (folder / "class_dict.csv").write_text("\n".join(["id,name,r,g,b", *rows]))
-    output = init(folder)
+    (plain / "class_dict.csv").write_text("\n".join(["id,name,r,g,b", *rows]))
+    output = init(plain)
     assert "1 image is left out: " in capsys.readouterr().out
     assert len(labels_of(output)[0]) == 7
     classes = load_class_file(str(output / "classes.yaml"))
@@ -390,36 +402,36 @@ def test_a_damaged_image_is_left_out_and_classes_of_one_colour_have_it_once(tmp_
     assert (colors[0], *colors[2:]) == ((0, 0, 0), (2, 0, 0), (3, 0, 0))
 
 
-def test_turned_images_and_a_list_that_is_not_read_are_named(tmp_path, capsys):
-    folder = tmp_path / "data"
-    write(folder, lambda classes: classes)
+def test_what_may_be_wrong_is_named(plain, lab):
+    """Turned images, lists that are not read or do not fit, a class of one split, no data."""
     exif = Image.Exif()
     exif[0x0112] = 3
-    Image.open(folder / "images/3.png").save(folder / "images/3.png", exif=exif)
-    (folder / "classes.txt").write_text("a\na\n")
-    init(folder)
-    said = capsys.readouterr().out
-    assert "warning: 1 image carries an EXIF orientation, which is ignored" in said
-    assert "stored: images/3.png" in said
+    Image.open(plain / "images/3.png").save(plain / "images/3.png", exif=exif)
+    (plain / "colors.json").write_text('{"#800000": "a", "#008000": "b"}')
+    save(plain / "labels/3.png", np.where(scene(3)[1] == 3, 7, scene(3)[1]).astype(np.uint8))
+    (lab.folder / "val.txt").write_text("3.png\n4.png\n")
+    words = "init", plain, "--val", lab.folder / "val.txt", "--output"
+    said = lab.done(*words, lab.folder / "made").out
+    for line in (
+        "warning: 1 image carries an EXIF orientation, which is ignored",
+        "stored: images/3.png",
+        "warning: names of classes that do not fit the labels: colors.json",
+        "warning: no image to train on shows class_7\n",
+        "if one means no data, add --ignore 0 or --ignore 7",
+    ):
+        assert line in said
+    (plain / "colors.json").unlink()
+    (plain / "classes.txt").write_text("a\na\n")
+    said = lab.done(*words, lab.folder / "again").out
     assert "warning: 1 file has no names of classes: classes.txt" in said
-
-
-def test_a_list_that_does_not_fit_the_labels_is_named(tmp_path, capsys):
-    folder = tmp_path / "data"
-    write(folder, lambda classes: classes)
-    (folder / "colors.json").write_text('{"#800000": "a", "#008000": "b"}')
-    init(folder)
-    wanted = "warning: names of classes that do not fit the labels: colors.json"
-    assert wanted in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("label", "code"), [("{}_labelTrainIds.png", 0), ("{}_labelIds.png", 0), ("labels/{}.png", 2)]
 )
-def test_a_table_of_ids_and_train_ids_names_those_of_the_labels(tmp_path, capsys, label, code):
+def test_a_table_of_ids_and_train_ids_names_those_of_the_labels(folder, capsys, label, code):
     """Which they hold, their name says, or a question is asked."""
-    folder = tmp_path / "data"
-    write(folder, lambda classes: classes, label=label)
+    write(folder, label=label)
     rows = ["name,id,trainId", "void,0,255", "car,1,0", "road,2,1", "tree,3,2", "van,4,3"]
     (folder / "classes.csv").write_text("\n".join(rows))
     output = init(folder, code=code)
@@ -427,25 +439,21 @@ def test_a_table_of_ids_and_train_ids_names_those_of_the_labels(tmp_path, capsys
         assert "classes.csv (train ids)" in capsys.readouterr().err
         return
     classes = load_class_file(str(output / "classes.yaml"))
-    names = ("car", "road", "tree", "van")
-    assert classes.names == names
-    assert [one.ids for one in classes.classes] == [
-        (i + ("TrainIds" not in label),) for i in range(4)
-    ]
+    assert classes.names == ("car", "road", "tree", "van")
+    first = "TrainIds" not in label
+    assert [one.ids for one in classes.classes] == [(i + first,) for i in range(4)]
 
 
 @pytest.mark.parametrize(("mark", "tag"), [(200, b"200"), (65535, b"nan"), (0, b"0")])
-def test_the_number_of_a_tiff_for_no_data_is_no_class_or_a_question(tmp_path, capsys, mark, tag):
+def test_the_number_of_a_tiff_for_no_data_is_no_class_or_a_question(plain, capsys, mark, tag):
     """0 is often left there from the image. 65535 is to 16 bits what 255 is to 8."""
-    folder = tmp_path / "data"
-    write(folder, lambda classes: classes, label="labels/{}.png")
-    for path in (folder / "labels").iterdir():
+    for path in (plain / "labels").iterdir():
         stored = np.array(Image.open(path), np.uint16)
         stored[:6] = mark
         path.unlink()
         nodata = (42113, "s", 0, tag, True)
         tifffile.imwrite(path.with_suffix(".tif"), stored, extratags=[nodata])
-    output = init(folder, code=2 * (mark == 0))
+    output = init(plain, code=2 * (mark == 0))
     if mark == 0:
         assert "GDAL_NODATA of the files is 0" in capsys.readouterr().err
         return
@@ -453,43 +461,32 @@ def test_the_number_of_a_tiff_for_no_data_is_no_class_or_a_question(tmp_path, ca
     assert (len(classes.names), classes.ignore_ids) == (4, (mark,))
 
 
-def test_what_may_be_unlabelled_is_named_at_both_ends(tmp_path, capsys):
-    write(tmp_path / "data", lambda classes: classes)
-    init(tmp_path / "data")
-    assert "if one means no data, add --ignore 0 or --ignore 3" in capsys.readouterr().out
-
-
-def test_grey_images_among_others_count_in_the_mean(tmp_path, lab):
-    folder, means = tmp_path / "data", []
-    write(folder, lambda classes: classes)
-    for path in (folder / "images").iterdir():
+def test_grey_images_among_others_count_in_the_mean(plain, lab):
+    means = []
+    for path in (plain / "images").iterdir():
         pixels = np.array(Image.open(path))
         if path.stem != "5":
             pixels = pixels[..., 0]
             save(path, pixels)
         means.append(np.broadcast_to(pixels.T, (3, 80, 64) if pixels.ndim == 2 else pixels.T.shape))
-    _, config = labels_of(init(folder))
+    _, config = labels_of(init(plain))
     assert config.data.mean == pytest.approx(np.mean(means, axis=(0, 2, 3)), abs=1e-3)
-    said = lab.refused("init", folder, "--output", tmp_path / "four", "--channels", 4)
+    said = lab.refused("init", plain, "--output", lab.folder / "four", "--channels", 4)
     assert "--channels 4: the images have 1, 3" in said
 
 
 @pytest.mark.parametrize("mode", ["1", "P"])
-def test_the_mean_is_that_of_the_levels_and_colours_that_training_sees(tmp_path, mode):
-    folder = tmp_path / "data"
-    write(folder, lambda classes: classes)
-    for path in (folder / "images").iterdir():
+def test_the_mean_is_that_of_the_levels_and_colours_that_training_sees(plain, mode):
+    for path in (plain / "images").iterdir():
         Image.open(path).convert(mode).save(path)
-    _, config = labels_of(init(folder))
-    data = open_dataset(config.data, config.data.train_split)
-    data = [*data, *open_dataset(config.data, config.data.eval_split)]
-    wanted = np.mean([image for image, _ in data], axis=(0, 1, 2))
-    assert config.data.mean == pytest.approx(wanted, abs=1e-3)
+    _, config = labels_of(init(plain))
+    splits = config.data.train_split, config.data.eval_split
+    images = [image for split in splits for image, _ in open_dataset(config.data, split)]
+    assert config.data.mean == pytest.approx(np.mean(images, axis=(0, 1, 2)), abs=1e-3)
     assert max(config.data.std) > 10
 
 
-def test_a_label_in_one_grey_is_one_of_colours_beside_others_in_colours(tmp_path):
-    folder = tmp_path / "data"
+def test_a_label_in_one_grey_is_one_of_colours_beside_others_in_colours(folder):
     write(folder, lambda classes: COLORS[classes])
     save(folder / "labels/2.png", np.zeros((64, 80, 3), np.uint8))
     found, _ = labels_of(init(folder))
@@ -497,25 +494,19 @@ def test_a_label_in_one_grey_is_one_of_colours_beside_others_in_colours(tmp_path
     assert len(np.unique(found["images/3.png"])) == 4
 
 
-def test_a_file_for_each_class_may_be_rare_and_may_mean_no_class(tmp_path):
+def test_a_file_for_each_class_may_be_rare_and_may_mean_no_class(folder):
     """Two images of forty show a tree; void is ignored; classes have weights by their shares."""
-    folder = tmp_path / "data"
+    names = ("background", "road", "roof", "tree")
     for i in range(40):
         image, classes = scene(i)
         save(folder / f"images/p{i}_a.png", image)
-        shows = {
-            "background": classes == 0,
-            "road": classes == 1,
-            "roof": classes == 2,
-            "tree": classes == 3,
-        }
+        shows = {name: classes == k for k, name in enumerate(names)}
         shows["void"] = np.indices(classes.shape)[0] > 60
         for name, shown in shows.items():
             if name != "tree" or i < 2:
                 save(folder / f"masks/p{i}_a_{name}.png", shown.astype(np.uint8) * 255)
     found, config = labels_of(init(folder))
-    classes = load_class_file(str(tmp_path / "made/classes.yaml"))
-    assert classes.names == ("background", "road", "roof", "tree")
+    assert load_class_file(config.data.classes).names == names
     assert all((label[61:] == 255).all() for label in found.values())
     assert all((label[:61] != 255).all() for label in found.values())
     assert sum((label == 3).any() for label in found.values()) == 2
@@ -527,8 +518,7 @@ def class_colors(output):
     return {one.name: one.color for one in classes}
 
 
-def test_the_names_that_a_question_offers_are_in_the_order_of_the_values(tmp_path, capsys):
-    folder = tmp_path / "data"
+def test_the_names_that_a_question_offers_are_in_the_order_of_the_values(folder, capsys):
     unnamed_color(folder)
     init(folder, code=2)
     option = re.search("classes of their own: (.*)", capsys.readouterr().err)[1]
@@ -536,68 +526,50 @@ def test_the_names_that_a_question_offers_are_in_the_order_of_the_values(tmp_pat
     assert class_colors(init(folder, *shlex.split(option))) == wanted
 
 
-def test_red_green_and_blue_are_colours_although_one_channel_is_set_in_each(tmp_path):
-    folder = tmp_path / "data"
+def test_red_green_and_blue_are_colours_although_one_channel_is_set_in_each(folder):
     write(folder, lambda classes: (np.eye(3, dtype=np.uint8) * 128)[classes], num_classes=3)
     (folder / "class_dict.csv").write_text("name,r,g,b\na,0,128,0\nb,0,0,128\nc,128,0,0\n")
     wanted = {"a": (0, 128, 0), "b": (0, 0, 128), "c": (128, 0, 0)}
     assert class_colors(init(folder)) == wanted
 
 
-def test_the_images_to_evaluate_on_may_be_named_in_a_file(tmp_path, lab):
-    folder, names = tmp_path / "data", tmp_path / "mine.txt"
-    write(folder, lambda classes: classes)
+def test_the_images_to_evaluate_on_may_be_named_in_a_file(plain, lab):
+    names = lab.folder / "mine.txt"
     names.write_text("3.png\nimages/5\n")
-    found, config = labels_of(init(folder, "--val", str(names)))
-    dataset = open_dataset(config.data, config.data.eval_split)
-    assert [pair.name for pair in dataset.pairs] == ["images/3", "images/5"]
+    found, config = labels_of(init(plain, "--val", str(names)))
+    assert [pair.name for pair in evaluated(config)] == ["images/3", "images/5"]
     assert len(found) == 8
     # Nor does one of a test split train then.
-    for kind in ("images", "labels"):
-        for i in range(8):
-            path = folder / kind / f"{i}.png"
-            (path.parent / "test").mkdir(exist_ok=True)
-            path.rename(path.parent / ("test" if i < 2 else "") / path.name)
+    for path in [plain / kind / f"{i}.png" for kind in ("images", "labels") for i in range(8)]:
+        (path.parent / "test").mkdir(exist_ok=True)
+        path.rename(path.parent / ("test" if path.stem < "2" else "") / path.name)
     for number, val in enumerate((names, 0.3)):
-        output = tmp_path / str(number)
-        said = lab.done("init", folder, "--output", output, "--val", val).out
+        output = lab.folder / str(number)
+        said = lab.done("init", plain, "--output", output, "--val", val).out
         assert len(labels_of(output)[0]) == 6
         assert "2 of test are not used" in said
     names.write_text("3.png\nmissing\n")
-    said = lab.refused("init", folder, "--output", tmp_path / "b", "--val", names)
+    said = lab.refused("init", plain, "--output", lab.folder / "b", "--val", names)
     assert "line 2 names no image" in said
 
 
-def test_nothing_is_overwritten_or_written_into_the_data(tmp_path, lab):
-    folder = tmp_path / "data"
-    write(folder, lambda classes: classes)
-    assert "exists already" in lab.refused("init", folder, "--output", init(folder))
-    said = lab.refused("init", folder, "--output", folder / "x")
-    assert f"such as --output {tmp_path / 'data_segtrain'}" in said
-    (tmp_path / "file").touch()
-    (folder / "labels" / "0.png").write_bytes(b"")  # which a survey would see
-    said = lab.refused("init", folder, "--output", tmp_path / "file" / "x")
+def test_nothing_is_overwritten_or_written_into_the_data(plain, lab, monkeypatch):
+    assert "exists already" in lab.refused("init", plain, "--output", init(plain))
+    said = lab.refused("init", plain, "--output", plain / "x")
+    assert f"such as --output {lab.folder / 'data_segtrain'}" in said
+    (lab.folder / "file").touch()
+    label = plain / "labels/0.png"
+    content = label.read_bytes()
+    label.write_bytes(b"")  # which a survey would see
+    said = lab.refused("init", plain, "--output", lab.folder / "file" / "x")
     assert "cannot be written" in said
-
-
-def test_from_inside_the_data_the_experiment_goes_beside_them(tmp_path, lab, monkeypatch):
-    write(tmp_path / "data", lambda classes: classes)
-    monkeypatch.chdir(tmp_path / "data" / "images")
+    label.write_bytes(content)
+    monkeypatch.chdir(plain / "images")  # from inside the experiment goes beside the data
     lab.done("init", "..")
-    assert (tmp_path / "data_segtrain" / "config.yaml").exists()
+    assert (lab.folder / "data_segtrain" / "config.yaml").exists()
 
 
-def test_a_class_that_only_images_to_evaluate_on_show_is_named(tmp_path, capsys):
-    folder = tmp_path / "data"
-    write(folder, lambda classes: classes)
-    save(folder / "labels/3.png", np.where(scene(3)[1] == 3, 7, scene(3)[1]).astype(np.uint8))
-    (tmp_path / "val.txt").write_text("3.png\n4.png\n")
-    init(folder, "--val", str(tmp_path / "val.txt"))
-    assert "warning: no image to train on shows class_7\n" in capsys.readouterr().out
-
-
-def test_sequences_stay_together_and_a_split_that_leaks_is_named(tmp_path, lab, capsys):
-    folder = tmp_path / "data"
+def test_sequences_stay_together_and_a_split_that_leaks_is_named(folder, lab, capsys):
     for sequence in range(6):
         pixels, classes = scene(sequence)
         for frame in range(4):
@@ -617,32 +589,29 @@ def test_sequences_stay_together_and_a_split_that_leaks_is_named(tmp_path, lab, 
         target = path.parent / split / path.name
         target.parent.mkdir(exist_ok=True)
         path.rename(target)
-    said = lab.done("init", folder, "--output", tmp_path / "other").out
+    said = lab.done("init", folder, "--output", lab.folder / "other").out
     assert "6 of 6 images to evaluate on have a near-duplicate or a neighbour " in said
 
 
-@pytest.mark.parametrize("has_it", [True, False])
-def test_a_gpu_with_bfloat16_trains_in_it(tmp_path, monkeypatch, has_it):
-    folder = tmp_path / "data"
-    next(iter(CASES.values()))(folder)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has_it)
-    config = load_config(init(folder) / "config.yaml")
-    assert config.train.precision == ("bfloat16" if has_it else "tf32")
-
-
-@pytest.mark.parametrize("gain", [1.5, 1.4])
-def test_a_processor_that_is_fast_in_bfloat16_trains_in_it(tmp_path, monkeypatch, gain):
-    folder = tmp_path / "data"
-    next(iter(CASES.values()))(folder)
-    monkeypatch.setattr("segtrain.models.precision.cpu_gain", lambda: gain)
-    written = init(folder) / "config.yaml"
-    assert load_config(written).train.precision == ("bfloat16" if gain == 1.5 else "tf32")
+@pytest.mark.parametrize(
+    ("place", "value", "is_fast"),
+    [
+        ("torch.cuda.is_bf16_supported", True, True),
+        ("torch.cuda.is_bf16_supported", False, False),
+        ("segtrain.models.precision.cpu_gain", 1.5, True),
+        ("segtrain.models.precision.cpu_gain", 1.4, False),
+    ],
+)
+def test_what_is_fast_in_bfloat16_trains_in_it(plain, monkeypatch, place, value, is_fast):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: "cuda" in place)
+    monkeypatch.setattr(place, lambda including_emulation=None: value)
+    written = init(plain) / "config.yaml"
+    assert load_config(written).train.precision == ("bfloat16" if is_fast else "tf32")
     why = "bfloat16 # this processor's convolutions are at least 1.5 times as fast as in float32"
-    assert (why in " ".join(written.read_text().split())) == (gain == 1.5)
+    assert (why in " ".join(written.read_text().split())) == (is_fast and "cuda" not in place)
 
 
-def test_a_threshold_divides_grey_masks(tmp_path, lab):
+def test_a_threshold_divides_grey_masks(folder, lab):
     """Soft masks, as an editor's brush or a network leaves them; in one file and a file a class."""
     rng = np.random.default_rng(0)
     soft, masks = {}, {}
@@ -650,52 +619,43 @@ def test_a_threshold_divides_grey_masks(tmp_path, lab):
         image, label = scene(i, 2)
         blurred = cv2.GaussianBlur(np.float32(label == 1) * 255, (0, 0), 3)
         soft[i] = (blurred + rng.uniform(0, 2, blurred.shape)).clip(0, 255).astype(np.uint8)
-        save(tmp_path / f"data/images/{i}.png", image)
-        save(tmp_path / f"data/masks/{i}.png", soft[i])
+        save(folder / f"images/{i}.png", image)
+        save(folder / f"masks/{i}.png", soft[i])
         masks[f"images/{i}.png"] = (soft[i] >= 100).astype(np.uint8)
-    assert lab.command("init", tmp_path / "data", "--output", tmp_path / "plain").code != 0
-    lab.done("init", tmp_path / "data", "--threshold", 100, "--output", tmp_path / "made")
-    found, config = labels_of(tmp_path / "made")
+    assert lab.command("init", folder, "--output", lab.folder / "plain").code != 0
+    found, config = labels_of(init(folder, "--threshold", "100"))
     assert load_class_file(config.data.classes).names == ("background", "foreground")
     assert found.keys() == masks.keys()
     assert all((found[name] == mask).all() for name, mask in masks.items())
     for i, grey in soft.items():
-        (tmp_path / f"data/masks/{i}.png").unlink()
+        (folder / f"masks/{i}.png").unlink()
         for name in ("crack", "hole"):
             other = grey if name == "crack" else np.roll(grey, 15, 1)
-            save(tmp_path / f"data/masks/{name}/{i}.png", other)
-    words = "--threshold", 100, "--task", "multilabel", "--output", tmp_path / "both"
-    lab.done("init", tmp_path / "data", *words)
-    found, _ = labels_of(tmp_path / "both")
+            save(folder / f"masks/{name}/{i}.png", other)
+    words = "--threshold", 100, "--task", "multilabel", "--output", lab.folder / "both"
+    lab.done("init", folder, *words)
+    found, _ = labels_of(lab.folder / "both")
     for i, grey in soft.items():
         expected = np.stack([grey, np.roll(grey, 15, 1)], 2) >= 100
         assert (found[f"images/{i}.png"] == expected).all()
 
 
-def test_a_threshold_of_labels_that_hold_colours_is_refused(tmp_path, lab):
-    for i in range(8):
-        image, label = scene(i)
-        save(tmp_path / f"data/images/{i}.png", image)
-        save(tmp_path / f"data/masks/{i}.png", COLORS[label])
-    said = lab.refused("init", tmp_path / "data", "--threshold", 100, "--output", tmp_path / "m")
+def test_a_threshold_of_colours_and_a_folder_of_volumes_are_refused(folder, lab):
+    write(folder, lambda classes: COLORS[classes], label="masks/{}.png")
+    said = lab.refused("init", folder, "--threshold", 100, "--output", lab.folder / "m")
     assert "--threshold: masks/*.png: labels hold colours, and no greys" in said
+    volumes = lab.folder / "volumes"
+    volumes.mkdir()
+    (volumes / "scan.nii.gz").write_bytes(b"x")
+    said = lab.refused("init", volumes, "--output", lab.folder / "m", code=3)
+    assert f"of volumes segtrain data import {volumes} makes slices" in said
 
 
-def test_a_dry_run_writes_ten_pairs_and_nothing_else(tmp_path, lab, monkeypatch):
-    for i in range(12):
-        image, label = scene(i)
-        save(tmp_path / f"data/images/{i}.png", image)
-        save(tmp_path / f"data/masks/{i}.png", label)
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_writes_ten_pairs_and_nothing_else(folder, lab, monkeypatch):
+    write(folder, number=12)
+    monkeypatch.chdir(lab.folder)
     said = lab.done("init", "data", "--dry-run").out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "data_segtrain_samples.png"]
+    assert {path.name for path in lab.folder.iterdir()} == {"data", "data_segtrain_samples.png"}
     assert "splits     " in said
-    sheet = cv2.imread(str(tmp_path / "data_segtrain_samples.png"))
-    assert sheet.shape[1] == 9 * 260 or sheet.shape[1] == 10 * 260  # of 10 images to train on
-
-
-def test_a_folder_of_volumes_names_the_command_that_cuts_them(tmp_path, lab):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/scan.nii.gz").write_bytes(b"x")
-    said = lab.refused("init", tmp_path / "data", "--output", tmp_path / "m", code=3)
-    assert f"of volumes segtrain data import {tmp_path / 'data'} makes slices" in said
+    sheet = cv2.imread("data_segtrain_samples.png")
+    assert sheet.shape[1] in (9 * 260, 10 * 260)  # of 10 images to train on
