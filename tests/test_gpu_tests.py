@@ -51,13 +51,19 @@ SLOW = "test_commands or pack or exported or say_what or large-float16 or float1
 KNOWN = "any_split or empty_on_all or half_precision or one_value or slices"
 
 
-def test_layers_and_steps_run_on_a_cpu(tmp_path):
-    files = [f"tests/gpu/test_{name}.py" for name in ("norm", "steps", "throughput")]
-    found = on_the_cpu(tmp_path, *files, "-k", f"not ({SLOW} or {KNOWN})")
-    assert {test["outcome"] for test in found.values()} == {"passed", "skipped"}
-    assert len(found) >= 20
-    (step,) = (test for name, test in found.items() if "[large-bfloat16]" in name)
+def test_a_step_runs_on_a_cpu(tmp_path):
+    found = on_the_cpu(tmp_path, "tests/gpu/test_steps.py", "-k", "large-float32")
+    ((name, step),) = found.items()
+    assert "[large-float32]" in name
+    assert step["outcome"] == "passed"
     assert step["figures"]["nn.BatchNorm2d: ms"] > 0
+
+
+@pytest.mark.slow("training", "norm", "kernels")
+def test_all_but_commands_and_float16_run_on_a_cpu(tmp_path):
+    found = on_the_cpu(tmp_path, "tests/gpu", "-k", f"not ({SLOW} or {KNOWN})")
+    assert {test["outcome"] for test in found.values()} == {"passed", "skipped"}
+    assert len(found) >= 40
 
 
 @pytest.mark.slow

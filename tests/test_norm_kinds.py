@@ -77,6 +77,7 @@ def test_group_norm_of_single_values_is_refused_in_training(arch, width):
             model.train()(images)
 
 
+@pytest.mark.slow("norm", "training")
 def test_precise_statistics_do_not_see_the_ranks(run_ranks, tmp_path, data):
     """The moving averages hardly move by themselves."""
     options = experiment(
