@@ -32,6 +32,7 @@ from segtrain.models.deeplab import DeepLabV3PlusHead
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 SIZE = (64, 96)
+SLOW = pytest.mark.slow("export")
 IDS = np.array([7, 23, 26], np.uint8)  # of CLASSES
 FILE = (
     "classes:\n- {name: road, ids: [7]}\n- {name: sky, ids: [23, 24]}\n- {name: car, ids: [26]}\n"
@@ -102,13 +103,40 @@ def mean_iou(labels, found):
     return np.mean(ious)
 
 
-@pytest.mark.parametrize("options", [[], ["--normalize", "--argmax"], ["--size", "40", "56"]])
+def assert_symmetric(file):
+    """Kernels are int8 and all of it is symmetric, as TensorRT wants it."""
+    import onnx
+
+    graph = onnx.load(file).graph
+    kinds = [node.op_type for node in graph.node]
+    assert {"Conv", "QuantizeLinear", "DequantizeLinear"} <= set(kinds)
+    assert not [node for node in graph.node if node.domain not in ("", "ai.onnx")]
+    tensors = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
+    made = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        if node.op_type == "Conv":
+            source = made[node.input[1]]
+            assert source.op_type == "DequantizeLinear"
+            kernel = tensors[source.input[0]]
+            assert kernel.dtype == np.int8
+            assert np.abs(kernel.astype(int)).max() <= 64
+            assert tensors[source.input[1]].shape == kernel.shape[:1]  # by channel
+            assert all(tensors[name].dtype == np.float32 for name in node.input[2:])  # bias
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            assert (tensors[node.input[2]] == 0).all()
+
+
+OTHERS = [pytest.param(options, marks=SLOW) for options in ((), ("--size", "40", "56"))]
+
+
+@pytest.mark.parametrize("options", [("--normalize", "--argmax"), *OTHERS])
 def test_an_int8_file_has_the_scores_that_the_table_says(lab, data, tmp_path, options):
     data(deeplab())
     file, plain = tmp_path / "int8.onnx", tmp_path / "float.onnx"
     words = ("export", "nowhere", "--format", "onnx", *options, "--output")
     lab.done(*words, plain)
-    out = lab.done(*words, file, "--quantize", "int8", "--max-loss", 50, "--images", 3).out
+    quantize = ("--quantize", "int8", "--max-loss", 50, "--images", 3)
+    out = lab.done(*words, file, *quantize).out
     rows = dict(re.findall(r"^(float|int8) +(\d+\.\d\d)", out, re.M))
     assert "int8 on 3 of the 6 images of split train" in out
     assert "mIoU of 3 of the 4 images of split val: whole image; scale 1; no flip" in out
@@ -128,36 +156,12 @@ def test_an_int8_file_has_the_scores_that_the_table_says(lab, data, tmp_path, op
     assert 60 < agreement < 100
     if "--size" not in options:
         assert rows["float"] == "100.00"
-
-
-def test_kernels_are_int8_and_everything_is_symmetric_as_tensorrt_wants_it(lab, data, tmp_path):
-    import onnx
-
-    data(deeplab())
-    words = ("export", "nowhere", "--format", "onnx", "--quantize", "int8", "--normalize")
-    words = (*words, "--argmax", "--max-loss", 50, "--output")
-    for name in ("a.onnx", "b.onnx"):
-        lab.done(*words, tmp_path / name)
-    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
-    graph = onnx.load(tmp_path / "a.onnx").graph
-    kinds = [node.op_type for node in graph.node]
-    assert {"Conv", "QuantizeLinear", "DequantizeLinear"} <= set(kinds)
-    assert not [node for node in graph.node if node.domain not in ("", "ai.onnx")]
-    tensors = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
-    made = {name: node for node in graph.node for name in node.output}
-    for node in graph.node:
-        if node.op_type == "Conv":
-            source = made[node.input[1]]
-            assert source.op_type == "DequantizeLinear"
-            kernel = tensors[source.input[0]]
-            assert kernel.dtype == np.int8
-            assert np.abs(kernel.astype(int)).max() <= 64
-            assert tensors[source.input[1]].shape == kernel.shape[:1]  # by channel
-            assert all(tensors[name].dtype == np.float32 for name in node.input[2:])  # bias
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            assert (tensors[node.input[2]] == 0).all()
-    about = onnx_session(tmp_path / "a.onnx").get_modelmeta().custom_metadata_map
-    assert about["quantization"] == "int8 (QDQ), calibrated on 6 images"
+    if not options:
+        lab.done(*words, tmp_path / "again.onnx", *quantize)
+        assert (tmp_path / "again.onnx").read_bytes() == file.read_bytes()
+    assert_symmetric(file)
+    about = onnx_session(file).get_modelmeta().custom_metadata_map
+    assert about["quantization"] == "int8 (QDQ), calibrated on 3 images"
     assert json.loads(about["class_names"]) == ["road", "sky", "car"]
     assert json.loads(about["preprocessing"])[0]["step"] == "read"
 
@@ -252,8 +256,7 @@ class Scenes(list):
 
 
 def test_classes_that_overlap_are_scored_at_their_thresholds(tmp_path):
-    loaded = deeplab()
-    loaded = loaded._replace(classes=replace(CLASSES, overlapping=True))
+    loaded = loaded_model(Tiny())._replace(classes=replace(CLASSES, overlapping=True))
     logits = reference(loaded, torch.cat([tensor(scene(i)) for i in range(3)]))
     thresholds = tuple(logits.sigmoid().movedim(1, 0).flatten(1).quantile(0.6, dim=1).tolist())
     settings = replace(InferenceSettings.from_config(loaded.config), thresholds=thresholds)
