@@ -108,9 +108,8 @@ def evaluate(model, watch, settings, **options):
 
 
 WAYS = [
-    {"mode": mode, "flip": flip, "scales": scales}
+    {"mode": mode, "flip": (mode == "slide") != (len(scales) == 2), "scales": scales}
     for mode in ("whole", "slide")
-    for flip in (False, True)
     for scales in ((1.0,), (0.5, 1.75))
 ]
 WAYS += [{"autocast": dtype} for dtype in (torch.float16, torch.bfloat16)]

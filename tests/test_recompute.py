@@ -84,25 +84,27 @@ MODELS = [
 ]
 
 
-def model_steps():
-    for options in MODELS:
+def model_steps(models):
+    found = []
+    for options in models:
         widths = {"head_channels": 8} | ({} if "aux_head" in options else {"aux_channels": 8})
         levels = ["none", "blocks"] + ["norm"] * options["backbone"].startswith("resnet")
-        yield [model_step(level, options | widths) for level in levels]
+        found.append([model_step(level, options | widths) for level in levels])
+    return found
 
 
-def all_model_steps():
-    return list(model_steps())
+SLOW = pytest.mark.slow("norm", "models")
+OTHERS = [pytest.param(2, MODELS[2:], marks=SLOW), pytest.param(1, MODELS, marks=SLOW)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_whole_model_has_the_same_outputs_gradients_and_buffers(run_ranks, ranks):
+@pytest.mark.parametrize(("ranks", "models"), [(2, MODELS[:2]), *OTHERS])
+def test_a_whole_model_has_the_same_outputs_gradients_and_buffers(run_ranks, ranks, models):
     """Blocks bit for bit: they repeat the same operations, collectives included.
 
     With statistics of all ranks and of each image alone, and in both layouts.
     """
-    for models in run_ranks(ranks, all_model_steps):
-        for plain, blocks, *norm in models:
+    for found in run_ranks(ranks, model_steps, models):
+        for plain, blocks, *norm in found:
             torch.testing.assert_close(blocks, plain, rtol=0, atol=0)
             for name, value in norm[0].items() if norm else ():
                 most = max(1.0, plain[name].abs().max())
