@@ -155,6 +155,12 @@ def both_passes(fake, dtype, n=2):
     return forward, (fake.launches, fake.collectives)
 
 
+def test_a_layer_takes_ten_kernels_forward_and_six_backward(fake):
+    (forward, sent), (backward, returned) = both_passes(fake, torch.bfloat16)
+    assert (len(forward), len(backward)) == (10, 6)
+    assert sent == returned == ["allreduce_"]
+
+
 def test_a_rank_without_values_touches_no_input(fake):
     for launches, collectives in both_passes(fake, torch.float32, n=0):
         assert collectives == ["allreduce_"]

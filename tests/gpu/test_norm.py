@@ -1,15 +1,10 @@
-"""The layer on the device.
+"""The layer on the device, which several ranks share over gloo.
 
-Several ranks share it over gloo. Over NCCL whole steps ask it (test_steps.py, test_graph.py), and
-`make test-gpus` several devices.
+Over NCCL whole steps ask it (test_steps.py, test_graph.py), and `make test-gpus` several devices.
 """
-
-import statistics
-from functools import partial
 
 import pytest
 import torch
-from rounds import estimate, measure, ratios
 
 # What the layer does on a CPU it does on the device.
 from test_norm import (  # noqa: F401
@@ -28,15 +23,6 @@ from test_norm import (  # noqa: F401
     test_one_value_in_the_group_gives_the_bias_and_finite_buffers,
     test_slices_and_gradients_of_another_layout_give_the_same_numbers,
 )
-
-from gpu.watching import (
-    LocalBatchNorm2d,
-    TorchSyncBatchNorm2d,
-    as_among_two,
-    num_kernels,
-    one_rank,
-)
-from segtrain.norm import SyncBatchNorm2d, untracked
 
 pytestmark = pytest.mark.gpu(limit_s=120)
 
@@ -74,69 +60,3 @@ def test_variance_survives_a_mean_far_from_zero(gloo_ranks, device, figures):
         # torch's kernel adds up differences from a float32 mean; by its formula, the error
         # at a ratio of 10,000 is 2.2e-5 in the median and at most 1.4e-4.
         assert error <= max(1e-5, 4e-8 * ratio)
-
-
-# What a layer may cost: kernels and copies, forward and backward.
-MOST_FORWARD, MOST_BACKWARD = 10, 7
-# Of PSPNet-R50 on crops of 720x960: the stem's half, the body, and two grids of the pyramid.
-PSPNET_SHAPES = (
-    (2, 64, 90, 120),
-    (2, 256, 90, 120),
-    (2, 512, 45, 60),
-    (2, 2048, 45, 60),
-    (2, 512, 1, 1),
-    (2, 256, 6, 6),
-)
-OWN, TORCH, LOCAL = "segtrain", "torch's SyncBatchNorm", "F.batch_norm"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_layer_starts_few_kernels(device, figures, dtype):
-    """With the time of each beside local batch norm, on the shapes of PSPNet-R50."""
-    is_cuda = device.type == "cuda"
-    shapes = PSPNET_SHAPES if is_cuda else ((2, 64, 23, 30), (2, 16, 6, 6))
-    kinds = {LOCAL: LocalBatchNorm2d, OWN: SyncBatchNorm2d}
-    if is_cuda:  # it refuses CPU tensors
-        kinds[TORCH] = TorchSyncBatchNorm2d
-    with one_rank(device):
-        for shape in shapes:
-            x, grad = random_tensors(shape, dtype, device)
-            layers = {name: kind(shape[1]).to(device) for name, kind in kinds.items()}
-            calls = {name: partial(both_ways, one, x, grad) for name, one in layers.items()}
-            options = {"rounds": 8, "block_ms": 10, "warmup": 5} if is_cuda else {"rounds": 1}
-            times = measure(calls, device=device, **options)
-            for name, values in times.items():
-                case = f"{'x'.join(map(str, shape))}, {name}"
-                ratio = estimate(ratios(values, times[LOCAL])).median
-                figures[f"{case}: ms, ratio"] = [statistics.median(values), ratio]
-        for name, one in layers.items():
-            figures[f"{name}: kernels"] = kernels_of_passes(one, x, grad, device)
-    forward, backward = figures[f"{OWN}: kernels"]
-    assert forward > 0 or not is_cuda, "the driver does not let torch count kernels"
-    assert forward <= MOST_FORWARD
-    assert backward <= MOST_BACKWARD
-
-
-def random_tensors(shape, dtype, device):
-    torch.manual_seed(0)
-    x, grad = (
-        torch.randn(shape, device=device).to(dtype).to(memory_format=torch.channels_last)
-        for _ in range(2)
-    )
-    return x.requires_grad_(), grad
-
-
-def both_ways(module, x, grad):
-    with as_among_two():
-        return torch.autograd.grad(module(x), (x, module.weight, module.bias), grad)
-
-
-def kernels_of_passes(module, x, grad, device):
-    """Forward and backward. Running statistics, which are of a step, are not counted."""
-    outputs = []
-    inputs = [x, *module.parameters()]
-    with as_among_two(), untracked():
-        module(x)  # makes what is made once
-        forward = num_kernels(lambda: outputs.append(module(x)), device)
-        backward = num_kernels(lambda: torch.autograd.grad(outputs[0], inputs, grad), device)
-    return forward, backward
