@@ -1,6 +1,7 @@
 """Label maps from the logits of a head, beside those of logits at full size."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_predictions_of_images_are_those_without_kernels(model, launched, monkey
 
 def test_an_image_whose_scores_are_not_finite_is_told(launched):
     spoilt = small_model()
-    spoilt.eval().head.classifier.conv.bias.data[0] = torch.nan
+    spoilt.head.classifier.conv.bias.data[0] = torch.nan
     (found,) = predicted(spoilt, images((16, 16)))
     assert not found.is_finite
     assert len(launched) == 1
@@ -125,46 +126,35 @@ class Own(SegModel):
     """A user's."""
 
 
-def small_model(**options):
-    config = ModelConfig(backbone="resnet18", num_stages=2, output_stride=8, **options)
-    return build_model(config, num_classes=2)
+def small_model(kind=SegModel, **options):
+    sizes = {"num_stages": 2, "output_stride": 8, "head_channels": 8, "ppm_channels": 4}
+    config = ModelConfig(backbone="resnet18", **sizes, **options)
+    built = build_model(config, num_classes=2).eval()
+    built.__class__ = kind
+    return built
 
 
-def hooked(_):
-    other = small_model()
-    other.register_forward_hook(lambda *_: None)
-    return other.eval()
-
-
-def of_a_user(_):
-    other = small_model()
-    other.__class__ = Own
-    return other.eval()
-
-
-def aligned(_):
-    return small_model(align_corners=True).eval()
-
-
-def itself(model):
-    return model
+def hooked():
+    built = small_model()
+    built.register_forward_hook(lambda *_: None)
+    return built
 
 
 @pytest.mark.parametrize(
-    ("change", "options"),
+    ("make", "options"),
     [
-        (itself, {"settings": replace(SETTINGS, flip=True)}),
-        (itself, {"settings": replace(SETTINGS, mode="slide", crop_size=(16, 16))}),
-        (itself, {"settings": replace(SETTINGS, scales=(2.0,))}),
-        (itself, {"out_sizes": [(8, 12)]}),
-        (itself, {"probabilities": "all"}),
+        (small_model, {"settings": replace(SETTINGS, flip=True)}),
+        (small_model, {"settings": replace(SETTINGS, mode="slide", crop_size=(16, 16))}),
+        (small_model, {"settings": replace(SETTINGS, scales=(2.0,))}),
+        (small_model, {"out_sizes": [(8, 12)]}),
+        (small_model, {"probabilities": "all"}),
         (hooked, {}),
-        (of_a_user, {}),
-        (aligned, {}),
+        (partial(small_model, Own), {}),
+        (partial(small_model, align_corners=True), {}),
     ],
     ids=["flip", "slide", "scale", "other size", "all classes", "hook", "subclass", "aligned"],
 )
-def test_what_needs_logits_at_full_size_gets_them(model, launched, change, options):
-    (found,) = predicted(change(model), images((16, 24)), **options)
+def test_what_needs_logits_at_full_size_gets_them(launched, make, options):
+    (found,) = predicted(make(), images((16, 24)), **options)
     assert found.is_finite
     assert launched == []
