@@ -17,11 +17,13 @@ from segtrain.models.pretrained import load_backbone
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d, convert
 from segtrain.training.optim.layers import freeze_layers
 
-pytestmark = pytest.mark.skipif(find_spec("timm") is None, reason="needs pip install '.[timm]'")
-
 # The smallest of a family each.
-CONVNEXT, EFFICIENTNET, REGNET = "convnext_atto", "efficientnet_b0", "regnetx_002"
-NAMES = (CONVNEXT, EFFICIENTNET, REGNET, "mobilenetv3_small_050")
+CONVNEXT, MOBILENET, REGNET = "convnext_atto", "mobilenetv3_small_050", "regnetx_002"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def timm():
+    return pytest.importorskip("timm", reason="needs timm: pip install '.[timm]'")
 
 
 def config_of(name, **options):
@@ -52,11 +54,17 @@ def test_strides_are_known_where_features_lie_over_them(name, strides):
     assert build_backbone(config_of(name)).strides == strides
 
 
-@pytest.mark.parametrize("output_stride", [8, 32])
-@pytest.mark.parametrize("name", NAMES)
-def test_features_are_those_of_timm(name, output_stride):
-    import timm
-
+@pytest.mark.parametrize(
+    ("name", "output_stride"),
+    [
+        *((CONVNEXT, 8), (MOBILENET, 32), (REGNET, 8)),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow("models"))
+            for pair in ((CONVNEXT, 32), (MOBILENET, 8), (REGNET, 32), ("efficientnet_b0", 8))
+        ),
+    ],
+)
+def test_features_are_those_of_timm(timm, name, output_stride):
     options = {} if output_stride == 32 else {"output_stride": output_stride}
     reference = lively(timm.create_model(name, features_only=True, **options)).double().eval()
     ours = build_backbone(config_of(name, output_stride=output_stride), norm=SyncBatchNorm2d)
@@ -74,13 +82,16 @@ def test_features_are_those_of_timm(name, output_stride):
         assert a.shape[1] == channels
 
 
-def test_a_trained_run_is_evaluated_and_exported(data, tmp_path, lab):
+@pytest.mark.parametrize(
+    "form", ["safetensors", pytest.param("pt2", marks=pytest.mark.slow("models", "export"))]
+)
+def test_a_trained_run_is_evaluated_and_exported(data, tmp_path, lab, form):
     sizes = {"augment": {"crop_size": [33, 41]}, "train": {"steps": 1, "precision": "float32"}}
     options = experiment(data, model={"backbone": f"timm/{REGNET}"}, **sizes)
     config = write_config(tmp_path / "timm.yaml", options)
-    run, out = tmp_path / "run", tmp_path / "m.pt2"
+    run, out = tmp_path / "run", tmp_path / f"m.{form}"
     lab.done("train", config, "--nproc", 1, "--output", run)
-    lab.done("export", run, "--format", "pt2", "--output", out)
+    lab.done("export", run, "--format", form, "--output", out)
     assert out.stat().st_size > 1_000_000
 
 
@@ -105,12 +116,10 @@ def test_group_norm_takes_the_place_of_batch_norm_with_its_activation():
     torch.testing.assert_close(first(x), F.relu(F.group_norm(x, 1)))
 
 
-def test_weights_in_timms_layout_are_loaded_and_the_classifier_reported(tmp_path):
-    import timm
-
-    state = lively(timm.create_model(EFFICIENTNET)).state_dict()
+def test_weights_in_timms_layout_are_loaded_and_the_classifier_reported(timm, tmp_path):
+    state = lively(timm.create_model(MOBILENET)).state_dict()
     torch.save(state, tmp_path / "weights.pth")
-    backbone = build_backbone(config_of(EFFICIENTNET))
+    backbone = build_backbone(config_of(MOBILENET))
     report = load_backbone(backbone, str(tmp_path / "weights.pth"))
     assert {"classifier.weight", "classifier.bias", "conv_head.weight"} <= set(report.ignored)
     for key, value in backbone.weights.state_dict().items():
@@ -119,9 +128,7 @@ def test_weights_in_timms_layout_are_loaded_and_the_classifier_reported(tmp_path
         load_backbone(build_backbone(config_of(REGNET)), str(tmp_path / "weights.pth"))
 
 
-def test_weights_by_name_are_timms(monkeypatch):
-    import timm
-
+def test_weights_by_name_are_timms(timm, monkeypatch):
     whole = lively(timm.create_model(REGNET))
     downloaded = []
 
@@ -174,10 +181,8 @@ def test_networks_that_cannot_be_used_are_refused(name, stride, message):
         build_backbone(config_of(name, output_stride=stride))
 
 
-@pytest.mark.parametrize("name", [REGNET, "mobilenetv3_small_050"])
-def test_frozen_layers_keep_their_activation(name):
-    config = config_of(name)
-    backbone = lively(build_backbone(config, norm=SyncBatchNorm2d)).double().eval()
+def test_frozen_layers_keep_their_activation():
+    backbone = lively(build_backbone(config_of(REGNET), norm=SyncBatchNorm2d)).double().eval()
     x = images(2, 3, 65, 97)
     with torch.no_grad():
         before = backbone(x)
@@ -198,7 +203,7 @@ def test_random_layers_and_statistics_that_cannot_be_synchronized_are_refused():
         timm_backbone.replace_norms(network, SyncBatchNorm2d, "timm/x")
 
 
-def test_conversion_keeps_what_a_subclass_applies():
+def test_conversion_keeps_what_a_subclass_applies(timm):
     """Its activation, whose output is what hooks of the user see."""
     import timm
 
