@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -16,6 +17,7 @@ def listed():
     return {int(number): reason for number, reason in rows}, len(rows)
 
 
+@cache
 def marked():
     """The tests of each number, and those of them that replace a part of the program."""
     tests, patched = {}, set()
