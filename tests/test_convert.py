@@ -1,7 +1,7 @@
 """Checkpoints of other programs: their models, written again or torchvision's own, and refusals.
 
-tests/test_peers.py compares with mmsegmentation and segmentation_models.pytorch themselves. semseg
-and VainF are in no registry: their modules are written here after the layout of their keys.
+Modules of mmsegmentation, segmentation_models.pytorch, semseg and VainF are written here after the
+layout of their keys.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import re
 import sys
 import types
 import zipfile
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 
@@ -273,30 +274,47 @@ class DepthwiseSeparable(nn.Module):
         return self.pointwise_conv(self.depthwise_conv(x))
 
 
-class MmsegV3Plus(nn.Module):
-    """DepthwiseSeparableASPPHead on a ResNet-18 of stride 32, whose keys are torchvision's."""
+def dilated(c, width, rate):
+    module = ConvModule(c, 3, width, dilation=rate)
+    module.conv.padding = (rate, rate)
+    return module
 
-    def __init__(self):
+
+class MmsegV3(nn.Module):
+    """ASPPHead on a ResNet-18 of stride 32, whose keys are torchvision's."""
+
+    def __init__(self, dilated=dilated):
         super().__init__()
         self.backbone = without_classifier()
         head = self.decode_head = nn.Module()
         head.image_pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), ConvModule(512, 1, 16))
-        dilated = [DepthwiseSeparable(512, 16, rate) for rate in (2, 3, 4)]
-        head.aspp_modules = nn.ModuleList([ConvModule(512, 1, 16), *dilated])
+        branches = [dilated(512, 16, rate) for rate in (2, 3, 4)]
+        head.aspp_modules = nn.ModuleList([ConvModule(512, 1, 16), *branches])
         head.bottleneck = ConvModule(80, 3, 16)
-        head.c1_bottleneck = ConvModule(64, 1, 12)
-        parts = DepthwiseSeparable(28, 16), DepthwiseSeparable(16, 16)
-        head.sep_bottleneck = nn.Sequential(*parts)
         head.conv_seg = nn.Conv2d(16, K, 1)
 
-    def forward(self, x):
-        size, head = x.shape[-2:], self.decode_head
-        c1, _, _, y = stages(self.backbone, x)
+    def decode(self, y, c1):
+        head = self.decode_head
         branches = [head.image_pool(y), *(m(y) for m in head.aspp_modules)]
-        y = head.bottleneck(torch.cat([resize(z, y.shape[-2:], True) for z in branches], 1))
-        c1 = head.c1_bottleneck(c1)
-        y = head.sep_bottleneck(torch.cat([resize(y, c1.shape[-2:], True), c1], 1))
-        return resize(head.conv_seg(y), size, True)
+        return head.bottleneck(torch.cat([resize(z, y.shape[-2:], True) for z in branches], 1))
+
+    def forward(self, x):
+        c1, _, _, y = stages(self.backbone, x)
+        return resize(self.decode_head.conv_seg(self.decode(y, c1)), x.shape[-2:], True)
+
+
+class MmsegV3Plus(MmsegV3):
+    """DepthwiseSeparableASPPHead."""
+
+    def __init__(self):
+        super().__init__(DepthwiseSeparable)
+        self.decode_head.c1_bottleneck = ConvModule(64, 1, 12)
+        parts = DepthwiseSeparable(28, 16), DepthwiseSeparable(16, 16)
+        self.decode_head.sep_bottleneck = nn.Sequential(*parts)
+
+    def decode(self, y, c1):
+        y, c1 = super().decode(y, c1), self.decode_head.c1_bottleneck(c1)
+        return self.decode_head.sep_bottleneck(torch.cat([resize(y, c1.shape[-2:], True), c1], 1))
 
 
 class MmsegPSPNet(nn.Module):
@@ -359,16 +377,19 @@ def meta(config=MMSEG_CONFIG, **more):
     return {"meta": {"cfg": config, "mmseg_version": "1.2.2", **more}}
 
 
-def test_mmsegmentations_logits_are_those_of_the_converted_model(mmseg_model, classes):
+@pytest.mark.parametrize("head", ["DepthwiseSeparableASPPHead", "ASPPHead"])
+def test_mmsegmentations_logits_are_those_of_the_converted_model(head, mmseg_model, classes):
     """The ASPP and the decoder are concatenated in another order there."""
-    model, config = converted(mmseg_model.state_dict(), classes, beside=meta())
+    theirs = lively(MmsegV3) if head == "ASPPHead" else mmseg_model
+    text = MMSEG_CONFIG.replace("DepthwiseSeparableASPPHead", head)
+    model, config = converted(theirs.state_dict(), classes, beside=meta(text))
     assert config.model.aspp_rates == (2, 3, 4)
     assert config.model.output_stride == 32
     assert config.model.dropout == 0.2
     assert config.data.mean == (100.0, 110.0, 120.0)
     window = config.eval.mode, config.eval.crop_size, config.eval.overlap
     assert window == ("slide", (64, 96), 0.25)
-    assert_equal(model, mmseg_model, (41, 170))
+    assert_equal(model, theirs, (41, 170))
 
 
 @pytest.mark.parametrize(
@@ -528,13 +549,8 @@ class SmpPSPNet(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def smp_model():
-    return lively(SmpPSPNet)
-
-
-@pytest.fixture
-def smp_state(smp_model):
-    return smp_model.state_dict()
+def smp_state():
+    return lively(SmpPSPNet).state_dict()
 
 
 class SmpV3Plus(nn.Module):
@@ -562,22 +578,33 @@ class SmpV3Plus(nn.Module):
         return resize(self.segmentation_head(y), x.shape[-2:], True)
 
 
+class SmpV3(nn.Module):
+    """The keys of DeepLabV3 with a ResNet-18; earlier versions had no names in the decoder."""
+
+    def __init__(self, names=("aspp", "conv", "bn", "relu")):
+        super().__init__()
+        conv = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        layers = aspp_of(512, (12, 24, 36), separable=False), conv, nn.BatchNorm2d(16), nn.ReLU()
+        self.encoder = without_classifier()
+        self.decoder = nn.Sequential(OrderedDict(zip(names, layers, strict=True)))
+        self.segmentation_head = nn.Sequential(nn.Conv2d(16, K, 1))
+
+    def forward(self, x):
+        y = self.decoder(stages(self.encoder, x)[-1])
+        return resize(self.segmentation_head(y), x.shape[-2:], True)
+
+
 @pytest.fixture(scope="module")
-def plus_model():
-    return lively(SmpV3Plus)
-
-
-@pytest.fixture
-def plus_state(plus_model):
-    return plus_model.state_dict()
+def plus_state():
+    return lively(SmpV3Plus).state_dict()
 
 
 @pytest.mark.parametrize(
-    ("kind", "stages", "overrides"),
-    [("smp_model", 2, ()), ("plus_model", 4, ("model.output_stride=32",))],
+    ("make", "stages"),
+    [(SmpPSPNet, 2), (SmpV3Plus, 4), (SmpV3, 4), (partial(SmpV3, tuple("0123")), 4)],
 )
-def test_smps_logits_are_those_of_the_converted_model(kind, stages, overrides, request, classes):
-    theirs = request.getfixturevalue(kind)
+def test_smps_logits_are_those_of_the_converted_model(make, stages, classes):
+    theirs, overrides = lively(make), ("model.output_stride=32",) if stages == 4 else ()
     model, config = converted(theirs.state_dict(), classes, *overrides)
     assert (config.model.num_stages, config.model.output_stride) == (stages, 2 ** (stages + 1))
     assert_equal(model, theirs, (41, 66))
