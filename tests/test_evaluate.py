@@ -1,5 +1,4 @@
 import argparse
-import csv
 import json
 import re
 import shutil
@@ -346,17 +345,6 @@ def test_scores_of_groups_are_those_of_their_pixels(command, cityscapes, tmp_pat
     assert [line.split()[-2:] for line in output.splitlines() if line[:5] == "road "][1] == cells
     worst = min(found["groups"], key=lambda row: row["mIoU"])
     assert f"lowest mIoU of groups: {worst['group']} {100 * worst['mIoU']:.2f}, " in output
-
-
-def test_pixels_of_each_image_are_told(command, cityscapes, tmp_path):
-    command(per_image=tmp_path / "i.csv", save_predictions=tmp_path / "out")
-    rows = csv.DictReader((tmp_path / "i.csv").read_text().splitlines())
-    (row,) = (row for row in rows if row["image"].endswith(NAMES[2]))
-    label, pred = pixels_of(NAMES[2:], cityscapes, tmp_path / "out")
-    for k, name in enumerate(one.name for one in load_class_file("cityscapes").classes):
-        masks = (label == k) & (pred == k), label == k, pred == k
-        kinds = "right_px", "labelled_px", "predicted_px"
-        assert [int(row[f"{name} {kind}"]) for kind in kinds] == [int(one.sum()) for one in masks]
 
 
 def test_an_image_of_no_group_is_named(command):

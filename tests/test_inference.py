@@ -58,8 +58,10 @@ def predict_probabilities(model, picture, how, out_size):
     parts = [tile for _, tile in tiles]
     assert max(map(torch.numel, parts)) <= windows.TILE_ELEMENTS
     scores = torch.cat(parts, 1).unsqueeze(0)
-    gives_logits = how.mode == "whole" and how.num_views == 1
-    return scores.softmax(1) if gives_logits else scores
+    if how.mode == "whole" and how.num_views == 1:
+        return scores.softmax(1)  # of logits
+    assert_close(scores.sum(1), torch.ones_like(scores[:, 0]), atol=1e-6)
+    return scores
 
 
 def assert_close(actual, expected, atol=1e-12):

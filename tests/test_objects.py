@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 from test_predict import CLASSES, photo, run, save, save_tiff, write_video
-from test_raster import GEO, small_limits
+from test_raster import GEO
 
 from segtrain.commands import predict
 from segtrain.errors import ConfigError, DataError
@@ -14,7 +14,7 @@ from segtrain.evaluation.objects import find_objects
 from segtrain.evaluation.pixel_size import grid_of
 from segtrain.types import IGNORE_INDEX
 
-__all__ = ["run", "small_limits"]  # fixtures
+__all__ = ["run"]  # a fixture
 CORNERS = np.ones((3, 3), int)
 
 
@@ -140,19 +140,6 @@ def test_areas_and_centres_are_those_of_the_projection(run, tmp_path):
     assert float(two["map_y"]) == 5000000 - 10 * 80
 
 
-def test_tables_of_a_raster_in_parts_are_refused_with_what_measures_its_label_map(
-    run, tmp_path, small_limits, monkeypatch
-):
-    monkeypatch.setattr(predict, "MAX_PHOTO_PIXELS", 40_000)
-    image = paint(np.zeros((200, 330), int))
-    save_tiff(tmp_path / "x.tif", image, *GEO)
-    words = r"--table, --objects: not for a raster .*x\.tif; .* segtrain data polygons LABELMAP"
-    for option in "table", "objects":
-        with pytest.raises(ConfigError, match=words):
-            run(tmp_path / "x.tif", **{option: tmp_path / "t.csv"})
-    assert not (tmp_path / "t.csv").exists()
-
-
 def keys(*entries):
     numbers = [1, 1, 0, len(entries)]
     for key, value in entries:
@@ -220,7 +207,7 @@ def test_images_that_cannot_be_read_are_left_out_of_tables(run, tmp_path):
     assert {row["image"] for row in rows_of(tmp_path / "t.csv")} == {"a"}
 
 
-def test_what_tables_cannot_honour_is_refused(run, tmp_path):
+def test_what_tables_cannot_honour_is_refused(run, tmp_path, monkeypatch):
     image, table = save(tmp_path / "a.png", photo(8, 9)), tmp_path / "t.csv"
     save_tiff(tmp_path / "x.tif", photo(8, 9), *GEO)
     video = write_video(tmp_path / "drive.mp4", [(200, 20, 30)])
@@ -239,5 +226,12 @@ def test_what_tables_cannot_honour_is_refused(run, tmp_path):
         run(video, table=table)
     with pytest.raises(ConfigError, match=r"--pixel-size: .* size of their own: .*x\.tif$"):
         run(image, tmp_path / "x.tif", table=table, pixel_size=(1.0, "m"))
+    # A raster in parts; another command measures its label map.
+    monkeypatch.setattr("segtrain.data.read.raster._MIN_BYTES", 0)
+    monkeypatch.setattr(predict, "MAX_PHOTO_PIXELS", 50)
+    words = r"--table, --objects: not for a raster .*x\.tif; .* segtrain data polygons LABELMAP"
+    for option in "table", "objects":
+        with pytest.raises(ConfigError, match=words):
+            run(tmp_path / "x.tif", **{option: table})
     assert not table.exists()
     assert (tmp_path / "mine.csv").read_text() == "image,label\n"
