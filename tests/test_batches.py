@@ -14,7 +14,7 @@ from segtrain.evaluation import settings as evaluation_settings
 from segtrain.evaluation import windows
 from segtrain.evaluation.inference import predict_label, predict_labels
 from segtrain.evaluation.scoring import group_size
-from segtrain.evaluation.settings import BatchLimits, batch_limits
+from segtrain.evaluation.settings import BatchLimits, batch_limits, fitting_pixels
 from segtrain.evaluation.windows import num_windows
 from segtrain.models import build_model
 from segtrain.types import SegLogits
@@ -116,6 +116,10 @@ def test_a_cpu_takes_small_windows_of_one_image_and_a_device_what_its_memory_hol
     assert 1 < batch_limits(settings(), CUDA, 150).of((1024, 2048)) < 5
     monkeypatch.setattr(evaluation_settings, "memory_bytes", lambda device: 8 * 10**9)
     assert batch_limits(settings(), CUDA, 19).of((713, 713)) == 2
+    # Beside the process, and five copies of 400 MB of weights.
+    model = torch.nn.Linear(10**4, 10**4, bias=False, device="meta")
+    left = 8 * 10**9 - 0.75 * 2**30 - 5 * 4 * 10**8
+    assert fitting_pixels(model, CUDA, 19, ranks=1) == left / (1536 + 16 * 19)
     # Of few images the ranks share fewer at a time, unless the user says so.
     sizes = [group_size(n, settings(), BatchLimits(8, 8)) for n in (10, 64, 320)]
     assert [*sizes, group_size(10, settings(batch_size=3), BatchLimits(8, 8))] == [1, 2, 8, 3]
@@ -123,7 +127,14 @@ def test_a_cpu_takes_small_windows_of_one_image_and_a_device_what_its_memory_hol
 
 @pytest.mark.parametrize(
     ("recipe", "num_classes"),
-    [("cityscapes_deeplabv3plus_mobilenet_v2", 19), ("ade20k_pspnet_r101_semseg", 150)],
+    [
+        ("ade20k_pspnet_r101_semseg", 150),
+        pytest.param(
+            "cityscapes_deeplabv3plus_mobilenet_v2",
+            19,
+            marks=pytest.mark.slow("evaluation", "models"),
+        ),
+    ],
 )
 def test_a_pixel_takes_no_more_memory_than_is_reckoned_with(recipe, num_classes):
     """Counted on tensors without values. A kernel's workspace comes on top, as do weights."""

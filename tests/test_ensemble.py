@@ -12,6 +12,7 @@ from torch import nn
 
 from segtrain.checkpoint.format import load, save
 from segtrain.checkpoint.trained import load_model
+from segtrain.export.write import _metadata, graph_of
 from segtrain.models.ensemble import Ensemble
 from segtrain.types import SegLogits
 
@@ -50,12 +51,20 @@ def picture(root):
 
 
 def test_probabilities_are_the_mean_of_the_members(runs):
-    _, images = picture(runs)
-    with torch.no_grad():
-        found = load_model(runs / "a", runs / "b").model.double()(images).out.softmax(1)
+    """Of the network, and of the graph that is exported."""
+    image, images = picture(runs)
+    loaded = load_model(runs / "a", runs / "b")
+    graph = graph_of(loaded, normalize="uint8", argmax=False)
+    pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0)
     a, b = (probabilities(runs / name, images) for name in "ab")
     assert (a - b).abs().max() > 0.05
+    with torch.no_grad():
+        torch.testing.assert_close(
+            graph(pixels).double().softmax(1), (a + b) / 2, rtol=0, atol=1e-5
+        )
+        found = loaded.model.double()(images).out.softmax(1)
     torch.testing.assert_close(found, (a + b) / 2, rtol=0, atol=1e-12)
+    assert _metadata(loaded)["ensemble"] == WORDS.format(runs)
 
 
 def test_a_class_that_no_member_believes_in_keeps_a_finite_logarithm():
@@ -86,31 +95,17 @@ def test_predictions_and_scores_are_of_the_mean(runs, tmp_path, lab):
     assert (cv2.imread(str(maps / "0.png"), cv2.IMREAD_UNCHANGED) == label).all()
 
 
-def torchscript(file):
-    extra = {"segtrain.json": ""}
-    with pytest.warns(FutureWarning, match=r"torch\.jit\.load"):
-        model = torch.jit.load(file, _extra_files=extra)
-    return lambda image: model(torch.from_numpy(image)), json.loads(extra["segtrain.json"])
-
-
-def onnx(file):
+@pytest.mark.slow("export", "models")
+def test_an_exported_file_gives_the_mean(runs, tmp_path, lab):
     import onnxruntime
 
+    file, (image, images) = tmp_path / "both.onnx", picture(runs)
+    wanted = ("--format", "onnx", "--normalize", "--output", file)
+    lab.done("export", runs / "a", "--with", runs / "b", *wanted)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    about = session.get_modelmeta().custom_metadata_map
-    return lambda image: torch.from_numpy(session.run(None, {"images": image})[0]), about
-
-
-@pytest.mark.parametrize(
-    "form", [torchscript, pytest.param(onnx, marks=pytest.mark.slow("export", "models"))]
-)
-def test_an_exported_file_gives_the_mean(runs, tmp_path, lab, form):
-    image, images = picture(runs)
-    format, both = form.__name__, (runs / "a", "--with", runs / "b")
-    lab.done("export", *both, "--format", format, "--normalize", "--output", tmp_path / "both")
-    run, about = form(tmp_path / "both")
-    assert WORDS.format(runs) in about["ensemble"]
-    found = run(np.ascontiguousarray(image.transpose(2, 0, 1)[None])).double().softmax(1)
+    assert WORDS.format(runs) in session.get_modelmeta().custom_metadata_map["ensemble"]
+    (logits,) = session.run(None, {"images": image.transpose(2, 0, 1)[None]})
+    found = torch.from_numpy(logits).double().softmax(1)
     mean = sum(probabilities(runs / name, images) for name in "ab") / 2
     torch.testing.assert_close(found, mean, rtol=0, atol=1e-5)
 

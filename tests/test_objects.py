@@ -5,7 +5,7 @@ import csv
 import numpy as np
 import pytest
 from scipy import ndimage
-from test_predict import CLASSES, photo, run, save, save_tiff, write_video
+from test_predict import CLASSES, NO_VALUE_255, photo, run, save, save_tiff, write_video
 from test_raster import GEO
 
 from segtrain.commands import predict
@@ -109,18 +109,18 @@ def test_tables_tell_pixels_objects_and_places_of_drawn_images(run, tmp_path):
 def test_lengths_and_areas_are_in_the_unit_that_is_given(run, tmp_path):
     save(tmp_path / "a.png", paint(drawn()))
     files = {"table": tmp_path / "t.csv", "objects": tmp_path / "o.csv"}
-    # 21 pixels of 0.49 each, which are 10.289999999999999 in floats; the line has 20.
-    for least, decision in (10.29, "yes"), (10.3, "no"):
+    # 21 pixels of 2.89 each, a little less in floats; the line has 20.
+    for least, decision in (60.69, "yes"), (60.7, "no"):
         label = np.where(drawn() == 2, 2, 0)
         label[20:27, 30:33] = 1
         save(tmp_path / "a.png", paint(label))
-        sizes = {"pixel_size": (0.7, "um"), "min_area": (least, "um2"), "overwrite": True}
+        sizes = {"pixel_size": (1.7, "um"), "min_area": (least, "um2"), "overwrite": True}
         assert run(tmp_path / "a.png", **files, **sizes) == 0
         rows = {row["class"]: row for row in rows_of(files["table"])}
-        assert rows["greenish"]["area_um2"] == "10.29"
+        assert rows["greenish"]["area_um2"] == "60.69"
         assert (rows["greenish"]["decision"], rows["bluish"]["decision"]) == (decision, "no")
     (square,) = (row for row in rows_of(files["objects"]) if row["class"] == "greenish")
-    places = {"area_um2": 10.29, "x_um": 22.05, "y_um": 16.45, "width_um": 2.1, "height_um": 4.9}
+    places = {"area_um2": 60.69, "x_um": 53.55, "y_um": 39.95, "width_um": 5.1, "height_um": 11.9}
     assert {key: float(square[key]) for key in places} == places
 
 
@@ -135,6 +135,9 @@ def test_areas_and_centres_are_those_of_the_projection(run, tmp_path):
     assert rows["greenish"]["area_m2"] == "28000"
     assert [rows[k]["objects"] for k in CLASSES.names] == ["1", "1", "1"]
     assert (rows["greenish"]["decision"], rows["bluish"]["decision"]) == ("yes", "no")
+    # In pixels, of which it has 280.
+    assert run(tmp_path / "x.tif", table=files["table"], min_area=(281.0, ""), overwrite=True) == 0
+    assert rows_of(files["table"])[1]["decision"] == "no"
     (two,) = (row for row in rows_of(files["objects"]) if row["class"] == "bluish")
     assert float(two["map_x"]) == 500000 + 10 * 160
     assert float(two["map_y"]) == 5000000 - 10 * 80
@@ -205,6 +208,12 @@ def test_images_that_cannot_be_read_are_left_out_of_tables(run, tmp_path):
     with pytest.raises(DataError, match=r"1 of 2 files cannot be read.*\n?.*b\.tif"):
         run(tmp_path / "in", table=tmp_path / "t.csv")
     assert {row["image"] for row in rows_of(tmp_path / "t.csv")} == {"a"}
+
+
+def test_an_image_without_any_value_has_no_shares(run, tmp_path):
+    save_tiff(tmp_path / "x.tif", np.full((8, 9, 3), 255, np.uint8), NO_VALUE_255)
+    assert run(tmp_path / "x.tif", table=tmp_path / "t.csv") == 0
+    assert {row["share"] for row in rows_of(tmp_path / "t.csv")} == {""}
 
 
 def test_what_tables_cannot_honour_is_refused(run, tmp_path, monkeypatch):

@@ -98,6 +98,7 @@ def test_the_boundary_iou_is_the_published_formula():
             near.append((one == k) & (depth[1:-1, 1:-1] <= distance))
             assert np.array_equal(near_border((one == k).astype(np.uint8)), near[-1])
         sums[k] += [(near[0] & near[1]).sum(), (near[0] | near[1]).sum()]
+    assert near_border(np.ones((10, 12), np.uint8)).sum() == 2 * (10 + 12) - 4
     found = [row["boundary_IoU"] for row in scores(pairs).to_dict()["classes"][:3]]
     assert found == pytest.approx((sums[:, 0] / sums[:, 1]).tolist())
 
