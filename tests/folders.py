@@ -48,7 +48,7 @@ def save(path: Path, array: np.ndarray, **options: object) -> None:
 def images_in(
     folder: Path,
     name: str = "images/t{i}.png",
-    number: int = 8,
+    number: int = 6,
     *,
     num_classes: int = 4,
     seed: int = 0,

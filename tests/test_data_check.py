@@ -108,6 +108,7 @@ def test_good_data_has_no_findings_and_its_pixels_are_counted(root):
     assert train.ignored_pixels == 2 * width
 
 
+@pytest.mark.slow("data")  # test_pack has a pack of two processes
 def test_processes_count_what_one_process_counts(root, monkeypatch):
     for i in range(20):
         write_pair(root, "train", f"more{i}", rows(i % 3, i % 2), seed=i)

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from test_volumes import OBLIQUE, X, Y, Z, axial, cut, phantom, read_dicom, write_dicom, write_nifti
+from test_volumes import OBLIQUE, SMALL, axial, cut, phantom, read_dicom, write_dicom, write_nifti
 
 from segtrain.data.read.volumes import find_volumes, load_volume, read_stack
 from segtrain.errors import DataError
@@ -15,9 +15,9 @@ KINDS = (*CODECS, "no preamble", "no header", "UIDs", "suffixes", "orientation")
 SUFFIXES = "", ".dcm", ".IMA", ".img", ".001"
 
 
-def even(seed=0):
+def even(seed=0, shape=SMALL):
     """Values that a slope of 2 can hold, and their labels."""
-    values, label = phantom(seed)
+    values, label = phantom(seed, shape)
     return values - values % 2, label
 
 
@@ -126,7 +126,7 @@ def test_files_of_no_series_are_named(tmp_path, capfd):
     "kind", ["cut", "JPEG-LS, cut", "JPEG Lossless, ends", "cosines", "frames", "colours"]
 )
 def test_a_file_that_is_no_slice_is_one_line_that_names_it(tmp_path, capfd, kind):
-    values, label = even()
+    values, label = even(shape=(48, 40, 4))
     write_dicom(tmp_path / "data/p0/ct", values)
     write_nifti(tmp_path / "data/p0/seg.nii", label)
     path, problem = tmp_path / "data/p0/ct/IM014", "damaged DICOM file"
@@ -145,7 +145,7 @@ def test_a_file_that_is_no_slice_is_one_line_that_names_it(tmp_path, capfd, kind
     elif kind in ("frames", "colours"):
         problem = "expected one grey picture in each DICOM file"
         times = 2 if kind == "frames" else 3
-        one.PixelData = times * bytes(2 * X * Y)
+        one.PixelData = times * bytes(2 * 48 * 40)
         if kind == "frames":
             one.NumberOfFrames = 2
         else:
@@ -181,7 +181,7 @@ def test_files_that_are_no_dicom_need_no_library(tmp_path, monkeypatch):
         "a": b"",
         "b.bin": b"\x08\0",
         "c.txt": b"abc" * 99,
-        "d.dcm": bytes(Z),
+        "d.dcm": bytes(12),
     }.items():
         (tmp_path / name).write_bytes(data)
     assert find_volumes(tmp_path) == ([], [])

@@ -245,8 +245,8 @@ def test_areas_are_on_the_ground_where_units_of_the_map_are_no_metres(polygons, 
     left, bottom, right, top = transform_bounds("EPSG:4326", system, 10, 59.99, 10.02, 60.01)
     transform = Affine((right - left) / 40, 0, left, 0, (bottom - top) / 40, top)
     ((number, area),) = polygons(np.ones((40, 40)), transform, system)[0].values()
-    # There a degree of latitude has 111,412 m and one of longitude 55,800 m; on a sphere, by which
-    # degrees are measured, 0.5 % less.
+    # There a degree of latitude has 111,412 m and one of longitude 55,800 m; both are taken for
+    # 0.25 % less where units are degrees.
     assert number == 1
     assert area == pytest.approx(0.02 * 111_412 * 0.02 * 55_800, rel=0.006)
 

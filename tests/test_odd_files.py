@@ -44,25 +44,29 @@ REFUSED = {
 
 
 def resumed(run, cases, config, where):
-    """How resuming the run ends in each case, in one process; what hangs ends it."""
+    """How resuming the run ends in each case, in one process; what hangs ends it.
+
+    A case is one or several files and what they are.
+    """
     found = {}
-    for number, (name, kind) in enumerate(cases):
+    for number, case in enumerate(cases):
         copy = Path(shutil.copytree(run, where / str(number)))
-        if (copy / name).is_dir():
-            shutil.rmtree(copy / name)
-        (copy / name).unlink(missing_ok=True)
-        KINDS[kind](copy / name)
+        for name, kind in case.items():
+            if (copy / name).is_dir():
+                shutil.rmtree(copy / name)
+            (copy / name).unlink(missing_ok=True)
+            KINDS[kind](copy / name)
         signal.alarm(100)
         ended, log = refusal(train, config, copy, True), ""
         signal.alarm(0)
-        assert list(copy.rglob("*.tmp")) == [], (name, kind)
+        assert list(copy.rglob("*.tmp")) == [], case
         if ended is None:
-            assert last(copy).step == 3, (name, kind)
-            assert name == "metrics.jsonl" or len(losses(copy)) == 3, (name, kind)
+            assert last(copy).step == 3, case
+            assert "metrics.jsonl" in case or len(losses(copy)) == 3, case
             assert (copy / "config.yaml").read_bytes() == (run / "config.yaml").read_bytes()
             path = copy / "train.log"
             log = path.read_text(errors="replace") if path.is_file() else ""
-        found[name, kind] = ended, log
+        found |= dict.fromkeys(case.items(), (ended, log))
     return found
 
 
@@ -84,14 +88,19 @@ def stopped(run_ranks, tmp_path_factory, data):
     return config, where / "run"
 
 
-CASES = [(name, kind) for name, kinds in GOES_ON.items() for kind in kinds]
-CASES += [(name, kind) for name, (_, kinds) in REFUSED.items() for kind in kinds]
-# One of each cause; going on takes a second.
+CASES = [{name: kind} for name, kinds in GOES_ON.items() for kind in kinds]
+CASES += [{name: kind} for name, (_, kinds) in REFUSED.items() for kind in kinds]
+# One of each cause; going on takes a second, so that several files are odd at once.
 FEW = [
-    *(("config.yaml", "link"), ("metrics.jsonl", "folder"), ("train.log", "pipe")),
-    *(("environment.json", "folder"), ("metrics.jsonl", "brackets")),
-    *(("checkpoints/last.pt", "bad disk"), ("checkpoints/best.pt", "folder")),
-    *((name, kinds[0]) for name, (_, kinds) in REFUSED.items()),
+    {
+        "environment.json": "folder",
+        "metrics.jsonl": "folder",
+        "checkpoints/last.pt": "bad disk",
+        "checkpoints/best.pt": "folder",
+    },
+    {"config.yaml": "link", "metrics.jsonl": "brackets"},
+    {"train.log": "pipe"},
+    *({name: kinds[0]} for name, (_, kinds) in REFUSED.items()),
 ]
 
 

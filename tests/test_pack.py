@@ -182,7 +182,7 @@ def test_a_run_goes_on_from_a_pack_to_its_files(run_ranks, scenes, data, tmp_pat
     configs = {}
     for name, places in {"files": {}, "pack": {"pack": scenes}}.items():
         model = {"backbone": "resnet18", "num_stages": 2, "output_stride": 8}
-        sections = {"train": {"steps": 6}, "data": {"class_uniform": 0.4} | places}
+        sections = {"train": {"steps": 4}, "data": {"class_uniform": 0.4} | places}
         options = small(data, model=model, **sections)
         options["augment"] |= {"class_mix_prob": 0.6, "max_class_share": 0.6}
         configs[name] = write_config(tmp_path / f"{name}.yaml", options)

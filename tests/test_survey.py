@@ -511,7 +511,7 @@ def test_the_photo_is_trained_of_pictures_of_one_label(folder, image, other):
     found, labels = paired(folder)
     assert labels == pairs
     assert {one.files for one in found.images} == {(path,) for path in pairs}
-    assert any("8 labels fit several pictures, the first is used: " in x for x in found.notes)
+    assert any("6 labels fit several pictures, the first is used: " in x for x in found.notes)
 
 
 def test_two_dates_are_refused_unless_a_list_chooses(folder, init, refused):
@@ -519,9 +519,9 @@ def test_two_dates_are_refused_unless_a_list_chooses(folder, init, refused):
         save(folder / f"A/{i}.png", 255 - scene(i)[0])
         save(folder / f"label/{i}.png", classes)
     assert "several pictures for one label: A/0.png and B/0.png" in refused(code=3)
-    rows = "".join(f"B/{i}.png,label/{i}.png\n" for i in range(8))
+    rows = "".join(f"B/{i}.png,label/{i}.png\n" for i in range(6))
     (folder / "pairs.csv").write_text(rows)
-    assert init()[0].keys() == {f"B/{i}.png" for i in range(8)}
+    assert init()[0].keys() == {f"B/{i}.png" for i in range(6)}
 
 
 @pytest.mark.parametrize(
@@ -694,7 +694,7 @@ def test_colours_a_little_off_are_those_of_the_list(folder, init, is_palette):
     assert_labels(found, {name: at[label] for name, label in truth.items()})
     if not is_palette:
         pixels = sum(int((x == 3).sum()) for x in truth.values())
-        assert f"8 shades of #14a03c, {pixels} pixels, at most 7 off in a channel" in said
+        assert f"6 shades of #14a03c, {pixels} pixels, at most 5 off in a channel" in said
 
 
 def test_a_colour_between_two_classes_is_refused(folder, refused):
@@ -708,7 +708,7 @@ def test_a_colour_between_two_classes_is_refused(folder, refused):
 
     write(folder, drawn)
     said = refused(code=3)
-    assert "#5d5d67 (144 pixels, as in masks/t0.png)" in said
+    assert "#5d5d67 (108 pixels, as in masks/t0.png)" in said
     assert "is within 3 of #5a5a64 and 3 of #60606a" in said
 
 
@@ -1000,7 +1000,9 @@ def test_the_place_of_a_tile_is_told_by_its_name(form):
     assert len({box.mosaic for box in boxes}) == 1
 
 
-@pytest.mark.parametrize("name", ["tile_r{row}_c{column}.png", "a{i:02}.tif"])
+@pytest.mark.parametrize(
+    "name", ["tile_r{row}_c{column}.png", pytest.param("a{i:02}.tif", marks=SLOW)]
+)
 def test_no_pixel_to_evaluate_on_is_trained_on(folder, init, lab, name):
     """The latter tiles say their place on the map."""
     image, label = mosaic()
