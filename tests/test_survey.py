@@ -19,7 +19,7 @@ from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.decode import to_stored
 from segtrain.data.read.find_tiles import tile_boxes
-from segtrain.data.read.georeference import other_place, place_of
+from segtrain.data.read.georeference import MapPlace, other_place, place_of
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
@@ -998,6 +998,15 @@ def test_the_place_of_a_tile_is_told_by_its_name(form):
     )
     assert [box[1:] for box in boxes] == [(y, x, y + 64, x + 80) for y, x in CORNERS]
     assert len({box.mosaic for box in boxes}) == 1
+
+
+def test_the_place_of_a_tile_is_told_by_its_georeference():
+    places = [MapPlace((1.0, 0.0, 1000.0 + x, 0.0, -1.0, 5000.0 - y)) for y, x in CORNERS]
+    boxes = tile_boxes([f"a{i}" for i in range(30)], [(64, 80)] * 30, places, lambda _: None)
+    _, top, left, *_ = boxes[0]
+    found = [(box.top - top, box.left - left) for box in boxes]
+    assert found == CORNERS
+    assert {(box.bottom - box.top, box.right - box.left) for box in boxes} == {(64, 80)}
 
 
 @pytest.mark.parametrize(
