@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import cv2
@@ -48,38 +49,42 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def init(lab, folder):
-    """Runs init with these words; the labels that training sees, and what was said."""
+def words(folder):
+    """The words of init on the folder; what it has made before is deleted."""
 
-    def run(*words):
+    def words(*more):
         output = folder.with_name("made")
         shutil.rmtree(output, ignore_errors=True)
-        said = lab.done("init", folder, "--output", output, "--jobs", "1", *words).out
-        return labels_of(output)[0], said
+        return "init", folder, "--output", output, "--jobs", "1", *more
+
+    return words
+
+
+@pytest.fixture
+def init(lab, folder, words):
+    """Runs init with more words; the labels that training sees, and what was said."""
+
+    def run(*more):
+        said = lab.done(*words(*more)).out
+        return labels_of(folder.with_name("made"))[0], said
 
     return run
 
 
 @pytest.fixture
-def refused(lab, folder):
-    def run(*words, code=2):
-        output = folder.with_name("made")
-        shutil.rmtree(output, ignore_errors=True)
-        return lab.refused("init", folder, "--output", output, "--jobs", "1", *words, code=code)
-
-    return run
+def refused(lab, words):
+    return lambda *more, code=2: lab.refused(*words(*more), code=code)
 
 
 @pytest.fixture
-def asked(lab, folder):
+def asked(lab, folder, words):
     """The question that init stops with; its pictures are gone."""
 
-    def run(*words):
-        output = folder.with_name("made")
-        outcome = lab.command("init", folder, "--output", output, "--jobs", "1", *words)
+    def run():
+        outcome = lab.command(*words())
         assert outcome.code == 2
         assert "and one of them goes on" in outcome.err
-        assert all(path.name.startswith("reading_") for path in output.iterdir())
+        assert all(path.match("reading_*") for path in folder.with_name("made").iterdir())
         return outcome.err
 
     return run
@@ -140,13 +145,12 @@ BANDS = [
     ("scenes/scene{i:02}/B{k:02}.tif", "labels/scene{i:02}.tif"),
     ("train/{i}x/B{k:02}.tif", "train_labels/{i}x_mask.png"),
     ("data/{i}x/B{k:02}.tif", "data/{i}x/label.png"),
-    ("train_{name}/{name}_patch_{i}_LC08.tif", "train_gt/gt_patch_{i}_LC08.tif"),
     ("train_{name}/{name}_{i:03}.tif", "train_gt/gt_{i:03}.tif"),
     ("B{k:02}/{i:03}.tif", "masks/{i:03}.png"),
     ("{city}/{i:03}_B{k:02}.tif", "masks/{city}/{i:03}.png"),
     (
-        "train_{name}/{name}_patch_{i}_1_by_1_LC08_L1TP_002053_2016_2017_01_T1.tif",
-        "train_gt/gt_patch_{i}_1_by_1_LC08_L1TP_002053_2016_2017_01_T1.tif",
+        "train_{name}/{name}_patch_{i}_1_by_1_LC08_053.tif",
+        "train_gt/gt_patch_{i}_1_by_1_LC08_053.tif",
     ),
 ]
 
@@ -284,6 +288,17 @@ def test_a_split_leaves_no_class_out_of_training():
     assert all(found & paths(split.train) for found in shown.values())
 
 
+@pytest.mark.parametrize("copy", ["{}_aug{}", "{} ({})"])
+def test_copies_stay_together_where_names_show_sequences(copy):
+    """`img_001` and `img_001_aug0` look like two sequences, with frames of one number."""
+    stems = [f"img_{i:03}" for i in range(10)]
+    names = [x for stem in stems for x in (stem, *(copy.format(stem, k) for k in (1, 2)))]
+    split = divided([named(x, sequence=re.sub(r"\d+\D*$", "", x)) for x in names], {})
+    train, val = ({path[:7] for path in paths(part)} for part in (split.train, split.val))
+    assert len(train) + len(val) == 10
+    assert not train & val
+
+
 # A file or a folder for each class
 
 
@@ -391,15 +406,6 @@ def test_folders_that_images_and_masks_share_are_asked_about(folder, init, asked
 def split_of(folder, name):
     lines = (folder.with_name("made") / name).read_text().splitlines()
     return [line.split("\t")[0] for line in lines if not line.startswith("#")]
-
-
-def assert_apart(folder, key):
-    """The keys of the images to train on and of those to evaluate on; none is both."""
-    train, val = ({key(path) for path in split_of(folder, f"{x}.txt")} for x in ("train", "val"))
-    assert train
-    assert val
-    assert not train & val
-    return train, val
 
 
 @pytest.mark.parametrize(
@@ -544,7 +550,11 @@ def test_copies_of_a_picture_have_their_own_labels_and_one_split(folder, init, l
     found, said = init()
     assert_labels(found, truth)
     assert "copies and like images kept together" in said
-    assert_apart(folder, lambda path: source_of(path.removesuffix(".png")))
+    train, val = (
+        {source_of(path.removesuffix(".png")) for path in split_of(folder, f"{x}.txt")}
+        for x in ("train", "val")
+    )
+    assert (len(train) + len(val), train & val) == (5, set())
 
     made = folder.with_name("made")
     lines = [
@@ -556,19 +566,6 @@ def test_copies_of_a_picture_have_their_own_labels_and_one_split(folder, init, l
     (made / "val.txt").write_text("\n".join(lines[1::2]))
     said = lab.command("data", "check", made, "--jobs", "1").out
     assert "images to evaluate on are copies of images to train on, flipped or" in said
-
-
-@pytest.mark.parametrize("copy", ["{}_aug{}", "{} ({})"])
-def test_copies_stay_together_where_names_show_sequences(folder, init, copy):
-    """`img_001` and `img_001_aug0` look like two sequences, with frames of one number."""
-    for i in range(6):
-        image, classes = scene(i)
-        for name in (f"img_{i:03}", *(copy.format(f"img_{i:03}", k) for k in (1, 2))):
-            save(folder / f"images/{name}.png", image)
-            save(folder / f"masks/{name}.png", classes)
-    init()
-    train, val = assert_apart(folder, lambda path: path[:14])
-    assert len(train) + len(val) == 6
 
 
 def test_names_that_only_count_are_of_no_copies():
@@ -628,13 +625,6 @@ def test_a_pixel_is_blended_if_lower_and_higher_values_are_near():
     np.testing.assert_array_equal(np.flatnonzero(blended_pixels(colors)[0]), [3])
 
 
-def test_255_on_most_pixels_is_asked_about(folder, init, asked):
-    truth = write(folder, lambda classes, _: classes - np.uint8(1))  # 255 is the background
-    assert "255 is most of them" in asked()
-    found, _ = init("--ignore", "none")
-    assert_labels(found, {path: (x - np.uint8(1)).clip(max=3) for path, x in truth.items()})
-
-
 def test_255_on_most_pixels_of_a_list_is_told(folder, lab, config_of):
     for split, seed in (("train", 0), ("val", 6)):
         places = {"image": f"images/{split}/t{{i}}.png", "label": f"labels/{split}/t{{i}}.png"}
@@ -649,13 +639,24 @@ def above(classes, mark):
     return np.where(np.arange(64)[:, None] < 20, mark, classes).astype(classes.dtype)
 
 
-def test_255_on_the_largest_area_beside_few_ids_is_asked_about(folder, init, asked):
-    truth = write(folder, lambda classes, _: above(classes, 255))
-    said = asked()
-    assert "255 is a large part of them" in said
-    assert "--ignore 255" in said
-    found, _ = init("--ignore", "255")
-    assert_labels(found, {path: above(x, 255) for path, x in truth.items()})
+def less_one(classes):
+    """255 is the background."""
+    return classes - np.uint8(1)
+
+
+@pytest.mark.parametrize(
+    ("stored", "said", "option", "seen"),
+    [
+        (less_one, "255 is most of them", "none", lambda x: less_one(x).clip(max=3)),
+        (partial(above, mark=255), "255 is a large part of them", "255", partial(above, mark=255)),
+    ],
+)
+def test_255_on_a_large_area_is_asked_about(folder, init, asked, stored, said, option, seen):
+    truth = write(folder, lambda classes, _: stored(classes))
+    assert said in (question := asked())
+    assert "--ignore 255" in question
+    found, _ = init("--ignore", option)
+    assert_labels(found, {path: seen(x) for path, x in truth.items()})
 
 
 def test_white_beside_colours_is_said_to_be_perhaps_no_data(folder, init):
@@ -710,23 +711,6 @@ def test_a_colour_between_two_classes_is_refused(folder, refused):
     said = refused(code=3)
     assert "#5d5d67 (108 pixels, as in masks/t0.png)" in said
     assert "is within 3 of #5a5a64 and 3 of #60606a" in said
-
-
-@pytest.mark.parametrize("encoding", ["cp1252", "utf-16-le", pytest.param("utf-16", marks=SLOW)])
-def test_names_are_read_in_the_encoding_of_their_file(folder, init, encoding):
-    german = ("Hintergrund", "Straße", "Gehölz", "Häuser")
-    write_colors(folder, names=german)
-    path = folder / "label_colors.txt"
-    path.write_bytes(path.read_text().encode(encoding))
-    truth = write(folder, lambda classes, _: COLORS[classes])
-    found, said = init()
-    assert ("not UTF-8: read as Windows-1252" in said) == (encoding == "cp1252")
-    if encoding == "utf-16-le":  # without a mark
-        assert "file has no names of classes: label_colors.txt" in said
-        assert_same_division(found, truth)
-    else:
-        assert names(folder) == german
-        assert_labels(found, truth)
 
 
 @pytest.mark.parametrize("third", [0, 7])
@@ -932,20 +916,6 @@ def test_a_class_file_by_hand_is_told_of_no_data_below_0(folder, lab, config_of)
     config = config_of([*NAMES], ignore_ids=[255, 65535])
     assert lab.command("data", "check", config, "--jobs", "1").code == 0
     assert_labels(labels_of(config)[0], truth)
-
-
-def test_transparent_pixels_of_a_map_are_no_data(folder, init):
-    truth = {}
-    for i in range(8):
-        image, classes = scene(i)
-        alpha = above(np.full((64, 80), 255, np.uint8), 0)
-        options = {"photometric": "rgb", "extrasamples": ["unassalpha"]}
-        pixels = np.dstack([image, alpha])
-        write_tiff(folder / f"images/t{i}.tif", pixels, (0.0, 0.0), **options)
-        save(folder / f"labels/t{i}.png", classes)
-        truth[f"images/t{i}.tif"] = above(classes, 255)
-    found, _ = init("--channels", "3")
-    assert_labels(found, truth)
 
 
 def test_a_mask_inside_of_a_tiff_is_refused(folder, refused):

@@ -238,11 +238,15 @@ def test_yaml_of_others_is_read_without_guesses(tmp_path):
             foreign_yaml(wrong)
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-8-sig"])
-def test_lists_that_excel_writes_are_read(tmp_path, encoding):
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252", "utf-16", "utf-8-sig", "utf-16-le"])
+def test_lists_are_read_in_the_encoding_of_their_file(tmp_path, encoding):
     (tmp_path / "classes.csv").write_text("name,value\nStraße,3\n", encoding)
     legend = read_legend(tmp_path / "classes.csv", "classes.csv")
+    if encoding == "utf-16-le":  # without a mark
+        assert legend is None
+        return
     assert [one[:3] for one in legend.classes] == [("Straße", 3, None)]
+    assert ("not UTF-8: read as Windows-1252" in legend.source) == (encoding == "cp1252")
 
 
 @pytest.mark.parametrize(
