@@ -272,16 +272,3 @@ def test_one_raster_with_outlines_becomes_windows(tmp_path):
             np.testing.assert_array_equal(dataset[i][1], part)
             shown |= {*part.ravel().tolist()}
     assert shown == {0, 1, 2}
-
-
-def test_init_draws_them_and_trains_on_the_map(tmp_path):
-    every = []
-    for i in range(6):
-        place = NORTH_UP @ Affine.translation(1000 * i, 0)
-        raster(tmp_path / f"data/map_{i}.tif", place)
-        every.append(feature(box(*ROAD, place), label="road"))
-    collection(tmp_path / "data/labels.geojson", *every)
-    assert cli.main(["init", str(tmp_path / "data"), "--output", str(tmp_path / "mine")]) == 0
-    assert cli.main(["data", "check", str(tmp_path / "mine")]) == 0
-    lines = (tmp_path / "mine/train.txt").read_text().splitlines()
-    assert "map_1.tif\tmap_1.tif" in lines

@@ -133,6 +133,23 @@ def test_objects_in_a_folder_that_is_called_as_an_image_are_of_it(image, label, 
     assert found([*wanted], [*chain(*wanted.values())]).labels == wanted
 
 
+@pytest.mark.parametrize(
+    ("image", "label"),
+    [
+        ("s{i:02}/image.png", "s{i:02}/masks/{name}.png"),
+        # p00_z03_liver.png is of p00_z03.png: numbers of slices are no roles.
+        ("images/p{patient:02}_z{z:02}.png", "masks/p{patient:02}_z{z:02}_{name}.png"),
+    ],
+)
+def test_the_files_of_a_case_are_known_by_its_folder_or_its_number(image, label):
+    wanted = {}
+    for i in range(12):
+        case = {"i": i, "patient": i // 4, "z": i % 4}
+        files = [label.format(name=name, **case) for name in ("kidney", "liver")]
+        wanted[image.format(**case)] = files
+    assert found([*wanted], [*chain(*wanted.values())]).labels == wanted
+
+
 # The latter as four classes in five images.
 @pytest.mark.parametrize("count", [lambda i: 8, lambda i: 5 * (i < 4)])
 def test_objects_whose_folder_and_file_are_images_are_refused(count):

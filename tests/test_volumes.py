@@ -17,7 +17,7 @@ from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.find import Pair
 from segtrain.data.read.image_formats import read_info, read_stored
-from segtrain.data.read.neighbours import with_neighbour_files
+from segtrain.data.read.neighbours import with_neighbour_files, with_neighbours
 from segtrain.data.read.volumes import Stack, other_grid
 from segtrain.errors import DataError
 
@@ -399,22 +399,27 @@ def test_a_predicted_volume_lies_where_its_source_does(slices_of_three, tmp_path
     np.testing.assert_allclose(again.affine, OBLIQUE, atol=1e-3)
 
 
-def test_neighbours_are_bands_in_training_and_in_prediction(slices_of_three, tmp_path, capsys):
+def test_neighbours_are_bands_of_images_and_of_slices(slices_of_three):
     """The middle of three slices is as in the files, and both sides see the same three."""
-    nib = pytest.importorskip("nibabel")
-    root = slices_of_three
-    model = trained(root, tmp_path / "run", 2, **{"data.neighbours": 1})
-    data = load_config(root / "mine/config.yaml").data.model_copy(update={"neighbours": 1})
+    data = load_config(slices_of_three / "mine/config.yaml").data
+    data = data.model_copy(update={"neighbours": 1})
     for split in (data.train_split, data.eval_split):
         dataset = open_dataset(data, split)
         for i, name in enumerate(dataset.names):
             case, z = re.fullmatch(r"images/case_(\d)/z(\d+)", name).groups()
             volume, z = axial(phantom(int(case))[0]), int(z)
             image, _ = dataset[i]
+            np.testing.assert_array_equal(with_neighbours(volume[..., None], z, 1), image)
             for band, place in enumerate((z, max(0, z - 1), min(Z - 1, z + 1))):
                 np.testing.assert_array_equal(image[..., band], volume[place])
-    words = "eval", model, "--save-predictions", tmp_path / "each"
-    assert run(*words) == 0
+
+
+@pytest.mark.slow("data", "commands")
+def test_volumes_are_predicted_with_the_neighbours_of_slices(slices_of_three, tmp_path, capsys):
+    nib = pytest.importorskip("nibabel")
+    root, model = slices_of_three, tmp_path / "run"
+    trained(root, model, 2, **{"data.neighbours": 1})
+    assert run("eval", model, "--save-predictions", tmp_path / "each") == 0
     case = re.search(r"case_\d", (root / "cut/val.txt").read_text())[0]
     source = root / f"data/imagesTr/{case}.nii.gz"
     assert run("predict", model, source, "--output", tmp_path / "found") == 0
