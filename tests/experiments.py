@@ -55,11 +55,7 @@ def experiment(root: Path, **sections: dict[str, Any]) -> dict[str, Any]:
             "color_prob": 0.5,
             "max_class_share": 0.75,
         },
-        "model": {
-            "backbone": "resnet18",
-            "head_channels": 16,
-            "aux_channels": 16,
-        },
+        "model": {"backbone": "resnet18", "head_channels": 16, "aux_channels": 16},
         "train": {"steps": 20, "batch_size": 5, "precision": "float64"},
         "optim": {"lr": 0.02},
         "log": {"every_steps": 1, "charts": False},  # which take a second

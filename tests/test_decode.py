@@ -171,11 +171,7 @@ def rgb(*colors):
         (png(random_values(16, (5, 11, 3)), RGB, 16), "colors", "3 channels of uint16; expected"),
         (png(rgb([1, 2, 3, 0], [1, 2, 3, 9], [1, 2, 3, 255]), RGBA, 8), "colors", "2 pixels are t"),
         (png(np.array([[0, 1, 1]]), PALETTE, 1, extra=CLEAR), "colors", "2 pixels are transparent"),
-        (
-            png(rgb([5, 5, 5], [5, 5, 5], [0, 9, 1]), RGB, 8),
-            "colors",
-            "name: [5, 5, 5] (2 pixels)",
-        ),
+        (png(rgb([5, 5, 5], [5, 5, 5], [0, 9, 1]), RGB, 8), "colors", "name: [5, 5, 5] (2 pixels)"),
         *((png(np.array([[0, i]]), GREY, 8), "train_ids", f"{i} (1 pixels)") for i in (3, 7, 254)),
     ],
 )

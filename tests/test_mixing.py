@@ -13,12 +13,7 @@ from segtrain.data.read.image import ImageForm
 from segtrain.data.sample.centroids import measure_centroids
 from segtrain.data.sample.geometry import Placement, Span
 from segtrain.data.sample.loader import TrainLoader
-from segtrain.data.sample.stream import (
-    ClassUniform,
-    TrainStream,
-    draw_partner,
-    paste_classes,
-)
+from segtrain.data.sample.stream import ClassUniform, TrainStream, draw_partner, paste_classes
 from segtrain.data.sample.transforms import Crop, TrainTransform
 from segtrain.distributed.layout import Layout, even
 from segtrain.types import IGNORE_INDEX, Batch
@@ -102,10 +97,7 @@ def everything(data):
     augment = AugmentConfig(
         crop_size=(25, 33), scale_range=(0.6, 1.5), rotate_deg=10.0, color_prob=0.5
     )
-    defaults = {
-        "class_mix_prob": 0.6,
-        "class_uniform": ClassUniform(centroids, fraction=0.4),
-    }
+    defaults = {"class_mix_prob": 0.6, "class_uniform": ClassUniform(centroids, fraction=0.4)}
 
     def made(**changed):
         transform = TrainTransform(augment, form=ImageForm(mean=(120, 120, 120)))

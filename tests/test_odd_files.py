@@ -75,10 +75,7 @@ def stopped(run_ranks, tmp_path_factory, data):
     """The config and the directory of a run with one step to go."""
     where = tmp_path_factory.mktemp("stopped")
     options = small(
-        data,
-        train={"steps": 3},
-        eval={"every_steps": 1},
-        checkpoint={"keep_every_steps": 1},
+        data, train={"steps": 3}, eval={"every_steps": 1}, checkpoint={"keep_every_steps": 1}
     )
     config = write_config(where / "c.yaml", options)
     assert run_ranks(1, train, config, where / "run", until=2) == [0]

@@ -212,25 +212,13 @@ def named(path, split=None, scene="", sequence=""):
     return Image((path,), (64, 80), 3, False, "uint8", split, scene, sequence)
 
 
-def divided(images, shown_in, *, tiles=None, split_source="", **answers):
+def divided(images, shown_in, *, split_source="", tiles=(), **answers):
     """The splits of these images; shown_in: the paths of those that show each value."""
     files = {one.path: (one.path,) for one in images}
     labels = LabelSet("masks/*.png", "ids", files, {}, shown_in=shown_in)
-    found = Survey(
-        root=Path("data"),
-        images=tuple(images),
-        sets=(labels,),
-        equal_sets={},
-        legends=(),
-        facts={},
-        similar=frozenset(),
-        moving=False,
-        tiles=tiles or {},
-        split_source=split_source,
-        pair_source="",
-        annotations={},
-        notes=(),
-    )
+    nothing = {"equal_sets": {}, "legends": (), "facts": {}, "similar": frozenset(), "notes": ()}
+    nothing |= {"moving": False, "tiles": dict(tiles), "pair_source": "", "annotations": {}}
+    found = Survey(Path("data"), tuple(images), (labels,), split_source=split_source, **nothing)
     return choose_splits(found, labels, Answers(**answers))
 
 
