@@ -13,8 +13,14 @@ def pairs_of(groups: Sequence[Row], valid: Callable[[Row], bool]) -> list[Row]:
     return [pair for pair in crossed if valid(pair)]
 
 
-def covering(groups: Sequence[Row], valid: Callable[[Row], bool], seed: int) -> list[Row]:
-    """Rows with at most one option of each group, in which every pair of `pairs_of` occurs.
+def covering(
+    groups: Sequence[Row],
+    valid: Callable[[Row], bool],
+    seed: int,
+    *,
+    wanted: Callable[[Row], bool] = lambda pair: True,
+) -> list[Row]:
+    """Rows with at most one option of each group, in which every wanted pair of `pairs_of` occurs.
 
     Greedy: a row begins with a pair that has not met yet, and takes the option that brings most
     new pairs until none brings any. So it is not the shortest list.
@@ -22,8 +28,9 @@ def covering(groups: Sequence[Row], valid: Callable[[Row], bool], seed: int) -> 
     valid: whether the options of a row can meet; a row without one of them then can, too.
     """
     draw = random.Random(seed)
-    left = {frozenset(pair) for pair in pairs_of(groups, valid)}
-    order, rows = draw.sample(pairs_of(groups, valid), len(left)), []
+    pairs = [pair for pair in pairs_of(groups, valid) if wanted(pair)]
+    left = {frozenset(pair) for pair in pairs}
+    order, rows = draw.sample(pairs, len(left)), []
     for pair in order:
         if frozenset(pair) not in left:
             continue

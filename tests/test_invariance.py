@@ -1,108 +1,297 @@
-"""The promise: the number of ranks does not show in the result."""
+"""The promise: how ranks share the work does not show in the result, whatever the options.
 
+Each row of a covering array is trained by one rank, in shares, and again in other ways: in shares
+too, with equal bits; or without them, in float64, equal to rounding.
+"""
+
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import cv2
 import numpy as np
 import pytest
+import tifffile
 import torch
-from experiments import experiment, last, losses, stopped_after, train, write_config
+import yaml
+from covering import covering, pairs_of
+from experiments import bits, experiment, logged, train, write_config
 
-STEPS = 4
+from segtrain.commands.train.preflight import _split_warnings, start_lines
+from segtrain.config import load_config
+from segtrain.data import open_dataset
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import shares
+from segtrain.training import state as training_state
+from segtrain.training.exact_sum import ExactGradientSum
+
+STEPS, CLIP = 2, 0.7
+WEIGHTS = "loss.class_weights=[1.0,2.3,0.4,1.7]"
+# Sums of float32 weights are exact in float64 unless they are as far apart as these.
+APART_WEIGHTS = "loss.class_weights=[1.3e7,1.1e-9,1.7e-5,0.7]"
+# The gradient of a mean over pixels contains their number alone, that of dice all sums.
+SEVEN = (
+    "[{kind:ohem,ohem_fraction:0.2},{kind:focal,weight:0.7},"
+    "{kind:boundary_relaxation},{kind:cross_entropy,label_smoothing:0.1},{kind:lovasz},"
+    "{kind:lovasz_batch}]"
+)
+SIX = "[{kind:focal},{kind:dice},{kind:dice_linear},{kind:tversky},{kind:lovasz}]"
+BANDS = "task=multilabel data.label_format=bands augment.max_class_share=1.0"
+# Of each group a row has one option at most.
+OPTIONS = {
+    "loss": {
+        # More pixels than any of two ranks has; then a threshold that leaves it to their number.
+        "mining": f"loss.kind=ohem loss.ohem_min_kept=3400 {WEIGHTS}",
+        "weights far apart": f"loss.kind=ohem loss.ohem_threshold=0.0 {APART_WEIGHTS}",
+        "seven losses": f"loss.kind=dice loss.also={SEVEN}",
+        "overlapping classes": f"{BANDS} loss.class_weights=[1.3,0.4] loss.also={SIX}",
+    },
+    "norm": {
+        "groups of two": "norm.images=2 norm.running=sequential",
+        "groups of four": "norm.images=4 norm.running=first",
+        "single images": "norm.images=1 norm.running=mean",
+        "group norm": "norm.kind=group",
+    },
+    "statistics": {"precise": "norm.precise_batches=1 eval.every_steps=1"},
+    "passes": {"two passes": "train.accumulate_steps=2"},
+    "optimizer": {
+        "adamw": "optim.kind=adamw optim.lr=0.001",
+        "muon": "optim.kind=muon optim.lr=0.001",
+    },
+    "average": {"clipping": f"optim.clip_grad_norm={CLIP} optim.ema_decay=0.9"},
+    "precision": {
+        "float32": "train.precision=float32",
+        "bfloat16": "train.precision=bfloat16",
+        # Which takes ten times as long on a CPU.
+        "float16": "train.precision=float16 eval.precision=float32 augment.crop_size=[9,17]",
+    },
+    "samples": {
+        "mixed": "augment.class_mix_prob=0.5 data.class_uniform=0.4",
+        "turned": "augment.quarter_turn_prob=0.5",
+    },
+    "model": {
+        "deeplabv3": "model.arch=deeplabv3",
+        "deeplabv3plus": "model.arch=deeplabv3plus",
+    },
+    "memory": {
+        "recomputed": "model.recompute=blocks",
+        "recomputed norms": "model.recompute=norm",
+    },
+    "log": {"means of two steps": "log.every_steps=2"},
+}
 
 
-def curve(run_ranks, tmp_path, options, ranks):
-    """The losses of every step, and the gradients' norms."""
-    config = write_config(tmp_path / f"{ranks}.yaml", options)
-    directory = tmp_path / f"run{ranks}"
-    assert set(run_ranks(ranks, train, config, directory)) == {0}
-    return np.array(losses(directory)), np.array(losses(directory, "train/grad_norm"))
+class Way(NamedTuple):
+    """How a row is trained."""
+
+    ranks: tuple[int, ...]  # all but the last pause after a step, and the next go on
+    train: dict[str, Any]
+    at_once: int = 1  # shares that a rank computes at the same time
+    twice: bool = False  # each step is computed again, as if the first time had overflowed
 
 
-def test_ranks_train_alike_with_everything_at_once(run_ranks, tmp_path, data):
-    """5 images are 3 + 2 and 2 + 2 + 1. Augmentation, dropout, auxiliary loss, mining, class
-    weights, clipping and averaged weights are on, in float64."""
-    options = experiment(
-        data,
-        augment={"crop_size": [33, 41]},
-        loss={
-            "kind": "ohem",
-            "ohem_threshold": 0.3,
-            "ohem_min_kept": 4500,  # of 6765 pixels: more than any of 2 ranks has
-            "class_weights": [1.0, 2.0, 0.5, 1.5],
+ONE = Way((1,), {})
+# Of three shares the second rank has two: a + (b + c) stands against (a + b) + c.
+EQUAL = {
+    "2 ranks": Way((2,), {"split": [1, 2]}, at_once=2),
+    "3 ranks": Way((3,), {}, twice=True),
+    "from 2 ranks to 1": Way((2, 1), {}),
+}
+ROUNDED = {
+    "6 virtual ranks": Way((3,), {"shares": None, "split": [0, 1, 3], "virtual_ranks": 2}),
+    "from 1 rank to 2": Way((1, 2), {"shares": None, "split": [5, 1]}),
+    "workers": Way(
+        (3,), {"shares": None, "parallel": "server", "staleness": 0, "accumulate_steps": 1}
+    ),
+}
+GROUPS = [*map(tuple, OPTIONS.values()), tuple(EQUAL), tuple(ROUNDED)]
+GROUP_OF = {name: group for group, names in OPTIONS.items() for name in names}
+# The groups with whose options each of these is to meet.
+MEETS = {
+    "precise": "norm",
+    "recomputed norms": "norm",
+    "2 ranks": "loss norm statistics memory",
+    "3 ranks": "passes average samples model",
+    "from 2 ranks to 1": "optimizer average precision samples statistics log",
+    "6 virtual ranks": "loss norm passes samples memory model",
+    "from 1 rank to 2": "optimizer average samples",
+    "workers": "optimizer average",
+}
+APART = [
+    ({*OPTIONS["precision"], "muon"}, {*ROUNDED}),  # muon computes in bfloat16
+    ({"overlapping classes"}, {"mixed"}),
+    # Where they pool globally, a channel has one value.
+    ({"single images", "group norm"}, {*OPTIONS["model"]}),
+    ({"group norm"}, {"precise", "recomputed norms"}),
+    ({"workers"}, {"weights far apart", "precise", *OPTIONS["norm"]}),
+    ({"two passes"}, {"weights far apart", "workers"}),  # which have them
+    ({"means of two steps"}, {*ROUNDED}),
+]
+
+
+def valid(row):
+    return not any({*row} & some and {*row} & others for some, others in APART)
+
+
+def interact(pair):
+    return any(
+        GROUP_OF.get(one) in MEETS.get(other, "").split() for one, other in (pair, pair[::-1])
+    )
+
+
+ROWS = covering(GROUPS, valid, seed=27, wanted=interact)
+
+
+def test_each_row_is_trained_in_several_ways_and_each_pair_in_one():
+    met = {frozenset(pair) for row in ROWS for pair in combinations(row, 2)}
+    assert met >= {frozenset(pair) for pair in pairs_of(GROUPS, valid) if interact(pair)}
+    assert all({*row} & {*EQUAL, *ROUNDED} for row in ROWS)
+
+
+def banded(root, where):
+    """The data set at `root` with labels of two bands: classes 1 and 2, and classes 2 and 3."""
+    (where / "images").symlink_to(root / "images")
+    for path in (root / "labels").glob("*/*.png"):
+        label = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+        bands = np.stack([np.where(label == 255, 255, np.isin(label, k)) for k in ((1, 2), (2, 3))])
+        file = where / path.relative_to(root).with_suffix(".tif")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tifffile.imwrite(file, bands.astype(np.uint8), planarconfig="separate", metadata=None)
+    (where / "classes.yaml").write_text("classes: [red, blue]\nignore_ids: [255]\n")
+    return where
+
+
+def config_of(root, row, way):
+    """Uneven parts, augmentation, dropout, an auxiliary loss, and the options of a row."""
+    in_groups = {"groups of two", "groups of four", "single images"} & {*row}
+    in_passes = {"two passes", "weights far apart", "workers"} & {*row}
+    values = {
+        "augment": {"crop_size": [25, 33]},
+        "model": {"head_channels": 8, "aux_channels": 8},
+        "train": {
+            "steps": STEPS,
+            "batch_size": 8 if in_groups or "workers" in row else 7,
+            "accumulate_steps": 2 if in_passes else 1,
+            "shares": 3,
         },
-        train={"steps": STEPS},
-        optim={"clip_grad_norm": 0.93, "ema_decay": 0.9},
-    )
-    one, norms = curve(run_ranks, tmp_path, options, 1)
-    assert len(one) == STEPS
-    assert (norms > 0.93).any()  # so there is something to clip
-    wanted = last(tmp_path / "run1")
-    for ranks in (2, 3):
-        curve_of_many, norms_of_many = curve(run_ranks, tmp_path, options, ranks)
-        np.testing.assert_allclose(curve_of_many, one, rtol=1e-9, atol=0)
-        np.testing.assert_allclose(norms_of_many, norms, rtol=1e-7, atol=0)
-        got = last(tmp_path / f"run{ranks}")
-        for weights, expected in ((got.model, wanted.model), (got.average, wanted.average)):
-            torch.testing.assert_close(weights, expected, rtol=1e-7, atol=1e-9)
+    }
+    if not {*OPTIONS["model"]} & {*row}:
+        values["model"]["ppm_bins"] = [2, 3]  # after a global pool, training amplifies rounding
+    for word in " ".join(OPTIONS[GROUP_OF[name]][name] for name in row if name in GROUP_OF).split():
+        key, _, value = word.partition("=")
+        *section, key = key.split(".")
+        inner = values.setdefault(section[0], {}) if section else values
+        inner[key] = yaml.safe_load(value.replace(":", ": "))
+    values["train"] |= way.train
+    task = values.pop("task", "semantic")
+    return {"task": task} | experiment(root, **values)
 
 
-@pytest.mark.fault(44)
-def test_a_run_that_goes_on_on_fewer_ranks_does_not_show_them_either(run_ranks, tmp_path, data):
-    """AdamW, accumulation, mixing and another model; three ranks are stopped, two go on."""
-    options = experiment(
-        data,
-        data={"class_uniform": 0.4},
-        augment={"crop_size": [25, 33], "class_mix_prob": 0.5},
-        train={"steps": 4, "accumulate_steps": 2, "batch_size": 7},
-        optim={"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 1.0, "ema_decay": 0.9},
-        model={"arch": "deeplabv3plus"},
-        loss={"also": [{"kind": "dice"}]},
-    )
-    config = write_config(tmp_path / "c.yaml", options)
-    alone, run = tmp_path / "alone", tmp_path / "run"
-    assert run_ranks(1, train, config, alone) == [0]
-    assert run_ranks(3, stopped_after, 1, config, run) == [143] * 3
-    assert 1 <= last(run).step < 4
-    assert run_ranks(2, train, config, run, True) == [0] * 2
-    np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-9, atol=0)
-    assert len(losses(run)) == 4
-    torch.testing.assert_close(last(run).average, last(alone).average, rtol=1e-6, atol=1e-8)
+class Trained(NamedTuple):
+    """What a rank holds at the end; of the first one its weights and what it has logged, too."""
+
+    bits: dict[str, str]
+    weights: dict[str, Any]
+    curves: dict[str, list[float]]
+    receipts: str = ""
 
 
-@pytest.mark.fault(69)
+def trained(config, directory, way, resume):
+    """Trains to the end on this rank, without saving, which takes most of a short run."""
+    from segtrain.checkpoint.manager import CheckpointManager
+    from segtrain.commands.train import loop, save
+
+    found, finish = [], loop.finish
+
+    def finish_and_keep(run):
+        finish(run)
+        found.append(save.checkpoint_of(run))
+
+    loop.finish = finish_and_keep
+    CheckpointManager.save_last = CheckpointManager.save_best = lambda *_: None
+    shares._threads_at_start = lambda: way.at_once
+    if way.twice:
+        ExactGradientSum.finish = finish_twice(ExactGradientSum.finish)
+    assert quickly(train, config, directory, resume) == 0
+    (record,) = found
+    if not dist.is_main():
+        return Trained(bits(record), {}, {})
+    weights = {"model": record.model, "average": record.average or {}}
+    receipts = directory / "receipts.jsonl"
+    told = receipts.read_text() if receipts.exists() else ""
+    return Trained(bits(record), weights, logged(directory), told)
+
+
+def quickly(function, *args, **options):
+    """Calls it without the digits of this machine, which take a second."""
+    training_state.fingerprint = lambda *_: "0"
+    return function(*args, **options)
+
+
+def finish_twice(finish):
+    first_time = [True]
+
+    def again(self):
+        before = self.exponents
+        done = finish(self)
+        if done and first_time[0]:
+            self.exponents, done = before, False
+        first_time[0] = done
+        return done
+
+    return again
+
+
+def run(run_ranks, where, options, way):
+    """What the first rank holds at the end; those that keep the weights have its bits."""
+    config = write_config(where.with_suffix(".yaml"), options)
+    *before, ranks = way.ranks
+    for number in before:
+        codes = run_ranks(number, quickly, train, config, where, until=1)
+        assert codes == [0] * number
+    first, *others = run_ranks(ranks, trained, config, where, way, bool(before))
+    if options["train"].get("parallel") is None:
+        assert all(other.bits == first.bits for other in others)
+    return first
+
+
+@pytest.mark.fault(44, 69)
+@pytest.mark.parametrize("row", ROWS, ids=", ".join)
+def test_the_result_is_that_of_one_rank(run_ranks, tmp_path, data, row):
+    root = data
+    if "overlapping classes" in row:
+        (tmp_path / "data").mkdir()
+        root = banded(data, tmp_path / "data")
+    one = run(run_ranks, tmp_path / "one", config_of(root, row, ONE), ONE)
+    assert len(one.curves["train/loss"]) == (1 if "means of two steps" in row else STEPS)
+    assert one.receipts.count("\n") == STEPS
+    assert "clipping" not in row or max(one.curves["train/grad_norm"]) > CLIP
+    for name in {*row} & {*EQUAL}:
+        other = run(run_ranks, tmp_path / name, config_of(root, row, EQUAL[name]), EQUAL[name])
+        for what in ("bits", "curves", "receipts"):
+            assert getattr(other, what) == getattr(one, what)
+    for name in {*row} & {*ROUNDED}:
+        way = ROUNDED[name]
+        other = run(run_ranks, tmp_path / name, config_of(root, row, way), way)
+        for tag, rtol in (("train/loss", 1e-9), ("train/grad_norm", 1e-7)):
+            np.testing.assert_allclose(other.curves[tag], one.curves[tag], rtol=rtol, atol=0)
+        torch.testing.assert_close(other.weights, one.weights, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize(
-    "sections",
+    ("ranks", "options", "warning", "line"),
     [
-        {
-            "loss": {
-                "kind": "ohem",
-                "ohem_min_kept": 700,
-                "also": [
-                    {"kind": "dice"},
-                    {"kind": "lovasz_batch"},
-                    {"kind": "lovasz"},
-                ],
-            },
-            "train": {"batch_size": 2},
-        },
-        {
-            "model": {"arch": "deeplabv3plus", "recompute": "norm"},
-            "norm": {"images": 2, "precise_batches": 1},
-            "train": {"batch_size": 4, "accumulate_steps": 2},
-        },
-        {
-            "model": {"backbone": "mobilenet_v3_large"},
-            "train": {"batch_size": 5, "accumulate_steps": 2, "virtual_ranks": 2},
-        },
+        (3, {"batch_size": 2}, "train.batch_size: 1 of 3 ranks have no image of a", "25x33"),
+        (3, {"split": [0, 1, 3]}, "train.split: 1 of 3 ranks have no image of a", "0 + 1 + 4 of"),
+        (2, {"split": [5, 3, 1]}, "train.split: [5, 3, 1] is for 3 ranks, and there", "3 + 2 of"),
+        (2, {"split": [5, 1], "batch_size": 8, "shares": 6}, None, "7 + 1 of"),
     ],
 )
-def test_ranks_without_an_image_train_alike(run_ranks, tmp_path, data, sections):
-    augment = {"crop_size": [25, 33]} | sections.get("augment", {})
-    train = {"steps": 2} | sections["train"]
-    options = experiment(data, **sections | {"augment": augment, "train": train})
-    one, norms = curve(run_ranks, tmp_path, options, 1)
-    found, norms_found = curve(run_ranks, tmp_path, options, 3)
-    idle = 3 - options["train"]["batch_size"] // options["train"].get("accumulate_steps", 1)
-    said = f"warning: train.batch_size: {idle} of 3 ranks have no image"
-    assert said in (tmp_path / "run3/train.log").read_text()
-    np.testing.assert_allclose(found, one, rtol=1e-9, atol=0)
-    np.testing.assert_allclose(norms_found, norms, rtol=1e-7, atol=0)
-    torch.testing.assert_close(last(tmp_path / "run3").model, last(tmp_path / "run1").model)
+def test_the_log_tells_how_images_are_divided(tmp_path, data, ranks, options, warning, line):
+    values = experiment(data, augment={"crop_size": [25, 33]}, train=options)
+    config = load_config(write_config(tmp_path / "c.yaml", values))
+    sets = [open_dataset(config.data, split) for split in ("train", "val")]
+    found = _split_warnings(config.train, ranks)
+    assert [said[: len(warning)] for said in found] == ([warning] if warning else [])
+    lines = start_lines(config, tmp_path, torch.nn.Linear(1, 1), *sets, ["cpu"] * ranks, 0)
+    (said,) = (each for each in lines if each.startswith("batch "))
+    assert line in said

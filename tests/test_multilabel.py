@@ -11,7 +11,9 @@ import pytest
 import tifffile
 import torch
 import torch.nn.functional as F
-from experiments import bits, experiment, last, logged, stopped_after, train, write_config
+from experiments import experiment, last, write_config
+from sklearn.metrics import average_precision_score, f1_score, jaccard_score
+from torchvision.ops import sigmoid_focal_loss
 
 from segtrain.api import Predictor
 from segtrain.checkpoint import load_model
@@ -402,48 +404,6 @@ def test_labels_with_another_number_of_bands_are_refused(banded, tmp_path, lab):
 
 
 # Training
-
-
-CASES = {
-    "all losses": {
-        "loss": {
-            "kind": "cross_entropy",
-            "positive_weights": [3.0, 0.7],
-            "class_weights": [1.3, 0.4],
-            "also": [
-                {"kind": kind} for kind in ("focal", "dice", "dice_linear", "tversky", "lovasz")
-            ],
-        },
-        "train": {"shares": 3},
-    },
-    "two passes": {
-        "augment": {"quarter_turn_prob": 0.5},
-        "train": {"shares": 2, "batch_size": 6, "accumulate_steps": 2},
-    },
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_any_number_of_ranks_gives_the_same_bits(run_ranks, tmp_path, banded, name):
-    config = write_config(tmp_path / "c.yaml", of_task(banded, **CASES[name]))
-    found = []
-    for ranks in (1, 2, 3)[: 3 if name == "all losses" else 2]:
-        directory = tmp_path / f"run{ranks}"
-        assert run_ranks(ranks, train, config, directory) == [0] * ranks
-        found.append((bits(last(directory)), last(directory).thresholds, logged(directory)))
-    assert all(one == found[0] for one in found)
-    assert len(found[0][1]) == 2
-
-
-def test_a_run_that_was_stopped_goes_on_on_another_number_of_ranks(run_ranks, tmp_path, banded):
-    sections = {"train": {"shares": 3, "steps": 5}, "eval": {"every_steps": 2}}
-    config = write_config(tmp_path / "c.yaml", of_task(banded, **sections))
-    assert run_ranks(1, train, config, tmp_path / "whole") == [0]
-    assert run_ranks(3, stopped_after, 3, config, tmp_path / "cut") == [143] * 3
-    assert 2 < last(tmp_path / "cut").step < 5
-    assert run_ranks(2, train, config, tmp_path / "cut", True) == [0] * 2
-    whole, cut = last(tmp_path / "whole"), last(tmp_path / "cut")
-    assert (bits(cut), cut.thresholds) == (bits(whole), whole.thresholds)
 
 
 @pytest.fixture(scope="module")

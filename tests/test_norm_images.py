@@ -7,11 +7,9 @@ import itertools
 from contextlib import nullcontext
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from experiments import experiment, last, losses, train, write_config
 from torch import nn
 
 from segtrain.distributed import collectives as dist
@@ -169,39 +167,6 @@ def test_a_rank_may_leave_a_layer_out(run_ranks):
         wanted.append([mean, var, torch.tensor(1)])
     for found in run_ranks(2, left_out):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-
-
-CASES = {
-    "two": {"norm": {"images": 2, "running": "sequential", "precise_batches": 2}},
-    "four": {"norm": {"images": 4}, "model": {"recompute": "blocks"}},
-    # Without global pooling, after which one image would have one value.
-    "one": {"norm": {"images": 1, "running": "mean"}, "model": {"ppm_bins": [2, 3]}},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_training_does_not_see_the_ranks(run_ranks, tmp_path, data, case):
-    """8 images are 8, 4 + 4, 3 + 3 + 2, and 2 + 2 + 2 + 2 on two ranks with virtual ones."""
-
-    def run(name, ranks, virtual=1):
-        options = experiment(
-            data,
-            augment={"crop_size": [25, 33]},
-            model=CASES[case].get("model", {}),
-            norm=CASES[case]["norm"],
-            train={"steps": 4, "batch_size": 8, "virtual_ranks": virtual},
-            # Two values after global pooling make training amplify rounding.
-            optim={"lr": 0.002},
-        )
-        config = write_config(tmp_path / f"{name}.yaml", options)
-        assert set(run_ranks(ranks, train, config, tmp_path / name)) == {0}
-        return losses(tmp_path / name), last(tmp_path / name).model
-
-    one, weights = run("alone", 1)
-    for setting in {"two": [(2,), (3, 2)], "four": [(3,), (2, 2)], "one": [(3,)]}[case]:
-        found, model = run(f"ranks{setting}", *setting)
-        np.testing.assert_allclose(found, one, rtol=1e-9, atol=0)
-        torch.testing.assert_close(model, weights, rtol=1e-7, atol=1e-9)
 
 
 def test_convert_takes_and_gives_them_up():

@@ -45,40 +45,22 @@ def assert_equal_runs(one, other, **tolerance):
             torch.testing.assert_close(value, theirs[key], msg=key, **close)
 
 
-WEIGHTED = {"class_weights": [1.0, 2.0, 0.5, 3.0]}
+def parts_of_a_slow_worker(file, directory, begun):
+    """How many parts this rank has computed; the last one's first waits for the others' `begun`.
 
-
-@pytest.mark.parametrize(
-    ("workers", "microbatches", "options"),
-    [
-        (1, 1, {"clip_grad_norm": 0.5}),
-        (3, 3, {"ema_decay": 0.8, "clip_grad_norm": 0.5, "loss": WEIGHTED, "every_steps": 2}),
-        (2, 2, {"optimizer": "adamw", "loss": {"also": [{"kind": "dice"}]}}),
-        (2, 1, {"norm": {"kind": "group"}, "loss": WEIGHTED}),  # no batch: the whole one
-    ],
-)
-def test_without_staleness_it_is_sync_with_the_parts_as_microbatches(
-    run_ranks, tmp_path, data, workers, microbatches, options
-):
-    """Statistics of batch norm, weights of pixels and all."""
-    options |= {"warmup_steps": 2}
-    same = {"parallel": "sync", "accumulate_steps": microbatches}
-    assert train(config(data, tmp_path, "one.yaml", **same, **options), tmp_path / "one") == 0
-    file = config(data, tmp_path, staleness=0, **options)
-    assert run_ranks(workers + 1, train, file, tmp_path / "other") == [0] * (workers + 1)
-    assert_equal_runs(tmp_path / "one", tmp_path / "other")
-    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "other"), rel=1e-9)
-    assert losses(tmp_path / "other", "staleness/max") == [0] * STEPS
-
-
-def parts_of_a_slow_worker(file, directory, slow):
-    """How many parts this rank has computed, of which rank `slow` needs half a second for each."""
-    done, compute = [], server.gradient
+    A worker begins its next part after the update by its last one.
+    """
+    done, compute, where = [], server.gradient, directory.parent
 
     def gradient(*args, **kwargs):
         done.append(1)
-        if dist.rank() == slow:
-            time.sleep(0.5)
+        if dist.rank() == 3:
+            deadline = time.monotonic() + 120
+            while len(done) == 1 and sum(map(size_of, where.glob("begun*"))) < begun:
+                assert time.monotonic() < deadline, "the others wait"
+                time.sleep(0.005)
+        else:
+            (where / f"begun{dist.rank()}").write_bytes(bytes(len(done)))
         return compute(*args, **kwargs)
 
     server.gradient = gradient
@@ -86,21 +68,28 @@ def parts_of_a_slow_worker(file, directory, slow):
     return len(done)
 
 
-@pytest.mark.parametrize("bound", [2, 30])
+def size_of(path):
+    return path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("bound", "begun", "oldest"),
+    [
+        (2, 2 + 2, {2}),  # two that began with it, and one after each of two updates
+        (30, 3 * STEPS - 1, {9, 10, 11}),  # all parts but its own
+    ],
+)
 def test_a_slow_worker_has_fewer_parts_and_no_gradient_is_older_than_the_bound(
-    run_ranks, tmp_path, data, bound
+    run_ranks, tmp_path, data, bound, begun, oldest
 ):
-    file = config(data, tmp_path, staleness=bound, steps=8)
-    none, *parts, slow = run_ranks(4, parts_of_a_slow_worker, file, tmp_path / "run", 3)
-    assert none == 0
-    assert sum(parts) + slow == 3 * 8
-    assert slow < min(parts) if bound > 2 else slow <= min(parts)
-    oldest = max(losses(tmp_path / "run", "staleness/max"))
-    # One that waits for the slow worker has computed with its weights, or newer ones.
-    assert oldest == 2 if bound == 2 else 4 <= oldest <= bound
-    means = [value for _, value in curve(tmp_path / "run", "staleness/mean")]
-    assert 0 < max(means) <= oldest
-    assert "staleness" in (tmp_path / "run" / "train.log").read_text()
+    file, run = config(data, tmp_path, staleness=bound), tmp_path / "run"
+    none, *parts = run_ranks(4, parts_of_a_slow_worker, file, run, begun)
+    assert (none, sum(parts)) == (0, 3 * STEPS)
+    assert parts[-1] == 1 or bound == 2
+    assert max(losses(run, "staleness/max")) in oldest
+    means = [value for _, value in curve(run, "staleness/mean")]
+    assert 0 < max(means) <= max(oldest)
+    assert "staleness" in (run / "train.log").read_text()
 
 
 def test_running_statistics_are_those_of_all_parts(run_ranks, tmp_path, data):
@@ -139,8 +128,9 @@ def test_all_evaluate_the_weights_of_the_server(run_ranks, tmp_path, data):
 
 
 def test_a_run_goes_on_with_another_number_of_workers(run_ranks, tmp_path, data):
-    """Which images a step has does not depend on it."""
-    options = {"norm": {"kind": "group"}, "ema_decay": 0.8}
+    """Which images a step has does not depend on it, nor a loss that weighs pixels on the parts."""
+    weighted = {"class_weights": [1.0, 2.0, 0.5, 3.0]}
+    options = {"norm": {"kind": "group"}, "ema_decay": 0.8, "loss": weighted, "warmup_steps": 2}
     one = config(data, tmp_path, "one.yaml", parallel="sync", **options)
     assert train(one, tmp_path / "one") == 0
     file = config(data, tmp_path, staleness=0, **options)
@@ -148,6 +138,8 @@ def test_a_run_goes_on_with_another_number_of_workers(run_ranks, tmp_path, data)
     assert last(tmp_path / "other").step == 2
     assert run_ranks(3, train, file, tmp_path / "other", True) == [0] * 3
     assert_equal_runs(tmp_path / "one", tmp_path / "other")
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "other"), rel=1e-9)
+    assert losses(tmp_path / "other", "staleness/max") == [0] * STEPS
 
 
 def alone(where, file, run, world):

@@ -5,11 +5,14 @@ import threading
 
 import pytest
 import torch
+from experiments import last, refusal, small, train, write_config
 from torch import nn
 
 from segtrain.config import TrainConfig
+from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d
+from segtrain.training import state as training_state
 from segtrain.training.share_rules import fingerprint, refuse_layers, watch
 
 CPU = torch.device("cpu")
@@ -81,3 +84,34 @@ def test_they_are_others_for_another_precision_or_a_kernel_that_rounds_otherwise
 
     monkeypatch.setattr(torch.nn.functional, "conv2d", other_kernel)
     assert fingerprint(CPU, TrainConfig()) != digits[0]
+
+
+def test_more_ranks_than_shares_are_refused_by_the_ranks_too(run_ranks, tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", small(data, train={"shares": 2}))
+    said = "train.shares: 2 shares leave some of 3 ranks without one; start at most 2 ranks"
+    for kind, code, text in run_ranks(3, refusal, train, config, tmp_path / "run"):
+        assert (kind, code) == ("ConfigError", 2)
+        assert text.startswith(said)
+
+
+def with_digits(digits, function, *args, **options):
+    """Calls `function` on ranks whose arithmetic has these digits."""
+    training_state.fingerprint = lambda *_: digits[dist.rank()]
+    return function(*args, **options)
+
+
+def test_the_log_warns_of_ranks_and_checkpoints_with_other_arithmetic(run_ranks, tmp_path, data):
+    values = small(data, train={"shares": 3, "steps": 2})
+    config, run = write_config(tmp_path / "c.yaml", values), tmp_path / "run"
+
+    def warnings():
+        lines = (run / "train.log").read_text().splitlines()
+        return [line for line in lines if "warning" in line and "other bits" in line]
+
+    assert run_ranks(2, with_digits, ["a", "a"], train, config, run, until=1) == [0] * 2
+    assert last(run).shares["arithmetic"] == "a"
+    assert warnings() == []
+    assert run_ranks(3, with_digits, ["b", "b", "c"], train, config, run, True) == [0] * 3
+    first, second = warnings()
+    assert "warning: ranks 2 compute other bits than rank 0" in first
+    assert "than the one that trained" in second

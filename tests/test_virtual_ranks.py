@@ -5,13 +5,11 @@ import threading
 import time
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
-from experiments import experiment, losses, train, write_config
+from experiments import experiment, write_config
 from memory import ClonesAsHost, LiveBytes
 
-from segtrain.checkpoint.format import load
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.offload import InFlight, offload, reload, saved_on_host
@@ -110,34 +108,6 @@ def test_a_slot_that_fails_or_meets_less_often_ends_all_of_them(slot, at_once, f
         with pytest.raises(ZeroDivisionError if fails else RuntimeError, match="ended"):
             VirtualRanks(5, at_once=at_once).run([work] * 5)
     assert threading.active_count() == before
-
-
-def run(run_ranks, tmp_path, data, ranks, virtual, sections):
-    """Losses, gradient norms and final record of an experiment on ranks x virtual ranks."""
-    options = experiment(data, **sections)
-    options["train"]["virtual_ranks"] = virtual
-    name = f"{ranks}x{virtual}"
-    config = write_config(tmp_path / f"{name}.yaml", options)
-    assert set(run_ranks(ranks, train, config, tmp_path / name)) == {0}
-    return np.array(losses(tmp_path / name)), load(tmp_path / name / "checkpoints/last.pt")
-
-
-def test_virtual_ranks_on_any_number_of_ranks_equal_the_whole_batch(run_ranks, tmp_path, data):
-    """Uneven shares, microbatches, mining, recomputation, augmentation, dropout, both heads."""
-    sections = {
-        "augment": {"crop_size": [25, 33]},
-        "model": {"num_stages": 2, "output_stride": 8, "recompute": "blocks"},
-        "train": {"batch_size": 11, "steps": 2, "accumulate_steps": 2},
-        "optim": {"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 0.5, "ema_decay": 0.9},
-        "loss": {"kind": "ohem", "ohem_min_kept": 2000, "class_weights": [1, 2, 0.5, 0]},
-    }
-    whole, record = run(run_ranks, tmp_path, data, 1, 1, sections)
-    for ranks, virtual in ((1, 3), (2, 2)):
-        parts, other = run(run_ranks, tmp_path, data, ranks, virtual, sections)
-        np.testing.assert_allclose(parts, whole, rtol=1e-9, atol=0)
-        for weights, wanted in ((other.model, record.model), (other.average, record.average)):
-            for key, value in wanted.items():
-                torch.testing.assert_close(weights[key], value, rtol=1e-6, atol=1e-8)
 
 
 def peak_of_a_step(data, tmp_path, batch_size, virtual, size=65):
