@@ -320,6 +320,7 @@ def test_with_each_option_all_ranks_ask_for_the_same(ranks):
     assert wrong(ranks, [(), *configs]) == {}
 
 
+@pytest.mark.slow("training", "norm", "distributed", "models")
 def test_with_every_pair_of_options_all_ranks_ask_for_the_same(ranks):
     configs = covering(CHOICES, valid, seed=0)
     met = {frozenset(pair) for names in configs for pair in combinations(names, 2)}

@@ -64,11 +64,8 @@ def content(directory):
     }
 
 
-def change_receipt(run, step, change):
-    path = run / "receipts.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    change(lines[step - 1])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+def receipts_of(run):
+    return [json.loads(line) for line in (run / "receipts.jsonl").read_text().splitlines()]
 
 
 def flip_digest_bit(receipt, field, byte):
@@ -107,90 +104,90 @@ def test_a_run_is_verified_on_other_ranks_and_nothing_is_written(run_ranks, run)
     assert "from step_0000002.pt" in printed[1]
 
 
-def test_a_changed_receipt_is_named_with_step_and_tensor(run_ranks, run, tmp_path):
-    """Parameters and weights are in the order of the model: the last of all is the bias of the
-    auxiliary classifier. Gradients come in the other order."""
-    names = list(load(run / "checkpoints/last.pt").model)
-    parameters = len(base64.b64decode(last_receipt(run)["gradients"])) // 2
-    cases = {
-        "loss": (lambda receipt: receipt.update(loss=receipt["loss"][:-4] + "0p-1"), "loss: "),
-        "samples": (
-            lambda receipt: receipt.update(samples="0" * 16),
-            "samples: other names or another order: the data or their order changed",
-        ),
-        "pixels": (lambda receipt: receipt.update(pixels="0" * 16), "pixels: the same samples, "),
-        "both": (
-            lambda receipt: [flip_digest_bit(receipt, "gradients", byte) for byte in (2, -1)],
-            f"gradients: 2 of {parameters} tensors differ; the first is {names[-1]}",
-        ),
-        "weights": (
-            lambda receipt: [flip_digest_bit(receipt, "weights", byte) for byte in (8, 16)],
-            f"weights: 2 of {len(names)} tensors differ; the first is {names[1]}",
-        ),
-        "average": (
-            lambda receipt: flip_digest_bit(receipt, "average", -1),
-            f"average: 1 of {len(names)} tensors differ; the first is {names[-1]}",
-        ),
-    }
-    for name, (change, _) in cases.items():
-        shutil.copytree(run, tmp_path / name)
-        change_receipt(tmp_path / name, 4, change)
-    (results,) = run_ranks(1, all_of, *((tmp_path / name,) for name in cases))
-    for (name, (_, wanted)), (code, printed, said) in zip(cases.items(), results, strict=True):
-        first, line = said.splitlines()  # nothing else differs
-        assert code == 4
-        assert "verified" not in printed
-        assert first == f"{tmp_path / name}: step 4 differs from its receipt"
-        assert line.strip().startswith(wanted)
+def receipt(**fields):
+    """Changes these fields of the receipt of step 4; a list: bytes of a digest, a bit each."""
+
+    def change(run):
+        *others, last = receipts_of(run)
+        for field, value in fields.items():
+            if not isinstance(value, list):
+                last[field] = value
+            for byte in value if isinstance(value, list) else ():
+                flip_digest_bit(last, field, byte)
+        lines = (json.dumps(line) + "\n" for line in (*others, last))
+        (run / "receipts.jsonl").write_text("".join(lines))
+
+    return change
 
 
-def last_receipt(run):
-    return json.loads((run / "receipts.jsonl").read_text().splitlines()[-1])
+def kept_number(kind):
+    """Changes a number of the first tensor in step_0000002.pt."""
+
+    def change(checkpoint):
+        tensors = getattr(checkpoint, kind)
+        tensors = tensors["state"][0] if kind == "optimizer" else tensors
+        tensors[next(iter(tensors))][1, 0, 1, 1] *= 1.5
+
+    return lambda run: change_checkpoint(run / "checkpoints/step_0000002.pt", change)
 
 
-def test_a_changed_pixel_of_an_image_is_found(run_ranks, run, tmp_path):
-    (tmp_path / "data").mkdir()
-    write_data(tmp_path / "data")
-    for path in (tmp_path / "data/images/train").iterdir():
+def edited_config(run):
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("  lr: 0.02\n", "  lr: 0.5\n"))
+
+
+def other_pixels(run):
+    """Beside the run, a data set whose images differ in some pixels."""
+    root = run.parent / "data"
+    root.mkdir()
+    write_data(root)
+    for path in (root / "images/train").iterdir():
         image = cv2.imread(str(path))
         image[20:40, 20:50] ^= 1
         cv2.imwrite(str(path), image)
-    other = (run, "--steps", "1:", "--set", f"data.root={tmp_path / 'data'}")
-    ((code, printed, said),) = run_ranks(1, verify, *other)
-    assert code == 4
-    first, *lines = said.splitlines()
-    assert first == f"{run}: step 1 differs from its receipt"
-    assert lines[0] == "  pixels: the same samples, but other crops or labels"
-    assert lines[1].startswith("  loss: ")
-    assert "changed    split train: names, sizes or order of the files differ" in printed
 
 
-def test_a_changed_number_of_a_checkpoint_is_found(run_ranks, run, tmp_path):
-    """The replay passes its step, or starts from it."""
-    kinds, calls = ("model", "average", "optimizer"), []
-    for kind in kinds:
-
-        def change(checkpoint, kind=kind):
-            tensors = getattr(checkpoint, kind)
-            if kind == "optimizer":
-                tensors = tensors["state"][0]
-            tensors[next(iter(tensors))][1, 0, 1, 1] *= 1.5
-
-        path = Path(shutil.copytree(run, tmp_path / kind)) / "checkpoints/step_0000002.pt"
-        change_checkpoint(path, change)
-        calls += [(tmp_path / kind, "--steps", steps) for steps in ("1:3", "3:")]
-    (results,) = run_ranks(1, all_of, *calls)
-    first = next(iter(load(path).model))
-    for kind, passed, started in zip(kinds, results[::2], results[1::2], strict=True):
-        assert (passed[0], started[0]) == (4, 4)
-        name = f"momentum_buffer of {first}" if kind == "optimizer" else first
-        beginning = f"{tmp_path / kind}: step_0000002.pt"
-        assert passed[2].startswith(f"{beginning} differs from the weights of its step, 2\n")
-        assert f"{kind}: 1 of " in passed[2]
-        assert passed[2].endswith(f" tensors differ; the first is {name}")
+def test_what_differs_is_found_and_named(run_ranks, run, tmp_path):
+    """Parameters and weights are in the order of the model: the last of all is the bias of the
+    auxiliary classifier. Gradients come in the other order. A replay passes the step of a changed
+    checkpoint, or starts from it."""
+    names = list(load(run / "checkpoints/last.pt").model)
+    last = receipts_of(run)[-1]
+    parameters = len(base64.b64decode(last["gradients"])) // 2
+    of_step = "step {} differs from its receipt".format
+    kept = "step_0000002.pt differs from the weights of its step, 2"
+    told = "split train: names, sizes or order of the files differ", "config.yaml has been edited: "
+    other = "--steps", "1:", "--set", f"data.root={tmp_path / 'data'}"
+    weights = f"weights: 2 of {len(names)} tensors differ; the first is {names[1]}"
+    average = f"average: 1 of {len(names)} tensors differ; the first is {names[-1]}"
+    gradients = f"gradients: 2 of {parameters} tensors differ; the first is {names[-1]}"
+    cases = [
+        (receipt(loss=last["loss"][:-4] + "0p-1"), (), of_step(4), "loss: ", ""),
+        (receipt(samples="0" * 16), (), of_step(4), "samples: other names or another order", ""),
+        (receipt(pixels="0" * 16), (), of_step(4), "pixels: the same samples, ", ""),
+        (receipt(gradients=[2, -1]), (), of_step(4), gradients, ""),
+        (receipt(weights=[8, 16]), (), of_step(4), weights, ""),
+        (receipt(average=[-1]), (), of_step(4), average, ""),
+        (other_pixels, other, of_step(1), "pixels: the same samples, but other crops", told[0]),
+        (edited_config, (), of_step(4), "", told[1] + "optim.lr: 0.02 there, 0.5 now\n"),
+    ]
+    for kind in ("model", "average", "optimizer"):
+        name = names[0] if kind != "optimizer" else f"momentum_buffer of {names[0]}"
         step, field = 3 if kind == "model" else 4, "average" if kind == "average" else "loss"
-        said = f"{tmp_path / kind}: step {step} differs from its receipt\n  {field}: "
-        assert started[2].startswith(said)
+        cases.append((kept_number(kind), ("--steps", "1:3"), kept, f"{kind}: 1 of ", name))
+        cases.append((kept_number(kind), ("--steps", "3:"), of_step(step), f"{field}: ", ""))
+    copies = [Path(shutil.copytree(run, tmp_path / str(i))) for i in range(len(cases))]
+    for copy, (edit, *_) in zip(copies, cases, strict=True):
+        edit(copy)
+    calls = ((copy, *words) for copy, (_, words, *_) in zip(copies, cases, strict=True))
+    (results,) = run_ranks(1, all_of, *calls)
+    for copy, case, (code, printed, said) in zip(copies, cases, results, strict=True):
+        _, _, first, second, told = case
+        assert (code, "verified" in printed) == (4, False)
+        lines = said.splitlines()
+        assert lines[0] == f"{copy}: {first}"
+        assert lines[1].strip().startswith(second)
+        assert told in printed + said
 
 
 def test_a_damaged_checkpoint_is_found_before_and_another_arithmetic_told(run_ranks, run, tmp_path):
@@ -239,7 +236,7 @@ def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_
     (lost / "receipts.jsonl").write_text("".join([*lines[:1], *lines[2:]]))
     for directory, step in ((early, 0), (late, STEPS + 1)):
         with (directory / "receipts.jsonl").open("a") as file:
-            file.write(json.dumps(last_receipt(run) | {"step": step}) + "\n")
+            file.write(json.dumps(receipts_of(run)[-1] | {"step": step}) + "\n")
     foreign = "receipts.jsonl: has receipts of 1 step that the run has not, as"
     refused = {
         (tmp_path / "nowhere",): (2, "nowhere: expected the directory of a run"),
@@ -259,22 +256,13 @@ def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_
     assert (code, said) == (0, "")
 
 
-def test_a_config_edited_after_training_is_told(run_ranks, run, tmp_path):
-    copy = shutil.copytree(run, tmp_path / "run")
-    path = copy / "config.yaml"
-    path.write_text(path.read_text().replace("  lr: 0.02\n", "  lr: 0.5\n"))
-    ((code, printed, said),) = run_ranks(1, verify, copy)
-    assert (code, "step 4 differs from its receipt" in said) == (4, True)
-    assert "warning: config.yaml has been edited: optim.lr: 0.02 there, 0.5 now\n" in printed
-
-
 def test_the_command_line_verifies_on_ranks_that_it_starts(run, tmp_path):
     """A difference ends all ranks, and is told once."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    change_receipt(copy, 3, lambda receipt: receipt.update(grad_norm="0x1p+0"))
+    receipt(grad_norm="0x1p+0")(copy)
     command = Command(tmp_path, "verify", copy, "--nproc", "2", "--device", "cpu")
     assert command.wait() == 4
     err = command.errors
-    assert err.count(f"{copy}: step 3 differs from its receipt") == 1
+    assert err.count(f"{copy}: step 4 differs from its receipt") == 1
     assert err.count("grad_norm: 1 (0x1p+0) there, ") == 1
     assert "Traceback" not in err
