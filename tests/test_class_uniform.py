@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from experiments import last, refusal, small, train, write_config, write_data
-from scipy import ndimage
 
 from segtrain.config import AugmentConfig, DataConfig
 from segtrain.data import open_dataset
@@ -25,6 +24,8 @@ CPU = torch.device("cpu")
 
 def nvidia_centroids(label, tile_px):
     """class_centroids_image of NVIDIA's datasets/uniform.py: whole tiles only, (class, y, x)."""
+    from scipy import ndimage
+
     found = []
     for y in range(label.shape[0] // tile_px):
         for x in range(label.shape[1] // tile_px):

@@ -129,9 +129,9 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, forkserv
     options = small(
         data,
         data={"num_workers": 2},
-        augment={"crop_size": [25, 33]},
+        augment={"crop_size": [9, 17]},  # float16 takes ten times as long on a CPU
         train={"steps": 7, "batch_size": 4, "precision": "float16"},
-        eval={"every_steps": 4},
+        eval={"every_steps": 4, "precision": "float32"},
         checkpoint={"every_steps": 1, "keep_every_steps": 3},
     )
     config = write_config(tmp_path / "c.yaml", options)
@@ -264,12 +264,12 @@ def test_a_run_begins_anew_only_if_it_has_never_saved(run_ranks, tmp_path, data)
 
 @pytest.fixture(scope="module")
 def alone_with_evaluations(run_ranks, tmp_path_factory):
-    """A config with an evaluation of 40 images after steps 2 and 4, and its undisturbed run."""
+    """A config with an evaluation of 16 images after steps 2 and 4, and its undisturbed run."""
     root = tmp_path_factory.mktemp("evaluations")
-    write_data(root, num_val=40)
+    write_data(root, num_val=16)
     options = small(
         root,
-        norm={"precise_batches": 20},
+        norm={"precise_batches": 8},
         train={"steps": 4, "batch_size": 4, "shares": 2},
         eval={"every_steps": 2},
         checkpoint={"keep_every_steps": 2},
@@ -343,7 +343,7 @@ def test_a_run_stopped_in_an_evaluation_leaves_it_and_repeats_it(
     stopped = (step, where, config, run, False, number, 1)
     found = run_ranks(2, signalled_in_evaluation, *stopped)
     assert [code_of_rank for code_of_rank, _ in found] == [code] * 2
-    assert max(begun for _, begun in found) <= 20 // 2
+    assert max(begun for _, begun in found) <= 8 // 2
     assert (last(run).step, last(run).evaluated) == (step, evaluated)
     log = (run / "train.log").read_text()
     assert f"stopped by {signal.Signals(number).name} after step {step}, which is saved" in log
