@@ -98,13 +98,13 @@ def test_the_numbers_are_there_to_the_last_bit():
 def test_a_step_that_overflowed_float16_has_a_receipt(run_ranks, tmp_path, data):
     options = {
         "augment": {"crop_size": [9, 17]},  # float16 takes ten times as long on a CPU
-        "train": {"steps": 2, "shares": 2, "batch_size": 4, "precision": "float16"},
+        "train": {"steps": 1, "shares": 2, "batch_size": 4, "precision": "float16"},
         "eval": {"precision": "float32"},
     }
     config = write_config(tmp_path / "c.yaml", small(data, **options))
     assert run_ranks(1, train_with_a_large_scale, config, tmp_path / "run") == [0]
     receipts = read_receipts(tmp_path / "run/receipts.jsonl")
-    assert [receipt.grad_norm for receipt in receipts.values()] == ["nan", "nan"]
+    assert [receipt.grad_norm for receipt in receipts.values()] == ["nan"]
 
 
 def train_with_a_large_scale(config, directory):

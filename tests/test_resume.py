@@ -122,16 +122,16 @@ DEATHS = (
 
 @pytest.mark.fault(1, 3, 45, 46)
 def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, forkserver, tmp_path, data):
-    """With augmentation, dropout, averaged weights, a loss scale and two loader workers.
+    """With augmentation, dropout, averaged weights and two loader workers.
 
     At last the newest checkpoint is damaged too, which costs a step.
     """
     options = small(
         data,
         data={"num_workers": 2},
-        augment={"crop_size": [9, 17]},  # float16 takes ten times as long on a CPU
-        train={"steps": 7, "batch_size": 4, "precision": "float16"},
-        eval={"every_steps": 4, "precision": "float32"},
+        augment={"crop_size": [25, 33]},
+        train={"steps": 7, "batch_size": 4},
+        eval={"every_steps": 4},
         checkpoint={"every_steps": 1, "keep_every_steps": 3},
     )
     config = write_config(tmp_path / "c.yaml", options)
@@ -154,8 +154,6 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, forkserv
     assert run_ranks(1, train, config, killed, True) == [0]
     assert_same_state(last(killed), last(alone))
     assert last(killed).best == last(alone).best
-    assert last(killed).scaler == last(alone).scaler
-    assert last(killed).scaler != {}
     kept = sorted(path.name for path in (killed / "checkpoints").glob("step_*"))
     assert kept == ["step_0000003.pt", "step_0000006.pt"]
     for tag in ("train/loss", "eval/mIoU"):
