@@ -1,7 +1,6 @@
 """timm's networks as backbones: timm's features, our batch norm, nothing random, clear refusals."""
 
 import copy
-from importlib.util import find_spec
 
 import pytest
 import torch
