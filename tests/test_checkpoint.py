@@ -144,7 +144,7 @@ def small(tmp_path_factory):
     """A config, its classes and a checkpoint of a training state that has moved."""
     root = tmp_path_factory.mktemp("small")
     write_data(root, num_images=1)
-    options = experiment(root, model={"backbone": "mobilenet_v2"}, optim={"ema_decay": 0.9})
+    options = experiment(root, optim={"ema_decay": 0.9})
     options["train"]["precision"] = "float32"
     config = load_config(write_config(root / "c.yaml", options))
     classes = load_class_file(config.data.classes)
