@@ -73,7 +73,10 @@ def busy(tmp_path_factory, data):
     return write_config(tmp_path_factory.mktemp("busy") / "c.yaml", options)
 
 
-@pytest.mark.slow
+SLOW = pytest.mark.slow("commands", "distributed")
+
+
+@SLOW
 @pytest.mark.fault(7)
 @pytest.mark.parametrize("phase", ["setup", "training", "evaluation", "checkpoint"])
 def test_sigterm_to_the_launcher_in_any_phase_stops_the_run_in_good_order(tmp_path, busy, phase):
@@ -114,7 +117,7 @@ def test_a_signal_to_the_launcher_reaches_ranks_that_have_just_been_started(
 @pytest.mark.fault(10, 11)
 @pytest.mark.parametrize(
     ("times", "pause_s", "hangs"),
-    [(2, 0.1, True), pytest.param(3, 0.0, False, marks=pytest.mark.slow)],
+    [(2, 0.1, True), pytest.param(3, 0.0, False, marks=SLOW)],
 )
 def test_sigint_more_than_once_to_the_launcher_ends_everything_at_once(
     tmp_path, busy, times, pause_s, hangs
@@ -139,26 +142,43 @@ def test_sigint_more_than_once_to_the_launcher_ends_everything_at_once(
     assert last(run).step >= 1
 
 
-@pytest.mark.fault(21)
+@pytest.mark.fault(19, 21)
 @pytest.mark.parametrize(
-    ("ranks", "start"), [pytest.param(1, "", marks=pytest.mark.slow), (2, ""), (1, "forkserver")]
+    ("number", "ranks", "start"),
+    [
+        pytest.param(signal.SIGSTOP, 1, "", marks=SLOW),
+        (signal.SIGSTOP, 2, ""),
+        (signal.SIGSTOP, 1, "forkserver"),
+        (signal.SIGKILL, 1, ""),
+        (signal.SIGKILL, 1, "forkserver"),
+    ],
 )
-def test_a_loader_worker_that_hangs_ends_the_run_and_is_named(tmp_path, data, ranks, start):
-    """Not the rank that waits for the one that waits for it."""
+def test_a_loader_worker_that_hangs_or_is_killed_ends_the_run_and_is_named(
+    tmp_path, data, number, ranks, start
+):
+    """Not the rank that waits for the one that waits for it; wherever the rank is meanwhile."""
     options = small(data, data={"num_workers": 1}, train={"steps": 500, "timeout_s": 6})
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
     how = {LOADER_START: start}
     command = Command(tmp_path, "train", config, "--nproc", ranks, "--output", run, **how)
     command.wait_for_step(run, 2)
     everyone = descendants(command.process.pid)
-    os.kill(everyone[-1], signal.SIGSTOP)
-    said = "no loader worker has given a batch for 5 s (0.8 of train.timeout_s): a worker or "
-    assert ends_as_hung(command, everyone, 0.8 * 6, f"rank {ranks - 1}: {said}")
+    os.kill(everyone[-1], number)
+    if number == signal.SIGSTOP:
+        said = "no loader worker has given a batch for 5 s (0.8 of train.timeout_s): a worker or "
+        assert ends_as_hung(command, everyone, 0.8 * 6, f"rank {ranks - 1}: {said}")
+        return
+    assert command.wait() == 6
+    (line,) = command.errors.splitlines()
+    # The end of its connection may be noticed before its death is.
+    assert line.startswith(("segtrain: DataLoader worker (pid", "segtrain: a loader worker was"))
+    assert "out of memory" in line
 
 
 @pytest.mark.fault(2)
 @pytest.mark.parametrize(
-    ("num_ranks", "trials"), [(1, 1), (2, 1), pytest.param(2, 20, marks=pytest.mark.slow)]
+    ("num_ranks", "trials"),
+    [(2, 1), *(pytest.param(*more, marks=SLOW) for more in ((1, 1), (2, 20)))],
 )
 def test_the_second_attempt_comes_up_with_the_same_weights(
     run_ranks, tmp_path, data, num_ranks, trials
@@ -227,20 +247,3 @@ def test_usr1_requeues_a_slurm_job_that_then_goes_on_by_itself(tmp_path, data):
     again = Command(tmp_path, *arguments, **job, SLURM_RESTART_COUNT="1")
     assert again.wait() == 0, again.errors
     assert last(run).step == 40
-
-
-@pytest.mark.fault(19)
-@pytest.mark.parametrize("start", ["", "forkserver"])
-def test_a_killed_loader_worker_is_told_in_one_line(tmp_path, data, start):
-    """Wherever the rank is when its worker dies."""
-    options = small(data, data={"num_workers": 1}, train={"steps": 500})
-    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
-    how = {LOADER_START: start}
-    command = Command(tmp_path, "train", config, "--nproc", 1, "--output", run, **how)
-    command.wait_for_step(run, 2)
-    os.kill(descendants(command.process.pid)[-1], signal.SIGKILL)
-    assert command.wait() == 6
-    (line,) = command.errors.splitlines()
-    # The end of its connection may be noticed before its death is.
-    assert line.startswith(("segtrain: DataLoader worker (pid", "segtrain: a loader worker was"))
-    assert "out of memory" in line
