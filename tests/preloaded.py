@@ -29,7 +29,8 @@ def fork_server() -> Any:
     """The context of multiprocessing whose processes are forked from the one that has imported."""
     context = multiprocessing.get_context("forkserver")
     # The last ones are what making an optimizer and torch.compile import.
-    libraries = ["albumentations", "torch.utils.tensorboard", "torch._inductor", "torch._dynamo"]
+    libraries = ["albumentations", "matplotlib.backends.backend_agg", "torch.utils.tensorboard"]
+    libraries += ["torch._inductor", "torch._dynamo"]
     launcher = "segtrain.distributed.launcher"
     context.set_forkserver_preload(["segtrain.commands.train.loop", launcher, *libraries])
     return context
