@@ -80,7 +80,7 @@ def test_folds_that_are_killed_and_resumed_end_with_the_same_bits(own, stop, tmp
     check_page(cut, said.out)
     before = (cut / "report.html").read_text()
     (cut / "report.html").unlink()
-    lab.done("report", cut, "--figures", tmp_path / "figures")
+    lab.done("report", cut)
     assert (cut / "report.html").read_text() == before
     check_comparison(whole, cut, lab)
     trained = len(ran)
