@@ -84,7 +84,8 @@ def test_the_precision_may_change_on_the_way(run_ranks, tmp_path, data):
     run = tmp_path / "run"
     scalers = []
     for steps, precision in [(1, "float32"), (3, "float16"), (4, "float16"), (5, "float32")]:
-        options = small(data, train={"steps": steps, "precision": precision})
+        sizes = {"train": {"steps": steps, "precision": precision, "batch_size": 2}}
+        options = small(data, **sizes, augment={"crop_size": [17, 25]})
         config = write_config(tmp_path / "c.yaml", options)
         resumed = steps > 1
         assert run_ranks(1, train, config, run, resumed, accept_changes=resumed) == [0]
@@ -149,17 +150,17 @@ def test_no_network_no_terminal_and_no_language_are_needed(tmp_path, no_network)
     words = ["train", config, "--nproc", 2, "--output", run]
     trained = Command(tmp_path, *words, wrapper=no_network)
     assert trained.wait() == 0, trained.errors
-    predict = ["predict", str(run), str(root / "images"), "--output", str(tmp_path / "p")]
-    code = f"""
-        from segtrain.cli import main
-        assert main(["eval", {str(run)!r}]) == main({predict!r}) == 0
-    """
-    done = run_python(code, wrapper=no_network, LC_ALL="C", PYTHONUTF8="0", TERM="dumb")
+    predict = ["predict", run, root / "images", "--output", tmp_path / "p"]
+    predicted = Command(tmp_path, *predict, wrapper=no_network)
+    assert predicted.wait() == 0, predicted.errors
+    code = f"import sys; from segtrain.cli import main; sys.exit(main(['eval', {str(run)!r}]))"
+    language = {"LC_ALL": "C", "PYTHONUTF8": "0", "TERM": "dumb"}
+    done = run_python(code, wrapper=no_network, **language)
     assert done.returncode == 0, done.stderr
     # torch remarks that it cannot look up names.
-    said = (trained.errors + done.stderr).splitlines()
+    said = (trained.errors + predicted.errors + done.stderr).splitlines()
     assert [line for line in said if "hostname of the client socket" not in line] == []
     assert "Stra" in done.stdout
     assert done.stdout.isascii()
-    for output in (trained.output, done.stdout):
+    for output in (trained.output, predicted.output, done.stdout):
         assert all(letter.isprintable() or letter == "\n" for letter in output)
