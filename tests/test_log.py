@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from experiments import fill, small, train, write_config, write_data
 from processes import REPOSITORY
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
 
 from segtrain.run import console
 from segtrain.run.console import ProgressBar, progress_words, say
@@ -24,6 +22,8 @@ def lines(directory):
 
 
 def board(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     accumulator = EventAccumulator(str(directory), size_guidance={"images": 0, "scalars": 0})
     accumulator.Reload()
     return accumulator
@@ -78,6 +78,8 @@ def test_any_ranks_show_the_same_pictures_of_the_whole_split(run_ranks, tmp_path
 
 def test_values_after_the_step_of_resumption_are_dropped(tmp_path, monkeypatch):
     """A killed run has logged steps after its last checkpoint, and may evaluate the last again."""
+    from tensorboard.summary.writer import event_file_writer
+
     # TensorBoard numbers the files of a process, and reads 10 before 9 if they are of one second.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     with RunLog(tmp_path, enabled=True) as run:
