@@ -3,6 +3,8 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 export NO_ALBUMENTATIONS_UPDATE := 1
+# Hundreds of processes import the same files: compile each once, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install demo test test-all test-gpu test-gpus coverage lint format upgrade clean
 
