@@ -3,7 +3,6 @@
 import pytest
 import torch
 from replays import config_of
-from torch.utils.flop_counter import FlopCounterMode
 
 from segtrain import kernels
 from segtrain.commands.train.preflight import device_lines
@@ -70,6 +69,8 @@ def look(x):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*is deprecated")
 def test_what_watches_or_changes_operations_gets_those_of_torch(monkeypatch):
+    from torch.utils.flop_counter import FlopCounterMode
+
     x = torch.zeros(1, 3, 2, 2)
     assert look(x).all()
     with FlopCounterMode(display=False):
