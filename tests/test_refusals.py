@@ -158,7 +158,7 @@ VALUES = [
     (f"{SHOW} train.shares=0", "--set train.shares: must be greater than 0, got 0"),
     (
         "train my.yaml --output new --nproc 3 --set train.shares=2",
-        "...2 shares leave some of 3 ranks without one; start at most 2 ranks, ...",
+        "...2 shares ... at most 2 ranks, ...",
     ),
     (f"{SHOW} train.split=[0,0]", "--set train.split: all numbers are 0..."),
     (f"{SHOW} train.split=[]", "--set train.split: ... at least 1 ..."),
@@ -167,13 +167,13 @@ VALUES = [
     (f"{SHOW} norm.kind=group --set model.recompute=norm", "... no effect with norm.kind group..."),
     (
         f"{SHOW} model.backbone=mobilenet_v2 --set model.recompute=norm",
-        "...recompute: has no effect with backbone mobilenet...",
+        "...recompute: ... backbone mobilenet...",
     ),
     (f"{HOGWILD} train.precision=float16", "...precision: ... cannot go ..."),
     (f"{HOGWILD} loss.kind=ohem", "...loss: ohem is about the pixels of the whole batch..."),
     (
         f"{HOGWILD} loss.kind=lovasz_batch",
-        "...loss: lovasz_batch is about the pixels of the whole batch...",
+        "...lovasz_batch is about the pixels of the whole batch...",
     ),
     (f"{SHOW} train.staleness=3", "...staleness: has no effect with parallel sync..."),
     (f"{SERVER} train.precision=float16", "...precision: float16 cannot go ... server..."),
@@ -193,15 +193,15 @@ VALUES = [
     (f"{SHOW} 'loss.also=[{{weight: 5.0}}]'", "...kind..."),
     (
         f"{SHOW} 'loss.also=[{{kind: dice, ohem_min_kept: 5}}]'",
-        "...ohem_min_kept: has no effect with kind dice...",
+        "...ohem_min_kept: ... with kind dice...",
     ),
     (
         f"{SHOW} 'loss.also=[{{kind: focal, class_weights: [0.0]}}]'",
-        "...class_weights: all weights are 0...",
+        "...weights: all weights are 0...",
     ),
     (
         f"{SHOW} loss.logit_adjustment=0.5",
-        "...logit_adjustment: has no effect with class_weights null...",
+        "...adjustment: has no effect with class_weights null...",
     ),
     *(
         (f"{SHOW} eval.best={value}", "--set eval.best: ...")
@@ -251,10 +251,7 @@ TRAINING = [
     (f"{RESTARTED} --accept-changes", "--accept-changes: serves only --resume"),
     ("export a --format onnx --output a.pt2", "... onnx write --output a.onnx..."),
     ("export a --format pt2 --output b/a.PT", "... torchscript; for --format pt2 write ... b/a..."),
-    (
-        "export a --format safetensors --output a --size 64 96",
-        "...--size: no effect on --format safetensors, ...",
-    ),
+    ("export a --format safetensors --output a --size 64 96", "...--size: no effect on ..."),
     ("train my.yaml --requeue", "--requeue: this is no SLURM job (SLURM_JOB_ID is not set)"),
 ]
 
@@ -272,10 +269,7 @@ EVAL = "eval runs/my --device cpu"
 DECIDED = "the checkpoint decides this; only data., eval., train.precision can be set"
 INTO_LABELS = "... data/labels/val: would write into .../data/labels, where ..."
 EVALUATING = [
-    (
-        f"{EVAL} --set eval.flip=true --set model.align_corners=true",
-        f"--set model.align_corners=true: {DECIDED}",
-    ),
+    (f"{EVAL} --set eval.flip=true --set model.stem=7x7", f"--set model.stem=7x7: {DECIDED}"),
     (f"{EVAL} --set eval.best=mdice", "--set eval.best: is about evaluations while a model..."),
     (f"{EVAL} --set train.steps=7", f"--set train.steps=7: {DECIDED}"),
     (f"{EVAL} --set data.classes=two.yaml", 3, "...4 classes there, 2 now; class 0 is ground ..."),
@@ -308,17 +302,14 @@ OTHERS = [
     (f"{POPULATION} --every 4", "--every: 4 must be smaller than train.steps"),
     (f"{POPULATION} --set train.shares=2", "...shares: has no place in a population; set it ..."),
     (f"{POPULATION} --perturb optim.lrr", "... no such option; did you mean optim.lr?"),
-    (
-        f"{POPULATION} --perturb optim.clip_grad_norm",
-        "--perturb optim.clip_grad_norm: is None here; ...",
-    ),
+    (f"{POPULATION} --perturb optim.clip_grad_norm", "...clip_grad_norm: is None here; ..."),
     (f"{POPULATION} --perturb optim.momentum", "...momentum: 0.9 times 1.2 is refused: ..."),
     (f"{POPULATION} --perturb schedule.poly_power", "... no effect with kind constant; ..."),
     (f"RANK=2 WORLD_SIZE=2 {POPULATION}", A_RANK),
     (f"SLURM_STEP_ID=2 SLURM_NTASKS=2 {POPULATION}", A_RANK),
     (
         f"{BENCH} --set train.parallel=hogwild --set optim.ema_decay=null",
-        "--set train.parallel: hogwild: its processes do not share steps: use sync",
+        "...do not share steps: use sync",
     ),
     (f"{BENCH} --profile /", "--profile /: cannot be written: is a folder; name a file"),
     (f"{BENCH} --profile q\udcff.json", "q\\udcff.json: expected a name in UTF-8"),
