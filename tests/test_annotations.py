@@ -619,6 +619,8 @@ BROKEN = [
     (coco, segment({"size": [H, W - 1], "counts": [H * (W - 1)]}), "size of its run lengths"),
     (coco, segment({"size": SIZE, "counts": [5, 3]}), "do not fill 713 px"),
     (coco, segment({"size": SIZE, "counts": [-5, H * W + 5]}), "do not fill 713 px"),
+    (coco, segment({"size": SIZE, "counts": "o" * 9}), "damaged run lengths"),
+    (coco, segment({"size": SIZE, "counts": "Y" + "f" + "P" * 6 + "0"}), "damaged run lengths"),
     (coco, segment({"size": SIZE, "counts": "ü3"}), "damaged run lengths"),
     (coco, {"annotations": [ONE | {"category_id": 5}]}, "category_id is not in the file"),
     (coco, {"annotations": [ONE | {"segments_info": []}]}, "panoptic"),

@@ -200,11 +200,6 @@ def test_bands_go_together_by_names_and_an_image_of_others_is_refused(folder, im
         choose_labels(survey(folder), Answers())
 
 
-def test_scenes_whose_pictures_are_not_called_as_bands_are_no_images_of_bands(folder, refused):
-    write_bands(folder, "scenes/scene{i:02}/P{k:02}.tif", "labels/scene{i:02}.tif")
-    assert "no labels that belong to them" in refused(code=3)
-
-
 # Splits: of labelled images of these names, no file is opened
 
 
