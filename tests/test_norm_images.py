@@ -5,7 +5,7 @@ The oracle is F.batch_norm in float64 on every group, in one process.
 
 import itertools
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ SPLITS = {
 IMAGES = (1, 2, 3, 4, 6, 12)
 
 
+@cache
 def expected(images, running, momentum):
     """Outputs, the gradient, and running mean, variance and count after two batches."""
     x = X.clone().requires_grad_()
@@ -84,8 +85,8 @@ def all_splits(ranks):
     return {
         (i, images, law): two_batches(split, images, *law)
         for i, split in enumerate(SPLITS[ranks])
-        for images in IMAGES
-        for law in LAWS
+        for j, images in enumerate(IMAGES)
+        for law in LAWS[(i + j) % 2 :: 2]  # each law with one momentum
     }
 
 
@@ -103,7 +104,7 @@ def test_groups_of_images_are_those_of_one_process(run_ranks, ranks):
 
 
 def towers(ranks, images):
-    """200 batches of `images` a group through every law, in parts of uneven size."""
+    """Batches of `images` a group through every law, in parts of uneven size."""
     parts = {1: [6], 2: [5, 1]}[ranks]
     first = sum(parts[: dist.rank()])
     layers = {
@@ -112,7 +113,7 @@ def towers(ranks, images):
     generator = torch.Generator().manual_seed(1)
     with placed(parts):
         make_groups(nn.ModuleList(layers.values()))
-        for _ in range(200):
+        for _ in range(20):
             x = torch.randn(6, C, 2, 1, generator=generator) * 2 + 5
             for layer in layers.values():
                 layer.double()(x[first : first + parts[dist.rank()]].double())
@@ -125,7 +126,7 @@ def test_running_statistics_are_those_of_towers(run_ranks, ranks):
     """nn.BatchNorm2d as N towers have it: all values at once, one each, or one for all in turn."""
     of = {law: [nn.BatchNorm2d(C, momentum=law[1]).double() for _ in range(3)] for law in LAWS}
     generator = torch.Generator().manual_seed(1)
-    for _ in range(200):
+    for _ in range(20):
         x = (torch.randn(6, C, 2, 1, generator=generator) * 2 + 5).double()
         for (running, _), (one, *_), layers in ((law, of[law], of[law]) for law in LAWS):
             if running == "pooled":
