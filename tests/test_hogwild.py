@@ -17,7 +17,7 @@ from segtrain.errors import ConfigError, LostRanksError
 from segtrain.training.hogwild import HogwildBarrier, config_of_process, shared_copies
 from segtrain.training.step_sync import StepSync
 
-STEPS = 6
+STEPS = 4
 
 
 def config(data, directory, parallel="hogwild", name="c.yaml", every_steps=None, **options):
@@ -60,7 +60,7 @@ def test_processes_share_weights_and_statistics_and_do_not_wait(run_ranks, tmp_p
     log = (tmp_path / "run" / "train.log").read_text()
     assert "parallel   hogwild: 2 processes change the same weights without waiting" in log
     assert "norm       batch norm, each process alone; statistics over 2 images" in log
-    assert [step for step, _ in curve(tmp_path / "run", "eval/mIoU")] == [2, 4, 6]
+    assert [step for step, _ in curve(tmp_path / "run", "eval/mIoU")] == [2, 4]
 
 
 def sums_alone(value):
@@ -167,7 +167,7 @@ def meetings(stops, dues, paces):
 @pytest.mark.parametrize("stops", [(None, 7), (12, 7), (3, None)])
 def test_all_meet_after_the_same_step(run_ranks, stops):
     """Both orders: the fast process is asked, or the slow one."""
-    for paces in (1, 10_000_000):
+    for paces in (1, 1_000_000):
         one, other = run_ranks(2, meetings, stops, (2, 20), paces)
         assert one == other
         steps = [step for step, _, _ in one]

@@ -110,7 +110,7 @@ def test_a_slot_that_fails_or_meets_less_often_ends_all_of_them(slot, at_once, f
     assert threading.active_count() == before
 
 
-def peak_of_a_step(data, tmp_path, batch_size, virtual, size=65):
+def peak_of_a_step(data, tmp_path, batch_size, virtual, size=41):
     """The peak of live bytes beyond parameters and images, in a step; and the gradients."""
     from segtrain.config import load_config
     from segtrain.models import build_model
