@@ -145,7 +145,7 @@ def test_training_leaves_a_page_whose_numbers_are_those_of_eval(run, scored):
     ],
 )
 @pytest.mark.usefixtures("no_charts")
-def test_an_option_replaces_what_it_wrote_and_nothing_else(run, tmp_path, lab, words):
+def test_an_option_replaces_what_it_wrote_and_nothing_else(run, scored, tmp_path, lab, words):
     words, options = (part.split() for part in words.replace("RUN", str(run)).split(": "))
     file = tmp_path / "there"
     for there in ((run.parent / "data/labels/val/0.png").read_bytes(), b'{"shapes": []}'):
@@ -153,8 +153,15 @@ def test_an_option_replaces_what_it_wrote_and_nothing_else(run, tmp_path, lab, w
         for option in options:
             said = lab.refused(*words, option, file)
             assert f"{option} {file}: cannot be written: exists, and is no" in said
-    given = [word for option in options for word in (option, tmp_path / option)]
-    assert [lab.command(*words, *given).code for _ in range(2)] == [0, 0]
+    files = {option: tmp_path / option for option in options}
+    given = [word for pair in files.items() for word in pair]
+    earlier = {"report": {"--output": run / "report.html"}, "eval": scored}.get(words[0])
+    if earlier is None:
+        lab.done(*words, *given)
+    else:  # which takes longer
+        for option, written in files.items():
+            shutil.copy(earlier[option], written)
+    lab.done(*words, *given)
 
 
 def test_figures_have_the_numbers_of_eval(run, scored, tmp_path, lab, monkeypatch):
@@ -322,8 +329,8 @@ def alarms(times, **options):
 
 @pytest.mark.parametrize("options", [{}, {"sequences": 8}])
 def test_equal_models_are_told_apart_as_often_as_the_interval_says(options):
-    """One time in twenty; 120 trials of that are 1 to 12 with a probability of 0.99."""
-    assert 0.005 <= alarms(120, **options) <= 0.12
+    """One time in twenty; 80 trials of that are 1 to 9 with a probability of 0.97."""
+    assert 1 / 80 <= alarms(80, **options) <= 9 / 80
     assert alarms(20, gain=1.0, **options) > 0.7
 
 
