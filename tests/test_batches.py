@@ -7,7 +7,6 @@ import pytest
 import torch
 from memory import LiveBytes
 from test_inference import WAYS, TinyModel, settings
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.config import load_config
 from segtrain.evaluation import settings as evaluation_settings
@@ -127,25 +126,22 @@ def test_a_cpu_takes_small_windows_of_one_image_and_a_device_what_its_memory_hol
 
 @pytest.mark.parametrize(
     ("recipe", "num_classes"),
-    [
-        ("ade20k_pspnet_r101_semseg", 150),
-        pytest.param(
-            "cityscapes_deeplabv3plus_mobilenet_v2",
-            19,
-            marks=pytest.mark.slow("evaluation", "models"),
-        ),
-    ],
+    [("cityscapes_deeplabv3plus_mobilenet_v2", 19), ("camvid_deeplabv3plus_r18", 150)],
 )
 def test_a_pixel_takes_no_more_memory_than_is_reckoned_with(recipe, num_classes):
-    """Counted on tensors without values. A kernel's workspace comes on top, as do weights."""
-    config = load_config(CONFIGS / f"{recipe}.yaml")
-    size = (512, 512)
-    with FakeTensorMode():
-        model = build_model(config.model, num_classes=num_classes).eval()
-        group = [torch.zeros(1, 3, *size, dtype=torch.uint8) for _ in range(2)]
-        how = settings(mode="whole", flip=True)
-        with LiveBytes([]) as memory:
-            predict_labels(model, group, how, [size] * 2, BatchLimits(2, 2))
+    """A kernel's workspace comes on top, as do weights.
+
+    The peak of the first is in its features, that of the second in its classes.
+    """
+    config, size = load_config(CONFIGS / f"{recipe}.yaml"), (128, 128)
+    model = config.model.model_copy(update={"pretrained": None})
+    model = build_model(model, num_classes=num_classes).eval()
+    group, how = (
+        [torch.zeros(1, 3, *size, dtype=torch.uint8)] * 2,
+        settings(mode="whole", flip=True),
+    )
+    with LiveBytes([]) as memory:
+        predict_labels(model, group, how, [size] * 2, BatchLimits(2, 2))
     a_pixel = memory.peak / (2 * size[0] * size[1])
     most = evaluation_settings._FEATURES + evaluation_settings._CLASS * num_classes
-    assert 3 * 4 < a_pixel < most
+    assert most / 2 < a_pixel < most
