@@ -10,6 +10,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,14 @@ class Times:
 
 def processor_s(process: int) -> float:
     """What a process and all that it started have used of processors, ended ones included."""
-    try:
-        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    folder, used = Path(f"/proc/{process}"), 0.0
+    with suppress(OSError):  # it has ended: its parent has its seconds
+        words = (folder / "stat").read_text().rpartition(")")[2].split()
         used = sum(map(int, words[11:15])) / _TICKS
-        children = [
-            int(child)
-            for task in Path(f"/proc/{process}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0  # it has ended: its parent has its seconds
-    return used + sum(map(processor_s, children))
+        for task in (folder / "task").iterdir():
+            with suppress(OSError):  # a thread that has ended
+                used += sum(map(processor_s, map(int, (task / "children").read_text().split())))
+    return used
 
 
 def tables(figures: dict[str, Any], commit: str) -> str:
