@@ -25,9 +25,11 @@ from segtrain.training import state as training_state
 from segtrain.training.exact_sum import ExactGradientSum
 
 STEPS, CLIP = 2, 0.7
+# More pixels than any of two ranks has, and probabilities that leave it to the hardest of them.
+MINED = "loss.kind=ohem loss.ohem_min_kept=3400"
 WEIGHTS = "loss.class_weights=[1.0,2.3,0.4,1.7]"
-# Sums of float32 weights are exact in float64 unless they are as far apart as these.
-APART_WEIGHTS = "loss.class_weights=[1.3e7,1.1e-9,1.7e-5,0.7]"
+# Sums of float32 weights are exact in float64 unless they are many, and as far apart as these.
+FAR = "loss.class_weights=[1.3e7,1.1e-9,1.7e-5,0.7] train.batch_size=10 train.shares=5"
 # The gradient of a mean over pixels contains their number alone, that of dice all sums.
 SEVEN = (
     "[{kind:ohem,ohem_fraction:0.2},{kind:focal,weight:0.7},"
@@ -39,9 +41,8 @@ BANDS = "task=multilabel data.label_format=bands augment.max_class_share=1.0"
 # Of each group a row has one option at most.
 OPTIONS = {
     "loss": {
-        # More pixels than any of two ranks has; then a threshold that leaves it to their number.
-        "mining": f"loss.kind=ohem loss.ohem_min_kept=3400 {WEIGHTS}",
-        "weights far apart": f"loss.kind=ohem loss.ohem_threshold=0.0 {APART_WEIGHTS}",
+        "mining": f"{MINED} loss.ohem_threshold=0.2 {WEIGHTS}",
+        "weights far apart": f"{MINED} loss.ohem_threshold=0.0 {FAR}",
         "seven losses": f"loss.kind=dice loss.also={SEVEN}",
         "overlapping classes": f"{BANDS} loss.class_weights=[1.3,0.4] loss.also={SIX}",
     },
@@ -122,8 +123,10 @@ APART = [
     # Where they pool globally, a channel has one value.
     ({"single images", "group norm"}, {*OPTIONS["model"]}),
     ({"group norm"}, {"precise", "recomputed norms"}),
-    ({"workers"}, {"weights far apart", "precise", *OPTIONS["norm"]}),
-    ({"two passes"}, {"weights far apart", "workers"}),  # which have them
+    ({"workers"}, {"precise", *OPTIONS["norm"]}),
+    ({"weights far apart"}, {"groups of two", "groups of four"}),  # of which five are none
+    ({"two passes", "workers"}, {"weights far apart"}),  # which has them
+    ({"two passes"}, {"workers"}),
     ({"means of two steps"}, {*ROUNDED}),
 ]
 

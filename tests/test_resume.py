@@ -262,15 +262,15 @@ def test_a_run_begins_anew_only_if_it_has_never_saved(run_ranks, tmp_path, data)
 
 @pytest.fixture(scope="module")
 def alone_with_evaluations(run_ranks, tmp_path_factory):
-    """A config with an evaluation of 16 images after steps 2 and 4, and its undisturbed run."""
+    """A config with an evaluation of 16 images after each of two steps, and its undisturbed run."""
     root = tmp_path_factory.mktemp("evaluations")
     write_data(root, num_val=16)
     options = small(
         root,
         norm={"precise_batches": 8},
-        train={"steps": 4, "batch_size": 4, "shares": 2},
-        eval={"every_steps": 2},
-        checkpoint={"keep_every_steps": 2},
+        train={"steps": 2, "batch_size": 4, "shares": 2},
+        eval={"every_steps": 1},
+        checkpoint={"keep_every_steps": 1},
     )
     options["augment"]["crop_size"] = [25, 33]
     config = write_config(root / "c.yaml", options)
@@ -330,7 +330,7 @@ def test_a_run_whose_directory_was_made_anew_saves_nothing_into_it(
 @pytest.mark.fault(7)
 @pytest.mark.parametrize(
     ("where", "number", "code", "step", "evaluated"),
-    [("predict_labels", signal.SIGINT, 130, 4, 2), ("batches", signal.SIGTERM, 143, 2, 0)],
+    [("predict_labels", signal.SIGINT, 130, 2, 1), ("batches", signal.SIGTERM, 143, 1, 0)],
 )
 def test_a_run_stopped_in_an_evaluation_leaves_it_and_repeats_it(
     run_ranks, tmp_path, alone_with_evaluations, where, number, code, step, evaluated
@@ -346,7 +346,7 @@ def test_a_run_stopped_in_an_evaluation_leaves_it_and_repeats_it(
     log = (run / "train.log").read_text()
     assert f"stopped by {signal.Signals(number).name} after step {step}, which is saved" in log
     assert run_ranks(2, train, config, run, True) == [0] * 2
-    for name in ("last.pt", "best.pt", "step_0000002.pt"):
+    for name in ("last.pt", "best.pt", "step_0000001.pt"):
         one, other = (load(place / "checkpoints" / name) for place in (run, alone))
         assert bits(one) == bits(other)
         assert (one.evaluated, one.best) == (other.evaluated, other.best)

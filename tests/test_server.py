@@ -134,8 +134,8 @@ def test_a_run_goes_on_with_another_number_of_workers(run_ranks, tmp_path, data)
     one = config(data, tmp_path, "one.yaml", parallel="sync", **options)
     assert train(one, tmp_path / "one") == 0
     file = config(data, tmp_path, staleness=0, **options)
-    assert run_ranks(4, train, file, tmp_path / "other", until=2) == [0] * 4
-    assert last(tmp_path / "other").step == 2
+    assert run_ranks(4, train, file, tmp_path / "other", until=1) == [0] * 4
+    assert last(tmp_path / "other").step == 1
     assert run_ranks(3, train, file, tmp_path / "other", True) == [0] * 3
     assert_equal_runs(tmp_path / "one", tmp_path / "other")
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "other"), rel=1e-9)
@@ -156,15 +156,15 @@ def alone(where, file, run, world):
 def test_the_others_go_on_without_a_worker_that_was_killed(tmp_path, data, staleness):
     file = config(data, tmp_path, steps=STEPS * 4, staleness=staleness, every_steps=STEPS * 3)
     run = tmp_path / "run"
-    first, *workers, killed = alone(tmp_path, file, run, 4)
+    first, worker, killed = alone(tmp_path, file, run, 3)
     first.wait_for_step(run, 3)
     with_signal(killed.process.pid, signal.SIGKILL)
-    assert [one.wait() for one in (first, *workers)] == [0, 0, 0], first.errors
-    assert "rank 3 is gone with its part; workers left: 2" in first.output
+    assert [first.wait(), worker.wait()] == [0, 0], first.errors
+    assert "rank 2 is gone with its part; workers left: 1" in first.output
     assert last(run).step == STEPS * 4
     assert [step for step, _ in curve(run, "eval/mIoU")] == [STEPS * 3, STEPS * 4]
     (batches,) = {v.item() for k, v in last(run).model.items() if "num_batches" in k}
-    assert batches in (3 * STEPS * 4, 3 * STEPS * 4 - 1)  # its part, if it had one
+    assert batches in (2 * STEPS * 4, 2 * STEPS * 4 - 1)  # its part, if it had one
 
 
 def test_without_workers_the_server_gives_up(tmp_path, data):
