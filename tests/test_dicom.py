@@ -11,7 +11,9 @@ from segtrain.data.read.volumes import find_volumes, load_volume, read_stack
 from segtrain.errors import DataError
 
 CODECS = ("JPEG Lossless", "JPEG-LS", "JPEG 2000")
-KINDS = (*CODECS, "no preamble", "no header", "UIDs", "suffixes", "orientation")
+SLOW = pytest.mark.slow("data")
+KINDS = ["JPEG-LS", "no header", "suffixes", "orientation"]
+MORE_KINDS = ["JPEG Lossless", "JPEG 2000", "no preamble", "UIDs"]
 SUFFIXES = "", ".dcm", ".IMA", ".img", ".001"
 
 
@@ -62,7 +64,7 @@ def by_position(folder):
     return sorted(files, key=files.get)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(x, marks=SLOW) for x in MORE_KINDS)])
 def test_a_series_is_what_it_was_drawn_from_and_what_simpleitk_reads(tmp_path, kind):
     sitk = pytest.importorskip("SimpleITK")
     values, _ = even()
@@ -122,9 +124,11 @@ def test_files_of_no_series_are_named(tmp_path, capfd):
     assert line.endswith(f"{tmp_path}/data/REPORT, {tmp_path}/data/p0/ct/zeros")
 
 
-@pytest.mark.parametrize(
-    "kind", ["cut", "JPEG-LS, cut", "JPEG Lossless, ends", "cosines", "frames", "colours"]
-)
+BROKEN = ["cut", "JPEG Lossless, ends", "cosines", "colours"]
+MORE_BROKEN = ["JPEG-LS, cut", "frames"]
+
+
+@pytest.mark.parametrize("kind", [*BROKEN, *(pytest.param(x, marks=SLOW) for x in MORE_BROKEN)])
 def test_a_file_that_is_no_slice_is_one_line_that_names_it(tmp_path, capfd, kind):
     values, label = even(shape=(48, 40, 4))
     write_dicom(tmp_path / "data/p0/ct", values)

@@ -152,7 +152,7 @@ def test_a_dicom_series_is_the_same_slices_as_its_nifti(tmp_path):
 
 def test_a_patient_stays_on_one_side(tmp_path):
     for i in range(6):
-        values, label = phantom(i, SMALL)
+        values, label = phantom(i, (15, 12, 3))
         write_dicom(tmp_path / f"data/scan_{i}/ct", values, patient=f"Anna_{i // 2}")
         write_nifti(tmp_path / f"data/scan_{i}/seg.nii", label)
     assert cut(tmp_path) == 0
@@ -258,7 +258,9 @@ def test_a_stack_is_no_image_of_many_channels(tmp_path, kind):
         read_info(tmp_path / "a.tif")
 
 
-@pytest.mark.parametrize("kind", ["imagej", "ome", "plain"])
+@pytest.mark.parametrize(
+    "kind", ["imagej", "plain", pytest.param("ome", marks=pytest.mark.slow("data"))]
+)
 def test_one_stack_is_cut_into_slices_with_a_gap(tmp_path, kind, capsys):
     values, label = phantom(shape=(48, 40, 40))
     values = axial((values // 8 + 100).clip(0, 255).astype(np.uint8))
