@@ -34,13 +34,6 @@ def program(folder, name, text, interpreter="/bin/bash"):
     return path
 
 
-@pytest.mark.parametrize("path", sorted(CLUSTER.glob("*.sh")), ids=lambda path: path.name)
-def test_shell_scripts_are_of_the_shell_s_grammar(path):
-    assert subprocess.run(["bash", "-n", path]).returncode == 0
-    assert path.stat().st_mode & 0o100
-    assert "set -euo pipefail" in path.read_text()
-
-
 # SLURM. The test is its controller: it starts batch scripts, ends their time, and queues again.
 
 SBATCH = {
@@ -88,6 +81,8 @@ class Job:
     """A batch script as `sbatch` runs it; tasks_per_node: fewer tasks than it asks for."""
 
     def __init__(self, script, *words, where, array_task=None, tasks_per_node=None, segtrain=None):
+        assert script.stat().st_mode & 0o100
+        assert "set -euo pipefail" in script.read_text()
         given = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", script.read_text(), re.M))
         assert len(given) == script.read_text().count("#SBATCH")
         for name, value in given.items():
