@@ -49,6 +49,12 @@ def gloo_ranks(request, device):
     return request.getfixturevalue("spawn_ranks" if device.type == "cuda" else "run_ranks")
 
 
+@pytest.fixture(scope="session")
+def nccl_ranks(request, device):
+    """As `run_ranks`: ranks with a device each over NCCL; on a CPU over gloo."""
+    return request.getfixturevalue("spawn_nccl_ranks" if device.type == "cuda" else "run_ranks")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     isolation.pytest_configure(config)
     if isolation.CHILD not in os.environ:
