@@ -11,7 +11,7 @@ import torch
 from processes import run_python
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed import liveness
+from segtrain.distributed import launcher, liveness
 from segtrain.distributed.liveness import (
     ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
@@ -163,3 +163,8 @@ def test_a_rank_that_cannot_leave_has_told_why_and_ends_with_its_code(
     assert (done.stdout, done.returncode) == ("leaving\n", code)
     assert done.stderr.rstrip().endswith("a.png: no")
     assert [status.code for status in read_exit_statuses(root)] == [code] * launched
+
+
+def test_the_launcher_leaves_the_watchdog_time_to_name_a_rank_that_hangs():
+    # Its watch looks once a second. Sooner, the launcher's SIGKILL takes that rank's message.
+    assert launcher._BEREAVED_S > liveness.PATIENCE_S + 1
