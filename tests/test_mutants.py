@@ -77,6 +77,9 @@ TESTED = {
         def test_larger():
             assert sizes.larger(2, 1) and not sizes.larger(1, 1)
 
+        def test_fails_anyway():
+            assert sizes.unused(0) == 2
+
         def test_nothing():
             sizes.larger(1, 2)
 

@@ -5,14 +5,15 @@
     python tools/mutants.py runs/mutants --whole FILE...  which tests of these files no mutant fails
 
 A mutant is the code with one comparison, operator, condition or constant changed. Each meets the
-tests that reach it, in a clone of the last commit; one that fails none of them has survived. What
-has been found is kept in the folder, and the same command goes on after an interruption.
+tests that reach it and pass, in a clone of the last commit; one that none notices has survived.
+What has been found is kept in the folder, and the same command goes on after an interruption.
 """
 
 import argparse
 import ast
 import copy
 import ctypes
+import hashlib
 import json
 import os
 import random
@@ -175,8 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--show", type=int, metavar="N", help="print a mutant, and do nothing")
     parser.add_argument("--whole", nargs="+", metavar="FILE", help="all tests of these files")
     args = parser.parse_args(arguments)
-    args.folder = args.folder.resolve() / _git("rev-parse", "--short", "HEAD").strip()
     numbered = drawn(args.of, args.count, args.seed)
+    # What is kept belongs to one commit and one draw.
+    drawn_now = hashlib.sha256(repr((numbered, args.whole)).encode()).hexdigest()[:8]
+    commit = _git("rev-parse", "--short", "HEAD").strip()
+    args.folder = args.folder.resolve() / f"{commit}-{drawn_now}"
     if args.show is not None:
         print(told(numbered[args.show]))
         return 0
@@ -202,7 +206,7 @@ def drawn(of: Sequence[str], count: int, seed: int) -> dict[int, Mutant]:
 def reached(
     folder: Path, numbered: dict[int, Mutant], files: Sequence[str] | None
 ) -> tuple[dict[int, list[str]], dict[str, float]]:
-    """The tests that reach each mutant, the shortest first, and the seconds of each test."""
+    """The tests that reach each mutant and pass, the shortest first, and each one's seconds."""
     marks, times = folder / "reached", folder / "times.json"
     if not times.exists():
         clone = _clone(folder / "probed")
@@ -212,7 +216,7 @@ def reached(
         for name, here in by_file.items():
             (clone / name).write_text(probed(_committed(name), here))
         options = ["-n", "auto", "-m", "not slow", "-p", "mutation_probe", "--times", str(times)]
-        said = _pytest(clone, [*options, *(files or [])], {mutation_probe.FOLDER: str(marks)}, None)
+        _, said = _pytest(clone, [*options, *(files or [])], {mutation_probe.FOLDER: str(marks)})
         if not times.exists() or not json.loads(times.read_text())["tests"]:
             sys.exit(said)
     seconds = {name: wall for name, (wall, _) in json.loads(times.read_text())["tests"].items()}
@@ -230,7 +234,7 @@ def met(
     tests: dict[int, list[str]],
     seconds: dict[str, float],
 ) -> dict[int, Any]:
-    """What each mutant's tests said: the failed ones, after a first one that failed no others."""
+    """How many tests met each mutant, and which failed; without --whole they end at the first."""
     file = args.folder / "outcomes.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     outcomes = {int(number): outcome for number, outcome in known.items()}
@@ -261,33 +265,38 @@ def _outcome(
     source = _committed(mutant.file)
     (clone / mutant.file).write_text(changed(source, mutant))
     try:
-        said = _pytest(clone, [*([] if whole else ["-x"]), "-rfE", *names], {}, limit_s)
+        code, said = _pytest(clone, [*([] if whole else ["-x"]), "-rfE", *names], {}, limit_s)
     finally:
         (clone / mutant.file).write_text(source)
-    if said is None:
-        return len(names), ["(did not end)"]
     failed = [
         line.split(" ", 1)[1].partition(" - ")[0]
         for line in said.splitlines()
         if line.startswith(("FAILED ", "ERROR "))
     ]
+    # Tests that pytest does not find (4, 5) have noticed nothing.
+    if code not in (0, 4, 5) and not failed:
+        failed = ["(it did not end)" if code is None else f"(pytest ended with {code})"]
     return len(names), failed
 
 
 def _pytest(
-    clone: Path, options: Sequence[str], environ: dict[str, str], limit_s: float | None
-) -> str | None:
-    """What pytest says in a clone; None if it takes longer. Nothing of it is left running."""
+    clone: Path, options: Sequence[str], environ: dict[str, str], limit_s: float | None = None
+) -> tuple[int | None, str]:
+    """The exit code of pytest in a clone, None if it takes longer, and what it says.
+
+    Nothing of it is left running.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     paths = os.pathsep.join([str(clone), str(clone / "tools")])
     environ = os.environ | {"PYTHONPATH": paths, "NO_ALBUMENTATIONS_UPDATE": "1"} | environ
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=clone, env=environ, **streams) as process:
         try:
-            return process.communicate(timeout=limit_s)[0]
+            said, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             _end_all()
-            return None
+            return None, ""
+    return process.returncode, said
 
 
 def _adopt_orphans() -> None:

@@ -27,6 +27,7 @@ class Reached:
 
     def __init__(self) -> None:
         self._tests: dict[str, list[int]] = {}
+        self._failed: set[str] = set()
         self._fixtures: dict[Any, set[int]] = defaultdict(set)
         _here.mkdir(parents=True, exist_ok=True)
 
@@ -55,8 +56,14 @@ class Reached:
                     reached |= self._fixtures.get(fixture, set())
             self._tests[item.nodeid] = sorted(reached)
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.add(report.nodeid)
+
     def pytest_sessionfinish(self) -> None:
-        _here.with_suffix(".json").write_text(json.dumps(self._tests))
+        # One that fails anyway, or by the marks, would fail with every mutant.
+        passed = {name: n for name, n in self._tests.items() if name not in self._failed}
+        _here.with_suffix(".json").write_text(json.dumps(passed))
 
 
 def _taken() -> set[int]:
