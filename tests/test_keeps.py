@@ -1,8 +1,10 @@
 """What segtrain exists for: things that may change their names and places, but not disappear."""
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from segtrain.cli.table import COMMANDS
 from segtrain.config import load_config, parse_config
@@ -35,12 +37,18 @@ HELD = "optim.layers=[{names: [a], keep_zeros: true}, {zero: ['a.weight[:, 29, 1
     ],
 )
 def test_it_is_an_option(options):
-    parse_config(DATA, source="c.yaml", overrides=options.split())
+    config = parse_config(DATA, source="c.yaml", overrides=options.split())
+    for option in options.split():
+        key, _, value = option.partition("=")
+        assert str(attrgetter(key)(config)) == str(yaml.safe_load(value))
 
 
 def test_weights_are_held_at_0_while_others_train():
     """How is in test_zeros.py."""
-    parse_config(DATA, source="c.yaml", overrides=["train.init_from=x", HELD])
+    config = parse_config(DATA, source="c.yaml", overrides=["train.init_from=x", HELD])
+    held, zero = config.optim.layers
+    assert (held.names, held.keep_zeros) == (("a",), True)
+    assert zero.zero == ("a.weight[:, 29, 13]",)
 
 
 @pytest.mark.parametrize(
