@@ -52,11 +52,17 @@ class Times:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
         figures = {
+            "commit": _commit(),
             "wall_s": time.monotonic() - self._start,
             "collecting_s": self._collecting,
             "tests": self._tests,
         }
         self._file.write_text(json.dumps(figures))
+
+
+def _commit() -> str:
+    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.check_output(words, cwd=Path(__file__).parent, text=True).strip()
 
 
 def processor_s(process: int) -> float:
@@ -71,7 +77,7 @@ def processor_s(process: int) -> float:
     return used
 
 
-def tables(figures: dict[str, Any], commit: str) -> str:
+def tables(figures: dict[str, Any]) -> str:
     """The whole, the files by processor time and the ten longest tests, as Markdown."""
     tests = figures["tests"]
     files: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
@@ -81,8 +87,9 @@ def tables(figures: dict[str, Any], commit: str) -> str:
     whole = sum(processor for _, processor in tests.values()) + sum(figures["collecting_s"])
     collecting = ", ".join(f"{seconds:.0f}" for seconds in figures["collecting_s"])
     lines = [
-        f"At {commit}: {len(tests)} tests in {figures['wall_s'] / 60:.1f} minutes, {whole:.0f} s of"
-        f" processors, of which the workers took {collecting} s until their first test.",
+        f"At {figures['commit']}: {len(tests)} tests in {figures['wall_s'] / 60:.1f} minutes,"
+        f" {whole:.0f} s of processors, of which the workers took {collecting} s until their first"
+        " test.",
         "",
         "| file | tests | s | processor s |",
         "|---|---:|---:|---:|",
@@ -99,5 +106,4 @@ def tables(figures: dict[str, Any], commit: str) -> str:
 
 
 if __name__ == "__main__":
-    head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
-    print(tables(json.loads(Path(sys.argv[1]).read_text()), head))
+    print(tables(json.loads(Path(sys.argv[1]).read_text())))
