@@ -186,6 +186,10 @@ def test_a_checkpoint_restores_the_whole_state(small, tmp_path):
     momenta = [entry["momentum_buffer"] for entry in state.optimizer.state_dict()["state"].values()]
     assert momenta
     assert all((momentum != 0).all() for momentum in momenta)
+    state = new_state(override_config(config, ["train.shares=2"], source="c.yaml"))
+    exponents = {name: 30 + i for i, name in enumerate(state.gradients.exponents)}
+    restore(state, saved._replace(shares={"exponents": exponents}), tmp_path / "a.pt")
+    assert state.gradients.exponents == exponents
 
 
 @pytest.mark.fault(39)

@@ -244,11 +244,15 @@ def test_pictures_by_class_are_of_the_worst_classes_and_none_is_shown_twice(run,
     kept = replace(found.records, classes=tuple("abcd"), images=images, matrix=matrix)
     monkeypatch.setattr(report, "_CLASSES", 2)
     page = report_page([found._replace(records=kept)], cpu)
+    monkeypatch.setattr(report, "_CLASSES", 3)
+    all_of_them = report_page([found._replace(records=kept)], cpu)
     rows = re.findall(r"</span>([a-d])</td>(.*?)</tr>", page, re.DOTALL)
     shown = [re.findall(r"#image-\d", row) for _, row in rows]
     assert [len(images) for images in shown] == [len(set(images)) for images in shown]
     assert [len(images) for images in shown] == [2, 2, 0, 0]
-    assert "Pictures are of the 2 labelled classes with the lowest IoU." in page
+    only = "Pictures are of the {} labelled classes with the lowest IoU."
+    assert only.format(2) in page
+    assert only.format(3) not in all_of_them
 
 
 @pytest.mark.usefixtures("no_charts")
