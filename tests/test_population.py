@@ -266,7 +266,9 @@ def score_with_bonus(run, step, tag):
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory, data):
     model = {"backbone": "resnet18", "num_stages": 2, "output_stride": 8}
-    options = small(data, train={"steps": 4, "batch_size": 2}, model=model)
+    options = small(
+        data, train={"steps": 4, "batch_size": 2}, model=model, optim={"ema_decay": None}
+    )
     options["augment"]["crop_size"] = [25, 33]
     return write_config(tmp_path_factory.mktemp("experiment") / "own.yaml", options)
 

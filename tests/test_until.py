@@ -22,9 +22,9 @@ from segtrain.errors import DataError
 
 @pytest.fixture(scope="module")
 def alone(run_ranks, tmp_path_factory, data):
-    """A run of 5 steps, evaluated after 2, 4 and 5, and its config."""
+    """A run of 3 steps, evaluated after 2 and 3, and its config."""
     folder = tmp_path_factory.mktemp("alone")
-    train_options = {"steps": 5, "batch_size": 4, "shares": 2}
+    train_options = {"steps": 3, "batch_size": 4, "shares": 2}
     options = small(data, eval={"every_steps": 2}, train=train_options)
     options["augment"]["crop_size"] = [25, 33]
     config = write_config(folder / "c.yaml", options)
@@ -35,8 +35,8 @@ def alone(run_ranks, tmp_path_factory, data):
 def test_a_run_that_pauses_ends_with_the_bits_of_one_that_does_not(run_ranks, tmp_path, alone):
     config, whole = alone
     run = tmp_path / "run"
-    for until, evaluated in ((2, 2), (3, 2), (5, 5)):
-        assert run_ranks(1, train, config, run, until > 2, until=until) == [0]
+    for until, evaluated in ((1, 0), (3, 3)):
+        assert run_ranks(1, train, config, run, until > 1, until=until) == [0]
         assert (last(run).step, last(run).evaluated) == (until, evaluated)
     assert_same_state(last(run), last(whole))
     assert last(run).best == last(whole).best
@@ -44,7 +44,7 @@ def test_a_run_that_pauses_ends_with_the_bits_of_one_that_does_not(run_ranks, tm
         assert losses(run, tag) == losses(whole, tag)
     assert receipts(run) == receipts(whole)
     log = (run / "train.log").read_text()
-    assert log.count("paused after step 2, which is saved\n") == 1
+    assert log.count("paused after step 1, which is saved\n") == 1
     assert f"to train on: segtrain train {run} --resume\n" in log
 
 
@@ -59,15 +59,21 @@ def failing_at_once(config, directory, error):
     return refusal(lambda: train(config, directory, True, accept_changes=True))
 
 
+@pytest.fixture(scope="module")
+def paused(run_ranks, tmp_path_factory, alone):
+    """A run of the same config that paused after step 1."""
+    run = tmp_path_factory.mktemp("paused") / "run"
+    assert run_ranks(1, train, alone[0], run, until=1) == [0]
+    return run
+
+
 @pytest.mark.parametrize("how", ["complete", "until", "fails"])
-def test_a_resumption_without_a_step_changes_nothing_but_the_log(run_ranks, tmp_path, alone, how):
+def test_a_resumption_without_a_step_changes_nothing_but_the_log(
+    run_ranks, tmp_path, alone, paused, how
+):
     """Neither do changed options count, nor are values of later steps dropped."""
     config, whole = alone
-    run = tmp_path / "run"
-    if how == "complete":
-        shutil.copytree(whole, run)
-    else:
-        assert run_ranks(1, train, config, run, until=3) == [0]
+    run = shutil.copytree(whole if how == "complete" else paused, tmp_path / "run")
     for name in ("metrics.jsonl", "receipts.jsonl"):  # as a killed run leaves them
         with (run / name).open("a") as file:
             file.write(json.dumps({"step": 9}) + "\n{cut")
@@ -80,14 +86,14 @@ def test_a_resumption_without_a_step_changes_nothing_but_the_log(run_ranks, tmp_
         error = DataError("image.png: damaged")
         assert run_ranks(1, failing_at_once, other, run, error) == [("DataError", 3, str(error))]
     else:
-        until = 2 if how == "until" else None
+        until = 1 if how == "until" else None
         assert run_ranks(1, train, other, run, True, accept_changes=True, until=until) == [0]
     after = contents(run)
     changed = {name for name in before | after if before.get(name) != after.get(name)}
     assert changed <= {"train.log"}
     said = "note: nothing was done: the changes above were not used and are not kept\n"
     assert (said in (run / "train.log").read_text()) == (how != "fails")
-    assert ("already at step 3\n" in (run / "train.log").read_text()) == (how == "until")
+    assert ("already at step 1\n" in (run / "train.log").read_text()) == (how == "until")
 
 
 def test_an_evaluation_that_was_cut_short_is_done_where_the_run_pauses(run_ranks, tmp_path, alone):
