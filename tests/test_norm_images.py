@@ -86,7 +86,7 @@ def all_splits(ranks):
         (i, images, law): two_batches(split, images, *law)
         for i, split in enumerate(SPLITS[ranks])
         for j, images in enumerate(IMAGES)
-        for law in LAWS[(i + j) % 2 :: 2]  # each law with one momentum
+        for law in LAWS[(i + j) % 4 :: 4]  # two each, and in the end all
     }
 
 
