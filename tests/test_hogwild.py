@@ -1,5 +1,6 @@
 """train.parallel hogwild: processes that share their weights and do not wait for each other."""
 
+import itertools
 import os
 from typing import NamedTuple
 
@@ -164,11 +165,15 @@ def meetings(stops, dues, paces):
     return met
 
 
-@pytest.mark.parametrize("stops", [(None, 7), (12, 7), (3, None)])
-def test_all_meet_after_the_same_step(run_ranks, stops):
+def all_meetings(cases):
+    return [meetings(stops, (2, 20), pace) for stops, pace in cases]
+
+
+def test_all_meet_after_the_same_step(run_ranks):
     """Both orders: the fast process is asked, or the slow one."""
-    for paces in (1, 1_000_000):
-        one, other = run_ranks(2, meetings, stops, (2, 20), paces)
+    cases = list(itertools.product([(None, 7), (12, 7), (3, None)], (1, 1_000_000)))
+    ranks = run_ranks(2, all_meetings, cases)
+    for (stops, _), one, other in zip(cases, *ranks, strict=True):
         assert one == other
         steps = [step for step, _, _ in one]
         assert steps == sorted(set(steps))
