@@ -21,7 +21,10 @@ from segtrain.data.sample.stream import hash_pixels
 def run(run_ranks, data, tmp_path_factory):
     """A run with receipts, a log line for each step, and its last checkpoint."""
     where = tmp_path_factory.mktemp("steps")
-    config = write_config(where / "c.yaml", small(data, **OPTIONS | {"log": {"every_steps": 1}}))
+    config = write_config(
+        where / "c.yaml",
+        small(data, **OPTIONS | {"log": {"every_steps": 1}, "optim": {"ema_decay": None}}),
+    )
     assert run_ranks(1, train, config, where / "run") == [0]
     for path in (where / "run/checkpoints").glob("*.pt"):
         if path.name != "last.pt":  # reading them takes most of the time

@@ -87,10 +87,10 @@ def change_checkpoint(path, change):
 
 def test_a_run_is_verified_on_other_ranks_and_nothing_is_written(run_ranks, run):
     before = content(run)
-    results, others = run_ranks(2, all_of, (run, "--steps", "1:"), (run,), (run, "--steps", "2"))
-    assert [(code, said) for code, _, said in results] == [(0, "")] * 3
-    assert [printed for _, printed, _ in others] == [""] * 3
-    printed = [out for _, out, _ in results[:2]]
+    results, others = run_ranks(2, all_of, (run, "--steps", "1:"), (run,))
+    assert [(code, said) for code, _, said in results] == [(0, "")] * 2
+    assert [printed for _, printed, _ in others] == [""] * 2
+    printed = [out for _, out, _ in results]
     assert content(run) == before
     ending = "equal in every bit, and so are all weights in "
     wanted = [f"verified steps {steps} of {run}: " for steps in ("1..4", "3..4")]
@@ -215,12 +215,12 @@ def test_precise_statistics_of_evaluations_are_followed(run_ranks, tmp_path, dat
         data,
         model=OPTIONS["model"],
         augment={"crop_size": [25, 33]},
-        train={"steps": 3, "shares": 2, "batch_size": 4},
+        train={"steps": 2, "shares": 2, "batch_size": 4},
         optim={"ema_decay": None},
-        log={"every_steps": 3},
+        log={"every_steps": 2},
         eval={"every_steps": 1},
         norm={"precise_batches": 1},
-        checkpoint={"keep_every_steps": 2},
+        checkpoint={"keep_every_steps": 1},
     )
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
     assert run_ranks(1, train, config, run) == [0]
