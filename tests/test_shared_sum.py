@@ -41,7 +41,7 @@ def sums(seed):
     return shared, through_gloo, gathered, floats
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow("distributed")), 3])
 def test_sums_and_gathered_rows_are_those_of_gloo(run_ranks, num_ranks):
     """Bit for bit on every rank; rows are copies, which sums that follow do not change."""
     results = run_ranks(num_ranks, sums, 0)

@@ -20,7 +20,7 @@ from segtrain.errors import LostRanksError
 @pytest.mark.parametrize(
     ("number", "times", "code"),
     # Schedulers repeat SIGTERM while the checkpoint is being written.
-    [(signal.SIGTERM, 2, 143), (signal.SIGINT, 1, 130)],
+    [(signal.SIGTERM, 2, 143), (signal.SIGINT, 1, 130), (signal.SIGHUP, 1, 143)],
 )
 def test_a_signal_only_asks_to_stop(handlers, number, times, code):
     stop = SignalFlags()
@@ -73,7 +73,11 @@ def test_nohup_is_obeyed(handlers):
 
 @pytest.mark.fault(6, 9, 12)
 @pytest.mark.parametrize(
-    ("number", "rank", "code"), [(signal.SIGHUP, 0, 143), (signal.SIGINT, 1, 130)]
+    ("number", "rank", "code"),
+    [
+        pytest.param(signal.SIGHUP, 0, 143, marks=pytest.mark.slow("commands", "distributed")),
+        (signal.SIGINT, 1, 130),
+    ],
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     run_ranks, tmp_path, data, number, rank, code

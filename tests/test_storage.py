@@ -29,7 +29,7 @@ from segtrain.files import cache_folder, remote
 from segtrain.files.remote import Store
 from segtrain.run.remote_run import cached_run, run_folder
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,13 @@ def made(tmp_path_factory, server):
     write_data(root / "set")
     config = write_config(
         root / "config.yaml",
-        small(root / "set", train={"steps": STEPS}, checkpoint={"every_steps": 2}),
+        small(
+            root / "set",
+            augment={"crop_size": [25, 33]},
+            train={"steps": STEPS},
+            optim={"ema_decay": None},
+            checkpoint={"every_steps": 1},
+        ),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "SHARD_BYTES", 40_000)  # two images
@@ -169,9 +175,9 @@ def test_every_pixel_is_that_of_the_disk_and_a_split_fetches_its_shards_once(mad
 
 def test_a_run_goes_on_from_disk_to_address_and_back(made, on_disk, tmp_path):
     run = tmp_path / "run"
-    assert train(made / "config.yaml", run, "--until", "2") == 0
+    assert train(made / "config.yaml", run, "--until", "1") == 0
     moved = setting(root=tmp_path / "none", pack="s3://data/pack", num_workers=2)
-    assert train(made / "config.yaml", run, "--resume", "--until", "4", *moved) == 0
+    assert train(made / "config.yaml", run, "--resume", "--until", "2", *moved) == 0
     assert train(made / "config.yaml", run, "--resume") == 0
     assert bits(last(run)) == on_disk
 
@@ -523,8 +529,7 @@ def test_a_reader_never_finds_half_and_the_manifest_is_put_last(made, own, tmp_p
 
     steps = []
     monkeypatch.setattr(Store, "put", watched)
-    two = ("--set", "train.steps=2", "--set", "checkpoint.every_steps=1")
-    assert train(made / "config.yaml", url, *two) == 0
+    assert train(made / "config.yaml", url, "--set", "train.steps=2") == 0
     assert steps == sorted(steps)
     assert {*steps} == {1, 2}
     assert seen[-1] == "checkpoints/manifest.json"
@@ -592,6 +597,7 @@ def test_no_bucket_for_the_output_is_told_before_training(made, capfd):
 def test_ranks_that_are_stopped_put_what_they_have_saved(made, own, tmp_path, monkeypatch):
     url = f"s3://{own}/runs/a"
     words = ["--nproc", "2", "--output", url, "--set", "train.steps=5000"]
+    words += ["--set", "checkpoint.every_steps=2"]
     command = Command(tmp_path, "train", made / "config.yaml", *words)
     command.wait_for_step(cached_run(url), 2)
     command.wait_until(lambda: "runs/a/checkpoints/last.pt" in keys(own))

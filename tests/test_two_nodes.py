@@ -72,21 +72,22 @@ def done(machines, where, places, *words, torchrun=False):
 def test_one_rank_on_each_of_two_machines_trains_as_one_process(
     run_ranks, machines, tmp_path, data, torchrun
 ):
-    config = write_config(tmp_path / "c.yaml", experiment(data, **SMALL, train={"steps": 3}))
+    config = write_config(tmp_path / "c.yaml", experiment(data, **SMALL, train={"steps": 2}))
     words = ["train", config, "--device", "cpu", "--output", tmp_path / "two"]
     done(machines, tmp_path, (0, 1), *words, torchrun=torchrun)
 
     assert run_ranks(1, train, config, tmp_path / "one") == [0]
     got, wanted = tmp_path / "two", tmp_path / "one"
     np.testing.assert_allclose(losses(got), losses(wanted), rtol=1e-9, atol=0)
-    assert len(losses(got)) == 3
+    assert len(losses(got)) == 2
     got, wanted = (load(path / "checkpoints/last.pt").model for path in (got, wanted))
     torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow("training", "distributed")
 def test_workers_of_another_machine_send_gradients_to_a_server(run_ranks, machines, tmp_path, data):
     """With staleness 0: the losses of one process that takes the parts as microbatches."""
-    train_options = {"steps": 3, "batch_size": 6}
+    train_options = {"steps": 2, "batch_size": 6}
     server = train_options | {"parallel": "server", "staleness": 0}
     config = write_config(tmp_path / "c.yaml", experiment(data, **SMALL, train=server))
     words = ["train", config, "--device", "cpu", "--output", tmp_path / "two"]
