@@ -1,12 +1,15 @@
 """Names from elsewhere: nothing that leaves the program can command a terminal."""
 
+import io
 import json
+import sys
 import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from segtrain.commands.exit_code import repair_stdio
 from segtrain.config import DataConfig, config_to_yaml, parse_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
@@ -39,6 +42,17 @@ def test_any_text_is_one_short_line_once_it_is_printable():
         assert printable(shown, 53) == shown
     assert printable_lines("a\n  b\x1b\n") == ["a", "  b\\x1b"]
     assert printable_lines("x\n" * 1000, limit=3) == ["x", "x", "x", "and 997 more lines"]
+
+
+def test_letters_that_a_terminal_lacks_are_escaped(monkeypatch):
+    """As of LC_ALL=C."""
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, encoding="ascii", write_through=True) as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        repair_stdio()
+        print("Straße")
+        assert written.getvalue() == b"Stra\\xdfe\n"
+        monkeypatch.undo()
 
 
 def test_names_of_any_language_can_name_a_class():
