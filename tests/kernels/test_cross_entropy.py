@@ -71,7 +71,11 @@ def torch_losses(labels, **options):
     return lambda z: F.cross_entropy(z, labels, ignore_index=IGNORE_INDEX, **options)
 
 
-@pytest.mark.parametrize("case", CASES)
+# The interpreter takes time by the number of classes and pixels.
+LARGE = ("odd", "255 classes")
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=SLOW) if x in LARGE else x for x in CASES])
 def test_the_losses_of_pixels_are_those_of_the_formula(case):
     small, labels, stride = scene(case, channels_last=case != "cut")
     factors = torch.rand(labels.shape, generator=torch.Generator().manual_seed(0))
@@ -87,7 +91,7 @@ def test_the_losses_of_pixels_are_those_of_the_formula(case):
 
 @pytest.mark.parametrize(
     ("case", "smoothing", "is_weighted"),
-    [("cut", 0.0, True), ("odd", 0.1, True), ("corners", 0.0, True), ("odd", 0.3, False)],
+    [("cut", 0.0, True), ("odd", 0.1, True), ("corners", 0.0, True), ("small", 0.3, False)],
 )
 def test_the_sums_are_weighted_and_smoothed(case, smoothing, is_weighted):
     small, labels, stride = scene(case)
@@ -108,7 +112,7 @@ def test_the_sums_are_weighted_and_smoothed(case, smoothing, is_weighted):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_are_computed_in_float32(dtype):
     """The formula gets the rounded logits; only the gradient is rounded, or cut off, at the end."""
-    small, labels, stride = scene("odd", dtype=dtype)
+    small, labels, stride = scene("small", dtype=dtype)
     function = torch_losses(labels, reduction="sum")
     wanted, gradient = by_formula(function, small, labels, stride)
     total = lazy(small, labels, stride).cross_entropy_sums(labels, None, 0.0)[0, 0]
@@ -120,7 +124,7 @@ def test_half_types_are_computed_in_float32(dtype):
 
 def test_exponentials_of_large_logits_neither_vanish_nor_overflow():
     for scale in (300.0, 1e30):
-        small, labels, stride = scene("odd", scale=scale)
+        small, labels, stride = scene("small", scale=scale)
         function = torch_losses(labels, reduction="none")
         wanted, _ = by_formula(function, small, labels, stride)
         losses = lazy(small, labels, stride).cross_entropy(labels)
@@ -136,8 +140,8 @@ def test_the_sum_is_that_of_the_losses_in_float64():
 
 
 def test_ignored_pixels_alone_and_no_images_have_sums_and_gradients_of_zero():
-    small, labels, stride = scene("odd")
-    for number, table in ((2, None), (0, torch.ones(7))):
+    small, labels, stride = scene("small")
+    for number, table in ((1, None), (0, torch.ones(7))):
         part = small[:number].detach().requires_grad_()
         nothing = torch.full_like(labels[:number], IGNORE_INDEX)
         sums = lazy(part, nothing, stride).cross_entropy_sums(nothing, table, 0.0)
@@ -152,9 +156,9 @@ def test_ignored_pixels_alone_and_no_images_have_sums_and_gradients_of_zero():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_the_loss_of_logits_that_are_no_numbers_is_not_a_number(value):
-    small, labels, stride = scene("odd")
+    small, labels, stride = scene("small")
     with torch.no_grad():
-        small[0, 3, 1, 1] = value
+        small[0, 3, 0, 1] = value
     for smoothing in (0.0, 0.1):
         sums = lazy(small, labels, stride).cross_entropy_sums(labels, None, smoothing)
         assert sums[0].isnan()
@@ -164,10 +168,10 @@ def test_the_loss_of_logits_that_are_no_numbers_is_not_a_number(value):
 @pytest.mark.parametrize("label", [7, -1])
 def test_the_loss_of_a_label_that_is_no_class_is_not_a_number(label):
     """The plain way raises an error on a CPU and ends the process on CUDA."""
-    small, labels, stride = scene("odd")
-    labels[1, 2, 3] = label
+    small, labels, stride = scene("small")
+    labels[0, 2, 3] = label
     logits = lazy(small, labels, stride)
-    assert logits.cross_entropy(labels).isnan().nonzero().tolist() == [[1, 2, 3]]
+    assert logits.cross_entropy(labels).isnan().nonzero().tolist() == [[0, 2, 3]]
     for weights in (None, torch.ones(7)):
         assert logits.cross_entropy_sums(labels, weights, 0.0)[0].isnan()
 
