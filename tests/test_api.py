@@ -26,8 +26,11 @@ BY_WINDOWS = ["eval.mode=slide", "eval.crop_size=[33, 41]"]
 FOREVER = {"steps": 100_000}
 
 
-@pytest.fixture(scope="module")
-def run(data, tmp_path_factory):
+STARTED = pytest.param(subprocess.Popen, marks=pytest.mark.slow("api", "cli", "commands"))
+
+
+@pytest.fixture(scope="module", params=[PipedFork, STARTED], ids=["forked", "started"])
+def run(request, data, tmp_path_factory):
     """Trained from options by section, as in a notebook: a loop runs, stdout has no fileno."""
     options = small(data, train={"steps": 1})
     directory = tmp_path_factory.mktemp("runs") / "mine"
@@ -36,7 +39,8 @@ def run(data, tmp_path_factory):
         words = {"overrides": ["train.steps=2"], "device": "cpu"}
         return segtrain.train(options, output=directory, **words)
 
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subprocess.Popen", request.param)
         run = asyncio.run(cell())
     assert "step 2  mIoU" in said.getvalue()
     return run
@@ -218,13 +222,13 @@ def test_a_failure_of_training_is_raised_in_words_of_python(forked, data, run, t
 
 
 def test_a_run_is_prolonged_as_a_run_of_its_own(forked, run):
-    longer = segtrain.train(run.directory, finish=2, nproc=2, device="cpu")
-    assert (longer.directory, longer.step) == (run.directory.with_name("mine_finish"), 4)
+    longer = segtrain.train(run.directory, finish=1, device="cpu")
+    assert (longer.directory, longer.step) == (run.directory.with_name("mine_finish"), 3)
     assert longer.config.schedule.finish_from == last(run.directory).step == 2
     with pytest.raises(ConfigError, match="mine_finish: holds a run already"):
-        segtrain.train(run.directory, finish=2)
-    with pytest.raises(ConfigError, match=r"train\.steps: 4 there, 5 now"):
-        segtrain.train(run.directory, finish=3, resume=True)
+        segtrain.train(run.directory, finish=1)
+    with pytest.raises(ConfigError, match=r"train\.steps: 3 there, 4 now"):
+        segtrain.train(run.directory, finish=2, resume=True)
 
 
 def test_an_interrupt_saves_the_step_and_training_goes_on_from_there(forked, data, tmp_path):

@@ -35,6 +35,7 @@ from segtrain.models import build_model
 
 NAMES = ("sky", "road", "pole", "tree", "sign")
 K = len(NAMES)
+SLOW = pytest.mark.slow("convert", "models")
 
 
 def class_file(path, names=NAMES):
@@ -109,7 +110,11 @@ def assert_equal(model, theirs, size, *, aux=False):
 
 
 @pytest.mark.parametrize(
-    ("name", "width"), [("deeplabv3_resnet50", 305), ("deeplabv3_mobilenet_v3_large", 610)]
+    ("name", "width"),
+    [
+        pytest.param("deeplabv3_resnet50", 305, marks=SLOW),
+        ("deeplabv3_mobilenet_v3_large", 610),
+    ],
 )
 def test_torchvisions_logits_are_those_of_the_converted_model(name, width, classes):
     """So wide that a kernel of the largest rate, 36, reaches from one feature to another."""
@@ -238,9 +243,9 @@ class VainF(nn.Module):
 @pytest.mark.parametrize(
     ("options", "overrides"),
     [
-        pytest.param({"plus": True}, (), marks=pytest.mark.slow("convert", "models")),
+        pytest.param({"plus": True}, (), marks=SLOW),
         ({"plus": True, "separable": True}, ()),
-        ({"plus": False, "output_stride": 8}, ("model.output_stride=8",)),
+        pytest.param({"plus": False, "output_stride": 8}, ("model.output_stride=8",), marks=SLOW),
     ],
 )
 def test_vainfs_logits_are_those_of_the_converted_model(options, overrides, classes):

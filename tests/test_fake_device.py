@@ -85,7 +85,12 @@ NORMS = [
 
 
 @pytest.mark.parametrize(
-    ("norm", "ranks"), [*zip(NORMS, (64, 1024, 1024, RANKS, RANKS), strict=True)]
+    ("norm", "ranks"),
+    [
+        (NORMS[0], 64),
+        *(pytest.param(norm, 1024, marks=SLOW) for norm in NORMS[1:3]),
+        *((norm, RANKS) for norm in NORMS[3:]),
+    ],
 )
 def test_no_norm_makes_the_host_wait(monkeypatch, norm, ranks):
     train = {"precision": "bfloat16", "batch_size": 2 * ranks}
@@ -130,7 +135,7 @@ def test_a_step_of_every_model_launches_and_sends_what_it_did(monkeypatch, row, 
     assert objective.dtype == torch.float64
 
 
-@pytest.mark.parametrize("precision", ["tf32", "float64", "float16"])
+@pytest.mark.parametrize("precision", ["tf32", pytest.param("float64", marks=SLOW), "float16"])
 def test_no_precision_makes_the_host_wait(fake, monkeypatch, precision):
     settings = config(train={"precision": precision})
     _, _, types = forward_pass(settings, fake, monkeypatch)

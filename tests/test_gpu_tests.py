@@ -51,12 +51,12 @@ SLOW = "test_commands or pack or exported or say_what or large-float16 or float1
 KNOWN = "any_split or empty_on_all or half_precision or one_value or slices"
 
 
-def test_a_step_runs_on_a_cpu(tmp_path):
-    found = on_the_cpu(tmp_path, "tests/gpu/test_steps.py", "-k", "large-float32")
-    ((name, step),) = found.items()
-    assert "[large-float32]" in name
-    assert step["outcome"] == "passed"
-    assert step["figures"]["nn.BatchNorm2d: ms"] > 0
+def test_a_layer_runs_on_a_cpu(tmp_path):
+    found = on_the_cpu(tmp_path, "tests/gpu/test_norm.py", "-k", "few_kernels and float32")
+    ((name, layer),) = found.items()
+    assert "[torch.float32]" in name
+    assert layer["outcome"] == "passed"
+    assert layer["figures"]["2x64x23x30, F.batch_norm: ms, ratio"][0] > 0
 
 
 @pytest.mark.slow("training", "norm", "kernels")

@@ -203,10 +203,11 @@ def test_the_cause_of_a_failed_recording_is_told_and_not_its_consequence():
 
 
 # Whole commands; test_graph_agreement.py has the same among threads.
-SLOW = pytest.mark.slow("training", "distributed")
+SLOW = pytest.mark.slow("training", "distributed", "commands")
 LAUNCHED = {"steps": 6, "batch_size": 4}
 
 
+@SLOW
 def test_a_replay_that_never_comes_back_starts_the_ranks_again(begun, tmp_path):  # noqa: F811
     """On rank 0; the other waits for it in the step. The next start does not try it again."""
     command = begun("--nproc", 2, environ={"GRAPHS_REPLAY": "hang"}, train=LAUNCHED)

@@ -31,6 +31,7 @@ from segtrain.norm import (
 from segtrain.norm.kernels import local_moments
 
 C = 5
+SLOW = pytest.mark.slow("norm", "distributed")
 
 
 @pytest.fixture(scope="session")
@@ -182,7 +183,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("either_ranks", "ranks"),
+    [
+        *(("cpu", 2), ("cuda", 2), ("cuda", 3), ("cpu", 4)),
+        pytest.param("cpu", 3, marks=SLOW),
+        pytest.param("cuda", 4, marks=SLOW),
+    ],
+    indirect=["either_ranks"],
+)
 def test_any_split_layout_option_and_type_equals_the_full_batch(either_ranks, where, ranks):
     """And the layout is kept."""
     cases = [case for case in CASES if len(case.shapes) == ranks]

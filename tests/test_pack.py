@@ -182,12 +182,12 @@ def test_a_run_goes_on_from_a_pack_to_its_files(run_ranks, scenes, data, tmp_pat
     configs = {}
     for name, places in {"files": {}, "pack": {"pack": scenes}}.items():
         model = {"backbone": "resnet18", "num_stages": 2, "output_stride": 8}
-        sections = {"train": {"steps": 4}, "data": {"class_uniform": 0.4} | places}
+        sections = {"train": {"steps": 2}, "data": {"class_uniform": 0.4} | places}
         options = small(data, model=model, **sections)
         options["augment"] |= {"class_mix_prob": 0.6, "max_class_share": 0.6}
         configs[name] = write_config(tmp_path / f"{name}.yaml", options)
     run, other = tmp_path / "run", tmp_path / "other"
-    assert run_ranks(1, stopped_after, 2, configs["pack"], run) == [143]
+    assert run_ranks(1, stopped_after, 1, configs["pack"], run) == [143]
     shutil.copytree(run, other)
     assert run_ranks(1, train, configs["pack"], run, True) == [0]
     assert run_ranks(1, train, configs["files"], other, True) == [0]
