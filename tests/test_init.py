@@ -46,7 +46,20 @@ def evaluated(config):
     return open_dataset(config.data, config.data.eval_split).pairs
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = pytest.mark.slow("survey", "data", "commands", "config", "files")
+# Each has a relative among the other conventions.
+RELATED = {
+    *("mask_beside_the_image", "colors_by_a_labelmap", "grey_in_three_channels"),
+    *("splits_with_years", "splits_and_crops", "splits_in_the_stems", "an_end_for_each_class"),
+    *("a_folder_named_as_its_images_begin", "a_word_for_labels_above_all_files"),
+    *("a_word_for_images_in_both_names", "a_test_set_named_otherwise"),
+    "ids_of_cityscapes_and_their_colors",
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=SLOW) if x in RELATED else x for x in CASES]
+)
 def test_a_folder_in_any_convention_is_read_as_it_is_meant(folder, case):
     """And its splits are kept."""
     truth = CASES[case](folder)
@@ -190,16 +203,13 @@ trimap = labelled(lambda classes: classes + 1, num_classes=3, label="trimaps/{}.
 VERSION = "--labels 'training/v2.0/labels/*.png, validation/v2.0/labels/*.png'"
 QUESTIONS = [  # what asks, what it says, and answers with the number of classes that they make
     (with_list("a\nb\n"), "names 2 classes: they do not fit", {"--names a,b,c,d": 4}),
-    (two_lists, "several files name the classes differently", {"--names a,b,c,d": 4}),
     (numbered, "numbers of objects, or classes?", {"--ignore none": 7}),
     (
         less_one,
         "may hold its values less 1",
         {"--ignore 255 --names a,b,c": 3, "--ignore 0,255": 2},
     ),
-    (more_names, "counted from 0 or from 1?", {"--ignore 3 --names b,c,d": 3}),
     (three_greys, "128 is usually the uncertain border", {"--ignore 128": 2}),
-    (two_sets, "2 sets of labels fit the images", {"--labels fine/labels": 4}),
     (two_versions, "2 sets of labels fit the images", {VERSION: 3}),
     (labelled(lambda x: SHADES[x]), "differ by a shade", {"--names a,b,c,d": 4}),
     (
@@ -207,12 +217,18 @@ QUESTIONS = [  # what asks, what it says, and answers with the number of classes
         "255 may be a class, or mean no data",
         {"--ignore none": 3, "--ignore 255": 2},
     ),
-    (trimap, "3 is usually the uncertain border", {"--ignore 3": 2}),
-    (with_list("car\nroad\ntree"), "which classes.txt does not name", {"--ignore 0": 3}),
     (unnamed_color, "which class_dict.csv does not name", {"--ignore '#14a03c'": 3}),
-    (no_background, "which classes.csv does not name", {"--ignore '#000000'": 3}),
     (fourth_channel, "the fourth varies: a band, or transparency?", {"--channels 4": 4}),
 ]
+MORE_QUESTIONS = [
+    (two_lists, "several files name the classes differently", {"--names a,b,c,d": 4}),
+    (more_names, "counted from 0 or from 1?", {"--ignore 3 --names b,c,d": 3}),
+    (two_sets, "2 sets of labels fit the images", {"--labels fine/labels": 4}),
+    (trimap, "3 is usually the uncertain border", {"--ignore 3": 2}),
+    (with_list("car\nroad\ntree"), "which classes.txt does not name", {"--ignore 0": 3}),
+    (no_background, "which classes.csv does not name", {"--ignore '#000000'": 3}),
+]
+QUESTIONS += [pytest.param(*row, marks=SLOW) for row in MORE_QUESTIONS]
 
 
 def test_a_question_about_annotated_images_is_answered_too(folder, lab, capsys):
@@ -385,6 +401,7 @@ def test_sixteen_bits_train_as_they_are_and_a_list_may_say_what_0_means(folder, 
     assert (found["images/3.tif"] == 255).any()
     small = [f"--set={key}" for key in ("train.steps=1", "schedule.warmup_steps=0")]
     small += ["--set=model.num_stages=2", "--set=data.num_workers=0", "--device=cpu"]
+    small += ["--set=model.head_channels=8", "--set=model.aux_channels=8"]
     lab.done("train", lab.folder / "made/config.yaml", "--output", lab.folder / "run", *small)
 
 
