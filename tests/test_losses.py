@@ -438,7 +438,7 @@ def enlarged_scene(dtype, split=0):
 
 
 # From a few pixels to more than any rank has; the threshold decides where it keeps more.
-NUMBERS_KEPT = range(1, 6 * 23 * 31, 251)
+NUMBERS_KEPT = range(1, 6 * 23 * 31, 503)
 
 
 def picks(dtype, threshold, splits):

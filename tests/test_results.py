@@ -88,9 +88,7 @@ def run(tmp_path_factory):
     (folder / "data/classes.yaml").write_text(
         "classes: ['<script>x</script>', plant, water, sand]\nignore_ids: [255]\n"
     )
-    options = experiment(
-        folder / "data", train={"steps": 2}, eval={"every_steps": 1}, log={"charts": True}
-    )
+    options = experiment(folder / "data", train={"steps": 2}, log={"charts": True})
     config = write_config(folder / "c.yaml", options)
     assert train(config, folder / "run", report=write_page) == 0
     return folder / "run"

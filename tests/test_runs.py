@@ -27,15 +27,15 @@ def runs(tmp_path_factory):
     (home / "data").mkdir()
     write_data(home / "data")
     kept = {"keep_every_steps": 2, "every_steps": 1}
-    for name, steps in (("done", 4), ("short", 2), ("cut", 9)):
+    for name, steps in (("done", 3), ("short", 2), ("cut", 9)):
         options = small(
             home / "data",
             train={"steps": steps},
-            eval={"every_steps": 3 if name == "done" else None},
+            eval={"every_steps": 2 if name == "done" else None},
             checkpoint=kept,
         )
         config = write_config(home / f"{name}.yaml", options)
-        until = {"until": 3} if name == "cut" else {}
+        until = {"until": 1} if name == "cut" else {}
         assert train(config, home / "runs" / name, **until) == 0
     return home / "runs"
 
@@ -55,7 +55,7 @@ def test_the_list_says_what_the_files_of_each_run_say(runs, tmp_path, lab, monke
         assert record["num_bytes"] - run.disk_bytes() in (LOCK if run.name == "short" else [0])
     assert [record["state"] for record in records.values()] == ["stopped", "complete", "training"]
     assert lines[1].split() == [
-        *("runs/cut", "-", "-", "3/9", "0.0", f"{records['runs/cut']['num_bytes'] / 1e9:.2f}"),
+        *("runs/cut", "-", "-", "1/9", "0.0", f"{records['runs/cut']['num_bytes'] / 1e9:.2f}"),
         *["stopped:", "segtrain", "train", "runs/cut", "--resume"],
     ]
     assert lines[-1].startswith("3 runs, ")
@@ -125,7 +125,7 @@ def test_what_is_not_complete_or_in_use_is_not_cleared(runs, lab):
     with RunLock(runs / "short"):
         said = lab.refused("runs", "--clear", runs / "short", runs / "cut", runs)
     assert re.search(r"short: in use by process \d+ on \S+; wait for it to end\n", said)
-    assert "cut: not complete, step 3 of 9; go on with segtrain train" in said
+    assert "cut: not complete, step 1 of 9; go on with segtrain train" in said
     assert "runs: expected the directory of a run" in said
 
 
