@@ -98,7 +98,7 @@ def test_escapes_of_no_character_are_refused_with_their_line(text):
         parse("data: {}", source="f", overrides=[f"data.root={text}"])
 
 
-@examples(100)
+@examples(50)
 @given(st.text(), st.text())
 def test_any_text_is_a_config_or_refused(before, after):
     valid = config_to_yaml(parse(json.dumps(smallest()), source="x"))
@@ -107,7 +107,7 @@ def test_any_text_is_a_config_or_refused(before, after):
             parse(text, source="f", overrides=[after, f"data.root={before}"])
 
 
-@examples(150)
+@examples(75)
 @given(
     st.dictionaries(KEYS, PLAIN | st.lists(PLAIN, max_size=3), max_size=4),
     st.lists(st.tuples(KEYS, st.sampled_from(NEARLY) | st.text()), max_size=3),

@@ -422,7 +422,7 @@ def learnt(tmp_path_factory):
     options += ["model.head_channels=16", "model.num_stages=2", "model.output_stride=8"]
     options += ["train.batch_size=4", "train.precision=float32", "data.num_workers=0"]
     options += ["optim.kind=adamw", "optim.lr=0.002", "optim.weight_decay=0.0005"]
-    options += ["optim.ema_decay=0.8", "schedule.warmup_steps=0", "eval.every_steps=20"]
+    options += ["optim.ema_decay=0.8", "schedule.warmup_steps=0", "log.charts=false"]
     words = [word for option in options for word in ("--set", option)]
     assert segtrain("train", root / "made", "--output", root / "run", "--nproc", 1, *words) == 0
     return root, truth

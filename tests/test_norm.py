@@ -564,6 +564,23 @@ def convolved_step(fused):
     return y.detach(), x.grad, gradients, list(norm.buffers())
 
 
+KERAS = Path(__file__).with_name("fixtures") / "keras_sync_batch_norm.npz"
+
+
+def keras_batch():
+    """This rank's replica through our layer: y, dx, both gradients, and the running statistics."""
+    stored = {name: torch.from_numpy(value) for name, value in np.load(KERAS).items()}
+    x, dy = (stored[name][dist.rank()].permute(0, 3, 1, 2) for name in ("x", "dy"))
+    module = SyncBatchNorm2d(x.shape[1], eps=1e-3, dtype=torch.float64)
+    module.load_state_dict(
+        module.state_dict() | {"weight": stored["gamma"], "bias": stored["beta"]}
+    )
+    y = module(x.requires_grad_())
+    grads = torch.autograd.grad(y, (x, module.weight, module.bias), dy)
+    y, dx = (t.detach().permute(0, 2, 3, 1) for t in (y, grads[0]))
+    return y, dx, *grads[1:], module.running_mean, module.running_var
+
+
 CALLS = {
     2: {
         "far": (far_variances,),
@@ -577,6 +594,7 @@ CALLS = {
         "not a number": (as_on_cuda, not_a_number),
         "fused": (as_on_cuda, convolved_step, True),
         "apart": (as_on_cuda, convolved_step, False),
+        "keras": (keras_batch,),
     },
     3: {
         "branches": (branches,),
@@ -650,27 +668,10 @@ def test_the_stand_ins_are_left_behind_nowhere():
     assert torch.batch_norm_elemt.__module__ != "cuda_standins"
 
 
-KERAS = Path(__file__).with_name("fixtures") / "keras_sync_batch_norm.npz"
-
-
-def keras_batch():
-    """This rank's replica through our layer: y, dx, both gradients, and the running statistics."""
-    stored = {name: torch.from_numpy(value) for name, value in np.load(KERAS).items()}
-    x, dy = (stored[name][dist.rank()].permute(0, 3, 1, 2) for name in ("x", "dy"))
-    module = SyncBatchNorm2d(x.shape[1], eps=1e-3, dtype=torch.float64)
-    module.load_state_dict(
-        module.state_dict() | {"weight": stored["gamma"], "bias": stored["beta"]}
-    )
-    y = module(x.requires_grad_())
-    grads = torch.autograd.grad(y, (x, module.weight, module.bias), dy)
-    y, dx = (t.detach().permute(0, 2, 3, 1) for t in (y, grads[0]))
-    return y, dx, *grads[1:], module.running_mean, module.running_var
-
-
-def test_it_is_that_of_keras(run_ranks):
+def test_it_is_that_of_keras(results):
     """Keras' own synchronized layer over two replicas; it keeps the biased variance."""
     stored = {name: torch.from_numpy(value) for name, value in np.load(KERAS).items()}
-    y, dx, dgamma, dbeta, mean, var = zip(*run_ranks(2, keras_batch), strict=True)
+    y, dx, dgamma, dbeta, mean, var = zip(*results["keras"], strict=True)
     count = stored["x"].numel() / len(stored["gamma"])
     found = {
         "y": torch.stack(y),
