@@ -168,33 +168,27 @@ def test_bench_measures_every_part_of_real_steps(config, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-def short_benches(*arguments):
-    """Of both ways to share a step, in ranks that warm up less and measure no arithmetic."""
+def short_bench(arguments):
+    """In ranks that warm up less and measure no arithmetic."""
     bench._WARMUP = bench._PROFILED = 1
     bench.matmul_peak = bench.training_flops = lambda *_: 1.0
-    return [bench.run_bench(one) for one in arguments]
+    return bench.run_bench(arguments)
 
 
-def test_bench_on_ranks(run_ranks, config, tmp_path):
-    arguments = [
-        argparse.Namespace(
-            config=str(config),
-            json=tmp_path / f"{shares}.json",
-            profile=tmp_path / "null.gz" if shares == "null" else None,
-            set=[f"train.shares={shares}"],
-            steps=1,
-            device="cpu",
-            memory=False,
-        )
-        for shares in ("null", 2)
-    ]
-    assert run_ranks(2, short_benches, *arguments) == [[0, 0]] * 2
-    for one in arguments:
-        found = json.loads(one.json.read_text())
-        assert found["ranks"] == 2
-        assert found["parts_s"]["communication"] > 0
+@pytest.mark.parametrize(
+    "shares", ["null", pytest.param(2, marks=pytest.mark.slow("training", "commands"))]
+)
+def test_bench_on_ranks(run_ranks, config, tmp_path, shares):
+    file, options = tmp_path / "bench.json", {"steps": 1, "device": "cpu", "memory": False}
+    options["profile"] = tmp_path / "trace.gz" if shares == "null" else None
+    shared = [f"train.shares={shares}"]
+    args = argparse.Namespace(config=str(config), json=file, set=shared, **options)
+    assert run_ranks(2, short_bench, args) == [0, 0]
+    found = json.loads(file.read_text())
+    assert found["ranks"] == 2
+    assert found["parts_s"]["communication"] > 0
     traces = {path.name for path in tmp_path.glob("*.gz")}
-    assert traces == {"null_0.gz", "null_1.gz"}
+    assert traces == ({"trace_0.gz", "trace_1.gz"} if shares == "null" else set())
 
 
 def test_the_memory_of_ranks_and_workers_counts_together(run_ranks, config, tmp_path):

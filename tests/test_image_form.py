@@ -329,8 +329,9 @@ def five_bands(tmp_path):
     config.write_text(
         f"data: {{layout: folders, root: {tmp_path}, classes: {tmp_path}/c.yaml, channels: 5}}\n"
         "augment: {crop_size: [32, 32], class_mix_prob: 0.5, blur_prob: 0.5}\n"
-        "model: {backbone: resnet18, num_stages: 2, output_stride: 8, head_channels: 8}\n"
-        "train: {batch_size: 2, steps: 2}\noptim: {lr: 0.01}\nlog: {every_steps: 1}\n"
+        "model: {backbone: resnet18, num_stages: 2, output_stride: 8, head_channels: 8, "
+        "aux_channels: 8}\ntrain: {batch_size: 2, steps: 2}\noptim: {lr: 0.01}\n"
+        "log: {every_steps: 1, charts: false}\n"
     )
     return config
 
