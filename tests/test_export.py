@@ -483,6 +483,7 @@ def test_the_readmes_script_predicts_as_segtrain_does(
     assert_script_predicts(readme_script, loaded, lab, monkeypatch, capsys, agreement=agreement)
 
 
+@SLOW
 def test_the_readmes_script_reads_decibels(readme_script, tmp_path, monkeypatch, lab, capsys):
     """Floats in grey, of a range that ends at 0."""
     loaded = with_data(loaded_model(Tiny()), value_range=(-30.0, 0.0))

@@ -66,8 +66,9 @@ def test_any_ranks_show_the_same_pictures_of_the_whole_split(run_ranks, tmp_path
     options = small(data, train={"steps": 1, "shares": 2}, log={"charts": True})
     config = write_config(tmp_path / "c.yaml", options)
     pictures = []
+    train(config, tmp_path / "1")
+    run_ranks(2, train, config, tmp_path / "2")
     for ranks in (1, 2):
-        run_ranks(ranks, train, config, tmp_path / f"{ranks}")
         read = board(tmp_path / f"{ranks}")
         tags = [f"eval/{i}" for i in range(3)]
         found = {tag for tag in read.Tags()["images"] if tag.startswith("eval/")}
