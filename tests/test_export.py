@@ -57,6 +57,7 @@ class Tiny(nn.Module):
 
     def __init__(self, channels=3):
         super().__init__()
+        torch.manual_seed(0)  # whatever has run before
         self.conv = nn.Conv2d(channels, 3, 3, padding=1)
         self.norm = nn.BatchNorm2d(3)
 
