@@ -185,6 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(told(numbered[args.show]))
         return 0
     args.folder.mkdir(parents=True, exist_ok=True)
+    # All of this commit, whatever is committed while they are at work.
+    for name in ("probed", *(f"clone{job}" for job in range(args.jobs))):
+        _clone(args.folder / name)
     tests, seconds = reached(args.folder, numbered, args.whole)
     outcomes = met(args, numbered, tests, seconds)
     if args.whole:
@@ -209,12 +212,12 @@ def reached(
     """The tests that reach each mutant and pass, the shortest first, and each one's seconds."""
     marks, times = folder / "reached", folder / "times.json"
     if not times.exists():
-        clone = _clone(folder / "probed")
+        clone = folder / "probed"
         by_file: dict[str, dict[int, Mutant]] = {}
         for number, mutant in numbered.items():
             by_file.setdefault(mutant.file, {})[number] = mutant
         for name, here in by_file.items():
-            (clone / name).write_text(probed(_committed(name), here))
+            (clone / name).write_text(probed(_committed(name, clone), here))
         options = ["-n", "auto", "-m", "not slow", "-p", "mutation_probe", "--times", str(times)]
         _, said = _pytest(clone, [*options, *(files or [])], {mutation_probe.FOLDER: str(marks)})
         if not times.exists() or not json.loads(times.read_text())["tests"]:
@@ -240,7 +243,7 @@ def met(
     outcomes = {int(number): outcome for number, outcome in known.items()}
     left = [number for number in numbered if number not in outcomes and tests[number]]
     outcomes |= {number: [0, []] for number in numbered if not tests[number]}
-    clones = [_clone(args.folder / f"clone{job}") for job in range(args.jobs)]
+    clones = [args.folder / f"clone{job}" for job in range(args.jobs)]
     pools = [ProcessPoolExecutor(1, initializer=_adopt_orphans) for _ in clones]
     ask = partial(_outcome, whole=bool(args.whole))
     waiting = {}
@@ -262,7 +265,7 @@ def _outcome(
     clone: Path, mutant: Mutant, names: list[str], limit_s: float, whole: bool
 ) -> tuple[int, list[str]]:
     """How many tests met a mutant, and those that failed."""
-    source = _committed(mutant.file)
+    source = _committed(mutant.file, clone)
     (clone / mutant.file).write_text(changed(source, mutant))
     try:
         code, said = _pytest(clone, [*([] if whole else ["-x"]), "-rfE", *names], {}, limit_s)
@@ -322,18 +325,17 @@ def _within(names: list[str], seconds: dict[str, float], limit_s: float | None) 
     return chosen
 
 
-def _clone(folder: Path) -> Path:
+def _clone(folder: Path) -> None:
     if not folder.exists():
         subprocess.run(["git", "clone", "-q", "--local", ROOT, folder], check=True)
-    return folder
 
 
-def _committed(name: str) -> str:
-    return _git("show", f"HEAD:{name}")
+def _committed(name: str, where: Path = ROOT) -> str:
+    return _git("show", f"HEAD:{name}", where=where)
 
 
-def _git(*words: str) -> str:
-    return subprocess.check_output(["git", *words], cwd=ROOT, text=True)
+def _git(*words: str, where: Path = ROOT) -> str:
+    return subprocess.check_output(["git", *words], cwd=where, text=True)
 
 
 def told(mutant: Mutant) -> str:
