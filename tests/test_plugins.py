@@ -27,13 +27,13 @@ from torch import nn
 
 from segtrain import plugins
 from segtrain.api import Predictor, train
-from segtrain.config import config_schema, load_config, override_config
+from segtrain.config import LossConfig, config_schema, load_config, override_config
 from segtrain.data.read.image import RGB
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import build_model
 from segtrain.norm import SyncBatchNorm2d
-from segtrain.training.losses import SegLoss
+from segtrain.training.losses import CrossEntropy, LossOptions, PixelMean, SegLoss
 from segtrain.types import SegLogits
 
 README = (Path(__file__).parent.parent / "segtrain" / "README.md").read_text()
@@ -319,6 +319,23 @@ def test_what_no_plugin_is_is_refused(lab, data, change, message):
     os.chdir(lab.folder)
     said = lab.refused("train", config, "--set", change)
     assert message in said
+
+
+def test_what_a_pixel_costs_is_never_replaced_by_smoothed_cross_entropy():
+    class Ten(CrossEntropy):
+        def pixel_losses(self, logits, labels):
+            return torch.full(labels.shape, 10.0)
+
+    class Smoothed(Ten):
+        def sums(self, logits, labels):
+            return PixelMean.sums(self, logits, labels)
+
+    scene = torch.zeros(1, 2, 3, 4), torch.zeros(1, 3, 4, dtype=torch.long)
+    smoothing = LossOptions(LossConfig(label_smoothing=0.1))
+    for loss in (Ten(LossOptions(LossConfig())), Smoothed(smoothing)):
+        assert loss.loss_from_sums(loss.sums(*scene)) == 10
+    with pytest.raises(ConfigError, match=r"label_smoothing: would take the place of what Ten"):
+        Ten(smoothing)
 
 
 def test_changed_code_is_refused_where_a_run_goes_on_and_told_where_it_is_used(trained, lab):

@@ -4,9 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segtrain.errors import ConfigError
 from segtrain.models.blocks import at_least_float32
 from segtrain.models.enlarged import Enlarged
-from segtrain.training.losses.base import PixelMean, column_of_sums, pixel_weights
+from segtrain.training.losses.base import LossOptions, PixelMean, column_of_sums, pixel_weights
 from segtrain.types import IGNORE_INDEX
 
 
@@ -19,7 +20,20 @@ class CrossEntropy(PixelMean):
         (1 - e) w[y] (-log p[y]) + e / K sum_k w[k] (-log p[k])
 
     divided by the sum of w[y] (arXiv:1512.00567, section 7).
+
+    Raises:
+        ConfigError: a loss that derives from it has losses of pixels of its own, and smoothing,
+            whose sums are not made of losses of pixels.
     """
+
+    def __init__(self, options: LossOptions) -> None:
+        super().__init__(options)
+        is_own = type(self).pixel_losses is not CrossEntropy.pixel_losses
+        if options.config.label_smoothing and is_own and type(self).sums is CrossEntropy.sums:
+            raise ConfigError(
+                f"loss.label_smoothing: would take the place of what {type(self).__name__} says a "
+                "pixel costs; leave it out, or override sums"
+            )
 
     def pixel_losses(self, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
         """-log(probability of the label), 0 where it is ignored."""
