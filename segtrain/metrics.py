@@ -270,8 +270,10 @@ def reliability(counts: Tensor) -> list[ReliabilityBin]:
     wrong, right = counts.flatten(0, -3).sum(0).tolist() if counts.ndim > 2 else counts.tolist()
     total = sum(wrong) + sum(right)
     bins = []
-    number, width = len(wrong), FINE_BINS // _RELIABILITY_BINS
-    for fine in (range(start, start + width) for start in range(0, number, width)):
+    number = len(wrong)
+    # The first fine bin whose middle is in each bin: 1,024 are no multiple of 15.
+    first = [round(k * number / _RELIABILITY_BINS) for k in range(_RELIABILITY_BINS + 1)]
+    for fine in map(range, first, first[1:]):
         if size := sum(wrong[i] + right[i] for i in fine):
             middle = sum((i + 0.5) / number * (wrong[i] + right[i]) for i in fine)
             correct = sum(right[i] for i in fine)

@@ -21,6 +21,7 @@ from segtrain.config import LossConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import parse_class_file
 from segtrain.data.read.labels import read_label
+from segtrain.errors import CheckpointError
 from segtrain.evaluation import georaster
 from segtrain.evaluation.inference import InferenceSettings, predict_labels
 from segtrain.evaluation.settings import BatchLimits
@@ -308,6 +309,14 @@ def test_the_calibration_error_says_how_often_a_class_is_there():
     label[0, :3, 0] = 1  # 3 of 10 where 0.8 is said; and none of 10 where 0.1 is
     curves.update(torch.tensor([0.8, 0.1]).view(2, 1, 1).expand(2, 1, 10), label)
     assert calibration_error(curves.counts) == pytest.approx((0.5 + 0.1) / 2, abs=1e-3)
+
+
+def test_its_bins_are_the_fifteen_of_one_class_among_all():
+    """0.21 and 0.26 are in one of 15 bins, where 47 of 200 are right; of 16 bins in two."""
+    curves, label = CurveCounts(1), torch.zeros(1, 200, 1, dtype=torch.uint8)
+    label[0, :47] = 1
+    curves.update(torch.tensor([0.21, 0.26]).repeat_interleave(100).view(1, 1, 200), label)
+    assert calibration_error(curves.counts) == pytest.approx(0, abs=1e-3)
 
 
 # Predictions
@@ -725,6 +734,13 @@ def test_no_class_is_black_unless_its_file_says_so():
     assert given.palette[0] == (0, 0, 0)
 
 
+def with_thresholds(checkpoint, values):
+    """The checkpoint of a training with them in its config."""
+    config = json.loads(checkpoint.config)
+    config["eval"]["thresholds"] = values
+    return checkpoint._replace(config=json.dumps(config), thresholds=None)
+
+
 def test_an_ensemble_has_the_mean_thresholds_in_any_order(learnt, tmp_path):
     root, _ = learnt
     other = tmp_path / "other.pt"
@@ -732,9 +748,22 @@ def test_an_ensemble_has_the_mean_thresholds_in_any_order(learnt, tmp_path):
     changed = [t + 0.125 for t in checkpoint.thresholds]
     save(other, checkpoint._replace(thresholds=changed))
     expected = [t + 0.0625 for t in checkpoint.thresholds]
-    both = root / "run/checkpoints/last.pt", other
-    for pair in (both, both[::-1]):
-        assert load_model(*pair).config.eval.thresholds == pytest.approx(expected, abs=1e-12)
+    given = tmp_path / "given.pt"  # one for all classes, by its config
+    save(given, with_thresholds(checkpoint, [0.25]))
+    unknown = tmp_path / "unknown.pt"  # before its first evaluation
+    save(unknown, checkpoint._replace(thresholds=None))
+    here = root / "run/checkpoints/last.pt"
+    for member, wanted in (
+        (other, expected),
+        (given, [(t + 0.25) / 2 for t in checkpoint.thresholds]),
+        (unknown, [(t + 0.5) / 2 for t in checkpoint.thresholds]),
+    ):
+        for pair in ((here, member), (member, here)):
+            found = load_model(*pair).config.eval.thresholds
+            assert found == pytest.approx(wanted, abs=1e-12), member
+    save(given, with_thresholds(checkpoint, [0.1, 0.2, 0.3]))
+    with pytest.raises(CheckpointError, match=r"eval.thresholds: 3 numbers for 2 classes"):
+        load_model(here, given)
 
 
 def test_thresholds_of_another_number_are_refused_after_training_too(learnt, lab, tmp_path):

@@ -118,10 +118,10 @@ def load_model(
     model = Ensemble([one.model for one in found], multilabel=first.config.is_multilabel).eval()
     members = [Member(str(s), x.config, x.step) for s, x in zip(sources, found, strict=True)]
     joined = first._replace(model=model, members=tuple(members))
-    if all(one.config.eval.thresholds for one in found):
+    if any(one.config.eval.thresholds for one in found):
         # Those of one member alone would hang on the order in which they are named.
-        columns = zip(*(one.config.eval.thresholds for one in found), strict=False)
-        thresholds = tuple(sum(column) / len(found) for column in columns)
+        each = [one.config.eval.thresholds_of(first.classes.num_classes) for one in found]
+        thresholds = tuple(sum(column) / len(found) for column in zip(*each, strict=True))
         joined = joined._replace(config=_with_thresholds(first.config, thresholds))
     if read_division(Path(path)) is None:
         return joined
@@ -159,6 +159,11 @@ def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
     if loaded.classes.names != first.classes.names:
         (difference,), _ = class_differences(first.classes, loaded.classes, "ids")
         return difference
+    thresholds = loaded.config.eval.thresholds_of(loaded.classes.num_classes)
+    if len(thresholds) != loaded.classes.num_classes:
+        return (
+            f"eval.thresholds: {len(thresholds)} numbers for {loaded.classes.num_classes} classes"
+        )
     for key in _OF_IMAGES:
         here, there = (getattr(one.config.data, key) for one in (loaded, first))
         if here != there:

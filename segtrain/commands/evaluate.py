@@ -226,8 +226,8 @@ def _about_thresholds(
     """Where classes overlap, what each is predicted from; a note if the split has chosen that."""
     if not config.is_multilabel:
         return []
-    thresholds = config.eval.thresholds or (0.5,)
-    each = zip(loaded.classes.names, thresholds * loaded.classes.num_classes, strict=False)
+    thresholds = config.eval.thresholds_of(loaded.classes.num_classes)
+    each = zip(loaded.classes.names, thresholds, strict=True)
     words = "thresholds, means of the members'" if loaded.members else "thresholds"
     lines = [f"{words}: " + ", ".join(f"{printable(n)} {t:.3g}" for n, t in each)]
     fitted = "eval.thresholds" not in given_keys(args.set) and config.eval.thresholds is not None

@@ -202,6 +202,11 @@ class EvalConfig(Section):
         """Those whose mean IoU chooses best.pt; empty if another score does."""
         return () if isinstance(self.best, str) else self.best
 
+    def thresholds_of(self, num_classes: int) -> tuple[float, ...]:
+        """Those of each class; 0.5 where none are known."""
+        known = self.thresholds or (0.5,)
+        return known * num_classes if len(known) == 1 else known
+
     @property
     def best_name(self) -> str:
         """The score that chooses best.pt, in words."""
