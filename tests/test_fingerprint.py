@@ -197,6 +197,12 @@ def test_colors_count_where_labels_are_colors_and_ids_where_they_are_ids(
     assert class_differences(now, turned, label_format) == ([], [])
 
 
+def test_a_class_more_is_named_even_if_it_is_called_none():
+    more = replace(BEFORE, classes=(*ONE_AND_TWO, SegClass("none", (5, 5, 5), (5,))))
+    line = "class file: 2 classes there, 3 now; class 2 is none there, none now"
+    assert class_differences(BEFORE, more, "ids") == ([line], [])
+
+
 # Training.
 
 

@@ -26,6 +26,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -169,8 +170,9 @@ def class_differences(
     change the label maps that segtrain writes. If they hold train ids, both are harmless.
     """
     if before.names != now.names:
-        pairs = zip((*before.names, "none"), (*now.names, "none"), strict=False)
-        i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        pairs = zip_longest(before.names, now.names)
+        i, pair = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        old, new = ("none" if name is None else name for name in pair)
         return [
             f"class file: {before.num_classes} classes there, {now.num_classes} now; class {i} is "
             f"{old} there, {new} now"
