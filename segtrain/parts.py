@@ -9,6 +9,7 @@ A thread computes each part. They take turns, and wait for each other in each ba
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,6 +35,9 @@ from segtrain.norm import (
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
+# Of sums, in half precision too.
+_ROUNDING = 1e-3
+
 
 def backward(
     model: nn.Module, loss: Loss, images: Tensor, labels: Any, *, parts: int = 8
@@ -50,7 +54,9 @@ def backward(
     The first call, and one after modules went between training and evaluation, tries four images in
     two parts: the output of an image must not depend on another, except through batch norms, and
     `loss` of two images must be the sum of both. It sees gradients: not a choice, such as the
-    largest value of the batch, and no branch whose weights are all 0 at that time.
+    largest value of the batch, and no branch whose weights are all 0 at that time. A mean over
+    pixels times the number of images is a sum where all images have equally many valid pixels: if
+    the first labels cannot tell, later ones are tried, less and less often.
 
     Args:
         model: takes `images`; `segtrain.norm.convert` has replaced its batch norms. Its outputs are
@@ -221,8 +227,20 @@ def _refuse(model: nn.Module) -> None:
             raise ValueError(f"{what} with statistics of each part: segtrain.norm.convert(model)")
 
 
-# The models that have been tried, and which of their modules were in training.
-_tried: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()
+@dataclass
+class _Tried:
+    """A model that has been tried.
+
+    modes: which of its modules were in training. outputs: of two images, on the host, until labels
+        could tell whether the loss is a sum. calls: since then.
+    """
+
+    modes: list[bool]
+    outputs: Any = None
+    calls: int = 0
+
+
+_tried: WeakKeyDictionary[nn.Module, _Tried] = WeakKeyDictionary()
 
 
 def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thread) -> None:
@@ -230,8 +248,16 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
     if model not in _tried:
         _compare_ranks(model)
     modes = [layer.training for layer in model.modules()]
-    if len(images) == 0 or _tried.get(model) == modes:
-        _tried.setdefault(model, [])
+    before = _tried.setdefault(model, _Tried([]))
+    if len(images) == 0:
+        return
+    if before.modes == modes:
+        before.calls += 1
+        # Often at first: what all labels so far have left open may never be decided.
+        if before.outputs is not None and (before.calls < 8 or before.calls.bit_count() == 1):
+            outputs = tree_map(lambda t: t.to(images.device), before.outputs)
+            if _try_loss(loss, outputs, labels):
+                before.outputs = None
         return
     x = images[:2].detach()
     x = torch.cat([x, x.flip(-1), x.roll(1, -1), x.roll(2, -1)])[:4]
@@ -243,7 +269,7 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
         for norm in norms:
             norm.training = False
         with changed_state(model) as changed:
-            is_decided, _ = VirtualRanks(2).run(calls)
+            outputs, _ = VirtualRanks(2).run(calls)
     finally:
         for norm, hook in zip(norms, hooks, strict=True):
             norm.training = True
@@ -253,10 +279,7 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
             f"the forward pass changes {changed[0]}, once for each part: switch off dropout, "
             "drop-path, stochastic depth, spectral norms and the like"
         )
-    if is_decided:
-        _tried[model] = modes
-    else:
-        _tried.setdefault(model, [])
+    _tried[model] = _Tried(modes, outputs)
 
 
 def _compare_ranks(model: nn.Module) -> None:
@@ -282,12 +305,12 @@ def _scaled(norm: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
 
 def _try_part(
     model: nn.Module, loss: Loss, x: Tensor, labels: Any, slot: int, thread: _Thread
-) -> bool:
+) -> Any:
     """Two of the four images: does the output of images 0 and 3 depend on another?
 
-    Returns, of slot 0, whether the batch could tell that the loss is a sum.
+    Returns, of slot 0, the outputs on the host if the labels cannot tell that the loss is a sum.
     """
-    is_decided = True
+    undecided = None
     with thread.entered():
         with thread.autocast():
             outputs = model(x[2 * slot : 2 * slot + 2])
@@ -296,8 +319,10 @@ def _try_part(
             shapes = [tuple(t.shape) for t in tensors]
             raise ValueError(f"of 2 images the model returns tensors {shapes}: expected (2, ...)")
         if slot == 0:
+            detached = tree_map(torch.detach, outputs)
             with thread.autocast():
-                is_decided = _try_loss(loss, tree_map(torch.detach, outputs), labels)
+                is_decided = _try_loss(loss, detached, labels)
+            undecided = None if is_decided else tree_map(torch.Tensor.cpu, detached)
         # Weights that differ, since a softmax adds up to a constant.
         rows = [t[slot].flatten().double() for t in tensors]
         goal = sum((row * torch.linspace(-1, 1, len(row)).to(row)).sum() for row in rows)
@@ -307,7 +332,7 @@ def _try_part(
                 "the output of an image depends on other images, and not by batch norm alone: the "
                 "gradient of the parts would not be that of the batch"
             )
-    return is_decided
+    return undecided
 
 
 def _sum_and_weight(loss: Loss, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | float]:
@@ -320,22 +345,15 @@ def _sum_and_weight(loss: Loss, outputs: Any, labels: Any) -> tuple[Tensor, Tens
     )
 
 
-@torch.no_grad()
 def _try_loss(loss: Loss, outputs: Any, labels: Any) -> bool:
     """Raises ValueError unless `loss` of two images is that of the first plus that of the second.
 
     outputs: of two images. labels: of all images of this rank, of which two that have a weight are
         taken: an image without valid pixels, of sum and weight 0, fits any mean too. Returns
-        whether there were two.
+        whether a mean over valid pixels would have been told from a sum.
     """
-
-    def values(row: slice, *images: int) -> Tensor:
-        """Sum and weight for these outputs, with the labels of these images."""
-        pair = tree_map(lambda t: t[row], outputs), tree_map(lambda t: t[[*images]], labels)
-        return torch.tensor([*map(float, _sum_and_weight(loss, *pair))], dtype=torch.float64)
-
     number = max(map(len, tree_leaves(labels)), default=0)
-    alone = [values(slice(0, 1), i) for i in range(number)]
+    alone = [_values(loss, outputs, labels, [0], [i]) for i in range(number)]
     usable = [i for i, one in enumerate(alone) if one.isfinite().all() and one[1] != 0]
     if alone and not any(one.isfinite().all() for one in alone):
         raise ValueError(
@@ -344,14 +362,80 @@ def _try_loss(loss: Loss, outputs: Any, labels: Any) -> bool:
         )
     if not usable:
         return False
-    i, j = usable[0], usable[-1]
-    three = values(slice(0, 2), i, j), alone[i], values(slice(1, 2), j)
-    for name, (both, first, second) in zip(
-        ("sum", "weight"), torch.stack(three).T.tolist(), strict=True
-    ):
-        if abs(both - first - second) > 1e-3 * (abs(first) + abs(second)):
+    _compare_images(loss, outputs, labels, usable[0], usable[-1])
+    # A model that has learnt nothing costs the same in each image, which a mean leaves as it is.
+    mixed = tree_map(_mixed, outputs)
+    counts = {i: _num_used(loss, mixed, labels, i) or 0 for i in usable}
+    i, j = min(usable, key=counts.__getitem__), max(usable, key=counts.__getitem__)
+    if counts[i] < counts[j] and _compare_images(loss, mixed, labels, i, j, counts[i], counts[j]):
+        return True
+    # On the host: a device would not survive a label that is out of range.
+    mixed = tree_map(torch.Tensor.cpu, mixed)
+    for pair in _half_ignored(labels, j):
+        whole, half = (_num_used(loss, mixed, pair, i) for i in range(2))
+        if whole and half and half < whole:
+            return _compare_images(loss, mixed, pair, 1, 0, half, whole)
+    return False
+
+
+@torch.no_grad()
+def _values(loss: Loss, outputs: Any, labels: Any, rows: list[int], images: list[int]) -> Tensor:
+    """Sum and weight for these rows of the outputs, with the labels of these images."""
+    pair = tree_map(lambda t: t[rows], outputs), tree_map(lambda t: t[images], labels)
+    return torch.tensor([*map(float, _sum_and_weight(loss, *pair))], dtype=torch.float64)
+
+
+def _compare_images(
+    loss: Loss, outputs: Any, labels: Any, i: int, j: int, used_i: int = 1, used_j: int = 1
+) -> bool:
+    """Raises ValueError unless the loss of images i and j is the sum of both.
+
+    Returns whether a mean over `used_i` and `used_j` pixels, times the images, would be another.
+    """
+    both = _values(loss, outputs, labels, [0, 1], [i, j]).tolist()
+    first = _values(loss, outputs, labels, [0], [i]).tolist()
+    second = _values(loss, outputs, labels, [1], [j]).tolist()
+    for name, a, b, c in zip(("sum", "weight"), both, first, second, strict=True):
+        if abs(a - b - c) > _ROUNDING * (abs(b) + abs(c)):
             raise ValueError(
-                f"loss: the {name} of two images is {both:.6g}, of each alone {first:.6g} and "
-                f"{second:.6g}: return a sum over images or pixels, and what to divide it by"
+                f"loss: the {name} of two images is {a:.6g}, of each alone {b:.6g} and {c:.6g}: "
+                "return a sum over images or pixels, and what to divide it by"
             )
-    return True
+    share = abs(used_i - used_j) / (used_i + used_j)
+    return share * abs(first[0] - second[0]) > 1.5 * _ROUNDING * (abs(first[0]) + abs(second[0]))
+
+
+def _mixed(outputs: Tensor) -> Tensor:
+    """Half of each of two images; the first also has half a pattern between 0 and 1."""
+    if not outputs.is_floating_point():
+        return outputs
+    pattern = torch.arange(outputs[0].numel(), device=outputs.device).float().sin().square()
+    both = torch.stack([pattern, torch.zeros_like(pattern)]).view_as(outputs)
+    return (outputs + both.to(outputs.dtype)) / 2
+
+
+def _num_used(loss: Loss, outputs: Any, labels: Any, image: int) -> int | None:
+    """How many of the first image's outputs its loss depends on, with the labels of `image`.
+
+    None: it refuses these labels, or takes tensors of a device only.
+    """
+    rows = tree_map(lambda t: t[:1].detach().requires_grad_(t.is_floating_point()), outputs)
+    leaves = [leaf for leaf in tree_leaves(rows) if leaf.requires_grad]
+    try:
+        total, _ = _sum_and_weight(loss, rows, tree_map(lambda t: t[[image]], labels))
+    except (IndexError, RuntimeError):
+        return None
+    if not total.requires_grad:
+        return 0
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    return sum(int(grad.count_nonzero()) for grad in grads if grad is not None)
+
+
+def _half_ignored(labels: Any, image: int) -> Iterator[Tensor]:
+    """On the host, the labels of an image, and with half of its pixels as what losses ignore."""
+    if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+        for value in (255, -100):
+            if labels.dtype.is_signed or (value > 0 and labels.dtype != torch.bool):
+                pair = labels[[image, image]].cpu()
+                pair[1].view(-1)[::2] = value
+                yield pair

@@ -263,6 +263,46 @@ def test_a_batch_without_valid_pixels_decides_nothing_about_a_loss():
         backward(model, mean, IMAGES, LABELS)
 
 
+def mean_times_images(outputs, labels):
+    return F.cross_entropy(outputs, labels, ignore_index=255) * len(labels), len(labels)
+
+
+@pytest.mark.parametrize("ignored", [None, 1, [0, 6]])
+def test_a_mean_times_the_images_is_refused_by_the_first_labels(ignored):
+    """It is a sum where all images have equally many valid pixels, as the first and the last."""
+    labels = LABELS % 4
+    if ignored is not None:
+        labels[ignored, :4] = 255
+    with pytest.raises(ValueError, match="the sum of two images is"):
+        backward(convert(net()), mean_times_images, IMAGES, labels)
+    backward(convert(net()), pixels, IMAGES, labels)
+
+
+def test_a_loss_that_no_label_could_tell_is_tried_by_later_ones():
+    calls = []
+
+    def loss(outputs, labels):
+        calls.append(labels)
+        if not labels.lt(101).all() or labels.lt(0).any():
+            raise IndexError("neither 255 nor -100 is what it ignores")
+        valid = labels != 100
+        each = F.cross_entropy(outputs, labels.clamp(max=3), reduction="none")
+        return (each * valid).sum() / valid.sum() * len(labels), len(labels)
+
+    model, tried = convert(net()), []
+    for _ in range(17):
+        calls.clear()
+        backward(model, loss, IMAGES, LABELS % 4)
+        tried.append(len(calls) > len(IMAGES))  # one for each part, and those of the trial
+    assert tried == [True] * 9 + [False] * 7 + [True]
+    labels = LABELS % 4
+    labels[1, :4] = 100
+    for _ in range(15):
+        backward(model, loss, IMAGES, labels)
+    with pytest.raises(ValueError, match="the sum of two images is"):
+        backward(model, loss, IMAGES, labels)
+
+
 def test_random_layers_in_evaluation_pass_until_they_train():
     model = convert(net(Random()))
     model[3].eval()
