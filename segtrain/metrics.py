@@ -320,7 +320,13 @@ _FEW_PIXELS = 100
 def thin_classes(scores: Scores, names: Sequence[str], split: str) -> list[str]:
     """Warnings about classes of which the labels of `split` show nothing or nearly nothing."""
     if not scores.num_pixels:
-        return []
+        is_ignored = all(map(math.isnan, scores.class_frequency))
+        what = (
+            f"no pixel of {split} is labelled"
+            if is_ignored
+            else f"no label of {split} shows any class"
+        )
+        return [f"warning: {what}: there is nothing to score"]
     pixels = scores.labelled
     pairs = [(printable(name, MAX_NAME), n) for name, n in zip(names, pixels, strict=True)]
     none = [name for name, n in pairs if n == 0]

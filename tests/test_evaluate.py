@@ -214,7 +214,7 @@ def test_a_split_for_a_test_server_has_predictions_and_no_scores(
     scores = command(save_predictions=tmp_path / "dummies")
     assert scores["num_pixels"] == 0
     assert {scores[key] for key in ("mIoU", "aAcc", "miIoU", "category_mIoU")} == {None}
-    assert "no pixel is labelled: there is nothing to score" in capsys.readouterr().out
+    assert "no pixel of val is labelled: there is nothing to score" in capsys.readouterr().out
     shutil.rmtree(cityscapes / "gtFine")
     assert run_eval(arguments("run", no_labels=True, save_predictions=tmp_path / "none")) == 0
     assert "mIoU" not in capsys.readouterr().out

@@ -3,6 +3,8 @@ authors' own lines for the Lovász hinge, in float64."""
 
 import csv
 import json
+import re
+import shutil
 from pathlib import Path
 
 import cv2
@@ -35,6 +37,7 @@ from segtrain.one_vs_rest import (
     levels_of,
     scores_of,
 )
+from segtrain.results.runs import summarize
 from segtrain.training.losses import SegLoss
 from segtrain.types import IGNORE_INDEX, SegLogits
 
@@ -732,6 +735,30 @@ def test_no_class_is_black_unless_its_file_says_so():
     assert (0, 0, 0) not in classes().palette
     given = classes("classes: [{name: red, color: [0, 0, 0]}, {name: blue}]")
     assert given.palette[0] == (0, 0, 0)
+
+
+def test_a_split_without_any_object_has_no_score_and_no_best(learnt, lab, tmp_path):
+    root, _ = learnt
+    made = shutil.copytree(root / "made", tmp_path / "made")
+    text = (made / "config.yaml").read_text().replace(str(root / "made"), str(made))
+    (made / "config.yaml").write_text(text)
+    config = load_config(made / "config.yaml")
+    for pair in open_dataset(config.data, config.data.eval_split).pairs:
+        assert made in pair.label.parents
+        cv2.imwritemulti(str(pair.label), [np.zeros((48, 64), np.uint8)] * 2)
+    small = "model.num_stages=2", "model.head_channels=16", "train.batch_size=2", "train.steps=2"
+    every = "data.num_workers=0", "schedule.warmup_steps=0", "eval.every_steps=1"
+    words = [word for option in (*small, *every) for word in ("--set", option)]
+    said = lab.done("train", made, "--output", tmp_path / "run", "--nproc", 1, *words).out
+    nothing = f"warning: no label of {made}/val.txt shows any class: there is nothing to score"
+    assert said.count(nothing) == 1, said
+    assert said.count("nothing to choose best.pt by") == 2
+    assert not (tmp_path / "run/checkpoints/best.pt").exists()
+    assert last(tmp_path / "run").best is None
+    assert summarize(tmp_path / "run").best is None
+    assert nothing in lab.done("eval", tmp_path / "run").out
+    listed = lab.done("runs", tmp_path).out.splitlines()[1]
+    assert re.search(r"run +- +- +2/2 .* complete$", listed), listed
 
 
 def with_thresholds(checkpoint, values):

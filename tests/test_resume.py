@@ -191,10 +191,10 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
 
 @pytest.mark.parametrize(
     ("score", "best", "better"),
-    [(0.0, None, True), (0.0, nan, True), (nan, nan, False), (0.2, 0.2, False), (nan, 0.2, False)],
+    [(0.0, None, True), (0.0, nan, True), (nan, None, False), (0.2, 0.2, False), (nan, 0.2, False)],
 )
-def test_a_best_score_of_nan_is_replaced_by_the_first_number(score, best, better):
-    """NaN is the score of a split that was ignored everywhere; nothing is above it."""
+def test_a_score_of_nan_is_never_the_best(score, best, better):
+    """NaN is the score of a split that shows no class; older checkpoints have it as the best."""
     from segtrain.commands.train.evaluation import is_better
 
     assert (

@@ -1,6 +1,7 @@
 """`segtrain watch`: what runs do now, on one screen that refreshes itself; it reads files alone."""
 
 import argparse
+import math
 import re
 import shutil
 import socket
@@ -91,7 +92,8 @@ def screen(folders: Sequence[Path], now: float, width: int) -> list[str]:
         (directory,) = folders
         metrics = tail(directory / run_directory.METRICS, sys.maxsize)
         for tag in ("train/loss", options_of(directory)[1].best_tag):
-            if points := [*points_of(metrics, tag.encode())]:
+            points = [one for one in points_of(metrics, tag.encode()) if math.isfinite(one[1])]
+            if points:
                 lines += ["", *chart(printable(tag), points, width)]
     return lines
 

@@ -226,8 +226,6 @@ class Report:
         lines = score_table(self.scores, self.names, self.groups.iiou if has_instances else None)
         if not math.isnan(self.calibration_error):
             lines.append(f"calibration error {self.calibration_error:.4f}")
-        if not self.scores.num_pixels:
-            lines.append("no pixel is labelled: there is nothing to score")
         if self.groups is not None:
             lines += _category_lines(self.groups, with_instances=has_instances)
         if self.benchmark:

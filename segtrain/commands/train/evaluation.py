@@ -86,13 +86,16 @@ def evaluate(run: TrainRun) -> bool:
     if run.thresholds is not None:
         from_each = " ".join(f"{threshold:.2f}" for threshold in run.thresholds)
         words += f" with thresholds {printable(from_each, MAX_NAME)}"
-    log.lines([f"step {step}  {words}{precision}  {score_text(run.best)}"])
+    best_so_far = score_text(run.best) if run.best else "nothing to choose best.pt by"
+    log.lines([f"step {step}  {words}{precision}  {best_so_far}"])
     return True
 
 
 def _chosen_score(run: TrainRun, scores: Scores, *, is_first: bool) -> tuple[str, float]:
     """The name and value of the score that chooses best.pt (eval.best)."""
     by, names = run.config.eval, run.eval_set.classes.names
+    if not scores.num_pixels:  # where classes overlap a mean may be 0 then
+        return by.best_name, math.nan
     if not by.best_classes:
         return by.best_name, scores.mean_dice if by.best == "mdice" else scores.mean_iou
     chosen = [names.index(name) for name in by.best_classes]
@@ -179,11 +182,10 @@ def _predictor(run: Training) -> Predictor:
 
 
 def is_better(score: float, best: dict[str, Any] | None) -> bool:
-    """Whether a score is above the best one; any number is better than NaN."""
-    if best is None:
-        return True
-    was_nan = math.isnan(best["score"])
-    return score > best["score"] or (was_nan and not math.isnan(score))
+    """Whether a score is above the best one; NaN never is."""
+    # Older versions have kept NaN as the best.
+    is_first = best is None or math.isnan(best["score"])
+    return not math.isnan(score) if is_first else score > best["score"]
 
 
 def _show(run: TrainRun, pictures: dict[int, str]) -> None:
