@@ -14,6 +14,7 @@ package offers as an entry point, such as `poly1 = my_pkg.losses:Poly1` in the g
 import hashlib
 import importlib
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -260,12 +261,21 @@ def missing(records: Iterable[dict[str, Any]]) -> list[str]:
             continue
         # A stranger's words, on one line.
         said = {key: printable(str(value), MAX_NAME) for key, value in one.items()}
-        way = f"if you trust that code, give --plugin {said['source']}, or where it lies now"
-        if one["package"] is not None:
-            way = f"install {said['package']}, or give --plugin {said['source']}"
+        given = option_of(one["source"])
+        way = f"if you trust that code, give {given}, or where it lies now"
+        if re.fullmatch(r"[\w.-]+( [\w.+!-]+)?", one["package"] or ""):
+            way = f"install {said['package']}, or give {given}"
         what = f"needs the {said['kind']} '{said['name']}' of a plugin that is not imported here"
         lines.append(f"{what} (SHA-256 {said['sha256'][:12]}...); {way}")
     return lines
+
+
+def option_of(source: object) -> str:
+    """The option that imports a plugin, to be pasted; what no module or file is, is not shown."""
+    text = str(source)
+    if not (_MODULE.fullmatch(text) or text.endswith(".py")):
+        return "--plugin MODULE or FILE.py"
+    return f"--plugin {shlex.quote(printable(text))}"
 
 
 def changes(records: Iterable[dict[str, Any]]) -> list[str]:

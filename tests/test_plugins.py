@@ -352,6 +352,22 @@ def test_changed_code_is_refused_where_a_run_goes_on_and_told_where_it_is_used(t
     assert last(run).plugins[0]["sha256"] == plugins.registered("loss", "times").sha256
 
 
+@pytest.mark.parametrize(
+    ("source", "package", "way"),
+    [
+        ("my_pkg.losses", None, "give --plugin my_pkg.losses,"),
+        ("./my loss;.py", None, "give --plugin './my loss;.py',"),
+        ("; touch file #", None, "give --plugin MODULE or FILE.py,"),
+        ("x\n$(touch file)", "a; b", "give --plugin MODULE or FILE.py,"),
+        ("my_pkg", "my-pkg", "; install my-pkg, or give --plugin my_pkg"),
+    ],
+)
+def test_a_strangers_words_are_no_command_to_paste(source, package, way):
+    record = {"kind": "loss", "name": "gone", "sha256": 64 * "0"}
+    (line,) = plugins.missing([record | {"source": source, "package": package}])
+    assert way in line
+
+
 def test_a_moved_file_is_named_by_the_user(trained, lab):
     """In every command; the checkpoint says which hash it had, not what to import."""
     config, run = trained

@@ -1,6 +1,7 @@
 """`segtrain suspects`: training masks that are probably wrong."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -199,7 +200,7 @@ def _without(findings: Sequence[SuspectCard], config: Config, file: Path) -> str
     emptied = config.data.model_copy(update={"train_exclude": ()})
     lines = [
         "  # The masks that stand out. Delete the lines of those that are right; then:",
-        f"  # segtrain train {printable(file)}",
+        f"  # segtrain train {shlex.quote(printable(file))}",
         "  train_exclude:",
         *(f"  - {yaml_value(entry)}" for entry in config.data.train_exclude),
         *(f"  - {yaml_value(one.name)}  # {one.line}" for one in findings),

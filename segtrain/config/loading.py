@@ -130,7 +130,7 @@ def _checked(
     checked = failed or validate(Config, data, hints=FOREIGN_KEYS)
     if isinstance(checked, list):
         if imports_from is None and (left := set(data.get("plugins", ())) - {*plugins.loaded()}):
-            ways = " ".join(f"--plugin {printable(str(one))}" for one in sorted(left, key=str))
+            ways = " ".join(dict.fromkeys(map(plugins.option_of, sorted(left, key=str))))
             what = "not imported: what is only looked at runs no code; if you trust it, give"
             mistakes.append(Mistake(("plugins",), f"{what} {ways}"))
         # A value that was refused is missing from the data, which is no second mistake.

@@ -4,6 +4,7 @@ Names and headers of all files are read; contents of a sample, where a sample is
 that are going to be used are counted whole, since one rare value decides whether training works.
 """
 
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
@@ -174,7 +175,7 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
         most = Counter(suffixes.values()).most_common(5)
         kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in most)
         if any(path.lower().endswith((".nii", ".nii.gz", ".dcm")) for path in paths):
-            kinds += f"; of volumes segtrain data import {folder} makes slices"
+            kinds += f"; of volumes segtrain data import {shlex.quote(str(folder))} makes slices"
         raise DataError(
             f"{folder}: no images ({' '.join(image_formats.SUFFIXES)}); found {kinds or 'no files'}"
         )
