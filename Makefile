@@ -40,14 +40,18 @@ install: $(STAMP)
 demo: install
 	$(BIN)/python tools/demo.py
 
+# Each worker begins with a part of the files as a whole, so that what the tests of a file share is
+# made once.
+WORKERS := -n auto --dist worksteal
+
 # Which tests; .ci/run takes slow ones in, too.
 SELECT ?= -m "not slow"
 
 test: install
-	$(BIN)/python -m pytest -q -n auto $(SELECT)
+	$(BIN)/python -m pytest -q $(WORKERS) $(SELECT)
 
 test-all: install
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q $(WORKERS)
 
 # One after another: figures of tests that share the device would be of no use.
 test-gpu: install
@@ -57,7 +61,7 @@ test-gpus: install
 	$(BIN)/python tools/test_gpus.py $(ARGS)
 
 coverage: install
-	$(BIN)/python -m pytest -q -n auto -m "not slow" --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pytest -q $(WORKERS) -m "not slow" --cov --cov-report=term-missing:skip-covered
 
 lint: install
 	$(BIN)/ruff check .
@@ -73,7 +77,7 @@ upgrade:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade --upgrade-strategy eager --editable ".[dev]"
 	$(PIP) --upgrade $(ORACLE)
-	$(BIN)/python -m pytest -q -n auto -m "not slow"
+	$(BIN)/python -m pytest -q $(WORKERS) -m "not slow"
 	{ head -1 $(CONSTRAINTS); \
 	  $(BIN)/pip freeze --exclude-editable | grep -viE "^(nvidia|cuda|triton)"; } > $(VENV)/frozen
 	mv $(VENV)/frozen $(CONSTRAINTS)
