@@ -513,7 +513,7 @@ def test_a_killed_run_ends_with_the_same_bits_on_another_machine(
     assert [path.name for path in (cached_run(url) / "checkpoints").glob("*.pt")] == ["best.pt"]
     words = ["predict", url, str(made / "set/images/val"), "--output", str(tmp_path / "p")]
     assert cli.main(words) == 0
-    assert cli.main(["runs", url]) == 0
+    assert cli.main(["report", url]) == 0
 
 
 def test_a_reader_never_finds_half_and_the_manifest_is_put_last(made, own, tmp_path, monkeypatch):
