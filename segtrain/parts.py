@@ -231,12 +231,12 @@ def _refuse(model: nn.Module) -> None:
 class _Tried:
     """A model that has been tried.
 
-    modes: which of its modules were in training. outputs: of two images, on the host, until labels
-        could tell whether the loss is a sum. calls: since then.
+    modes: which of its modules were in training. is_decided: whether labels could tell that the
+        loss is a sum. calls: of `backward` since the first one.
     """
 
     modes: list[bool]
-    outputs: Any = None
+    is_decided: bool = False
     calls: int = 0
 
 
@@ -249,15 +249,10 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
         _compare_ranks(model)
     modes = [layer.training for layer in model.modules()]
     before = _tried.setdefault(model, _Tried([]))
-    if len(images) == 0:
-        return
-    if before.modes == modes:
-        before.calls += 1
-        # Often at first: what all labels so far have left open may never be decided.
-        if before.outputs is not None and (before.calls < 8 or before.calls.bit_count() == 1):
-            outputs = tree_map(lambda t: t.to(images.device), before.outputs)
-            if _try_loss(loss, outputs, labels):
-                before.outputs = None
+    before.calls += 1
+    # Often at first: what all labels so far have left open may never be decided.
+    is_due = not before.is_decided and (before.calls < 8 or before.calls.bit_count() == 1)
+    if len(images) == 0 or (before.modes == modes and not is_due):
         return
     x = images[:2].detach()
     x = torch.cat([x, x.flip(-1), x.roll(1, -1), x.roll(2, -1)])[:4]
@@ -269,7 +264,7 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
         for norm in norms:
             norm.training = False
         with changed_state(model) as changed:
-            outputs, _ = VirtualRanks(2).run(calls)
+            is_decided, _ = VirtualRanks(2).run(calls)
     finally:
         for norm, hook in zip(norms, hooks, strict=True):
             norm.training = True
@@ -279,7 +274,7 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
             f"the forward pass changes {changed[0]}, once for each part: switch off dropout, "
             "drop-path, stochastic depth, spectral norms and the like"
         )
-    _tried[model] = _Tried(modes, outputs)
+    before.modes, before.is_decided = modes, is_decided
 
 
 def _compare_ranks(model: nn.Module) -> None:
@@ -305,12 +300,12 @@ def _scaled(norm: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
 
 def _try_part(
     model: nn.Module, loss: Loss, x: Tensor, labels: Any, slot: int, thread: _Thread
-) -> Any:
+) -> bool:
     """Two of the four images: does the output of images 0 and 3 depend on another?
 
-    Returns, of slot 0, the outputs on the host if the labels cannot tell that the loss is a sum.
+    Returns, of slot 0, whether the labels could tell that the loss is a sum.
     """
-    undecided = None
+    is_decided = True
     with thread.entered():
         with thread.autocast():
             outputs = model(x[2 * slot : 2 * slot + 2])
@@ -319,10 +314,8 @@ def _try_part(
             shapes = [tuple(t.shape) for t in tensors]
             raise ValueError(f"of 2 images the model returns tensors {shapes}: expected (2, ...)")
         if slot == 0:
-            detached = tree_map(torch.detach, outputs)
             with thread.autocast():
-                is_decided = _try_loss(loss, detached, labels)
-            undecided = None if is_decided else tree_map(torch.Tensor.cpu, detached)
+                is_decided = _try_loss(loss, tree_map(torch.detach, outputs), labels)
         # Weights that differ, since a softmax adds up to a constant.
         rows = [t[slot].flatten().double() for t in tensors]
         goal = sum((row * torch.linspace(-1, 1, len(row)).to(row)).sum() for row in rows)
@@ -332,7 +325,7 @@ def _try_part(
                 "the output of an image depends on other images, and not by batch norm alone: the "
                 "gradient of the parts would not be that of the batch"
             )
-    return undecided
+    return is_decided
 
 
 def _sum_and_weight(loss: Loss, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | float]:
