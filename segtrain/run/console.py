@@ -111,7 +111,7 @@ def completion(steps: int, step: int, evaluated: int) -> str:
 def score_text(best: dict[str, Any] | None) -> str:
     """Such as `best mIoU 0.7123 at step 4000`; the score is that of eval.best."""
     if best is None:
-        return "not evaluated yet"
+        return "no best score"
     return f"best {printable(best['by'], MAX_NAME)} {best['score']:.4f} at step {best['step']}"
 
 

@@ -86,8 +86,7 @@ def evaluate(run: TrainRun) -> bool:
     if run.thresholds is not None:
         from_each = " ".join(f"{threshold:.2f}" for threshold in run.thresholds)
         words += f" with thresholds {printable(from_each, MAX_NAME)}"
-    best_so_far = score_text(run.best) if run.best else "nothing to choose best.pt by"
-    log.lines([f"step {step}  {words}{precision}  {best_so_far}"])
+    log.lines([f"step {step}  {words}{precision}  {score_text(run.best)}"])
     return True
 
 
