@@ -57,6 +57,8 @@ def test_a_source_with_marks_does_the_same_and_tells_where_it_was(monkeypatch):
 TESTED = {
     "segtrain/__init__.py": "",
     "segtrain/sizes.py": """
+        import os
+
         def larger(a, b):
             return a > b
 
@@ -65,6 +67,9 @@ TESTED = {
 
         def unused(x):
             return x or 1
+
+        def quiet(x):
+            return x > 0 and os.kill(os.getppid(), 9)
         """,
     "tests/test_sizes.py": """
         import pytest
@@ -82,6 +87,9 @@ TESTED = {
 
         def test_nothing():
             sizes.larger(1, 2)
+
+        def test_quiet():
+            assert not sizes.quiet(0)
 
         def test_number(double):
             assert isinstance(double, int)
@@ -128,11 +136,15 @@ def test_mutants_that_no_test_fails_have_survived(project, capsys):
     assert "a > b -> (a >= b) 2 tests: tests/test_sizes.py::test_larger\n" in said
     assert "x * 2 -> (x / 2) 2 tests: tests/test_sizes.py::test_" in said
     assert "2 -> (3) 2 tests: tests/test_sizes.py::test_double\n" in said
-    assert "2 of 5 mutants survived" in said  # those of `unused`, which no test reaches
-    assert mutants.main([*of, "--survivors", "1"]) == 1
+    assert "x > 0 -> (x >= 0) 1 tests: (it ended what had started the tests)\n" in said
+    # Those of `unused`, which no test reaches, and two numbers of `quiet`.
+    assert "4 of 9 mutants survived" in said
+    assert mutants.main([*of, "--survivors", "3"]) == 1
     capsys.readouterr()
     mutants.main([str(project / "whole"), "--of", "sizes.py", "--whole", "tests/test_sizes.py"])
     lines = [line for line in capsys.readouterr().out.splitlines() if "none of" in line]
+    # What ended the tests does not say which of them noticed.
     assert lines == [
-        "tests/test_sizes.py::test_nothing: none of 1 mutants that it reaches fails it"
+        f"tests/test_sizes.py::test_{name}: none of {number} mutants that it reaches fails it"
+        for name, number in (("nothing", 1), ("quiet", 3))
     ]

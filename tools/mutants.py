@@ -22,9 +22,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import mutation_probe
@@ -243,21 +245,33 @@ def met(
     outcomes = {int(number): outcome for number, outcome in known.items()}
     left = [number for number in numbered if number not in outcomes and tests[number]]
     outcomes |= {number: [0, []] for number in numbered if not tests[number]}
-    clones = [args.folder / f"clone{job}" for job in range(args.jobs)]
-    pools = [ProcessPoolExecutor(1, initializer=_adopt_orphans) for _ in clones]
-    ask = partial(_outcome, whole=bool(args.whole))
-    waiting = {}
-    for place, number in enumerate(left):
+    free: SimpleQueue[Path] = SimpleQueue()
+    for job in range(args.jobs):
+        free.put(args.folder / f"clone{job}")
+
+    def ask(number: int) -> tuple[int, list[str]]:
         chosen = _within(tests[number], seconds, None if args.whole else _TESTS_S)
         limit = _SPARE_S + 4 * sum(seconds[name] for name in chosen)
-        job = place % len(pools)
-        waiting[number] = pools[job].submit(ask, clones[job], numbered[number], chosen, limit)
-    for number, future in waiting.items():
-        outcomes[number] = future.result()
-        file.write_text(json.dumps(outcomes))
-        ran, failed = outcomes[number]
-        said = failed or ["survived"]
-        print(number, told(numbered[number]), f"{ran} tests:", *said, flush=True)
+        clone = free.get()
+        try:
+            # A process of its own, since a mutant may end the one that started its tests.
+            with ProcessPoolExecutor(1, initializer=_adopt_orphans) as pool:
+                words = clone, numbered[number], chosen, limit, bool(args.whole)
+                return pool.submit(_outcome, *words).result()
+        except BrokenProcessPool:
+            _end_those_in(clone)
+            _git("checkout", "-q", ".", where=clone)
+            return len(chosen), ["(it ended what had started the tests)"]
+        finally:
+            free.put(clone)
+
+    with ThreadPoolExecutor(args.jobs) as threads:
+        for number, outcome in zip(left, threads.map(ask, left), strict=True):
+            outcomes[number] = outcome
+            file.write_text(json.dumps(outcomes))
+            ran, failed = outcome
+            said = failed or ["survived"]
+            print(number, told(numbered[number]), f"{ran} tests:", *said, flush=True)
     return outcomes
 
 
@@ -307,6 +321,14 @@ def _adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
+def _end_those_in(clone: Path) -> None:
+    """Ends what has a clone as its folder, whoever its parent is."""
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            if Path(f"/proc/{process}/cwd").readlink() == clone:
+                os.kill(int(process), signal.SIGKILL)
+
+
 def _end_all() -> None:
     end = time.monotonic() + 10
     while (left := [p for p in descendants(os.getpid()) if is_alive(p)]) and time.monotonic() < end:
@@ -330,12 +352,12 @@ def _clone(folder: Path) -> None:
         subprocess.run(["git", "clone", "-q", "--local", ROOT, folder], check=True)
 
 
-def _committed(name: str, where: Path = ROOT) -> str:
+def _committed(name: str, where: Path | None = None) -> str:
     return _git("show", f"HEAD:{name}", where=where)
 
 
-def _git(*words: str, where: Path = ROOT) -> str:
-    return subprocess.check_output(["git", *words], cwd=where, text=True)
+def _git(*words: str, where: Path | None = None) -> str:
+    return subprocess.check_output(["git", *words], cwd=where or ROOT, text=True)
 
 
 def told(mutant: Mutant) -> str:
