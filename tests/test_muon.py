@@ -151,6 +151,7 @@ def test_it_is_for_kernels_that_map_all_channels_but_not_to_classes():
         assert "classifier" in name or layers[path].groups > 1
     assert any("classifier" in name for name in others)
     assert len(found) > 30
+    assert muon_names(nn.Sequential(nn.Linear(2, 3))) == {"0.weight"}  # which has no groups
 
 
 def test_a_state_that_is_saved_goes_on_to_the_bit():

@@ -28,7 +28,7 @@ from segtrain.norm import (
     normalize_together,
     untracked,
 )
-from segtrain.norm.kernels import local_moments
+from segtrain.norm.kernels import local_moments, unbiased
 
 C = 5
 SLOW = pytest.mark.slow("norm", "distributed")
@@ -216,6 +216,16 @@ def far_variances(device="cpu"):
             error = abs(module.running_var.cpu().double() / wanted - 1).max().item()
             errors[ratio] = max(errors[ratio], error)
     return errors
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_bessels_factor_is_that_of_torch_and_1_for_one_value(count):
+    values = torch.randn(count, C, generator=torch.Generator().manual_seed(0)).double()
+    wanted = values.var(0) if count > 1 else torch.zeros(C).double()
+    for number in (count, torch.tensor(count).double()):
+        found = unbiased(values.var(0, correction=0), number)
+        torch.testing.assert_close(found, wanted)
+        assert (unbiased(torch.ones(C), number) >= 1).all()
 
 
 def test_variance_survives_a_mean_far_from_zero(results):
