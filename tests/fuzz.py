@@ -52,7 +52,7 @@ def judge(target: Target, data: bytes, folder: Path, name: str | None = None) ->
     sentinel = folder / SENTINEL
     with chdir(folder), _limits(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        before = peak_bytes()
+        most = max(peak_bytes(), _held_bytes() + LIMIT_BYTES)
         try:
             target.run(path)
             verdict = Verdict()
@@ -65,8 +65,8 @@ def judge(target: Target, data: bytes, folder: Path, name: str | None = None) ->
     if sentinel.exists():
         sentinel.unlink()
         return Verdict("the input ran code")
-    # The peak never falls: only an input that raises it can be blamed.
-    if peak_bytes() > max(before, LIMIT_BYTES) and not verdict.finding:
+    # The peak never falls, and tests before may have left much: only what an input adds counts.
+    if peak_bytes() > most and not verdict.finding:
         return Verdict(f"more than {LIMIT_BYTES >> 30} GiB")
     return verdict
 
@@ -96,6 +96,12 @@ def _limits() -> Iterator[None]:
 def peak_bytes() -> int:
     """The most memory, in bytes, that this process has ever held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _held_bytes() -> int:
+    """The memory, in bytes, that this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def corpus(name: str) -> list[Path]:

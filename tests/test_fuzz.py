@@ -279,3 +279,16 @@ def test_the_judge_notices_a_hang_and_an_exception(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "LIMIT_S", 10)
     failing = Target(lambda path: path.read_bytes()[7], list, ("x",))
     assert fuzz.judge(failing, b"", tmp_path).finding.startswith("IndexError")
+
+
+def test_the_judge_notices_the_memory_of_an_input_and_not_what_was_held_before(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fuzz, "LIMIT_BYTES", 64 << 20)
+    room = fuzz.peak_bytes() - fuzz._held_bytes()
+    before = b"x" * (room + (16 << 20))  # the peak is what is held, and above the limit
+    modest = Target(lambda path: b"x" * (8 << 20), list, ("x",))
+    assert not fuzz.judge(modest, b"", tmp_path).finding
+    greedy = Target(lambda path: b"x" * (128 << 20), list, ("x",))
+    assert fuzz.judge(greedy, b"", tmp_path).finding.startswith("more than")
+    del before
