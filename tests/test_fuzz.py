@@ -281,14 +281,27 @@ def test_the_judge_notices_a_hang_and_an_exception(tmp_path, monkeypatch):
     assert fuzz.judge(failing, b"", tmp_path).finding.startswith("IndexError")
 
 
+@pytest.mark.parametrize(
+    ("peak", "held", "new_peak", "is_finding"),
+    [
+        (1.0, 0.5, 2.6, True),
+        (1.0, 0.5, 2.4, False),
+        (2.5, 2.5, 2.6, False),  # nearly all of it was there before
+        (2.5, 2.5, 4.6, True),
+        (4.0, 0.5, 4.0, False),  # what it took is hidden by an older peak
+    ],
+)
 def test_the_judge_notices_the_memory_of_an_input_and_not_what_was_held_before(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, peak, held, new_peak, is_finding
 ):
-    monkeypatch.setattr(fuzz, "LIMIT_BYTES", 64 << 20)
-    room = fuzz.peak_bytes() - fuzz._held_bytes()
-    before = b"x" * (room + (16 << 20))  # the peak is what is held, and above the limit
-    modest = Target(lambda path: b"x" * (8 << 20), list, ("x",))
-    assert not fuzz.judge(modest, b"", tmp_path).finding
-    greedy = Target(lambda path: b"x" * (128 << 20), list, ("x",))
-    assert fuzz.judge(greedy, b"", tmp_path).finding.startswith("more than")
-    del before
+    peaks = iter((peak, new_peak))
+    monkeypatch.setattr(fuzz, "peak_bytes", lambda: next(peaks) * 2**30)
+    monkeypatch.setattr(fuzz, "_held_bytes", lambda: held * 2**30)
+    nothing = Target(lambda path: None, list, ("x",))
+    assert (fuzz.judge(nothing, b"", tmp_path).finding == "more than 2 GiB") == is_finding
+
+
+def test_memory_is_measured_in_bytes():
+    before, kept = fuzz._held_bytes(), b"x" * (256 << 20)
+    assert (200 << 20) < fuzz._held_bytes() - before < (300 << 20)
+    assert fuzz.peak_bytes() >= len(kept)
