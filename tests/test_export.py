@@ -583,7 +583,8 @@ def followed(steps, file):
     read, fill, *others = steps
     assert (read["step"], read["exif_orientation"], fill["step"]) == ("read", "ignored", "fill")
     if file.suffix == ".tif":
-        stored, no_data = tifffile.imread(file), tifffile.TiffFile(file).pages[0].tags.get(42113)
+        with tifffile.TiffFile(file) as tiff:
+            stored, no_data = tiff.asarray(), tiff.pages[0].tags.get(42113)
     else:
         picture, no_data = Image.open(file), None
         stored = np.array(picture.convert("RGB") if picture.mode == "P" else picture)

@@ -169,7 +169,8 @@ def test_the_others_go_on_without_a_worker_that_was_killed(tmp_path, data, stale
 
 
 def test_without_workers_the_server_gives_up(tmp_path, data):
-    file, run = config(data, tmp_path, steps=400), tmp_path / "run"
+    """At once, or by the limit: once a rank of many runs did not get gloo's error."""
+    file, run = config(data, tmp_path, steps=400, timeout_s=60.0), tmp_path / "run"
     first, killed = alone(tmp_path, file, run, 2)
     first.wait_for_step(run, 3)
     with_signal(killed.process.pid, signal.SIGKILL)
@@ -178,7 +179,7 @@ def test_without_workers_the_server_gives_up(tmp_path, data):
 
 
 def test_workers_end_if_the_server_was_killed(tmp_path, data):
-    """At once, or by the limit: once a worker of many runs did not get gloo's error."""
+    """At once, or by the limit, as above."""
     file, run = config(data, tmp_path, steps=400, timeout_s=60.0), tmp_path / "run"
     first, *workers = alone(tmp_path, file, run, 3)
     first.wait_for_step(run, 3)
