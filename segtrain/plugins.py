@@ -16,7 +16,7 @@ import importlib
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import cache, partial
 from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
@@ -51,6 +51,7 @@ class Plugin(NamedTuple):
         they serve few others, and that do not serve it although they serve all others.
     source, sha256: the module, or the absolute path of the file, and the hash of its code: of the
         bytes of a file, or of all Python files of a package; empty if there is no file.
+    is_here: whether it is imported; see `stand_in`.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Plugin(NamedTuple):
     ignores: frozenset[str]
     source: str
     sha256: str
+    is_here: bool = True
 
     def record(self) -> dict[str, str | None]:
         """What a checkpoint keeps of it."""
@@ -79,6 +81,8 @@ def _package_of(module: str) -> str | None:
 
 
 _plugins: dict[tuple[str, str], Plugin] = {}
+# What configs name that is not here, and whose part nobody has needed.
+_absent: dict[tuple[str, str], Plugin] = {}
 # What `load` has imported, with the hash of a file.
 _loaded: dict[str, str] = {}
 _paths: dict[str, str] = {}  # of files, by the names of their modules
@@ -212,8 +216,22 @@ def loaded() -> tuple[str, ...]:
 
 
 def registered(kind: str, name: str) -> Plugin | None:
-    """The plugin of this name among those that are imported."""
-    return _plugins.get((kind, name))
+    """The plugin of this name among those that are imported, or what `stand_in` has put there."""
+    return _plugins.get((kind, name)) or _absent.get((kind, name))
+
+
+def stand_in(kind: str, name: str, source: str = "", sha256: str = "") -> Plugin:
+    """What stands for a plugin that is not here, in a config whose other parts are of use.
+
+    Nothing is said of its options. Who calls it is told that it is not here (ConfigError).
+    """
+
+    def made(*_: Any, **__: Any) -> Any:
+        what = f"{kind} {printable(name, MAX_NAME)}: of a plugin that is not imported here"
+        raise ConfigError(f"{what}; if you trust that code, give {option_of(source)}")
+
+    absent = Plugin(kind, name, made, None, frozenset(), frozenset(), source, sha256, False)
+    return _absent.setdefault((kind, name), absent)
 
 
 def names(kind: str) -> list[str]:
@@ -246,18 +264,28 @@ def find(kind: str, name: str) -> Plugin | None:
 
 def choose(kind: str, name: str, own: dict[str, Any]) -> Any:
     """What `name` stands for: in the table of segtrain's own, else a plugin."""
-    return own[name] if name in own else _plugins[kind, name].made
+    if name in own:
+        return own[name]
+    plugin = registered(kind, name)
+    assert plugin is not None  # the config was checked
+    return plugin.made
 
 
-def missing(records: Iterable[dict[str, Any]]) -> list[str]:
+def missing(records: Iterable[dict[str, Any]], needed: Container[str] = GROUPS) -> list[str]:
     """A line for each plugin of a checkpoint that is not here, and how it comes here.
+
+    needed: the kinds that have to be; for others there are stand-ins then.
 
     Raises:
         ConfigError: as `find`.
     """
     lines = []
     for one in records:
-        if one["kind"] in GROUPS and find(one["kind"], one["name"]) is not None:
+        is_kind = one["kind"] in GROUPS
+        if is_kind and find(one["kind"], one["name"]) is not None:
+            continue
+        if is_kind and one["kind"] not in needed:
+            stand_in(*(one[key] for key in ("kind", "name", "source", "sha256")))
             continue
         # A stranger's words, on one line.
         said = {key: printable(str(value), MAX_NAME) for key, value in one.items()}
@@ -282,7 +310,7 @@ def changes(records: Iterable[dict[str, Any]]) -> list[str]:
     """A line for each plugin whose code is not that of the checkpoint."""
     lines = []
     for one in records:
-        here = registered(one["kind"], one["name"])
+        here = _plugins.get((one["kind"], one["name"]))
         if here is not None and here.sha256 != one["sha256"]:
             before, now = (printable(x[:12], MAX_NAME) for x in (one["sha256"], here.sha256))
             where = f"{here.kind} {here.name} of {here.source}"

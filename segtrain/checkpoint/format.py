@@ -6,7 +6,7 @@ cannot run code.
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -256,14 +256,18 @@ def plugin_fields(config: Config) -> list[PluginFields] | None:
     return [plugin.record() for plugin in all_plugins(config)] or None
 
 
-def parse_experiment(checkpoint: Checkpoint, path: Path) -> tuple[Config, ClassFile]:
+def parse_experiment(
+    checkpoint: Checkpoint, path: Path, needed: Container[str] = plugins.GROUPS
+) -> tuple[Config, ClassFile]:
     """The config and the classes of the run; CheckpointError if this version cannot read them.
+
+    needed: the kinds of plugins that have to be here.
 
     A plugin that is not here is asked for, never imported: a checkpoint must not choose what runs.
     So `plugins` of the config are those that this process has loaded.
     """
     try:
-        left = plugins.missing(checkpoint.plugins or [])
+        left = plugins.missing(checkpoint.plugins or [], needed)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     if left:

@@ -17,7 +17,6 @@ from segtrain.checkpoint.format import (
     LAST,
     Checkpoint,
     load,
-    parse_config_field,
     parse_data,
     parse_experiment,
 )
@@ -171,10 +170,14 @@ def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
     return ""
 
 
+# The kinds of plugins that a model consists of: what has trained it need not be here.
+_OF_MODELS = ("backbone", "head")
+
+
 def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
     file = resolve(path)
     checkpoint = load(file)
-    config, classes = parse_experiment(checkpoint, file)
+    config, classes = parse_experiment(checkpoint, file, needed=_OF_MODELS)
     check_sizes(checkpoint, config, classes, file)
     if os.environ.get("RANK", "0") == "0":  # once
         for line in plugins.changes(checkpoint.plugins or []):
@@ -323,7 +326,7 @@ def load_initial(
 
 def _other_options(there: Checkpoint, here: Config, path: Path) -> dict[str, str]:
     """Both values, in words, of each option that is another one in the config of `there`."""
-    before = flat(parse_config_field(there, path))
+    before = flat(parse_experiment(there, path, needed=())[0])
     return {
         key: f"{yaml_value(before.get(key))} there, {yaml_value(new)} here"
         for key, new in flat(here).items()

@@ -98,7 +98,7 @@ def _clear(directory: Path) -> int:
         if path is None:
             raise ConfigError(f"{printable(directory)}: has no checkpoint to clear")
         checkpoint = load(path)
-        config, _ = parse_experiment(checkpoint, path)
+        config, _ = parse_experiment(checkpoint, path, needed=())
         if not completion(config.train.steps, checkpoint.step, checkpoint.evaluated):
             done = f"step {checkpoint.step} of {config.train.steps}"
             again = f"segtrain train {shlex.quote(printable(directory))} --resume"

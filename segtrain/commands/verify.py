@@ -22,8 +22,9 @@ from segtrain.checkpoint.restore import initial_weights_fields
 from segtrain.commands.train.evaluation import take_precise_statistics
 from segtrain.commands.train.setup import DATA_PATIENCE_S, make_repeatable, prepare
 from segtrain.commands.train.training import Training, host_watch
-from segtrain.config import Config, load_config
-from segtrain.config.loading import given_key
+from segtrain.config import Config
+from segtrain.config.loading import given_key, parse_config
+from segtrain.config.strict_yaml import read_text
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
@@ -97,7 +98,8 @@ def _config(run: Path, overrides: Sequence[str]) -> Config:
             what = f"the run decides this; verify takes {', '.join(_SETTABLE)}"
             raise ConfigError(f"--set {text}: {what}")
     # As a checkpoint: who verifies a run of somebody else must not run their code.
-    config = load_config(run / run_directory.CONFIG, overrides, imports=False)
+    file = run / run_directory.CONFIG
+    config = parse_config(read_text(file), source=str(file), overrides=overrides)
     if config.train.shares is None:
         what = "trained without train.shares, so it has no receipts"
         raise ConfigError(f"{run}: {what}; to verify a run, start it with --set train.shares=N")

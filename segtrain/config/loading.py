@@ -19,6 +19,7 @@ from segtrain.config.messages import (
     report,
     validate,
 )
+from segtrain.config.plugin_names import ONLY_LOOKED_AT, TO_BE_TRAINED
 from segtrain.config.strict_yaml import Document, parse_value, plain_value, read_text, scan_yaml
 from segtrain.errors import ConfigError
 from segtrain.text import printable
@@ -39,13 +40,17 @@ def load_config(
 ) -> Config:
     """The experiment in the YAML file `path`, with `section.key=value` overrides applied.
 
-    imports: whether its plugins are imported; not where its run is only looked at.
+    imports: whether its plugins are imported; not where its run is only looked at, and then they
+        need not be here.
 
     Raises:
         ConfigError: one line for every mistake, with `file:line` or `--set key`.
     """
-    folder = Path(path).parent if imports else None
-    return parse_config(read_text(path), source=str(path), overrides=overrides, imports_from=folder)
+    text, source = read_text(path), str(path)
+    if imports:
+        folder = Path(path).parent
+        return parse_config(text, source=source, overrides=overrides, imports_from=folder)
+    return _parsed(text, source, overrides, context=ONLY_LOOKED_AT)
 
 
 def parse_config(
@@ -59,9 +64,13 @@ def parse_config(
 
     imports_from: the folder where paths of its plugins start; None: they are not imported.
     """
+    return _parsed(text, source, overrides, imports_from=imports_from)
+
+
+def _parsed(text: str, source: str, overrides: Sequence[str], **how: Any) -> Config:
     by = _WRITTEN_BY.match(text)
     document = scan_yaml(text, source=source)
-    return _checked(document, overrides, version=by and by[1], imports_from=imports_from)
+    return _checked(document, overrides, version=by and by[1], **how)
 
 
 def with_places(message: str, source: str, overrides: Sequence[str]) -> str:
@@ -109,6 +118,7 @@ def _checked(
     *,
     version: str | None = None,
     imports_from: Path | None = None,
+    context: Mapping[str, str] | None = None,
 ) -> Config:
     data, places, mistakes = document.data, document.places, list(document.mistakes)
     unplaced = []
@@ -126,8 +136,10 @@ def _checked(
             places.setdefault(path[:length], KeyPlace((1, i), f"--set {dotted(path)}"))
     if "plugins" in given_keys(overrides):
         imports_from = imports_from and Path()
+    if imports_from is not None:
+        context = TO_BE_TRAINED
     failed = _import_plugins(data, imports_from)
-    checked = failed or validate(Config, data, hints=FOREIGN_KEYS)
+    checked = failed or validate(Config, data, hints=FOREIGN_KEYS, context=context)
     if isinstance(checked, list):
         if imports_from is None and (left := set(data.get("plugins", ())) - {*plugins.loaded()}):
             ways = " ".join(dict.fromkeys(map(plugins.option_of, sorted(left, key=str))))

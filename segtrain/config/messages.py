@@ -138,7 +138,11 @@ _WORDS = (
 
 
 def validate(
-    model: type[Model], data: Mapping[str, Any], *, hints: Mapping[str, str] | None = None
+    model: type[Model],
+    data: Mapping[str, Any],
+    *,
+    hints: Mapping[str, str] | None = None,
+    context: Mapping[str, str] | None = None,
 ) -> Model | list[Mistake]:
     """`data` as a `model`, or all that is wrong with it.
 
@@ -146,9 +150,10 @@ def validate(
 
     Args:
         hints: what to write instead of keys that other tools use.
+        context: what validators are told.
     """
     try:
-        return model.model_validate(_tuples(data))
+        return model.model_validate(_tuples(data), context=context)
     except ValidationError as error:
         errors = error.errors()
     mistakes: dict[Mistake, None] = {}  # in order, each once

@@ -11,6 +11,10 @@ from segtrain.config.messages import TOLD, did_you_mean, show, validate
 from segtrain.errors import ConfigError
 from segtrain.plugins import Plugin
 
+# Contexts of a validation: plugins that are not here get stand-ins, or must be here. Without one,
+# those of a checkpoint that was read keep their stand-ins.
+ONLY_LOOKED_AT, TO_BE_TRAINED = {"plugins": "may be elsewhere"}, {"plugins": "must be here"}
+
 
 def _told(message: str) -> PydanticCustomError:
     return PydanticCustomError(TOLD, "{message}", {"message": message})
@@ -29,7 +33,7 @@ class PluginName:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return core_schema.no_info_wrap_validator_function(self._check, handler(source))
+        return core_schema.with_info_wrap_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -37,7 +41,7 @@ class PluginName:
         own, names = handler(schema), plugins.names(self.kind)
         return {"anyOf": [own, {"enum": names}]} if names and self.beside == "own" else own
 
-    def _check(self, value: Any, check: Callable[[Any], Any]) -> Any:
+    def _check(self, value: Any, check: Callable[[Any], Any], info: ValidationInfo) -> Any:
         is_own, expected = self.beside != "none", ""
         try:
             check(value)
@@ -50,6 +54,10 @@ class PluginName:
             # Of segtrain's own names nobody looks for a package.
             search = plugins.registered if is_own and self.beside == "own" else plugins.find
             plugin = search(self.kind, value)
+            if plugin is None and not is_own and info.context is ONLY_LOOKED_AT:
+                plugin = plugins.stand_in(self.kind, value)
+            elif plugin is None and info.context is not TO_BE_TRAINED:
+                plugin = plugins.registered(self.kind, value)
         except ConfigError as error:
             raise _told(str(error)) from None
         if is_own and self.beside == "own" and plugin is not None:
@@ -93,14 +101,15 @@ class PluginOptions:
         name = info.data.get(self.key)
         plugin = None if name is None else plugins.registered(self.kind, name)
         model = None if plugin is None else plugin.options
+        is_here = plugin is None or plugin.is_here
         if isinstance(value, BaseModel):
             value = value.model_dump()
         if not isinstance(value, Mapping | None):
             raise _told(f"must be keys and values, got {show(value)}")
         if model is None:
-            if value and name is not None and not self.plain:
+            if value and name is not None and is_here and not self.plain:
                 raise _told(f"has no effect: {name} has no options of its own; remove it")
-            return dict(value or {}) if self.plain else None
+            return dict(value or {}) if self.plain or not is_here else None
         checked = validate(model, value or {})
         if isinstance(checked, list):
             errors = [

@@ -127,8 +127,11 @@ class Section(BaseModel):
                     mistakes += self._no_effect(word, False, f"{key} {plugin.name}")
         for name in names:
             for keys, needed in NEEDS.get(name, {}).items():
-                by = (chosen.get(one.partition("=")[0]) for one in needed.split())
-                used = {key for plugin in by if plugin for key in plugin.uses}
+                named = (chosen.get(one.partition("=")[0]) for one in needed.split())
+                by = [plugin for plugin in named if plugin]
+                if not all(plugin.is_here for plugin in by):
+                    continue  # nobody knows what it uses
+                used = {key for plugin in by for key in plugin.uses}
                 left = " ".join(key for key in keys.split() if key not in used)
                 mistakes += self._no_effect(left, *self._has_one(needed))
             for keys, beside, why in CONFLICTS.get(name, ()):

@@ -171,7 +171,7 @@ def _data(a: Side, b: Side) -> Iterator[Cause]:
     if None in prints:
         yield Cause("data", "not known: a run has no checkpoint that tells", None)
         return
-    before, now = (parse_experiment(*saved)[1] for saved in pair)
+    before, now = (parse_experiment(*saved, needed=())[1] for saved in pair)
     reach = "pixels" if before.num_classes == now.num_classes else "start"
     for change in class_differences(before, now, a.run.config.data.label_format)[0]:
         yield Cause("data", f"{change} (there: A, now: B)", reach)
