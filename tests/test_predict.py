@@ -1,5 +1,6 @@
 import argparse
 import os
+import re
 import resource
 import signal
 
@@ -197,6 +198,24 @@ def test_a_video_becomes_a_video_of_overlays(run, tmp_path, capsys):
         run(tmp_path / "cut.mp4")
 
 
+def test_after_damaged_frames_a_video_goes_on_at_its_times(run, tmp_path, capsys):
+    """The first, and two after another; the end that is missing is none of them."""
+    file = write_video(tmp_path / "drive.mp4", [(i * 30,) * 3 for i in range(8)])
+    content = bytearray(file.read_bytes())
+    starts = [one.start() for one in re.finditer(b"\x00\x00\x01\xb6", content)]
+    for i in (0, 3, 4, 7):
+        content[starts[i] : starts[i] + 8] = bytes(8)
+    file.write_bytes(content)
+    assert run(file, opacity=0.0, frames=True) == 0
+    assert "drive.mp4: 4 of 8 frames can be read; 3 are damaged" in capsys.readouterr().out
+    assert names(tmp_path / "out/labels/drive") == [f"{i:06d}.png" for i in (1, 2, 5, 6)]
+    video = cv2.VideoCapture(str(tmp_path / "out/videos/drive.mp4"))
+    shown = [video.read()[1].mean() / 30 for _ in range(7)]
+    assert shown == pytest.approx([1, 1, 2, 2, 2, 5, 6], abs=0.4)
+    assert not video.read()[0]
+    video.release()
+
+
 def test_a_video_for_which_the_disk_has_no_room_is_an_error(tmp_path):
     write_video(tmp_path / "drive.mp4", PALETTE[:2])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -204,7 +223,7 @@ def test_a_video_for_which_the_disk_has_no_room_is_an_error(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
         with pytest.raises(ExecutionError, match=r"x\.mp4: cannot be written: 0 of 2 frames"):
-            overlay_video(tmp_path / "drive.mp4", tmp_path / "x.mp4", lambda frame: frame)
+            overlay_video(tmp_path / "drive.mp4", tmp_path / "x.mp4", lambda _, frame: frame)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -80,18 +79,18 @@ def predict_videos(
     """
     is_finite = True
 
-    def draw(frame: np.ndarray) -> np.ndarray:
+    def draw(place: int, frame: np.ndarray) -> np.ndarray:
         nonlocal is_finite
         found = _of_frame(ready, frame, printable(source.path))
         is_finite = is_finite and bool(found.is_finite)
         label = found.label.cpu().numpy()
         if with_frames:
-            _write_label(output, f"{source.name}/{next(number):06d}", label, ready.loaded.classes)
+            _write_label(output, f"{source.name}/{place:06d}", label, ready.loaded.classes)
         return tint.over(frame, label)
 
     notes = []
     for source in videos:
-        is_finite, number = True, count()
+        is_finite = True
         path = output / pictures.VIDEOS / f"{source.name}.mp4"
         with os_errors_as(ExecutionError, path, "cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)

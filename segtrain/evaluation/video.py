@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import cv2
@@ -14,14 +15,18 @@ from segtrain.run.console import ProgressBar
 from segtrain.text import counted, printable
 
 _DEFAULT_FPS = 25.0
+_MOST_DAMAGED = 1000  # frames in a row; a header may tell of any number that is not there
 
 
-def overlay_video(path: Path, output: Path, draw: Callable[[np.ndarray], np.ndarray]) -> str:
+def overlay_video(path: Path, output: Path, draw: Callable[[int, np.ndarray], np.ndarray]) -> str:
     """Writes a video of what `draw` makes of each frame, at the same rate and size, without sound.
 
-    output: an .mp4 file. draw: from and to (H, W, 3) uint8 RGB, called in order.
+    In the place of a damaged frame stands the overlay before it, so that all keep their times.
 
-    Returns a warning, or nothing: the file ends before its header says.
+    output: an .mp4 file. draw: of the frame's place, from 0, and from and to (H, W, 3) uint8 RGB,
+        called in order.
+
+    Returns a warning, or nothing: frames are damaged, or the file ends before its header says.
 
     Raises:
         DataError: it is no video that OpenCV can read.
@@ -30,7 +35,7 @@ def overlay_video(path: Path, output: Path, draw: Callable[[np.ndarray], np.ndar
     with _opened(path) as video:
         number = max(0, int(video.get(cv2.CAP_PROP_FRAME_COUNT)))
         rate = video.get(cv2.CAP_PROP_FPS) or _DEFAULT_FPS
-        count = 0
+        num_done = damaged = 0
         with (
             os_errors_as(ExecutionError, output, "cannot be written"),
             temporary(output, ".mp4") as draft,
@@ -38,16 +43,20 @@ def overlay_video(path: Path, output: Path, draw: Callable[[np.ndarray], np.ndar
         ):
             bar.describe(printable(path.name))
             writer: cv2.VideoWriter | None = None
-            for frame in _frames(video):
-                drawn = cv2.cvtColor(draw(frame), cv2.COLOR_RGB2BGR)
+            drawn: np.ndarray | None = None
+            for place, frame in _frames(video, number):
+                before, drawn = drawn, cv2.cvtColor(draw(place, frame), cv2.COLOR_RGB2BGR)
                 if writer is None:
                     code, size = cv2.VideoWriter.fourcc(*"mp4v"), drawn.shape[1::-1]
                     writer = cv2.VideoWriter(str(draft), code, rate, size)
                     if not writer.isOpened():
                         raise ExecutionError(f"{printable(output)}: cannot be written")
+                for _ in range(place - num_done):
+                    writer.write(drawn if before is None else before)
                 writer.write(drawn)
-                count += 1
-                bar.update()
+                damaged += place - num_done
+                bar.update(place + 1 - num_done)
+                num_done = place + 1
             if writer is None:
                 raise DataError(f"{printable(path)}: a video without frames")
             writer.release()
@@ -55,13 +64,14 @@ def overlay_video(path: Path, output: Path, draw: Callable[[np.ndarray], np.ndar
             written = cv2.VideoCapture(str(draft))
             num_written = max(0, int(written.get(cv2.CAP_PROP_FRAME_COUNT)))
             written.release()
-            if num_written != count:
-                what = f"{num_written} of {count} frames arrived; is the disk full?"
+            if num_written != num_done:
+                what = f"{num_written} of {num_done} frames arrived; is the disk full?"
                 raise ExecutionError(f"{printable(output)}: cannot be written: {what}")
             os.replace(draft, output)
-    if count < number:
-        there = counted(count, "frame", "frames")
-        return f"{printable(path)}: {there} of {number} can be read"
+    if num_done < number or damaged:
+        whole = counted(max(num_done, number), "frame", "frames")
+        middle = f"; {damaged} are damaged and show the overlay before" if damaged else ""
+        return f"{printable(path)}: {num_done - damaged} of {whole} can be read{middle}"
     return ""
 
 
@@ -93,9 +103,16 @@ def _opened(path: Path) -> Iterator[cv2.VideoCapture]:
         video.release()
 
 
-def _frames(video: cv2.VideoCapture) -> Iterator[np.ndarray]:
-    while True:
+def _frames(video: cv2.VideoCapture, number: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The frames that can be read, with their places among all `number` that the header tells.
+
+    OpenCV answers alike for a damaged frame, after which others come, and for the end.
+    """
+    last = -1
+    for place in count():
         is_there, frame = video.read()
-        if not is_there:
+        if is_there:
+            last = place
+            yield place, cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)
+        elif place >= number or place - last > _MOST_DAMAGED:
             return
-        yield cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)
