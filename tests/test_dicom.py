@@ -169,14 +169,58 @@ def test_a_name_that_is_no_unicode_is_refused(tmp_path):
         find_volumes(tmp_path)
 
 
-def test_spacings_that_differ_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        (
+            "PixelSpacing",
+            [0.7, 0.81],
+            "IM014: differ from the other slices in size, spacing or ori",
+        ),
+        ("ImageOrientationPatient", [0, 1, 0, 0, 0, -1], "IM014: differ from the other slices"),
+        ("ImagePositionPatient", None, "slices lie at one place, as echoes .*: IM007 and IM014"),
+    ],
+)
+def test_a_slice_that_does_not_go_with_the_others_is_named(tmp_path, key, value, problem):
+    """A spacing, a localizer and an echo."""
     write_dicom(tmp_path / "ct", even()[0])
     one = read_dicom(tmp_path / "ct/IM014")
-    one.PixelSpacing = [0.7, 0.81]
+    other = read_dicom(tmp_path / "ct/IM007")
+    setattr(one, key, value or getattr(other, key))
     one.save_as(tmp_path / "ct/IM014")
     (volume,), _ = find_volumes(tmp_path)
-    with pytest.raises(DataError, match="ct: its slices differ in size, spacing or orientation"):
+    with pytest.raises(DataError, match=f"ct: {problem}"):
         load_volume(volume)
+
+
+@pytest.mark.parametrize("kind", ["12 bits, lossy", "filled up"])
+def test_a_decoder_that_tries_or_is_given_more_than_it_needs_is_no_damage(tmp_path, kind):
+    """Values beside those of imagecodecs."""
+    import imagecodecs
+    from pydicom import encaps, uid
+
+    write_dicom(tmp_path / "ct", even()[0])
+    path = tmp_path / "ct/IM014"
+    one = read_dicom(path)
+    pixels = np.random.default_rng(0).integers(0, 4096, one.pixel_array.shape, np.uint16)
+    if kind == "filled up":
+        content = imagecodecs.ljpeg_encode(pixels, bitspersample=12)
+        content, syntax = content[:-2] + bytes(5) + content[-2:], uid.JPEGLosslessSV1
+    else:
+        content = imagecodecs.jpeg_encode(pixels, level=100, bitspersample=12)
+        pixels, syntax = imagecodecs.jpeg_decode(content), uid.JPEGExtended12Bit
+    one.PixelData, one.file_meta.TransferSyntaxUID = encaps.encapsulate([content]), syntax
+    one["PixelData"].is_undefined_length = True
+    one.BitsStored, one.HighBit, one.PixelRepresentation = 12, 11, 0
+    one.save_as(path)
+    (volume,), _ = find_volumes(tmp_path)
+    index = by_position(tmp_path / "ct").index(path)
+    found = np.asarray(load_volume(volume).dataobj)[:, :, index].T
+    np.testing.assert_array_equal(found, pixels * float(one.RescaleSlope) + one.RescaleIntercept)
+    if kind == "filled up":  # with what the decoder has not read
+        path.write_bytes(path.read_bytes().replace(bytes(5) + b"\xff\xd9", b"12345\xff\xd9"))
+        with pytest.raises(DataError, match="IM014: damaged DICOM file: Corrupt JPEG data"):
+            load_volume(volume)
 
 
 def test_files_that_are_no_dicom_need_no_library(tmp_path, monkeypatch):

@@ -208,7 +208,8 @@ def test_a_series_with_a_slice_missing_is_refused(tmp_path, capsys):
     write_nifti(tmp_path / "data/p0/seg.nii", label)
     next(iter(sorted((tmp_path / "data/p0/ct").glob("IM021")))).unlink()
     assert cut(tmp_path) == 3
-    assert "even steps: one is missing" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "IM014 and IM028 lie 6 mm from each other, others 3; is one missing?" in said
     assert not (tmp_path / "cut/train.txt").exists()
 
 

@@ -8,7 +8,7 @@ is above; along x and y, the head is. Values are those of the file times its sca
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -29,6 +29,7 @@ _TIFF = (".tif", ".tiff")
 # The first data element where a DICOM file has no preamble: its group, and a VR or a short length.
 _ELEMENT = re.compile(rb"[\2\10]\0.\0([A-Z]{2}|..\0\0)", re.DOTALL)
 _PIXEL_DATA = b"\xe0\x7f\x10\0"  # the tag, which reports, outlines and directories do not have
+_FILLED = re.compile(r"Corrupt JPEG data: (\d+) extraneous bytes before marker 0xd9")
 _PATIENT, _SERIES, _KIND = "0010|0020", "0020|000e", "0028|0004"
 _THICKNESS, _POSITION, _TURN, _SPACING = "0018|0050", "0020|0032", "0020|0037", "0028|0030"
 # Steps between slices, and the corners of an image and its label, may differ by these fractions of
@@ -212,16 +213,15 @@ def _load_series(file: VolumeFile) -> Any:
     along = turns[0].reshape(2, 3)
     normal = np.cross(*along)
     order = np.argsort(positions @ normal, kind="stable")
+    names = [printable(file.files[i].name) for i in order]
+    grids = [[x.GetSize()[:2] for x in headers], spacings, turns]
+    if problem := _other_grid(np.concatenate(grids, axis=1)[order], names):
+        raise DataError(f"{place}: {problem}")
     positions = positions[order]
+    if problem := _uneven(positions, names):
+        raise DataError(f"{place}: {problem}")
     steps = np.diff(positions, axis=0)  # (N - 1, 3)
     step = steps.mean(0) if len(steps) else normal * _numbers(headers[0], _THICKNESS, 1)
-    length = float(np.linalg.norm(step))
-    if len(steps) and (length == 0 or np.abs(steps - step).max() > _STEP * length):
-        what = "its slices do not follow each other at even steps: one is missing or there twice"
-        raise DataError(f"{place}: {what}")
-    grids = [[x.GetSize()[:2] for x in headers], spacings, turns]
-    if np.ptp(np.concatenate(grids, axis=1), axis=0).max() > _ROUNDED:
-        raise DataError(f"{place}: its slices differ in size, spacing or orientation")
     slices = [_dicom_values(headers[i]) for i in order]  # (rows, columns) each
     down_mm, right_mm = spacings[0]
     affine = np.eye(4)
@@ -229,6 +229,34 @@ def _load_series(file: VolumeFile) -> Any:
     affine[:3] = np.column_stack([along[0] * right_mm, along[1] * down_mm, step, positions[0]])
     affine[:2] *= -1  # DICOM counts to the left and to the back
     return nifti_library().Nifti1Image(np.stack(slices).transpose(2, 1, 0), affine)
+
+
+def _other_grid(grids: np.ndarray, names: Sequence[str]) -> str:
+    """Which slices have another size, spacing or orientation (N, K) than most; empty: none."""
+    usual = grids[np.lexsort(grids.T)[len(grids) // 2]]  # a row that most share lies in the middle
+    odd = np.abs(grids - usual).max(1) > _ROUNDED
+    if not odd.any():
+        return ""
+    which = first_of(name for name, is_odd in zip(names, odd, strict=True) if is_odd)
+    what = "differ from the other slices in size, spacing or orientation, as a localizer does"
+    return f"{which}: {what}; move it away"
+
+
+def _uneven(positions: np.ndarray, names: Sequence[str]) -> str:
+    """Where slices at (N, 3), in order, are not at even steps; empty: they are."""
+    steps = np.diff(positions, axis=0)
+    lengths = np.linalg.norm(steps, axis=1)
+    usual = float(np.median(lengths[lengths > 0])) if lengths.any() else 0.0
+    twice = np.flatnonzero(lengths <= _STEP * usual)
+    if len(twice):
+        pairs = first_of(f"{names[i]} and {names[i + 1]}" for i in twice)
+        what = "slices lie at one place, as echoes or times do; give each a folder of its own"
+        return f"{what}: {pairs}"
+    if not len(steps) or np.abs(steps - steps.mean(0)).max() <= _STEP * usual:
+        return ""
+    i = int(np.abs(steps - np.median(steps, axis=0)).max(1).argmax())
+    what = f"{names[i]} and {names[i + 1]} lie {lengths[i]:.6g} mm from each other"
+    return f"its slices are not at even steps: {what}, others {usual:.6g}; is one missing?"
 
 
 def _dicom_values(header: Any) -> np.ndarray:
@@ -242,9 +270,25 @@ def _dicom_values(header: Any) -> np.ndarray:
             values = dicom_library().GetArrayFromImage(header.Execute())[0]
     except RuntimeError as error:  # its text names files of C++
         raise DataError(f"{place}: damaged DICOM file") from error
-    if said:  # all that the decoder of JPEG does about it
-        raise DataError(f"{place}: damaged DICOM file: {printable(said[0])}")
+    # All that the decoder of JPEG does about damage.
+    if problems := [line for line in said if not _is_harmless(line, Path(header.GetFileName()))]:
+        raise DataError(f"{place}: damaged DICOM file: {printable(problems[0])}")
     return values
+
+
+def _is_harmless(line: str, path: Path) -> bool:
+    """Whether a line of GDCM's JPEG decoders tells of a healthy picture.
+
+    It tries one for 8 bits first. Some writers fill up with zeros before the marker of the end.
+    """
+    if line.startswith(("Unsupported JPEG data precision", "Invalid SOS parameters")):
+        return True
+    filled = _FILLED.match(line)
+    if filled is None:
+        return False
+    content = path.read_bytes()
+    end, number = content.rfind(b"\xff\xd9"), int(filled[1])
+    return 0 < number <= end and not any(content[end - number : end])
 
 
 @contextmanager
