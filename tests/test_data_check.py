@@ -241,6 +241,22 @@ def test_oddities_are_warnings(root):
     }
 
 
+def test_a_jpeg_that_is_damaged_in_its_middle_is_named(root, capfd):
+    """OpenCV decodes it all the same, and libjpeg prints a line without a name."""
+    (root / "images/train/a.png").unlink()
+    pixels = np.random.default_rng(0).integers(0, 256, (*SIZE, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(root / "images/train/a.jpg", quality=95)
+    assert not checked(root).findings
+    data = bytearray((root / "images/train/a.jpg").read_bytes())
+    data[-80:-78] = b"\xff\xd9"
+    (root / "images/train/a.jpg").write_bytes(data)
+    said = "1 image is damaged, and decoded with parts that are grey or shifted"
+    assert quickly_checked(root) == [f"split 'train', by a sample: {said}; such as a"]
+    line = "Corrupt JPEG data: premature end of data segment"
+    assert [x.lines() for x in checked(root).findings] == [[f"split 'train': {said}: {line}: a"]]
+    assert capfd.readouterr().err.count("Corrupt JPEG") == 0
+
+
 @pytest.mark.fault(53)
 def test_train_ids_under_a_class_file_of_raw_ids_are_suspected(root):
     (root / "toy.yaml").write_text(

@@ -89,6 +89,8 @@ def split_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     yield from _counted("warning", scan.split, "all ignored", scan.places["all ignored"], *words)
     words = "image carries", "images carry", "an EXIF orientation, which is ignored"
     yield from _counted("warning", scan.split, "orientation", scan.places["orientation"], *words)
+    words = "image is", "images are", "damaged, and decoded with parts that are grey or shifted"
+    yield from _counted("warning", scan.split, "damaged", scan.places["damaged"], *words)
     yield from _value_findings(scan.values_of_images, scan.split)
     yield from _palette_findings(scan, classes)
     yield from _class_findings(scan, classes)

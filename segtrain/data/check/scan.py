@@ -18,7 +18,7 @@ from segtrain.data.read import labels, raw_label
 from segtrain.data.read.classes import ClassFile, Color, read_by
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.decode import read_bytes
+from segtrain.data.read.decode import printed_lines, read_bytes
 from segtrain.data.read.find import Pair
 from segtrain.data.read.georeference import other_place, place_of
 from segtrain.data.read.image import ImageForm, drops_alpha, read_image
@@ -31,9 +31,12 @@ from segtrain.text import printable
 Palette = Mapping[int, Color]
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
+# What libjpeg prints of an image that it decodes all the same.
+_OF_DAMAGE = ("Corrupt JPEG data", "Premature end")
 # Pixels of a split by which percentiles are estimated, and the least of an image.
 _SAMPLE, _MIN_SAMPLE = 1 << 20, 16
 _KINDS = ("unreadable", "sizes", "values", "all ignored", "orientation", "images", "map places")
+_KINDS += ("damaged",)
 
 
 @dataclass
@@ -55,7 +58,8 @@ class SplitScan:
         and the sums of these values and of their squares; zeros unless asked for.
     sample: (n, C) values of some pixels; empty unless asked for.
     places: files or names of images by the kind of finding, and for some kinds by what is found:
-        unreadable files by the reason, labels by the unknown value, images by the hash of the file.
+        unreadable files by the reason, damaged images by what is said of them, labels by the
+        unknown value, images by the hash of the file.
     """
 
     split: str
@@ -200,7 +204,10 @@ def scan_pair(
     scan = SplitScan("", 1, classes.num_classes)
     try:
         contents = None if pair.window else [read_bytes(path) for path in pair.images]
-        image = read_image(pair.images, form, pair.window, contents=contents)
+        with printed_lines() as said:
+            image = read_image(pair.images, form, pair.window, contents=contents)
+        for line in [line for line in said if line.startswith(_OF_DAMAGE)][:1]:
+            scan.places["damaged"][printable(line)].append(pair.name)
         first = open_stored(pair.image, pair.window, content=contents and contents[0])
         info = first.info
         if contents is None:  # many windows may be blank

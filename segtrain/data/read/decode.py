@@ -5,7 +5,7 @@ of all formats share: the header that they give, and how damage is named.
 - Pixels count as they are stored. The EXIF orientation is ignored: a PNG label has none, and
   rotating only the image would misalign the two.
 - A file that ends early or fails its checksums is refused. JPEG has no checksums, so a flipped bit
-  in a JPEG goes unnoticed.
+  in a JPEG goes unnoticed, unless libjpeg prints a line about it: `data check` says of what.
 
 Images are decoded by OpenCV, class ids by Pillow. Every function raises DataError, with the name of
 the file, if the file is missing, damaged, too large, or of a refused kind. `decode_…` take bytes
@@ -13,11 +13,14 @@ that are already read; their `path` is for messages.
 """
 
 import io
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Lock
 from typing import IO, NamedTuple
 
 import cv2
@@ -47,6 +50,9 @@ _GREY_STEP = {2: 85, 4: 17}
 Palette = list[tuple[int, int, int]]
 
 
+_printing = Lock()
+
+
 class Info(NamedTuple):
     """What a file says before its pixels.
 
@@ -72,6 +78,26 @@ class Info(NamedTuple):
     geo_tags: bool = False
     masked: bool = False
     scaled: bool = False
+
+
+@contextmanager
+def printed_lines() -> Iterator[list[str]]:
+    """At the end it holds the lines that libraries have printed to standard error meanwhile.
+
+    One thread at a time, because the whole process prints there.
+    """
+    lines: list[str] = []
+    with _printing, TemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        # The progress bar of another thread ends without a newline.
+        lines += file.read().decode(errors="replace").split("\n")[:-1]
 
 
 def read_bytes(path: str | Path) -> bytes:

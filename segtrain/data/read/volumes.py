@@ -8,16 +8,14 @@ is above; along x and y, the head is. Values are those of the file times its sca
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryFile
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from segtrain.data.read.decode import damage_named, number_dtype
+from segtrain.data.read.decode import damage_named, number_dtype, printed_lines
 from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, walk
@@ -266,7 +264,7 @@ def _dicom_values(header: Any) -> np.ndarray:
         raise DataError(f"{place}: expected one grey picture in each DICOM file")
     header.SetOutputPixelType(dicom_library().sitkFloat32)
     try:
-        with _printed() as said:
+        with printed_lines() as said:
             values = dicom_library().GetArrayFromImage(header.Execute())[0]
     except RuntimeError as error:  # its text names files of C++
         raise DataError(f"{place}: damaged DICOM file") from error
@@ -289,23 +287,6 @@ def _is_harmless(line: str, path: Path) -> bool:
     content = path.read_bytes()
     end, number = content.rfind(b"\xff\xd9"), int(filled[1])
     return 0 < number <= end and not any(content[end - number : end])
-
-
-@contextmanager
-def _printed() -> Iterator[list[str]]:
-    """At the end it holds the lines that libraries have printed to standard error meanwhile."""
-    lines: list[str] = []
-    with TemporaryFile() as file:
-        before = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            os.dup2(before, 2)
-            os.close(before)
-        file.seek(0)
-        # The progress bar of another thread ends without a newline.
-        lines += file.read().decode(errors="replace").split("\n")[:-1]
 
 
 def coarsest_axis(image: Any) -> int:
