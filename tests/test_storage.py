@@ -441,6 +441,56 @@ def test_expired_credentials_are_a_line(made, expired, monkeypatch, tmp_path, ca
     )
 
 
+@pytest.fixture
+def shared_file(monkeypatch, tmp_path):
+    """Writes the shared credentials of AWS; the server takes those of the last call alone."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication as Server
+
+    path, valid, answer = tmp_path / "credentials", [], Server.__call__
+
+    def guarded(self, environ, start):
+        if f"Credential={valid[-1]}/" in environ.get("HTTP_AUTHORIZATION", ""):
+            return answer(self, environ, start)
+        start("400 Bad Request", [("Content-Length", "0")])
+        return []
+
+    def write(key):
+        valid.append(key)
+        path.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    monkeypatch.setattr(Server, "__call__", guarded)
+    write("key")
+    return path, write
+
+
+def test_credentials_that_are_renewed_in_the_shared_file_are_taken(own, shared_file, tmp_path):
+    path, write = shared_file
+    store = Store(f"s3://{own}/pack")
+    index = store.read("pack.json")
+    (tmp_path / "file").write_bytes(index)
+    write("renewed")
+    store.put(tmp_path / "file", "other.json")
+    write("renewed again")
+    assert store.read("other.json") == index
+    write("missing")
+    path.write_text(path.read_text().replace("missing", "expired"))
+    with pytest.raises(ExecutionError, match=r"access is refused \(OSError.*; renew the credentia"):
+        store.read("pack.json")
+
+
+def test_a_lost_program_for_credentials_is_no_lost_object(made, monkeypatch, tmp_path, capfd):
+    """Not "no such bucket" and exit code 2, after which schedulers do not start a job again."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    (tmp_path / "aws").write_text("[default]\ncredential_process = /none/renew\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
+    assert train(made / "config.yaml", "s3://data/runs/new") == 6
+    assert "access is refused (FileNotFoundError: [Errno 2] No such file" in capfd.readouterr().err
+
+
 def test_no_credentials_are_a_line(made, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

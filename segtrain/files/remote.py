@@ -19,7 +19,8 @@ WAITS_S = (0.5, 1, 2, 4, 8)
 _CONNECT_S, _SILENT_S = 10, 30
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # In the names of errors and in S3's codes: no credentials, expired ones, a session that has ended.
-_REFUSALS = ("Credential", "Token", "Unauthorized", "RefreshError")
+_REFUSALS = ("Credential", "Token", "Authorization", "Unauthorized", "RefreshError")
+_REFUSALS += ("ProfileNotFound", "ConfigParseError")  # as while the file is being written
 
 
 class Store:
@@ -61,10 +62,16 @@ class Store:
         """Removes an object."""
         self._do(name, lambda fs, path: fs.rm_file(path))
 
-    def _open(self, name: str) -> tuple[Any, str]:
-        """The file system and the path of an object in it."""
+    def _open(self, name: str, *, anew: bool) -> tuple[Any, str]:
+        """The file system and the path of an object in it.
+
+        anew: not that of earlier objects, which holds the credentials that it has read.
+        """
         import fsspec  # of an extra
 
+        if anew:
+            protocol = scheme_of(self.url).removesuffix("://")
+            fsspec.get_filesystem_class(protocol).clear_instance_cache()
         options: dict[str, Any] = {"use_listings_cache": False}
         if scheme_of(self.url) in ("s3://", "s3a://"):
             limits = {"connect_timeout": _CONNECT_S, "read_timeout": _SILENT_S}
@@ -83,21 +90,23 @@ class Store:
     def _do(self, name: str, work: Callable[[Any, str], T]) -> T:
         """What `work` returns, tried again while it fails for reasons that may pass."""
         place = printable(f"{self.url}/{name}".rstrip("/"), 300)
+        path, has_failed = "", False
         for wait_s in (*WAITS_S, None):
             try:
-                return work(*self._open(name))
+                fs, path = self._open(name, anew=has_failed)
+                return work(fs, path)
             except ImportError as error:
                 what = f"{printable(error)}; {install_line('storage')}"
                 raise ConfigError(f"{place}: {what}") from None
-            except (FileNotFoundError, IsADirectoryError):
-                raise FileNotFoundError(errno.ENOENT, f"no such object: {place}") from None
             # Each protocol has a library with errors of its own, and all are told as lines.
             except Exception as error:
+                if _is_absent(error, path):
+                    raise FileNotFoundError(errno.ENOENT, f"no such object: {place}") from None
                 reason = printable(f"{type(error).__name__}: {error}", 160)
                 if isinstance(error, OSError) and error.errno in _FULL:
                     what = "this disk is full; SEGTRAIN_CACHE names another folder"
                     raise ExecutionError(f"{place}: {what}") from error
-                if _is_refusal(error):
+                if _is_refusal(error) and (has_failed or wait_s is None):
                     way_out = "renew the credentials, or ask for the permission"
                     what = f"{place}: access is refused ({reason}); {way_out}"
                     raise ExecutionError(what) from error
@@ -107,15 +116,25 @@ class Store:
                     what = f"tried {len(WAITS_S) + 1} times; check the connection and the server"
                     again = "a training goes on with --resume"
                     raise ExecutionError(f"{place}: {reason}; {what}; {again}") from error
+                has_failed = True
                 time.sleep(wait_s)
         raise AssertionError
 
 
+def _is_absent(error: Exception, path: str) -> bool:
+    """Whether there is no object; not: no file of this machine, such as that of a token."""
+    if not isinstance(error, FileNotFoundError | IsADirectoryError):
+        return False
+    return error.filename is None or str(error.filename).strip("/").endswith(path.strip("/"))
+
+
 def _is_refusal(error: Exception) -> bool:
-    """Whether another attempt would be refused, too: credentials or a permission are missing."""
+    """Whether the same credentials would be refused again: they or a permission are missing."""
     response = getattr(error.__cause__, "response", None)  # of botocore, below s3fs
     code = response["Error"].get("Code", "") if isinstance(response, dict) else ""
     name = "status" if hasattr(error, "status") else "code"  # of aiohttp, of gcsfs
     status = getattr(error, name, None)
     named = any(word in f"{type(error).__name__} {code}" for word in _REFUSALS)
+    # "400" is what botocore makes of an answer without a word, as to HEAD.
+    named |= code == "400" or isinstance(error, FileNotFoundError)
     return named or status in (401, 403) or isinstance(error, PermissionError)
