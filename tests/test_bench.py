@@ -93,10 +93,19 @@ def test_overlapping_kernels_count_once(intervals, length):
     assert covered(intervals) == length
 
 
-@pytest.mark.parametrize(("arch", "more"), [("deeplabv3plus", 0), ("pspnet", 0.01)])
-def test_operations_are_those_of_every_convolution(config, arch, more):
+@pytest.mark.parametrize(
+    ("backbone", "arch", "more"),
+    [
+        ("mobilenet_v2", "deeplabv3plus", 0),
+        ("mobilenet_v2", "pspnet", 0.01),
+        ("timm/mobilenetv3_small_050", "deeplabv3plus", 0),
+    ],
+)
+def test_operations_are_those_of_every_convolution(config, backbone, arch, more):
     """And twice that in the backward pass. PSPNet pools by small matrix products."""
-    groups = ["model.backbone=mobilenet_v2", "model.num_stages=4", "model.output_stride=16"]
+    if "/" in backbone:
+        pytest.importorskip("timm", reason="needs timm: pip install '.[timm]'")
+    groups = [f"model.backbone={backbone}", "model.num_stages=4", "model.output_stride=16"]
     settings = load_config(config, [f"model.arch={arch}", *groups])
     model = build_model(settings.model, num_classes=4, norm=make_norm(settings.norm)).train()
     costs = []

@@ -34,6 +34,7 @@ from segtrain.errors import ConfigError
 from segtrain.models import build_model
 from segtrain.norm import SyncBatchNorm2d
 from segtrain.training.losses import CrossEntropy, LossOptions, PixelMean, SegLoss
+from segtrain.training.measure import training_flops
 from segtrain.types import SegLogits
 
 README = (Path(__file__).parent.parent / "segtrain" / "README.md").read_text()
@@ -218,6 +219,13 @@ def test_each_of_them_does_what_it_says(extras, whole):
     image, label = np.full((80, 80, 3), 100, np.uint8), np.zeros((80, 80), np.uint8)
     changed, _ = TrainTransform(augment, form=RGB)(image, label, np.random.default_rng(0))
     assert 17 < changed.std() < 23
+
+
+def test_bench_counts_the_operations_of_its_network(extras, whole):
+    """They are more than those of its first convolution, 5x5 of stride 4."""
+    config = load_config(whole[0])
+    height, width = config.augment.crop_size
+    assert training_flops(config, 4) > 3 * 2 * 25 * 3 * 8 * (height // 4) * (width // 4)
 
 
 def test_a_metric_counts_every_image_once(extras, whole, lab, data):

@@ -110,11 +110,15 @@ def training_flops(config: Config, num_classes: int) -> float:
     """
     images = 2  # batch norm refuses one
     height, width = config.augment.crop_size
-    with dist.alone(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
-        channels = config.data.channels
-        norm = make_norm(config.norm.model_copy(update={"images": "all"}))
+    channels = config.data.channels
+    norm = make_norm(config.norm.model_copy(update={"images": "all"}))
+    # Made as in a run: networks of plugins and of timm are tried when they are made, and may look
+    # at the values of their weights.
+    with dist.alone(), torch.random.fork_rng(devices=[]):
         model = build_model(config.model, num_classes=num_classes, in_channels=channels, norm=norm)
-        model.train()(torch.empty(images, channels, height, width), DropoutMasks())
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, FlopCounterMode(display=False) as counter:
+            model.train()(torch.empty(images, channels, height, width), DropoutMasks())
     return 3 * counter.get_total_flops() / images
 
 
