@@ -12,6 +12,8 @@ import pytest
 from experiments import fill, small, train, write_config, write_data
 from processes import REPOSITORY
 
+from segtrain.errors import DataError, NonFiniteError
+from segtrain.results.runs import State, summarize
 from segtrain.run import console
 from segtrain.run.console import ProgressBar, progress_words, say
 from segtrain.run.log import RunLog
@@ -116,6 +118,28 @@ def test_damaged_lines_are_dropped_at_a_resumption_and_only_then_the_file_is_wri
         assert path.read_text() == good
         found.append(path.stat())
     assert os.path.samestat(*found)
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(NonFiniteError, State.DIVERGED), (DataError, State.FAILED), (KeyboardInterrupt, "stopped")],
+)
+def test_how_a_run_ended_is_kept_until_it_goes_on(tmp_path, error, state):
+    """Not by an attempt that comes to no step."""
+
+    def attempt(*values):
+        with pytest.raises(error), RunLog(tmp_path, enabled=True) as run:  # noqa: PT012
+            for value in values:
+                run.scalars(value, {})
+            raise error(f"too bad after {values}\nhere and there")
+
+    attempt(1)
+    attempt()
+    why = "" if state == "stopped" else "too bad after (1,)"
+    assert (summarize(tmp_path).state, summarize(tmp_path).why) == (state, why)
+    with RunLog(tmp_path, enabled=True) as run:
+        run.begin()
+    assert (summarize(tmp_path).state, summarize(tmp_path).why) == (State.STOPPED, "")
 
 
 def test_lines_are_shown_and_kept_and_the_end_too(tmp_path, capsys):

@@ -59,9 +59,15 @@ def test_the_list_says_what_the_files_of_each_run_say(runs, tmp_path, lab, monke
         *["stopped:", "segtrain", "train", "runs/cut", "--resume"],
     ]
     assert lines[-1].startswith("3 runs, ")
+    again = f"segtrain train {runs / 'cut'} --resume"
     (runs / "folds.json").touch()
     assert f"stopped: segtrain folds {runs} --resume" in lab.done("runs", runs / "cut").out
     (runs / "folds.json").unlink()
+    ended = runs / "cut/ending.json"
+    for code, shown in ((5, "diverged: no number\n"), (3, f"failed: no number: {again}\n")):
+        ended.write_text(json.dumps({"exit_code": code, "message": "no number"}))
+        assert lab.done("runs", runs / "cut").out.splitlines(keepends=True)[1].endswith(shown)
+    ended.unlink()
     assert sizes(runs) == before
     lines = lab.done("runs", runs / "short", runs).out.splitlines()  # each once
     assert [line.split()[-1] for line in lines[1:3]] == ["complete", "--resume"]

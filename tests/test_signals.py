@@ -14,6 +14,7 @@ from segtrain.distributed.machine import children, descendants, is_alive, proces
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import SignalFlags, exit_code
 from segtrain.errors import LostRanksError
+from segtrain.results.runs import State, summarize
 
 
 @pytest.mark.fault(8)
@@ -130,6 +131,8 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_images(run_ranks, tmp_pat
     assert lines[0].startswith(f"step {saved.step + 1}: ")
     assert all(value.isfinite().all() for value in saved.model.values())
     assert "ended by NonFiniteError: step" in (run / "train.log").read_text()
+    found = summarize(run)
+    assert (found.state, found.why) == (State.DIVERGED, lines[0])
 
 
 def test_weights_that_an_update_made_infinite_are_not_saved(run_ranks, tmp_path, data):

@@ -24,7 +24,7 @@ CONFIG = "train: {steps: 100}\neval: {best: miou, every_steps: 25}\n"
 def made(tmp_path):
     """Makes a run of which a line is logged every 10 steps of 2 s, `age` seconds ago."""
 
-    def make(name="run", *, step=40, age=5, evaluated=(25,), saved=None, lock=None):
+    def make(name="run", *, step=40, age=5, evaluated=(25,), saved=None, lock=None, ending=0):
         run = tmp_path / "runs" / name
         (run / "checkpoints").mkdir(parents=True)
         lines = [
@@ -36,6 +36,8 @@ def made(tmp_path):
         files = {"environment.json": "{}", "config.yaml": CONFIG, "metrics.jsonl": text}
         if lock:
             files[".lock"] = f"process 1 on {lock}\n"
+        if ending:
+            files["ending.json"] = json.dumps({"exit_code": ending, "message": "why"})
         for file, content in files.items():
             (run / file).write_text(content)
         if saved:
@@ -112,6 +114,7 @@ def test_a_run_in_use_trains_evaluates_or_is_stuck(made, options, state):
         ({"age": 60, "lock": "there"}, "training"),
         ({"age": 201, "lock": "there"}, "killed since 11:56:39"),
         ({"step": 100, "evaluated": (25, 50, 75, 100)}, "complete"),
+        ({"age": 60, "ending": 5}, "diverged since 11:59:00: why"),
     ],
 )
 def test_a_run_that_is_not_in_use_was_stopped_killed_or_is_elsewhere(

@@ -10,7 +10,7 @@ from segtrain.checkpoint.format import load, parse_experiment
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError, UserError
 from segtrain.files import check_output, os_errors_as, write_output
-from segtrain.results.runs import Summary, find_runs, summarize
+from segtrain.results.runs import State, Summary, find_runs, summarize
 from segtrain.run import directory as run_directory
 from segtrain.run.console import completion
 from segtrain.run.division import FOLDS, SEEDS
@@ -53,15 +53,15 @@ def _row(run: Summary) -> tuple[str, ...]:
     if run.best is not None:
         step, score = str(run.best[0]), f"{printable(run.best_by, 30)} {run.best[1]:.4f}"
     steps = f"{run.step}/{'?' if run.steps is None else run.steps}"
-    state = run.state
-    if state == "stopped":
+    words = [run.state.value, *filter(None, [run.why])]
+    if run.state in (State.STOPPED, State.FAILED):
         parent, what, where = run.directory.parent, "train", run.directory
         for command, file in (("folds", FOLDS), ("seeds", SEEDS)):
             if (parent / file).is_file():
                 what, where = command, parent
-        state += f": segtrain {what} {shlex.quote(printable(where))} --resume"
+        words.append(f"segtrain {what} {shlex.quote(printable(where))} --resume")
     numbers = f"{run.training_s / 3600:.1f}", f"{run.num_bytes / 1e9:.2f}"
-    return printable(run.directory), score, step, steps, *numbers, state
+    return printable(run.directory), score, step, steps, *numbers, ": ".join(words)
 
 
 def _clear_all(runs: list[Path], json_file: Path | None) -> int:

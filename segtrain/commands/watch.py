@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import re
 import shutil
 import socket
 import sys
@@ -20,7 +19,15 @@ from segtrain.checkpoint.format import LAST
 from segtrain.errors import EXIT_OK, CheckpointError
 from segtrain.files import read_bytes
 from segtrain.files.manifest import read_entries
-from segtrain.results.runs import Summary, find_runs, options_of, points_of, summarize, tail
+from segtrain.results.runs import (
+    State,
+    Summary,
+    find_runs,
+    options_of,
+    points_of,
+    summarize,
+    tail,
+)
 from segtrain.run import directory as run_directory
 from segtrain.text import counted, printable, table_lines
 
@@ -80,14 +87,15 @@ def screen(folders: Sequence[Path], now: float, width: int) -> list[str]:
     runs = [summarize(directory) for directory in find_runs(folders)]
     signs = [read_signs(run) for run in runs]
     states = [state_of(*pair, now) for pair in zip(runs, signs, strict=True)]
-    kinds = Counter(re.split(r"[:,]| since ", state)[0] for state in states)
+    kinds = Counter(states)
     what = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     number = counted(len(runs), "run", "runs")
     lines = [f"{_clock(now, now)}  {number}{': ' if runs else ''}{what}"]
     rows = [_row(*one, now) for one in zip(runs, signs, states, strict=True)]
     if rows:
         table = table_lines(zip(_TITLES, *rows, strict=True))
-        lines += map("  ".join, zip(table, ["state", *states], strict=True))
+        words = [_state_words(*one, now) for one in zip(runs, signs, states, strict=True)]
+        lines += map("  ".join, zip(table, ["state", *words], strict=True))
     if [run.directory for run in runs] == [*folders]:
         (directory,) = folders
         metrics = tail(directory / run_directory.METRICS, sys.maxsize)
@@ -125,23 +133,22 @@ def read_signs(run: Summary) -> Signs:
     return Signs(values, silence_s, written, saved, saved_step, evaluates, host)
 
 
-def state_of(run: Summary, signs: Signs, now: float) -> str:
-    """The state of a run in words, and since when.
+def state_of(run: Summary, signs: Signs, now: float) -> State:
+    """The state of a run, as its files and the time tell it.
 
     A file system without locks does not tell what another machine does: there a run trains as long
     as it writes.
     """
-    if not signs.written or run.state not in ("training", "stopped"):
+    if not signs.written or run.state not in (State.TRAINING, State.STOPPED):
         return run.state
     silent = now - signs.written > signs.silence_s
-    since = f"since {_clock(signs.written, now)}"
     elsewhere = bool(signs.holder) and signs.holder != socket.gethostname()
-    if run.state == "training" or (elsewhere and not silent):
+    if run.state is State.TRAINING or (elsewhere and not silent):
         if signs.evaluates:
-            return f"evaluating {since}"
-        return f"stuck {since}" if silent else "training"
+            return State.EVALUATING
+        return State.STUCK if silent else State.TRAINING
     # A run that ends removes its lock file.
-    return f"{'killed' if signs.holder else 'stopped'} {since}"
+    return State.KILLED if signs.holder else State.STOPPED
 
 
 def chart(title: str, points: Sequence[tuple[int, float]], width: int) -> list[str]:
@@ -168,8 +175,16 @@ def chart(title: str, points: Sequence[tuple[int, float]], width: int) -> list[s
     return [f"{title}  now {points[-1][1]:.4g}, {low:.4g} to {high:.4g}, {ends}", *rows]
 
 
-def _row(run: Summary, signs: Signs, state: str, now: float) -> list[str]:
-    is_alive = state.startswith(("training", "evaluating"))
+def _state_words(run: Summary, signs: Signs, state: State, now: float) -> str:
+    """A state, since when, and why."""
+    timeless = (State.TRAINING, State.COMPLETE, State.CLEARED, State.UNREADABLE)
+    is_timed = signs.written and state not in timeless
+    since = f" since {_clock(signs.written, now)}" if is_timed else ""
+    return f"{state}{since}{run.why and f': {run.why}'}"
+
+
+def _row(run: Summary, signs: Signs, state: State, now: float) -> list[str]:
+    is_alive = state in (State.TRAINING, State.EVALUATING)
     step_s, images = signs.values.get(_STEP_S), signs.values.get("images_per_s")
     speed = [f"{1 / step_s:.2f}", f"{images or 0:.1f}"] if step_s and is_alive else ["-", "-"]
     left = "-"

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydantic_core import PydanticUndefined
 from segtrain.checkpoint.format import BEST, LAST
 from segtrain.config import Config, EvalConfig, load_config
 from segtrain.config.strict_yaml import foreign_yaml
-from segtrain.errors import CheckpointError, ConfigError
+from segtrain.errors import EXIT_NON_FINITE, CheckpointError, ConfigError
 from segtrain.files import open_regular, os_errors_as, parse_json, read_bytes, walk
 from segtrain.files.manifest import read_entries
 from segtrain.run import directory as run_directory
@@ -73,19 +74,36 @@ class Run:
         return disk_bytes(self.directory)
 
 
+class State(StrEnum):
+    """What a run does, or how it has ended."""
+
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+    STUCK = "stuck"
+    COMPLETE = "complete"
+    CLEARED = "complete and cleared"
+    STOPPED = "stopped"  # by a signal or --until: it can go on
+    KILLED = "killed"
+    DIVERGED = "diverged"  # loss, gradient or weights were not finite
+    FAILED = "failed"
+    UNREADABLE = "cannot be read"
+
+
 @dataclass(frozen=True)
 class Summary:
     """What a list of runs shows of one.
 
-    state: training, complete, complete and cleared, stopped (it can go on), or why it cannot be
-        read. step: the last one logged, or, of a stopped run, saved, where --resume goes on.
+    state: of a killed run STOPPED; of one in use TRAINING, whatever it does.
+    why: the message of the error of a run that diverged, failed or cannot be read.
+    step: the last one logged, or, of a stopped run, saved, where --resume goes on.
     steps: train.steps; None: its config does not say.
     best: (step, score) of the best evaluation. best_by: the score that chooses it, in words.
     training_s: as `Run.training_s`.
     """
 
     directory: Path
-    state: str
+    state: State
+    why: str = ""
     step: int = 0
     steps: int | None = None
     best: tuple[int, float] | None = None
@@ -118,25 +136,27 @@ def summarize(directory: Path) -> Summary:
         folder = directory / run_directory.CHECKPOINTS
         entries = read_entries(folder)
     except (OSError, CheckpointError) as error:
-        return Summary(directory, f"cannot be read: {printable(error)}")
+        return Summary(directory, State.UNREADABLE, printable(error))
     lines = metrics.splitlines()
     tags = b"eval/mIoU", b"time/step_s", by.best_tag.encode()
     evaluations, seconds, scores = (list(points_of(lines, tag)) for tag in tags)
     scores = [one for one in scores if not math.isnan(one[1])]
     step = max((step for step, _ in (*seconds, *evaluations)), default=0)
     evaluated = max((step for step, _ in evaluations), default=0)
+    why = ""
     if run_directory.is_locked(directory):
-        state = "training"
+        state = State.TRAINING
     elif evaluated and evaluated == steps:
-        state = "complete and cleared" if entries.keys() == {BEST} else "complete"
+        state = State.CLEARED if entries.keys() == {BEST} else State.COMPLETE
     else:
-        state = "stopped"
+        state, why = _ending(directory)
         saved = [name for name in entries.keys() - {BEST} if (folder / name).exists()]
         if entries or not (folder / LAST).exists():  # else a copy without its manifest
             step = max((entry.step for name in saved for entry in entries[name]), default=0)
     return Summary(
         directory,
         state,
+        why,
         step,
         steps,
         max(scores, key=lambda one: one[1], default=None),
@@ -230,6 +250,15 @@ def points_of(lines: Iterable[bytes], tag: bytes) -> Iterator[tuple[int, float]]
                 step = before.removeprefix(b'{"step": ').partition(b",")[0]
                 value = after.partition(b",")[0].rstrip(b"}")
                 yield int(step), math.nan if value == b"null" else float(value)
+
+
+def _ending(directory: Path) -> tuple[State, str]:
+    """How a run ended that is not complete, and the message of the error."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        ending = parse_json(read_bytes(directory / run_directory.ENDING, 1 << 20))
+        diverged = ending["exit_code"] == EXIT_NON_FINITE
+        return State.DIVERGED if diverged else State.FAILED, printable(ending["message"])
+    return State.STOPPED, ""
 
 
 def _training_s(step_s: Iterable[tuple[int, float]]) -> float:

@@ -118,6 +118,7 @@ def is_locked(directory: Path) -> bool:
 
 CONFIG, METRICS, LOG = "config.yaml", "metrics.jsonl", "train.log"
 RECEIPTS = "receipts.jsonl"
+ENDING = "ending.json"  # of a run that an error has ended: exit code and message
 CHECKPOINTS = "checkpoints"
 CENTROIDS = "centroids.json"
 EVALUATION, REPORT, RESULTS = "evaluation.npz", "report.html", "results.csv"

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from segtrain.errors import EXIT_INTERNAL
 from segtrain.files import open_regular, parse_json, read_bytes, write_atomic
 from segtrain.run.console import log_files, log_only, say
-from segtrain.run.directory import LOG, METRICS, RECEIPTS
+from segtrain.run.directory import ENDING, LOG, METRICS, RECEIPTS
 from segtrain.run.receipts import Receipt
 from segtrain.run.trackers import Trackers
 from segtrain.text import printable, printable_lines
@@ -80,7 +81,11 @@ class RunLog:
                     from segtrain.distributed.process_group import meaning
 
                     error = meaning(error, in_set_up=False) or error
-                log_only("\n".join(printable_lines(f"ended by {type(error).__name__}: {error}")))
+                lines = printable_lines(f"ended by {type(error).__name__}: {error}")
+                log_only("\n".join(lines))
+                if self._begun and isinstance(error, Exception):  # not Ctrl-C
+                    code = getattr(error, "exit_code", EXIT_INTERNAL)
+                    self._end({"exit_code": code, "message": printable_lines(str(error))[0]})
             log_files.remove(self._write_log)
             os.close(self._handle)
 
@@ -99,6 +104,8 @@ class RunLog:
             self._try(name, drop_later, self._directory / name, newest, evaluated)
         # TensorBoard writes in a thread: Python would print a traceback when that fails.
         self._excepthook, threading.excepthook = threading.excepthook, self._on_thread_error
+        if (self._directory / ENDING).exists():  # at an address, files are replaced alone
+            self._end({})
         self.trackers.begin()
 
     def lines(self, lines: Sequence[str]) -> None:
@@ -160,6 +167,10 @@ class RunLog:
         self._check_not_deleted()
         with open_regular(self._directory / name, "a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def _end(self, ending: Mapping[str, object]) -> None:
+        text = json.dumps(ending) + "\n"
+        self._try(ENDING, write_atomic, self._directory / ENDING, text)
 
     def _check_not_deleted(self) -> None:
         """A new directory in its place would begin in the middle of the run."""
