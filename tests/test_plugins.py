@@ -33,6 +33,7 @@ from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import ConfigError
 from segtrain.models import build_model
 from segtrain.norm import SyncBatchNorm2d
+from segtrain.results.runs import summarize
 from segtrain.training.losses import CrossEntropy, LossOptions, PixelMean, SegLoss
 from segtrain.training.measure import training_flops
 from segtrain.types import SegLogits
@@ -245,6 +246,24 @@ def test_a_metric_counts_every_image_once(extras, whole, lab, data):
     assert f"share: sand {shares[3]:g}" in command.output
 
 
+def test_a_score_of_a_metric_is_logged_and_chooses_the_best(lab, data, run_ranks):
+    """On two ranks, whose images are not as many; one that no evaluation finds is told."""
+    (lab.folder / "sums.py").write_text(MY_METRIC)
+    chosen = {"every_steps": 1, "best": "sums/labels", "metrics": [{"name": "sums"}]}
+    options = small(data, train={"steps": 2}, eval=chosen)
+    config = write_config(lab.folder / "c.yaml", {"plugins": ["./sums.py"], **options})
+    assert run_ranks(2, train_here, config, lab.folder / "run") == [0, 0]
+    labels = [cv2.imread(str(x), -1) for x in sorted((data / "labels" / "val").glob("*.png"))]
+    total = sum(int(label.sum()) for label in labels)
+    found = summarize(lab.folder / "run")
+    assert (found.best, found.best_by) == ((1, total), "sums/labels")
+    assert losses(lab.folder / "run", "metric/sums/images") == [3, 3]
+    assert last(lab.folder / "run").best["step"] == 1  # the second is as high
+    words = ("train", config, "--nproc", 1, "--output", lab.folder / "b", "--set")
+    said = lab.command(*words, "eval.best=sums/area").err
+    assert "eval.best: no score sums/area was found, only sums/images, sums/labels" in said
+
+
 def test_where_the_package_is_missing_a_checkpoint_asks_for_it_by_name(
     installed, whole, lab, data, monkeypatch
 ):
@@ -319,6 +338,8 @@ def test_a_wrong_option_of_a_plugin_is_refused_at_its_line(lab, data, line, mess
         ("plugins=[./bad.py]", "bad.py: cannot be imported: ZeroDivisionError"),
         ("plugins=['a b']", "expected a module, such as my_pkg.losses, or a file"),
         ("eval.metrics=[{name: times}]", "the name of a metric that plugins import"),
+        ("eval.best=times/x", "eval.best: no metric times in eval.metrics; name it there"),
+        ("eval.best=times", "must be 'miou' or 'mdice' or METRIC/SCORE or a list"),
     ],
 )
 def test_what_no_plugin_is_is_refused(lab, data, change, message):

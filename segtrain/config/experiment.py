@@ -133,6 +133,7 @@ class LossConfig(BaseLoss):
 
 
 _SCORES = {"miou": "mIoU", "mdice": "mDice"}
+_MetricScore = Annotated[str, Field(pattern=r"^[^/]+/.")]  # METRIC/SCORE
 
 
 class Metric(Section):
@@ -157,10 +158,12 @@ class EvalConfig(Section):
     """How an image is turned into a prediction, and when training does it."""
 
     every_steps: Positive | None = option(4000, "evaluate this often; null: at the end only")
-    best: Literal["miou", "mdice"] | Annotated[tuple[Name, ...], Field(min_length=1)] = option(
+    best: (
+        Literal["miou", "mdice"] | _MetricScore | Annotated[tuple[Name, ...], Field(min_length=1)]
+    ) = option(
         "miou",
-        "the score that chooses best.pt: mIoU, mDice, or the mean IoU of these classes, such as "
-        "[person, rider]",
+        "the score whose highest value chooses best.pt: mIoU, mDice, the mean IoU of these "
+        "classes, such as [person, rider], or a score of eval.metrics, such as holes/area",
     )
     mode: Literal["whole", "slide"] = option(
         "whole", "the image at once, or windows of crop_size whose results are averaged"
@@ -190,17 +193,25 @@ class EvalConfig(Section):
         "up to 8, in a quarter of the GPU's memory; on a CPU 1 image, up to 4 windows",
     )
     metrics: tuple[Metric, ...] = option(
-        (), "further scores of segtrain eval, of plugins: [{name: holes, options: {}}]"
+        (), "further scores of evaluations, of plugins: [{name: holes, options: {}}]"
     )
 
     def _mistakes(self) -> Iterator[str]:
         if len(set(self.best_classes)) < len(self.best_classes):
             yield "best: expected each class once"
+        if len({one.name for one in self.metrics}) < len(self.metrics):
+            yield "metrics: expected each name once"
 
     @property
     def best_classes(self) -> tuple[str, ...]:
         """Those whose mean IoU chooses best.pt; empty if another score does."""
         return () if isinstance(self.best, str) else self.best
+
+    @property
+    def best_metric(self) -> str | None:
+        """The one of `metrics` of which a score chooses best.pt; None: none."""
+        name, slash, _ = "".join(self.best).partition("/")
+        return name if slash and not self.best_classes else None
 
     def thresholds_of(self, num_classes: int) -> tuple[float, ...]:
         """Those of each class; 0.5 where none are known."""
@@ -210,11 +221,15 @@ class EvalConfig(Section):
     @property
     def best_name(self) -> str:
         """The score that chooses best.pt, in words."""
-        return f"IoU of {', '.join(self.best)}" if self.best_classes else _SCORES[self.best]
+        if self.best_classes:
+            return f"IoU of {', '.join(self.best)}"
+        return _SCORES.get(self.best, self.best)
 
     @property
     def best_tag(self) -> str:
         """The same in metrics.jsonl."""
+        if self.best_metric is not None:
+            return f"metric/{self.best}"
         return f"eval/{'IoU_of_best' if self.best_classes else _SCORES[self.best]}"
 
     def unknown_classes(self, known: Sequence[str]) -> list[str]:
@@ -289,11 +304,17 @@ class Config(Section):
         """Whether a pixel may have several classes."""
         return self.task == "multilabel"
 
+    @property
+    def fits_thresholds(self) -> bool:
+        """Whether evaluations of a training choose the thresholds of the classes."""
+        return self.is_multilabel and self.eval.thresholds is None
+
     def _mistakes(self) -> Iterator[str]:
         train, norm = self.train, self.norm
         yield from self._task_mistakes()
         yield from self._start_mistakes()
         yield from self._schedule_mistakes()
+        yield from self._best_mistakes()
         by_batch = self.model.recompute != "norm" or norm.is_batch_norm
         yield from self._no_effect("model.recompute", by_batch, f"norm.kind {norm.kind}")
         yield from self._norm_mistakes()
@@ -328,6 +349,17 @@ class Config(Section):
                 yield "loss: label_smoothing and logit_adjustment cannot go with task multilabel"
             if not self.is_multilabel and (term.kind == "tversky" or term.positive_weights):
                 yield "loss: tversky and positive_weights are for task multilabel"
+
+    def _best_mistakes(self) -> Iterator[str]:
+        """A score of a plugin that no evaluation of the training finds."""
+        name, metrics = self.eval.best_metric, self.eval.metrics
+        if name is not None and name not in [one.name for one in metrics]:
+            yield f"eval.best: no metric {printable(name, MAX_NAME)} in eval.metrics; name it there"
+        if self.fits_thresholds and metrics:
+            yield (
+                "eval.metrics: they are of labels, and each evaluation of the training fits the "
+                "thresholds that make these; set eval.thresholds, such as [0.5]"
+            )
 
     def _norm_mistakes(self) -> Iterator[str]:
         """Images that share statistics beside those of a microbatch."""

@@ -134,6 +134,7 @@ _WORDS = (
     ("a integer", "an integer"),
     ("a string", "text"),
     ("a boolean", "true or false"),
+    (r"match pattern '\^\[\^/\]\+/\.'", "be METRIC/SCORE"),  # eval.best
 )
 
 
@@ -162,7 +163,7 @@ def validate(
         inside = [e for p, e in zip(paths, errors, strict=True) if p[: len(path)] == path]
         has_items = any(len(e["loc"]) > len(one["loc"]) for e in inside)
         # A list whose items are wrong counts as empty too, and as no word of a union.
-        if one["type"] not in ("too_short", "literal_error") or not has_items:
+        if one["type"] not in ("too_short", "literal_error", "string_type") or not has_items:
             same = [e for e in inside if e["input"] is one["input"]]
             mistakes |= dict.fromkeys(_describe(one, same, path, model, hints or {}))
     return list(mistakes)

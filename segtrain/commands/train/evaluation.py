@@ -2,7 +2,7 @@
 
 import math
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from io import BytesIO
@@ -20,6 +20,8 @@ from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
+from segtrain.errors import ConfigError
+from segtrain.evaluation.plugin_metrics import PluginMetric
 from segtrain.evaluation.predictor import Predictor, for_scores
 from segtrain.evaluation.records import Records
 from segtrain.evaluation.scoring import (
@@ -53,21 +55,21 @@ def evaluate(run: TrainRun) -> bool:
     liveness.beat("evaluation", step)
     pictures: dict[int, str] = {}
     try:
-        outcome = _evaluate_split(run, pictures)
+        outcome, further = _evaluate_split(run, pictures)
     except StoppedError:
         run.step_sync.ask(stop=True)
         log.lines([f"the evaluation after step {step} was stopped; --resume repeats it"])
         return False
     run.thresholds = None
-    if config.is_multilabel and config.eval.thresholds is None:
+    if config.fits_thresholds:
         outcome, run.thresholds = outcome.fitted()
     scores = outcome.scores
     is_first, run.evaluated = run.evaluated == 0, step
     error = calibration_error(outcome.calibration.counts)
     if is_first:
         log.lines(thin_classes(scores, classes.names, run.eval_set.split))
-    by, score = _chosen_score(run, scores, is_first=is_first)
-    more = {"eval/calibration_error": error, config.eval.best_tag: score}
+    by, score = _chosen_score(run, scores, further, is_first=is_first)
+    more = {"eval/calibration_error": error, **further, config.eval.best_tag: score}
     log.scalars(step, scores.scalars(classes.names) | more)
     if log.enabled and config.log.charts and not config.is_multilabel:
         confusion = confusion_picture(outcome.matrix.counts.cpu().numpy(), classes.names)
@@ -90,9 +92,20 @@ def evaluate(run: TrainRun) -> bool:
     return True
 
 
-def _chosen_score(run: TrainRun, scores: Scores, *, is_first: bool) -> tuple[str, float]:
-    """The name and value of the score that chooses best.pt (eval.best)."""
+def _chosen_score(
+    run: TrainRun, scores: Scores, further: Mapping[str, float], *, is_first: bool
+) -> tuple[str, float]:
+    """The name and value of the score that chooses best.pt (eval.best).
+
+    further: those of plugins, by their tags.
+    """
     by, names = run.config.eval, run.eval_set.classes.names
+    if by.best_metric is not None:
+        if by.best_tag not in further:
+            found = first_of(tag.removeprefix("metric/") for tag in further)
+            what = f"no score {printable(by.best, MAX_NAME)} was found, only {found}"
+            raise ConfigError(f"eval.best: {what}")
+        return by.best_name, further[by.best_tag]
     if not scores.num_pixels:  # where classes overlap a mean may be 0 then
         return by.best_name, math.nan
     if not by.best_classes:
@@ -120,8 +133,10 @@ def _keep_records(run: TrainRun, outcome: Outcome) -> None:
         run.log.lines([f"warning: {EVALUATION} cannot be written: {error}"])
 
 
-def _evaluate_split(run: TrainRun, pictures: dict[int, str]) -> Outcome:
-    """What the evaluation split says; adds the pictures to show (collective).
+def _evaluate_split(run: TrainRun, pictures: dict[int, str]) -> tuple[Outcome, dict[str, float]]:
+    """What the evaluation split says, and the scores of plugins by tag (collective).
+
+    Adds the pictures to show.
 
     Raises:
         StoppedError: a rank was asked to stop.
@@ -129,13 +144,19 @@ def _evaluate_split(run: TrainRun, pictures: dict[int, str]) -> Outcome:
     config, asked = run.config, run.signal_flags.stop_requested
     if config.norm.precise_batches is not None:
         take_precise_statistics(run, config.norm.precise_batches, stop=asked)
-    return _evaluated(
+    metrics = [PluginMetric(one, run.eval_set.classes.names) for one in config.eval.metrics]
+    outcome = _evaluated(
         run,
         run.eval_set,
         progress=True,
-        callbacks=[lambda prediction: _keep(run, prediction, pictures)],
+        callbacks=[lambda one: _keep(run, one, pictures), *(metric.add for metric in metrics)],
         stop=dist.StopNews(asked),
     )
+    return outcome, {
+        f"metric/{metric.name}/{key}": value
+        for metric in metrics
+        for key, value in metric.scores().items()
+    }
 
 
 def evaluate_largest(run: Training, eval_set: SegDataset) -> None:
