@@ -593,6 +593,12 @@ def test_a_second_run_is_refused_and_a_newer_manifest_is_not_replaced(
 ):
     url = f"s3://{own}/runs/a"
     assert train(made / "config.yaml", url, "--until", "2") == 0
+    again = f"segtrain train {url} --resume\n"
+    assert f"to train on: {again}" in capfd.readouterr().out
+    assert cli.main(["runs", str(cached_run(url))]) == 0
+    assert f"stopped: {again}" in capfd.readouterr().out
+    assert cli.main(["train", url]) == 2
+    assert f"to go on with the run: {again}" in capfd.readouterr().err
     monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path / "b"))
     assert train(made / "config.yaml", url) == 2
     assert f"{url}: another run is there" in capfd.readouterr().err

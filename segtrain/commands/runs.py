@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -59,7 +58,7 @@ def _row(run: Summary) -> tuple[str, ...]:
         for command, file in (("folds", FOLDS), ("seeds", SEEDS)):
             if (parent / file).is_file():
                 what, where = command, parent
-        words.append(f"segtrain {what} {shlex.quote(printable(where))} --resume")
+        words.append(f"segtrain {what} {run_directory.word_for(where)} --resume")
     numbers = f"{run.training_s / 3600:.1f}", f"{run.num_bytes / 1e9:.2f}"
     return printable(run.directory), score, step, steps, *numbers, ": ".join(words)
 
@@ -101,6 +100,6 @@ def _clear(directory: Path) -> int:
         config, _ = parse_experiment(checkpoint, path, needed=())
         if not completion(config.train.steps, checkpoint.step, checkpoint.evaluated):
             done = f"step {checkpoint.step} of {config.train.steps}"
-            again = f"segtrain train {shlex.quote(printable(directory))} --resume"
+            again = f"segtrain train {run_directory.word_for(directory)} --resume"
             raise ConfigError(f"{printable(directory)}: not complete, {done}; go on with {again}")
         return checkpoints.clear()

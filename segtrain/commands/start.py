@@ -137,7 +137,7 @@ def write_page(directory: Path, device: Any) -> None:
         found = [evaluated(directory, device)]
         console.say(f"report     {write_report(directory, found, device)}")
     except Exception as error:
-        again = f"segtrain report {shlex.quote(str(directory))}"
+        again = f"segtrain report {run_directory.word_for(directory)}"
         console.say(f"warning: no report ({type(error).__name__}: {error}); try {again}")
 
 
@@ -261,8 +261,8 @@ def _no_config(text: str, run: Path, new: Path) -> ConfigError:
     config = run / run_directory.CONFIG
     return ConfigError(
         f"{text}: expected a config, found {kind}\n"
-        f"to go on with the run: segtrain train {shlex.quote(str(run))} --resume\n"
-        f"to train it longer: segtrain train {shlex.quote(str(run))} --finish STEPS\n"
+        f"to go on with the run: segtrain train {run_directory.word_for(run)} --resume\n"
+        f"to train it longer: segtrain train {run_directory.word_for(run)} --finish STEPS\n"
         "to start a new run with its config: "
         f"segtrain train {shlex.quote(str(config))} --output {shlex.quote(str(new))}"
     )

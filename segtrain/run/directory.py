@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import shlex
 import socket
@@ -123,6 +124,7 @@ CHECKPOINTS = "checkpoints"
 CENTROIDS = "centroids.json"
 EVALUATION, REPORT, RESULTS = "evaluation.npz", "report.html", "results.csv"
 SUSPECTS = "suspects.html"
+ORIGIN = ".origin.json"  # of a run at an address: that, and hashes of manifests put there
 
 # A resumed run may change these: the model at the end stays the same, but for rounding in a
 # compiled step. Data and class file may move, because `dataset_guard` compares their contents.
@@ -167,7 +169,7 @@ def check_config(
     """
     differences = [*config_differences(saved, config), *others]
     if differences and not accept_changes:
-        listed, run = "\n  ".join(differences), shlex.quote(str(directory))
+        listed, run = "\n  ".join(differences), word_for(directory)
         raise ConfigError(
             f"{directory}: the run was started with another config\n  {listed}\n"
             f"to go on as it was started: segtrain train {run} --resume (if its {CONFIG} has been "
@@ -200,6 +202,18 @@ def run_of(path: Path) -> Path | None:
     elif path.suffix == ".pt":
         path = path.parent.parent
     return path if is_run(path) else None
+
+
+def origin_of(directory: Path) -> dict[str, Any]:
+    """The address at which the run is kept, and hashes of its manifests; empty: here alone."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return json.loads(files.read_bytes(directory / ORIGIN))
+    return {}
+
+
+def word_for(directory: Path) -> str:
+    """The run as a command to paste names it: by its address, if it is kept at one."""
+    return shlex.quote(printable(origin_of(directory).get("url", directory)))
 
 
 def named_run(path: Path) -> Path:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any, Self
+from typing import Self
 
 from segtrain import files
 from segtrain.errors import ConfigError, ExecutionError, UserError
@@ -23,9 +23,8 @@ from segtrain.files import manifest
 from segtrain.files.manifest import MANIFEST
 from segtrain.files.remote import Store
 from segtrain.run.console import say
-from segtrain.run.directory import CHECKPOINTS, LOG, is_locked
+from segtrain.run.directory import CHECKPOINTS, LOG, ORIGIN, is_locked, origin_of
 
-_ORIGIN = ".origin.json"  # in such a folder: the address, and hashes of manifests put there
 _OUTBOX = ".outbox"
 _LISTED = f"{CHECKPOINTS}/{MANIFEST}"
 _PREVIOUS = "previous.pt"
@@ -53,7 +52,7 @@ def run_folder(url: str, *, begins: bool = False, one_of: Sequence[str] = ()) ->
             if is_locked(directory):
                 return directory
             theirs, ours = _manifest_at(store), manifest.read_raw(directory / CHECKPOINTS)
-            known = _origin(directory).get("manifests", [])
+            known = origin_of(directory).get("manifests", [])
             has_gone_on = ours not in (None, theirs) and _hash(ours) not in known[:1]
             if theirs is None or begins or has_gone_on:
                 own = [] if begins else [*known, _hash(ours or b"")]
@@ -111,14 +110,9 @@ def _fetch(
     return True
 
 
-def address_of(directory: Path) -> str | None:
-    """Where the run is kept; None: in `directory` alone."""
-    return _origin(directory).get("url")
-
-
 def upload_of(directory: Path) -> "RunUpload | None":
     """What puts the run to its address; None: it has none, or another rank does."""
-    url = address_of(directory)
+    url = origin_of(directory).get("url")
     return RunUpload(url, directory) if url and os.environ.get("RANK", "0") == "0" else None
 
 
@@ -136,7 +130,7 @@ class RunUpload:
 
     def __init__(self, url: str, directory: Path) -> None:
         self._store, self._directory = Store(url), directory
-        self._known = _origin(directory)["manifests"]
+        self._known = origin_of(directory)["manifests"]
         theirs = _manifest_at(self._store)
         _check_own(self._store, theirs, self._known, directory)
         self._listed = {} if theirs is None else manifest.parse(theirs, url)
@@ -269,15 +263,8 @@ def _manifest_at(store: Store) -> bytes | None:
         return None
 
 
-def _origin(directory: Path) -> dict[str, Any]:
-    """What `_write_origin` wrote; empty: the run is kept here alone."""
-    with suppress(FileNotFoundError):
-        return json.loads(files.read_bytes(directory / _ORIGIN))
-    return {}
-
-
 def _write_origin(directory: Path, url: str, manifests: Sequence[str]) -> None:
-    files.write_atomic(directory / _ORIGIN, json.dumps({"url": url, "manifests": [*manifests]}))
+    files.write_atomic(directory / ORIGIN, json.dumps({"url": url, "manifests": [*manifests]}))
 
 
 def _hash(content: bytes) -> str:

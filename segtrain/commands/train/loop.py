@@ -1,6 +1,5 @@
 """`segtrain train` on one rank: set up, the steps and what happens between them, leave."""
 
-import shlex
 import time
 from contextlib import ExitStack, suppress
 from signal import SIGUSR1, Signals
@@ -47,7 +46,7 @@ def run(request: TrainRequest) -> int:
     if reports:
         request.report(this.directory, device)
     best, page = this.best, this.directory / run_directory.REPORT
-    tag = config.eval.best_tag.replace("eval/", "best/")
+    tag = "best/" + config.eval.best_tag.partition("/")[2]
     results = {} if best is None else {tag: best["score"], "best/step": best["step"]}
     files = [page] if reports and page.is_file() else []
     this.log.trackers.finish("FINISHED" if is_complete else "KILLED", results, files)
@@ -154,12 +153,12 @@ def _completion(run: TrainRun) -> str:
 
 
 def _branch(run: TrainRun) -> str:
-    return f"segtrain train {shlex.quote(str(run.directory))} --finish STEPS"
+    return f"segtrain train {run_directory.word_for(run.directory)} --finish STEPS"
 
 
 def _to_train_on(run: TrainRun) -> str:
     """A line for a run that may go on."""
-    return f"to train on: segtrain train {shlex.quote(str(run.directory))} --resume"
+    return f"to train on: segtrain train {run_directory.word_for(run.directory)} --resume"
 
 
 def _count_unlogged(run: TrainRun) -> None:
