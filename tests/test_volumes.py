@@ -451,3 +451,59 @@ def test_the_grids_of_a_long_and_thin_volume_are_compared_along_each_axis():
     assert not other_grid(image, label)
     far = label._replace(place=np.diag([0.5, 0.51, 3.0, 1.0]))  # 128 rows: 1.28 mm
     assert "1.28 mm apart" in other_grid(image, far)
+
+
+def pair_of_volumes(root, label, **how):
+    """Two cases, each with this label."""
+    nib = pytest.importorskip("nibabel")
+    for i in range(2):
+        write_nifti(root / f"data/imagesTr/c{i}.nii.gz", phantom(i, SMALL)[0])
+        image = nib.Nifti1Image(label(phantom(i, SMALL)[1]), RAS)
+        if how:
+            image.set_data_dtype(np.uint8)  # with a slope of 2 / 255
+        path = root / f"data/labelsTr/c{i}.nii.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.to_filename(path)
+
+
+@pytest.mark.parametrize(
+    ("label", "how"),
+    [
+        (lambda ids: ids * np.float32(0.99999994), {}),
+        (lambda ids: ids.astype(np.float64), {"scaled": True}),
+    ],
+    ids=["beside whole numbers", "a slope of 0.0078"],
+)
+def test_ids_that_a_scale_moves_a_little_are_rounded(tmp_path, label, how):
+    pair_of_volumes(tmp_path, label, **how)
+    nib = pytest.importorskip("nibabel")
+    stored = np.asanyarray(nib.load(tmp_path / "data/labelsTr/c0.nii.gz").dataobj)
+    assert (stored != np.round(stored)).any()
+    assert cut(tmp_path) == 0
+    for i in range(2):
+        labels = slices(tmp_path / "cut", f"c{i}")[1]
+        np.testing.assert_array_equal(labels, axial(phantom(i, SMALL)[1]))
+
+
+@pytest.mark.parametrize(
+    ("label", "found"),
+    [
+        (lambda ids: ids * np.float32(0.4), "0.4"),
+        (lambda ids: np.where(ids == 2, -1.0, ids).astype(np.int16), "-1"),
+        (lambda ids: np.where(ids == 2, 0.97, 1.0 * ids).astype(np.float32), "0.97"),
+        (lambda ids: np.where(ids == 2, np.nan, 1.0 * ids).astype(np.float32), "nan"),
+    ],
+    ids=["soft", "below 0", "two near one", "no number"],
+)
+def test_labels_that_hold_other_numbers_than_ids_are_refused_by_name(tmp_path, lab, label, found):
+    pair_of_volumes(tmp_path, label)
+    outcome = lab.command("data", "import", tmp_path / "data", "--output", tmp_path / "cut")
+    assert outcome.code == 3
+    assert f"labelsTr/c0.nii.gz: expected ids from 0 to 65535, found {found};" in outcome.err
+    assert not (tmp_path / "cut/train.txt").exists()
+
+
+def test_volumes_without_labels_are_said_to_be_so(tmp_path, lab):
+    pair_of_volumes(tmp_path, lambda ids: ids)
+    outcome = lab.done("data", "import", tmp_path / "data/imagesTr", "--output", tmp_path / "cut")
+    assert "no labels: images alone" in outcome.out

@@ -20,7 +20,7 @@ from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic
 from segtrain.run.pictures import write_png
 from segtrain.survey.contents import LabelFacts, spread
-from segtrain.survey.file_names import ROLE_WORDS, parse_names, split_of, words_of
+from segtrain.survey.file_names import MADE_WORDS, ROLE_WORDS, parse_names, split_of, words_of
 from segtrain.survey.one_picture import best_span
 from segtrain.survey.splits import DEFAULT_VAL, chosen_groups
 from segtrain.survey.survey import matched
@@ -29,6 +29,9 @@ from segtrain.text import counted, first_of, printable
 IMAGES, LABELS, LISTS, NAMES = "images", "labels", ("train.txt", "val.txt"), "dataset.json"
 _DRAFT = ".unfinished"
 _MOST_IDS, _FLAT, _MOST_CLASSES, _SAMPLE = 256, 0.7, 1 << 16, 3
+# How far from whole numbers ids may be: by the last digits of a scale, or by half a step of bytes
+# with a scale, if no two of them would become one.
+_LAST_DIGITS, _HALF_STEP = 1e-3, 0.1
 # Of one volume: slices are left out on both sides of those to evaluate on.
 _GAP = 1 / 40
 
@@ -155,15 +158,24 @@ def _cases(found: Sequence[VolumeFile]) -> tuple[list[_Case], list[str]]:
     if "label" in roles.values() and not matches.labels:
         raise DataError(f"no label fits a volume by its name: {first_of(sorted(by_path), 4)}")
     alone = [image.path for image in images if image.path not in matches.labels]
-    lines = [
+    made = [path for x, paths in of_pattern.items() if roles[x] == "made" for path in paths]
+    unlike = [path for path in made if MADE_WORDS.isdisjoint(words_of(path))]
+    if unlike and not matches.labels:
+        raise DataError(_why_no_ids(by_path[unlike[0]]))
+    lines = [] if matches.labels else ["warning: no labels: images alone are written"]
+    lines += [
         f"warning: {counted(len(files), one, many)}: {first_of(files, 3)}"
         for files, one, many in (
             (alone, "volume has no label, and is left out", "volumes have none, and are left out"),
             (matches.alone, "label has no volume", "labels have no volume"),
             (matches.unclear, "label fits several volumes", "labels fit several volumes"),
+            (unlike, "label holds no ids, and is left out", "labels hold no ids, and are left out"),
         )
         if files and matches.labels
     ]
+    others = sorted({*made} - {*unlike})
+    named = "volume is left out by its name", "volumes are left out by their names"
+    lines += [f"warning: {counted(len(others), *named)}: {first_of(others, 3)}"] if others else []
     used = [image for image in images if image.path in matches.labels] or images
     files = [by_path[image.path] for image in used]
     labels = [by_path[x[0]] if (x := matches.labels.get(i.path)) else None for i in used]
@@ -184,10 +196,27 @@ def _facts(file: VolumeFile) -> LabelFacts:
     """Whether the middle slice of a volume looks like ids."""
     stack = _read(file, None)
     middle = stack.pixels[len(stack.pixels) // 2]
-    is_whole = bool((middle == np.round(middle)).all() and middle.min() >= 0)
     is_flat = (middle[:, 1:] == middle[:, :-1]).mean() > _FLAT and middle.shape[2] == 1
-    is_ids = is_whole and is_flat and len(np.unique(middle)) <= _MOST_IDS
+    is_ids = is_flat and not _other_number(middle) and len(np.unique(middle)) <= _MOST_IDS
     return LabelFacts("ids" if is_ids else "picture", middle.shape[:2], {})
+
+
+def _other_number(pixels: np.ndarray) -> str:
+    """A number that is no id from 0 to 65535, if there is one; empty: all can be rounded to ids."""
+    numbers = np.unique(pixels)
+    ids = np.round(numbers)
+    near = _HALF_STEP if len(np.unique(ids)) == len(ids) else _LAST_DIGITS
+    strange = numbers[~((np.abs(numbers - ids) <= near) & (ids >= 0) & (ids < _MOST_CLASSES))]
+    return f"{strange[0]:g}" if len(strange) else ""
+
+
+def _why_no_ids(file: VolumeFile) -> str:
+    """Why a volume that is called a label cannot be one."""
+    place, number = printable(file.path), _other_number(_read(file, None).pixels)
+    if not number:
+        return f"{place}: called a label, and looks like a picture; rename or move what is none"
+    repair = "store ids, and 255 where nothing is labelled"
+    return f"{place}: expected ids from 0 to 65535, found {number}; {repair}"
 
 
 def _read(file: VolumeFile, axis: int | None) -> Stack:
@@ -260,9 +289,9 @@ def _checked_label(case: _Case, image: Stack, axis: int) -> Stack:
     pixels = label.pixels
     if pixels.shape[3] != 1:
         raise DataError(f"{place}: {pixels.shape[3]} channels; expected ids in one")
-    if (pixels != np.round(pixels)).any() or not 0 <= pixels.min() <= pixels.max() < _MOST_CLASSES:
-        raise DataError(f"{place}: expected ids from 0 to 65535, found other numbers")
-    return label
+    if _other_number(pixels):
+        raise DataError(_why_no_ids(case.label))
+    return label._replace(pixels=np.round(pixels))
 
 
 def _write_labels(case: _Case, label: Stack, folder: Path) -> np.ndarray:
