@@ -611,6 +611,29 @@ def test_sequences_stay_together_and_a_split_that_leaks_is_named(folder, lab, ca
 
 
 @pytest.mark.parametrize(
+    ("name", "slices"),
+    [("patient_{i:02}_t{t}", 1), ("patient_{i:02}_t{t}/z{k}", 3), ("p{i:02}/visit{t}/{k}", 3)],
+    ids=["pictures", "slices", "folders"],
+)
+def test_scans_of_a_patient_are_not_divided(folder, name, slices):
+    """Four of ten patients have two."""
+    scans = [(i, t) for i in range(10) for t in range(1, 2 + (i < 4))]
+    for seed, (i, t) in enumerate(scans):
+        for k in range(slices):
+            pixels, classes = scene(3 * seed + k)
+            save(folder / f"images/{name.format(i=i, t=t, k=k)}.png", pixels)
+            save(folder / f"masks/{name.format(i=i, t=t, k=k)}.png", classes)
+    found, config = labels_of(init(folder))
+    assert len(found) == len(scans) * slices
+    train, val = (
+        {re.search(r"p[a-z_]*(\d\d)", pair.name)[1] for pair in open_dataset(config.data, x).pairs}
+        for x in (config.data.train_split, config.data.eval_split)
+    )
+    assert val
+    assert not train & val
+
+
+@pytest.mark.parametrize(
     ("place", "value", "is_fast"),
     [
         ("torch.cuda.is_bf16_supported", True, True),

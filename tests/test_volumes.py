@@ -161,6 +161,39 @@ def test_a_patient_stays_on_one_side(tmp_path):
     assert scans in ({0, 1}, {2, 3}, {4, 5})
 
 
+SCANS = [(i, t) for i in range(6) for t in range(1 + (i < 4), 0, -1)]  # two of four patients
+
+
+def sides(root, pattern):
+    """What the pattern finds in the names of the images to train on, and to evaluate on."""
+    texts = [(root / name).read_text() for name in ("train.txt", "val.txt")]
+    rows = [[x for x in text.splitlines() if not x.startswith("#")] for text in texts]
+    return [{re.search(pattern, row)[1] for row in part} for part in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "patient"),
+    [
+        ("patient_{i:02}_t{t}", [], r"patient_(\d+)"),
+        ("patient_{i:02}_t{t}_0000", [], r"patient_(\d+)"),
+        ("sub-{i:02}/ses-{t}/anat/ct", [], r"sub-(\d+)"),
+        ("scan{i:02}{t}", ["--group", r"scan(\d\d)"], r"scan(\d\d)"),
+    ],
+    ids=["counter", "channel", "folders", "group"],
+)
+def test_scans_of_a_patient_stay_on_one_side(tmp_path, lab, name, options, patient):
+    for i, t in SCANS:
+        values, label = phantom(i, (9, 8, 2))
+        path = name.format(i=i, t=t)
+        write_nifti(tmp_path / f"data/imagesTr/{path}.nii.gz", values)
+        write_nifti(tmp_path / f"data/labelsTr/{path.removesuffix('_0000')}.nii.gz", label)
+    lab.done("data", "import", tmp_path / "data", "--output", tmp_path / "cut", *options)
+    train, val = sides(tmp_path / "cut", patient)
+    assert train | val == {f"{i:02}" for i in range(6)}
+    assert val
+    assert not train & val
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -223,6 +223,7 @@ _UNITS = ("image", "sequence")
 _GROUP_HELP = (
     "images stay together whose paths have the same match or (match), such as '(p[0-9]+)_'"
 )
+_VOLUME_HELP = "volumes stay together, in one split, whose paths have the same match or (match)"
 _BY_NAMES = "(default: sequences where the names of the images show"
 _OVERWRITE = _switch("--overwrite", "replace a file that is already there")
 
@@ -661,6 +662,7 @@ COMMANDS = (
         ),
         _argument("--attribute", "of VIA and GeoJSON, the one that names the class", "NAME"),
         _argument("--axis", "of volumes: slices are cut across it", choices=("x", "y", "z")),
+        _argument("--group", _VOLUME_HELP, "REGEX", _pattern),
         _switch("--overwrite", "replace the labels of an earlier import"),
         _JOBS,
         description="Draw label maps from annotations of COCO (polygons, RLE), LabelMe, CVAT "

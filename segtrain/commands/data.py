@@ -37,7 +37,7 @@ def import_annotations(args: argparse.Namespace) -> int:
     if volumes:
         if args.overlap or args.attribute:
             raise ConfigError("--overlap, --attribute: no effect: volumes are no annotations")
-        how = {"axis": args.axis, "overwrite": args.overwrite}
+        how = {"axis": args.axis, "group": args.group, "overwrite": args.overwrite}
         lines = slices.import_volumes(sources, volumes, args.output, **how)
         for line in (*notes, *lines):
             say(line)

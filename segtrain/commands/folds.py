@@ -38,7 +38,7 @@ from segtrain.data.read.layouts import list_split
 from segtrain.data.read.lists import list_pairs, list_text
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.sequences import sequences_of, show_sequences, without_split
-from segtrain.data.read.sources import groups_of, sources_of
+from segtrain.data.read.sources import groups_of, sources_of, stems_of
 from segtrain.data.read.tiles import TileBox, overlapping, strips
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
@@ -247,11 +247,11 @@ def _groups(
     if pattern is not None:
         return groups_of(pattern, [os.path.relpath(pair.image, root) for pair in pairs])
     if by == "sequence":
-        return sequences_of([without_split(pair.name) for pair in pairs])
+        return stems_of(sequences_of([without_split(pair.name) for pair in pairs]))
     # The same folds wherever the data lie.
     paths = [os.path.splitext(os.path.relpath(pair.image, root)) for pair in pairs]
     stems, suffixes = zip(*paths, strict=True)
-    sources = sources_of(stems)  # with their copies
+    sources = stems_of(sources_of(stems))  # with their copies, and other scans of a patient
     return [name + suffix for name, suffix in zip(sources, suffixes, strict=True)]
 
 

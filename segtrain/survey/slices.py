@@ -4,6 +4,7 @@ A slice of a .nii.gz takes seconds to reach, so they are written once, as TIFFs 
 training reads. Which volume is the label of which, names and values say, as of images.
 """
 
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import numpy as np
 
 from segtrain.data.read import volumes
 from segtrain.data.read.concurrent import for_each_pair
+from segtrain.data.read.sources import groups_of, stems_of
 from segtrain.data.read.volumes import AXES, Stack, VolumeFile, find_volumes
 from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.files import os_errors_as, write_atomic
@@ -83,17 +85,20 @@ def import_volumes(
     output: Path,
     *,
     axis: str | None = None,
+    group: re.Pattern[str] | None = None,
     overwrite: bool = False,
 ) -> list[str]:
     """Writes the slices of all volumes with a label into `output`; returns what to say.
 
     Without any labels: of all volumes. axis: x, y or z of the patient; None: the coarsest one.
+    group: what in the path of a volume tells its patient.
 
     Raises:
-        ConfigError: `output` holds something, or volumes are coarsest along different axes.
+        ConfigError: `output` holds something, volumes are coarsest along different axes, or `group`
+            is not in a path.
         DataError: a volume is damaged, or does not lie on the voxels of its label.
     """
-    cases, lines = _cases(found)
+    cases, lines = _cases(found, group)
     number, dtype = _axis(cases, axis), _common_dtype(cases)
     _claim(output, overwrite=overwrite)
     draft = output / _DRAFT
@@ -134,7 +139,9 @@ def _claim(output: Path, *, overwrite: bool) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _cases(found: Sequence[VolumeFile]) -> tuple[list[_Case], list[str]]:
+def _cases(
+    found: Sequence[VolumeFile], group: re.Pattern[str] | None
+) -> tuple[list[_Case], list[str]]:
     """Which volumes are labels, and whose."""
     by_path = {f"{x.name}{'.tif' if x.is_tiff else '.nii'}": x for x in found}
     if len(by_path) < len(found):
@@ -182,7 +189,8 @@ def _cases(found: Sequence[VolumeFile]) -> tuple[list[_Case], list[str]]:
     short = [_without_roles(file.name) for file in files]
     shown = short if len({*short}) == len(short) else [file.name for file in files]
     splits = [image.split for image in used]
-    return list(map(_Case, files, labels, shown, _groups(files), splits)), lines
+    groups = groups_of(group, [x.name for x in files]) if group else _groups(files)
+    return list(map(_Case, files, labels, shown, groups, splits)), lines
 
 
 def _without_roles(name: str) -> str:
@@ -247,16 +255,14 @@ def _common_dtype(cases: Sequence[_Case]) -> np.dtype:
 
 
 def _groups(files: Sequence[VolumeFile]) -> list[str]:
-    """What stays on one side of the split: a patient, as DICOM or a folder with a number says."""
+    """What stays on one side of the split: a patient, as DICOM, a folder or a name says."""
     folders = [
         next((x for x in PurePosixPath(file.name).parts[:-1] if any(map(str.isdecimal, x))), "")
         for file in files
     ]
     by_folder = len({*folders}) > 1 and "" not in folders
-    return [
-        file.patient or (folder if by_folder else file.name)
-        for file, folder in zip(files, folders, strict=True)
-    ]
+    stems = stems_of(folders if by_folder else [file.name for file in files])
+    return [file.patient or stem for file, stem in zip(files, stems, strict=True)]
 
 
 def _write_case(case: _Case, folder: Path, axis: int, dtype: np.dtype) -> _Written:
@@ -318,7 +324,7 @@ def _split(written: Sequence[_Written]) -> tuple[list[str], list[str], str]:
         )
         sides = [evaluated if x in chosen else "train" for x in groups]
         what = counted(len(chosen), "patient or volume", "patients or volumes")
-        reason = f"whole {what} of {len({*groups})}, chosen by a hash of the names"
+        reason = f"whole {what} of {len({*groups})}, chosen by a hash of the names (--group)"
     elif len(written) > 1:
         raise DataError("all volumes are of one patient, so there is nothing to evaluate on")
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-from segtrain.data.read.sources import groups_of, sources_of
+from segtrain.data.read.sources import groups_of, sources_of, stems_of
 from segtrain.data.read.tiles import overlapping, strips
 from segtrain.errors import ConfigError, DataError
 from segtrain.survey.contents import Value
@@ -219,10 +219,6 @@ def _groupings(
             raise ConfigError(f"--group {group.pattern}: {what}")
         yield lambda image: group_by_path[image.path], f"whole groups ({number}, --group)"
         return
-    keys: dict[str, Callable[[Image], str]] = {
-        "scenes": _scene_of,
-        "sequences": _sequence_of,
-    }
     alike = _alike(survey, images)
     sizes = Counter(alike.values())
     first: dict[str, str] = {}
@@ -234,12 +230,11 @@ def _groupings(
                 what = "a band of the picture that they are tiles of"
                 if len(set(band.values())) > 1:  # not of one place only
                     yield lambda image, band=band: band[image.path], what
-    for what, key in keys.items():
+    for of_one, what, least in _named_groups(images):
         # Copies of a picture may have names of several sequences: img_001, img_001_aug1.
-        of_one = {image.path: key(image) for image in images}
-        joined, number = _joined(of_one, same), len(set(of_one.values()))
-        if len(set(joined.values())) >= _MIN_GROUPS and number <= len(images) / 2:
-            yield lambda image, joined=joined: joined[image.path], f"whole {what} ({number})"
+        joined = _joined(of_one, same)
+        if len(set(joined.values())) >= least:
+            yield lambda image, joined=joined: joined[image.path], what
     if _MIN_GROUPS <= len(sizes) < len(images) and max(sizes.values()) <= len(images) / 2:
         yield lambda image: alike[image.path], "copies and like images kept together"
     if survey.similar or survey.moving:
@@ -333,17 +328,24 @@ def _of_divided_sequences(train: Sequence[Image], val: Sequence[Image]) -> set[s
 
     Where names show as many of these as `_groupings` would keep whole.
     """
-    for key in (_scene_of, _sequence_of):
-        number = len(set(map(key, [*train, *val])))
-        if _MIN_GROUPS <= number <= (len(train) + len(val)) / 2:
-            trained = set(map(key, train))
-            return {image.path for image in val if key(image) in trained}
+    for group_of, _, _ in _named_groups([*train, *val]):
+        trained = {group_of[image.path] for image in train}
+        return {image.path for image in val if group_of[image.path] in trained}
     return set()
 
 
-def _scene_of(image: Image) -> str:
-    return image.scene
-
-
-def _sequence_of(image: Image) -> str:
-    return f"{image.scene}/{image.sequence}"
+def _named_groups(images: Sequence[Image]) -> Iterator[tuple[dict[str, str], str, int]]:
+    """The group of each image by its name, by path; what they are; how few are a division."""
+    keys: dict[str, Callable[[Image], str]] = {
+        "scenes": lambda image: image.scene,
+        "sequences": lambda image: f"{image.scene}/{image.sequence}",
+        "patients, by names with a counter": lambda image: image.name,
+    }
+    for what, key in keys.items():
+        names = list(map(key, images))
+        groups = stems_of(names)
+        number = len({*groups})
+        are_counted = number < len({*names})
+        if are_counted or _MIN_GROUPS <= number <= len(images) / 2:
+            of_one = dict(zip((image.path for image in images), groups, strict=True))
+            yield of_one, f"whole {what} ({number})", 2 if are_counted else _MIN_GROUPS

@@ -21,6 +21,11 @@ _AT_END = re.compile(rf"[-_. ]+({_CHANGES})$", re.IGNORECASE)
 _AT_START = re.compile(rf"^({_CHANGES})[-_. ]+(?=.)", re.IGNORECASE)
 # More images of one such name are numbered by it: aug_1 to aug_500.
 _MOST_COPIES = 24
+# A number, as of a patient, a counter of one or two digits, and perhaps nnU-Net's channel.
+_COUNTED = re.compile(
+    r"(.*\d[^/_\-. ]*)[/_\-. ]+[a-z]{0,8}[-_]?\d{1,2}(_0000)?\D*", re.IGNORECASE
+)
+_MOST_COUNTED = 10
 
 
 def groups_of(pattern: re.Pattern[str], paths: Sequence[str]) -> list[str]:
@@ -72,3 +77,18 @@ def sources_of(names: Sequence[str]) -> list[str]:
         source if 1 < sizes[source] <= _MOST_COPIES and len(sizes) > 1 else name
         for name, source in zip(names, found, strict=True)
     ]
+
+
+def stems_of(names: Sequence[str]) -> list[str]:
+    """Each name without its counter, as of the scans of a patient; else the name.
+
+    Else: all names have one stem, or one is of more names than a patient has scans.
+
+    >>> stems_of(["p01_t1", "p01_t2", "p02_t1"]), stems_of(["2012_1", "2012_2"])
+    (['p01', 'p01', 'p02'], ['2012_1', '2012_2'])
+    """
+    stems = {name: x[1] if (x := _COUNTED.fullmatch(name)) else name for name in names}
+    sizes = Counter(stems.values())
+    if len(sizes) < 2 or max(sizes.values()) > _MOST_COUNTED:
+        return list(names)
+    return [stems[name] for name in names]
