@@ -4,6 +4,8 @@ A message names the place (file and line, key, rank), what was expected, what wa
 it is known, the repair. It starts in lower case, has no full stop and is shown without a traceback.
 """
 
+from collections.abc import Mapping
+
 EXIT_OK = 0
 EXIT_INTERNAL = 1
 EXIT_CONFIG = 2
@@ -61,3 +63,12 @@ class ExecutionError(UserError):
 
 class LostRanksError(ExecutionError):
     """Other ranks cannot be reached any more: the cause lies with one of them."""
+
+
+def refuse_unused(given: Mapping[str, object], names: str, source: str) -> None:
+    """ConfigError: an option of these names is given, and has no effect on data of this `source`.
+
+    given: values by name; None: the command line does not say.
+    """
+    if unused := [f"--{name}" for name in names.split() if given[name] is not None]:
+        raise ConfigError(f"{', '.join(unused)}: no effect on {source}")

@@ -803,3 +803,71 @@ def test_a_background_that_no_pixel_shows_is_no_class(tmp_path, lab):
     assert set(classes.names) == {"ell", "sky"}
     label = read_label(tmp_path / "out/labels/a.png", classes)
     assert np.array_equal(label == classes.names.index("ell"), MASKS["ell"])
+
+
+def both_tools(root, classes=("ell", "bar")):
+    """One image of LabelMe, whose classes no file declares, and one of CVAT, which declares them
+    in the other order; the mask of each class by image."""
+    image(root / "lm/a.png")
+    shapes = [{"label": x, "points": {"ell": ELL, "bar": BAR}[x]} for x in ("ell", "bar")]
+    labelme(root / "lm", shapes=shapes)
+    image(root / "cv/b.png")
+    points = {x: ";".join(f"{u},{v}" for u, v in p) for x, p in (("ell", ELL), ("bar", BAR))}
+    cvat(
+        root / "cv",
+        "".join(f'<polygon label="{x}" points="{points[x]}"/>' for x in ("ell", "bar")),
+        "b.png",
+    )
+
+
+@pytest.mark.parametrize("names", [None, "bar,blob,ell"])
+def test_sources_of_several_formats_are_imported_with_one_order_of_classes(tmp_path, lab, names):
+    both_tools(tmp_path / "data")
+    options = ["--names", names] if names else []
+    out = tmp_path / "out"
+    sources = tmp_path / "data/lm", tmp_path / "data/cv"
+    said = lab.done("data", "import", *sources, "--output", out, *options).out
+    assert "2 labels from LabelMe and CVAT" in said
+    found = load_class_file(str(out / "classes.yaml"))
+    expected = ["background", *names.split(",")] if names else FLAGS
+    assert found.names == tuple(expected)
+    for name in ("lm/a", "cv/b"):
+        label = read_label(out / "labels" / f"{name}.png", found)
+        assert np.array_equal(label, drawn("ell", "bar", classes=expected))
+    listing = list_pairs(out / "pairs.txt", tmp_path / "data", out)
+    assert not listing.problems
+    assert {pair.name for pair in listing.pairs} == {"cv/b", "lm/a"}
+    shown = ",".join(expected[1:])
+    assert f"--names {shown} gives another import the same ids" in said
+    assert "next: segtrain init" not in said  # which asks which of the formats
+
+
+@pytest.mark.parametrize("source", ["lm", "cv"])
+def test_two_imports_with_the_same_names_have_the_same_ids(tmp_path, lab, source):
+    both_tools(tmp_path / "data")
+    options = ["--output", tmp_path / "out", "--names", "blob,ell,bar"]
+    lab.done("data", "import", tmp_path / "data" / source, *options)
+    label = np.array(Image.open(next((tmp_path / "out").rglob("*.png"))))
+    assert np.array_equal(label, drawn("ell", "bar", classes=["background", "blob", "ell", "bar"]))
+
+
+def test_names_that_leave_out_a_class_and_formats_that_cannot_be_joined_are_refused(tmp_path, lab):
+    both_tools(tmp_path / "data")
+    data, out = tmp_path / "data", ("--output", tmp_path / "out")
+    said = lab.refused("data", "import", data / "lm", *out, "--names", "bar,el")
+    assert "--names bar,el: annotations show ell, too; name all classes" in said
+    said = lab.refused("data", "import", data / "lm", *out, "--names", "bar,background,ell")
+    assert "background has the id 0; name it first" in said
+    coco(data / "cv", "b.png")
+    said = lab.refused("data", "import", data / "lm", data / "cv/annotations.json", *out)
+    assert "differ in which region is on top: --overlap" in said
+    rle_table(data / "cv")
+    said = lab.refused("data", "import", data / "lm", data / "cv/train.csv", *out, code=3)
+    assert "import those of RLE table alone" in said
+
+
+@pytest.mark.parametrize("option", ["--axis z", "--group a", "--attribute kind"])
+def test_an_option_without_effect_on_annotations_is_refused(tmp_path, lab, option):
+    both_tools(tmp_path / "data")
+    words = "data", "import", tmp_path / "data/lm", "--output", tmp_path / "out", *option.split()
+    assert f"{words[-2]}: no effect on annotation" in lab.refused(*words)

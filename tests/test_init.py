@@ -1,5 +1,6 @@
 """`segtrain init`: folders in many conventions, and those in which a guess would be wrong."""
 
+import json
 import re
 import shlex
 import shutil
@@ -8,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
-from folders import CASES, COLORS, NAMES, assert_same_division, labels_of, save, scene
+from folders import CASES, COLORS, NAMES, assert_same_division, images_in, labels_of, save, scene
 from PIL import Image
 
 from segtrain.cli import main
@@ -683,7 +684,7 @@ def test_a_threshold_divides_grey_masks(folder, lab):
 def test_a_threshold_of_colours_and_a_folder_of_volumes_are_refused(folder, lab):
     write(folder, lambda classes: COLORS[classes], label="masks/{}.png")
     said = lab.refused("init", folder, "--threshold", 100, "--output", lab.folder / "m")
-    assert "--threshold: masks/*.png: labels hold colours, and no greys" in said
+    assert "--threshold: no effect on masks/*.png: colours" in said
     volumes = lab.folder / "volumes"
     volumes.mkdir()
     (volumes / "scan.nii.gz").write_bytes(b"x")
@@ -699,3 +700,65 @@ def test_a_dry_run_writes_ten_pairs_and_nothing_else(folder, lab, monkeypatch):
     assert "splits     " in said
     sheet = cv2.imread("data_segtrain_samples.png")
     assert sheet.shape[1] in (9 * 260, 10 * 260)  # of 10 images to train on
+
+
+def outlined(folder):
+    """Annotations of LabelMe for all images but the last of six."""
+    for i, path, _ in images_in(folder):
+        shapes = [{"label": "car", "points": [[9, 9], [60, 12], [40, 50]]}]
+        content = {"shapes": shapes, "imagePath": path, "imageHeight": 64, "imageWidth": 80}
+        if i < 5:
+            (folder / f"{i}.json").write_text(json.dumps(content))
+
+
+def tinted(folder):
+    write(folder, lambda classes: COLORS[classes])
+
+
+def in_two_folders(folder):
+    for i, _, classes in images_in(folder):
+        for k, name in ((1, "crack"), (2, "hole")):
+            save(folder / f"masks/{name}/t{i}.png", np.uint8(classes == k) * 255)
+
+
+def one_map(folder):
+    pixels, classes = (np.tile(x, (8, 6) + (1,) * (x.ndim - 2)) for x in scene(0))
+    save(folder / "images/map.tif", pixels)
+    save(folder / "labels/map.tif", classes)
+
+
+WITHOUT_EFFECT = {
+    outlined: ["ignore 0", "instances binary", "threshold 9", "attribute kind"],
+    write: ["attribute kind"],
+    tinted: ["attribute kind", "instances binary", "threshold 9"],
+    in_two_folders: ["attribute kind", "instances binary", "ignore 3"],
+    one_map: ["attribute kind", "group '(m)'"],
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [(make, option) for make, options in WITHOUT_EFFECT.items() for option in options],
+)
+def test_an_option_without_effect_on_labels_of_a_kind_is_refused(lab, make, option):
+    make(lab.folder / "data")
+    words = shlex.split(option)
+    said = lab.refused(
+        "init", lab.folder / "data", "--output", lab.folder / "m", f"--{words[0]}", *words[1:]
+    )
+    assert said.startswith(f"segtrain: --{words[0]}: no effect on ")
+
+
+def test_images_without_outlines_are_background_if_it_is_said(folder, lab):
+    outlined(folder)
+    told = lab.done("init", folder, "--output", lab.folder / "m").out
+    assert "image has no label: images/t5.png; --missing background" in " ".join(told.split())
+    said = lab.done(
+        "init", folder, "--output", lab.folder / "n", "--missing", "background", "--names", "car"
+    ).out
+    assert "--missing background" not in said
+    found, _ = labels_of(lab.folder / "n")
+    assert not found["images/t5.png"].any()
+    assert found.keys() == {f"images/t{i}.png" for i in range(6)}
+    said = lab.refused("init", folder, "--output", lab.folder / "o", "--labels", "masks")
+    assert "--labels masks: no such labels; found annotations of LabelMe" in said

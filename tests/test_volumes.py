@@ -540,3 +540,18 @@ def test_volumes_without_labels_are_said_to_be_so(tmp_path, lab):
     pair_of_volumes(tmp_path, lambda ids: ids)
     outcome = lab.done("data", "import", tmp_path / "data/imagesTr", "--output", tmp_path / "cut")
     assert "no labels: images alone" in outcome.out
+
+
+@pytest.mark.parametrize(
+    "option", ["--overlap order", "--attribute kind", "--names a,b", "--jobs 2", "--axis z"]
+)
+def test_an_option_without_effect_on_volumes_is_refused(tmp_path, lab, option):
+    for name in ("images", "labels"):
+        save_stack(tmp_path / f"data/{name}/a.tif")
+    words = "data", "import", tmp_path / "data", "--output", tmp_path / "cut", *option.split()
+    assert f"{words[-2]}: no effect on " in lab.refused(*words)
+
+
+def save_stack(path):
+    path.parent.mkdir(parents=True)
+    tifffile.imwrite(path, phantom(0, SMALL)[1].T, imagej=True, metadata={"axes": "ZYX"})

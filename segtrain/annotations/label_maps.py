@@ -13,7 +13,7 @@ import numpy as np
 
 from segtrain.annotations.draw import Overlap, draw
 from segtrain.annotations.geojson import write_label
-from segtrain.annotations.reading import FORMATS, AnnotationSet
+from segtrain.annotations.reading import AnnotationSet
 from segtrain.annotations.regions import Annotated
 from segtrain.config.loading import yaml_value
 from segtrain.data.read.classes import default_palette
@@ -73,7 +73,7 @@ def write_labels(
     keeps = overlap == "keep"
     if keeps and len(found.classes) < 2:
         raise DataError("annotations without a class: there is nothing to draw")
-    if keeps and FORMATS[found.format].on_map:
+    if keeps and found.on_map:
         raise DataError(f"{found.format}: regions on a map are drawn into one band, not kept apart")
     labels = label_files(found, keeps=keeps)
     if twice := [label for label, count in Counter(labels).items() if count > 1]:
@@ -113,7 +113,7 @@ def label_files(found: AnnotationSet, *, keeps: bool = False) -> list[str]:
 
     keeps: labels have a band for each class.
     """
-    suffix = ".tif" if keeps or FORMATS[found.format].on_map else ".png"
+    suffix = ".tif" if keeps or found.on_map else ".png"
     return [f"{LABELS}/{image.name.rpartition('.')[0]}{suffix}" for image in found.images]
 
 

@@ -3,9 +3,9 @@
 To add a format, write a module with a `read` as in `coco`, and enter it in `FORMATS`.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from segtrain.annotations.regions import IGNORED, Annotated, Findings, lines, ma
 from segtrain.data.read.classes import says_no_class
 from segtrain.data.read.find import first_lines
 from segtrain.data.read.georeference import geo_library
-from segtrain.errors import ConfigError, DataError
+from segtrain.errors import ConfigError, DataError, refuse_unused
 from segtrain.files import open_regular, os_errors_as, walk
 from segtrain.text import counted, first_of, name_problem, printable
 
@@ -103,20 +103,27 @@ FORMATS: dict[str, AnnotationFormat] = {
 class AnnotationSet(NamedTuple):
     """What annotation files say about the images of one folder.
 
-    format: a key of FORMATS.
+    format: a key of FORMATS, or several.
     classes: their names; the first is the background, which is where no region is.
     images: each with its file, its size, and regions of these classes or IGNORED.
     folder: what the names of the images are relative to.
-    overlap: which of two regions the format's own tool shows.
+    overlap: which of two regions the format's own tool shows; None: those of several differ.
     notes: a line for each thing the user has to know.
+    on_map: regions lie on the map.
     """
 
     format: str
     classes: Sequence[str]
     images: Sequence[Annotated]
     folder: Path
-    overlap: Overlap
+    overlap: Overlap | None
     notes: Sequence[str]
+    on_map: bool = False
+
+    @property
+    def is_one_format(self) -> bool:
+        """Whether all files are of one."""
+        return self.format in FORMATS
 
 
 def detect(source: Path) -> dict[str, list[Path]]:
@@ -152,90 +159,118 @@ def _format_of(path: Path) -> str | None:
 
 
 def read_annotations(
-    sources: Sequence[Path], images: Path | None = None, *, attribute: str | None = None
+    sources: Sequence[Path],
+    images: Path | None = None,
+    *,
+    attribute: str | None = None,
+    names: Sequence[str] | None = None,
+    others_are_empty: bool = False,
 ) -> AnnotationSet:
-    """The annotations in these files, or in folders of such files, all of one format.
+    """The annotations in these files, or in folders of such files, each source of one format.
 
     images: the folder of the images, which are searched to any depth; None: the folder of the
-        first source, and for a folder `annotations` or `ann` the one above it.
+        sources, and for a folder `annotations` or `ann` the one above it.
     attribute: of VIA and GeoJSON, the one that names the class; None: the only one.
+    names: the classes in the order of their ids; None: those declared, then others by name.
+    others_are_empty: images beside an annotated one, of its suffix, are background if none is.
 
     Raises:
         DataError: no annotation files, or several formats; images that are missing, ambiguous or
             of another size; boxes without outlines; anything else that could train wrong. All of
             it is reported at once.
-        ConfigError: what draws them is not installed, or `attribute` is for another format.
+        ConfigError: what draws them is not installed, `attribute` is for another format, or `names`
+            leaves out a class.
     """
-    kind, files = _one_format(sources)
-    read_file, on_map = FORMATS[kind].read, FORMATS[kind].on_map
+    by_kind = _files_by_format(sources)
+    formats = [FORMATS[kind] for kind in by_kind]
+    kinds = " and ".join(by_kind)
+    on_map = formats[0].on_map
     geo_library(sources[0]) if on_map else mask_library()  # missing, it is reported at once
-    if attribute is not None:
-        if kind not in ("VIA", "GeoJSON"):
-            what = "have none; only those of VIA and GeoJSON"
-            raise ConfigError(f"--attribute: annotations of {kind} {what}")
-        read_file = partial(read_file, attribute=attribute)
+    if not {"VIA", "GeoJSON"} & by_kind.keys():
+        refuse_unused({"attribute": attribute}, "attribute", f"annotations of {kinds}")
+    if on_map:
+        refuse_unused({"missing": others_are_empty or None}, "missing", f"annotations of {kinds}")
     findings = Findings()
-    declared: list[str] = []
-    read: list[Annotated] = []
-    for file in files:
-        with findings.refusing(file):
-            names, of_file = read_file(file, findings)
-            texts = [*names, *(x.name for image in of_file for x in (image, *image.regions))]
-            if not all(isinstance(text, str) for text in texts):
-                raise ValueError("expected text as the names of images and classes")
-            declared += names
-            read += of_file
-    folder = _image_folder(sources[0]) if images is None else images
+    declared, read = _read_files(by_kind, attribute, findings)
+    folder = _image_folder(sources) if images is None else images
     with os_errors_as(DataError):
         if on_map:
             placed, unnamed = geojson.place_on_map(read, folder, findings)
         else:
-            placed, unnamed = place_images(
-                read, folder, findings, others_are_empty=FORMATS[kind].others_are_empty
-            )
-    classes = _classes(declared, placed, findings)
+            are_empty = others_are_empty or formats[0].others_are_empty
+            placed, unnamed = place_images(read, folder, findings, others_are_empty=are_empty)
+    classes = _classes(declared, placed, findings, names or ())
     if not read and not findings.problems:
         findings.refuse(first_of(sources, 3), "no annotated images in it")
     if findings.problems:
-        raise DataError(first_lines(f"{kind} annotations", lines(findings.problems)))
+        raise DataError(first_lines(f"{kinds} annotations", lines(findings.problems)))
     _note_doubts(placed, unnamed, folder, findings)
     named = [
         image._replace(regions=[r._replace(name=classes[r.name]) for r in image.regions])
         for image in placed
     ]
-    names = tuple(name for name in dict.fromkeys(classes.values()) if name != IGNORED)
-    notes = lines(findings.notes)
-    return AnnotationSet(kind, names, named, folder, FORMATS[kind].overlap, notes)
+    found = tuple(name for name in dict.fromkeys(classes.values()) if name != IGNORED)
+    if names is not None:
+        found = _in_order(names, found, named)
+    overlaps = {one.overlap for one in formats}
+    overlap = overlaps.pop() if len(overlaps) == 1 else None
+    return AnnotationSet(kinds, found, named, folder, overlap, lines(findings.notes), on_map)
 
 
-def _one_format(sources: Sequence[Path]) -> tuple[str, list[Path]]:
-    """The format of all `sources`, and their files."""
+def _files_by_format(sources: Sequence[Path]) -> dict[str, list[Path]]:
+    """The files of `sources`; several formats if they can stand beside each other."""
     found: dict[str, list[Path]] = {}
     for source in sources:
         parts = detect(source)
         if not parts:
             kinds = ", ".join(FORMATS)
             raise DataError(f"{printable(source)}: no annotations of a known format ({kinds})")
+        if len(parts) > 1:  # of the same images, as a tool exports them
+            both = "; ".join(f"{kind}: {first_of(files, 2)}" for kind, files in parts.items())
+            raise DataError(f"annotations of several formats; name the files of one: {both}")
         for kind, files in parts.items():
-            found.setdefault(kind, []).extend(files)
-    if len(found) > 1:
-        both = "; ".join(f"{kind}: {first_of(files, 2)}" for kind, files in found.items())
-        raise DataError(f"annotations of several formats; name the files of one: {both}")
-    ((kind, files),) = found.items()
-    return kind, list(dict.fromkeys(files))
+            found[kind] = list(dict.fromkeys([*found.get(kind, []), *files]))
+    alone = [kind for kind in found if FORMATS[kind].on_map or FORMATS[kind].others_are_empty]
+    if alone and len(found) > 1:
+        raise DataError(f"annotations of {' and '.join(found)}; import those of {alone[0]} alone")
+    return found
 
 
-def _image_folder(source: Path) -> Path:
-    """Where the images of `source` are searched if the user does not say."""
-    folder = source if source.is_dir() else source.parent
+def _read_files(
+    by_kind: dict[str, list[Path]], attribute: str | None, findings: Findings
+) -> tuple[list[str], list[Annotated]]:
+    """The classes that all files declare, and their images."""
+    declared: list[str] = []
+    read: list[Annotated] = []
+    for kind, file in ((kind, file) for kind, files in by_kind.items() for file in files):
+        options = {"attribute": attribute} if kind in ("VIA", "GeoJSON") else {}
+        with findings.refusing(file):
+            names, of_file = FORMATS[kind].read(file, findings, **options)
+            texts = [*names, *(x.name for image in of_file for x in (image, *image.regions))]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("expected text as the names of images and classes")
+            declared += names
+            read += of_file
+    return declared, read
+
+
+def _image_folder(sources: Sequence[Path]) -> Path:
+    """Where the images of `sources` are searched if the user does not say: above all of them."""
+    folders = [source if source.is_dir() else source.parent for source in sources]
     # COCO's files lie in a folder `annotations` beside those of the images, Supervisely's in `ann`.
-    return folder.parent if folder.name in ("annotations", "ann") else folder
+    folders = [x.parent if x.name in ("annotations", "ann") else x for x in folders]
+    return folders[0] if len({*folders}) == 1 else Path(os.path.commonpath(folders))
 
 
 def _classes(
-    declared: Iterable[str], images: Iterable[Annotated], findings: Findings
+    declared: Iterable[str],
+    images: Iterable[Annotated],
+    findings: Findings,
+    first_names: Sequence[str],
 ) -> dict[str, str]:
     """The class that each name in the files means: first those declared, then others by name.
+
+    Before all stand `first_names`.
 
     Names that differ in case or blanks only are one class; `void` and its like are IGNORED. The
     background is the first.
@@ -243,7 +278,7 @@ def _classes(
     used = {region.name for image in images for region in image.regions}
     first: dict[str, str] = {}
     classes: dict[str, str] = {}
-    for name in dict.fromkeys((*declared, *sorted(used))):
+    for name in dict.fromkeys((*first_names, *declared, *sorted(used))):
         if problem := name_problem(name):
             findings.refuse(f"class {name!r}", problem)
         if says_no_class(name):
@@ -259,6 +294,23 @@ def _classes(
     if (count := len({*classes.values()} - {IGNORED})) > MAX_CLASSES:
         findings.refuse(f"{count} classes", f"at most {MAX_CLASSES} can be trained")
     return classes
+
+
+def _in_order(
+    names: Sequence[str], found: Sequence[str], images: Iterable[Annotated]
+) -> tuple[str, ...]:
+    """The classes as --names orders them; the background is the first.
+
+    ConfigError: another class has regions.
+    """
+    if found[0] in names[1:]:
+        raise ConfigError(f"--names {','.join(names)}: {found[0]} has the id 0; name it first")
+    kept = tuple(name for name in found if name in names or name == found[0])
+    used = {region.name for image in images for region in image.regions} - {IGNORED}
+    if left_out := sorted(used.difference(kept)):
+        what = f"annotations show {first_of(left_out)}, too"
+        raise ConfigError(f"--names {','.join(names)}: {what}; name all classes")
+    return kept
 
 
 def _note_doubts(

@@ -660,6 +660,7 @@ COMMANDS = (
             "stay, in labels for task multilabel",
             choices=("order", "area", "class", "keep"),
         ),
+        _argument("--names", "classes of all SOURCEs, in the order of their ids", "A,B,C", _names),
         _argument("--attribute", "of VIA and GeoJSON, the one that names the class", "NAME"),
         _argument("--axis", "of volumes: slices are cut across it", choices=("x", "y", "z")),
         _argument("--group", _VOLUME_HELP, "REGEX", _pattern),

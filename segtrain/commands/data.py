@@ -15,7 +15,7 @@ from typing import Any
 from segtrain.commands.config import load_named
 from segtrain.config.experiment import wrong_units
 from segtrain.config.loading import with_places
-from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, UserError
+from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, UserError, refuse_unused
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.run.console import say
 from segtrain.text import counted, printable, printable_lines, table_lines
@@ -35,19 +35,20 @@ def import_annotations(args: argparse.Namespace) -> int:
     sources = [*args.sources, *([args.images] if args.images else [])]
     volumes, notes = ([], []) if any(map(detect, sources)) else slices.find_all(sources)
     if volumes:
-        if args.overlap or args.attribute:
-            raise ConfigError("--overlap, --attribute: no effect: volumes are no annotations")
+        refuse_unused(vars(args), "overlap names attribute jobs", "volumes")
         how = {"axis": args.axis, "group": args.group, "overwrite": args.overwrite}
         lines = slices.import_volumes(sources, volumes, args.output, **how)
         for line in (*notes, *lines):
             say(line)
         print(printable(f"next: segtrain init {shlex.quote(str(args.output))} writes a config"))
         return EXIT_OK
-    if args.axis is not None:
-        raise ConfigError("--axis: there are no volumes to cut into slices")
-    found = read_annotations(args.sources, args.images, attribute=args.attribute)
+    refuse_unused(vars(args), "axis group", "annotation files")
+    how = {"attribute": args.attribute, "names": args.names}
+    found = read_annotations(args.sources, args.images, **how)
+    if (overlap := args.overlap or found.overlap) is None:
+        what = "differ in which region is on top"
+        raise ConfigError(f"{found.format} {what}: --overlap order, area or class says it for all")
     label_maps.claim(args.output, found.folder, overwrite=args.overwrite)
-    overlap = args.overlap or found.overlap
     pixels, images = label_maps.write_labels(found, args.output, overlap=overlap, jobs=args.jobs)
     for line in found.notes:
         say(f"warning: {line}")
@@ -67,8 +68,13 @@ def import_annotations(args: argparse.Namespace) -> int:
         f"{{{label_maps.LABELS},{label_maps.CLASSES},{label_maps.PAIRS}}}; "
         f"images in {label_maps.PAIRS} are relative to {printable(found.folder)}"
     )
-    both = os.path.commonpath([os.path.realpath(path) for path in (found.folder, *args.sources)])
-    print(printable(f"next: segtrain init {shlex.quote(both)} writes a config, with splits"))
+    order = ",".join(found.classes[1:])
+    print(printable(f"--names {shlex.quote(order)} gives another import the same ids"))
+    if found.is_one_format:  # else init asks which
+        both = os.path.commonpath([os.path.realpath(x) for x in (found.folder, *args.sources)])
+        names = f" --names {shlex.quote(','.join(args.names))}" if args.names else ""
+        command = f"segtrain init {shlex.quote(both)}{names}"
+        print(printable(f"next: {command} writes a config, with splits"))
     return EXIT_OK
 
 

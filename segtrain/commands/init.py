@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from segtrain.config.loading import yaml_value
-from segtrain.errors import EXIT_OK, ConfigError, DataError
+from segtrain.errors import EXIT_OK, ConfigError, DataError, refuse_unused
 from segtrain.files import os_errors_as
 from segtrain.text import counted, first_of, printable
 
@@ -99,9 +99,8 @@ def write_experiment(
         found = survey(folder, val_list=val_list, threshold=given.threshold)
         if found.annotations and (not found.sets or given.labels in found.annotations):
             labels, chosen = decisions.draw_annotations(found, output, given, jobs)
-        elif given.attribute is not None:
-            raise ConfigError("--attribute: the labels are no regions of VIA")
         else:
+            refuse_unused(vars(given), "attribute", "labels that are pictures")
             labels = decide.choose_labels(found, given)
             labels = class_files.by_class(found, labels, given)
             labels = label_values.count_values(folder, labels, found.images, found.legends, jobs)
@@ -119,7 +118,7 @@ def write_experiment(
         pixels = recipe.choose_pixels(found, (*split.train, *split.val), given, machine)
         options = recipe.choose_options(split, chosen, pixels, machine)
         plan = decisions.Decisions(found, labels, chosen, split, options)
-        for line in _lines(plan, machine):
+        for line in _lines(plan, machine, given.missing):
             print(printable(line))
         for warning in decisions.write(plan, output, _command(folder, answers), jobs=jobs):
             print(printable(f"warning: {warning}"))
@@ -181,8 +180,8 @@ def _machine() -> "Machine":
     return Machine(has_gpu, None, has_bfloat16)
 
 
-def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
-    """What was found, as a table, and the warnings."""
+def _lines(plan: "Decisions", machine: "Machine", missing: str | None) -> list[str]:
+    """What was found, as a table, and the warnings; missing: as of `Answers`."""
     survey, labels = plan.survey, plan.labels
     images = (*plan.splits.train, *plan.splits.val)
     patterns = sorted(
@@ -225,9 +224,8 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
     without = [image.path for image in others if image.path not in labels.labels]
     if without:
         found = counted(len(without), "image has no label", "images have no label")
-        notes.append(
-            f"{found}: {first_of(without, 3)}; --missing background if they show nothing else"
-        )
+        advice = "" if missing else "; --missing background if they show nothing else"
+        notes.append(f"{found}: {first_of(without, 3)}{advice}")
     if machine.weights is None:
         notes.append("no pretrained weights here and no network: a schedule for random weights")
     return lines + [f"warning: {note}" for note in notes]

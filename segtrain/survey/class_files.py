@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from segtrain.data.read import image_formats
 from segtrain.data.read.classes import says_no_class
-from segtrain.errors import ConfigError
+from segtrain.errors import ConfigError, refuse_unused
 from segtrain.survey import contents, file_names
 from segtrain.survey.contents import spread
 from segtrain.survey.decide import Answers, Reading, UndecidedError, names_option
@@ -30,20 +30,20 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
         UndecidedError: folders that images and labels share may name classes, or places.
         ConfigError: --names names a class that no file is of, or --missing has no background.
     """
-    if answers.instances is not None and not labels.classes:
-        if labels.kind != "ids":
-            raise ConfigError(f"--instances: {labels.pattern}: these labels hold no numbers")
+    if labels.classes or labels.kind != "ids":
+        refuse_unused(vars(answers), "instances", f"{labels.pattern}: no numbers of objects")
+    elif answers.instances is not None:
         labels = replace(labels, classes=("foreground",), class_of={}, values={}, numbered=True)
     if answers.threshold is not None:
         if labels.kind != "two" and not labels.classes:
-            held = contents.KINDS[labels.kind]
-            raise ConfigError(f"--threshold: {labels.pattern}: labels hold {held}, and no greys")
+            held = f"{labels.pattern}: {contents.KINDS[labels.kind]}"
+            refuse_unused(vars(answers), "threshold", held)
         labels = replace(labels, threshold=answers.threshold)
     if _shows_one_class(labels) and (words := _class_words(labels)):
         labels = _divided(labels, words, answers)
     if answers.missing:
         labels = _with_missing(survey, labels)
-    if answers.names is not None and len(labels.classes) > 1:
+    if answers.names is not None and labels.classes not in ((), ("foreground",)):
         labels = _chosen(labels, answers.names)
     if answers.task is None:
         return labels

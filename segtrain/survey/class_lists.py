@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from segtrain.data.read.rims import is_blend
-from segtrain.errors import ConfigError, DataError
+from segtrain.errors import ConfigError, DataError, refuse_unused
 from segtrain.survey.contents import KINDS, Color, Value, word
 from segtrain.survey.decide import (
     MOST_CLASSES,
@@ -140,7 +140,8 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
 def _by_file(survey: Survey, labels: LabelSet, answers: Answers) -> Classes:
     """Several files an image: one for each class, or for each object of the only class."""
     if answers.ignore:
-        raise ConfigError(f"--ignore: {labels.pattern}: a file for each class holds no such value")
+        held = f"{labels.pattern}: a file for each class or object"
+        refuse_unused(vars(answers), "ignore", held)
     numbers = range(1, len(labels.classes) + 1)
     without = labels.void
     background = [i for i in numbers if labels.classes[i - 1].lower() == "background"]

@@ -28,7 +28,7 @@ from segtrain.data.read.find import Window
 from segtrain.data.read.raster import is_tiff
 from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
-from segtrain.errors import ConfigError, DataError, ExecutionError
+from segtrain.errors import ConfigError, DataError, ExecutionError, refuse_unused
 from segtrain.evaluation.georaster import write_label
 from segtrain.files import os_errors_as, write_atomic
 from segtrain.run.pictures import (
@@ -195,19 +195,21 @@ def draw_annotations(
 
     Raises:
         DataError: annotations that are wrong, or do not fit the images.
-        ConfigError: two formats, or --names and --ignore, which the files decide.
+        ConfigError: two formats, or an option that annotation files leave no choice for.
     """
     kinds = [answers.labels] if answers.labels else list(survey.annotations)
     if len(kinds) > 1:
         raise ConfigError(
             f"{survey.root}: annotations of {first_of(kinds)}; --labels {kinds[0]} chooses one"
         )
-    if answers.names is not None or answers.ignore is not None:
-        raise ConfigError(
-            "--names, --ignore: the annotation file names the classes; change it there"
-        )
+    if kinds[0] not in survey.annotations:
+        there = first_of(survey.annotations)
+        raise ConfigError(f"--labels {kinds[0]}: no such labels; found annotations of {there}")
+    refuse_unused(vars(answers), "ignore instances threshold", "annotation files")
     files = survey.annotations[kinds[0]]
-    found = read_annotations(files, survey.root, attribute=answers.attribute)
+    how = {"attribute": answers.attribute, "names": answers.names}
+    how["others_are_empty"] = answers.missing is not None
+    found = read_annotations(files, survey.root, **how)
     claim(output, survey.root, overwrite=True)
     overlap = found.overlap if answers.task is None else "keep"
     pixels, _ = write_labels(found, output, overlap=overlap, jobs=jobs)

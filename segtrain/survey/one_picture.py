@@ -14,7 +14,7 @@ import numpy as np
 from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import unit_m
 from segtrain.data.read.raster import is_tiff, windows
-from segtrain.errors import ConfigError, DataError
+from segtrain.errors import DataError, refuse_unused
 from segtrain.survey.class_lists import Classes
 from segtrain.survey.decide import Answers
 from segtrain.survey.image_kinds import Image
@@ -44,8 +44,8 @@ def is_one_picture(survey: Survey, labels: LabelSet, answers: Answers) -> bool:
     if labels.classes or not files or labels.upright:
         what = "the only image with a label, which windows need in one file, upright"
         raise DataError(f"{survey.root / image.path}: {what}")
-    if answers.group is not None or isinstance(answers.val, str):
-        raise ConfigError("--group, --val FILE: there is one image with a label; --val 0.2 divides")
+    what = "the only image with a label; --val 0.2 divides it"
+    refuse_unused(vars(answers), "group" + " val" * isinstance(answers.val, str), what)
     return True
 
 

@@ -18,7 +18,7 @@ from segtrain.data.read import volumes
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.sources import groups_of, stems_of
 from segtrain.data.read.volumes import AXES, Stack, VolumeFile, find_volumes
-from segtrain.errors import ConfigError, DataError, ExecutionError
+from segtrain.errors import ConfigError, DataError, ExecutionError, refuse_unused
 from segtrain.files import os_errors_as, write_atomic
 from segtrain.run.pictures import write_png
 from segtrain.survey.contents import LabelFacts, spread
@@ -236,9 +236,11 @@ def _read(file: VolumeFile, axis: int | None) -> Stack:
 
 def _axis(cases: Sequence[_Case], axis: str | None) -> int:
     """The axis along which all volumes are cut."""
+    files = [case.image for case in cases if not case.image.is_tiff]
+    if not files:
+        refuse_unused({"axis": axis}, "axis", "TIFF stacks, which say no place in a patient")
     if axis is not None:
         return AXES.index(axis)
-    files = [case.image for case in cases if not case.image.is_tiff]
     found = {AXES[volumes.coarsest_axis(volumes.load_volume(file))] for file in files}
     if len(found) > 1:
         raise ConfigError(

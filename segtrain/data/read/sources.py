@@ -22,9 +22,7 @@ _AT_START = re.compile(rf"^({_CHANGES})[-_. ]+(?=.)", re.IGNORECASE)
 # More images of one such name are numbered by it: aug_1 to aug_500.
 _MOST_COPIES = 24
 # A number, as of a patient, a counter of one or two digits, and perhaps nnU-Net's channel.
-_COUNTED = re.compile(
-    r"(.*\d[^/_\-. ]*)[/_\-. ]+[a-z]{0,8}[-_]?\d{1,2}(_0000)?\D*", re.IGNORECASE
-)
+_COUNTED = re.compile(r"(.*\d[^/_\-. ]*)[/_\-. ]+[a-z]{0,8}[-_]?\d{1,2}(_0000)?\D*", re.IGNORECASE)
 _MOST_COUNTED = 10
 
 
