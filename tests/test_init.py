@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from zipfile import ZipFile
 
 import cv2
 import numpy as np
@@ -762,3 +763,38 @@ def test_images_without_outlines_are_background_if_it_is_said(folder, lab):
     assert found.keys() == {f"images/t{i}.png" for i in range(6)}
     said = lab.refused("init", folder, "--output", lab.folder / "o", "--labels", "masks")
     assert "--labels masks: no such labels; found annotations of LabelMe" in said
+
+
+def faint(folder):
+    """Lesions that hardly show, and a bright bar where their mirror images lie."""
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        label = np.zeros((64, 80), np.uint8)
+        label[20 + i : 50, 6:16] = 1
+        pixels = rng.normal(90, 2, (64, 80)) + 2 * label + 120 * label[:, ::-1]
+        save(folder / f"images/{i}.png", np.uint8(pixels))
+        save(folder / f"masks/{i}.png", label * np.uint8(255))
+
+
+def test_labels_that_only_seem_mirrored_go_on_by_an_option(folder, lab):
+    faint(folder)
+    output = "--output", lab.folder / "m"
+    said = lab.refused("init", folder, *output, code=3)
+    assert "labels fit their image mirrored better" in said
+    option = re.search(r"(--\S+ \S+) goes on", said)[1]
+    lab.done("init", folder, *output, *option.split())
+    found, _ = labels_of(lab.folder / "m")
+    assert found["images/2.png"][30, 10] == 1
+
+
+def test_rois_of_imagej_are_named_by_import_and_init(folder, lab):
+    folder.mkdir()
+    tifffile.imwrite(folder / "cells.tif", np.zeros((3, 40, 50), np.uint8), imagej=True)
+    with ZipFile(folder / "cells_RoiSet.zip", "w") as file:
+        file.writestr("0001-0002.roi", b"Iout")
+    said = lab.refused("data", "import", folder, "--output", lab.folder / "m", code=3)
+    assert "cells_RoiSet.zip: ROIs of ImageJ are not read; draw them into label maps" in said
+    (folder / "cells.tif").unlink()
+    save(folder / "cells.png", scene(0)[0])
+    said = lab.refused("init", folder, "--output", lab.folder / "m", code=3)
+    assert "1 file of ImageJ's ROIs, not read: cells_RoiSet.zip" in said

@@ -216,6 +216,8 @@ def test_a_report_of_several_runs_says_what_differs(run, second, tmp_path, lab):
     assert differing([config, other]) == {"seed": [0, 7]}
     assert departures(config)["train.steps"] == 2
     assert "train.virtual_ranks" not in departures(config)
+    assert not {"seed", "task", "plugins"} & departures(config).keys()
+    assert departures(config.model_copy(update={"seed": 7}))["seed"] == 7
     with pytest.raises(ConfigError, match="expected the directory of a run"):
         read_run(tmp_path)
 

@@ -4,6 +4,6 @@
 """
 
 from segtrain.annotations.draw import draw
-from segtrain.annotations.reading import AnnotationSet, detect, read_annotations
+from segtrain.annotations.reading import AnnotationSet, detect, read_annotations, roi_files
 
-__all__ = ["AnnotationSet", "detect", "draw", "read_annotations"]
+__all__ = ["AnnotationSet", "detect", "draw", "read_annotations", "roi_files"]

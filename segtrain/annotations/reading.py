@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import ZipFile, is_zipfile
 
 import numpy as np
 
@@ -144,6 +145,16 @@ def detect(source: Path) -> dict[str, list[Path]]:
             if kind := _format_of(file):
                 found[kind].append(file)
     return {kind: files for kind, files in found.items() if files}
+
+
+def roi_files(files: Iterable[Path]) -> list[Path]:
+    """Those that hold ROIs of ImageJ, .roi or a .zip of such, which are not read."""
+    found = []
+    for file in files:
+        is_zip = file.suffix.lower() == ".zip" and is_zipfile(file)
+        names = ZipFile(file).namelist() if is_zip else [file.name]
+        found += [file] if names and all(name.lower().endswith(".roi") for name in names) else []
+    return found
 
 
 def _format_of(path: Path) -> str | None:

@@ -18,7 +18,7 @@ from segtrain.config.loading import with_places
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, UserError, refuse_unused
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.run.console import say
-from segtrain.text import counted, printable, printable_lines, table_lines
+from segtrain.text import counted, first_of, printable, printable_lines, table_lines
 from segtrain.types import IGNORE_INDEX
 
 
@@ -29,11 +29,18 @@ def import_annotations(args: argparse.Namespace) -> int:
         ConfigError: --output is wrong, or what reads the files is not installed.
         DataError: annotations or volumes that are wrong or do not fit their images.
     """
-    from segtrain.annotations import detect, label_maps, read_annotations
+    from segtrain.annotations import detect, label_maps, read_annotations, roi_files
     from segtrain.survey import slices
 
     sources = [*args.sources, *([args.images] if args.images else [])]
-    volumes, notes = ([], []) if any(map(detect, sources)) else slices.find_all(sources)
+    are_annotations = any(map(detect, sources))
+    rois = (
+        [] if are_annotations else roi_files(path for x in sources for path in (x, *x.rglob("*")))
+    )
+    if rois:
+        how = "draw them into label maps in ImageJ, one TIFF an image, or move them elsewhere"
+        raise DataError(f"{printable(first_of(rois))}: ROIs of ImageJ are not read; {how}")
+    volumes, notes = ([], []) if are_annotations else slices.find_all(sources)
     if volumes:
         refuse_unused(vars(args), "overlap names attribute jobs", "volumes")
         how = {"axis": args.axis, "group": args.group, "overwrite": args.overwrite}

@@ -33,7 +33,9 @@ def main(args: argparse.Namespace) -> int:
         DataError: no images, no labels, or labels that cannot be read.
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
-    words = "labels names attribute missing instances threshold task ignore val group channels"
+    words = (
+        "labels names attribute pairs missing instances threshold task ignore val group channels"
+    )
     answers = {word: getattr(args, word) for word in words.split()}
     if args.dry_run:
         output = default_output(args.folder) if args.output is None else args.output

@@ -191,6 +191,7 @@ def departures(config: Config) -> dict[str, Any]:
     default: dict[str, Any] = {}
     for section, field in Config.model_fields.items():
         options = getattr(field.annotation, "model_fields", {})
+        default |= {} if options else {section: field.get_default(call_default_factory=True)}
         for key, option in options.items():
             default[f"{section}.{key}"] = option.get_default(call_default_factory=True)
     missing = object()

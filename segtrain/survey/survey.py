@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from segtrain.annotations import detect
+from segtrain.annotations import detect, roi_files
 from segtrain.data.read import image_formats
 from segtrain.data.read.find_tiles import tile_boxes
 from segtrain.data.read.tiles import TileBox
@@ -105,6 +105,8 @@ def survey(folder: Path, *, val_list: Path | None = None, threshold: float | Non
     if not any(legends.values()):
         unread = [path for path in others if is_called_legend(path)]
         note_all(notes, unread, *(f"{x} no names of classes" for x in ("file has", "files have")))
+    rois = [str(path.relative_to(folder)) for path in roi_files(folder / x for x in others)]
+    note_all(notes, rois, *(f"{x} of ImageJ's ROIs, not read" for x in ("file", "files")))
     sets = tuple(label_sets(folder, matches, pattern_of, samples))
     return Survey(
         root=folder,
