@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from segtrain.annotations.degrees import EDGE_M
 from segtrain.annotations.draw import Overlap
 from segtrain.annotations.regions import IGNORED, Annotated, Findings, Region, read_text
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
@@ -21,8 +22,7 @@ from segtrain.errors import DataError
 from segtrain.text import first_of
 from segtrain.types import IGNORE_INDEX
 
-# A straight edge becomes a curve in another projection: by less than 3 cm where it is cut so.
-_EDGE_M, _EDGE_DEGREES = 1000, 0.01
+_EDGE_DEGREES = 0.01  # as EDGE_M
 _CLASS_WORDS = ("class", "classname", "class_name", "label", "category")
 _SYSTEMS = "EPSG:", "ESRI:", "OGC:", "urn:", "http://www.opengis.net/def/crs/"
 _NONE = "none"
@@ -133,7 +133,7 @@ def moved(shape: Any, system: Any, other: Any) -> Any:
     source, target = (rasterio.crs.CRS.from_user_input(one) for one in (system, other))
     if source == target:
         return shape
-    edge = _EDGE_DEGREES if source.is_geographic else _EDGE_M / source.linear_units_factor[1]
+    edge = _EDGE_DEGREES if source.is_geographic else EDGE_M / source.linear_units_factor[1]
     parts = shapely.segmentize(shape, edge)
     return shapely.geometry.shape(rasterio.warp.transform_geom(source, target, parts))
 
@@ -163,9 +163,7 @@ def place_on_map(
     placed, used = [], set()
     for file, raster in rasters.items():
         drawn = []
-        for i in sorted(tree.query(raster.around, predicate="intersects").tolist()):
-            # Far away a projection may wrap round the Earth.
-            near = shapely.intersection(tree.geometries[i], raster.around)
+        for i, near in _nearby(tree, raster.around):
             shape = _in_pixels(moved(near, DEGREES, raster.system), raster.to_map)
             if shape.intersection(shapely.box(0, 0, *raster.size[::-1])).area > 0:
                 used.add(i)
@@ -181,6 +179,20 @@ def place_on_map(
         if i not in used:
             findings.note(region.place, "lies on no image: left out")
     return placed, len(files) - len(placed)
+
+
+def _nearby(tree: Any, around: Any) -> Iterator[tuple[int, Any]]:
+    """Each geometry of the tree that meets this box in degrees: its index, and the part in there.
+
+    Longitudes of the box may go on beyond 180. Far away a projection may wrap round the Earth.
+    """
+    import shapely
+
+    turned = {turn: shapely.affinity.translate(around, -turn) for turn in (-360, 0, 360)}
+    found = {turn: tree.query(box, predicate="intersects") for turn, box in turned.items()}
+    for i, turn in sorted((i, turn) for turn, all_ in found.items() for i in all_.tolist()):
+        near = shapely.intersection(tree.geometries[i], turned[turn])
+        yield i, shapely.affinity.translate(near, turn)
 
 
 def _in_pixels(shape: Any, to_map: np.ndarray) -> Any:
@@ -204,10 +216,11 @@ def _raster(path: Path) -> _Raster | None:
         return None
     bounds = rasterio.transform.array_bounds(*size, transform)
     left, bottom, right, top = rasterio.warp.transform_bounds(crs, DEGREES, *bounds)
-    if left > right:  # it crosses the antimeridian
-        left, right = -180.0, 180.0
+    right += 360 * (left > right)  # it crosses the antimeridian
     margin = _MARGIN * max(right - left, top - bottom)
-    box = shapely.box(left, bottom, right, top).buffer(margin, join_style="mitre")
+    left, right = left - margin, right + margin
+    left, right = (left, right) if right - left < 360 else (-180, 180)
+    box = shapely.box(left, bottom - margin, right, top + margin)
     return _Raster(size, crs, np.array(transform).reshape(3, 3)[:2], box)
 
 

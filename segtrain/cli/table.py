@@ -679,14 +679,19 @@ COMMANDS = (
     Command(
         "data polygons",
         "commands.polygons:main",
-        "outline the classes of label rasters on the map, as GeoJSON",
-        _argument("labels", "GeoTIFF, or folder of such", "LABELS", _path, nargs="+"),
+        "outline the classes of label maps on the Earth, as GeoJSON",
+        _argument("labels", "a label map, or a folder of such", "LABELS", _path, nargs="+"),
         _argument("--classes", "the class file of the labels", "FILE", required=True),
+        _argument(
+            "--label-format",
+            "what label maps hold (ids)",
+            choices=("ids", "colors", "train_ids", "bands"),
+        ),
         _argument("--output", "the file to write", "FILE.geojson", _path, required=True),
         _argument("--simplify", "how far outlines may move", "METRES", _metres),
         _OVERWRITE,
         description="Write an outline for each area of a class, but of the background, with its "
-        "class and\nsquare metres; coordinates are longitude and latitude (RFC 7946).\n"
+        "class,\nsquare metres and raster; coordinates are longitude and latitude (RFC 7946).\n"
         "Needs rasterio and shapely: pip install '.[geo]'.",
         examples="segtrain predict runs/mine map.tif --output predictions\n"
         "segtrain data polygons predictions/labels --classes mine/classes.yaml "

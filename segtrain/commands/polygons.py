@@ -1,4 +1,4 @@
-"""`segtrain data polygons`: label rasters to GeoJSON."""
+"""`segtrain data polygons`: label maps to GeoJSON."""
 
 import argparse
 
@@ -11,18 +11,18 @@ def main(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: rasterio is not installed, or --output exists.
-        DataError: a raster or the class file cannot be read.
+        DataError: a label map or the class file cannot be read.
     """
-    from segtrain.annotations.polygons import write_polygons
+    from segtrain.annotations.polygons import find_label_maps, write_polygons
     from segtrain.data.read.classes import load_class_file
     from segtrain.data.read.georeference import geo_library
 
     geo_library(args.labels[0])
     if args.output.exists() and not args.overwrite:
         raise ConfigError(f"--output {printable(args.output)}: exists; --overwrite replaces it")
-    labels = [x for path in args.labels for x in (sorted(path.rglob("*.tif")) or [path])]
-    classes, simplify_m = load_class_file(args.classes), args.simplify or 0.0
-    found = write_polygons(labels, classes, args.output, simplify_m=simplify_m)
+    classes = load_class_file(args.classes, label_format=args.label_format or "ids")
+    options = {"label_format": args.label_format, "simplify_m": args.simplify or 0.0}
+    found = write_polygons(find_label_maps(args.labels), classes, args.output, **options)
     numbers = [f"{number}" for number, _ in found.values()]
     areas = [f"{area:,.1f}" for _, area in found.values()]
     columns = ["class", *found], ["polygons", *numbers], ["m2", *areas]
