@@ -25,6 +25,14 @@ WORLD = "0.5\n0\n0\n-0.5\n100.25\n199.75\n"
 # As a world file says it by the middle of the first pixel.
 PLACE = (0.5, 0.0, 100.0, 0.0, -0.5, 200.0)
 AUX = "<PAMDataset><GeoTransform>100, 0.5, 0, 200, 0, -0.5</GeoTransform></PAMDataset>"
+TAB = """!table
+Definition Table
+  File "x.tif"
+  Type "RASTER"
+  (100,200) (0,0) Label "1",
+  (115,200) (30,0) Label "2",
+  (100,190) (0,20) Label "3"
+"""
 STATISTICS = '<PAMDataset><Metadata><MDI key="STATISTICS_MEAN">3</MDI></Metadata></PAMDataset>'
 
 
@@ -36,6 +44,7 @@ def write(path, way, pixels=None):
     beside = {
         "world": (path.with_suffix(".tfw"), WORLD),
         "WORLD": (path.with_suffix(".TFW"), WORLD),
+        "tab": (path.with_suffix(".tab"), TAB),
     }
     beside |= {"aux": (path.with_name(f"{path.name}.aux.xml"), AUX)}
     beside |= {"statistics": (path.with_name(f"{path.name}.aux.xml"), STATISTICS)}
@@ -72,13 +81,29 @@ def test_a_file_without_a_georeference_needs_no_rasterio(run, tmp_path, monkeypa
     assert not (tmp_path / "out/labels/x.tif").exists()
 
 
-@pytest.mark.parametrize("way", ["world", "WORLD", "aux"])
+@pytest.mark.parametrize("way", ["world", "WORLD", "aux", "tab"])
 def test_files_beside_an_image_tell_its_place_and_that_of_its_prediction(run, tmp_path, way):
     path = write(tmp_path / "x.tif", way)
     assert place(path) == (PLACE, None)
     assert run(path, probabilities="tif") == 0
     for kind in "labels", "probabilities":
         assert place(tmp_path / f"out/{kind}/x.tif") == (PLACE, None)
+
+
+def test_a_system_that_no_tag_of_a_tiff_can_say_is_kept_beside_a_prediction(run, tmp_path):
+    rasterio = pytest.importorskip("rasterio")
+    path = write(tmp_path / "x.tif", "world")
+    system = rasterio.crs.CRS.from_proj4("+proj=eqearth +lon_0=10")
+    with rasterio.open(path, "r+") as file:
+        file.crs = system
+    assert path.with_name("x.tif.aux.xml").exists()
+    labels = tmp_path / "out/labels"
+    run(path)
+    assert place(labels / "x.tif") == (PLACE, system)
+    assert {one.name for one in labels.iterdir()} == {"x.png", "x.tif", "x.tif.aux.xml"}
+    path.with_name("x.tif.aux.xml").unlink()
+    run(path, overwrite=True)
+    assert place(labels / "x.tif") == (PLACE, None)
 
 
 @pytest.mark.parametrize("keys", [[GEO[2]], []])

@@ -125,7 +125,12 @@ def _write(
         )
         if is_on_map(image, read_info(image)):
             copy_place(image, draft)
+        # GDAL keeps there what the tags of a TIFF cannot say, and believes it before them.
+        aux, draft_aux = (one.with_name(f"{one.name}.aux.xml") for one in (path, draft))
+        aux.unlink(missing_ok=True)
         os.replace(draft, path)
+        if draft_aux.exists():
+            os.replace(draft_aux, aux)
 
 
 def num_blocks(size: Size) -> int:

@@ -63,12 +63,12 @@ def geo_library(place: object) -> ModuleType:
 
 
 def is_on_map(path: str | Path, info: Info) -> bool:
-    """Whether a file with this header has a georeference: tags, a world file or `.aux.xml`."""
+    """Whether a file with this header has a georeference: tags, or a file beside it."""
     path = Path(path)
     suffix = path.suffix.lower()
     if info.geo_tags or suffix not in _DRIVERS:
         return info.geo_tags
-    ends = f"{suffix[:2]}{suffix[-1]}w", f"{suffix}w", ".wld"  # .tfw, .tifw
+    ends = f"{suffix[:2]}{suffix[-1]}w", f"{suffix}w", ".wld", ".tab"  # .tfw, .tifw; of MapInfo
     if any(path.with_suffix(x).exists() for end in ends for x in (end, end.upper())):
         return True
     try:
