@@ -27,6 +27,7 @@ from segtrain.data.read.fingerprint import (
     hash_files,
     label_difference,
 )
+from segtrain.data.read.image import other_bands
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
 
@@ -204,6 +205,8 @@ def eval_differences(
     """
     before = trained.config.data
     changes, _ = class_differences(trained.classes, dataset.classes, dataset.label_format)
+    bands = trained.channels.bands if trained.channels else ()
+    changes += filter(None, [other_bands(dataset.form.bands, bands)])
     paths = {os.path.realpath(os.path.expanduser(x)) for x in (data.classes, before.classes)}
     lines = _eval_lines(changes, is_meant=len(paths) > 1)
     splits = (None, None) if trained.data is None else trained.data.splits

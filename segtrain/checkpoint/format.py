@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 from segtrain import __version__, files, plugins
 from segtrain.config import Config
 from segtrain.config.plugin_names import all_plugins
+from segtrain.data.check.channels import Channels, channels_from_json
 from segtrain.data.read.classes import ClassFile, class_file_from_json
 from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.data.read.fingerprint import DataFingerprint, fingerprint_from_json
@@ -69,6 +70,7 @@ class Checkpoint(NamedTuple):
     # With task multilabel, of each class, fitted by the newest evaluation.
     thresholds: list[Annotated[float, Field(ge=0, le=1)]] | None = None
     plugins: list[PluginFields] | None = None  # None: all is segtrain's own
+    channels: str | None = None  # the Channels as JSON; None: not known
     segtrain: str = __version__  # that wrote the file
 
 
@@ -300,6 +302,16 @@ def first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
     return printable(f"{'.'.join(map(str, first['loc']))}: {what}", 2 * MAX_NAME)
+
+
+def parse_channels(checkpoint: Checkpoint, path: Path) -> Channels | None:
+    """What the channels of the training images hold; None if the checkpoint does not say."""
+    if checkpoint.channels is None:
+        return None
+    try:
+        return channels_from_json(checkpoint.channels)
+    except ValidationError:
+        raise CheckpointError(f"{path}: damaged: the field channels cannot be read") from None
 
 
 def parse_data(checkpoint: Checkpoint, path: Path) -> DataFingerprint | None:

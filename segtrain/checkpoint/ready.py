@@ -42,4 +42,5 @@ def make_ready(*sources: str | Path, settings: Sequence[str], device: torch.devi
     check_windows(config, num_classes, device)
     model = to_eval_precision(loaded.model, config, device)
     predictor = for_photos(model, config, device, num_classes, mode_is_given=is_given)
-    return ReadyModel(predictor, loaded, config, form_of(config.data))
+    bands = loaded.channels.bands if loaded.channels else ()
+    return ReadyModel(predictor, loaded, config, form_of(config.data)._replace(bands=bands))

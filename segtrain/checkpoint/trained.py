@@ -17,6 +17,7 @@ from segtrain.checkpoint.format import (
     LAST,
     Checkpoint,
     load,
+    parse_channels,
     parse_data,
     parse_experiment,
 )
@@ -24,6 +25,7 @@ from segtrain.checkpoint.weights import check_fit, check_plain, load_weights
 from segtrain.config import Config, load_config, recipes
 from segtrain.config.loading import yaml_value
 from segtrain.config.plugin_names import all_plugins
+from segtrain.data.check.channels import Channels
 from segtrain.data.read.classes import (
     ClassFile,
     class_differences,
@@ -63,6 +65,7 @@ class LoadedModel(NamedTuple):
     classes: ClassFile
     step: int
     data: DataFingerprint | None = None  # None: the checkpoint does not say
+    channels: Channels | None = None  # the same
     members: tuple[Member, ...] = ()
 
     @property
@@ -184,13 +187,13 @@ def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
             say(f"warning: {file}: {line}")
     model = _inference_model(config, classes)
     load_weights(model, inference_weights(checkpoint), file)
-    data = parse_data(checkpoint, file)
+    data, channels = parse_data(checkpoint, file), parse_channels(checkpoint, file)
     fitted = checkpoint.thresholds
     if fitted is not None and config.eval.thresholds is None:
         if len(fitted) != classes.num_classes:
             raise CheckpointError(f"{file}: damaged: {len(fitted)} thresholds")
         config = _with_thresholds(config, tuple(fitted))
-    return LoadedModel(model.eval().to(device), config, classes, checkpoint.step, data)
+    return LoadedModel(model.eval().to(device), config, classes, checkpoint.step, data, channels)
 
 
 def _with_thresholds(config: Config, thresholds: tuple[float, ...]) -> Config:

@@ -139,7 +139,7 @@ def main(args: argparse.Namespace) -> int:
     tables.write(images)
     of_volumes = predict_volumes(ready, volumes, output)
     kinds = ("masks", *pictures.KINDS) if classes.overlapping else pictures.KINDS
-    summarize(notes, of_rasters, of_videos, of_volumes, output, kinds)
+    summarize(ready, notes, of_rasters, of_videos, of_volumes, output, kinds)
     return EXIT_OK
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.checkpoint.ready import ReadyModel
+from segtrain.data.check.channels import channel_findings
 from segtrain.data.check.findings import photo_findings
 from segtrain.data.check.values import ImageValues
 from segtrain.data.read.find import first_lines
@@ -39,6 +40,7 @@ def print_about(ready: ReadyModel) -> None:
 
 
 def summarize(
+    ready: ReadyModel,
     images: Sequence[Notes],
     rasters: Sequence[Notes],
     videos: Sequence[Notes],
@@ -66,7 +68,9 @@ def summarize(
     for note in notes:
         if note.cut_short:
             print(f"warning: {note.cut_short}")
-    for finding in photo_findings(values):
+    known = ready.loaded.channels
+    strange = channel_findings(values, known) if known else ()
+    for finding in (*photo_findings(values), *strange):
         print(f"warning: {finding.lines()[0]}")
     if infinite := sum(not note.is_finite for note in notes):
         print(NOT_FINITE.format(counted(infinite, "file", "files")))

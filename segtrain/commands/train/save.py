@@ -80,4 +80,5 @@ def checkpoint_of(run: TrainRun) -> Checkpoint:
         centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
         thresholds=None if run.thresholds is None else list(run.thresholds),
         plugins=plugin_fields(run.config),
+        channels=run.channels,
     )

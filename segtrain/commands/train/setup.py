@@ -28,6 +28,7 @@ from segtrain.commands.train.step_log import StepLog
 from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
+from segtrain.data.check.channels import channels_to_json, measure_channels
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.centroids import TILE_PX, measure_centroids
 from segtrain.data.sample.stream import ClassUniform
@@ -352,6 +353,7 @@ class TrainRun(Training):
     evaluated: int  # the step of the newest evaluation, 0: none
     changes: list[str]  # of config and centroids since the checkpoint, which were accepted
     step_log: StepLog
+    channels: str  # of the training images, for the checkpoint
     receipts: ReceiptMeter | None = None  # with train.shares
     meeting: HogwildBarrier | Server | Worker | None = None  # with another train.parallel than sync
     thresholds: Sequence[float] | None = None  # of the newest evaluation, with task multilabel
@@ -447,6 +449,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         signal_flags=signal_flags,
         best=saved and saved.best,
         evaluated=evaluated,
+        channels=dist.run_on_rank0(lambda: channels_to_json(measure_channels(train_set))),
         changes=changes,
         watch=host_watch(config, device, stack),
         step_log=StepLog(config, StepMeter(config.train.batch_size, device)),

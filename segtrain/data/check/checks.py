@@ -32,7 +32,7 @@ from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
 from segtrain.data.read.find_tiles import boxes_of
-from segtrain.data.read.image import RGB, ImageForm, other_sizes
+from segtrain.data.read.image import RGB, ImageForm, other_bands, other_sizes
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.layouts import scan_layout
 from segtrain.data.read.raw_label import label_problem
@@ -163,6 +163,8 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
         *_tile_findings(train, evaluation),
     ]
     warnings = [finding.lines()[0] for finding in findings]
+    if other := other_bands(evaluation.form.bands, train.form.bands):
+        raise DataError(f"split {printable(evaluation.split)!r}: {other}")
     return warnings + check_split(train) + check_split(evaluation)
 
 

@@ -22,6 +22,7 @@ class ImageValues(NamedTuple):
     peak: the largest value; of more than 8 bits without the brightest 0.1 %. NaN without any value.
     spans: the least and the largest value of each channel.
     white, outside: shares of the samples at the top of the range or above, and outside of it.
+    means, stds: of each channel, in units of 0..255; NaN without any value.
     keeps_all: whether the file keeps every number. loses_band: whether an alpha channel that is
         not constant is left out.
     """
@@ -32,6 +33,8 @@ class ImageValues(NamedTuple):
     spans: tuple[ValueRange, ...]
     white: float
     outside: float
+    means: tuple[float, ...]
+    stds: tuple[float, ...]
     keeps_all: bool
     loses_band: bool = False
 
@@ -55,6 +58,8 @@ def image_values(
     left_out = 0 if form.dtype == np.uint8 else _LEFT_OUT
     if image.dtype.kind == "f":
         samples = [band[~np.isnan(band)] for band in np.moveaxis(image, 2, 0)]
+        wide = [band.astype(np.float64) if band.size else np.full(1, np.nan) for band in samples]
+        moments = [(band.mean(), band.std()) for band in wide]
         samples = [band if band.size else np.zeros(1, np.float32) for band in samples]
         spans = tuple((float(band.min()), float(band.max())) for band in samples)
         every = np.concatenate(samples)
@@ -67,18 +72,27 @@ def image_values(
         every = counts.sum(axis=0)
         above = np.cumsum(every[::-1])[::-1]  # samples of at least 0, 1, 2, ...
         peak = float(np.flatnonzero(above > int(image.size * left_out))[-1])
-        values = np.arange(every.size)
+        values, size = np.arange(every.size), image.shape[0] * image.shape[1]
+        means = counts @ values / size
+        moments = zip(
+            means, np.sqrt(np.maximum(counts @ values**2 / size - means**2, 0)), strict=True
+        )
         white = every[values >= high].sum() / image.size
         outside = every[(values < low) | (values > high)].sum() / image.size
     shares = float(white), float(outside)
-    return ImageValues(name, form, peak, spans, *shares, keeps_all, loses_band)
+    unit = 255 / (high - low)
+    means, stds = zip(*((float(m - low) * unit, float(s) * unit) for m, s in moments), strict=True)
+    return ImageValues(name, form, peak, spans, *shares, means, stds, keeps_all, loses_band)
 
 
 def joined_values(blocks: Sequence[ImageValues]) -> ImageValues:
-    """Of an image by blocks of equal size: those of the brightest, and means of the shares."""
+    """Of an image by blocks of equal size: those of the brightest; of shares and means the mean."""
     brightest = max(blocks, key=lambda one: -math.inf if math.isnan(one.peak) else one.peak)
     white, outside = np.mean([(one.white, one.outside) for one in blocks], axis=0).tolist()
-    return brightest._replace(white=white, outside=outside)
+    means = np.array([one.means for one in blocks])
+    known = np.maximum((~np.isnan(means)).sum(0), 1)
+    means = np.where(np.isnan(means).all(0), np.nan, np.nansum(means, 0) / known)
+    return brightest._replace(white=white, outside=outside, means=tuple(means.tolist()))
 
 
 def _histogram(image: np.ndarray) -> np.ndarray:

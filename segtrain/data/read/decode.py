@@ -63,7 +63,8 @@ class Info(NamedTuple):
     a TIFF marks pixels without a value (GDAL_NODATA). geo_tags: whether tags of a TIFF say
     where on the map it lies. masked: whether a TIFF
     says by a mask of its own where it has values. scaled: whether it says that its numbers count
-    times a scale, or with an offset, as GDAL writes it.
+    times a scale, or with an offset, as GDAL writes it. bands: the names that a TIFF gives its
+    channels, as GDAL writes them; (): it does not name all.
     """
 
     size: tuple[int, int]
@@ -78,6 +79,7 @@ class Info(NamedTuple):
     geo_tags: bool = False
     masked: bool = False
     scaled: bool = False
+    bands: tuple[str, ...] = ()
 
 
 @contextmanager

@@ -41,13 +41,14 @@ class ImageForm(NamedTuple):
     """What the images of a set have in common.
 
     dtype: uint8, uint16 or float32. value_range: what `data.value_range` says. mean: `data.mean`,
-    in units of 0..255.
+    in units of 0..255. bands: names of the channels; (): not known.
     """
 
     channels: int = 3
     dtype: np.dtype = _UINT8
     value_range: ValueRange | None = None
     mean: Mean = (0.0, 0.0, 0.0)
+    bands: tuple[str, ...] = ()
 
     @property
     def limits(self) -> ValueRange:
@@ -84,7 +85,7 @@ RGB = ImageForm()
 
 
 def form_of(data: DataConfig, pairs: Sequence[Pair] = ()) -> ImageForm:
-    """The form of the images of `pairs`; the first whose header can be read tells the dtype.
+    """The form of the images of `pairs`; the first whose header can be read tells dtype and bands.
 
     Without any it is uint8.
     """
@@ -92,7 +93,9 @@ def form_of(data: DataConfig, pairs: Sequence[Pair] = ()) -> ImageForm:
     for pair in pairs:
         # What cannot be read is named by the checks, or when it is to be used.
         with suppress(DataError):
-            return form._replace(dtype=set_dtype(image_formats.read_info(pair.image).dtype))
+            info = image_formats.read_info(pair.image)
+            bands = info.bands[: data.channels] if not pair.bands else ()
+            return form._replace(dtype=set_dtype(info.dtype), bands=bands)
     return form
 
 
@@ -125,6 +128,8 @@ def read_image(
     ]
     if problem := other_sizes([file.info for file in files]):
         raise DataError(f"{printable(paths[0])}: {problem}")
+    if problem := other_bands(files[0].info.bands, form.bands if len(paths) == 1 else ()):
+        raise DataError(f"{printable(paths[0])}: {problem}; gdal_translate -b orders them")
     # Of several files none becomes RGB by itself.
     wanted = form.channels if len(paths) == 1 else None
     bands, missing = zip(*(_values(file, form.dtype, wanted) for file in files), strict=True)
@@ -169,6 +174,21 @@ def other_sizes(infos: Sequence[Info]) -> str:
     """What is wrong with the sizes of the files of one image; empty if they are equal."""
     sizes = ["x".join(map(str, info.size)) for info in infos]
     return f"the files of this image have sizes {first_of(sizes)}" if len({*sizes}) > 1 else ""
+
+
+def other_bands(found: Sequence[str], wanted: Sequence[str]) -> str:
+    """How bands with these names are not the wanted ones; empty if they are, or nobody knows.
+
+    Names of which none is equal may be other words for the same bands.
+
+    >>> other_bands(["nir", "red"], ["red", "nir"])
+    'bands nir, red, and those of the others, or of the training, are red, nir'
+    """
+    ours, theirs = ([name.casefold() for name in names] for names in (found, wanted))
+    if ours[: len(theirs)] == theirs or not {*ours} & {*theirs}:
+        return ""
+    others = "those of the others, or of the training, are"
+    return f"bands {first_of(found, 16)}, and {others} {first_of(wanted, 16)}"
 
 
 def drops_alpha(info: Info, channels: int | None) -> bool:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import unescape
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +16,7 @@ from segtrain.data.read.decode import Info, Palette, checked_pixels, damage_name
 from segtrain.data.read.find import Window
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
-from segtrain.text import printable
+from segtrain.text import MAX_NAME, printable
 
 _BAND_AXES = {"S", "C", "Q", "I"}  # samples, channels, and pages without a meaning of their own
 _OME_SIZE = re.compile(r'\bSize([ZT])="0*([1-9]\d*)"')
@@ -69,6 +70,7 @@ def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
 
 
 # An item of GDAL_METADATA: <Item name="SCALE" sample="0" role="scale">0.5</Item>
+_NAME = re.compile(r'sample="(\d+)" role="description">([^<]+)<', re.IGNORECASE)
 _SCALING = re.compile(r'role="(scale|offset)">\s*([-+\d.]+(?:e[-+]?\d+)?)\s*<', re.IGNORECASE)
 
 
@@ -77,10 +79,11 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
     with opened_tiff(file, path) as picture:
         page = picture.keyframe
         sizes = dict(zip(picture.axes, picture.shape, strict=True))
+        channels = math.prod(sizes.values()) // (sizes["Y"] * sizes["X"])
         orientation = page.tags.valueof("Orientation", 1)
         return Info(
             (sizes["Y"], sizes["X"]),
-            math.prod(sizes.values()) // (sizes["Y"] * sizes["X"]),
+            channels,
             number_dtype(page.dtype),
             page.photometric == _PALETTE,
             bool(page.extrasamples) and page.extrasamples[-1] in _ALPHA_SAMPLES,
@@ -91,6 +94,7 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
             any(code in page.tags for code in _GEO_TAGS),
             any(one.keyframe.subfiletype & _MASK for one in page.parent.series),
             _is_scaled(page),
+            _band_names(page, channels),
         )
 
 
@@ -98,6 +102,13 @@ def _is_scaled(page: Any) -> bool:
     """Whether GDAL's metadata give the numbers a scale other than 1 or an offset other than 0."""
     found = _SCALING.findall(str(page.tags.valueof("GDAL_METADATA")))
     return any(float(number) != (role == "scale") for role, number in found)
+
+
+def _band_names(page: Any, channels: int) -> tuple[str, ...]:
+    """The `Info.bands`."""
+    found = _NAME.findall(str(page.tags.valueof("GDAL_METADATA")))
+    names = {int(i): printable(unescape(name).strip(), MAX_NAME) for i, name in found}
+    return tuple(names.values()) if [*names] == [*range(channels)] else ()
 
 
 def _no_data(page: Any) -> float | None:

@@ -1,0 +1,116 @@
+"""What the channels of the training images hold, for checkpoints: images to predict are compared.
+
+A network takes any numbers: bands in another order, or grey levels after another normalization,
+give a label map like any other.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from pydantic import ConfigDict, TypeAdapter
+
+from segtrain.data.check.findings import Finding
+from segtrain.data.check.values import ImageValues, image_values
+from segtrain.data.read.concurrent import prefetch
+from segtrain.data.read.dataset import SegDataset
+from segtrain.text import counted, first_of
+
+# As many images as `quick_check` looks at; few threads, because each holds a decoded one.
+_SAMPLES, _THREADS = 32, 4
+# The mean of a channel of one image: how far from that of the training it may be without a word.
+# Sets of one sensor and place vary less than what they are used for.
+_SPREADS, _OF_DEVIATION, _LEAST = 4.0, 0.5, 2.0
+# By the root mean square over channels, in spreads: an order that fits badly, and one that fits.
+_BAD_FIT, _BETTER = 1.5, 3.0
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Of each channel, by a sample of images, in units of 0..255.
+
+    bands: names of the channels, as the files give them; (): not known.
+    mean, std: of all pixels. spread: the standard deviation of the means of images.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    bands: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    spread: tuple[float, ...]
+
+
+_ADAPTER = TypeAdapter(Channels)
+
+
+def channels_to_json(channels: Channels) -> str:
+    """Text for a checkpoint."""
+    # Indented, because `torch_file` refuses long text without blanks.
+    return _ADAPTER.dump_json(channels, indent=1).decode()
+
+
+def channels_from_json(text: str) -> Channels:
+    """Raises pydantic.ValidationError if `text` is not of `channels_to_json`."""
+    return _ADAPTER.validate_json(text)
+
+
+def measure_channels(dataset: SegDataset) -> Channels:
+    """Reads a sample of the images; DataError: one cannot be read."""
+    indices = range(len(dataset))[:: -(-len(dataset) // _SAMPLES)]
+    found = list(prefetch(partial(_values, dataset), indices, _THREADS))
+    means, stds = (np.array([getattr(one, key) for one in found]) for key in ("means", "stds"))
+    is_known = ~np.isnan(means)
+    count = np.maximum(is_known.sum(0), 1)
+    mean = np.where(is_known, means, 0).sum(0) / count
+    between = np.where(is_known, means - mean, 0) ** 2
+    within = np.where(is_known, stds, 0) ** 2
+    std = np.sqrt((between + within).sum(0) / count)
+    spread = np.sqrt(between.sum(0) / np.maximum(count - 1, 1))
+    return Channels(dataset.form.bands, *(tuple(x.tolist()) for x in (mean, std, spread)))
+
+
+def _values(dataset: SegDataset, index: int) -> ImageValues:
+    image, _ = dataset.view(index)
+    return image_values(image, dataset.form, dataset.name(index))
+
+
+def channel_findings(images: Sequence[ImageValues], trained: Channels) -> Iterator[Finding]:
+    """Which images to predict hold channels unlike those of the training."""
+    from scipy.optimize import linear_sum_assignment
+
+    mean, std, spread = map(np.array, (trained.mean, trained.std, trained.spread))
+    near = np.maximum.reduce([spread, std * _OF_DEVIATION / 2, np.full_like(std, _LEAST)])
+    far = _SPREADS * np.maximum.reduce([spread, std * _OF_DEVIATION, np.full_like(std, _LEAST)])
+    orders: dict[tuple[int, ...], list[str]] = {}
+    strange: list[str] = []
+    for one in images:
+        means = np.array(one.means)
+        if means.shape != mean.shape or np.isnan(means).any():
+            continue
+        costs = ((means - mean[:, None]) / near[:, None]) ** 2  # (channel there, channel here)
+        _, order = linear_sum_assignment(costs)
+        as_is, best = (
+            np.sqrt(costs.diagonal().mean()),
+            np.sqrt(costs[range(len(order)), order].mean()),
+        )
+        if as_is > _BAD_FIT and best * _BETTER < as_is:
+            orders.setdefault(tuple((order + 1).tolist()), []).append(one.name)
+        elif (np.abs(means - mean) > far).any():
+            strange.append(one.name)
+    for order, names in orders.items():
+        which = counted(len(names), "image fits", "images fit")
+        text = (
+            f"{which} the channels of the training much better in the order {first_of(order, 16)}: "
+            "are these other bands, or bands in another order? gdal_translate -b orders them"
+        )
+        yield Finding("warning", "", "order", text, {"": names})
+    if strange:
+        which = counted(len(strange), "image has", "images have")
+        values = ", ".join(f"{m:.0f} ± {s:.0f}" for m, s in zip(mean, std, strict=True))
+        text = (
+            f"{which} channels whose mean is far from that of the training ({values} of 255): are "
+            "the values of another unit, or normalized in another way?"
+        )
+        yield Finding("warning", "", "strange", text, {"": strange})

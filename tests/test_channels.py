@@ -1,0 +1,120 @@
+"""Bands and grey levels: what a checkpoint knows of them, and what it says of other ones."""
+
+import numpy as np
+import pytest
+import tifffile
+from experiments import write_config, write_data
+
+from segtrain.checkpoint.format import load, parse_channels
+from segtrain.data.check.channels import Channels, channel_findings
+from segtrain.data.check.values import image_values
+from segtrain.data.read.image import RGB, read_image
+from segtrain.data.read.image_formats import read_info
+from segtrain.errors import DataError
+
+NAMES = "Red", "Green", "Blue", "NIR"
+COLORS = np.array([(90, 60, 30, 30), (20, 140, 70, 220), (60, 90, 200, 10), (200, 190, 90, 120)])
+
+
+def bands(path, pixels, names=()):
+    """A TIFF (H, W, C) with GDAL's names of its bands."""
+    item = '<Item name="DESCRIPTION" sample="{}" role="description">{}</Item>'
+    found = "".join(item.format(i, name) for i, name in enumerate(names))
+    metadata = f"<GDALMetadata>{found}</GDALMetadata>"
+    tags = [(42112, "s", 0, metadata, True)] if len(names) else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tifffile.imwrite(path, pixels, photometric="minisblack", planarconfig="contig", extratags=tags)
+    return path
+
+
+def scene(seed):
+    """An image (32, 40, 4) and its label."""
+    rng = np.random.default_rng(seed)
+    label = rng.choice(4, (16, 20), p=[0.1, 0.7, 0.1, 0.1]).repeat(2, 0).repeat(2, 1)
+    image = COLORS[label] + rng.normal(0, 5, (32, 40, 4))
+    return image.clip(0, 255).astype(np.uint8), label.astype(np.uint8)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config of images with four named bands."""
+    root = tmp_path / "data"
+    root.mkdir()
+    write_data(root, 0, num_val=0)
+    for split, seeds in (("train", range(8)), ("val", (8, 9))):
+        for seed in seeds:
+            image, label = scene(seed)
+            bands(root / f"images/{split}/{seed}.tif", image, NAMES)
+            tifffile.imwrite(root / f"labels/{split}/{seed}.tif", label)
+    data = {"channels": 4, "mean": [100.0] * 4, "std": [50.0] * 4}
+    data |= {"layout": "folders", "root": str(root), "classes": str(root / "classes.yaml")}
+    options = {"data": data | {"num_workers": 0}, "augment": {"crop_size": [33, 41]}}
+    options["model"] = {"backbone": "resnet18", "head_channels": 8, "num_stages": 2}
+    options["model"] |= {"output_stride": 8, "aux_channels": 8, "pretrained": None}
+    options |= {"train": {"steps": 1, "batch_size": 2}, "log": {"charts": False}}
+    return write_config(tmp_path / "c.yaml", options)
+
+
+def test_a_model_warns_of_bands_in_another_order_and_refuses_them_by_their_names(config, lab):
+    lab.done("train", config, "--output", lab.folder / "run", "--device", "cpu")
+    known = parse_channels(load(lab.folder / "run/checkpoints/last.pt"), config)
+    pixels = np.stack([scene(seed)[0] for seed in range(8)]).astype(np.float64)
+    assert known.bands == NAMES
+    np.testing.assert_allclose(known.mean, pixels.mean((0, 1, 2)), rtol=1e-9)
+    np.testing.assert_allclose(known.std, pixels.std((0, 1, 2)), rtol=1e-9)
+    np.testing.assert_allclose(known.spread, pixels.mean((1, 2)).std(0, ddof=1), rtol=1e-9)
+
+    image, first = scene(20)[0], [3, 0, 1, 2]
+    predict = "predict", lab.folder / "run", "--device", "cpu", "--output", lab.folder / "out"
+    named = bands(lab.folder / "named.tif", image, NAMES)
+    assert "warning" not in lab.done(*predict, named).out
+    unnamed = bands(lab.folder / "a.tif", image[..., first])
+    assert "1 image fits the channels of the training much better in the order 2, 3, 4, 1" in (
+        lab.done(*predict, unnamed).out
+    )
+    bands(named, image[..., first], np.array(NAMES)[first])
+    words = "named.tif: bands NIR, Red, Green, Blue, and those of the others, or of the training"
+    assert words in lab.command(*predict, "--overwrite", named).err
+    darker = bands(lab.folder / "b.tif", image // 8)
+    assert "1 image has channels whose mean is far from that of the training" in (
+        lab.done(*predict, "--overwrite", darker).out
+    )
+
+
+def test_bands_of_one_set_in_different_orders_are_refused(config, lab):
+    image, _ = scene(3)
+    bands(lab.folder / "data/images/train/3.tif", image, NAMES[::-1])
+    said = lab.refused("train", config, "--output", lab.folder / "run", "--device", "cpu", code=3)
+    assert "bands NIR, Blue, Green, Red, and those of the others" in said
+    checked = lab.command("data", "check", config, "--jobs", "1")
+    assert checked.code == 3
+    assert "bands NIR, Blue, Green, Red, and those of the others" in checked.out
+
+
+def test_names_of_bands_count_only_where_some_are_equal(tmp_path):
+    image, _ = scene(0)
+    path = bands(tmp_path / "a.tif", image[..., :3], ["B&amp;4", "B3", "B2"])
+    assert read_info(path).bands == ("B&4", "B3", "B2")
+    for wanted in (("b&4", "b3", "b2"), ("Red", "Green", "Blue"), ()):
+        read_image([path], RGB._replace(bands=wanted))
+    with pytest.raises(DataError, match=r"bands B&4, B3, B2, and .* B2, B3, B8"):
+        read_image([path], RGB._replace(bands=("B2", "B3", "B8")))
+
+
+def values(mean, std=40.0, seed=0, channels=1):
+    rng = np.random.default_rng(seed)
+    pixels = rng.normal(mean, std, (30, 40, channels)).clip(0, 255).astype(np.uint8)
+    return image_values(pixels, RGB._replace(channels=channels), "x")
+
+
+def test_photographs_of_other_colours_are_not_taken_for_another_order():
+    trained = Channels((), (115.0, 110.0, 100.0), (60.0,) * 3, (25.0,) * 3)
+    tints = [(60, 90, 150), (160, 110, 70), (40, 40, 60), (200, 205, 210)]
+    assert not [*channel_findings([values(tint, channels=3) for tint in tints], trained)]
+
+
+def test_grey_levels_after_another_normalization_are_told():
+    trained = Channels((), (35.0,), (20.0,), (3.0,))
+    assert not [*channel_findings([values(35, 20), values(60, 20)], trained)]
+    (found,) = channel_findings([values(35, 20), values(128, 40), values(220, 20)], trained)
+    assert found.text.startswith("2 images have channels whose mean is far from")
