@@ -433,6 +433,13 @@ def test_a_predicted_volume_lies_where_its_source_does(slices_of_three, tmp_path
     again = nib.as_closest_canonical(series)
     np.testing.assert_array_equal(again.get_fdata(), in_patient)
     np.testing.assert_allclose(again.affine, OBLIQUE, atol=1e-3)
+    # Bytes are numbers as those of more bits.
+    for dtype in ("uint8", "float32"):
+        write_nifti(tmp_path / f"bits/{dtype}.nii", values.clip(0, 255).astype(dtype))
+    assert run("predict", model, tmp_path / "bits", "--output", tmp_path / "as") == 0
+    one, other = (nib.load(tmp_path / f"as/labels/{x}.nii.gz") for x in ("uint8", "float32"))
+    np.testing.assert_array_equal(one.get_fdata(), other.get_fdata())
+    assert one.get_fdata().any()
 
 
 def test_neighbours_are_bands_of_images_and_of_slices(slices_of_three):

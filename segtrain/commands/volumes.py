@@ -88,6 +88,9 @@ def predict_volume(
     image = load_volume(file)
     axis = coarsest_axis(image) if data.slice_axis is None else AXES.index(data.slice_axis)
     stack = read_stack(file, image, axis)
+    if ready.form.value_range is not None and stack.pixels.dtype == np.uint8:
+        # One that needs no more bits than bytes, among others: data import keeps numbers as well.
+        stack = stack._replace(pixels=stack.pixels.astype(np.float32))
     number, size = len(stack.pixels), stack.pixels.shape[1:3]
     channels = 2 * data.neighbours + 1
     form = form_of_info(Info(size, channels, stack.pixels.dtype), ready.form, file.path)
