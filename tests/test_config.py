@@ -287,6 +287,13 @@ def test_no_normalization_and_numbers_of_0_to_255_pass(text):
     assert wrong_units(parse("", f"data.{text}")) == []
 
 
+@pytest.mark.parametrize("option", ["crop_size=[64, 64]", "overlap=0.5"])
+def test_windows_that_hardly_an_image_goes_by_are_a_surprise(option):
+    (line,) = config_warnings(parse("", f"eval.{option}"))
+    assert line.startswith(f"eval.{option.partition('=')[0]}: with eval.mode whole, only images")
+    assert config_warnings(parse("", f"eval.{option}", "eval.mode=slide")) == []
+
+
 def test_no_normalization_before_pretrained_weights_is_a_surprise():
     raw = ("data.mean=[0.0,0.0,0.0]", "data.std=[1.0,1.0,1.0]")
     (line,) = config_warnings(parse("", *raw, "model.pretrained=imagenet"))

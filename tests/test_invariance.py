@@ -307,6 +307,7 @@ def test_the_result_is_that_of_one_rank(run_ranks, tmp_path, data, row):
         (3, {"split": [0, 1, 3]}, "train.split: 1 of 3 ranks have no image of a", "0 + 1 + 4 of"),
         (2, {"split": [5, 3, 1]}, "train.split: [5, 3, 1] is for 3 ranks, and there", "3 + 2 of"),
         (2, {"split": [5, 1], "batch_size": 8, "shares": 6}, None, "7 + 1 of"),
+        (1, {"split": [1, 2]}, "train.split: [1, 2] is for 2 ranks, and there is one", "25x33"),
     ],
 )
 def test_the_log_tells_how_images_are_divided(tmp_path, data, ranks, options, warning, line):

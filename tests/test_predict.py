@@ -172,6 +172,8 @@ def test_what_a_kind_of_input_cannot_honour_is_refused(run, tmp_path, monkeypatc
     for option in ({"clear": ("greenish",)}, {"opacity": 0.2}):
         with pytest.raises(ConfigError, match="--opacity, --clear: no effect: rasters"):
             run(large, **option)
+    with pytest.raises(ConfigError, match=r"data\.slice_axis: cuts volumes, and there is none"):
+        run(image, set=["data.slice_axis=z"])
     assert not list((tmp_path / "out").rglob("*.mp4"))
 
 

@@ -20,7 +20,7 @@ from segtrain.checkpoint import load_model
 from segtrain.checkpoint.dataset_guard import eval_differences
 from segtrain.checkpoint.trained import LoadedModel, resolve
 from segtrain.config import Config, DataConfig
-from segtrain.config.experiment import changed_normalization
+from segtrain.config.experiment import changed_normalization, window_warnings
 from segtrain.config.loading import given_keys
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import class_differences, default_palette
@@ -113,8 +113,10 @@ def run_eval(args: argparse.Namespace) -> int:
         found = _differences(loaded, config, dataset, no_labels=args.no_labels)
         differences = stack.enter_context(closing(found))
         if dist.is_main():
-            slow = (f"warning: {line}" for line in evaluation_warnings(config, device))
-            for line in (*next(differences), *slow):
+            odd = evaluation_warnings(config, device)
+            if any(key.startswith("eval.") for key in given_keys(args.set)):
+                odd += window_warnings(config)
+            for line in (*next(differences), *(f"warning: {line}" for line in odd)):
                 text.say(line)
 
         # 3. All ranks predict and count.

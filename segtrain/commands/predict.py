@@ -22,6 +22,7 @@ from segtrain.checkpoint.ready import ReadyModel, make_ready
 from segtrain.commands.frames import check_frames, make_room, predict_videos
 from segtrain.commands.summary import Notes, print_about, summarize
 from segtrain.commands.volumes import ENDING, check_slices, predict_volume, split_inputs
+from segtrain.config.loading import given_keys
 from segtrain.data.check.values import image_values, joined_values
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
@@ -103,6 +104,8 @@ def main(args: argparse.Namespace) -> int:
     if volumes and (classes.overlapping or tables_asked.files):
         raise ConfigError("volumes are labelled with one class a pixel, and without tables")
     check_slices(ready, sources)
+    if "data.slice_axis" in given_keys(args.set) and not volumes:
+        raise ConfigError("--set data.slice_axis: cuts volumes, and there is none here; remove it")
     masks = pictures.mask_names(classes) if classes.overlapping else []
     kinds = *pictures.KINDS, *(f"{pictures.MASKS}/{mask}" for mask in masks)
     paths = [f"{kind}/{name}.png" for name in names for kind in kinds]

@@ -473,15 +473,31 @@ def changed_normalization(trained: Config, config: Config) -> list[str]:
         line = wrong.get(f"data.{key}")
         note = f"note: data.{key}: {here} here, {there} in the training"
         lines.append(f"warning: {line}" if line else note)
-    return lines + [f"warning: {line}" for line in config_warnings(config) if changed]
+    return lines + [f"warning: {line}" for line in _raw_pixels(config) if changed]
+
+
+def window_warnings(config: Config) -> list[str]:
+    """A line for each option of windows that few images or none go by."""
+    default = EvalConfig()
+    return [
+        f"eval.{key}: with eval.mode whole, only images that are too large as a whole are cut into "
+        "windows; eval.mode=slide cuts all"
+        for key in ("crop_size", "overlap")
+        if config.eval.mode == "whole" and getattr(config.eval, key) != getattr(default, key)
+    ]
 
 
 def config_warnings(config: Config) -> list[str]:
+    """What is allowed, and probably not meant."""
+    return [*_raw_pixels(config), *window_warnings(config)]
+
+
+def _raw_pixels(config: Config) -> list[str]:
     """A line if pretrained weights get pixels of 0..255 as they are."""
     mean, std = config.data.mean, config.data.std
     if config.model.pretrained is None or max(std) > 1 or min(std) < 1 or max(map(abs, mean)) > 1:
         return []
     return [
         f"data.std: {list(std)} leaves pixels at 0..255, and the weights of model.pretrained "
-        "expect about -2..2; leave data.mean and data.std out for the numbers of ImageNet"
+        "expect about -2..2; leave data.mean and data.std out for the numbers of ImageNet",
     ]

@@ -107,10 +107,11 @@ def _split_warnings(train: TrainConfig, ranks: int) -> list[str]:
     if train.parallel == "server":
         return []
     split, warnings = split_of(train, ranks), []
-    if not isinstance(train.split, str) and split != train.split and ranks > 1:
+    if not isinstance(train.split, str) and split != train.split:
+        there = f"there are {ranks}: they divide" if ranks > 1 else "there is one, which computes"
         warnings.append(
-            f"train.split: {list(train.split)} is for {len(train.split)} ranks, and there are "
-            f"{ranks}: they divide each microbatch evenly"
+            f"train.split: {list(train.split)} is for {len(train.split)} ranks, and {there} each "
+            f"microbatch{' evenly' if ranks > 1 else ''}"
         )
     layout = Layout.of(train, split)
     # The last microbatch is the smallest.
