@@ -16,12 +16,13 @@ NAMES = "Red", "Green", "Blue", "NIR"
 COLORS = np.array([(90, 60, 30, 30), (20, 140, 70, 220), (60, 90, 200, 10), (200, 190, 90, 120)])
 
 
-def bands(path, pixels, names=()):
-    """A TIFF (H, W, C) with GDAL's names of its bands."""
-    item = '<Item name="DESCRIPTION" sample="{}" role="description">{}</Item>'
-    found = "".join(item.format(i, name) for i, name in enumerate(names))
-    metadata = f"<GDALMetadata>{found}</GDALMetadata>"
-    tags = [(42112, "s", 0, metadata, True)] if len(names) else []
+def bands(path, pixels, names=(), offset=0):
+    """A TIFF (H, W, C) with GDAL's names of its bands, and an offset."""
+    item = '<Item name="{}" sample="{}" role="{}">{}</Item>'
+    found = [item.format("DESCRIPTION", i, "description", name) for i, name in enumerate(names)]
+    found += [item.format("OFFSET", i, "offset", offset) for i in range(3) if offset]
+    metadata = f"<GDALMetadata>{''.join(found)}</GDALMetadata>"
+    tags = [(42112, "s", 0, metadata, True)] if found else []
     path.parent.mkdir(parents=True, exist_ok=True)
     tifffile.imwrite(path, pixels, photometric="minisblack", planarconfig="contig", extratags=tags)
     return path
@@ -91,6 +92,19 @@ def test_bands_of_one_set_in_different_orders_are_refused(config, lab):
     assert "bands NIR, Blue, Green, Red, and those of the others" in checked.out
 
 
+def test_other_offsets_within_a_set_are_told_and_refused_where_every_file_has_one(config, lab):
+    image, _ = scene(3)
+    train = lab.folder / "data/images/train"
+    bands(train / "3.tif", image, offset=-1000)
+    words = "by different scales or offsets what their numbers mean"
+    checked = lab.done("data", "check", config, "--jobs", "1").out
+    assert f"warning: split 'train': images say {words}" in checked
+    assert "  offset -1000: 3" in checked
+    for path in train.iterdir():
+        bands(path, tifffile.imread(path), offset=-1000 if path.stem == "3" else 20)
+    assert words in lab.refused("train", config, "--output", "run", "--device", "cpu", code=3)
+
+
 def test_names_of_bands_count_only_where_some_are_equal(tmp_path):
     image, _ = scene(0)
     path = bands(tmp_path / "a.tif", image[..., :3], ["B&amp;4", "B3", "B2"])
@@ -116,5 +130,9 @@ def test_photographs_of_other_colours_are_not_taken_for_another_order():
 def test_grey_levels_after_another_normalization_are_told():
     trained = Channels((), (35.0,), (20.0,), (3.0,))
     assert not [*channel_findings([values(35, 20), values(60, 20)], trained)]
+    unlike = values(35, 20)
+    unlike = unlike._replace(form=unlike.form._replace(scaling=(("scale", 0.1),)))
+    (found,) = channel_findings([unlike], trained)
+    assert "(scale 0.1 here, none there)" in found.text
     (found,) = channel_findings([values(35, 20), values(128, 40), values(220, 20)], trained)
     assert found.text.startswith("2 images have channels whose mean is far from")

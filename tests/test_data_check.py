@@ -257,6 +257,25 @@ def test_a_jpeg_that_is_damaged_in_its_middle_is_named(root, capfd):
     assert capfd.readouterr().err.count("Corrupt JPEG") == 0
 
 
+@pytest.mark.parametrize("way", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize("scale", [1.3, 2.5])
+def test_rims_of_a_class_that_has_areas_too_are_a_warning(root, way, scale):
+    """As a leaf around a fruit, where ids were resized with interpolation."""
+    for name in "abc":
+        label, rng = np.zeros((200, 260), np.uint8), np.random.default_rng(ord(name))
+        for value, radius in ((1, 30), (1, 25), (2, 20), (2, 15), (2, 15)):
+            cv2.circle(label, [int(x) for x in rng.integers(0, (260, 200))], radius, value, -1)
+        how = getattr(cv2, f"INTER_{way.upper()}")
+        write_pair(root, "train", name, cv2.resize(label, None, None, scale, scale, how))
+    lines = [found.text for found in checked(root).findings if found.kind == "blended"]
+    assert len(lines) == (way != "nearest")
+    assert [x for x in quickly_checked(root) if "resized" in x] == [
+        f"split 'train', by a sample: {line}" for line in lines
+    ]
+    if lines:
+        assert lines[0].startswith("lines of one pixel show road in many places")
+
+
 @pytest.mark.fault(53)
 def test_train_ids_under_a_class_file_of_raw_ids_are_suspected(root):
     (root / "toy.yaml").write_text(

@@ -104,7 +104,7 @@ def label_facts(folder: Path, file: str, threshold: float | None = None) -> Labe
     path = folder / file
     size = raster_size(path)
     info = image_formats.read_info(path)
-    if info.scaled:
+    if info.scaling:
         return LabelFacts("picture", info.size, {}, why=SCALED)
     known = {"no_data": marked_value(info.no_data), "place": place_of(path, info)}
     if size is None:

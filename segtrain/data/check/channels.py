@@ -11,10 +11,11 @@ from functools import partial
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
-from segtrain.data.check.findings import Finding
+from segtrain.data.check.findings import Finding, scaling_words
 from segtrain.data.check.values import ImageValues, image_values
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.decode import Scaling
 from segtrain.text import counted, first_of
 
 # As many images as `quick_check` looks at; few threads, because each holds a decoded one.
@@ -32,6 +33,7 @@ class Channels:
 
     bands: names of the channels, as the files give them; (): not known.
     mean, std: of all pixels. spread: the standard deviation of the means of images.
+    scaling: as of ImageForm.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -40,6 +42,7 @@ class Channels:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     spread: tuple[float, ...]
+    scaling: Scaling = ()
 
 
 _ADAPTER = TypeAdapter(Channels)
@@ -68,7 +71,8 @@ def measure_channels(dataset: SegDataset) -> Channels:
     within = np.where(is_known, stds, 0) ** 2
     std = np.sqrt((between + within).sum(0) / count)
     spread = np.sqrt(between.sum(0) / np.maximum(count - 1, 1))
-    return Channels(dataset.form.bands, *(tuple(x.tolist()) for x in (mean, std, spread)))
+    moments = (tuple(x.tolist()) for x in (mean, std, spread))
+    return Channels(dataset.form.bands, *moments, dataset.form.scaling)
 
 
 def _values(dataset: SegDataset, index: int) -> ImageValues:
@@ -99,6 +103,15 @@ def channel_findings(images: Sequence[ImageValues], trained: Channels) -> Iterat
             orders.setdefault(tuple((order + 1).tolist()), []).append(one.name)
         elif (np.abs(means - mean) > far).any():
             strange.append(one.name)
+    others = [one for one in images if one.form.scaling != trained.scaling]
+    if others:
+        here, there = (scaling_words(x) for x in (others[0].form.scaling, trained.scaling))
+        text = (
+            f"{counted(len(others), 'image says', 'images say')} by other scales or offsets than "
+            f"those of the training what the numbers mean ({here} here, {there} there); numbers "
+            "are taken as they are stored"
+        )
+        yield Finding("warning", "", "scales", text, {"": [one.name for one in others]})
     for order, names in orders.items():
         which = counted(len(names), "image fits", "images fit")
         text = (

@@ -21,6 +21,7 @@ from segtrain.data.check.findings import (
     copy_findings,
     file_findings,
     refuse_errors,
+    scaling_words,
     shared_image_findings,
     split_findings,
 )
@@ -52,7 +53,7 @@ _SAMPLES = 32
 _MIN_TELLING = 0.25
 # The kinds of findings that a sample can tell; others, such as "absent" classes, need all pairs.
 _KINDS_BY_SAMPLE = {
-    *("blended", "no class"),
+    *("blended", "no class", "scales"),
     *("unreadable", "values", "palette", "palettes", "one class", "train ids"),
     *("damaged", "range", "faint", "dropped band", "white", "outside", "orientation"),
 }
@@ -165,6 +166,12 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
     warnings = [finding.lines()[0] for finding in findings]
     if other := other_bands(evaluation.form.bands, train.form.bands):
         raise DataError(f"split {printable(evaluation.split)!r}: {other}")
+    scalings = [one.form.scaling for one in (train, evaluation)]
+    if scalings[0] != scalings[1]:
+        said = " and ".join(map(scaling_words, scalings))
+        warnings.append(
+            f"images to train on and to evaluate on have other scales or offsets: {said}"
+        )
     return warnings + check_split(train) + check_split(evaluation)
 
 
@@ -176,8 +183,9 @@ def check_split(dataset: SegDataset) -> list[str]:
     """
     if dataset.is_packed:
         return []
-    depths = _check_headers(dataset)
+    headers, depths = _check_headers(dataset)
     scan = _scan_sample(dataset, depths)
+    scan.places["scales"] = headers.places["scales"]  # of all images
     kinds = _KINDS_BY_SAMPLE
     if not _can_tell_train_ids(dataset):
         kinds = kinds - {"train ids"}
@@ -221,8 +229,8 @@ def _warning_line(finding: Finding) -> str:
     return line
 
 
-def _check_headers(dataset: SegDataset) -> list[int]:
-    """The bit depth of each image; DataError: headers tell that training would stop."""
+def _check_headers(dataset: SegDataset) -> tuple[SplitScan, list[int]]:
+    """What headers tell, and the bit depth of each image; DataError: training would stop."""
     scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
     read = partial(_read_headers, num_classes=scan.pixels.size, label_format=dataset.label_format)
     depths = []
@@ -230,7 +238,7 @@ def _check_headers(dataset: SegDataset) -> list[int]:
         scan.add(found)
         depths.append(depth)
     refuse_errors(file_findings(scan))
-    return depths
+    return scan, depths
 
 
 def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[SplitScan, int]:
@@ -245,6 +253,7 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
         if problem := other_sizes([image, *more]):
             raise DataError(f"{printable(path)}: {problem}")
         depth = image.depth
+        scan.places["scales"][image.scaling].append(pair.name)
         path = pair.label
         label = read_info(path)
         if problem := label_problem(label, label_format, num_classes):

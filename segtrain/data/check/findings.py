@@ -11,11 +11,12 @@ import numpy as np
 from segtrain.data.check.scan import Palette, SplitScan
 from segtrain.data.check.values import ImageValues
 from segtrain.data.read.classes import ClassFile, Color
+from segtrain.data.read.decode import Scaling
 from segtrain.data.read.find import indented
 from segtrain.data.read.georeference import SAME_EXTENT
 from segtrain.data.read.image import ValueRange
 from segtrain.data.read.labels import looks_like_train_ids, unknown_colors, unknown_ids
-from segtrain.data.read.rims import is_blend
+from segtrain.data.read.rims import is_blend, is_lining
 from segtrain.data.read.sequences import without_split
 from segtrain.data.read.sources import sources_of
 from segtrain.errors import DataError
@@ -210,6 +211,21 @@ def file_findings(scan: SplitScan) -> Iterator[Finding]:
     yield from _counted("error", scan.split, "sizes", scan.places["sizes"], *words)
     words = "label lies", "labels lie", f"elsewhere on the map than the image; {SAME_EXTENT}"
     yield from _counted("error", scan.split, "places", scan.places["map places"], *words)
+    if len(found := scan.places["scales"]) > 1:
+        # A file may only have lost what it says.
+        severity = "warning" if () in found else "error"
+        text = (
+            "images say by different scales or offsets what their numbers mean, and the numbers are"
+            " taken as they are stored; gdal_translate -unscale applies them"
+        )
+        yield Finding(
+            severity, scan.split, "scales", text, {scaling_words(s): x for s, x in found.items()}
+        )
+
+
+def scaling_words(scaling: Scaling) -> str:
+    """Such as `scale 0.0001, offset -0.1`."""
+    return ", ".join(dict.fromkeys(f"{role} {number:g}" for role, number in scaling)) or "none"
 
 
 def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> Iterator[Finding]:
@@ -306,25 +322,36 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
             "class, with its id, and take the id out of ignore_ids"
         )
         yield Finding("warning", scan.split, "no class", text)
-    of_classes = zip(classes.names, scan.images, scan.pixels, scan.blended, strict=True)
-    if between := [
-        printable(name, MAX_NAME)
-        for name, images, pixels, blended in of_classes
-        if images > 1 and is_blend(blended, pixels, scan.pixels.sum())
-    ]:
-        is_only = "is only" if len(between) == 1 else "are only"
-        text = (
-            f"{first_of(between)} {is_only} where a lower and a higher value meet: labels were "
-            "resized with interpolation (resize them by nearest neighbour), or the areas are thin "
-            "lines"
-        )
-        yield Finding("warning", scan.split, "blended", text)
+    yield from _rim_findings(scan, classes)
     if looks_like_train_ids(scan.values, classes):
         text = (
             f"no label holds an id above {max(i for i in scan.values if i != IGNORE_INDEX)}, "
             "although the class file goes further: these may be train ids"
         )
         yield Finding("warning", scan.split, "train ids", text)
+
+
+def _rim_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
+    """About classes that lie as resizing with interpolation puts them between two others."""
+    total = scan.pixels.sum()
+    only, too = [], []
+    for i, name in enumerate(classes.names):
+        if scan.images[i] > 1 and is_blend(scan.blended[i], scan.pixels[i], total):
+            only.append(printable(name, MAX_NAME))
+        elif scan.images[i] > 1 and is_lining(
+            scan.thin[i], scan.blended[i], scan.contacts[i], total
+        ):
+            too.append(printable(name, MAX_NAME))
+    repair = "labels were resized with interpolation (resize them by nearest neighbour), or"
+    if only:
+        is_only = "is only" if len(only) == 1 else "are only"
+        where = "where a lower and a higher value meet"
+        text = f"{first_of(only)} {is_only} {where}: {repair} the areas are thin lines"
+        yield Finding("warning", scan.split, "blended", text)
+    if too:
+        where = "in many places where a lower and a higher value meet"
+        text = f"lines of one pixel show {first_of(too)} {where}: {repair} it has such lines"
+        yield Finding("warning", scan.split, "blended", text)
 
 
 def _presence_findings(

@@ -18,12 +18,12 @@ from segtrain.data.read import labels, raw_label
 from segtrain.data.read.classes import ClassFile, Color, read_by
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.decode import printed_lines, read_bytes
+from segtrain.data.read.decode import Scaling, printed_lines, read_bytes
 from segtrain.data.read.find import Pair
 from segtrain.data.read.georeference import other_place, place_of
 from segtrain.data.read.image import ImageForm, drops_alpha, read_image
 from segtrain.data.read.image_formats import open_stored, read_info, read_palette
-from segtrain.data.read.rims import blended_pixels
+from segtrain.data.read.rims import blended_pixels, contacts_across
 from segtrain.errors import DataError
 from segtrain.text import printable
 
@@ -35,8 +35,17 @@ Value = int | Color
 _OF_DAMAGE = ("Corrupt JPEG data", "Premature end")
 # Pixels of a split by which percentiles are estimated, and the least of an image.
 _SAMPLE, _MIN_SAMPLE = 1 << 20, 16
-_KINDS = ("unreadable", "sizes", "values", "all ignored", "orientation", "images", "map places")
-_KINDS += ("damaged",)
+_KINDS = (
+    "unreadable",
+    "sizes",
+    "values",
+    "all ignored",
+    "orientation",
+    "images",
+    "map places",
+    "scales",
+    "damaged",
+)
 
 
 @dataclass
@@ -45,7 +54,8 @@ class SplitScan:
 
     pixels, images: (K,) int64, pixels of each class and number of images that hold it.
     pixels_beside: (K,) int64, valid pixels of all images that hold the class.
-    blended: (K,) int64, the `pixels` that are `blended_pixels`; none of a pack.
+    blended: (K,) int64, the `pixels` that are `blended_pixels`; none of a pack. thin, contacts: as
+        of `is_lining`; none where labels hold colours.
     absent: (K,) int64, where classes overlap: pixels that are known not to be of the class.
     ignored_pixels: pixels that are ignored or unknown; where classes overlap, of the class of which
         most are known.
@@ -59,7 +69,7 @@ class SplitScan:
     sample: (n, C) values of some pixels; empty unless asked for.
     places: files or names of images by the kind of finding, and for some kinds by what is found:
         unreadable files by the reason, damaged images by what is said of them, labels by the
-        unknown value, images by the hash of the file.
+        unknown value, images by the hash of the file, or by their scaling.
     """
 
     split: str
@@ -69,6 +79,8 @@ class SplitScan:
     images: np.ndarray = field(init=False)
     pixels_beside: np.ndarray = field(init=False)
     blended: np.ndarray = field(init=False)
+    thin: np.ndarray = field(init=False)
+    contacts: np.ndarray = field(init=False)
     absent: np.ndarray = field(init=False)
     ignored_pixels: int = 0
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -78,13 +90,14 @@ class SplitScan:
     palettes: dict[str, Palette] = field(default_factory=dict)
     moments: np.ndarray = field(default_factory=lambda: np.zeros((3, 1), object))
     sample: list[np.ndarray] = field(default_factory=list)
-    places: dict[str, dict[Value | str | bytes, list[str]]] = field(
+    places: dict[str, dict[Value | str | bytes | Scaling, list[str]]] = field(
         default_factory=lambda: {kind: defaultdict(list) for kind in _KINDS}
     )
 
     def __post_init__(self, num_classes: int) -> None:
-        zeros = np.zeros((5, num_classes), np.int64)
-        self.pixels, self.images, self.pixels_beside, self.blended, self.absent = zeros
+        zeros = np.zeros((7, num_classes), np.int64)
+        self.pixels, self.images, self.pixels_beside, self.absent = zeros[:4]
+        self.blended, self.thin, self.contacts = zeros[4:]
 
     @property
     def valid(self) -> np.ndarray:
@@ -99,6 +112,8 @@ class SplitScan:
         self.images += pair.images
         self.pixels_beside += pair.pixels_beside
         self.blended += pair.blended
+        self.thin += pair.thin
+        self.contacts += pair.contacts
         self.absent += pair.absent
         self.ignored_pixels += pair.ignored_pixels
         self.moments = self.moments + pair.moments
@@ -222,6 +237,7 @@ def scan_pair(
         scan.add_unreadable(pair.image, error)
     else:
         scan.add_image(image, values, digest, info.orientation, sample_size)
+        scan.places["scales"][info.scaling].append(pair.name)
     scan.add(scan_label(pair, classes, label_format, scan.sizes))
     scan.compare_places(pair)
     return scan
@@ -279,7 +295,8 @@ def _count_label(
     label = raw_label.read_raw_label(pair.label, pair.window)
     scan.values.update(labels.count_ids(label))
     pixels = np.zeros(classes.num_classes, np.int64)
-    blended = labels.count_ids(label[blended_pixels(label)])
+    blended, thin = (labels.count_ids(label[blended_pixels(label, side)]) for side in (5, 3))
+    contacts = contacts_across(label)
     train_id_of = read_by(classes, label_format).train_id_of
     for raw_id, count in scan.values.items():
         train_id = train_id_of.get(raw_id)
@@ -288,6 +305,8 @@ def _count_label(
         elif train_id < classes.num_classes:
             pixels[train_id] += count
             scan.blended[train_id] += blended.get(raw_id, 0)
+            scan.thin[train_id] += thin.get(raw_id, 0)
+            scan.contacts[train_id] += contacts[raw_id]
     colors = read_palette(pair.label)
     # In a grey ramp each colour only repeats its index.
     if any(color != (i, i, i) for i, color in enumerate(colors)):

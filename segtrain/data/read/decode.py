@@ -50,6 +50,7 @@ _GREY_STEP = {2: 85, 4: 17}
 Palette = list[tuple[int, int, int]]
 
 
+Scaling = tuple[tuple[str, float], ...]  # "scale" or "offset", and the number
 _printing = Lock()
 
 
@@ -61,10 +62,10 @@ class Info(NamedTuple):
     depth: bits of a sample, such as 12 in a TIFF of uint16. orientation: of EXIF, 1 is upright.
     lossless: whether the format keeps every number, as class ids need. no_data: the number by which
     a TIFF marks pixels without a value (GDAL_NODATA). geo_tags: whether tags of a TIFF say
-    where on the map it lies. masked: whether a TIFF
-    says by a mask of its own where it has values. scaled: whether it says that its numbers count
-    times a scale, or with an offset, as GDAL writes it. bands: the names that a TIFF gives its
-    channels, as GDAL writes them; (): it does not name all.
+    where on the map it lies. masked: whether a TIFF says by a mask of its own where it has values.
+    scaling: the scales other than 1 and offsets other than 0 by which a TIFF says that its numbers
+    count, as GDAL writes them. bands: the names that a TIFF gives its channels, as GDAL writes
+    them; (): it does not name all.
     """
 
     size: tuple[int, int]
@@ -78,7 +79,7 @@ class Info(NamedTuple):
     no_data: float | None = None
     geo_tags: bool = False
     masked: bool = False
-    scaled: bool = False
+    scaling: Scaling = ()
     bands: tuple[str, ...] = ()
 
 

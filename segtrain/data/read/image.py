@@ -23,7 +23,7 @@ import numpy as np
 
 from segtrain.config import DataConfig
 from segtrain.data.read import decode, image_formats
-from segtrain.data.read.decode import MAX_PIXELS
+from segtrain.data.read.decode import MAX_PIXELS, Scaling
 from segtrain.data.read.find import Pair, Window
 from segtrain.data.read.georeference import is_on_map
 from segtrain.data.read.image_formats import Info
@@ -41,7 +41,8 @@ class ImageForm(NamedTuple):
     """What the images of a set have in common.
 
     dtype: uint8, uint16 or float32. value_range: what `data.value_range` says. mean: `data.mean`,
-    in units of 0..255. bands: names of the channels; (): not known.
+    in units of 0..255. bands: names of the channels; (): not known. scaling: as
+    of Info, of the first image; stored values are taken as they are.
     """
 
     channels: int = 3
@@ -49,6 +50,7 @@ class ImageForm(NamedTuple):
     value_range: ValueRange | None = None
     mean: Mean = (0.0, 0.0, 0.0)
     bands: tuple[str, ...] = ()
+    scaling: Scaling = ()
 
     @property
     def limits(self) -> ValueRange:
@@ -95,7 +97,7 @@ def form_of(data: DataConfig, pairs: Sequence[Pair] = ()) -> ImageForm:
         with suppress(DataError):
             info = image_formats.read_info(pair.image)
             bands = info.bands[: data.channels] if not pair.bands else ()
-            return form._replace(dtype=set_dtype(info.dtype), bands=bands)
+            return form._replace(dtype=set_dtype(info.dtype), bands=bands, scaling=info.scaling)
     return form
 
 

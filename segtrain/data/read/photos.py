@@ -45,7 +45,7 @@ def form_of_file(path: Path, form: ImageForm) -> ImageForm:
 
 def form_of_info(info: Info, form: ImageForm, path: Path) -> ImageForm:
     """As `form_of_file`, of a header that is read; path: for messages."""
-    form = form._replace(dtype=set_dtype(info.dtype))
+    form = form._replace(dtype=set_dtype(info.dtype), scaling=info.scaling)
     if (found := num_channels(info, form.channels)) != form.channels:
         raise DataError(
             f"{printable(path)}: {found} channels, and the model was trained on {form.channels}: "

@@ -105,7 +105,7 @@ def label_problem(info: Info, label_format: str, num_classes: int = 0) -> str:
     channels = info.channels - info.alpha
     if not info.lossless:
         return "the label is compressed with loss, as JPEG does it, which changes its ids"
-    if info.scaled:
+    if info.scaling:
         return SCALED
     if label_format == "bands":
         if info.channels == num_classes and not info.palette and info.dtype.kind in "bu":

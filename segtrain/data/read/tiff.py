@@ -12,7 +12,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from segtrain.data.read.decode import Info, Palette, checked_pixels, damage_named, number_dtype
+from segtrain.data.read.decode import (
+    Info,
+    Palette,
+    Scaling,
+    checked_pixels,
+    damage_named,
+    number_dtype,
+)
 from segtrain.data.read.find import Window
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
@@ -93,15 +100,16 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
             _no_data(page),
             any(code in page.tags for code in _GEO_TAGS),
             any(one.keyframe.subfiletype & _MASK for one in page.parent.series),
-            _is_scaled(page),
+            _scaling(page),
             _band_names(page, channels),
         )
 
 
-def _is_scaled(page: Any) -> bool:
-    """Whether GDAL's metadata give the numbers a scale other than 1 or an offset other than 0."""
+def _scaling(page: Any) -> Scaling:
+    """The `Info.scaling`."""
     found = _SCALING.findall(str(page.tags.valueof("GDAL_METADATA")))
-    return any(float(number) != (role == "scale") for role, number in found)
+    numbers = [(role.lower(), float(number)) for role, number in found]
+    return tuple((role, number) for role, number in numbers if number != (role == "scale"))
 
 
 def _band_names(page: Any, channels: int) -> tuple[str, ...]:
