@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import tifffile
 from experiments import write_config, write_data
+from pydantic import ValidationError
 
 from segtrain.checkpoint.format import load, parse_channels
-from segtrain.data.check.channels import Channels, channel_findings
+from segtrain.data.check.channels import Channels, channel_findings, channels_from_json
 from segtrain.data.check.values import image_values
 from segtrain.data.read.image import RGB, read_image
 from segtrain.data.read.image_formats import read_info
@@ -113,6 +114,13 @@ def test_names_of_bands_count_only_where_some_are_equal(tmp_path):
         read_image([path], RGB._replace(bands=wanted))
     with pytest.raises(DataError, match=r"bands B&4, B3, B2, and .* B2, B3, B8"):
         read_image([path], RGB._replace(bands=("B2", "B3", "B8")))
+
+
+@pytest.mark.parametrize("spread", ["[1.0, 2.0]", "[NaN]", '["x"]'])
+def test_damaged_channels_of_a_checkpoint_are_refused(spread):
+    fields = f'"bands": [], "mean": [1.0], "std": [1.0], "spread": {spread}'
+    with pytest.raises(ValidationError):
+        channels_from_json(f"{{{fields}}}")
 
 
 def values(mean, std=40.0, seed=0, channels=1):

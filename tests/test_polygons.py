@@ -1,12 +1,14 @@
 """Label maps to outlines: every kind of label that training reads, everywhere on the Earth."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 from affine import Affine
 from test_geojson import NORTH_UP, PX_M, UTM, drawn, raster
 
+from segtrain.annotations import polygons
 from segtrain.annotations.polygons import find_label_maps, write_polygons
 from segtrain.data.read.classes import load_class_file
 from segtrain.errors import DataError
@@ -47,6 +49,18 @@ def test_overlapping_classes_are_outlined_band_by_band(tmp_path, outlines):
     assert areas == {"wood": 100 * PX_M**2, "lake": 400 * PX_M**2}
     with pytest.raises(DataError, match=r"a\.tif: 2 channels; --label-format bands, colors or ids"):
         outlines(path, classes="classes: [wood, lake]\n")
+
+
+def test_windows_of_a_large_raster_are_one_label_map(tmp_path, outlines, monkeypatch):
+    bands = np.zeros((2, 50, 40), np.uint8)
+    bands[0, 5:45, 10:30] = bands[1, 20:22] = 1
+    path = raster(tmp_path / "a.tif", pixels=bands)
+    options = {"classes": "classes: [wood, lake]\n", "label_format": "bands"}
+    whole = outlines(path, **options)
+    monkeypatch.setattr(polygons, "raster_size", lambda path: (50, 40))
+    monkeypatch.setattr(polygons, "windows", partial(polygons.windows, side=16))
+    assert outlines(path, **options) == whole
+    assert whole[0] == {"wood": 800 * PX_M**2, "lake": 80 * PX_M**2}
 
 
 def test_probabilities_are_no_label_map(tmp_path, outlines):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, FiniteFloat, TypeAdapter
 
 from segtrain.data.check.findings import Finding, scaling_words
 from segtrain.data.check.values import ImageValues, image_values
@@ -39,10 +39,14 @@ class Channels:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     bands: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    spread: tuple[float, ...]
+    mean: tuple[FiniteFloat, ...]
+    std: tuple[FiniteFloat, ...]
+    spread: tuple[FiniteFloat, ...]
     scaling: Scaling = ()
+
+    def __post_init__(self) -> None:
+        if not len(self.mean) == len(self.std) == len(self.spread):
+            raise ValueError("mean, std and spread are of different numbers of channels")
 
 
 _ADAPTER = TypeAdapter(Channels)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 import cv2
 import numpy as np
@@ -50,7 +50,7 @@ _GREY_STEP = {2: 85, 4: 17}
 Palette = list[tuple[int, int, int]]
 
 
-Scaling = tuple[tuple[str, float], ...]  # "scale" or "offset", and the number
+Scaling = tuple[tuple[Literal["scale", "offset"], float], ...]
 _printing = Lock()
 
 
