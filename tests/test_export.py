@@ -22,6 +22,7 @@ from segtrain.checkpoint import ready
 from segtrain.checkpoint.trained import LoadedModel, load_initial, load_model
 from segtrain.commands import export as command
 from segtrain.config import Config, DataConfig, ModelConfig
+from segtrain.data.check.channels import Channels
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.export import formats, write
@@ -103,7 +104,8 @@ def loaded_model(model=None, **architecture):
     with torch.no_grad():
         channels = model.conv.in_channels if isinstance(model, Tiny) else 3
         model(torch.randn(2, channels, 64, 96))  # running statistics other than 0 and 1
-    return LoadedModel(model.eval(), config, CLASSES, step=1200)
+    channels = Channels(("Red", "Green", "Blue"), MEAN, STD, STD, (("scale", 0.5),))
+    return LoadedModel(model.eval(), config, CLASSES, step=1200, channels=channels)
 
 
 def pixels(*shape, seed=1):

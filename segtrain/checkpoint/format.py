@@ -202,6 +202,7 @@ def _load_exported(path: Path) -> Checkpoint:
         "classes": about["classes"],
         # Half precision is for other programs; here kernels are float32.
         "model": {key: w.float() if w.dtype == torch.float16 else w for key, w in weights.items()},
+        "channels": about.get("channels"),
         **dict.fromkeys(("average", "optimizer", "scaler", "best")),  # not exported: None
     }
     if "plugins" in about:

@@ -16,6 +16,7 @@ from safetensors.torch import save
 from segtrain import __version__
 from segtrain.checkpoint.format import experiment_fields, plugin_fields
 from segtrain.checkpoint.trained import LoadedModel
+from segtrain.data.check.channels import channels_to_json
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, Case, ExportModel, Run, quiet
@@ -186,6 +187,8 @@ def export_weights(loaded: LoadedModel, output: Path, *, half: bool = False) -> 
     metadata = _metadata(loaded) | steps | experiment_fields(loaded.config, loaded.classes)
     if records := plugin_fields(loaded.config):
         metadata["plugins"] = json.dumps(records)
+    if loaded.channels is not None:
+        metadata["channels"] = channels_to_json(loaded.channels)
     content = save(copies, metadata=metadata)
     with replaced(output) as draft:
         draft.write_bytes(content)  # by Python, which reports a full disk as what it is
