@@ -575,6 +575,7 @@ KINDS = [
     (with_alpha, {}),
     (grey_of_16_bits, {"short_side_px": 30}),
     (grey_of_16_bits, {"channels": 1, "value_range": (0.0, 4095.0)}),
+    (grey_of_16_bits, {"channels": 1, "value_range": (900.0, 1800.0), "clip": True}),
     (bands_of_12_bits, {"channels": 5, "value_range": (100.0, 4095.0)}),
     (heights_with_nan, {"channels": 1, "value_range": (-100.0, 900.0), "short_side_px": 17}),
 ]
@@ -603,7 +604,9 @@ def followed(steps, file):
         missing |= (stored == int(no_data.value)).all(2, keepdims=True)
     x = np.where(missing, np.round(value) if whole else value, x)
     for step in others:
-        if step["step"] == "scale":
+        if step["step"] == "clip":
+            x = x.clip(step["low"], step["high"])
+        elif step["step"] == "scale":
             x = (x - step["low"]) / (high - step["low"]) * 255
         elif step["step"] == "resize":
             ratio = step["short_side_px"] / min(x.shape[:2])
@@ -632,9 +635,8 @@ def test_the_steps_of_the_metadata_make_what_predict_gives_the_network(
     lab.done("predict", "run", file, "--output", tmp_path / "out", "--device", "cpu")
     torch.testing.assert_close(followed(preprocessing(loaded), file), seen[-1], rtol=0, atol=2e-5)
 
-    graph = formats.ExportModel(
-        model, *statistics.values(), data.get("value_range"), normalize="float32"
-    )
+    how = {"clip": data.get("clip", False), "normalize": "float32"}
+    graph = formats.ExportModel(model, *statistics.values(), data.get("value_range"), **how)
     graph(followed(preprocessing(loaded, normalize="float32"), file))
     torch.testing.assert_close(seen[-1], seen[-2], rtol=0, atol=2e-5)
 

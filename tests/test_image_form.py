@@ -218,6 +218,16 @@ def test_one_scale_makes_units_of_255_before_mean_and_std(dtype, value_range, fa
     np.testing.assert_allclose(filled, mean, atol=0 if dtype == np.float32 else factor / 2 + 1e-9)
 
 
+def test_values_beyond_the_range_become_its_ends_where_that_is_said():
+    image = torch.from_numpy(values(2, np.float32, 200)).permute(2, 0, 1)[None]
+    assert image.min() < 50 < 90 < image.max()
+    how = {"value_range": (50.0, 90.0)}
+    expected = normalize(image.clip(50, 90), (10.0, 20.0), (3.0, 4.0), **how)
+    assert torch.equal(normalize(image, (10.0, 20.0), (3.0, 4.0), clip=True, **how), expected)
+    module = Normalize((10.0, 20.0), (3.0, 4.0), (50.0, 90.0), clip=True)
+    torch.testing.assert_close(module(image), expected)
+
+
 def test_the_module_normalizes_bytes_and_floats_alike_and_keeps_type_and_layout():
     mean, std = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
     images = torch.from_numpy(values(3, np.uint8, 255)).permute(2, 0, 1)[None]  # channels last
@@ -388,6 +398,31 @@ def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, lab
     export = ("export", run, "--format", "torchscript", "--output", root / "m.ts")
     lab.refused(*export, "--normalize", "uint8")
     lab.done(*export, "--normalize", "float32")
+
+
+def test_training_and_statistics_see_the_clipped_values(five_bands, lab, monkeypatch):
+    seen, forward = [], Normalize.forward
+
+    def kept(self, images):
+        seen.append((images.float().max(), forward(self, images)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Normalize, "forward", kept)
+    numbers = {"value_range": [1000, 2000], "clip": True, "mean": [100] * 5, "std": [50] * 5}
+    numbers |= {"num_workers": 0}
+    sets = [f"--set=data.{key}={json.dumps(value)}" for key, value in numbers.items()]
+    sets += ["--set=train.steps=1", "--set=schedule.warmup_steps=0", "--device=cpu"]
+    lab.done("train", five_bands, "--output", five_bands.parent / "run", *sets)
+    assert max(stored for stored, _ in seen) > 2000
+    assert max(found.max() for _, found in seen) == pytest.approx((255 - 100) / 50)
+    images = [tifffile.imread(p) for p in sorted(five_bands.parent.glob("images/train/*"))]
+    stats = ("data", "stats", five_bands, "--json", five_bands.parent / "s.json")
+    lab.done(*stats, *sets[:-3])
+    found = json.loads((five_bands.parent / "s.json").read_text())["mean"]
+    expected = np.stack(images).clip(1000, 2000).mean((0, 1, 2))
+    np.testing.assert_allclose(found, (expected - 1000) * 255 / 1000, rtol=1e-5)
+    said = lab.refused("config", "show", five_bands, "--set", "data.clip=true")
+    assert "clip: has no effect with value_range null" in said
 
 
 def test_a_pack_gives_the_same_pixels(five_bands, lab):

@@ -17,6 +17,7 @@ from segtrain.cli import main
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file, says_no_class
+from segtrain.data.read.image_formats import read_stored
 
 
 @pytest.fixture(autouse=True)
@@ -798,3 +799,53 @@ def test_rois_of_imagej_are_named_by_import_and_init(folder, lab):
     save(folder / "cells.png", scene(0)[0])
     said = lab.refused("init", folder, "--output", lab.folder / "m", code=3)
     assert "1 file of ImageJ's ROIs, not read: cells_RoiSet.zip" in said
+
+
+def lesions(folder, dtype, low, high, step):
+    """Air and bone of `low` and `high`, tissue around `low + step`, and a lesion in it, brighter by
+    a sixteenth of `step`; the lesions of the images to train on and evaluate on."""
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        label = np.zeros((64, 80), np.uint8)
+        label[20 + i : 50, 30:60] = 1
+        pixels = low + step + rng.normal(0, step / 60, label.shape) + step / 16 * label
+        pixels[:, :9], pixels[:, -5:] = low, high
+        save(folder / f"images/{i}.tif", pixels.round().astype(dtype))
+        save(folder / f"labels/{i}.png", label)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high", "step"),
+    [(np.float32, -1024, 1800, 1060), (np.int16, -1024, 1800, 1060), (np.uint16, 0, 60000, 3000)],
+    ids=["CT by import", "CT", "microscopy"],
+)
+def test_a_narrow_foreground_is_seen_on_a_scale_of_its_own(folder, lab, dtype, low, high, step):
+    lesions(folder, dtype, low, high, step)
+    output = lab.folder / "m"
+    said = lab.done("init", folder, "--output", output).out
+    config = load_config(output / "config.yaml")
+    pairs = open_dataset(config.data, config.data.train_split).pairs
+    pixels, labels = (
+        np.stack([read_stored(getattr(pair, side))[..., 0] for pair in pairs])
+        for side in ("image", "label")
+    )
+    expected = np.percentile(pixels[labels > 0], (0.5, 99.5))
+    np.testing.assert_allclose(config.data.value_range, expected, rtol=1e-5)
+    assert config.data.clip
+    shown = " ".join(said.split())
+    assert "percentiles 0.5 and 99.5 of what is labelled, as nnU-Net clips CT" in shown
+    clipped = (pixels.clip(*expected) - expected[0]) * 255 / np.ptp(expected)
+    np.testing.assert_allclose(config.data.mean, clipped.mean(), rtol=1e-3)
+    np.testing.assert_allclose(config.data.std, clipped.std(), rtol=1e-3)
+    assert "outside of data.value_range" not in said
+
+
+def test_a_wide_foreground_keeps_the_scale_of_all_values(folder, lab):
+    lesions(folder, np.int16, -100, 200, 100)
+    for i in range(6):
+        label = cv2.imread(str(folder / f"labels/{i}.png"), cv2.IMREAD_UNCHANGED)
+        label[:, -5:] = label[:, :9] = 1
+        save(folder / f"labels/{i}.png", label)
+    lab.done("init", folder, "--output", lab.folder / "m")
+    config = load_config(lab.folder / "m/config.yaml")
+    assert (config.data.value_range, config.data.clip) == ((-100.0, 200.0), False)

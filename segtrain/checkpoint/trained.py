@@ -151,7 +151,7 @@ def members_of(source: str | Path) -> list[str | Path]:
 
 
 # What an image has to go through before it reaches a model.
-_OF_IMAGES = ("channels", "mean", "std", "value_range", "short_side_px", "neighbours")
+_OF_IMAGES = ("channels", "mean", "std", "value_range", "clip", "short_side_px", "neighbours")
 
 
 def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
@@ -263,7 +263,8 @@ _SILENT = {
     "task",
     *("model.output_stride", "model.variant", "model.multi_grid", "model.align_corners"),
     *("model.ppm_bins", "model.aspp_rates"),
-    *("data.mean", "data.std", "data.value_range", "data.short_side_px", "data.neighbours"),
+    *("data.mean", "data.std", "data.value_range", "data.clip"),
+    *("data.short_side_px", "data.neighbours"),
 }
 # Options that may change keys or shapes.
 _MODEL = re.compile(r"model\.(?!pretrained|dropout)|norm\.kind|data\.channels")

@@ -86,6 +86,7 @@ def write_experiment(
         class_lists,
         decide,
         decisions,
+        foreground,
         label_sets,
         label_values,
         one_picture,
@@ -117,7 +118,9 @@ def write_experiment(
         else:
             split = splits.choose_splits(found, labels, given)
         machine = _machine()
-        pixels = recipe.choose_pixels(found, (*split.train, *split.val), given, machine)
+        seen = foreground.narrow_foreground(found, labels, chosen, split.train, output)
+        images = (*split.train, *split.val)
+        pixels = recipe.choose_pixels(found, images, given, machine, seen)
         options = recipe.choose_options(split, chosen, pixels, machine)
         plan = decisions.Decisions(found, labels, chosen, split, options)
         for line in _lines(plan, machine, given.missing):

@@ -68,6 +68,11 @@ class DataConfig(Section):
         "[0, 4095] for 12 bits; null: those of the type, 0..255 or 0..65535; other types and "
         "floats need it; 'segtrain data stats' prints what the files hold",
     )
+    clip: bool = option(
+        False,
+        "stored values beyond value_range become its ends, as nnU-Net does for CT, whose range is "
+        "that of the labelled tissue; false: they go on beyond 0 and 255",
+    )
     neighbours: Annotated[int, Field(ge=0, le=7)] = option(
         0,
         "images are slices of volumes, z0007 after z0006: so many before and after each are "

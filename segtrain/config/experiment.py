@@ -464,7 +464,7 @@ def wrong_units(config: Config) -> list[str]:
 def changed_normalization(trained: Config, config: Config) -> list[str]:
     """Notes and warnings about `data.mean` and `data.std` that differ from the training's."""
     before, now = trained.data, config.data
-    keys = ("mean", "std", "value_range")
+    keys = ("mean", "std", "value_range", "clip")
     changed = [key for key in keys if getattr(before, key) != getattr(now, key)]
     wrong = {line.partition(":")[0]: line for line in wrong_units(config)}
     lines = []

@@ -34,7 +34,11 @@ RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
 # Options that have an effect only with another one: the one has this value, or any but null, 0 and
 # false. Where several are named, one of them is enough.
 NEEDS: dict[str, dict[str, str]] = {
-    "DataConfig": {"images_dir": "layout=folders", "labels_dir": "layout=folders layout=list"},
+    "DataConfig": {
+        "images_dir": "layout=folders",
+        "labels_dir": "layout=folders layout=list",
+        "clip": "value_range",
+    },
     "ModelConfig": {
         "stem num_stages multi_grid": " ".join(f"backbone={name}" for name in RESNETS),
         "multi_grid": "num_stages=4",

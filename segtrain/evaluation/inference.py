@@ -306,9 +306,8 @@ def _normalized_view(
     """The normalized images at `size`, (N, C, height, width), in the dtype of the model."""
     parameter = next(forward.model.parameters(), None)
     dtype = torch.float32 if parameter is None else parameter.dtype
-    view = normalize(
-        images, settings.mean, settings.std, value_range=settings.value_range, dtype=dtype
-    )
+    how = {"value_range": settings.value_range, "clip": settings.clip, "dtype": dtype}
+    view = normalize(images, settings.mean, settings.std, **how)
     if size == images.shape[-2:]:
         return view
     return functional.interpolate(view, size=size, mode="bilinear", align_corners=False)

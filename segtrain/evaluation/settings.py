@@ -52,7 +52,7 @@ class InferenceSettings:
     flip: views are also mirrored left to right.
     short_side_px: the image is first resized to this short side; None: it keeps its size.
     align_corners: how score maps are resized, as inside the model.
-    mean, std, value_range: the normalization, see `segtrain.models.blocks.normalize`.
+    mean, std, value_range, clip: the normalization, see `segtrain.models.blocks.normalize`.
     autocast: dtype of mixed precision; None: the model's own.
     tf32: products of float32 numbers are rounded to TF32 on CUDA.
     batch_size: views or windows that go through the network together; None: see `batch_limits`.
@@ -70,6 +70,7 @@ class InferenceSettings:
     mean: Values
     std: Values
     value_range: tuple[float, float] | None = None
+    clip: bool = False
     autocast: torch.dtype | None = None
     tf32: bool = False
     batch_size: int | None = None
@@ -105,6 +106,7 @@ class InferenceSettings:
             mean=config.data.mean,
             std=config.data.std,
             value_range=config.data.value_range,
+            clip=config.data.clip,
             autocast=autocast_dtype(precision),
             tf32=precision.precision == "tf32",
             batch_size=config.eval.batch_size,

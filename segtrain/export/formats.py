@@ -35,7 +35,7 @@ class ExportModel(nn.Module):
     """A segmentation model with normalization before it and argmax after it, as asked for.
 
     model: returns SegLogits; it is put into evaluation mode and float32.
-    mean, std, value_range: as in the config.
+    mean, std, value_range, clip: as in the config.
     normalize: the input is what images store, in this dtype, which the file normalizes; None: the
         input is float32 and normalized already.
     argmax: the result is train ids (N, H, W) uint8, not logits (N, K, H, W).
@@ -49,13 +49,14 @@ class ExportModel(nn.Module):
         std: Values,
         value_range: tuple[float, float] | None = None,
         *,
+        clip: bool = False,
         normalize: Literal["uint8", "float32"] | None = None,
         argmax: bool = False,
         multilabel: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.multilabel = model, multilabel
-        self.normalization = Normalize(mean, std, value_range)
+        self.normalization = Normalize(mean, std, value_range, clip=clip)
         self.normalize = normalize
         self.argmax = argmax
         self.float().eval()
@@ -93,7 +94,8 @@ class ExportModel(nn.Module):
     def describe(self, *, fixed_size: tuple[int, int] | None, min_side_px: int) -> dict[str, str]:
         """Input and output in words, for the file's metadata."""
         stored = self.normalization.value_range
-        unit = "pixel" if stored is None else "value scaled from {:g}..{:g} to 0..255"
+        clip = "clipped to and " * self.normalization.clip
+        unit = "pixel" if stored is None else f"value {clip}scaled from {{:g}}..{{:g}} to 0..255"
         value = f"float32, ({unit.format(*stored or ())} - mean) / std by channel"
         if self.normalize:
             scale = (

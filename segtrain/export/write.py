@@ -157,6 +157,7 @@ def graph_of(
         data.mean,
         data.std,
         data.value_range,
+        clip=data.clip,
         normalize=normalize,
         argmax=argmax,
         multilabel=loaded.classes.overlapping,
@@ -243,6 +244,7 @@ def preprocessing(
         {"step": "read", **channels},
         {"step": "fill", **fill, "scaled": list(data.mean), "whole_numbers": "rounded"},
     ]
+    steps += [{"step": "clip", "low": low, "high": high}] if data.clip else []
     if normalize is None or data.value_range is None:
         steps.append({"step": "scale", "low": low, "high": high, "to": [0, 255]})
     short_side = InferenceSettings.from_config(loaded.config).short_side_px

@@ -16,18 +16,22 @@ Values = tuple[float, ...]
 """A number for each channel."""
 
 
-def in_255(images: Tensor, value_range: tuple[float, float] | None, dtype: torch.dtype) -> Tensor:
+def in_255(
+    images: Tensor, value_range: tuple[float, float] | None, dtype: torch.dtype, *, clip: bool
+) -> Tensor:
     """`images`, as stored, in units of 0..255 and in `dtype`.
 
-    value_range: the stored values that become 0 and 255, not clipped; None: 0..65535 of uint16,
-        and of other images their own units.
+    value_range: the stored values that become 0 and 255; None: 0..65535 of uint16, and of other
+        images their own units. clip: values beyond it become its ends.
     """
     if value_range is None and images.dtype != torch.uint16:
         return images.to(dtype)
     low, high = value_range or (0.0, 65535.0)
     # Half precision ends below the values of 16 bits.
     wide = torch.promote_types(dtype, torch.float32)
-    return ((images.to(wide) - low) * (255 / (high - low))).to(dtype)
+    values = images.to(wide)
+    values = values.clamp(low, high) if clip else values
+    return ((values - low) * (255 / (high - low))).to(dtype)
 
 
 T = TypeVar("T")
@@ -39,17 +43,18 @@ def normalize(
     std: Values,
     *,
     value_range: tuple[float, float] | None = None,
+    clip: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """`(images - mean) / std` by channel, (N, C, H, W) in `dtype`.
 
-    images, value_range: see `in_255`. mean, std: in units of 0..255.
+    images, value_range, clip: see `in_255`. mean, std: in units of 0..255.
     """
     # From a list on the CPU and then moved: the host does not wait for the device.
     mean_t = torch.tensor(mean, dtype=dtype).to(images.device, non_blocking=True).view(-1, 1, 1)
     std_t = torch.tensor(std, dtype=dtype).to(images.device, non_blocking=True).view(-1, 1, 1)
     # In place: an image of 12 million pixels takes 144 MB.
-    return (in_255(images, value_range, dtype) - mean_t).div_(std_t)
+    return (in_255(images, value_range, dtype, clip=clip) - mean_t).div_(std_t)
 
 
 class Normalize(nn.Module):
@@ -62,16 +67,22 @@ class Normalize(nn.Module):
     std: Tensor
 
     def __init__(
-        self, mean: Values, std: Values, value_range: tuple[float, float] | None = None
+        self,
+        mean: Values,
+        std: Values,
+        value_range: tuple[float, float] | None = None,
+        *,
+        clip: bool = False,
     ) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
-        self.value_range = value_range
+        self.value_range, self.clip = value_range, clip
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) as stored -> the same shape, normalized."""
-        return (in_255(images, self.value_range, self.mean.dtype) - self.mean) / self.std
+        values = in_255(images, self.value_range, self.mean.dtype, clip=self.clip)
+        return (values - self.mean) / self.std
 
 
 class Features(NamedTuple):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from segtrain.survey.image_kinds import Image
 from segtrain.survey.splits import Splits
 from segtrain.survey.survey import Survey
 from segtrain.text import first_of
+
+if TYPE_CHECKING:  # it imports the decisions, which import this
+    from segtrain.survey.foreground import Foreground
 
 _IMAGENET = {key: DataConfig.model_fields[key].default for key in ("mean", "std")}
 # Rarer than the most frequent class by this factor: the loss is weighted.
@@ -59,9 +62,13 @@ class Pixels:
 
 
 def choose_pixels(
-    survey: Survey, images: Sequence[Image], answers: Answers, machine: Machine
+    survey: Survey,
+    images: Sequence[Image],
+    answers: Answers,
+    machine: Machine,
+    foreground: "Foreground | None",
 ) -> Pixels:
-    """How the images are read; one scale for all of them.
+    """How the images are read; one scale for all of them, that of a narrow `foreground`.
 
     Raises:
         ConfigError: they differ in their channels or types, or have fewer than asked for.
@@ -85,10 +92,19 @@ def choose_pixels(
     if dtype != "uint8":
         low, high = min(min(one.low) for one in usable), max(max(one.high) for one in usable)
         scale = _value_range(np.dtype(dtype), low, high)
+        reason = f"{dtype}; seen in {len(usable)} images: {low:g} to {high:g}"
+        if foreground is not None:
+            scale = foreground.value_range
+            usable = [_in_channels(one, channels) for one in foreground.facts]
+            reason = (
+                "percentiles 0.5 and 99.5 of what is labelled, as nnU-Net clips CT; seen are "
+                f"{low:g} to {high:g}"
+            )
         if scale != found.limits or found.dtype.kind == "f":
-            reason = f"{dtype}; seen in {len(usable)} images: {low:g} to {high:g}"
             found = found._replace(value_range=scale)
             options.append(Option("data.value_range", list(scale), reason))
+        if foreground is not None:
+            options.append(Option("data.clip", True, "values beyond the range become its ends"))
     if channels == 3 and machine.weights and dtype == "uint8":
         mean, std = _IMAGENET.values()
         reason = "those of the pretrained weights (ImageNet)"

@@ -163,7 +163,8 @@ def make_state(
     if train.parallel == "server":
         refuse_layers(model, "train.parallel: server")
     data = config.data
-    normalize = Normalize(data.mean, data.std, data.value_range).to(device, dtype_of(train))
+    normalize = Normalize(data.mean, data.std, data.value_range, clip=data.clip)
+    normalize.to(device, dtype_of(train))
     criterion = SegLoss(
         config.loss,
         device,

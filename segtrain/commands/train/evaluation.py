@@ -242,7 +242,8 @@ def take_precise_statistics(
     """
     train, data = run.config.train, run.config.data
     layout, shares = run.state.layout, run.state.shares
-    normalize = Normalize(data.mean, data.std, data.value_range).to(run.device, dtype_of(train))
+    normalize = Normalize(data.mean, data.std, data.value_range, clip=data.clip)
+    normalize.to(run.device, dtype_of(train))
     model = run.state.eval_model
     vote, step = LateVote(run.device, train.timeout_s), run.state.step
 

@@ -130,7 +130,8 @@ def photo_findings(images: Sequence[ImageValues]) -> Iterator[Finding]:
     """What tells that images to predict hold other values than those of the training."""
     if dark := find_darkness(images):
         yield dark
-    if names := [one.name for one in images if one.outside > _MOSTLY_OUTSIDE]:
+    far = [one.name for one in images if one.outside > _MOSTLY_OUTSIDE and not one.form.clip]
+    if names := far:
         low, high = images[0].form.limits
         which = counted(len(names), "image has", "images have")
         text = (
@@ -165,7 +166,9 @@ def _value_findings(images: Sequence[ImageValues], split: str) -> Iterator[Findi
         yield Finding("warning", split, "dropped band", text, {"": dropped})
     low, high = images[0].form.limits
     white, outside = np.mean([(one.white, one.outside) for one in images], axis=0).tolist()
-    if white > _MANY_WHITE:
+    if images[0].form.clip:  # meant to lie outside
+        pass
+    elif white > _MANY_WHITE:
         text = (
             f"{white:.1%} of the samples are {high:g}, the top of their range: were larger values "
             "cut off when the files were made? Then make them again"

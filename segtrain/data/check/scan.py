@@ -165,7 +165,8 @@ class SplitScan:
         if orientation != 1:
             self.places["orientation"][""].append(values.name)
         if sample_size:
-            self.moments = _moments(image)
+            form = values.form
+            self.moments = _moments(image.clip(*form.limits) if form.clip else image)
             pixels = image.reshape(-1, image.shape[2])
             self.sample.append(pixels[:: max(1, len(pixels) // sample_size)].astype(np.float32))
 

@@ -40,15 +40,16 @@ _UINT8 = np.dtype(np.uint8)
 class ImageForm(NamedTuple):
     """What the images of a set have in common.
 
-    dtype: uint8, uint16 or float32. value_range: what `data.value_range` says. mean: `data.mean`,
-    in units of 0..255. bands: names of the channels; (): not known. scaling: as
-    of Info, of the first image; stored values are taken as they are.
+    dtype: uint8, uint16 or float32. value_range, clip: what the data section says. mean: likewise,
+    in units of 0..255. bands: names of the channels; (): not known. scaling: as of Info, of the
+    first image; stored values are taken as they are.
     """
 
     channels: int = 3
     dtype: np.dtype = _UINT8
     value_range: ValueRange | None = None
     mean: Mean = (0.0, 0.0, 0.0)
+    clip: bool = False
     bands: tuple[str, ...] = ()
     scaling: Scaling = ()
 
@@ -91,7 +92,7 @@ def form_of(data: DataConfig, pairs: Sequence[Pair] = ()) -> ImageForm:
 
     Without any it is uint8.
     """
-    form = ImageForm(data.channels, _UINT8, data.value_range, data.mean)
+    form = ImageForm(data.channels, _UINT8, data.value_range, data.mean, data.clip)
     for pair in pairs:
         # What cannot be read is named by the checks, or when it is to be used.
         with suppress(DataError):

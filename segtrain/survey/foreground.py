@@ -1,0 +1,85 @@
+"""The values of what is labelled, where they are few of those that deep grey images hold.
+
+A lesion takes 85 of the 4,000 values of a CT, and a cell few of 16 bits beside a hot pixel. nnU-Net
+clips CT to the percentiles 0.5 and 99.5 of the foreground (arXiv:1904.08128, Methods).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from segtrain.data.read.decode import to_stored
+from segtrain.survey import contents
+from segtrain.survey.class_lists import Classes
+from segtrain.survey.contents import ImageFacts, spread
+from segtrain.survey.decisions import class_ids
+from segtrain.survey.image_kinds import Image
+from segtrain.survey.label_sets import LabelSet
+from segtrain.survey.survey import Survey
+from segtrain.types import IGNORE_INDEX
+
+_PERCENTILES = 0.5, 99.5
+# Of the span of all values: a wider foreground shows on their scale, too.
+_NARROW = 0.25
+_SAMPLE, _LEAST_PX, _MOST_PX = 64, 50, 200_000
+
+
+class Foreground(NamedTuple):
+    """value_range: of the labelled values. facts: of the images, clipped to it."""
+
+    value_range: tuple[float, float]
+    facts: tuple[ImageFacts, ...]
+
+
+def narrow_foreground(
+    survey: Survey, labels: LabelSet, classes: Classes, images: Sequence[Image], drawn: Path
+) -> Foreground | None:
+    """The range of the labelled values; None: of 8 bits, of several channels, or not narrow.
+
+    images: to train on. drawn: the folder of labels that were drawn from annotations.
+    """
+    if any(image.channels != 1 or image.dtype == "uint8" for image in images):
+        return None
+    if labels.kind == "annotations" and labels.overlapping:
+        return None
+    pixels, shown = [], []
+    by_path = {image.path: image for image in images}  # windows share a file
+    for image in spread(list(by_path.values()), _SAMPLE):
+        values = contents.read_bands([survey.root / file for file in image.files])[..., 0]
+        found = _foreground(survey.root, image, labels, classes, drawn)
+        if found.shape == values.shape:
+            step = max(1, values.size // _MOST_PX)
+            is_valid = ~np.isnan(values.ravel()[::step])
+            pixels.append(values.ravel()[::step][is_valid].astype(np.float64))
+            shown.append(pixels[-1][found.ravel()[::step][is_valid]])
+    labelled = np.concatenate([np.zeros(0), *shown])
+    if labelled.size < _LEAST_PX:
+        return None
+    low, high = (float(f"{x:.6g}") for x in np.percentile(labelled, _PERCENTILES))
+    if not 0 < high - low < _NARROW * np.ptp(np.concatenate(pixels)):
+        return None
+    clipped = [one.clip(low, high) for one in pixels if one.size]
+    facts = [ImageFacts((low,), (high,), (x.mean(),), (x.std(),), False) for x in clipped]
+    return Foreground((low, high), tuple(facts))
+
+
+def _foreground(
+    root: Path, image: Image, labels: LabelSet, classes: Classes, drawn: Path
+) -> np.ndarray:
+    """(H, W) bool: where a class but the background is, of a raster in its middle window."""
+    files = labels.labels[image.path]
+    if not files:
+        return np.zeros(image.size, bool)
+    if labels.classes:
+        of_classes = labels.class_files(root, image.path)
+        numbers, _ = contents.painted(of_classes, image.size, labels.void, labels.threshold)
+        return (numbers > 0) & ~np.isin(numbers, labels.void)
+    folder = drawn if labels.kind == "annotations" else root
+    window = contents.middle_window(root / image.path)
+    ids = class_ids(folder / files[0], labels, classes, window)
+    ids = to_stored(ids, image.orientation) if labels.upright else ids
+    names = [one.name.casefold().strip("_") for one in classes.classes]
+    beside = [i for i, x in enumerate(classes.classes) if 0 in x.values or names[i] == "background"]
+    return ~np.isin(ids, [*beside, IGNORE_INDEX])
