@@ -6,7 +6,7 @@ line, and characters that reverse its direction.
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from unicodedata import category
 
 MAX_LINE = 5000  # longer than any path, so that no real one is cut
@@ -67,6 +67,24 @@ def address_problem(url: str) -> str:
 def install_line(extra: str) -> str:
     """How to install an extra. On the registry, the name of segtrain is another program's."""
     return f"in the checkout of segtrain: pip install '.[{extra}]'"
+
+
+def distinct(names: Iterable[str], key: Callable[[str], str] = str) -> list[str]:
+    """The names with a number behind those that an earlier one has taken.
+
+    key: what must differ; for files `str.casefold`, since some disks know no case.
+
+    >>> distinct(["a", "b", "a", "a_2"])
+    ['a', 'b', 'a_2', 'a_2_2']
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        number, free = 1, name
+        while key(free) in found:
+            number += 1
+            free = f"{name}_{number}"
+        found[key(free)] = free
+    return list(found.values())
 
 
 def counted(number: int, one: str, many: str) -> str:

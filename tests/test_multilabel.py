@@ -38,6 +38,7 @@ from segtrain.one_vs_rest import (
     scores_of,
 )
 from segtrain.results.runs import summarize
+from segtrain.run.pictures import mask_names
 from segtrain.training.losses import SegLoss
 from segtrain.types import IGNORE_INDEX, SegLogits
 
@@ -808,3 +809,10 @@ def test_weights_of_the_other_task_are_loaded_with_a_warning(learnt):
     semantic = made.config.model_copy(update={"task": "semantic"})
     lines = load_initial(made.model, root / "run", made.classes.names, semantic).lines
     assert any("init: task is multilabel there, semantic here" in line for line in lines)
+
+
+def test_each_class_has_a_folder_of_masks_of_its_own():
+    """Also where names differ in what no file name has, or in case alone; and none leads out."""
+    names = ["a/b", "a_b", "A\\b", ".."]
+    found = mask_names(classes(json.dumps({"classes": names})))
+    assert found == ["a_b", "a_b_2", "A_b_3", "_"]

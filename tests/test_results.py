@@ -61,6 +61,14 @@ def test_neighbours_of_a_sequence_count_once_among_the_worst():
     assert len(rows) == 63
 
 
+def test_a_class_that_is_called_as_a_column_has_a_column_of_its_own():
+    found = replace(records([1, 50], ["x", "y"]), classes=("IoU", "label"))
+    for text in (found.table(), found.confusion_csv()):
+        header, *rows = csv.reader(io.StringIO(text))
+        assert len({*header}) == len(header) == len(rows[0])
+    assert header == ["label", "IoU", "label_2"]
+
+
 def test_records_are_read_as_they_were_written(tmp_path):
     made = records([1, 50], ["ä 1", "b"])
     made.save(tmp_path)

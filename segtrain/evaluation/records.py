@@ -22,7 +22,7 @@ from segtrain.files import os_errors_as, read_bytes, write_atomic
 from segtrain.metrics import FINE_BINS, Scores, or_none
 from segtrain.one_vs_rest import scores_of
 from segtrain.run.directory import EVALUATION
-from segtrain.text import printable
+from segtrain.text import distinct, printable
 
 RIGHT, LABELLED, PREDICTED = range(3)
 
@@ -135,7 +135,8 @@ class Records:
         rows = csv.writer(text, lineterminator="\n")
         kinds = "right_px", "labelled_px", "predicted_px"
         pixels = [f"{name} {kind}" for name in self.classes for kind in kinds]
-        rows.writerow(["image", "IoU", "accuracy", "labelled_px", *self.classes, *pixels])
+        titles = ["image", "IoU", "accuracy", "labelled_px", *self.classes, *pixels]
+        rows.writerow(distinct(titles))
         score, by_class = self.image_iou, self.class_iou
         right, labelled = (self.images[..., column].sum(1) for column in (RIGHT, LABELLED))
         for i in sorted(range(len(self.names)), key=lambda i: (math.isnan(score[i]), score[i])):
@@ -149,7 +150,7 @@ class Records:
         """CSV: pixels of each class by label (a line) and prediction (a column)."""
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(["label", *self.classes])
+        rows.writerow(distinct(["label", *self.classes]))
         for name, counts in zip(self.classes, self.matrix.tolist(), strict=True):
             rows.writerow([name, *counts])
         return text.getvalue()

@@ -10,6 +10,7 @@ Where classes overlap they are (H, W, K): 1 where a class is, 0 where not, or IG
 import io
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.data.sample.geometry import by_bands
 from segtrain.errors import ConfigError, ExecutionError
 from segtrain.files import check_replaceable, os_errors_as, write_atomic
-from segtrain.text import MAX_NAME, first_of, printable
+from segtrain.text import MAX_NAME, distinct, first_of, printable
 from segtrain.types import IGNORE_INDEX, Batch
 
 # Images that TensorBoard shows at the start of training and at an evaluation.
@@ -337,7 +338,8 @@ def stored_label(classes: ClassFile, label: np.ndarray) -> np.ndarray:
 
 def mask_names(classes: ClassFile) -> list[str]:
     """The folder of each class below MASKS, where classes overlap."""
-    return [name.replace("/", "_").replace("\\", "_") for name in classes.names]
+    names = [re.sub(r"[/\\]|^\.+$", "_", name) for name in classes.names]
+    return distinct(names, key=str.casefold)
 
 
 def write_prediction(
