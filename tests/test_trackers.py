@@ -5,12 +5,13 @@ import os
 import struct
 import time
 from typing import get_args
+from unittest.mock import MagicMock
 
 import pytest
 from experiments import small, train, write_config, write_data
 
 from segtrain.commands.start import write_page
-from segtrain.config import Config
+from segtrain.config import Config, load_config
 from segtrain.run import trackers
 from segtrain.run.log import RunLog
 from segtrain.run.trackers import Sender, Trackers, _mlflow_name
@@ -18,8 +19,6 @@ from segtrain.run.trackers import Sender, Trackers, _mlflow_name
 
 class Fake:
     """A service that takes everything, or fails or hangs where it is told to."""
-
-    id = "x"
 
     def __init__(self, *_, calls, fails=(), hangs=()):
         self.calls, self.fails, self.hangs = calls, fails, hangs
@@ -46,8 +45,9 @@ def fake(tmp_path, monkeypatch):
     def make(resumes=False, **options):
         calls, kept = [], []
 
-        def opened(_directory, _config, identity):
+        def opened(_directory, _config, identity, keep):
             kept.append(identity)
+            keep("x")
             return Fake(calls=calls, **options)
 
         monkeypatch.setitem(trackers.TRACKERS, "fake", opened)
@@ -110,6 +110,35 @@ def test_an_error_of_the_run_ends_its_trackers(fake, tmp_path):
         log.scalars(1, {"train/loss": 0.5})
         raise ValueError
     assert calls[-1] == ("finish", {}, (), "FAILED")
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_the_id_is_kept_before_the_network_is_waited_for(name, data, lab, monkeypatch):
+    """A run that is stopped meanwhile goes on in the same one."""
+    seen = []
+
+    class Library(MagicMock):
+        def init(self, **options):
+            self.waits(options["id"])
+
+        def log_batch(self, identity, **_):
+            self.waits(identity)
+
+        def waits(self, identity):
+            seen.append((identity, (lab.folder / f"{name}.id").read_text().strip()))
+            raise ConnectionError
+
+    library = Library()
+    library.MlflowClient.return_value = library
+    library.create_run.return_value.info.run_id = "made there"
+    monkeypatch.setattr(trackers, "import_module", lambda _: library)
+    config = load_config(lab.config(data, log={"trackers": [name]}))
+    for resumes in (False, True):
+        (sender,) = trackers.senders(lab.folder, config, resumes=resumes)
+        library.update_run.side_effect = lambda identity, **_: library.waits(identity)
+        sender.run()
+    assert len(seen) == 2  # the file was there both times
+    assert len({identity for pair in seen for identity in pair}) == 1
 
 
 def test_a_missing_library_is_refused_at_the_start(data, monkeypatch, lab):

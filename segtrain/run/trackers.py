@@ -44,12 +44,17 @@ class Tracker(Protocol):
         """Adds results and files; status: FINISHED, FAILED or KILLED."""
 
 
+Keep = Callable[[str], None]
+"""Writes the id of a run down, with which its resumption goes on."""
+
+
 class _Wandb:
-    def __init__(self, directory: Path, config: Config, kept: str | None) -> None:
+    def __init__(self, directory: Path, config: Config, kept: str | None, keep: Keep) -> None:
         wandb = import_module("wandb")
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ConnectionError("no key; use  wandb login, or set WANDB_API_KEY")
         self.id = kept or uuid.uuid4().hex
+        keep(self.id)  # init waits for a network, and a stop meanwhile would make another run
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=directory.resolve().name,
@@ -79,7 +84,7 @@ class _Mlflow:
     # What a request may hold.
     _PARAMS, _METRICS, _VALUE = 100, 1000, 6000
 
-    def __init__(self, directory: Path, config: Config, kept: str | None) -> None:
+    def __init__(self, directory: Path, config: Config, kept: str | None, keep: Keep) -> None:
         mlflow = import_module("mlflow")
         self._entities = import_module("mlflow.entities")
         self._client = mlflow.MlflowClient()
@@ -92,6 +97,7 @@ class _Mlflow:
             found = self._client.get_experiment_by_name(name)
             place = self._client.create_experiment(name) if found is None else found.experiment_id
         self.id = self._client.create_run(place, run_name=directory.resolve().name).info.run_id
+        keep(self.id)
         options = [(key, str(value)[: self._VALUE]) for key, value in flat(config).items()]
         params = [self._entities.Param(*one) for one in options]
         for start in range(0, len(params), self._PARAMS):
@@ -114,7 +120,7 @@ class _Mlflow:
         self._client.set_terminated(self.id, status)
 
 
-TRACKERS: dict[str, Callable[[Path, Config, str | None], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, Config, str | None, Keep], Tracker]] = {
     "wandb": _Wandb,
     "mlflow": _Mlflow,
 }
@@ -217,9 +223,9 @@ class Sender(threading.Thread):
         if resumes:
             with suppress(OSError):  # it was not tracked before
                 kept = read_bytes(file, 1000).decode().strip()
-        tracker = TRACKERS[self.name](directory, config, kept)
-        write_atomic(file, tracker.id + "\n", durable=False)
-        return tracker
+        return TRACKERS[self.name](
+            directory, config, kept, lambda known: write_atomic(file, known + "\n", durable=False)
+        )
 
 
 def _mlflow_name(tag: str) -> str:
