@@ -126,6 +126,13 @@ def test_a_cleared_run_can_be_used_but_not_trained_on(runs, lab):
     assert "best.pt alone is left (segtrain runs --clear)" in message
 
 
+def test_an_evaluation_says_of_windows_that_they_serve_large_images_alone(runs, lab):
+    words = ("eval", runs / "short", "--device", "cpu", "--set")
+    warning = "warning: eval.crop_size: with eval.mode whole, only images that are too large"
+    assert warning in lab.done(*words, "eval.crop_size=[40, 40]").err
+    assert "warning: eval" not in lab.done(*words, "eval.flip=true").err
+
+
 def test_what_is_not_complete_or_in_use_is_not_cleared(runs, lab):
     lab.folder = runs
     with RunLock(runs / "short"):
