@@ -46,6 +46,7 @@ SECOND = {
     "data.label_format": "colors",
     "data.channels": 1,
     "data.value_range": "[0, 200]",
+    "data.clip": "true",
     "data.neighbours": 1,
     "data.slice_axis": "z",
     "data.pack": "pack",
