@@ -122,6 +122,8 @@ def _add(
     if before is not None and before.source != source:
         what = f"{source} and {before.source} both register it"
         raise ConfigError(f"{shown}: {what}; leave one out of plugins, or rename it")
+    if kind == "metric" and "/" in name:
+        raise ConfigError(f"{shown}: a slash stands between a metric and its score; rename it")
     if options is not None and getattr(options, "model_config", {}).get("extra") != "forbid":
         what = "options would take keys that are misspelt; derive them from segtrain.config.Section"
         raise ConfigError(f"{shown}: {what}")

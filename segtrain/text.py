@@ -75,12 +75,14 @@ def distinct(names: Iterable[str], key: Callable[[str], str] = str) -> list[str]
     key: what must differ; for files `str.casefold`, since some disks know no case.
 
     >>> distinct(["a", "b", "a", "a_2"])
-    ['a', 'b', 'a_2', 'a_2_2']
+    ['a', 'b', 'a_3', 'a_2']
     """
     found: dict[str, str] = {}
+    names = list(names)
+    given = {key(name) for name in names}
     for name in names:
         number, free = 1, name
-        while key(free) in found:
+        while key(free) in found or (number > 1 and key(free) in given):
             number += 1
             free = f"{name}_{number}"
         found[key(free)] = free

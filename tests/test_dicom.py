@@ -221,6 +221,11 @@ def test_a_decoder_that_tries_or_is_given_more_than_it_needs_is_no_damage(tmp_pa
         path.write_bytes(path.read_bytes().replace(bytes(5) + b"\xff\xd9", b"12345\xff\xd9"))
         with pytest.raises(DataError, match="IM014: damaged DICOM file: Corrupt JPEG data"):
             load_volume(volume)
+        data = path.read_bytes()
+        end = data.rfind(b"\xff\xd9")
+        path.write_bytes(data[: end - 200] + bytes(200) + data[end:])  # a block that was lost
+        with pytest.raises(DataError, match="IM014: damaged DICOM file: Corrupt JPEG data"):
+            load_volume(volume)
 
 
 def test_files_that_are_no_dicom_need_no_library(tmp_path, monkeypatch):

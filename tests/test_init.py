@@ -797,6 +797,9 @@ def test_rois_of_imagej_are_named_by_import_and_init(folder, lab):
     assert "cells_RoiSet.zip: ROIs of ImageJ are not read; draw them into label maps" in said
     (folder / "cells.tif").unlink()
     save(folder / "cells.png", scene(0)[0])
+    damaged = bytearray((folder / "cells_RoiSet.zip").read_bytes())
+    damaged[damaged.index(b"PK\1\2")] = 0
+    (folder / "other.zip").write_bytes(damaged)
     said = lab.refused("init", folder, "--output", lab.folder / "m", code=3)
     assert "1 file of ImageJ's ROIs, not read: cells_RoiSet.zip" in said
 

@@ -815,4 +815,4 @@ def test_each_class_has_a_folder_of_masks_of_its_own():
     """Also where names differ in what no file name has, or in case alone; and none leads out."""
     names = ["a/b", "a_b", "A\\b", ".."]
     found = mask_names(classes(json.dumps({"classes": names})))
-    assert found == ["a_b", "a_b_2", "A_b_3", "_"]
+    assert found == ["a_b_2", "a_b", "A_b_3", "_"]  # who can have it keeps its own

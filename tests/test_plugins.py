@@ -259,9 +259,13 @@ def test_a_score_of_a_metric_is_logged_and_chooses_the_best(lab, data, run_ranks
     assert (found.best, found.best_by) == ((1, total), "sums/labels")
     assert losses(lab.folder / "run", "metric/sums/images") == [3, 3]
     assert last(lab.folder / "run").best["step"] == 1  # the second is as high
+    # What has chosen the best is of no use to eval, which may do without the metric.
+    lab.done("eval", lab.folder / "run", "--set", "eval.metrics=[]")
     words = ("train", config, "--nproc", 1, "--output", lab.folder / "b", "--set")
     said = lab.command(*words, "eval.best=sums/area").err
     assert "eval.best: no score sums/area was found, only sums/images, sums/labels" in said
+    said = lab.command(*words, "task=multilabel").err
+    assert "eval.metrics: they take one class a pixel" in said
 
 
 def test_where_the_package_is_missing_a_checkpoint_asks_for_it_by_name(

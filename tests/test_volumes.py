@@ -177,9 +177,12 @@ def sides(root, pattern):
         ("patient_{i:02}_t{t}", [], r"patient_(\d+)"),
         ("patient_{i:02}_t{t}_0000", [], r"patient_(\d+)"),
         ("sub-{i:02}/ses-{t}/anat/ct", [], r"sub-(\d+)"),
+        ("visit{t}/p{i:02}", [], r"p(\d+)"),
+        ("sub-{i:02}_ses-0{t}_T1w", [], r"sub-(\d+)"),
+        ("p{i:02}_2020010{t}", [], r"p(\d+)"),
         ("scan{i:02}{t}", ["--group", r"scan(\d\d)"], r"scan(\d\d)"),
     ],
-    ids=["counter", "channel", "folders", "group"],
+    ids=["counter", "channel", "folders", "visits", "BIDS", "dates", "group"],
 )
 def test_scans_of_a_patient_stay_on_one_side(tmp_path, lab, name, options, patient):
     for i, t in SCANS:
@@ -192,6 +195,19 @@ def test_scans_of_a_patient_stay_on_one_side(tmp_path, lab, name, options, patie
     assert train | val == {f"{i:02}" for i in range(6)}
     assert val
     assert not train & val
+
+
+def test_folders_that_divide_a_patient_are_refused_and_what_is_in_no_list_is_said(tmp_path, lab):
+    for name in ("train/p01_t1", "train/p02_t1", "val/p01_t2", "extra/p03_t1"):
+        values, label = phantom(0, (9, 8, 2))
+        split, _, scan = name.partition("/")
+        write_nifti(tmp_path / f"data/images/{split}/{scan}.nii.gz", values)
+        write_nifti(tmp_path / f"data/labels/{split}/{scan}.nii.gz", label)
+    words = ("data", "import", tmp_path / "data", "--output", tmp_path / "cut")
+    outcome = lab.command(*words, "--group", r"p\d+")
+    assert outcome.code == 2
+    assert "1 patient or volume is in the folders of train and of val: p01" in outcome.err
+    assert "1 volume is in no list: " in lab.done(*words).out
 
 
 @pytest.mark.parametrize(

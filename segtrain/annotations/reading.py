@@ -6,9 +6,10 @@ To add a format, write a module with a `read` as in `coco`, and enter it in `FOR
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
-from zipfile import ZipFile, is_zipfile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
@@ -151,8 +152,10 @@ def roi_files(files: Iterable[Path]) -> list[Path]:
     """Those that hold ROIs of ImageJ, .roi or a .zip of such, which are not read."""
     found = []
     for file in files:
-        is_zip = file.suffix.lower() == ".zip" and is_zipfile(file)
-        names = ZipFile(file).namelist() if is_zip else [file.name]
+        names = [file.name]
+        if file.suffix.lower() == ".zip":
+            with suppress(BadZipFile, OSError), ZipFile(file) as archive:
+                names = archive.namelist()
         found += [file] if names and all(name.lower().endswith(".roi") for name in names) else []
     return found
 
@@ -297,7 +300,9 @@ def _classes(
             if name in used:
                 findings.note(f"class {name!r}", "ignored, as its name says")
             continue
-        classes[name] = first.setdefault(" ".join(name.split()).casefold(), name)
+        key = " ".join(name.split()).casefold()
+        key = BACKGROUND if key.strip("_") == BACKGROUND else key
+        classes[name] = first.setdefault(key, name)
         if classes[name] != name:
             findings.note(f"{name!r} and {classes[name]!r}", "taken as one class")
     background = next((x for x in classes if x.casefold().strip("_") == BACKGROUND), BACKGROUND)

@@ -355,11 +355,8 @@ class Config(Section):
         name, metrics = self.eval.best_metric, self.eval.metrics
         if name is not None and name not in [one.name for one in metrics]:
             yield f"eval.best: no metric {printable(name, MAX_NAME)} in eval.metrics; name it there"
-        if self.fits_thresholds and metrics:
-            yield (
-                "eval.metrics: they are of labels, and each evaluation of the training fits the "
-                "thresholds that make these; set eval.thresholds, such as [0.5]"
-            )
+        if self.is_multilabel and metrics:
+            yield "eval.metrics: they take one class a pixel; with task multilabel it has several"
 
     def _norm_mistakes(self) -> Iterator[str]:
         """Images that share statistics beside those of a microbatch."""

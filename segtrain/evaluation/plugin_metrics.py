@@ -10,7 +10,7 @@ from segtrain.config.experiment import Metric
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.evaluation.scoring import Prediction
-from segtrain.text import first_of
+from segtrain.text import MAX_NAME, first_of, printable
 
 
 class PluginMetric:
@@ -46,4 +46,9 @@ class PluginMetric:
         if len(found) != 1 or counts[0].dtype.kind not in "if":
             what = "counts: expected integers or floats, of one shape for all images, found"
             raise ConfigError(f"eval.metrics: {self.name}: {what} {first_of(sorted(found), 3)}")
-        return {key: float(x) for key, x in self._metric.scores(sum(counts)).items()}
+        scores = self._metric.scores(sum(counts))
+        try:
+            return {str(key): float(x) for key, x in scores.items()}
+        except (AttributeError, TypeError, ValueError, OverflowError):
+            what = f"scores: expected numbers by name, got {printable(str(scores), MAX_NAME)}"
+            raise ConfigError(f"eval.metrics: {self.name}: {what}") from None

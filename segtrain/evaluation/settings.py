@@ -31,6 +31,10 @@ def set_after_training(
     Raises:
         ConfigError: an option that the checkpoint decides, or one that does not exist.
     """
+    if trained.eval.best_metric is not None:  # of no use here, where eval.metrics may be others
+        trained = trained.model_copy(
+            update={"eval": trained.eval.model_copy(update={"best": "miou"})}
+        )
     config = override_config(trained, overrides, source=source)
     foreign = [text for text in overrides if not text.strip().startswith(settable)]
     if foreign:

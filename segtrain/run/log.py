@@ -85,7 +85,8 @@ class RunLog:
                 log_only("\n".join(lines))
                 if self._begun and isinstance(error, Exception):  # not Ctrl-C
                     code = getattr(error, "exit_code", EXIT_INTERNAL)
-                    self._end({"exit_code": code, "message": printable_lines(str(error))[0]})
+                    why = str(error) or type(error).__name__
+                    self._end({"exit_code": code, "message": printable_lines(why)[0]})
             log_files.remove(self._write_log)
             os.close(self._handle)
 

@@ -337,9 +337,11 @@ def stored_label(classes: ClassFile, label: np.ndarray) -> np.ndarray:
 
 
 def mask_names(classes: ClassFile) -> list[str]:
-    """The folder of each class below MASKS, where classes overlap."""
+    """The folder of each class below MASKS, where classes overlap; its own name if that can be."""
     names = [re.sub(r"[/\\]|^\.+$", "_", name) for name in classes.names]
-    return distinct(names, key=str.casefold)
+    order = sorted(range(len(names)), key=lambda i: names[i] != classes.names[i])
+    made = distinct([names[i] for i in order], key=str.casefold)
+    return [made[order.index(i)] for i in range(len(names))]
 
 
 def write_prediction(

@@ -16,7 +16,7 @@ import numpy as np
 
 from segtrain.data.read import volumes
 from segtrain.data.read.concurrent import for_each_pair
-from segtrain.data.read.sources import groups_of, stems_of
+from segtrain.data.read.sources import groups_of, stems_of, without_times
 from segtrain.data.read.volumes import AXES, Stack, VolumeFile, find_volumes
 from segtrain.errors import ConfigError, DataError, ExecutionError, refuse_unused
 from segtrain.files import os_errors_as, write_atomic
@@ -258,12 +258,13 @@ def _common_dtype(cases: Sequence[_Case]) -> np.dtype:
 
 def _groups(files: Sequence[VolumeFile]) -> list[str]:
     """What stays on one side of the split: a patient, as DICOM, a folder or a name says."""
+    names = [without_times(file.name) for file in files]
     folders = [
-        next((x for x in PurePosixPath(file.name).parts[:-1] if any(map(str.isdecimal, x))), "")
-        for file in files
+        next((x for x in PurePosixPath(name).parts[:-1] if any(map(str.isdecimal, x))), "")
+        for name in names
     ]
     by_folder = len({*folders}) > 1 and "" not in folders
-    stems = stems_of(folders if by_folder else [file.name for file in files])
+    stems = stems_of(folders if by_folder else names)
     return [file.patient or stem for file, stem in zip(files, stems, strict=True)]
 
 
@@ -320,6 +321,11 @@ def _split(written: Sequence[_Written]) -> tuple[list[str], list[str], str]:
     evaluated = "val" if "val" in said else "test"
     if "train" in said and evaluated in said:
         sides, reason = said, f"the folders' train and {evaluated}"
+        _check_sides(groups, sides, evaluated)
+        others = [one.case.name for one in written if one.case.split not in ("train", evaluated)]
+        if others:
+            what = counted(len(others), "volume is", "volumes are")
+            reason += f"; {what} in no list: {first_of(others, 3)}"
     elif len({*groups}) > 1:
         chosen = chosen_groups(
             [x for x, one in zip(groups, names, strict=True) for _ in one], DEFAULT_VAL
@@ -336,6 +342,20 @@ def _split(written: Sequence[_Written]) -> tuple[list[str], list[str], str]:
         for wanted in ("train", evaluated)
     )
     return train, val, reason
+
+
+def _check_sides(groups: Sequence[str], sides: Sequence[str], evaluated: str) -> None:
+    """Refuses folders that divide a patient."""
+    train, val = (
+        {group for group, side in zip(groups, sides, strict=True) if side == wanted}
+        for wanted in ("train", evaluated)
+    )
+    if both := sorted(train & val):
+        what = counted(len(both), "patient or volume is", "patients or volumes are")
+        raise ConfigError(
+            f"{what} in the folders of train and of {evaluated}: {first_of(both)}; put the volumes "
+            "of each on one side, or give --group a pattern that tells them apart"
+        )
 
 
 def _split_one(one: _Written, names: Sequence[str]) -> tuple[list[str], list[str], str]:

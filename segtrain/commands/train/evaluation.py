@@ -105,7 +105,8 @@ def _chosen_score(
             found = first_of(tag.removeprefix("metric/") for tag in further)
             what = f"no score {printable(by.best, MAX_NAME)} was found, only {found}"
             raise ConfigError(f"eval.best: {what}")
-        return by.best_name, further[by.best_tag]
+        score = further[by.best_tag]
+        return by.best_name, score if math.isfinite(score) else math.nan
     if not scores.num_pixels:  # where classes overlap a mean may be 0 then
         return by.best_name, math.nan
     if not by.best_classes:

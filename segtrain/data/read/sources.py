@@ -22,8 +22,17 @@ _AT_START = re.compile(rf"^({_CHANGES})[-_. ]+(?=.)", re.IGNORECASE)
 # More images of one such name are numbered by it: aug_1 to aug_500.
 _MOST_COPIES = 24
 # A number, as of a patient, a counter of one or two digits, and perhaps nnU-Net's channel.
-_COUNTED = re.compile(r"(.*\d[^/_\-. ]*)[/_\-. ]+[a-z]{0,8}[-_]?\d{1,2}(_0000)?\D*", re.IGNORECASE)
-_MOST_COUNTED = 10
+_COUNTED = re.compile(
+    r"(.*\d[^/_\-. ]*)[/_\-. ]+[a-z]{0,10}[-_]?(?:\d{1,2}|(?:19|20)\d{6})(_0000)?\D*",
+    re.IGNORECASE,
+)
+_MOST_COUNTED = 24
+_SUBJECT = re.compile(r"(?:.*/)?(sub-[a-z0-9]+)[_/].*", re.IGNORECASE)  # as BIDS has it
+_TIME = re.compile(
+    r"(visit|session|ses|time|timepoint|week|month|year|day|scan|exam|t)[-_ ]?\d{1,4}"
+    r"|(19|20)\d\d|baseline|follow[-_ ]?up\d*",
+    re.IGNORECASE,
+)
 
 
 def groups_of(pattern: re.Pattern[str], paths: Sequence[str]) -> list[str]:
@@ -77,6 +86,19 @@ def sources_of(names: Sequence[str]) -> list[str]:
     ]
 
 
+def without_times(name: str) -> str:
+    """A path without folders that are called as a time is, such as `visit2` or `2019`.
+
+    >>> without_times("visit1/p01"), without_times("p01/t1"), without_times("baseline/p02")
+    ('p01', 'p01/t1', 'p02')
+    """
+    *folders, last = name.split("/")
+    # Of a file that is called as a time, or has no number, the folders say the patient.
+    if _TIME.fullmatch(last) or not re.search(r"\d", last):
+        return name
+    return "/".join([*(x for x in folders if not _TIME.fullmatch(x)), last])
+
+
 def stems_of(names: Sequence[str]) -> list[str]:
     """Each name without its counter, as of the scans of a patient; else the name.
 
@@ -85,8 +107,13 @@ def stems_of(names: Sequence[str]) -> list[str]:
     >>> stems_of(["p01_t1", "p01_t2", "p02_t1"]), stems_of(["2012_1", "2012_2"])
     (['p01', 'p01', 'p02'], ['2012_1', '2012_2'])
     """
-    stems = {name: x[1] if (x := _COUNTED.fullmatch(name)) else name for name in names}
+    stems = {name: _stem(without_times(name)) for name in names}
     sizes = Counter(stems.values())
     if len(sizes) < 2 or max(sizes.values()) > _MOST_COUNTED:
         return list(names)
     return [stems[name] for name in names]
+
+
+def _stem(name: str) -> str:
+    found = _SUBJECT.fullmatch(name) or _COUNTED.fullmatch(name)
+    return found[1] if found else name

@@ -28,6 +28,7 @@ _TIFF = (".tif", ".tiff")
 _ELEMENT = re.compile(rb"[\2\10]\0.\0([A-Z]{2}|..\0\0)", re.DOTALL)
 _PIXEL_DATA = b"\xe0\x7f\x10\0"  # the tag, which reports, outlines and directories do not have
 _FILLED = re.compile(r"Corrupt JPEG data: (\d+) extraneous bytes before marker 0xd9")
+_MOST_FILLED = 16  # bytes
 _PATIENT, _SERIES, _KIND = "0010|0020", "0020|000e", "0028|0004"
 _THICKNESS, _POSITION, _TURN, _SPACING = "0018|0050", "0020|0032", "0020|0037", "0028|0030"
 # Steps between slices, and the corners of an image and its label, may differ by these fractions of
@@ -284,9 +285,11 @@ def _is_harmless(line: str, path: Path) -> bool:
     filled = _FILLED.match(line)
     if filled is None:
         return False
-    content = path.read_bytes()
-    end, number = content.rfind(b"\xff\xd9"), int(filled[1])
-    return 0 < number <= end and not any(content[end - number : end])
+    content, number = path.read_bytes(), int(filled[1])
+    stream = content[: content.rfind(b"\xff\xd9")]
+    # A block that was lost is zeros as well, of which the decoder takes some for pixels.
+    zeros = len(stream) - len(stream.rstrip(b"\0"))
+    return number <= _MOST_FILLED and number <= zeros <= number + 2
 
 
 def coarsest_axis(image: Any) -> int:
