@@ -102,8 +102,12 @@ def test_a_system_that_no_tag_of_a_tiff_can_say_is_kept_beside_a_prediction(run,
     assert place(labels / "x.tif") == (PLACE, system)
     assert {one.name for one in labels.iterdir()} == {"x.png", "x.tif", "x.tif.aux.xml"}
     path.with_name("x.tif.aux.xml").unlink()
+    with rasterio.Env(TIFF_USE_OVR=True), rasterio.open(labels / "x.tif", "r+") as file:
+        file.build_overviews([2])
+    assert (labels / "x.tif.ovr").exists()
     run(path, overwrite=True)
     assert place(labels / "x.tif") == (PLACE, None)
+    assert {one.name for one in labels.iterdir()} == {"x.png", "x.tif"}
 
 
 @pytest.mark.parametrize("keys", [[GEO[2]], []])

@@ -789,6 +789,9 @@ def test_an_ensemble_has_the_mean_thresholds_in_any_order(learnt, tmp_path):
         for pair in ((here, member), (member, here)):
             found = load_model(*pair).config.eval.thresholds
             assert found == pytest.approx(wanted, abs=1e-12), member
+    fits = [load_model(one).fits_thresholds for one in (here, given, unknown)]
+    assert fits == [True, False, False]
+    assert load_model(given, here).fits_thresholds
     save(given, with_thresholds(checkpoint, [0.1, 0.2, 0.3]))
     with pytest.raises(CheckpointError, match=r"eval.thresholds: 3 numbers for 2 classes"):
         load_model(here, given)

@@ -58,6 +58,7 @@ class LoadedModel(NamedTuple):
     """A trained model in evaluation mode, and what it was trained with.
 
     members: of an ensemble; everything but the model is then that of the first.
+    fits_thresholds: whether its training, or that of a member, chose the thresholds of the classes.
     """
 
     model: SegModel | Ensemble
@@ -67,6 +68,7 @@ class LoadedModel(NamedTuple):
     data: DataFingerprint | None = None  # None: the checkpoint does not say
     channels: Channels | None = None  # the same
     members: tuple[Member, ...] = ()
+    fits_thresholds: bool = False
 
     @property
     def configs(self) -> list[Config]:
@@ -124,7 +126,9 @@ def load_model(
         # Those of one member alone would hang on the order in which they are named.
         each = [one.config.eval.thresholds_of(first.classes.num_classes) for one in found]
         thresholds = tuple(sum(column) / len(found) for column in zip(*each, strict=True))
-        joined = joined._replace(config=_with_thresholds(first.config, thresholds))
+        fits = any(one.fits_thresholds for one in found)
+        config = _with_thresholds(first.config, thresholds)
+        joined = joined._replace(config=config, fits_thresholds=fits)
     if read_division(Path(path)) is None:
         return joined
     # A fold evaluates on images that the others have trained on; the experiment does not.
@@ -189,11 +193,13 @@ def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
     load_weights(model, inference_weights(checkpoint), file)
     data, channels = parse_data(checkpoint, file), parse_channels(checkpoint, file)
     fitted = checkpoint.thresholds
-    if fitted is not None and config.eval.thresholds is None:
+    fits = fitted is not None and config.eval.thresholds is None
+    if fits:
         if len(fitted) != classes.num_classes:
             raise CheckpointError(f"{file}: damaged: {len(fitted)} thresholds")
         config = _with_thresholds(config, tuple(fitted))
-    return LoadedModel(model.eval().to(device), config, classes, checkpoint.step, data, channels)
+    about = (config, classes, checkpoint.step, data, channels)
+    return LoadedModel(model.eval().to(device), *about, fits_thresholds=fits)
 
 
 def _with_thresholds(config: Config, thresholds: tuple[float, ...]) -> Config:

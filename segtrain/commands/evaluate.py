@@ -230,10 +230,11 @@ def _about_thresholds(
         return []
     thresholds = config.eval.thresholds_of(loaded.classes.num_classes)
     each = zip(loaded.classes.names, thresholds, strict=True)
-    words = "thresholds, means of the members'" if loaded.members else "thresholds"
+    is_given = "eval.thresholds" in given_keys(args.set)
+    of_members = loaded.members and not is_given
+    words = "thresholds, means of the members'" if of_members else "thresholds"
     lines = [f"{words}: " + ", ".join(f"{printable(n)} {t:.3g}" for n, t in each)]
-    fitted = "eval.thresholds" not in given_keys(args.set) and config.eval.thresholds is not None
-    if fitted and split == loaded.config.data.eval_split:
+    if loaded.fits_thresholds and not is_given and split == loaded.config.data.eval_split:
         lines.append(f"note: training fitted them on split {split}, which flatters its scores")
     return lines
 

@@ -127,7 +127,8 @@ def _write(
             copy_place(image, draft)
         # GDAL keeps there what the tags of a TIFF cannot say, and believes it before them.
         aux, draft_aux = (one.with_name(f"{one.name}.aux.xml") for one in (path, draft))
-        aux.unlink(missing_ok=True)
+        for kept in (".aux.xml", ".ovr", ".msk"):  # of an earlier map: overviews and a mask, too
+            path.with_name(f"{path.name}{kept}").unlink(missing_ok=True)
         os.replace(draft, path)
         if draft_aux.exists():
             os.replace(draft_aux, aux)
