@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,7 +59,8 @@ def run_items(tmp_path):
 
     def run(*skip, limit_s=60.0, end=float("inf")):
         options = {"device": "cpu", "skip": skip}
-        return group.run("it", "ranks_module", place, options, tmp_path, limit_s, end)
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))  # ranks add to files that are there
+        return group.run("it", "ranks_module", place, options, folder, limit_s, end)
 
     return run
 
