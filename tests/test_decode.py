@@ -1,6 +1,7 @@
 """Pixels from files. PNG files are written bit by bit here: no library vouches for itself."""
 
 import io
+import os
 import re
 import struct
 import zlib
@@ -12,6 +13,7 @@ from PIL import Image
 
 from segtrain.data.read import image as images
 from segtrain.data.read.classes import ClassFile, SegClass
+from segtrain.data.read.decode import printed_lines
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.labels import looks_like_train_ids, read_label
 from segtrain.data.read.photos import read_photo
@@ -331,3 +333,10 @@ def test_a_label_that_does_not_hold_ids_is_refused(tmp_path, name, write, messag
     write(tmp_path / name)
     with pytest.raises(DataError, match=rf"{name}: .*{message}"):
         read_raw_label(tmp_path / name)
+
+
+def test_of_what_is_printed_meanwhile_only_the_named_lines_are_taken(capfd):
+    with printed_lines(("Corrupt", "Premature")) as said:
+        os.write(2, b"Corrupt JPEG data\nof another thread\nPremature end\n 50%|")
+    assert said == ["Corrupt JPEG data", "Premature end"]
+    assert capfd.readouterr().err == "of another thread\n 50%|"

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ Palette = Mapping[int, Color]
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
 # What libjpeg prints of an image that it decodes all the same.
-_OF_DAMAGE = ("Corrupt JPEG data", "Premature end")
+_JPEG, _OF_DAMAGE = b"\xff\xd8", ("Corrupt JPEG data", "Premature end")
 # Pixels of a split by which percentiles are estimated, and the least of an image.
 _SAMPLE, _MIN_SAMPLE = 1 << 20, 16
 _KINDS = (
@@ -220,10 +221,12 @@ def scan_pair(
     scan = SplitScan("", 1, classes.num_classes)
     try:
         contents = None if pair.window else [read_bytes(path) for path in pair.images]
-        with printed_lines() as said:
+        is_jpeg = any(content.startswith(_JPEG) for content in contents or ())
+        # Others are decoded side by side.
+        with printed_lines(_OF_DAMAGE) if is_jpeg else nullcontext([]) as said:
             image = read_image(pair.images, form, pair.window, contents=contents)
-        for line in [line for line in said if line.startswith(_OF_DAMAGE)][:1]:
-            scan.places["damaged"][printable(line)].append(pair.name)
+        if said:
+            scan.places["damaged"][printable(said[0])].append(pair.name)
         first = open_stored(pair.image, pair.window, content=contents and contents[0])
         info = first.info
         if contents is None:  # many windows may be blank

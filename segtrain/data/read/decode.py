@@ -84,10 +84,11 @@ class Info(NamedTuple):
 
 
 @contextmanager
-def printed_lines() -> Iterator[list[str]]:
+def printed_lines(begin: str | tuple[str, ...] = "") -> Iterator[list[str]]:
     """At the end it holds the lines that libraries have printed to standard error meanwhile.
 
-    One thread at a time, because the whole process prints there.
+    One thread at a time, because the whole process prints there. begin: how such lines begin; all
+    others, of other threads, go where they were meant to go.
     """
     lines: list[str] = []
     with _printing, TemporaryFile() as file:
@@ -99,8 +100,12 @@ def printed_lines() -> Iterator[list[str]]:
             os.dup2(before, 2)
             os.close(before)
         file.seek(0)
-        # The progress bar of another thread ends without a newline.
-        lines += file.read().decode(errors="replace").split("\n")[:-1]
+        for line in file.read().decode(errors="replace").splitlines(keepends=True):
+            # The progress bar of another thread ends without a newline.
+            if line.endswith("\n") and line.startswith(begin):
+                lines.append(line.removesuffix("\n"))
+            else:
+                os.write(2, line.encode())
 
 
 def read_bytes(path: str | Path) -> bytes:
