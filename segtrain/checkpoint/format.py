@@ -6,10 +6,10 @@ cannot run code.
 
 import os
 import pickle
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -27,6 +27,8 @@ from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import manifest, torch_file
 from segtrain.files.manifest import Entry, HashingFile
 from segtrain.text import MAX_NAME, printable
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 
@@ -307,19 +309,16 @@ def first_problem(error: ValidationError) -> str:
 
 def parse_channels(checkpoint: Checkpoint, path: Path) -> Channels | None:
     """What the channels of the training images hold; None if the checkpoint does not say."""
-    if checkpoint.channels is None:
-        return None
-    try:
-        return channels_from_json(checkpoint.channels)
-    except ValidationError:
-        raise CheckpointError(f"{path}: damaged: the field channels cannot be read") from None
+    return _parsed("channels", checkpoint.channels, channels_from_json, path)
 
 
 def parse_data(checkpoint: Checkpoint, path: Path) -> DataFingerprint | None:
     """The data of the run; None if the checkpoint does not say."""
-    if checkpoint.data is None:
-        return None
+    return _parsed("data", checkpoint.data, fingerprint_from_json, path)
+
+
+def _parsed(field: str, text: str | None, parse: Callable[[str], T], path: Path) -> T | None:
     try:
-        return fingerprint_from_json(checkpoint.data)
+        return None if text is None else parse(text)
     except ValidationError:
-        raise CheckpointError(f"{path}: damaged: the field data cannot be read") from None
+        raise CheckpointError(f"{path}: damaged: the field {field} cannot be read") from None
