@@ -94,8 +94,8 @@ def import_volumes(
     group: what in the path of a volume tells its patient.
 
     Raises:
-        ConfigError: `output` holds something, volumes are coarsest along different axes, or `group`
-            is not in a path.
+        ConfigError: `output` holds something, volumes are coarsest along different axes, `group`
+            is not in a path, or folders divide a patient.
         DataError: a volume is damaged, or does not lie on the voxels of its label.
     """
     cases, lines = _cases(found, group)
@@ -190,7 +190,24 @@ def _cases(
     shown = short if len({*short}) == len(short) else [file.name for file in files]
     splits = [image.split for image in used]
     groups = groups_of(group, [x.name for x in files]) if group else _groups(files)
+    # What a folder is called may be a hospital.
+    _check_sides(groups if group else [file.patient for file in files], splits)
     return list(map(_Case, files, labels, shown, groups, splits)), lines
+
+
+def _check_sides(patients: Sequence[str], splits: Sequence[str | None]) -> None:
+    """Refuses folders of splits that divide a patient; empty: not known."""
+    evaluated = "val" if "val" in splits else "test"
+    train, val = (
+        {x for x, split in zip(patients, splits, strict=True) if x and split == wanted}
+        for wanted in ("train", evaluated)
+    )
+    if both := sorted(train & val):
+        what = counted(len(both), "patient is", "patients are")
+        raise ConfigError(
+            f"{what} in the folders of train and of {evaluated}: {first_of(both)}; put the volumes "
+            "of each on one side, or give --group a pattern that tells them apart"
+        )
 
 
 def _without_roles(name: str) -> str:
@@ -321,7 +338,6 @@ def _split(written: Sequence[_Written]) -> tuple[list[str], list[str], str]:
     evaluated = "val" if "val" in said else "test"
     if "train" in said and evaluated in said:
         sides, reason = said, f"the folders' train and {evaluated}"
-        _check_sides(groups, sides, evaluated)
         others = [one.case.name for one in written if one.case.split not in ("train", evaluated)]
         if others:
             what = counted(len(others), "volume is", "volumes are")
@@ -342,20 +358,6 @@ def _split(written: Sequence[_Written]) -> tuple[list[str], list[str], str]:
         for wanted in ("train", evaluated)
     )
     return train, val, reason
-
-
-def _check_sides(groups: Sequence[str], sides: Sequence[str], evaluated: str) -> None:
-    """Refuses folders that divide a patient."""
-    train, val = (
-        {group for group, side in zip(groups, sides, strict=True) if side == wanted}
-        for wanted in ("train", evaluated)
-    )
-    if both := sorted(train & val):
-        what = counted(len(both), "patient or volume is", "patients or volumes are")
-        raise ConfigError(
-            f"{what} in the folders of train and of {evaluated}: {first_of(both)}; put the volumes "
-            "of each on one side, or give --group a pattern that tells them apart"
-        )
 
 
 def _split_one(one: _Written, names: Sequence[str]) -> tuple[list[str], list[str], str]:
