@@ -10,6 +10,7 @@ from experiments import last, refusal, small, stopped_after, train, write_config
 from preloaded import LOADER_START
 from processes import GONE_WITHIN_S, Command, free_port, left_after, run_python
 
+from segtrain.commands.train import loop
 from segtrain.distributed.machine import children, descendants, is_alive, process_pool
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import SignalFlags, exit_code
@@ -133,6 +134,20 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_images(run_ranks, tmp_pat
     assert "ended by NonFiniteError: step" in (run / "train.log").read_text()
     found = summarize(run)
     assert (found.state, found.why) == (State.DIVERGED, lines[0])
+
+
+def test_a_run_without_memory_is_listed_with_what_it_said(tmp_path, data, monkeypatch):
+    def without_memory(run):
+        run.log.begin()
+        raise MemoryError
+
+    monkeypatch.setattr(loop, "train", without_memory)
+    file, run = write_config(tmp_path / "c.yaml", small(data)), tmp_path / "run"
+    kind, code, said = refusal(train, file, run)
+    assert (kind, code) == ("MemoryLimitError", 7)
+    found = summarize(run)
+    assert (found.state, found.why) == (State.FAILED, said)
+    assert f'"exit_code": {code}' in (run / "ending.json").read_text()
 
 
 def test_weights_that_an_update_made_infinite_are_not_saved(run_ranks, tmp_path, data):

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from signal import SIGUSR1, Signals
 
 from segtrain.commands.train import save
@@ -30,10 +31,10 @@ def run(request: TrainRequest) -> int:
         keep_freed_memory()
     liveness.beat("setup", 0)
     group = process_group(device, timeout_s=config.train.timeout_s)
-    enough = memory_failures(lambda: training_failure(config, device))
-    with group, enough, float32_products(config.train), ExitStack() as stack:
+    enough = partial(memory_failures, lambda: training_failure(config, device))
+    with group, enough(), float32_products(config.train), ExitStack() as stack:
         this = set_up(request, stack)
-        with this.log:
+        with this.log, enough():  # the log has to know how the run ended
             if begin(this):
                 with worker_failures():
                     train(this)
