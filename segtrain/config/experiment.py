@@ -496,5 +496,5 @@ def _raw_pixels(config: Config) -> list[str]:
         return []
     return [
         f"data.std: {list(std)} leaves pixels at 0..255, and the weights of model.pretrained "
-        "expect about -2..2; leave data.mean and data.std out for the numbers of ImageNet",
+        "expect about -2..2; leave data.mean and data.std out for the numbers of ImageNet"
     ]
