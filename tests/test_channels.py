@@ -17,11 +17,11 @@ NAMES = "Red", "Green", "Blue", "NIR"
 COLORS = np.array([(90, 60, 30, 30), (20, 140, 70, 220), (60, 90, 200, 10), (200, 190, 90, 120)])
 
 
-def bands(path, pixels, names=(), offset=0):
-    """A TIFF (H, W, C) with GDAL's names of its bands, and an offset."""
+def bands(path, pixels, names=(), offset=0, of=range(3)):
+    """A TIFF (H, W, C) with GDAL's names of its bands, and an offset of some."""
     item = '<Item name="{}" sample="{}" role="{}">{}</Item>'
     found = [item.format("DESCRIPTION", i, "description", name) for i, name in enumerate(names)]
-    found += [item.format("OFFSET", i, "offset", offset) for i in range(3) if offset]
+    found += [item.format("OFFSET", i, "offset", offset) for i in of if offset]
     metadata = f"<GDALMetadata>{''.join(found)}</GDALMetadata>"
     tags = [(42112, "s", 0, metadata, True)] if found else []
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,10 +100,12 @@ def test_other_offsets_within_a_set_are_told_and_refused_where_every_file_has_on
     words = "by different scales or offsets what their numbers mean"
     checked = lab.done("data", "check", config, "--jobs", "1").out
     assert f"warning: split 'train': images say {words}" in checked
-    assert "  offset -1000: 3" in checked
-    for path in train.iterdir():
-        bands(path, tifffile.imread(path), offset=-1000 if path.stem == "3" else 20)
-    assert words in lab.refused("train", config, "--output", "run", "--device", "cpu", code=3)
+    assert "  offset -1000 of band 1, 2, 3: 3" in checked
+    for one, other in (({"offset": 20}, {}), ({"offset": -1000, "of": [1]}, {"of": [0]})):
+        for path in train.iterdir():
+            of = {"offset": -1000} | (one if path.stem != "3" else other)
+            bands(path, tifffile.imread(path), **of)
+        assert words in lab.refused("train", config, "--output", "run", "--device", "cpu", code=3)
 
 
 def test_names_of_bands_count_only_where_some_are_equal(tmp_path):
@@ -139,8 +141,8 @@ def test_grey_levels_after_another_normalization_are_told():
     trained = Channels((), (35.0,), (20.0,), (3.0,))
     assert not [*channel_findings([values(35, 20), values(60, 20)], trained)]
     unlike = values(35, 20)
-    unlike = unlike._replace(form=unlike.form._replace(scaling=(("scale", 0.1),)))
+    unlike = unlike._replace(form=unlike.form._replace(scaling=(("scale", 0.1, 0),)))
     (found,) = channel_findings([unlike], trained)
-    assert "(scale 0.1 here, none there)" in found.text
+    assert "(scale 0.1 of band 1 here, none there)" in found.text
     (found,) = channel_findings([values(35, 20), values(128, 40), values(220, 20)], trained)
     assert found.text.startswith("2 images have channels whose mean is far from")

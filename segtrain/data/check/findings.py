@@ -227,8 +227,11 @@ def file_findings(scan: SplitScan) -> Iterator[Finding]:
 
 
 def scaling_words(scaling: Scaling) -> str:
-    """Such as `scale 0.0001, offset -0.1`."""
-    return ", ".join(dict.fromkeys(f"{role} {number:g}" for role, number in scaling)) or "none"
+    """Such as `scale 0.0001 of band 1, 2, offset -0.1 of band 1`."""
+    bands: dict[str, list[int]] = {}
+    for role, number, band in scaling:
+        bands.setdefault(f"{role} {number:g}", []).append(band + 1)
+    return ", ".join(f"{words} of band {first_of(x, 4)}" for words, x in bands.items()) or "none"
 
 
 def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> Iterator[Finding]:

@@ -50,7 +50,7 @@ _GREY_STEP = {2: 85, 4: 17}
 Palette = list[tuple[int, int, int]]
 
 
-Scaling = tuple[tuple[Literal["scale", "offset"], float], ...]
+Scaling = tuple[tuple[Literal["scale", "offset"], float, int], ...]  # of a band, from 0
 _printing = Lock()
 
 

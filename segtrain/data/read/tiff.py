@@ -78,7 +78,9 @@ def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
 
 # An item of GDAL_METADATA: <Item name="SCALE" sample="0" role="scale">0.5</Item>
 _NAME = re.compile(r'sample="(\d+)" role="description">([^<]+)<', re.IGNORECASE)
-_SCALING = re.compile(r'role="(scale|offset)">\s*([-+\d.]+(?:e[-+]?\d+)?)\s*<', re.IGNORECASE)
+_SCALING = re.compile(
+    r'(?:sample="(\d+)"[^>]*)?role="(scale|offset)">\s*([-+\d.]+(?:e[-+]?\d+)?)\s*<', re.IGNORECASE
+)
 
 
 def read_header(file: IO[bytes], path: str | Path) -> Info:
@@ -108,8 +110,8 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
 def _scaling(page: Any) -> Scaling:
     """The `Info.scaling`."""
     found = _SCALING.findall(str(page.tags.valueof("GDAL_METADATA")))
-    numbers = [(role.lower(), float(number)) for role, number in found]
-    return tuple((role, number) for role, number in numbers if number != (role == "scale"))
+    items = [(role.lower(), float(number), int(band or 0)) for band, role, number in found]
+    return tuple(item for item in items if item[1] != (item[0] == "scale"))
 
 
 def _band_names(page: Any, channels: int) -> tuple[str, ...]:
