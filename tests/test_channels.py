@@ -7,6 +7,8 @@ from experiments import write_config, write_data
 from pydantic import ValidationError
 
 from segtrain.checkpoint.format import load, parse_channels
+from segtrain.config import load_config
+from segtrain.data import open_dataset
 from segtrain.data.check.channels import Channels, channel_findings, channels_from_json
 from segtrain.data.check.values import image_values
 from segtrain.data.read.image import RGB, read_image
@@ -81,6 +83,15 @@ def test_a_model_warns_of_bands_in_another_order_and_refuses_them_by_their_names
     assert "1 image has channels whose mean is far from that of the training" in (
         lab.done(*predict, "--overwrite", darker).out
     )
+
+
+def test_a_pack_knows_the_names_and_the_offsets_of_its_bands(config, lab):
+    for path in (lab.folder / "data/images").glob("*/*.tif"):
+        bands(path, tifffile.imread(path), NAMES, offset=-5, of=[2])
+    lab.done("data", "pack", config, "--output", lab.folder / "pack", "--jobs", "1")
+    away = [f"data.pack={lab.folder / 'pack'}", f"data.root={lab.folder / 'nowhere'}"]
+    form = open_dataset(load_config(config, away).data, "train").form
+    assert (form.bands, form.scaling) == (NAMES, (("offset", -5.0, 2),))
 
 
 def test_bands_of_one_set_in_different_orders_are_refused(config, lab):

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, InstanceOf, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
+from segtrain.data.read.decode import Scaling
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, parse_json, read_bytes
 from segtrain.files.remote import Store
@@ -107,6 +108,7 @@ class Pack:
     classes: the class file, as JSON. It decided which train ids are stored.
     ignores_color: whether the class file gives an `ignore_color`.
     splits: by their names in the config.
+    bands, scaling: as of ImageForm.
     """
 
     format: int
@@ -117,6 +119,8 @@ class Pack:
     ignores_color: bool
     shards: tuple[Shard, ...]
     splits: dict[_Text, PackedSplit]
+    bands: tuple[_Text, ...] = ()
+    scaling: Scaling = ()
 
 
 _ADAPTER = TypeAdapter(Pack)

@@ -114,7 +114,8 @@ def _open_packed(
         for shard in pack.shards:
             check_shard(directory, shard)
     root = Path(os.path.expanduser(data.root))
-    form = form_of(data)._replace(dtype=np.dtype(pack.dtype))
+    known = {"dtype": np.dtype(pack.dtype), "bands": pack.bands, "scaling": pack.scaling}
+    form = form_of(data)._replace(**known)
     return PackedDataset(
         [_pair(root, image) for image in packed.images],
         classes,

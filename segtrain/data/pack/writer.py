@@ -133,6 +133,8 @@ def write_pack(
                 )
                 for dataset in datasets
             },
+            bands=form.bands,
+            scaling=form.scaling,
         )
         for shard in shards:
             with (directory / shard.name).open("rb") as file:
