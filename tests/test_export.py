@@ -104,7 +104,7 @@ def loaded_model(model=None, **architecture):
     with torch.no_grad():
         channels = model.conv.in_channels if isinstance(model, Tiny) else 3
         model(torch.randn(2, channels, 64, 96))  # running statistics other than 0 and 1
-    channels = Channels(("Red", "Green", "Blue"), MEAN, STD, STD, (("scale", 0.5),))
+    channels = Channels(("Red", "Green", "Blue"), MEAN, STD, STD, (("scale", 0.5, 0),))
     return LoadedModel(model.eval(), config, CLASSES, step=1200, channels=channels)
 
 
