@@ -755,8 +755,34 @@ def test_labels_of_photos_that_exif_turns_are_turned_back(folder, init, orientat
         save(folder / f"labels/p{i}.png", classes)
         truth[f"images/p{i}.jpg"] = to_stored(classes, turn)
     found, said = init()
-    assert "as EXIF turns the images, by their sizes" in said
+    assert "as EXIF turns the images" in said
     assert_labels(found, truth)
+
+
+@pytest.mark.parametrize("orientations", [(3,), (2, 1)])
+@pytest.mark.parametrize("drawn", ["stored", "turned"])
+def test_where_sizes_do_not_tell_how_labels_lie_edges_do(folder, init, orientations, drawn):
+    truth = {}
+    for i in range(8):
+        turn = orientations[i % len(orientations)]
+        image, classes = scene(i)
+        photo(folder / f"images/p{i}.jpg", image, turn)
+        truth[f"images/p{i}.jpg"] = to_stored(classes, turn)
+        save(
+            folder / f"labels/p{i}.png", classes if drawn == "turned" else to_stored(classes, turn)
+        )
+    assert_labels(init()[0], truth)
+
+
+def test_where_edges_do_not_tell_how_labels_lie_it_is_asked(folder, init, asked):
+    truth = {}
+    for i in range(8):
+        classes = scene(i)[1]
+        photo(folder / f"images/p{i}.jpg", scene(i + 20)[0], 3)
+        truth[f"images/p{i}.jpg"] = np.rot90(classes, 2)
+        save(folder / f"labels/p{i}.png", classes)
+    assert "the pixels as viewers show them: --exif turned" in asked()
+    assert_labels(init("--exif", "turned")[0], truth)
 
 
 def test_labels_on_the_pixels_as_stored_stay(folder, init):

@@ -241,6 +241,7 @@ COMMANDS = (
         _argument("--names", "classes, in the order of their values in labels", "A,B,C", _names),
         _argument("--attribute", "of VIA and GeoJSON, the one that names the class", "NAME"),
         _argument("--pairs", "labels fit, whatever their edges say", choices=("named",)),
+        _argument("--exif", "labels lie on the pixels so", choices=("stored", "turned")),
         _argument("--missing", "what images without a label show", choices=("background",)),
         _argument("--instances", "ids number objects of one class", choices=("binary",)),
         _argument("--threshold", "grey level from which on masks show their class", "T", float),

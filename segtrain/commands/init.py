@@ -33,10 +33,8 @@ def main(args: argparse.Namespace) -> int:
         DataError: no images, no labels, or labels that cannot be read.
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
-    words = (
-        "labels names attribute pairs missing instances threshold task ignore val group channels"
-    )
-    answers = {word: getattr(args, word) for word in words.split()}
+    words = "labels names attribute pairs exif missing instances threshold task ignore val group"
+    answers = {word: getattr(args, word) for word in (*words.split(), "channels")}
     if args.dry_run:
         output = default_output(args.folder) if args.output is None else args.output
         return _show(args.folder, output, jobs=args.jobs, **answers)
@@ -107,6 +105,8 @@ def write_experiment(
             labels = decide.choose_labels(found, given)
             labels = class_files.by_class(found, labels, given)
             labels = label_values.count_values(folder, labels, found.images, found.legends, jobs)
+            as_turned = label_sets.compared_turned(folder, found.images, labels)
+            labels = decide.choose_orientation(labels, as_turned, given)
             comparison = label_sets.compared(folder, found.images, labels)
             decide.check_pairs(found, labels, comparison, given)
             chosen = class_lists.choose_classes(found, labels, given)
@@ -207,7 +207,7 @@ def _lines(plan: "Decisions", machine: "Machine", missing: str | None) -> list[s
     for image, files in list(labels.labels.items())[:3]:
         lines.append(f"  pair     {image}  {first_of(files, 2) or 'background alone'}")
     if labels.upright:
-        what = "as EXIF turns the images, by their sizes: drawn anew on the pixels as stored"
+        what = "as EXIF turns the images: drawn anew on the pixels as stored"
         lines.append(f"labels     {what}")
     lines += [f"classes    {line}" for line in plan.classes.reasons]
     total = plan.classes.total or 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
-from segtrain.errors import ConfigError, DataError
+from segtrain.errors import ConfigError, DataError, refuse_unused
 from segtrain.survey.contents import Value, word
 from segtrain.survey.file_names import split_of, words_of
 from segtrain.survey.label_sets import OWN, EdgeScores, LabelSet
@@ -33,6 +33,7 @@ class Answers:
     attribute: of VIA's regions, the one that names the class.
     group: what in the path of an image tells with which others it stays together.
     pairs: named: labels belong to the images that names say, whatever edges say.
+    exif: whether labels lie on the pixels as stored, or as EXIF turns them.
     missing: what images without a label show. instances: binary: ids number objects of one class.
     task: multilabel: a pixel may have several classes. threshold: the grey level from which on
     masks show their class.
@@ -46,6 +47,7 @@ class Answers:
     channels: int | None = None
     attribute: str | None = None
     pairs: Literal["named"] | None = None
+    exif: Literal["stored", "turned"] | None = None
     missing: Literal["background"] | None = None
     instances: Literal["binary"] | None = None
     task: Literal["multilabel"] | None = None
@@ -233,6 +235,36 @@ def is_instances(labels: LabelSet) -> bool:
     """Whether values look like `class * 1000 + number`, or numbers of objects."""
     ids = [value for value in labels.values if isinstance(value, int)]
     return len(ids) > MOST_CLASSES or sum(value >= 1000 for value in ids) > len(ids) / 2
+
+
+def choose_orientation(labels: LabelSet, scores: tuple[float, float], answers: Answers) -> LabelSet:
+    """`labels` with `upright`, where EXIF turns images and the sizes of labels do not tell.
+
+    scores: of `label_sets.compared_turned`.
+
+    Raises:
+        ConfigError: an answer where nothing is in question.
+        UndecidedError: the edges of the images do not tell either.
+    """
+    if not labels.unclear:
+        refuse_unused(vars(answers), "exif", "images that EXIF leaves, and labels whose sizes tell")
+        return labels
+    said, (stored, turned) = answers.exif, scores
+    if said is None and abs(stored - turned) > _SHIFTED:
+        said = "stored" if stored > turned else "turned"
+    if said == "stored" or (said == "turned" and not labels.classes):
+        return replace(labels, upright=said == "turned")
+    upright = "; else store the pixels upright, and masks for them" if labels.classes else ""
+    shown = replace(labels, labels={path: labels.labels[path] for path in sorted(labels.unclear)})
+    ways = [Reading("the pixels as stored", "--exif stored", labels=shown)]
+    if not labels.classes:
+        shown = replace(shown, upright=True)
+        ways.append(Reading("the pixels as viewers show them", "--exif turned", labels=shown))
+    raise UndecidedError(
+        f"{labels.pattern}: EXIF turns {first_of(shown.labels, 3)}: labels may lie on such images "
+        f"or on their pixels as stored{upright}",
+        ways,
+    )
 
 
 def check_pairs(survey: Survey, labels: LabelSet, found: EdgeScores, answers: Answers) -> None:

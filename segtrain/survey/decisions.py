@@ -205,7 +205,7 @@ def draw_annotations(
     if kinds[0] not in survey.annotations:
         there = first_of(survey.annotations)
         raise ConfigError(f"--labels {kinds[0]}: no such labels; found annotations of {there}")
-    refuse_unused(vars(answers), "ignore instances pairs threshold", "annotation files")
+    refuse_unused(vars(answers), "exif ignore instances pairs threshold", "annotation files")
     files = survey.annotations[kinds[0]]
     how = {"attribute": answers.attribute, "names": answers.names}
     how["others_are_empty"] = answers.missing is not None
@@ -387,6 +387,7 @@ def write_readings(
             file = survey.root / shown.labels[owner][0]
             window = contents.middle_window(file)
             label = contents.values_of(file, shown.kind, window, shown.threshold)
+            label = to_stored(label, image.orientation) if shown.upright else label
             mark = _LEFT_OUT if reading.leaves_out else _MARK
             cells.append(_cell(_marked(label, reading.marked, mark)))
         picture = np.hstack(cells)

@@ -1,5 +1,6 @@
 """The label files of a folder in sets of one kind, and what their images say about them."""
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -42,7 +43,8 @@ class LabelSet:
     no_data, shown_in, claimed: values that files mark as none; the images that show each value;
         pixels that the files of several classes show. All are known after `count_values`.
     numbered: whether values number objects, all of the one class.
-    upright: whether labels follow the EXIF orientation of their images, as `count_values` finds.
+    upright: whether labels follow the EXIF orientation of their images, as `count_values` finds;
+        unclear: images that EXIF turns, if no size tells.
     overlapping: whether a pixel may have several of `classes`.
     threshold: of the grey levels of its files, from which on they show their class.
     """
@@ -60,6 +62,7 @@ class LabelSet:
     claimed: int = 0
     numbered: bool = False
     upright: bool = False
+    unclear: Set[str] = frozenset()
     pattern_of: Mapping[str, str] = field(default_factory=dict)
     overlapping: bool = False
     threshold: float | None = None
@@ -384,6 +387,23 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeSco
     black, zeros = sum(one.black for one in seen), sum(one.zeros for one in seen)
     are_numbered = _are_numbered([one.numbers for one in seen])
     return EdgeScores(medians, black / zeros if zeros else 0.0, are_numbered)
+
+
+def compared_turned(folder: Path, images: Sequence[Image], labels: LabelSet) -> tuple[float, float]:
+    """How labels lie on unclear images as stored, and as EXIF turns them: medians, or NaN."""
+    scores = []
+    for image in spread([x for x in images if x.path in labels.unclear], _COMPARED):
+        with suppress(DataError):
+            own = contents.read_bands([folder / file for file in image.files])
+            for file in labels.labels[image.path]:
+                label = contents.read_label_part(folder / file)
+                ways = label, to_stored(label, image.orientation)
+                scores.append([contents.alignment(own, way) for way in ways])
+    told = [one for one in scores if not np.isnan(one).any()]
+    if not told:
+        return math.nan, math.nan
+    stored, turned = np.median(told, axis=0).tolist()
+    return stored, turned
 
 
 class _EdgeFacts(NamedTuple):

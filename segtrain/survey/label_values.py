@@ -49,7 +49,10 @@ def count_values(
     found = [(*names, facts) for names, facts in zip(files, read, strict=True)]
     shows_one = labels.classes and not (labels.numbered or is_colored)
     kinds = {"ids", "two"} if shows_one else {kind}
-    upright = not labels.classes and _are_upright(found, by_path)
+    sizes_say = _are_upright(found, by_path)
+    upright = bool(sizes_say) and not labels.classes
+    turned = (image for image in labels.labels if by_path[image].orientation != 1)
+    unclear = frozenset(turned) if sizes_say is None else frozenset()
     shown = _checked(folder, found, kinds, by_path, upright=upright)
     if labels.classes:
         labels = _with_painted(folder, labels, by_path, jobs)
@@ -67,8 +70,8 @@ def count_values(
     palette = max((facts.palette for facts in read), key=len, default=())
     palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
     no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
-    known = {"palette": palette, "no_data": no_data, "shown_in": shown_in, "upright": upright}
-    return replace(labels, kind=kind, values=values, **known)
+    known = {"palette": palette, "no_data": no_data, "shown_in": shown_in}
+    return replace(labels, kind=kind, values=values, upright=upright, unclear=unclear, **known)
 
 
 def _by_palettes(read: list[LabelFacts | str], legends: Sequence[Legend]) -> list[LabelFacts | str]:
@@ -200,11 +203,11 @@ def _label_size(image: Image, upright: bool) -> tuple[int, int]:
 
 def _are_upright(
     found: Iterable[tuple[str, str, LabelFacts | str]], images: Mapping[str, Image]
-) -> bool:
-    """Whether labels were made on the pictures as EXIF turns them.
+) -> bool | None:
+    """Whether labels were made on the pictures as EXIF turns them; None: their sizes do not tell.
 
-    Their sizes tell: all labels of turned pictures that are not square have height and width
-    exchanged. Then those of upside-down and square ones were made so, too.
+    All labels of turned pictures that are not square have height and width exchanged. Then those
+    of upside-down and square ones were made so, too.
     """
     turned = [
         facts.size == images[image].size[::-1]
@@ -213,7 +216,7 @@ def _are_upright(
         and exchanges_sides(images[image].orientation)
         and len({*images[image].size}) == 2
     ]
-    return bool(turned) and all(turned)
+    return all(turned) if turned else None
 
 
 def _shown(facts: LabelFacts) -> dict[int, Color]:
