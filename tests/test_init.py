@@ -836,11 +836,25 @@ def test_a_narrow_foreground_is_seen_on_a_scale_of_its_own(folder, lab, dtype, l
     np.testing.assert_allclose(config.data.value_range, expected, rtol=1e-5)
     assert config.data.clip
     shown = " ".join(said.split())
-    assert "percentiles 0.5 and 99.5 of what is labelled, as nnU-Net clips CT" in shown
+    assert "percentiles 0.5 and 99.5 of each class, as nnU-Net clips CT" in shown
     clipped = (pixels.clip(*expected) - expected[0]) * 255 / np.ptp(expected)
     np.testing.assert_allclose(config.data.mean, clipped.mean(), rtol=1e-3)
     np.testing.assert_allclose(config.data.std, clipped.std(), rtol=1e-3)
     assert "outside of data.value_range" not in said
+
+
+def test_a_rare_class_beyond_the_values_of_all_is_not_clipped(folder, lab):
+    lesions(folder, np.int16, -1024, 1800, 1060)
+    for i in range(6):
+        for kind, value in {"images/{}.tif": 400 + i, "labels/{}.png": 2}.items():
+            path = folder / kind.format(i)
+            stored = read_stored(path)
+            stored[5, 20:23] = value
+            save(path, stored[..., 0])
+    lab.done("init", folder, "--output", lab.folder / "m")
+    data = load_config(lab.folder / "m/config.yaml").data
+    assert data.clip
+    assert data.value_range[1] >= 404
 
 
 def test_a_wide_foreground_keeps_the_scale_of_all_values(folder, lab):

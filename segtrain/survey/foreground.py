@@ -4,6 +4,7 @@ A lesion takes 85 of the 4,000 values of a CT, and a cell few of 16 bits beside 
 clips CT to the percentiles 0.5 and 99.5 of the foreground (arXiv:1904.08128, Methods).
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +45,7 @@ def narrow_foreground(
         return None
     if labels.kind == "annotations" and labels.overlapping:
         return None
-    pixels, shown = [], []
+    pixels, shown = [], defaultdict(list)
     by_path = {image.path: image for image in images}  # windows share a file
     for image in spread(list(by_path.values()), _SAMPLE):
         values = contents.read_bands([survey.root / file for file in image.files])[..., 0]
@@ -53,11 +54,15 @@ def narrow_foreground(
             step = max(1, values.size // _MOST_PX)
             is_valid = ~np.isnan(values.ravel()[::step])
             pixels.append(values.ravel()[::step][is_valid].astype(np.float64))
-            shown.append(pixels[-1][found.ravel()[::step][is_valid]])
-    labelled = np.concatenate([np.zeros(0), *shown])
-    if labelled.size < _LEAST_PX:
+            numbers = found.ravel()[::step][is_valid]
+            for number in np.unique(numbers[numbers != IGNORE_INDEX]).tolist():
+                shown[number].append(pixels[-1][numbers == number])
+    # Each class for itself: a rare one beyond the values of all would be clipped to nothing.
+    labelled = [np.concatenate(found) for found in shown.values()]
+    if sum(map(len, labelled)) < _LEAST_PX:
         return None
-    low, high = (float(f"{x:.6g}") for x in np.percentile(labelled, _PERCENTILES))
+    ends = np.array([np.percentile(values, _PERCENTILES) for values in labelled])
+    low, high = float(f"{ends[:, 0].min():.6g}"), float(f"{ends[:, 1].max():.6g}")
     if not 0 < high - low < _NARROW * np.ptp(np.concatenate(pixels)):
         return None
     clipped = [one.clip(low, high) for one in pixels if one.size]
@@ -68,18 +73,19 @@ def narrow_foreground(
 def _foreground(
     root: Path, image: Image, labels: LabelSet, classes: Classes, drawn: Path
 ) -> np.ndarray:
-    """(H, W) bool: where a class but the background is, of a raster in its middle window."""
+    """(H, W): the number of the class, IGNORE_INDEX of none and of the background, of a raster in
+    its middle window."""
     files = labels.labels[image.path]
     if not files:
-        return np.zeros(image.size, bool)
+        return np.full(image.size, IGNORE_INDEX)
     if labels.classes:
         of_classes = labels.class_files(root, image.path)
         numbers, _ = contents.painted(of_classes, image.size, labels.void, labels.threshold)
-        return (numbers > 0) & ~np.isin(numbers, labels.void)
+        return np.where(np.isin(numbers, [0, *labels.void]), IGNORE_INDEX, numbers)
     folder = drawn if labels.kind == "annotations" else root
     window = contents.middle_window(root / image.path)
     ids = class_ids(folder / files[0], labels, classes, window)
     ids = to_stored(ids, image.orientation) if labels.upright else ids
     names = [one.name.casefold().strip("_") for one in classes.classes]
     beside = [i for i, x in enumerate(classes.classes) if 0 in x.values or names[i] == "background"]
-    return ~np.isin(ids, [*beside, IGNORE_INDEX])
+    return np.where(np.isin(ids, beside), IGNORE_INDEX, ids)

@@ -97,7 +97,7 @@ def choose_pixels(
             scale = foreground.value_range
             usable = [_in_channels(one, channels) for one in foreground.facts]
             reason = (
-                "percentiles 0.5 and 99.5 of what is labelled, as nnU-Net clips CT; seen are "
+                "percentiles 0.5 and 99.5 of each class, as nnU-Net clips CT; seen are "
                 f"{low:g} to {high:g}"
             )
         if scale != found.limits or found.dtype.kind == "f":
