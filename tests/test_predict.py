@@ -14,7 +14,8 @@ from torch import nn
 
 from segtrain.checkpoint import ready
 from segtrain.checkpoint.trained import LoadedModel
-from segtrain.commands import frames, predict
+from segtrain.commands import predict
+from segtrain.commands.predict import rasters, videos
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.georeference import place_of
@@ -159,20 +160,21 @@ def write_video(path, frames):
 def test_what_a_kind_of_input_cannot_honour_is_refused(run, tmp_path, monkeypatch):
     video = write_video(tmp_path / "drive.mp4", PALETTE[:1])
     image, large = (save(tmp_path / name, photo(8, 9)) for name in ("a.png", "large.tif"))
-    with pytest.raises(
-        ConfigError, match=r"--probabilities: not for a video, or a .*: .*drive\.mp4"
-    ):
+    with pytest.raises(ConfigError, match=r"--probabilities: not for a video: .*drive\.mp4"):
         run(image, video, probabilities="npz")
-    size_of = predict.raster_size
+    size_of = rasters.raster_size
     monkeypatch.setattr(
-        predict, "raster_size", lambda p, most: (8, 9) if p == large else size_of(p, most)
+        rasters, "raster_size", lambda p, most: (8, 9) if p == large else size_of(p, most)
     )
     with pytest.raises(ConfigError, match=r"--probabilities: not for .*: .*large\.tif"):
         run(large, image, probabilities="tif")
     for option in ({"clear": ("greenish",)}, {"opacity": 0.2}):
-        with pytest.raises(ConfigError, match="--opacity, --clear: no effect: rasters"):
+        with pytest.raises(
+            ConfigError,
+            match=r"--(opacity|clear): not for a raster that is read in parts: .*large",
+        ):
             run(large, **option)
-    with pytest.raises(ConfigError, match=r"data\.slice_axis: cuts volumes, and there is none"):
+    with pytest.raises(ConfigError, match=r"--set data\.slice_axis: not for images: "):
         run(image, set=["data.slice_axis=z"])
     assert not list((tmp_path / "out").rglob("*.mp4"))
 
@@ -487,7 +489,7 @@ def test_values_of_12_bits_in_files_of_16_are_warned_about(
 ):
     if large:  # each is a raster, of which blocks are read
         monkeypatch.setattr("segtrain.data.read.raster._MIN_BYTES", 0)
-        monkeypatch.setattr(predict, "MAX_PHOTO_PIXELS", 50)
+        monkeypatch.setattr(rasters, "MAX_PHOTO_PIXELS", 50)
     values = np.random.default_rng(0).integers(0, 4096, (8, 9, 3)).astype(np.uint16)
     dark, full = tmp_path / "dark.tif", tmp_path / "full.tif"
     assert cv2.imwrite(str(dark), values)
@@ -532,7 +534,7 @@ def test_frames_of_a_video_become_label_maps(run, tmp_path, capsys):
 
 
 def test_frames_never_get_the_place_of_an_image(run, tmp_path):
-    with pytest.raises(ConfigError, match="--frames: there is no video"):
+    with pytest.raises(ConfigError, match="--frames: not for images: "):
         run(save(tmp_path / "a.png", photo(5, 6)), frames=True)
     write_video(tmp_path / "in/drive.mp4", PALETTE)
     save(tmp_path / "in/drive/000001.png", photo(5, 6))
@@ -544,6 +546,6 @@ def test_frames_never_get_the_place_of_an_image(run, tmp_path):
 def test_label_maps_of_frames_have_a_band_for_each_class_that_overlaps(tmp_path):
     classes = ClassFile("two", CLASSES.classes[:2], (), (0, 0, 0), overlapping=True)
     label = np.random.default_rng(0).integers(0, 2, (5, 6, 2), dtype=np.uint8)
-    frames._write_label(tmp_path, "drive/000000", label, classes)
+    videos.write_frame(tmp_path, "drive/000000", label, classes)
     bands = tifffile.imread(tmp_path / "labels/drive/000000.tif")
     assert np.array_equal(bands, (label * np.array([7, 23], np.uint8)).transpose(2, 0, 1))

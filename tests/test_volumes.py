@@ -489,7 +489,18 @@ def test_volumes_are_predicted_with_the_neighbours_of_slices(slices_of_three, tm
     capsys.readouterr()
     one = root / f"cut/images/{case}/z0003.tif"
     assert run("predict", model, one, "--output", tmp_path / "one") == 2
-    assert "single images do not have; predict the volumes" in capsys.readouterr().err
+    assert "the slices before and after each; predict the volumes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--table", "t.csv"), ("--probabilities", "npz"), ("--opacity", "0.2")]
+)
+def test_what_volumes_cannot_honour_is_refused(lab, option, value):
+    folder = lab.folder / "scans"
+    folder.mkdir()
+    write_nifti(folder / "a.nii.gz", np.zeros((8, 9, 3), np.int16))
+    said = lab.refused("predict", "run", folder, "--output", lab.folder / "out", option, value)
+    assert f"{option}: not for a volume: {folder / 'a.nii.gz'}" in said
 
 
 def test_neighbours_of_names_without_numbers_are_refused(tmp_path):

@@ -11,7 +11,6 @@ from segtrain.data.check.values import ImageValues
 from segtrain.data.read.find import first_lines
 from segtrain.errors import DataError
 from segtrain.models.precision import evaluation_warnings
-from segtrain.run import pictures
 from segtrain.text import counted, printable
 
 NOT_FINITE = (
@@ -40,26 +39,17 @@ def print_about(ready: ReadyModel) -> None:
 
 
 def summarize(
-    ready: ReadyModel,
-    images: Sequence[Notes],
-    rasters: Sequence[Notes],
-    videos: Sequence[Notes],
-    volumes: Sequence[Notes],
-    output: Path,
-    kinds: Sequence[str],
+    ready: ReadyModel, done: Sequence[tuple[str, str, Sequence[Notes]]], output: Path
 ) -> None:
-    """Prints what was done; raises DataError for files that cannot be read."""
-    notes = [*images, *rasters, *videos, *volumes]
+    """Prints what was done; raises DataError for files that cannot be read.
+
+    done: of each kind of input its name, the folder below `output`, and the notes.
+    """
+    notes = [note for _, _, found in done for note in found]
     values = [note.values for note in notes if note.values is not None]
-    for found, what, where in (
-        (images, "images", f"{{{','.join(kinds)}}}"),
-        (rasters, "rasters", pictures.LABELS),
-        (videos, "videos", pictures.VIDEOS),
-        (volumes, "volumes", pictures.LABELS),
-    ):
-        if found:
-            num_done = sum(not note.problem for note in found)
-            print(f"{num_done} of {len(found)} {what}: {printable(output)}/{where}")
+    for what, where, found in done:
+        num_done = sum(not note.problem for note in found)
+        print(f"{num_done} of {len(found)} {what}: {printable(output)}/{where}")
     if num_in_parts := sum(note.in_parts for note in notes):
         print(f"{num_in_parts} of them too large to be predicted as a whole: in parts")
     if turned := sum(note.turned for note in notes):

@@ -7,12 +7,15 @@ import numpy as np
 import torch
 
 from segtrain.checkpoint.ready import ReadyModel
+from segtrain.commands.predict.kind import Job, noted
+from segtrain.commands.summary import Notes
 from segtrain.data.check.values import ImageValues, image_values, joined_values
+from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.decode import Info
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
 from segtrain.data.read.image import ignore_missing
 from segtrain.data.read.neighbours import with_neighbours
-from segtrain.data.read.photos import form_of_info
+from segtrain.data.read.photos import PhotoFile, form_of_info
 from segtrain.data.read.volumes import (
     AXES,
     VolumeFile,
@@ -24,14 +27,51 @@ from segtrain.data.read.volumes import (
 )
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import temporary
+from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
-from segtrain.run.pictures import raw_ids
 from segtrain.text import printable
 
 ENDING = ".nii.gz"
 
 
-def split_inputs(
+class Volumes:
+    """CT, MRI, microscopy in three dimensions: slice by slice."""
+
+    several, such, instead = "volumes", "a volume", {}
+    honours = "--set data.slice_axis", "data.neighbours"
+
+    def take(
+        self, inputs: Sequence[str | Path], output: Path
+    ) -> tuple[list[VolumeFile], list[str | Path], list[str]]:
+        """The volumes among inputs, the other inputs, and lines about files of neither."""
+        return _split_inputs(inputs, output)
+
+    def is_own(self, source: PhotoFile) -> bool:
+        """No file: those that hold volumes are taken from the inputs."""
+        return False
+
+    def prepare(self, job: Job, sources: Sequence[VolumeFile]) -> None:
+        """ConfigError: the model has no one class a pixel."""
+        if job.classes.overlapping:
+            raise ConfigError("volumes are labelled with one class a pixel")
+
+    def predict(self, job: Job, sources: Sequence[VolumeFile]) -> list[Notes]:
+        """Writes a volume of ids for each, where its source lies."""
+        notes = []
+        for source in sources:
+            path = job.output / pictures.LABELS / f"{source.name}{ENDING}"
+            with noted(notes, path):
+                values, is_finite, along = _predict_volume(job.ready, source, path)
+                print(along)
+                notes.append(Notes(values=values, is_finite=is_finite))
+        return notes
+
+    def written(self, classes: ClassFile) -> str:
+        """The folder of label volumes."""
+        return pictures.LABELS
+
+
+def _split_inputs(
     inputs: Sequence[str | Path], output: Path
 ) -> tuple[list[VolumeFile], list[str | Path], list[str]]:
     """The volumes among the inputs, but for those in `output`, and the inputs that hold none.
@@ -68,14 +108,7 @@ def _files_below(given: str | Path, output: Path) -> list[str]:
     return [x for x in files if not (folder / x).resolve().is_relative_to(output.resolve())]
 
 
-def check_slices(ready: ReadyModel, others: Sequence[object]) -> None:
-    """ConfigError: the model sees neighbouring slices, and there are images that have none."""
-    if ready.config.data.neighbours and others:
-        what = "the model sees the slices before and after each, which single images do not have"
-        raise ConfigError(f"data.neighbours: {what}; predict the volumes")
-
-
-def predict_volume(
+def _predict_volume(
     ready: ReadyModel, file: VolumeFile, output: Path
 ) -> tuple[ImageValues, bool, str]:
     """Writes the ids of a volume as NIfTI.
@@ -94,7 +127,7 @@ def predict_volume(
     number, size = len(stack.pixels), stack.pixels.shape[1:3]
     channels = 2 * data.neighbours + 1
     form = form_of_info(Info(size, channels, stack.pixels.dtype), ready.form, file.path)
-    ids = raw_ids(ready.loaded.classes)
+    ids = pictures.raw_ids(ready.loaded.classes)
     labels = np.zeros((number, *size), ids.dtype)
     values, is_finite = [], True
     at_once = predictor.limits.num_images
@@ -124,3 +157,6 @@ def predict_volume(
     step = "" if stack.spacing is None else f", {stack.spacing[0]:.3g} {stack.unit} apart"
     along = f"{place}: {number} slices of {size[0]}x{size[1]} along {AXES[axis]}{step}"
     return joined_values(values), is_finite, along
+
+
+KIND = Volumes()

@@ -1,0 +1,149 @@
+"""`segtrain predict`: label maps of whatever was photographed, filmed, flown over or scanned.
+
+As in training, pixels count as they are stored: a rotation in the file's EXIF is ignored, and the
+command says so.
+"""
+
+import argparse
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from segtrain.checkpoint.ready import ReadyModel, make_ready
+from segtrain.commands.predict.kind import Job, Kind
+from segtrain.commands.summary import print_about, summarize
+from segtrain.config.loading import given_keys
+from segtrain.data.read.photos import find_images
+from segtrain.data.read.protect import check_pictures
+from segtrain.distributed.process_group import device_for
+from segtrain.errors import EXIT_OK, ConfigError
+from segtrain.evaluation.decision_rule import rule_of
+from segtrain.evaluation.object_table import TableOptions
+from segtrain.run import pictures
+from segtrain.text import first_of
+
+# In the order in which they are asked whether a file is theirs: photos take what is left.
+_KINDS = "videos", "rasters", "photos"
+# What they honour is refused where one input does not: it would lack in the midst of others.
+_OF_ALL = "--table", "--objects", "--probabilities", "data.neighbours"
+_SEES_SLICES = "the model sees the slices before and after each; predict the volumes"
+
+_Found = Mapping[Kind, Sequence[Any]]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code.
+
+    args: source (run directory or checkpoint), others (of an ensemble), inputs (files and folders),
+        output (a directory), device ("auto", "cpu" or "cuda"), set (a list of
+        `section.key=value`), overwrite, probabilities (None, "npz" or "tif"), opacity (of
+        overlays), clear (names of classes), thresholds (names of classes and numbers),
+        unknown_below (a probability), frames (label maps of videos too), and those of
+        TableOptions.
+
+    Raises:
+        DataError: nothing to predict; or, after all others are done, images that cannot be read.
+        ConfigError: an option that the inputs cannot honour.
+    """
+    # The user names the images, and read_photo has a bound of its own.
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    output, overwrite = Path(args.output), args.overwrite
+    found, lines = _by_kind(args.inputs, output)
+    names = [source.name for sources in found.values() for source in sources]
+    pictures.check_output(output, names, overwrite=overwrite)
+    tables = TableOptions(args.table, args.objects, args.pixel_size, args.min_area)
+    tables.check()
+    _refuse_unhonoured(_given(args), found)
+    ready = _ready(args)
+    if ready.config.data.neighbours:
+        _refuse_unhonoured(["data.neighbours"], found)
+    classes = ready.loaded.classes
+    tint = pictures.make_tint(classes, 0.5 if args.opacity is None else args.opacity, args.clear)
+    job = Job(ready, output, names, tint, overwrite, args.probabilities, args.frames, tables)
+    _check_data(job)
+    for kind, sources in found.items():
+        kind.prepare(job, sources)
+    print_about(ready)
+    for line in lines:
+        print(line)
+    done = [
+        (kind.several, kind.written(classes), kind.predict(job, sources))
+        for kind, sources in found.items()
+    ]
+    summarize(ready, done, output)
+    return EXIT_OK
+
+
+def _by_kind(inputs: Sequence[Path], output: Path) -> tuple[_Found, list[str]]:
+    """The sources of each kind that is there, photos first, and lines about other files."""
+    found: dict[Kind, Sequence[Any]] = {}
+    lines: list[str] = []
+    if volumes := _kind("volumes"):
+        of_volumes, inputs, lines = volumes.take(inputs, output)
+        found[volumes] = of_volumes
+    sources, skipped = find_images(inputs, output) if inputs else ([], "")
+    for kind in filter(None, map(_kind, _KINDS)):
+        found[kind] = [source for source in sources if kind.is_own(source)]
+        sources = [source for source in sources if source not in found[kind]]
+    there = {kind: found[kind] for kind in reversed(found) if found[kind]}
+    return there, [*lines, *filter(None, [skipped])]
+
+
+def _kind(name: str) -> Any:
+    """The kind of a module of this folder; None: it is not there."""
+    module = f"{__package__}.{name}"
+    return import_module(module).KIND if find_spec(module) else None
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    """The options of the command line that not every kind honours."""
+    said = {
+        "--table": args.table,
+        "--objects": args.objects,
+        "--probabilities": args.probabilities,
+        "--frames": args.frames,
+        "--opacity": args.opacity is not None,
+        "--clear": args.clear,
+        "--set data.slice_axis": "data.slice_axis" in given_keys(args.set),
+    }
+    return [option for option, value in said.items() if value]
+
+
+def _refuse_unhonoured(options: Iterable[str], found: _Found) -> None:
+    """ConfigError for an option without an effect on the sources, or on some where it must."""
+    for option in options:
+        without = [kind for kind in found if option not in kind.honours]
+        if not without or (option not in _OF_ALL and len(without) < len(found)):
+            continue
+        paths = first_of(source.path for kind in without for source in found[kind])
+        such = " and ".join(kind.such for kind in without)
+        ways = [kind.instead[option] for kind in without if option in kind.instead]
+        ways += [_SEES_SLICES] if option == "data.neighbours" else []
+        raise ConfigError("; ".join([f"{option}: not for {such}: {paths}", *ways]))
+
+
+def _ready(args: argparse.Namespace) -> ReadyModel:
+    """The model, which predicts by --threshold and --unknown-below."""
+    device = device_for(args.device)
+    ready = make_ready(args.source, *args.others, settings=args.set, device=device)
+    classes = ready.loaded.classes
+    if classes.overlapping and (args.thresholds or args.unknown_below is not None):
+        what = "with task multilabel each class has a threshold of its own"
+        raise ConfigError(f"--threshold, --unknown-below: {what}; use --set eval.thresholds=[...]")
+    rule = rule_of(args.thresholds, classes.names, args.unknown_below)
+    return ready._replace(predictor=ready.predictor.by(rule))
+
+
+def _check_data(job: Job) -> None:
+    """ConfigError: pictures would be written over the images or labels of the training."""
+    masks = pictures.mask_names(job.classes) if job.classes.overlapping else []
+    folders = *pictures.KINDS, *(f"{pictures.MASKS}/{mask}" for mask in masks)
+    paths = [f"{folder}/{name}.png" for name in job.names for folder in folders]
+    if job.frames:
+        paths += [f"{pictures.LABELS}/{name}/0.png" for name in job.names]
+    check_pictures("--output", job.output, paths, job.ready.config.data)

@@ -1,0 +1,114 @@
+"""`segtrain predict` of videos, frame by frame."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from segtrain.commands.predict.kind import Job
+from segtrain.commands.summary import Notes
+from segtrain.data.read.classes import ClassFile
+from segtrain.data.read.find import VIDEO_SUFFIXES
+from segtrain.data.read.photos import PhotoFile
+from segtrain.errors import ConfigError, DataError, ExecutionError
+from segtrain.evaluation.video import frames_of, overlay_video
+from segtrain.files import os_errors_as
+from segtrain.run import pictures
+from segtrain.text import first_of, printable
+
+_FRAME = r"\d{6,}\.(png|tif)"  # the file of the label map of one
+
+
+class Videos:
+    """Videos, of which a video of the overlays is made."""
+
+    several, such, instead = "videos", "a video", {}
+    honours = "--frames", "--opacity", "--clear"
+
+    def is_own(self, source: PhotoFile) -> bool:
+        """Whether its suffix is that of a video."""
+        return source.path.suffix.lower() in VIDEO_SUFFIXES
+
+    def prepare(self, job: Job, sources: Sequence[PhotoFile]) -> None:
+        """Makes room for frames; DataError: the model does not take the frames of videos."""
+        form = job.ready.form
+        if (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
+            raise DataError(
+                f"{printable(sources[0].path)}: frames are RGB of 8 bits, and the model was "
+                f"trained on {form.channels} channels of {form.dtype}"
+            )
+        if job.frames:
+            videos = [source.name for source in sources]
+            _make_room(job.output / pictures.LABELS, videos, job.names, overwrite=job.overwrite)
+
+    def predict(self, job: Job, sources: Sequence[PhotoFile]) -> list[Notes]:
+        """Writes a video for each, and with --frames labels/NAME/000000.png and on."""
+        return [
+            _predict_video(job, source, job.output / pictures.VIDEOS / f"{source.name}.mp4")
+            for source in sources
+        ]
+
+    def written(self, classes: ClassFile) -> str:
+        """The folder of videos."""
+        return pictures.VIDEOS
+
+
+def _predict_video(job: Job, source: PhotoFile, path: Path) -> Notes:
+    is_finite, file = True, printable(source.path)
+
+    def draw(number: int, frame: np.ndarray) -> np.ndarray:
+        nonlocal is_finite
+        (found,) = job.ready.predictor.label_maps([torch.from_numpy(frame)], place=file)
+        is_finite = is_finite and bool(found.is_finite)
+        label = found.label.cpu().numpy()
+        if job.frames:
+            write_frame(job.output, f"{source.name}/{number:06d}", label, job.classes)
+        return job.tint.over(frame, label)
+
+    with os_errors_as(ExecutionError, path, "cannot be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if job.frames:
+            num_frames, size = frames_of(source.path)
+            where = f"{printable(job.output)}/{pictures.LABELS}/{printable(source.name)}"
+            about = f"{num_frames or 'all'} frames of {size[0]}x{size[1]} px"
+            print(f"{where}: label maps of {about}", flush=True)
+        warning = overlay_video(source.path, path, draw)
+    except DataError as error:
+        return Notes(str(error))
+    return Notes(cut_short=warning, is_finite=is_finite)
+
+
+def write_frame(output: Path, name: str, label: np.ndarray, classes: ClassFile) -> None:
+    """Writes the raw ids of a frame: a PNG, or where classes overlap a TIFF of their bands."""
+    path = output / pictures.LABELS / name
+    stored = pictures.stored_label(classes, label)
+    if classes.overlapping:
+        pictures.write_bands(path.with_name(f"{path.name}.tif"), stored)
+    else:
+        pictures.write_png(path.with_name(f"{path.name}.png"), stored)
+
+
+def _make_room(
+    labels: Path, videos: Sequence[str], names: Sequence[str], *, overwrite: bool
+) -> None:
+    """Removes the label maps of an earlier video's frames, of which there may have been more.
+
+    ConfigError: they are to be kept; or an image is named as a frame would be.
+    """
+    for video in videos:
+        if shared := [name for name in names if name.startswith(f"{video}/")]:
+            what = f"{printable(video)} is a video, and {first_of(shared, 1)} an image"
+            raise ConfigError(f"--frames: {what}; predict them into two directories")
+        old = [one for one in (labels / video).glob("*") if re.fullmatch(_FRAME, one.name)]
+        if old and not overwrite:
+            repair = "choose another directory or pass --overwrite"
+            raise ConfigError(f"--output {first_of(old, 1)}: exists already; {repair}")
+        with os_errors_as(ExecutionError, labels, "cannot be cleared"):
+            for one in old:
+                one.unlink()
+
+
+KIND = Videos()
