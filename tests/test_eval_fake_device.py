@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.checkpoint.ready import ReadyModel
-from segtrain.commands.predict import photos
+from segtrain.commands.predict import photo_inputs
 from segtrain.data.read.image import RGB
 from segtrain.data.read.image_formats import Info
 from segtrain.data.read.photos import Photo, PhotoFile
@@ -136,9 +136,9 @@ def test_predictions_for_callbacks_come_without_a_wait_while_the_next_are_comput
 
 def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch):
     written = []
-    monkeypatch.setattr(photos.pictures, "write_legend", lambda *_: None)
+    monkeypatch.setattr(photo_inputs.pictures, "write_legend", lambda *_: None)
     monkeypatch.setattr(
-        photos.pictures, "write_prediction", lambda _, name, *__: written.append(name)
+        photo_inputs.pictures, "write_prediction", lambda _, name, *__: written.append(name)
     )
 
     def read_info(path):
@@ -148,8 +148,8 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch)
         info = read_info(path)
         return Photo(np.zeros((*info.size, 3), np.uint8), form, info)
 
-    monkeypatch.setattr(photos, "read_photo", read_photo)
-    monkeypatch.setattr(photos, "read_info", read_info)
+    monkeypatch.setattr(photo_inputs, "read_photo", read_photo)
+    monkeypatch.setattr(photo_inputs, "read_info", read_info)
     sources = [PhotoFile(Path(str(i)), str(i)) for i in range(len(SIZES))]
     by_size, classes = (
         SettingsBySize(SETTINGS, SETTINGS),
@@ -159,7 +159,7 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch)
         loaded = SimpleNamespace(classes=classes)
         predictor = Predictor(model_of(), by_size, CUDA, K)
         ready = ReadyModel(predictor, loaded, None, RGB)
-        photos.predict_images(ready, sources, Path("nowhere"), Tint([]))
+        photo_inputs.predict_images(ready, sources, Path("nowhere"), Tint([]))
     assert sorted(written) == ["0", "1", "2", "3", "4"]
     assert len(Mark.waits) == 3
     assert all(asked > awaited for awaited, asked in Mark.waits[:-1])

@@ -15,8 +15,9 @@ from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import batch_findings
 from segtrain.errors import ConfigError, LostRanksError
-from segtrain.training.hogwild import HogwildBarrier, config_of_process, shared_copies
 from segtrain.training.step_sync import StepSync
+from segtrain.training.ways import by_process
+from segtrain.training.ways.hogwild_way import Hogwild, shared_copies
 
 STEPS = 4
 
@@ -118,8 +119,7 @@ def taken(meeting, steps):
 def lead():
     """How far rank 0 gets while rank 1 stands still."""
     sync = StepSync(lambda: False)
-    never = dict.fromkeys(("stop_requested", "save_requested"), lambda: False)
-    meeting = HogwildBarrier(sync, step=10, timeout_s=0.5, **never)
+    meeting = Hogwild(sync, (lambda: False,) * 2, step=10, timeout_s=0.5)
     steps = taken(meeting, range(11, 40))
     if dist.rank() == 1:
         next(steps)
@@ -145,19 +145,17 @@ def meetings(stops, dues, paces):
     rank, now = dist.rank(), 0
     sync = StepSync(lambda: False)
     saves = iter([False, True] + [False] * 50)
-    meeting = HogwildBarrier(
-        sync,
-        step=0,
-        timeout_s=60,
-        stop_requested=lambda: stops[rank] is not None and now >= stops[rank],
-        save_requested=lambda: rank == 1 and next(saves),
+    requests = (
+        lambda: stops[rank] is not None and now >= stops[rank],
+        lambda: rank == 1 and next(saves),
     )
+    meeting = Hogwild(sync, requests, step=0, timeout_s=60)
     met = []
     for done in taken(meeting, range(1, 31)):
         now = done.step
         if rank == 0:
             torch.rand(paces).sum()
-        if meeting.has_begun(now, due=now in dues):
+        if meeting.have_met(now, due=now in dues, is_last=False):
             met.append((now, sync.stopped, sync.pop_save_request()))
             dist.barrier()
         if sync.stopped:
@@ -205,7 +203,7 @@ def test_a_loss_that_is_not_finite_ends_all(run_ranks, tmp_path, data):
 
 def test_processes_divide_the_learning_rate_and_the_images(tmp_path, data):
     settings = load_config(config(data, tmp_path, batch_size=6, lr=0.02, min_lr=0.008))
-    mine = config_of_process(settings, 4)
+    mine = by_process(settings, 4)
     assert (mine.optim.lr, mine.schedule.min_lr) == (0.005, 0.002)
     sets = [open_dataset(settings.data, split) for split in ("train", "val")]
     lines = start_lines(settings, tmp_path, torch.nn.Linear(1, 1), *sets, ["cpu"] * 4, 0)

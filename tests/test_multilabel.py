@@ -525,7 +525,7 @@ def test_a_raster_in_parts_has_the_bands_of_the_same_image_at_once(
     tifffile.imwrite(tmp_path / "a.tif", np.ascontiguousarray(image), photometric="rgb")
     words = "predict", root / "run", tmp_path / "a.tif", "--output"
     lab.done(*words, tmp_path / "whole")
-    monkeypatch.setattr("segtrain.commands.predict.rasters.MAX_PHOTO_PIXELS", 1000)
+    monkeypatch.setattr("segtrain.commands.predict.raster_inputs.MAX_PHOTO_PIXELS", 1000)
     monkeypatch.setattr("segtrain.data.read.raster._MIN_BYTES", 0)
     monkeypatch.setattr(georaster, "BLOCK_PX", 64)
     lab.done(*words, tmp_path / "parts")

@@ -8,7 +8,7 @@ from scipy import ndimage
 from test_predict import CLASSES, NO_VALUE_255, photo, run, save, save_tiff, write_video
 from test_raster import GEO
 
-from segtrain.commands.predict import rasters
+from segtrain.commands.predict import raster_inputs
 from segtrain.errors import ConfigError, DataError
 from segtrain.evaluation.objects import find_objects
 from segtrain.evaluation.pixel_size import grid_of
@@ -237,7 +237,7 @@ def test_what_tables_cannot_honour_is_refused(run, tmp_path, monkeypatch):
         run(image, tmp_path / "x.tif", table=table, pixel_size=(1.0, "m"))
     # A raster in parts; another command measures its label map.
     monkeypatch.setattr("segtrain.data.read.raster._MIN_BYTES", 0)
-    monkeypatch.setattr(rasters, "MAX_PHOTO_PIXELS", 50)
+    monkeypatch.setattr(raster_inputs, "MAX_PHOTO_PIXELS", 50)
     words = r"{}: not for a raster .*x\.tif; .* segtrain data polygons LABELMAP"
     for option in "table", "objects":
         with pytest.raises(ConfigError, match=words.format(f"--{option}")):

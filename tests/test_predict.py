@@ -15,7 +15,7 @@ from torch import nn
 from segtrain.checkpoint import ready
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.commands import predict
-from segtrain.commands.predict import rasters, videos
+from segtrain.commands.predict import raster_inputs, video_inputs
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.georeference import place_of
@@ -162,9 +162,9 @@ def test_what_a_kind_of_input_cannot_honour_is_refused(run, tmp_path, monkeypatc
     image, large = (save(tmp_path / name, photo(8, 9)) for name in ("a.png", "large.tif"))
     with pytest.raises(ConfigError, match=r"--probabilities: not for a video: .*drive\.mp4"):
         run(image, video, probabilities="npz")
-    size_of = rasters.raster_size
+    size_of = raster_inputs.raster_size
     monkeypatch.setattr(
-        rasters, "raster_size", lambda p, most: (8, 9) if p == large else size_of(p, most)
+        raster_inputs, "raster_size", lambda p, most: (8, 9) if p == large else size_of(p, most)
     )
     with pytest.raises(ConfigError, match=r"--probabilities: not for .*: .*large\.tif"):
         run(large, image, probabilities="tif")
@@ -489,7 +489,7 @@ def test_values_of_12_bits_in_files_of_16_are_warned_about(
 ):
     if large:  # each is a raster, of which blocks are read
         monkeypatch.setattr("segtrain.data.read.raster._MIN_BYTES", 0)
-        monkeypatch.setattr(rasters, "MAX_PHOTO_PIXELS", 50)
+        monkeypatch.setattr(raster_inputs, "MAX_PHOTO_PIXELS", 50)
     values = np.random.default_rng(0).integers(0, 4096, (8, 9, 3)).astype(np.uint16)
     dark, full = tmp_path / "dark.tif", tmp_path / "full.tif"
     assert cv2.imwrite(str(dark), values)
@@ -546,6 +546,6 @@ def test_frames_never_get_the_place_of_an_image(run, tmp_path):
 def test_label_maps_of_frames_have_a_band_for_each_class_that_overlaps(tmp_path):
     classes = ClassFile("two", CLASSES.classes[:2], (), (0, 0, 0), overlapping=True)
     label = np.random.default_rng(0).integers(0, 2, (5, 6, 2), dtype=np.uint8)
-    videos.write_frame(tmp_path, "drive/000000", label, classes)
+    video_inputs.write_frame(tmp_path, "drive/000000", label, classes)
     bands = tifffile.imread(tmp_path / "labels/drive/000000.tif")
     assert np.array_equal(bands, (label * np.array([7, 23], np.uint8)).transpose(2, 0, 1))

@@ -9,14 +9,14 @@ from experiments import curve, experiment, last, losses, refusal, sections, trai
 from processes import Command, free_port, save_and_stop, with_signal
 
 from segtrain.commands.train import loop
-from segtrain.commands.train.preflight import asynchronous_line, check_experiment, start_lines
+from segtrain.commands.train.preflight import check_experiment, start_lines
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import batch_findings
 from segtrain.errors import ConfigError
-from segtrain.training import server
-from segtrain.training.hogwild import config_of_process
+from segtrain.training.ways import server_way as server
+from segtrain.training.ways import way_of
 
 STEPS = 3
 SLOW = pytest.mark.slow("training", "distributed", "commands")
@@ -252,11 +252,14 @@ def test_what_is_refused_and_what_is_said(tmp_path, data):
     assert "use 0 or at least 2" in found
     assert batch_findings(settings, 3) == []
     # Of two workers each has half of the rate, unless a batch is one update.
-    assert config_of_process(settings, 3).optim.lr == 0.01
+    assert way_of(settings.train).config_of_update(settings, 3).optim.lr == 0.01
     lines = start_lines(settings, tmp_path, torch.nn.Linear(1, 1), *sets, ["cpu"] * 3, 0)
     assert any(line.startswith("lr         0.01 ->") for line in lines)
     assert any(line.endswith("each process alone; statistics over 3 images") for line in lines)
-    assert "at most 1 updates old, and another run ends" in asynchronous_line(settings.train, 3)
+    assert (
+        "at most 1 updates old, and another run ends"
+        in way_of(settings.train).lines(settings.train, 3)[0]
+    )
     whole = load_config(config(data, tmp_path, lr=0.02, staleness=0))
-    assert config_of_process(whole, 3).optim.lr == 0.02
-    assert "gradients of whole batches" in asynchronous_line(whole.train, 3)
+    assert way_of(whole.train).config_of_update(whole, 3).optim.lr == 0.02
+    assert "gradients of whole batches" in way_of(whole.train).lines(whole.train, 3)[0]

@@ -160,8 +160,6 @@ def make_state(
     model.to(device, dtype_of(train)).to(memory_format=torch.channels_last)
     share_weights(model)
     initial_weights = make_initial_weights(model, optim, loaded, resumed=resumed)
-    if train.parallel == "server":
-        refuse_layers(model, "train.parallel: server")
     data = config.data
     normalize = Normalize(data.mean, data.std, data.value_range, clip=data.clip)
     normalize.to(device, dtype_of(train))

@@ -28,7 +28,7 @@ from segtrain.run import pictures
 from segtrain.text import first_of
 
 # In the order in which they are asked whether a file is theirs: photos take what is left.
-_KINDS = "videos", "rasters", "photos"
+_KINDS = "video", "raster", "photo"
 # What they honour is refused where one input does not: it would lack in the midst of others.
 _OF_ALL = "--table", "--objects", "--probabilities", "data.neighbours"
 _SEES_SLICES = "the model sees the slices before and after each; predict the volumes"
@@ -83,7 +83,7 @@ def _by_kind(inputs: Sequence[Path], output: Path) -> tuple[_Found, list[str]]:
     """The sources of each kind that is there, photos first, and lines about other files."""
     found: dict[Kind, Sequence[Any]] = {}
     lines: list[str] = []
-    if volumes := _kind("volumes"):
+    if volumes := _kind("volume"):
         of_volumes, inputs, lines = volumes.take(inputs, output)
         found[volumes] = of_volumes
     sources, skipped = find_images(inputs, output) if inputs else ([], "")
@@ -96,7 +96,7 @@ def _by_kind(inputs: Sequence[Path], output: Path) -> tuple[_Found, list[str]]:
 
 def _kind(name: str) -> Any:
     """The kind of a module of this folder; None: it is not there."""
-    module = f"{__package__}.{name}"
+    module = f"{__package__}.{name}_inputs"
     return import_module(module).KIND if find_spec(module) else None
 
 

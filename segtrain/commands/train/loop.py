@@ -94,8 +94,7 @@ def _begin_steps(run: TrainRun) -> None:
             run.receipts.take_start()
         else:  # receipts of another config are not of the same mean
             _count_unlogged(run)
-    if run.meeting is not None:
-        run.meeting.go_on(run)
+    run.way.go_on(run)
     run.step_log.begin(run.state.step)
     liveness.beat("training", run.state.step)
 
@@ -197,16 +196,13 @@ def _keep_cadences(run: TrainRun) -> None:
         # The device is idle here, so a signal since the step before needs no further step.
         asked = dist.all_gather_object(run.signal_flags.stop_requested())
         run.step_sync.ask(stop=any(asked))
-    if run.meeting is not None:
-        run.meeting.go_on(run)
+    run.way.go_on(run)
 
 
 def _is_due(run: TrainRun) -> bool:
     """Whether something besides training happens after this step."""
-    due = run.is_due(run.state.step)
-    if run.meeting is None:
-        return due or run.step_sync.save_is_due
-    return run.meeting.has_begun(run.state.step, due=due or run.state.step == run.last_step)
+    step = run.state.step
+    return run.way.have_met(step, due=run.is_due(step), is_last=step == run.last_step)
 
 
 def _leave(run: TrainRun) -> int:

@@ -32,8 +32,8 @@ from segtrain.models.precision import precision_on
 from segtrain.run.directory import flat
 from segtrain.text import printable
 from segtrain.training.graph import EAGER_STEPS, GraphPlan
-from segtrain.training.hogwild import config_of_process
 from segtrain.training.optim.schedule import describe_rates
+from segtrain.training.ways import way_of
 
 # What may differ between machines: where things lie, and how fast they are read.
 _OF_A_MACHINE = ("data.root", "data.classes", "data.pack", "data.num_workers", "plugins")
@@ -188,7 +188,7 @@ def start_lines(
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # of torchrun
     places = f" on {machines} machines" if machines > 1 else ""
     precision = precision_on(train, next(model.parameters()).device)
-    own = config_of_process(config, ranks)
+    own = way_of(train).config_of_update(config, ranks)
     weights = f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
     if step:
         weights = "from the checkpoint"
@@ -220,20 +220,6 @@ def start_lines(
         f"run        {directory}",
         f"curves     tensorboard --logdir {directory}",
     ]
-
-
-def asynchronous_line(train: TrainConfig, processes: int) -> str:
-    """A line for the log about train.parallel, if it is not sync."""
-    if train.parallel == "server":
-        ages = f"at most {train.staleness} updates old, and another run ends with other weights"
-        how = ages if train.staleness else "of whole batches"
-        return f"parallel   server: {processes - 1} workers send rank 0 gradients {how}"
-    if processes == 1:
-        return "warning: train.parallel hogwild is about several processes; this is only one"
-    return (
-        f"parallel   hogwild: {processes} processes change the same weights without waiting; what "
-        "is logged is of rank 0, and another run ends with other weights"
-    )
 
 
 def class_uniform_lines(sampling: ClassUniform, classes: ClassFile) -> list[str]:

@@ -17,7 +17,6 @@ from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
 from segtrain.checkpoint.trained import load_initial
 from segtrain.commands.train.preflight import (
-    asynchronous_line,
     check_alike,
     check_experiment,
     class_uniform_lines,
@@ -47,14 +46,13 @@ from segtrain.run.log import RunLog
 from segtrain.run.trackers import Trackers, senders
 from segtrain.text import counted
 from segtrain.training.graph import GraphPlan, GraphStep, plan_graphs
-from segtrain.training.hogwild import HogwildBarrier, config_of_process, share_model
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
 from segtrain.training.receipt_meter import ReceiptMeter, StepMeter
-from segtrain.training.server import Server, Worker
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
+from segtrain.training.ways import Requests, Way, way_of
 
 # How long a resumed run waits for the hashes of the labels before its first step.
 DATA_PATIENCE_S = 5.0
@@ -91,7 +89,7 @@ class Prepared:
 
     def training(self, config: Config, device: torch.device, step_sync: StepSync) -> dict[str, Any]:
         """The fields of a `Training` but for those about its run."""
-        own = config_of_process(config, dist.world_size())
+        own = way_of(config.train).config_of_update(config, dist.world_size())
         step = TrainStep(self.state, own, device, step_sync)
         return {
             "config": config,
@@ -138,10 +136,9 @@ def prepare(
     state = build_state(config, device, start, train_set, notes)
     if state.shares is not None:
         notes += other_arithmetic(state, known and known.checkpoint)
-    if config.train.parallel == "hogwild":
-        share_model(state.model)
-    if config.train.is_asynchronous:
-        notes.append(asynchronous_line(config.train, dist.world_size()))
+    way = way_of(config.train)
+    way.prepare(state.model)
+    notes += way.lines(config.train, dist.world_size())
     graphs = plan_graphs(config, state, device)
     notes += device_lines(config, graphs, device)
     notes += offers(config.train, device, state.model)
@@ -355,7 +352,7 @@ class TrainRun(Training):
     step_log: StepLog
     channels: str  # of the training images, for the checkpoint
     receipts: ReceiptMeter | None = None  # with train.shares
-    meeting: HogwildBarrier | Server | Worker | None = None  # with another train.parallel than sync
+    way: Way
     thresholds: Sequence[float] | None = None  # of the newest evaluation, with task multilabel
 
     def is_due(self, step: int) -> bool:
@@ -436,10 +433,10 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         log.text("config", config_to_yaml(config))
     # 5. Signals and errors, on which all ranks act after the same step.
     signal_flags = SignalFlags(stop_on_usr1=request.requeue)
-    step_sync, meeting = _keeping_together(config, state, signal_flags, ready.data)
-    steps = {"step": meeting} if isinstance(meeting, TrainStep) else {}
+    way = way_of(config.train).begin(state, config, _requests(signal_flags, ready.data))
+    steps = {} if way.step is None else {"step": way.step}
     run = TrainRun(
-        **ready.training(config, device, step_sync) | steps,
+        **ready.training(config, device, way.step_sync) | steps,
         last_step=min(config.train.steps, request.until or config.train.steps),
         directory=directory,
         eval_set=eval_set,
@@ -453,7 +450,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         changes=changes,
         watch=host_watch(config, device, stack),
         step_log=StepLog(config, StepMeter(config.train.batch_size, device)),
-        meeting=meeting,
+        way=way,
         thresholds=saved and saved.thresholds,
     )
     stack.callback(run.reopen), stack.callback(run.step_log.close)
@@ -464,38 +461,14 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
             lambda step: any(steps and step % steps == 0 for steps in every)
         )
     callbacks = (plugins.choose("callback", x.name, {})(x.options) for x in config.log.callbacks)
-    parts = run.meeting, run.receipts, run.step_log, *callbacks
+    parts = run.way, run.receipts, run.step_log, *callbacks
     run.parts = tuple(part for part in parts if part is not None)
     return run
 
 
-def _keeping_together(
-    config: Config,
-    state: TrainState,
-    signal_flags: SignalFlags,
-    data: DatasetGuard,
-) -> tuple[StepSync, HogwildBarrier | Server | Worker | None]:
-    """What lets all ranks stop and save after the same step (collective)."""
-
-    def save_requested() -> bool:
-        # Labels that turn out to differ stop the run when it saves.
-        return signal_flags.pop_save_request() or data.has_failed()
-
-    requests = {
-        "stop_requested": signal_flags.stop_requested,
-        "save_requested": save_requested,
-    }
-    timeout_s = config.train.timeout_s
-    if config.train.parallel == "sync":
-        overflow_allowed = config.train.precision == "float16"
-        limits = {"overflow_allowed": overflow_allowed, "timeout_s": timeout_s}
-        return StepSync(**requests, **limits), None
-    step_sync = StepSync(lambda: False)
-    if config.train.parallel == "server":
-        about = state, config_of_process(config, dist.world_size()), torch.device("cpu"), step_sync
-        end = Server if dist.is_main() else Worker
-        return step_sync, end(*about, requests=[*requests.values()])
-    return step_sync, HogwildBarrier(step_sync, step=state.step, timeout_s=timeout_s, **requests)
+def _requests(signal_flags: SignalFlags, data: DatasetGuard) -> Requests:
+    """Labels that turn out to differ stop the run when it saves."""
+    return signal_flags.stop_requested, lambda: signal_flags.pop_save_request() or data.has_failed()
 
 
 def _take_directory(request: TrainRequest, lock: RunLock, stack: ExitStack) -> None:

@@ -45,9 +45,7 @@ class StepLog(Part):
 
     def write(self, run: Any) -> None:
         """Logs the means over the steps since the line before."""
-        self._values = self.meter.read()
-        if run.meeting is not None:
-            self._values |= run.meeting.scalars()
+        self._values = self.meter.read() | run.way.scalars()
         run.log.scalars(run.state.step, self._values)
         run.flush_receipts()
         self._bar.describe(*progress_words(self._values, run.best))

@@ -14,7 +14,7 @@ To batch norm a part is a batch. A worker sends the mean and variance of each la
 moves the running ones toward them by the layer's momentum, as `sync` does for each microbatch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from queue import SimpleQueue
@@ -24,14 +24,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout
 from segtrain.errors import ConfigError, LostRanksError, NonFiniteError
 from segtrain.norm import SyncBatchNorm
 from segtrain.run.console import say
 from segtrain.training.local import LocalStep, StepNumbers
-from segtrain.training.part import Part
+from segtrain.training.share_rules import refuse_layers
+from segtrain.training.state import TrainState
 from segtrain.training.step import StepResult, StepTensors, TrainStep, gradient, update
+from segtrain.training.step_sync import StepSync
+from segtrain.training.ways import Requests, Way, by_process
 
 
 class _Gradient(NamedTuple):
@@ -48,16 +52,15 @@ class _Gradient(NamedTuple):
     values: Tensor | None = None  # as `_End._sent`
 
 
-class _End(TrainStep, Part):
+class _End(TrainStep, Way):
     """One end of the wire: a process that computes its steps alone.
 
     about: as for `TrainStep`.
-    requests: as for `StepSync`, to stop and to save.
     """
 
-    def __init__(self, *about: Any, requests: Sequence[Callable[[], bool]]) -> None:
-        super().__init__(*about)
-        self._requests, model = requests, self._state.model
+    def __init__(self, *about: Any, requests: Requests) -> None:
+        TrainStep.__init__(self, *about)
+        self.step, self._requests, model = self, requests, self._state.model
         self._parts = dist.world_size() - 1  # of a batch
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         layers = (layer for layer in model.modules() if isinstance(layer, SyncBatchNorm))
@@ -67,6 +70,31 @@ class _End(TrainStep, Part):
         self._sent += (x for layer in self._norms for x in (layer.running_mean, layer.running_var))
         everything = (*model.parameters(), *model.buffers())
         self._fetched = [tensor for tensor in everything if tensor.is_floating_point()]
+
+    @classmethod
+    def begin(cls, state: TrainState, config: Config, requests: Requests) -> "_End":
+        """Rank 0 is the server."""
+        own = cls.config_of_update(config, dist.world_size())
+        end = Server if dist.is_main() else Worker
+        sync = StepSync(lambda: False)
+        return end(state, own, torch.device("cpu"), sync, requests=requests)
+
+    @staticmethod
+    def config_of_update(config: Config, ranks: int) -> Config:
+        """Where weights may be old, each gradient is an update."""
+        return by_process(config, ranks) if config.train.staleness else config
+
+    @staticmethod
+    def prepare(model: nn.Module) -> None:
+        """ConfigError: it has layers whose statistics workers would not send."""
+        refuse_layers(model, "train.parallel: server")
+
+    @staticmethod
+    def lines(train: TrainConfig, processes: int) -> list[str]:
+        """How old weights may be."""
+        ages = f"at most {train.staleness} updates old, and another run ends with other weights"
+        how = ages if train.staleness else "of whole batches"
+        return [f"parallel   server: {processes - 1} workers send rank 0 gradients {how}"]
 
     @contextmanager
     def around(self, run: Any) -> Iterator[None]:
@@ -117,7 +145,7 @@ class Server(_End):
         ages, self._ages = self._ages, []
         return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
 
-    def has_begun(self, step: int, *, due: bool) -> bool:
+    def have_met(self, step: int, *, due: bool, is_last: bool) -> bool:
         """Whether all meet after `step`: then no part has been handed out that is not done."""
         if step < self._until:
             return False
@@ -268,8 +296,12 @@ class Worker(_End):
         """The next part may be any."""
         run.reopen()
 
-    def has_begun(self, step: int, *, due: bool) -> bool:
-        """Waits for the server's order: whether all meet now, with its weights and its step."""
+    def have_met(self, step: int, *, due: bool, is_last: bool) -> bool:
+        """Whether all meet now, by the server's order; this rank gets its weights and step."""
+        return self._obey()
+
+    def _obey(self) -> bool:
+        """Waits for an order; false: it is a part to compute."""
         values, state = _empty(self._fetched), self._state
         meets, number, *about = dist.receive(values, 0)
         with torch.no_grad():
@@ -291,7 +323,7 @@ class Worker(_End):
         """Waits for a part, if there is one (collective)."""
         dist.barrier()
         if self._state.step < run.last_step and not self.step_sync.is_over:
-            self.has_begun(self._state.step, due=False)
+            self._obey()
 
 
 def _shares(found: Sequence[_Gradient]) -> Tensor:
@@ -314,3 +346,6 @@ def _cut(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in tensors]
     parts = zip(values[: sum(sizes)].split(sizes), tensors, strict=True)
     return [part.view(tensor.shape) for part, tensor in parts]
+
+
+WAY = _End

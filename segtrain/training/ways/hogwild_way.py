@@ -9,7 +9,7 @@ nothing is promised of the result.
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, frombuffer, nn
 
-from segtrain.config import Config
+from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.layout import processes_with_images
 from segtrain.errors import ExecutionError, LostRanksError
 from segtrain.files import os_errors_as
 from segtrain.training.local import LocalStep
-from segtrain.training.part import Part
+from segtrain.training.state import TrainState
 from segtrain.training.step import StepResult
 from segtrain.training.step_sync import StepSync
+from segtrain.training.ways import Requests, Way, by_process
 
 # Vector kernels want aligned memory, and two tensors in one cache line slow each other down.
 _ALIGNMENT = 64
@@ -98,28 +98,13 @@ def share_model(model: nn.Module) -> None:
         setattr(layer, name, next(copies))
 
 
-def config_of_process(config: Config, ranks: int) -> Config:
-    """The experiment as one update sees it, with its part of the learning rate.
-
-    Where each process's part of a batch is an update, there are so many times the updates, each
-    with the mean gradient of so many times fewer images. Otherwise the same experiment.
-    """
-    if not config.train.is_asynchronous or config.train.staleness == 0:
-        return config
-    processes = processes_with_images(config.train, ranks)
-    optim = config.optim.model_copy(update={"lr": config.optim.lr / processes})
-    min_lr = config.schedule.min_lr / processes
-    schedule = config.schedule.model_copy(update={"min_lr": min_lr})
-    return config.model_copy(update={"optim": optim, "schedule": schedule})
-
-
 # Steps by which a process may be ahead of the slowest. Each has its part of the images, so a faster
 # process gains nothing and delays a stop.
 _MAX_LEAD = 4
 _SLEEP_S = 1e-3
 
 
-class HogwildBarrier(Part):
+class Hogwild(Way):
     """Brings the processes to the same step, where a run evaluates, saves or stops (collective).
 
     A process that is asked to tells the others through shared memory. All then go on to the step of
@@ -127,27 +112,43 @@ class HogwildBarrier(Part):
 
     step: updates done so far. timeout_s: how long to wait for a slower process.
     step_sync: of this process alone; gets what all agree on.
-    stop_requested, save_requested: as for `StepSync`.
     """
 
     def __init__(
-        self,
-        step_sync: StepSync,
-        *,
-        step: int,
-        timeout_s: float,
-        stop_requested: Callable[[], bool],
-        save_requested: Callable[[], bool],
+        self, step_sync: StepSync, requests: Requests, *, step: int, timeout_s: float
     ) -> None:
-        self._step_sync = step_sync
-        self._requests = stop_requested, save_requested
-        self._timeout_s = timeout_s
+        super().__init__(step_sync)
+        self._requests, self._timeout_s = requests, timeout_s
         # Of all processes: whether one asked to meet, and the updates that each has done.
         self._asked, self._steps = shared_copies(
             [torch.zeros(1, dtype=torch.int64), torch.full((dist.world_size(),), step)]
         )
         self._wanted = [False] * 2  # to stop, to save
         self._next: int | None = None  # the step after which all meet, once it is agreed
+
+    @classmethod
+    def begin(cls, state: TrainState, config: Config, requests: Requests) -> "Hogwild":
+        """At the step of `state`, which is that of all processes."""
+        alone = StepSync(lambda: False)
+        return cls(alone, requests, step=state.step, timeout_s=config.train.timeout_s)
+
+    config_of_update = staticmethod(by_process)
+
+    @staticmethod
+    def prepare(model: nn.Module) -> None:
+        """Puts weights and statistics into memory that all processes share."""
+        share_model(model)
+
+    @staticmethod
+    def lines(train: TrainConfig, processes: int) -> list[str]:
+        """What is no longer promised."""
+        if processes == 1:
+            about = "is about several processes; this is only one"
+            return [f"warning: train.parallel hogwild {about}"]
+        return [
+            f"parallel   hogwild: {processes} processes change the same weights without waiting; "
+            "what is logged is of rank 0, and another run ends with other weights"
+        ]
 
     @contextmanager
     def around(self, run: Any) -> Iterator[None]:
@@ -180,10 +181,8 @@ class HogwildBarrier(Part):
                 )
             time.sleep(_SLEEP_S)
 
-    def has_begun(self, step: int, *, due: bool) -> bool:
+    def have_met(self, step: int, *, due: bool, is_last: bool) -> bool:
         """Whether all processes have done `step` and wait for each other here.
-
-        due: all processes meet after this step.
 
         Raises:
             NonFiniteError: a loss or gradient of this process was not finite.
@@ -192,11 +191,12 @@ class HogwildBarrier(Part):
         self._wanted = [requested() or before for requested, before in requests]
         if any(self._wanted):
             self._asked.fill_(1)
-        is_here = step == self._next if self._next is not None else due or self._asked.item()
+        asked = due or is_last or self._asked.item()
+        is_here = step == self._next if self._next is not None else asked
         if not is_here:
             return False
         with dist.alone():
-            self._step_sync.check_finite()
+            self.step_sync.check_finite()
         while True:
             steps, *wanted = zip(*dist.all_gather_object([step, *self._wanted]), strict=True)
             self._next = max(steps)
@@ -207,5 +207,8 @@ class HogwildBarrier(Part):
         self._next, self._wanted = None, [False] * 2
         if dist.is_main():
             self._asked.zero_()  # a later request is repeated after the next step
-        self._step_sync.ask(*map(any, wanted))
+        self.step_sync.ask(*map(any, wanted))
         return True
+
+
+WAY = Hogwild
