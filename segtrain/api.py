@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGINT, Signals
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -34,8 +34,10 @@ from segtrain.errors import (
     NonFiniteError,
     UserError,
 )
-from segtrain.results.runs import Run, read_run
 from segtrain.text import printable
+
+if TYPE_CHECKING:
+    from segtrain.results.runs import Run
 
 # Before each line of a message: the command, or that of a refused command line.
 _NAME = re.compile(r"segtrain( [a-z]+)*: (error: )?")
@@ -161,7 +163,7 @@ def train(
     resume: bool = False,
     finish: int | None = None,
     device: str = "auto",
-) -> Run:
+) -> "Run":
     """Trains as `segtrain train` does, in a process of its own, and returns the run.
 
     Its lines are printed as they come. KeyboardInterrupt stops it as Ctrl-C does: the step is
@@ -178,6 +180,8 @@ def train(
     Raises:
         UserError: training failed, with the message and exit code of the command.
     """
+    from segtrain.results.runs import read_run
+
     _refuse_text("overrides", overrides)
     with tempfile.TemporaryDirectory(prefix="segtrain_") as folder:
         if isinstance(config, Config | Mapping):

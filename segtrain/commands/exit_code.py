@@ -15,6 +15,7 @@ from segtrain.commands.addresses import fetch_runs
 from segtrain.distributed import liveness, signals
 from segtrain.distributed.liveness import has_launcher, is_first_to_print, write_exit_status
 from segtrain.errors import (
+    EXIT_CONFIG,
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -103,6 +104,11 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
         if not reader_has_left():
             raise
         code = EXIT_PIPE  # not success: the output that is lost may have reported a failure
+    except ModuleNotFoundError as error:
+        if not f"{error.name}.".startswith("segtrain."):
+            raise
+        say(f"this needs {error.name}, which is not installed")
+        code = EXIT_CONFIG
     except OSError as error:
         # Only errors without a file name can come from stdout.
         if is_rank or error.errno not in _FULL or error.filename is not None:

@@ -1,0 +1,117 @@
+"""A feature is a leaf: without its files the rest still imports, and its command says that it is
+not there. What a leaf is used by is a leaf that goes with it."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import segtrain
+
+HOME = Path(segtrain.__file__).parent
+# Each with the leaves that stand on it.
+LEAVES = {
+    "annotations": (["annotations", "commands.polygons"], ["survey"]),
+    "survey": (["survey", "commands.init"], []),
+    "convert": (["convert", "commands.convert"], []),
+    "synthetic": (["synthetic"], []),
+    "export": (["export", "commands.export"], ["convert"]),
+    "results": (
+        [
+            "results",
+            *("commands.compare", "commands.report", "commands.runs", "commands.watch"),
+            *("commands.verify", "commands.suspects"),
+        ],
+        ["folds", "population"],
+    ),
+    "folds": (["commands.folds", "commands.seeds"], ["population"]),
+    "population": (["commands.population"], []),
+    "bench": (["commands.bench"], []),
+    "doctor": (["commands.doctor"], []),
+    "finish": (["commands.finish"], []),
+    "rasters": (["commands.predict.raster_inputs"], []),
+    "videos": (["commands.predict.video_inputs", "evaluation.video"], []),
+    "volumes": (["commands.predict.volume_inputs"], []),
+    "hogwild": (["training.ways.hogwild_way"], []),
+    "server": (["training.ways.server_way"], []),
+}
+
+
+def modules():
+    """Each module by its name without `segtrain.`."""
+    found = {}
+    for path in HOME.rglob("*.py"):
+        *folders, name = path.relative_to(HOME).with_suffix("").parts
+        found[".".join(folders if name == "__init__" else [*folders, name])] = path
+    return found
+
+
+def imported(path, known):
+    """The modules that a file imports when it is imported itself."""
+    left, found = [ast.parse(path.read_text())], set()
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("segtrain."):
+            module = node.module.removeprefix("segtrain").removeprefix(".")
+            names = (f"{module}.{alias.name}".removeprefix(".") for alias in node.names)
+            found |= {name if name in known else module for name in names}
+        left += ast.iter_child_nodes(node)
+    return found
+
+
+def inside(name, leaf):
+    return any(f"{name}.".startswith(f"{part}.") for part in LEAVES[leaf][0])
+
+
+def gone_with(leaf):
+    """The leaf, and those that stand on it."""
+    return {leaf}.union(*map(gone_with, LEAVES[leaf][1]))
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_nothing_that_stays_imports_a_leaf(leaf):
+    known, gone = modules(), gone_with(leaf)
+    assert all(any(inside(name, one) for name in known) for one in gone)
+    stays = {name for name in known if not any(inside(name, one) for one in gone)}
+    users = {
+        (name, other)
+        for name in stays
+        for other in imported(known[name], known)
+        if inside(other, leaf)
+    }
+    assert not users
+
+
+IMPORT_ALL = """
+import importlib, pathlib, sys
+from segtrain import cli
+home = pathlib.Path(cli.__file__).parent.parent
+for path in sorted(home.rglob("*.py")):
+    parts = path.relative_to(home.parent).with_suffix("").parts
+    if parts[-1] != "__main__":
+        importlib.import_module(".".join(part for part in parts if part != "__init__"))
+for command in sys.argv[1:]:
+    print(cli.main(command.split("+")))
+"""
+
+
+def test_without_any_leaf_the_rest_imports_and_their_commands_are_not_there(tmp_path):
+    home = shutil.copytree(
+        HOME, tmp_path / "segtrain", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in {name for own, _ in LEAVES.values() for name in own}:
+        path = home.joinpath(*name.split("."))
+        shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
+    commands = "doctor", "init+photos", "compare+a+b", "convert+a+--output+b"
+    words = [sys.executable, "-c", IMPORT_ALL, *commands]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == ["2"] * len(commands), done.stderr
+    for module in "doctor", "init", "compare", "convert":
+        assert f"segtrain.commands.{module}, which is not installed" in done.stderr
