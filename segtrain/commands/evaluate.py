@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from segtrain import files, text
 from segtrain.checkpoint import load_model
@@ -57,6 +58,7 @@ from segtrain.models.precision import (
     for_evaluation,
     to_eval_precision,
 )
+from segtrain.one_vs_rest import CurveCounts
 from segtrain.run.log import say
 from segtrain.run.pictures import (
     as_rgb,
@@ -82,114 +84,193 @@ def run_eval(args: argparse.Namespace) -> int:
         surface (a tolerance in pixels); curves, class_name, precision and recall, those of
         CurveQuestion.
     """
-    # 1. The model, the experiment and the data; what cannot work is refused at once.
+    asked = _open(args)
+    config, loaded = asked.config, asked.loaded
+    with ExitStack() as stack:
+        stack.enter_context(process_group(asked.device, timeout_s=config.train.timeout_s))
+        _check_same_step(args.checkpoint, loaded.steps)
+        # What differs from the training; for labels that are still hashed, at the end.
+        found = _differences(loaded, config, asked.dataset, no_labels=args.no_labels)
+        differences = stack.enter_context(closing(found))
+        if dist.is_main():
+            for line in (*next(differences), *_warnings(asked)):
+                text.say(line)
+        result = _count(asked)
+        if dist.is_main():
+            report = make_report(
+                result.outcome,
+                loaded.classes.names,
+                asked.dataset.classes,
+                asked.instances,
+                layout=config.data.layout,
+            )
+            answers = _answers(asked, result)
+            for line in _lines(asked, result, report, answers):
+                say(line)
+            for line in next(differences):
+                text.say(line)
+            _write_files(asked, result, report, answers)
+    return EXIT_OK
+
+
+class _Asked(NamedTuple):
+    """What is to be evaluated, and what is result beside the scores.
+
+    groups: the group of each image. instances: None, and `why_not` in lines, where labels have
+    none. surfaces, groups, curves: None if nobody asks.
+    """
+
+    args: argparse.Namespace
+    device: torch.device
+    loaded: LoadedModel
+    config: Config
+    dataset: SegDataset
+    question: CurveQuestion
+    curves: CurveCounts | None
+    groups: list[str] | None
+    writers: Sequence[Callable[[Prediction], None]]
+    instances: InstanceCounts | None
+    why_not: Sequence[str]
+    surfaces: SurfaceScores | None
+    metrics: Sequence[PluginMetric]
+
+    @property
+    def settings(self) -> InferenceSettings:
+        """How an image becomes a prediction."""
+        return InferenceSettings.from_config(self.config)
+
+
+def _open(args: argparse.Namespace) -> _Asked:
+    """The model, the experiment and the data; what cannot work is refused at once."""
     _check_options(args)
     question = CurveQuestion(args.curves, args.class_name, args.precision, args.recall)
     question.check()
     device = device_for(args.device)
     loaded = load_model(args.checkpoint, *args.others, device=device)
+    names = loaded.classes.names
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
     split = args.split or config.data.eval_split
     dataset = open_dataset(config.data, split, labelled=not args.no_labels)
     _check_classes(loaded, dataset)
-    num_classes = loaded.classes.num_classes
-    curves = question.counts(loaded.classes.names, device)
-    check_windows(config, num_classes, device, dist.local_world_size())
+    curves = question.counts(names, device)
+    check_windows(config, len(names), device, dist.local_world_size())
     groups = _groups(args.group, dataset, config)
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
-    surfaces = None
-    if args.surface is not None:
-        surfaces = SurfaceScores(loaded.classes.names, args.surface)
+    surfaces = None if args.surface is None else SurfaceScores(names, args.surface)
     chosen = () if args.no_labels else config.eval.metrics
-    metrics = [PluginMetric(one, loaded.classes.names) for one in chosen]
+    metrics = [PluginMetric(one, names) for one in chosen]
     _check_files(args)
+    return _Asked(
+        args=args,
+        device=device,
+        loaded=loaded,
+        config=config,
+        dataset=dataset,
+        question=question,
+        curves=curves,
+        groups=groups,
+        writers=writers,
+        instances=instances,
+        why_not=why_not,
+        surfaces=surfaces,
+        metrics=metrics,
+    )
 
-    with ExitStack() as stack:
-        stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
-        _check_same_step(args.checkpoint, loaded.steps)
 
-        # 2. What differs from the training; for labels that are still hashed, at the end.
-        found = _differences(loaded, config, dataset, no_labels=args.no_labels)
-        differences = stack.enter_context(closing(found))
-        if dist.is_main():
-            odd = evaluation_warnings(config, device)
-            if any(key.startswith("eval.") for key in given_keys(args.set)):
-                odd += window_warnings(config)
-            for line in (*next(differences), *(f"warning: {line}" for line in odd)):
-                text.say(line)
+def _warnings(asked: _Asked) -> list[str]:
+    """Where this machine and these options are known to change scores."""
+    odd = evaluation_warnings(asked.config, asked.device)
+    if any(key.startswith("eval.") for key in given_keys(asked.args.set)):
+        odd += window_warnings(asked.config)
+    return [f"warning: {line}" for line in odd]
 
-        # 3. All ranks predict and count.
-        settings = InferenceSettings.from_config(config)
-        predictor = for_scores(
-            to_eval_precision(loaded.model, config, device),
-            settings,
-            device,
-            num_classes,
-            mode_is_given="eval.mode" in given_keys(args.set),
+
+class _Result(NamedTuple):
+    """What all ranks have found together. further: the scores of plug-ins, by their metrics."""
+
+    outcome: Outcome
+    records: Records
+    curves: CurveCounts | None
+    further: Mapping[str, Mapping[str, float]]
+
+
+def _count(asked: _Asked) -> _Result:
+    """Predicts and counts, and draws the worst images (collective)."""
+    args, config, loaded = asked.args, asked.config, asked.loaded
+    predictor = for_scores(
+        to_eval_precision(loaded.model, config, asked.device),
+        asked.settings,
+        asked.device,
+        loaded.classes.num_classes,
+        mode_is_given="eval.mode" in given_keys(args.set),
+    )
+    num_threads = max(1, num_loader_workers(config.data))
+    evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
+    measured = [one for one in (asked.instances, asked.surfaces) if one is not None]
+    callbacks = [*asked.writers, *(one.add for one in (*measured, *asked.metrics))]
+    # Where classes overlap every evaluation counts the curves.
+    overlap = loaded.classes.overlapping
+    outcome = evaluate(asked.dataset, callbacks=callbacks, curves=None if overlap else asked.curves)
+    curves = outcome.calibration if asked.curves is not None and overlap else asked.curves
+    further = {one.name: one.scores() for one in asked.metrics}
+    for one in measured:
+        one.sum_over_ranks()
+    records = Records.of(outcome, asked.dataset, asked.settings, loaded.step)
+    if args.worst:
+        _draw_worst(args, asked.dataset, records, evaluate)
+    return _Result(outcome, records, curves, further)
+
+
+def _answers(asked: _Asked, result: _Result) -> list["_Answer"]:
+    """What was asked beside the scores."""
+    answers, names = [], asked.loaded.classes.names
+    if result.curves is not None:
+        overlap = asked.loaded.classes.overlapping
+        told = asked.question.answer(result.curves.counts, names, overlapping=overlap)
+        answers.append(_Answer("curves", *told))
+    images, groups = result.records.images, asked.groups
+    by_group = groups and ScoresByGroup.of(images, groups, names)
+    for key, found in (("by_group", by_group), ("surfaces", asked.surfaces)):
+        if found:
+            answers.append(_Answer(key, found.lines(), found.to_dict()))
+    return answers + ([_of_plugins(result.further)] if result.further else [])
+
+
+def _lines(
+    asked: _Asked, result: _Result, report: Report, answers: Sequence["_Answer"]
+) -> Iterator[str]:
+    """The scores, and what they are of."""
+    args, loaded, config, dataset = asked.args, asked.loaded, asked.config, asked.dataset
+    yield from (f"warning: {warning}" for warning in dataset.warnings)
+    if not args.no_labels:
+        yield from (*report.lines(), *asked.why_not)
+        yield from thin_classes(report.scores, loaded.classes.names, dataset.split)
+    for answer in answers:
+        yield from answer.lines
+    yield f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {dataset.split}"
+    if not args.no_labels:
+        for name, score in _members_alone(loaded, result.records).items():
+            yield f"{name} alone: mIoU {percent(score)}"
+    yield f"{asked.settings.describe()}; trained with {describe_norm(config.norm)}"
+    yield from _about_thresholds(args, loaded, config, dataset.split)
+    yield from loaded.zeros()
+
+
+def _write_files(
+    asked: _Asked, result: _Result, report: Report, answers: Sequence["_Answer"]
+) -> None:
+    args = asked.args
+    if args.json:
+        found = _json(
+            args.checkpoint, asked.loaded, asked.config, asked.dataset, report, result.outcome
         )
-        num_threads = max(1, num_loader_workers(config.data))
-        evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
-        measured = [one for one in (instances, surfaces) if one is not None]
-        counting = [one.add for one in (*measured, *metrics)]
-        # Where classes overlap every evaluation counts the curves.
-        overlap = loaded.classes.overlapping
-        outcome = evaluate(
-            dataset, callbacks=[*writers, *counting], curves=None if overlap else curves
-        )
-        curves = outcome.calibration if curves is not None and overlap else curves
-        further = {one.name: one.scores() for one in metrics}
-        for one in measured:
-            one.sum_over_ranks()
-        records = Records.of(outcome, dataset, settings, loaded.step)
-        if args.worst:
-            _draw_worst(args, dataset, records, evaluate)
-
-        # 4. Rank 0 reports.
-        if dist.is_main():
-            report = make_report(
-                outcome,
-                loaded.classes.names,
-                dataset.classes,
-                instances,
-                layout=config.data.layout,
-            )
-            classes = loaded.classes.names
-            answers: list[_Answer] = []
-            if curves is not None:
-                told = question.answer(curves.counts, classes, overlapping=overlap)
-                answers.append(_Answer("curves", *told))
-            by_group = groups and ScoresByGroup.of(records.images, groups, classes)
-            for key, asked in (("by_group", by_group), ("surfaces", surfaces)):
-                if asked:
-                    answers.append(_Answer(key, asked.lines(), asked.to_dict()))
-            if further:
-                answers.append(_of_plugins(further))
-            how = f"{settings.describe()}; trained with {describe_norm(config.norm)}"
-            alone = {} if args.no_labels else _members_alone(loaded, records)
-            for line in (
-                *(f"warning: {warning}" for warning in dataset.warnings),
-                *([] if args.no_labels else [*report.lines(), *why_not]),
-                *([] if args.no_labels else thin_classes(report.scores, classes, split)),
-                *(line for answer in answers for line in answer.lines),
-                f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {split}",
-                *(f"{name} alone: mIoU {percent(score)}" for name, score in alone.items()),
-                how,
-                *_about_thresholds(args, loaded, config, split),
-                *loaded.zeros(),
-            ):
-                say(line)
-            for line in next(differences):
-                text.say(line)
-            if args.json:
-                found = _json(args.checkpoint, loaded, config, dataset, report, outcome)
-                found |= {answer.key: answer.found for answer in answers}
-                _write(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
-            if args.per_image:
-                _write(args.per_image, records.table())
-            if args.curves:
-                _write(args.curves, curves_csv(curves.counts, classes))
-    return EXIT_OK
+        found |= {answer.key: answer.found for answer in answers}
+        _write(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
+    if args.per_image:
+        _write(args.per_image, result.records.table())
+    if args.curves:
+        _write(args.curves, curves_csv(result.curves.counts, asked.loaded.classes.names))
 
 
 def _draw_worst(
