@@ -407,30 +407,10 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         accept_changes=request.accept_changes,
         hashes=evaluated < config.train.steps,
     )
-    state, train_set, eval_set = ready.state, ready.train_set, ready.eval_set
+    state = ready.state
     changes += ready.changes
     # 4. Directory and log say what this run is; a resumed run changes them at its first step.
-    devices = dist.all_gather_object(device_name(device))
-    earlier = dist.run_on_rank0(lambda: _lines_on_earlier_run(request, resumed, changes))
-    notes += earlier
-    describe = partial(run_directory.write_description, directory, config, devices)
-    if resumed is None:
-        dist.run_on_rank0(describe)
-    log = RunLog(
-        directory,
-        enabled=dist.is_main(),
-        start_step=state.step,
-        evaluated_step=evaluated,
-        changed=bool(changes),
-        describe=describe if resumed and (changes or earlier) else lambda: None,
-        trackers=Trackers(
-            senders(directory, config, resumes=resumed is not None) if dist.is_main() else ()
-        ),
-    )
-    log.lines(start_lines(config, directory, state.model, train_set, eval_set, devices, state.step))
-    log.lines(notes)
-    if state.step == 0:
-        log.text("config", config_to_yaml(config))
+    log = _open_log(request, resumed, ready, notes, changes, evaluated=evaluated)
     # 5. Signals and errors, on which all ranks act after the same step.
     signal_flags = SignalFlags(stop_on_usr1=request.requeue)
     way = way_of(config.train).begin(state, config, _requests(signal_flags, ready.data))
@@ -439,14 +419,14 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         **ready.training(config, device, way.step_sync) | steps,
         last_step=min(config.train.steps, request.until or config.train.steps),
         directory=directory,
-        eval_set=eval_set,
+        eval_set=ready.eval_set,
         data=ready.data,
         checkpoints=checkpoints,
         log=log,
         signal_flags=signal_flags,
         best=saved and saved.best,
         evaluated=evaluated,
-        channels=dist.run_on_rank0(lambda: channels_to_json(measure_channels(train_set))),
+        channels=dist.run_on_rank0(lambda: channels_to_json(measure_channels(ready.train_set))),
         changes=changes,
         watch=host_watch(config, device, stack),
         step_log=StepLog(config, StepMeter(config.train.batch_size, device)),
@@ -454,16 +434,56 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         thresholds=saved and saved.thresholds,
     )
     stack.callback(run.reopen), stack.callback(run.step_log.close)
-    # 6. What goes along with the steps: hogwild waits first; the log writes the receipts.
-    if state.shares is not None:
-        every = (_DIGEST_STEPS, config.checkpoint.keep_every_steps, config.train.steps)
+    # 6. What goes along with the steps.
+    _add_parts(run)
+    return run
+
+
+def _open_log(
+    request: TrainRequest,
+    resumed: Resumed | None,
+    ready: Prepared,
+    notes: list[str],
+    changes: Sequence[str],
+    *,
+    evaluated: int,
+) -> RunLog:
+    """The log, with the first lines and `notes` in it (collective)."""
+    config, directory, state = request.config, request.directory, ready.state
+    devices = dist.all_gather_object(device_name(request.device))
+    earlier = dist.run_on_rank0(lambda: _lines_on_earlier_run(request, resumed, changes))
+    describe = partial(run_directory.write_description, directory, config, devices)
+    if resumed is None:
+        dist.run_on_rank0(describe)
+    trackers = senders(directory, config, resumes=resumed is not None) if dist.is_main() else ()
+    log = RunLog(
+        directory,
+        enabled=dist.is_main(),
+        start_step=state.step,
+        evaluated_step=evaluated,
+        changed=bool(changes),
+        describe=describe if resumed and (changes or earlier) else lambda: None,
+        trackers=Trackers(trackers),
+    )
+    sets = ready.train_set, ready.eval_set
+    log.lines(start_lines(config, directory, state.model, *sets, devices, state.step))
+    log.lines([*notes, *earlier])
+    if state.step == 0:
+        log.text("config", config_to_yaml(config))
+    return log
+
+
+def _add_parts(run: TrainRun) -> None:
+    """The way comes first, as hogwild waits before a step; the log writes the receipts."""
+    if run.state.shares is not None:
+        every = (_DIGEST_STEPS, run.config.checkpoint.keep_every_steps, run.config.train.steps)
         run.receipts = run.receipt_meter(
             lambda step: any(steps and step % steps == 0 for steps in every)
         )
-    callbacks = (plugins.choose("callback", x.name, {})(x.options) for x in config.log.callbacks)
+    chosen = run.config.log.callbacks
+    callbacks = (plugins.choose("callback", x.name, {})(x.options) for x in chosen)
     parts = run.way, run.receipts, run.step_log, *callbacks
     run.parts = tuple(part for part in parts if part is not None)
-    return run
 
 
 def _requests(signal_flags: SignalFlags, data: DatasetGuard) -> Requests:
