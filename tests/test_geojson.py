@@ -114,6 +114,24 @@ def test_degrees_become_the_pixels_whose_centre_is_inside(tmp_path, map_tif):
     np.testing.assert_array_equal(labels["map.tif"], inside)
 
 
+@pytest.mark.parametrize("west", [179.97, -180.03])
+def test_outlines_across_the_antimeridian_are_drawn_or_refused(tmp_path, west):
+    degrees = Affine(5e-4, 0, west, 0, -5e-4, 10.0)
+    raster(tmp_path / "images/a.tif", degrees, crs="EPSG:4326")
+    outline = np.array(box(10, 20, 100, 70, degrees))
+    outline[:, 0] += 360 * (west < 0)  # from 179.975 on, beyond 180
+    one = {"type": "Feature", "properties": {"label": "field"}}
+    one["geometry"] = {"type": "Polygon", "coordinates": [outline.tolist()]}
+    _, labels = drawn(tmp_path, one)
+    expected = np.zeros((H, W), np.uint8)
+    expected[20:70, 10:100] = 1
+    np.testing.assert_array_equal(labels["a.tif"], expected)
+    outline[:, 0] -= 360 * (outline[:, 0] > 180)
+    one["geometry"]["coordinates"] = [outline.tolist()]
+    with pytest.raises(DataError, match=r"more than 180 degrees of longitude: .* beyond 180"):
+        drawn(tmp_path, one)
+
+
 def test_an_older_file_says_its_system_by_crs(tmp_path, map_tif):
     crs = {"type": "name", "properties": {"name": "urn:ogc:def:crs:EPSG::32633"}}
     outline = {"type": "Polygon", "coordinates": [box(*ROAD)]}

@@ -26,6 +26,10 @@ _EDGE_DEGREES = 0.01  # as EDGE_M
 _CLASS_WORDS = ("class", "classname", "class_name", "label", "category")
 _SYSTEMS = "EPSG:", "ESRI:", "OGC:", "urn:", "http://www.opengis.net/def/crs/"
 _NONE = "none"
+_TWO_WAYS = (
+    "an edge of more than 180 degrees of longitude: an outline that crosses the antimeridian is to "
+    "be cut there (RFC 7946), or to go on beyond 180; a wider one needs points in between"
+)
 _MARGIN = 0.1
 _STRIP_PX = 1 << 26
 
@@ -71,6 +75,9 @@ def read(
         except shapely.errors.ShapelyError as error:
             findings.refuse(place, error)
             continue
+        if _has_two_ways(shape, system):
+            findings.refuse(place, _TWO_WAYS)
+            continue
         if not shape.is_valid:
             findings.note(place, "an outline crosses itself: inside is what it goes round once")
             shape = shapely.make_valid(shape)
@@ -86,7 +93,20 @@ def read(
 
 def _are_degrees(regions: Sequence[Region]) -> bool:
     points = np.concatenate([region.polygons[0] for region in regions])
-    return bool((np.abs(points) <= (180, 90)).all())
+    return bool((np.abs(points) <= (360, 90)).all())
+
+
+def _has_two_ways(shape: Any, system: str) -> bool:
+    """Whether an edge in degrees goes more than half round the Earth, as where tools write -179 and
+    179 side by side. The whole way round, -180 to 180, is no mistake."""
+    import shapely
+
+    if not geo_library("outlines").crs.CRS.from_user_input(system).is_geographic:
+        return False
+    parts = shapely.get_parts(shape)
+    rings = [ring for part in parts for ring in shapely.get_rings(part)]
+    lengths = [np.abs(np.diff(shapely.get_coordinates(ring)[:, 0])) for ring in rings]
+    return any(((x > 180) & (x < 360)).any() for x in lengths)
 
 
 def _class_names(
