@@ -203,6 +203,19 @@ more_names = with_list("a\nb\nc\nvoid\nd\ne", make=lambda classes: classes + 1)
 three_greys = labelled(lambda x: np.array([0, 128, 255], np.uint8)[x], num_classes=3)
 no_data_or_class = labelled(lambda x: np.array([0, 1, 255], np.uint8)[x], num_classes=3)
 trimap = labelled(lambda classes: classes + 1, num_classes=3, label="trimaps/{}.png")
+
+
+def nested(folder):
+    for i in range(8):
+        image, classes = scene(i)
+        save(folder / f"images/{i}.png", image)
+        organ = np.zeros(classes.shape, np.uint8)
+        organ[8:50, 10:60] = 255
+        save(folder / f"masks/organ/{i}.png", organ)
+        organ[:14] = 0
+        save(folder / f"masks/lesion/{i}.png", organ)
+
+
 VERSION = "--labels 'training/v2.0/labels/*.png, validation/v2.0/labels/*.png'"
 QUESTIONS = [  # what asks, what it says, and answers with the number of classes that they make
     (with_list("a\nb\n"), "names 2 classes: they do not fit", {"--names a,b,c,d": 4}),
@@ -214,6 +227,7 @@ QUESTIONS = [  # what asks, what it says, and answers with the number of classes
     ),
     (three_greys, "128 is usually the uncertain border", {"--ignore 128": 2}),
     (two_versions, "2 sets of labels fit the images", {VERSION: 3}),
+    (nested, "masks show nearly the same", {"--task multilabel": 2, "--names organ,lesion": 3}),
     (labelled(lambda x: SHADES[x]), "differ by a shade", {"--names a,b,c,d": 4}),
     (
         no_data_or_class,

@@ -97,7 +97,9 @@ def write_experiment(
     labels = None
     try:
         val_list = Path(given.val) if isinstance(given.val, str) else None
-        found = survey(folder, val_list=val_list, threshold=given.threshold)
+        classes = None if given.task else given.names or ()
+        how = {"threshold": given.threshold, "classes": classes}
+        found = survey(folder, val_list=val_list, **how)
         if found.annotations and (not found.sets or given.labels in found.annotations):
             labels, chosen = decisions.draw_annotations(found, output, given, jobs)
         else:

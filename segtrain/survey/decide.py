@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from segtrain.errors import ConfigError, DataError, refuse_unused
 from segtrain.survey.contents import Value, word
 from segtrain.survey.file_names import split_of, words_of
-from segtrain.survey.label_sets import OWN, EdgeScores, LabelSet
+from segtrain.survey.label_sets import OWN, EdgeScores, LabelSet, differing_words
 from segtrain.survey.survey import Survey
 from segtrain.text import counted, first_of
 
@@ -142,17 +142,20 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
         test = {image.path for image in survey.images if image.split == "test"}
         sets = [one for one in sets if one.labels.keys() - test] or sets
     if len(sets) > 1:
-        raise UndecidedError(
-            f"{len(sets)} sets of labels fit the images",
-            [
-                Reading(
-                    f"{one.pattern} ({len(one.labels)} images, {len(one.values)} values)",
-                    f"--labels {shlex.quote(one.pattern)}",
-                    labels=one,
-                )
-                for one in sets
-            ],
-        )
+        ways = [
+            Reading(
+                f"{one.pattern} ({len(one.labels)} images, {len(one.values)} values)",
+                f"--labels {shlex.quote(one.pattern)}",
+                labels=one,
+            )
+            for one in sets
+        ]
+        words = differing_words(one.pattern for one in sets)
+        if words and all(len(one.values) < 3 for one in sets):
+            one_each = "classes, whose masks show nearly the same; the smaller area counts"
+            ways.append(Reading(one_each, names_option(words)))
+            ways.append(Reading("classes, of which a pixel may have several", "--task multilabel"))
+        raise UndecidedError(f"{len(sets)} sets of labels fit the images", ways)
     return sets[0]
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, combinations
@@ -87,10 +87,12 @@ def label_sets(
     matches: pairing.Matches,
     pattern_of: Mapping[str, str],
     facts: Mapping[str, list[LabelFacts]],
+    classes: Collection[str] | None = (),
 ) -> Iterator[LabelSet]:
     """The labels of the images, in sets of one kind.
 
-    facts: of some files of each pattern.
+    facts: of some files of each pattern. classes: words known to be classes, even if their masks
+    show nearly the same; None: all words are.
 
     Masks of cars and of roads are one set, if they belong to the same images: car is 1, road 2.
 
@@ -107,9 +109,11 @@ def label_sets(
     samples = {form: _sample_of(by_image, pattern_of, facts) for form, by_image in sets.items()}
     # Several sets of two values each, such as masks/car/ and masks/road/, are one label together.
     binary = {form: by_image for form, by_image in sets.items() if _is_binary(samples[form])}
-    classes = differing_words(binary)
-    if classes and _share_images(binary.values()) and not _show_the_same(folder, *binary.values()):
-        yield _together(binary, classes)
+    words = differing_words(binary)
+    are_said = classes is None or {x.lower() for x in words} <= {x.lower() for x in classes}
+    differ = are_said or not words or not _show_the_same(folder, *binary.values())
+    if words and _share_images(binary.values()) and differ:
+        yield _together(binary, words)
         sets = {form: by_image for form, by_image in sets.items() if form not in binary}
     for form, by_image in sets.items():
         yield _of_one_kind(form, by_image, samples[form])

@@ -54,11 +54,18 @@ class Survey:
     notes: tuple[str, ...]  # what is odd about the folder, and what is not used
 
 
-def survey(folder: Path, *, val_list: Path | None = None, threshold: float | None = None) -> Survey:
+def survey(
+    folder: Path,
+    *,
+    val_list: Path | None = None,
+    threshold: float | None = None,
+    classes: Collection[str] | None = (),
+) -> Survey:
     """Looks at all files below `folder`; writes nothing.
 
     val_list: a file that names the images to evaluate on; None: splits are those of the folder.
     threshold: of the grey levels of masks, from which on they show their class.
+    classes: as for `label_sets`.
 
     Raises:
         DataError: the folder cannot be read, or there is no image in it.
@@ -107,7 +114,7 @@ def survey(folder: Path, *, val_list: Path | None = None, threshold: float | Non
         note_all(notes, unread, *(f"{x} no names of classes" for x in ("file has", "files have")))
     rois = [str(path.relative_to(folder)) for path in roi_files(folder / x for x in others)]
     note_all(notes, rois, *(f"{x} of ImageJ's ROIs, not read" for x in ("file", "files")))
-    sets = tuple(label_sets(folder, matches, pattern_of, samples))
+    sets = tuple(label_sets(folder, matches, pattern_of, samples, classes))
     return Survey(
         root=folder,
         images=tuple(images),
