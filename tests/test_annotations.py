@@ -866,6 +866,14 @@ def test_names_that_leave_out_a_class_and_formats_that_cannot_be_joined_are_refu
     assert "import those of RLE table alone" in said
 
 
+def test_volumes_and_annotations_are_imported_one_after_the_other(tmp_path, lab):
+    (tmp_path / "scans").mkdir()
+    (tmp_path / "scans/a.nii.gz").write_bytes(b"x")
+    (tmp_path / "coco.json").write_text('{"images": [], "annotations": [], "categories": []}')
+    words = "data", "import", tmp_path / "coco.json", tmp_path / "scans", "--output", tmp_path / "o"
+    assert "scans: volumes and annotations are imported one" in lab.refused(*words, code=3)
+
+
 @pytest.mark.parametrize("option", ["--axis z", "--group a", "--attribute kind"])
 def test_an_option_without_effect_on_annotations_is_refused(tmp_path, lab, option):
     both_tools(tmp_path / "data")

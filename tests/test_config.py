@@ -63,7 +63,7 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ("eval: {flip: yes}", "2: eval.flip: must be true or false, got 'yes'"),
         ("train: {split: [1.5, 2]}", "2: train.split[0]: must be an integer, got 1.5"),
         ("model: {arch: DeepLabV3+}", "; did you mean deeplabv3plus?"),
-        ("train: {split: evn}", "must be 'even' or a list, such as [64, 48], got"),
+        ("train: {split: evn}", "must be 'even' or a list in brackets, got"),
         ("augment: {crop_size: [512]}", "2: augment.crop_size[1]: is required"),
         ("eval: {scales: []}", "2: eval.scales: must have at least 1 item, got []"),
         ("train: null", "2: train: must be keys and values, got null"),

@@ -697,7 +697,10 @@ def test_a_threshold_divides_grey_masks(folder, lab):
         assert (found[f"images/{i}.png"] == expected).all()
 
 
-def test_a_threshold_of_colours_and_a_folder_of_volumes_are_refused(folder, lab):
+def test_a_threshold_of_ids_colours_and_a_folder_of_volumes_are_refused(folder, lab):
+    write(folder, label="masks/{}.png")
+    said = lab.refused("init", folder, "--threshold", 100, "--output", lab.folder / "m", code=3)
+    assert "; --threshold 100 is about masks in grey levels" in said
     write(folder, lambda classes: COLORS[classes], label="masks/{}.png")
     said = lab.refused("init", folder, "--threshold", 100, "--output", lab.folder / "m")
     assert "--threshold: no effect on masks/*.png: colours" in said
@@ -706,6 +709,18 @@ def test_a_threshold_of_colours_and_a_folder_of_volumes_are_refused(folder, lab)
     (volumes / "scan.nii.gz").write_bytes(b"x")
     said = lab.refused("init", volumes, "--output", lab.folder / "m", code=3)
     assert f"of volumes segtrain data import {volumes} makes slices" in said
+
+
+def test_jpegs_that_are_damaged_in_the_middle_are_named(folder, lab):
+    write(folder)
+    for path in folder.glob("images/*"):
+        Image.open(path).save(path.with_suffix(".jpg"), quality=95)
+        path.unlink()
+    data = bytearray((folder / "images/2.jpg").read_bytes())
+    data[-80:-78] = b"\xff\xd9"
+    (folder / "images/2.jpg").write_bytes(data)
+    said = lab.done("init", folder, "--output", lab.folder / "m").out
+    assert "damaged in the middle, and half of a picture: data check finds all such: images/2.jpg" in said
 
 
 def test_a_dry_run_writes_ten_pairs_and_nothing_else(folder, lab, monkeypatch):

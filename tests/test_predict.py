@@ -211,7 +211,9 @@ def test_after_damaged_frames_a_video_goes_on_at_its_times(run, tmp_path, capsys
         content[starts[i] : starts[i] + 8] = bytes(8)
     file.write_bytes(content)
     assert run(file, opacity=0.0, frames=True) == 0
-    assert "drive.mp4: 4 of 8 frames can be read; 3 are damaged" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "drive.mp4: 4 of 8 frames can be read; 3 are damaged" in said
+    assert "frames after that come too early" in said
     assert names(tmp_path / "out/labels/drive") == [f"{i:06d}.png" for i in (1, 2, 5, 6)]
     video = cv2.VideoCapture(str(tmp_path / "out/videos/drive.mp4"))
     shown = [video.read()[1].mean() / 30 for _ in range(7)]

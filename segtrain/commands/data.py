@@ -6,7 +6,7 @@ What is heavy is imported when the config has been loaded: a wrong one is refuse
 import argparse
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,10 @@ def import_annotations(args: argparse.Namespace) -> int:
     from segtrain.survey import slices
 
     sources = [*args.sources, *([args.images] if args.images else [])]
+    sources = list({path.resolve(): path for path in reversed(sources)}.values())[::-1]
     are_annotations = any(map(detect, sources))
+    if are_annotations:
+        _refuse_volumes([path for path in args.sources if not detect(path)])
     rois = (
         [] if are_annotations else roi_files(path for x in sources for path in (x, *x.rglob("*")))
     )
@@ -83,6 +86,15 @@ def import_annotations(args: argparse.Namespace) -> int:
         command = f"segtrain init {shlex.quote(both)}{names}"
         print(printable(f"next: {command} writes a config, with splits"))
     return EXIT_OK
+
+
+def _refuse_volumes(sources: Sequence[Path]) -> None:
+    """DataError: these, which are given beside annotations, hold volumes."""
+    from segtrain.survey import slices
+
+    if sources and slices.find_all(sources)[0]:
+        places = printable(first_of(sources))
+        raise DataError(f"{places}: volumes and annotations are imported one after the other")
 
 
 def check(args: argparse.Namespace) -> int:

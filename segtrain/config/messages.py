@@ -127,7 +127,7 @@ TOLD = "told"
 _WORDS = (
     (r"^(?:Input|String|Tuple|List) should ", "must "),
     (r"a valid dictionary or instance of \w+", "keys and values"),
-    ("a valid tuple", "a list, such as [64, 48]"),
+    ("a valid tuple", "a list in brackets"),
     ("a valid (string|boolean)", r"a \1"),
     ("a valid ", "a "),
     (" after validation, not [0-9]+", ""),

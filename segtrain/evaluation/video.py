@@ -70,8 +70,12 @@ def overlay_video(path: Path, output: Path, draw: Callable[[int, np.ndarray], np
             os.replace(draft, output)
     if num_done < number or damaged:
         whole = counted(max(num_done, number), "frame", "frames")
-        middle = f"; {damaged} are damaged and show the overlay before" if damaged else ""
-        return f"{printable(path)}: {num_done - damaged} of {whole} can be read{middle}"
+        said = f"{printable(path)}: {num_done - damaged} of {whole} can be read"
+        if damaged:
+            said += f"; {damaged} are damaged and show the overlay before"
+        if num_done < number:  # the container skips what it cannot tell from noise, without a word
+            said += "; if the file is not cut off but damaged, frames after that come too early"
+        return said
     return ""
 
 

@@ -120,6 +120,8 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     shown = [name for value, name in names.items() if value in left]
     if len(shown) < 2:
         what = f"one class only, {first_of(shown)}; segmentation needs two, such as background"
+        if answers.threshold is not None:
+            what += f"; --threshold {answers.threshold:g} is about masks in grey levels"
         raise DataError("\n  ".join([f"{place}: {what}", *reasons, reason]))
     shades = {v: [s for s, main in meaning.items() if v == main != s] for v in (*names, *ignored)}
     reasons += _about_shades(labels, shades)

@@ -8,8 +8,9 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from segtrain.data.check.scan import OF_DAMAGE
 from segtrain.data.read import image_formats, thumbnails
-from segtrain.data.read.decode import Info
+from segtrain.data.read.decode import Info, printed_lines
 from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import MapPlace, place_of
 from segtrain.errors import DataError
@@ -169,13 +170,17 @@ def _is_said(word: str) -> bool:
 
 def facts_of(folder: Path, images: Sequence[Image], notes: list[str]) -> dict[str, ImageFacts]:
     """Facts about a sample of the images, spread over all; what is wrong with others: a note."""
-    found, problems = {}, []
+    found, problems, odd = {}, [], []
     for image in spread(images, _SAMPLE):
         try:
-            found[image.path] = contents.image_facts([folder / path for path in image.files])
+            with printed_lines(OF_DAMAGE) as said:
+                found[image.path] = contents.image_facts([folder / path for path in image.files])
         except DataError as error:
             problems.append(str(error))
+        odd += [image.path] if said else []
     note_all(notes, problems, "image is damaged", "images are damaged")
+    what = "damaged in the middle, and half of a picture: data check finds all such"
+    note_all(notes, odd, f"image is {what}", f"images are {what}")
     return found
 
 

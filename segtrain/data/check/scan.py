@@ -33,7 +33,7 @@ Palette = Mapping[int, Color]
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
 # What libjpeg prints of an image that it decodes all the same.
-_JPEG, _OF_DAMAGE = b"\xff\xd8", ("Corrupt JPEG data", "Premature end")
+_JPEG, OF_DAMAGE = b"\xff\xd8", ("Corrupt JPEG data", "Premature end")
 # Pixels of a split by which percentiles are estimated, and the least of an image.
 _SAMPLE, _MIN_SAMPLE = 1 << 20, 16
 _KINDS = (
@@ -223,7 +223,7 @@ def scan_pair(
         contents = None if pair.window else [read_bytes(path) for path in pair.images]
         is_jpeg = any(content.startswith(_JPEG) for content in contents or ())
         # Others are decoded side by side.
-        with printed_lines(_OF_DAMAGE) if is_jpeg else nullcontext([]) as said:
+        with printed_lines(OF_DAMAGE) if is_jpeg else nullcontext([]) as said:
             image = read_image(pair.images, form, pair.window, contents=contents)
         if said:
             scan.places["damaged"][printable(said[0])].append(pair.name)
