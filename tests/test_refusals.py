@@ -334,7 +334,27 @@ OTHERS = [
     ("runs nowhere", "nowhere: cannot be read: no such file or directory"),
     ("runs --clear", "--clear: expected the directories of runs"),
 ]
-ROWS = [*USAGE, *NO_CONFIG, *VALUES, *TRAINING, *FINISHING, *EVALUATING, *OTHERS]
+# Classes that overlap, or do not
+MULTILABEL = (
+    "train my.yaml --output new --nproc 1 --set task=multilabel --set data.label_format=bands "
+    "--set augment.max_class_share=1.0 --set"
+)
+TASKS = [
+    (f"{MULTILABEL} loss.kind=ohem", "...loss: ohem is for classes of which a pixel has one..."),
+    (
+        f"{MULTILABEL} loss.label_smoothing=0.1",
+        "...label_smoothing and logit_adjustment ...",
+    ),
+    (f"{MULTILABEL} augment.class_mix_prob=0.5", "...class_mix_prob: 0.5 cannot go with task..."),
+    (f"{MULTILABEL} data.label_format=ids", "...bands and task multilabel go together..."),
+    (f"{MULTILABEL} data.layout=voc", "...data.layout: voc has one class a pixel..."),
+    (f"{MULTILABEL} data.class_uniform=0.5", "...class_uniform: 0.5 cannot go with task..."),
+    (f"{MULTILABEL} loss.positive_weights=[1.0]", "...positive_weights: 1 numbers for the 4 ..."),
+    (f"{MULTILABEL} eval.thresholds=[0.1,0.2,0.3]", "...eval.thresholds: 3 numbers for the 4..."),
+    (f"{SHOW} loss.kind=tversky", "...tversky and positive_weights are for task multilabel..."),
+    (f"{SHOW} eval.thresholds=[0.3]", "...thresholds: has no effect with task semantic..."),
+]
+ROWS = [*USAGE, *NO_CONFIG, *VALUES, *TRAINING, *FINISHING, *EVALUATING, *OTHERS, *TASKS]
 
 
 @pytest.mark.fault(31, 91)
