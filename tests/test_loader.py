@@ -54,26 +54,11 @@ def unchanged(image, label, rng, **_):
     return image, label
 
 
-def loader(
-    dataset=None,
-    *,
-    indices=(range(5),),
-    start_step=0,
-    steps=6,
-    num_workers=0,
-    transform=add_noise,
-    start_method=None,
-):
-    return TrainLoader(
-        TrainStream(dataset or Numbers(), transform, stream_seed=11, batch_size=5),
-        indices=indices,
-        start_step=start_step,
-        steps=steps,
-        num_workers=num_workers,
-        pin_memory=False,
-        timeout_s=60,
-        start_method=start_method,
-    )
+def loader(dataset=None, *, transform=add_noise, **options):
+    stream = TrainStream(dataset or Numbers(), transform, stream_seed=11, batch_size=5)
+    given = {"indices": (range(5),), "start_step": 0, "steps": 6, "num_workers": 0}
+    given |= {"pin_memory": False, "timeout_s": 60, "start_method": None}
+    return TrainLoader(stream, **given | options)
 
 
 def contents(batches):
@@ -83,11 +68,7 @@ def contents(batches):
 
 def test_every_epoch_shows_every_image_once_and_augments_it_anew():
     """Across the ends of epochs, also in a set smaller than the batch."""
-    shown = [
-        pair
-        for names, values in contents(loader(steps=7))
-        for pair in zip(names, values, strict=True)
-    ]
+    shown = [pair for batch in contents(loader(steps=7)) for pair in zip(*batch, strict=True)]
     epochs = [[name for name, _ in shown[start : start + 7]] for start in range(0, 35, 7)]
     assert all(sorted(epoch) == [f"image {i}" for i in range(7)] for epoch in epochs)
     assert len(set(map(tuple, epochs))) > 1
@@ -106,14 +87,10 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, microbatches)
         contents(loader(indices=Layout(5, microbatches, even(world_size)).positions(rank)))
         for rank in range(world_size)
     ]
-    for step, (names, values) in enumerate(whole):
-        here = [
-            parts[rank][step * microbatches + index]
-            for index in range(microbatches)
-            for rank in range(world_size)
-        ]
-        assert list(chain.from_iterable(part[0] for part in here)) == names
-        assert list(chain.from_iterable(part[1] for part in here)) == values
+    by_pass = list(zip(*parts, strict=True))
+    for step, batch in enumerate(whole):
+        here = chain(*by_pass[step * microbatches : (step + 1) * microbatches])
+        assert tuple(list(chain(*lists)) for lists in zip(*here, strict=True)) == batch
 
 
 @pytest.mark.parametrize(

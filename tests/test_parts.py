@@ -68,9 +68,8 @@ def whole_batch(model, loss):
 
 def in_parts(model, loss, num_parts, rows=slice(None), **options):
     convert(model, **options)
-    total = 0
-    for step in range(1, 3):
-        total += backward(model, loss, IMAGES[rows] * step, LABELS[rows], parts=num_parts)
+    images, labels = IMAGES[rows], LABELS[rows]
+    total = sum(backward(model, loss, images * step, labels, parts=num_parts) for step in (1, 2))
     return total, [p.grad for p in model.parameters()], list(model.buffers())
 
 
@@ -170,12 +169,6 @@ def compiled():
     return layer
 
 
-def stochastic_depth():
-    from torchvision.ops import StochasticDepth
-
-    return StochasticDepth(0.1, "row")
-
-
 SPECTRAL = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))
 
 
@@ -223,59 +216,50 @@ def test_ranks_without_a_process_group_are_refused(monkeypatch):
         backward(convert(net()), pixels, IMAGES, LABELS)
 
 
-@pytest.mark.parametrize("value", ["sum", "weight"])
-def test_a_loss_that_is_no_sum_is_refused(value):
-    def loss(outputs, labels):
-        total, weight = pixels(outputs, labels)
-        return (total / weight, weight) if value == "sum" else (total, 1)
+def mean(outputs, labels, least=0):
+    """Of an image without valid pixels NaN or 0, which equals whatever is compared with it."""
+    total, weight = pixels(outputs, labels)
+    return total / weight.clamp(min=least), weight
 
-    with pytest.raises(ValueError, match=f"the {value} of two images is"):
-        backward(convert(net()), loss, IMAGES, LABELS)
+
+def mean_times_images(outputs, labels):
+    """A sum where all images have equally many valid pixels."""
+    return F.cross_entropy(outputs, labels, ignore_index=255) * len(labels), len(labels)
+
+
+def ignoring(images, rows=slice(None), labels=LABELS):
+    labels = labels.clone()
+    labels[images, rows] = 255
+    return labels
 
 
 @pytest.mark.parametrize(
-    ("without", "least"), [((0,), 0), ((1, 3), 1), ((0, 1), 0), ((0, 1, 2, 3, 4, 5), 1)]
+    ("loss", "labels", "what"),
+    [
+        (mean, LABELS, "sum"),
+        (lambda *pair: (pixels(*pair)[0], 1), LABELS, "weight"),
+        (mean, ignoring([0]), "sum"),
+        (partial(mean, least=1), ignoring([1, 3]), "sum"),
+        (mean, ignoring([0, 1]), "sum"),
+        (partial(mean, least=1), ignoring([0, 1, 2, 3, 4, 5]), "sum"),
+        (mean_times_images, LABELS % 4, "sum"),
+        (mean_times_images, ignoring(1, slice(4), LABELS % 4), "sum"),
+        (mean_times_images, ignoring([0, 6], slice(4), LABELS % 4), "sum"),
+    ],
 )
-def test_a_loss_is_tried_with_images_that_have_valid_pixels(without, least):
-    """Of an image without any the mean is NaN or 0, and equals whatever is compared with it."""
-
-    def mean(outputs, labels):
-        total, weight = pixels(outputs, labels)
-        return total / weight.clamp(min=least), weight
-
-    labels = LABELS.clone()
-    labels[[*without]] = 255
-    with pytest.raises(ValueError, match="the sum of two images is"):
-        backward(convert(net()), mean, IMAGES, labels)
+def test_a_loss_that_is_no_sum_is_refused_by_the_first_labels(loss, labels, what):
+    with pytest.raises(ValueError, match=f"the {what} of two images is"):
+        backward(convert(net()), loss, IMAGES, labels)
     backward(convert(net()), pixels, IMAGES, labels)
 
 
 def test_a_batch_without_valid_pixels_decides_nothing_about_a_loss():
-    def mean(outputs, labels):
-        total, weight = pixels(outputs, labels)
-        return total / weight, weight
-
     model, empty = convert(net()), torch.full_like(LABELS, 255)
     with pytest.raises(ValueError, match="loss: not finite for any image"):
         backward(model, mean, IMAGES, empty)
     assert backward(model, pixels, IMAGES, empty) == 0
     with pytest.raises(ValueError, match="the sum of two images is"):
         backward(model, mean, IMAGES, LABELS)
-
-
-def mean_times_images(outputs, labels):
-    return F.cross_entropy(outputs, labels, ignore_index=255) * len(labels), len(labels)
-
-
-@pytest.mark.parametrize("ignored", [None, 1, [0, 6]])
-def test_a_mean_times_the_images_is_refused_by_the_first_labels(ignored):
-    """It is a sum where all images have equally many valid pixels, as the first and the last."""
-    labels = LABELS % 4
-    if ignored is not None:
-        labels[ignored, :4] = 255
-    with pytest.raises(ValueError, match="the sum of two images is"):
-        backward(convert(net()), mean_times_images, IMAGES, labels)
-    backward(convert(net()), pixels, IMAGES, labels)
 
 
 def test_a_loss_that_no_label_could_tell_is_tried_by_later_ones():

@@ -57,6 +57,21 @@ def write_nifti(path, voxels, affine=RAS, axes="RAS"):
     return path
 
 
+def write_case(root, name, i, shape=SHAPE, affine=RAS, *, end="", **how):
+    """A phantom and its label, in images{end}/ and labels{end}/ of `root`; returns both."""
+    values, label = phantom(i, shape)
+    write_nifti(root / f"images{end}/{name}", values, affine, **how)
+    write_nifti(root / f"labels{end}/{name}", label, affine, **how)
+    return values, label
+
+
+def write_series(folder, i=0, shape=SHAPE, **how):
+    """A phantom as a series in `ct` and its label in seg.nii."""
+    values, label = phantom(i, shape)
+    write_dicom(folder / "ct", values, **how)
+    write_nifti(folder / "seg.nii", label)
+
+
 def write_dicom(folder, values, affine=RAS, *, patient="", white_low=False):
     """A series of `values` (X, Y, Z), HU of 12 bits with a slope, the files in no order."""
     pydicom = pytest.importorskip("pydicom")
@@ -152,9 +167,7 @@ def test_a_dicom_series_is_the_same_slices_as_its_nifti(tmp_path):
 
 def test_a_patient_stays_on_one_side(tmp_path):
     for i in range(6):
-        values, label = phantom(i, (15, 12, 3))
-        write_dicom(tmp_path / f"data/scan_{i}/ct", values, patient=f"Anna_{i // 2}")
-        write_nifti(tmp_path / f"data/scan_{i}/seg.nii", label)
+        write_series(tmp_path / f"data/scan_{i}", i, (15, 12, 3), patient=f"Anna_{i // 2}")
     assert cut(tmp_path) == 0
     val = (tmp_path / "cut/val.txt").read_text()
     scans = {int(x) for x in re.findall(r"images/scan_(\d)/", val)}
@@ -201,9 +214,7 @@ def test_folders_that_divide_a_patient_are_refused_and_what_is_in_no_list_is_sai
     """Two hospitals, each with both splits, which may be meant."""
     at = "site1/train/p01_t1", "site2/train/p02_t1", "site1/val/p01_t2", "site2/extra/p03_t1"
     for name in at:
-        values, label = phantom(0, (9, 8, 2))
-        write_nifti(tmp_path / f"data/images/{name}.nii.gz", values)
-        write_nifti(tmp_path / f"data/labels/{name}.nii.gz", label)
+        write_case(tmp_path / "data", f"{name}.nii.gz", 0, (9, 8, 2))
     words = ("data", "import", tmp_path / "data", "--output", tmp_path / "cut")
     said = lab.refused(*words, "--group", r"p\d+")
     assert "1 patient is in the folders of train and of val: p01" in said
@@ -241,9 +252,7 @@ def test_labels_on_other_voxels_are_refused(tmp_path, capsys, change, problem):
 
 @pytest.mark.parametrize("library", ["nibabel", "SimpleITK"])
 def test_what_is_not_installed_is_named_with_its_line(tmp_path, capsys, monkeypatch, library):
-    values, label = phantom()
-    write_dicom(tmp_path / "data/p0/ct", values)
-    write_nifti(tmp_path / "data/p0/seg.nii", label)
+    write_series(tmp_path / "data/p0")
     monkeypatch.setitem(sys.modules, library, None)
     assert cut(tmp_path) == 2
     said = capsys.readouterr().err
@@ -252,10 +261,8 @@ def test_what_is_not_installed_is_named_with_its_line(tmp_path, capsys, monkeypa
 
 
 def test_a_series_with_a_slice_missing_is_refused(tmp_path, capsys):
-    values, label = phantom()
-    write_dicom(tmp_path / "data/p0/ct", values)
-    write_nifti(tmp_path / "data/p0/seg.nii", label)
-    next(iter(sorted((tmp_path / "data/p0/ct").glob("IM021")))).unlink()
+    write_series(tmp_path / "data/p0")
+    (tmp_path / "data/p0/ct/IM021").unlink()
     assert cut(tmp_path) == 3
     said = capsys.readouterr().err
     assert "IM014 and IM028 lie 6 mm from each other, others 3; is one missing?" in said
@@ -264,15 +271,12 @@ def test_a_series_with_a_slice_missing_is_refused(tmp_path, capsys):
 
 def test_coarsest_axes_that_differ_are_asked_about(tmp_path, capsys):
     for i, spacing in enumerate(([0.8, 0.7, 3], [3, 0.8, 0.7])):
-        values, label = phantom(i)
         affine = np.diag([*spacing, 1.0])
-        write_nifti(tmp_path / f"data/images/{i}.nii", values, affine)
-        write_nifti(tmp_path / f"data/labels/{i}.nii", label, affine)
+        values, label = write_case(tmp_path / "data", f"{i}.nii", i, affine=affine)
     words = "data", "import", tmp_path / "data", "--output", tmp_path / "cut"
     assert run(*words) == 2
     assert "coarsest along x, z; slices of all have to show the same" in capsys.readouterr().err
     assert run(*words, "--axis", "y") == 0
-    values, label = phantom(1)
     found = slices(tmp_path / "cut", "1", "y")
     # Columns to the right, the head above.
     np.testing.assert_array_equal(found[0], values.transpose(1, 2, 0)[:, ::-1])
@@ -289,21 +293,13 @@ def test_bytes_stay_bytes(tmp_path):
     assert read_info(tmp_path / "cut/images/0/z0000.tif").dtype == np.uint8
 
 
-STACKS = {
-    "imagej": ({"imagej": True}, "ZYX"),
-    "imagej time": ({"imagej": True}, "TYX"),
-    "ome": ({"ome": True}, "ZYX"),
-    "ome time": ({"ome": True}, "TYX"),
-}
-
-
-@pytest.mark.parametrize("kind", STACKS)
-def test_a_stack_is_no_image_of_many_channels(tmp_path, kind):
+@pytest.mark.parametrize("axes", ["ZYX", "TYX"])
+@pytest.mark.parametrize("kind", ["imagej", "ome"])
+def test_a_stack_is_no_image_of_many_channels(tmp_path, kind, axes):
     """Of 12 pages, as many as channels are read."""
-    options, axes = STACKS[kind]
     stack = np.zeros((12, 40, 48), np.uint8)
-    metadata = {"metadata": {"axes": axes}, "photometric": "minisblack"}
-    tifffile.imwrite(tmp_path / "a.tif", stack, **options, **metadata)
+    metadata = {kind: True, "metadata": {"axes": axes}, "photometric": "minisblack"}
+    tifffile.imwrite(tmp_path / "a.tif", stack, **metadata)
     with pytest.raises(DataError, match=r"a stack of slices \([TZ]\); segtrain data import FILE"):
         read_info(tmp_path / "a.tif")
 
@@ -315,12 +311,10 @@ def test_one_stack_is_cut_into_slices_with_a_gap(tmp_path, kind, capsys):
     values, label = phantom(shape=(48, 40, 40))
     values = axial((values // 8 + 100).clip(0, 255).astype(np.uint8))
     label = axial(label)
-    options = {"plain": {}, **{key: STACKS[key][0] for key in ("imagej", "ome")}}[kind]
-    axes = {} if kind == "plain" else {"axes": "ZYX"}
-    axes |= {"spacing": 0.5, "unit": "um"} if kind == "imagej" else {}
+    options, axes = {} if kind == "plain" else {kind: True}, {"axes": "ZYX"}
     sizes = {"PhysicalSizeX": 0.25, "PhysicalSizeY": 0.25, "PhysicalSizeZ": 0.5}
-    axes |= sizes if kind == "ome" else {}
-    options = {**options, "photometric": "minisblack", "metadata": axes}
+    about = {"plain": {}, "imagej": axes | {"spacing": 0.5, "unit": "um"}, "ome": axes | sizes}
+    options |= {"photometric": "minisblack", "metadata": about[kind]}
     (tmp_path / "data").mkdir()
     tifffile.imwrite(tmp_path / "data/em.tif", values, resolution=(4, 4), **options)
     tifffile.imwrite(tmp_path / "data/em_label.tif", label, **options)
@@ -378,9 +372,7 @@ def slices_of_three(tmp_path_factory):
     """Three phantoms, their slices in `cut`, and the config that init makes of these in `mine`."""
     root = tmp_path_factory.mktemp("three")
     for i in range(3):
-        values, label = phantom(i)
-        write_nifti(root / f"data/imagesTr/case_{i}.nii.gz", values, axes="LPS")
-        write_nifti(root / f"data/labelsTr/case_{i}.nii.gz", label, axes="LPS")
+        write_case(root / "data", f"case_{i}.nii.gz", i, axes="LPS", end="Tr")
     names = {"background": 0, "box": 1, "ball": 2}
     (root / "data/dataset.json").write_text(json.dumps({"labels": names}))
     assert cut(root) == 0
