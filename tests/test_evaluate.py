@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from experiments import contents, refusal
+from folders import save
 from PIL import Image
 from torch import nn
 
+from segtrain import cli
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.commands import evaluate
 from segtrain.commands.evaluate import run_eval
@@ -72,9 +74,7 @@ def cityscapes(tmp_path):
             ("gtFine", "_labelIds", label),
             ("gtFine", "_instanceIds", instances_of(label)),
         ):
-            folder = root / kind / "val" / name.split("_")[0]
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(array).save(folder / f"{name}_{kind}{end}.png")
+            save(root / kind / "val" / name.split("_")[0] / f"{name}_{kind}{end}.png", array)
     return root
 
 
@@ -113,13 +113,9 @@ def command(cityscapes, know_the_colors, tmp_path):
     return run
 
 
-NOT_GIVEN = "split json save_predictions overlays worst per_image curves class_name precision"
-
-
 def arguments(checkpoint, **options):
-    given = dict.fromkeys([*NOT_GIVEN.split(), "recall", "group", "surface"])
-    given |= {"set": [], "device": "cpu", "no_labels": False, "num_overlays": 2, "others": []}
-    return argparse.Namespace(checkpoint=checkpoint, **given | options)
+    given = cli._parser().parse_args(["eval", checkpoint, "--device", "cpu"])
+    return argparse.Namespace(**vars(given) | options)
 
 
 OFFICIAL_MEANS = {

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from segtrain import cli
 from segtrain.checkpoint import ready
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.commands import predict
@@ -72,12 +73,9 @@ def run(tmp_path, monkeypatch):
         }
         loaded = LoadedModel(model.eval(), config.model_copy(update=about), classes, step=3)
         monkeypatch.setattr(ready, "load_model", lambda *sources, device: loaded)
-        unset = "probabilities", "opacity", "table", "objects", "pixel_size", "min_area"
-        args = dict.fromkeys(unset)
-        args |= {"source": "run", "inputs": [str(path) for path in inputs], "device": "cpu"}
-        args |= {"output": str(tmp_path / "out"), "set": [], "overwrite": False, "clear": ()}
-        args |= {"others": [], "thresholds": [], "unknown_below": None, "frames": False}
-        return predict.main(argparse.Namespace(**(args | changes)))
+        words = ["predict", "run", *map(str, inputs), "--output", str(tmp_path / "out")]
+        args = vars(cli._parser().parse_args([*words, "--device", "cpu"])) | changes
+        return predict.main(argparse.Namespace(**args))
 
     return command
 
@@ -148,6 +146,16 @@ def test_probabilities_are_those_of_every_class(run, tmp_path, mode):
     assert np.abs(found - expected).max() < 1e-5
 
 
+def video_of(path):
+    """The frames in a second, and the frames in RGB."""
+    video, found = cv2.VideoCapture(str(path)), []
+    rate = video.get(cv2.CAP_PROP_FPS)
+    while (frame := video.read())[0]:
+        found.append(frame[1][..., ::-1])
+    video.release()
+    return rate, found
+
+
 def write_video(path, frames):
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 12.0, (64, 48))
@@ -185,14 +193,10 @@ def test_a_video_becomes_a_video_of_overlays(run, tmp_path, capsys):
     save(tmp_path / "b.png", photo(5, 6))
     assert run(tmp_path / "drive.mp4", tmp_path / "b.png", opacity=1.0) == 0
     assert "1 of 1 videos" in capsys.readouterr().out
-    video = cv2.VideoCapture(str(tmp_path / "out/videos/drive.mp4"))
-    assert video.get(cv2.CAP_PROP_FPS) == 12
-    for color in CLASSES.palette:
-        is_there, frame = video.read()
-        assert is_there
-        assert np.abs(frame[..., ::-1].mean((0, 1)) - color).max() < 12
-    assert not video.read()[0]
-    video.release()
+    rate, shown = video_of(tmp_path / "out/videos/drive.mp4")
+    assert (rate, len(shown)) == (12, 3)
+    for frame, color in zip(shown, CLASSES.palette, strict=True):
+        assert np.abs(frame.mean((0, 1)) - color).max() < 12
     assert sorted(path.name for path in (tmp_path / "out/videos").iterdir()) == ["drive.mp4"]
     with pytest.raises(ConfigError, match="exists already"):
         run(tmp_path / "drive.mp4")
@@ -215,11 +219,9 @@ def test_after_damaged_frames_a_video_goes_on_at_its_times(run, tmp_path, capsys
     assert "drive.mp4: 4 of 8 frames can be read; 3 are damaged" in said
     assert "frames after that come too early" in said
     assert names(tmp_path / "out/labels/drive") == [f"{i:06d}.png" for i in (1, 2, 5, 6)]
-    video = cv2.VideoCapture(str(tmp_path / "out/videos/drive.mp4"))
-    shown = [video.read()[1].mean() / 30 for _ in range(7)]
-    assert shown == pytest.approx([1, 1, 2, 2, 2, 5, 6], abs=0.4)
-    assert not video.read()[0]
-    video.release()
+    _, shown = video_of(tmp_path / "out/videos/drive.mp4")
+    grey = [frame.mean() / 30 for frame in shown]
+    assert grey == pytest.approx([1, 1, 2, 2, 2, 5, 6], abs=0.4)
 
 
 def test_a_video_for_which_the_disk_has_no_room_is_an_error(tmp_path):
@@ -263,12 +265,6 @@ def test_pixels_that_a_tiff_marks_as_no_data_are_written_as_ignored(run, tmp_pat
         assert written.pages[0].tags["GDAL_NODATA"].value == "nan"
     assert np.isnan(found[:, :, :7]).all()
     np.testing.assert_allclose(found[:, :, 7:].sum(0), 1, atol=1e-5)
-
-
-def save_as(path, image, **options):
-    """A lossless file, unless it is a JPEG."""
-    lossless = {"lossless": True} if path.suffix == ".webp" else {}
-    Image.fromarray(image).save(path, **lossless, **options)
 
 
 def test_unreadable_images_are_named_at_the_end_and_the_others_done(run, tmp_path):
@@ -452,7 +448,8 @@ def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys, orientati
     exif[0x0112] = orientation
     image = np.repeat(np.repeat(photo(4, 6), 4, axis=0), 4, axis=1)
     for suffix in ("jpg", "png", "webp", "tif", "bmp"):
-        save_as(tmp_path / f"{suffix}.{suffix}", image, exif=exif)
+        lossless = {"lossless": True} if suffix == "webp" else {}
+        Image.fromarray(image).save(tmp_path / f"{suffix}.{suffix}", exif=exif, **lossless)
     assert run(*sorted(tmp_path.glob("*.*"))) == 0
     assert read(tmp_path / "out/labels/jpg.png").shape == (16, 24)
     for suffix in ("png", "webp", "tif", "bmp"):
@@ -504,15 +501,6 @@ def test_values_of_12_bits_in_files_of_16_are_warned_about(
     assert dark.name in line
 
 
-def frames_of(path):
-    """The class of each pixel of each frame, as the model of the tests has it."""
-    video, found = cv2.VideoCapture(str(path)), []
-    while (frame := video.read())[0]:
-        found.append(frame[1][..., ::-1].argmax(2))
-    video.release()
-    return found
-
-
 def test_frames_of_a_video_become_label_maps(run, tmp_path, capsys):
     video = write_video(tmp_path / "in/street/drive.mp4", PALETTE)
     assert run(tmp_path / "in", frames=True) == 0
@@ -520,8 +508,8 @@ def test_frames_of_a_video_become_label_maps(run, tmp_path, capsys):
     assert "labels/street/drive: label maps of 3 frames of 48x64 px" in capsys.readouterr().out
     found = [read(folder / f"{i:06d}.png") for i in range(3)]
     assert len(list(folder.iterdir())) == 3
-    for label, expected in zip(found, frames_of(video), strict=True):
-        assert np.array_equal(label, RAW_IDS[expected])
+    for label, frame in zip(found, video_of(video)[1], strict=True):
+        assert np.array_equal(label, RAW_IDS[frame.argmax(2)])
     assert {int(label[24, 32]) for label in found} == set(RAW_IDS)
     assert (tmp_path / "out/videos/street/drive.mp4").exists()
 
