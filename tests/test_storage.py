@@ -17,10 +17,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from experiments import bits, last, refusal, small, write_config, write_data
+from experiments import bits, last, refusal, segtrain, small, write_config, write_data
 from processes import Command, end_all
 
-from segtrain import cli
 from segtrain.config import DataConfig
 from segtrain.data import open_dataset
 from segtrain.data.pack import writer
@@ -48,19 +47,12 @@ def made(tmp_path_factory, server):
     root = tmp_path_factory.mktemp("made")
     (root / "set").mkdir()
     write_data(root / "set")
-    config = write_config(
-        root / "config.yaml",
-        small(
-            root / "set",
-            augment={"crop_size": [25, 33]},
-            train={"steps": STEPS},
-            optim={"ema_decay": None},
-            checkpoint={"every_steps": 1},
-        ),
-    )
+    sections = {"train": {"steps": STEPS}, "optim": {"ema_decay": None}}
+    sections |= {"augment": {"crop_size": [25, 33]}, "checkpoint": {"every_steps": 1}}
+    config = write_config(root / "config.yaml", small(root / "set", **sections))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "SHARD_BYTES", 40_000)  # two images
-        assert cli.main(["data", "pack", str(config), "--output", str(root / "pack")]) == 0
+        assert segtrain("data", "pack", config, "--output", root / "pack") == 0
         use(patch, server, root / "unused")
         bucket("data")
         upload(root, "data", "pack")
@@ -78,15 +70,11 @@ def use(patch, address, cache):
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
-    environ = {
-        "AWS_ENDPOINT_URL": "http://{}:{}".format(*address),
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "SEGTRAIN_CACHE": str(cache),
-    }
-    for name, value in environ.items():
-        patch.setenv(name, value)
+    patch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*address))
+    patch.setenv("AWS_ACCESS_KEY_ID", "key")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    patch.setenv("SEGTRAIN_CACHE", str(cache))
 
 
 def client(service="s3"):
@@ -122,7 +110,11 @@ def packed(made, pack="s3://data/pack"):
 
 
 def train(config, output, *words):
-    return cli.main(["train", str(config), "--nproc", "1", "--output", str(output), *words])
+    return segtrain("train", config, "--nproc", 1, "--output", output, *words)
+
+
+def resume(run):
+    return segtrain("train", run, "--nproc", 1, "--resume")
 
 
 def setting(**options):
@@ -235,7 +227,7 @@ def test_another_pack_at_the_address_is_not_read_from_the_cache(made, own, tmp_p
         shutil.copy(other / "set/images/val/0.png", path)
     config = write_config(other / "config.yaml", small(other / "set"))
     monkeypatch.setattr(writer, "SHARD_BYTES", 40_000)
-    assert cli.main(["data", "pack", str(config), "--output", str(other / "pack")]) == 0
+    assert segtrain("data", "pack", config, "--output", other / "pack") == 0
     sizes = [[p.stat().st_size for p in sorted(root.glob("pack/0*"))] for root in (made, other)]
     assert sizes[0] == sizes[1]
     client().upload_file(str(other / "pack/pack.json"), own, "pack/pack.json")
@@ -416,9 +408,10 @@ class Expired(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def expired():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Expired) as running:
+@contextlib.contextmanager
+def served(handler):
+    """The address of a web server on this machine."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         yield running.server_address
         running.shutdown()
@@ -431,10 +424,11 @@ def expired():
         (["--output", "RUN", *setting(pack="s3://data/pack")], "s3://data/pack/pack.json"),
     ],
 )
-def test_expired_credentials_are_a_line(made, expired, monkeypatch, tmp_path, capfd, words, place):
-    use(monkeypatch, expired, tmp_path / "cache")
-    words = [str(tmp_path / "run") if word == "RUN" else word for word in words]
-    assert cli.main(["train", str(made / "config.yaml"), "--nproc", "1", *words]) == 6
+def test_expired_credentials_are_a_line(made, monkeypatch, tmp_path, capfd, words, place):
+    words = [tmp_path / "run" if word == "RUN" else word for word in words]
+    with served(Expired) as address:
+        use(monkeypatch, address, tmp_path / "cache")
+        assert segtrain("train", made / "config.yaml", "--nproc", 1, *words) == 6
     assert capfd.readouterr().err == (
         f"segtrain: {place}: access is refused (PermissionError: The provided token has expired.); "
         "renew the credentials, or ask for the permission\n"
@@ -442,7 +436,13 @@ def test_expired_credentials_are_a_line(made, expired, monkeypatch, tmp_path, ca
 
 
 @pytest.fixture
-def shared_file(monkeypatch, tmp_path):
+def no_keys(monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+
+
+@pytest.fixture
+def shared_file(monkeypatch, tmp_path, no_keys):
     """Writes the shared credentials of AWS; the server takes those of the last call alone."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication as Server
 
@@ -458,8 +458,6 @@ def shared_file(monkeypatch, tmp_path):
         valid.append(key)
         path.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
 
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
     monkeypatch.setattr(Server, "__call__", guarded)
     write("key")
@@ -481,19 +479,17 @@ def test_credentials_that_are_renewed_in_the_shared_file_are_taken(own, shared_f
         store.read("pack.json")
 
 
+@pytest.mark.usefixtures("no_keys")
 def test_a_lost_program_for_credentials_is_no_lost_object(made, monkeypatch, tmp_path, capfd):
     """Not "no such bucket" and exit code 2, after which schedulers do not start a job again."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
     (tmp_path / "aws").write_text("[default]\ncredential_process = /none/renew\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
     assert train(made / "config.yaml", "s3://data/runs/new") == 6
     assert "access is refused (FileNotFoundError: [Errno 2] No such file" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("no_keys")
 def test_no_credentials_are_a_line(made, monkeypatch, tmp_path):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
     _, code, text = refusal(open_dataset, packed(made), "train")
@@ -512,17 +508,14 @@ def test_a_web_server_serves_packs_and_refuses(made):
         def log_message(self, *_):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=made)) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{web.server_address[1]}"
+    with served(partial(Quiet, directory=made)) as address:
+        url = f"http://127.0.0.1:{address[1]}"
         expected = open_dataset(packed(made, made / "pack"), "train")
         assert_same_pixels(expected, open_dataset(packed(made, f"{url}/pack"), "train"))
         _, code, text = refusal(open_dataset, packed(made, f"{url}/private"), "train")
         assert code == 6
-        assert text.startswith(
-            f"{url}/private/pack.json: access is refused (ClientResponseError: 403"
-        )
-        web.shutdown()
+        said = f"{url}/private/pack.json: access is refused (ClientResponseError: 403"
+        assert text.startswith(said)
 
 
 def test_names_that_lead_out_of_the_folder_are_left_out(own):
@@ -546,7 +539,7 @@ def test_a_killed_run_ends_with_the_same_bits_on_another_machine(
     command.kill()
     end_all()
     use(monkeypatch, server, tmp_path / "b")
-    assert cli.main(["train", url, "--nproc", "1", "--resume"]) == 0
+    assert resume(url) == 0
     assert bits(last(cached_run(url))) == on_disk
     monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path / "c"))
     left = cached_run(url) / "checkpoints/.last.pt.7.tmp"  # of a process that was killed
@@ -554,16 +547,14 @@ def test_a_killed_run_ends_with_the_same_bits_on_another_machine(
     left.touch()
     assert bits(last(run_folder(url))) == on_disk
     assert not left.exists()
+    written = tmp_path / "b/runs" / cached_run(url).name
     for name in ("config.yaml", "metrics.jsonl", "train.log", "environment.json"):
-        assert (cached_run(url) / name).read_bytes() == (
-            tmp_path / "b/runs" / cached_run(url).name / name
-        ).read_bytes()
+        assert (cached_run(url) / name).read_bytes() == (written / name).read_bytes()
     monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path / "d"))
-    assert cli.main(["eval", url, "--nproc", "1"]) == 0
+    assert segtrain("eval", url, "--nproc", 1) == 0
     assert [path.name for path in (cached_run(url) / "checkpoints").glob("*.pt")] == ["best.pt"]
-    words = ["predict", url, str(made / "set/images/val"), "--output", str(tmp_path / "p")]
-    assert cli.main(words) == 0
-    assert cli.main(["report", url]) == 0
+    assert segtrain("predict", url, made / "set/images/val", "--output", tmp_path / "p") == 0
+    assert segtrain("report", url) == 0
 
 
 def test_a_reader_never_finds_half_and_the_manifest_is_put_last(made, own, tmp_path, monkeypatch):
@@ -595,9 +586,9 @@ def test_a_second_run_is_refused_and_a_newer_manifest_is_not_replaced(
     assert train(made / "config.yaml", url, "--until", "2") == 0
     again = f"segtrain train {url} --resume\n"
     assert f"to train on: {again}" in capfd.readouterr().out
-    assert cli.main(["runs", str(cached_run(url))]) == 0
+    assert segtrain("runs", cached_run(url)) == 0
     assert f"stopped: {again}" in capfd.readouterr().out
-    assert cli.main(["train", url]) == 2
+    assert segtrain("train", url) == 2
     assert f"to go on with the run: {again}" in capfd.readouterr().err
     monkeypatch.setenv("SEGTRAIN_CACHE", str(tmp_path / "b"))
     assert train(made / "config.yaml", url) == 2
@@ -614,7 +605,7 @@ def test_a_second_run_is_refused_and_a_newer_manifest_is_not_replaced(
 
     going_on = threading.Event()
     monkeypatch.setattr(Store, "put", overtaken)
-    assert cli.main(["train", url, "--nproc", "1", "--resume"]) == 6
+    assert resume(url) == 6
     assert going_on.is_set()
     said = "".join(capfd.readouterr())
     assert "this one stops before it replaces that" in said
@@ -638,7 +629,7 @@ def test_what_could_not_be_put_is_told_and_put_later(made, on_disk, own, monkeyp
     assert f"it is whole in {here}; to put it: segtrain train {here} --resume" in said.err
     assert bits(last(here)) == on_disk
     fails[0] = False
-    assert cli.main(["train", str(here), "--nproc", "1", "--resume"]) == 0
+    assert resume(here) == 0
     monkeypatch.setenv("SEGTRAIN_CACHE", str(here.parent / "fresh"))
     assert bits(last(run_folder(url))) == on_disk
 
@@ -646,7 +637,7 @@ def test_what_could_not_be_put_is_told_and_put_later(made, on_disk, own, monkeyp
 def test_no_bucket_for_the_output_is_told_before_training(made, capfd):
     assert train(made / "config.yaml", "s3://none-there/runs/a") == 2
     assert capfd.readouterr().err.endswith("segtrain: s3://none-there/runs/a: no such bucket\n")
-    assert cli.main(["train", "s3://data/runs/a", "--resume"]) == 2
+    assert segtrain("train", "s3://data/runs/a", "--resume") == 2
     assert capfd.readouterr().err == "segtrain: s3://data/runs/a: no run is there\n"
 
 
