@@ -3,7 +3,7 @@
 import math
 import re
 from functools import cache
-from itertools import islice, repeat
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -45,13 +45,11 @@ def load(name: str) -> Config:
     return load_config(next(path for path in CONFIGS if path.stem == name))
 
 
+class_file = cache(load_class_file)
+
+
 def num_classes(config: Config) -> int:
-    return num_classes_of(config.data.classes)
-
-
-@cache
-def num_classes_of(classes: str) -> int:
-    return load_class_file(classes).num_classes
+    return class_file(config.data.classes).num_classes
 
 
 @every_config
@@ -87,6 +85,8 @@ def test_its_model_has_one_logit_for_each_class_and_its_numbers_fit(path):
 # What the sources' files say, as they were read; nothing here is computed from the configs.
 MMSEG = [n for n in NAMES if re.fullmatch(r"cityscapes_.*_r\d+(_769)?|voc_\w+_r101", n)]
 SEMSEG = [n for n in NAMES if n.endswith("_semseg")]
+SMALL_OR_D16 = [f"{arch}_mobilenet_v2" for arch in ("pspnet", "deeplabv3plus")]
+SMALL_OR_D16 += [f"{arch}_r101_d16" for arch in ("deeplabv3", "deeplabv3plus")]
 
 
 def half(rate: float, end: float, power: float = 0.9) -> float:
@@ -95,7 +95,8 @@ def half(rate: float, end: float, power: float = 0.9) -> float:
 
 
 POLY = (0.01, half(0.01, 1e-4), 1e-4)
-TO_ZERO = (0.01, half(0.01, 0), 0.0)
+TO_ZERO, TWICE = ((rate, half(rate, 0), 0.0) for rate in (0.01, 0.02))
+WARMED = (0.01 * 0.001, *TO_ZERO[1:])
 # The learning rate at the first step, in the middle and at the last step; steps, batch size, crop.
 SOURCES = {
     **{n: (POLY, (80_000, 8, (769, 769) if "769" in n else (512, 1024))) for n in MMSEG},
@@ -103,22 +104,13 @@ SOURCES = {
     **{n: (TO_ZERO, (200 * -(-2975 // 16), 16, (713, 713))) for n in SEMSEG if "city" in n},
     **{n: (TO_ZERO, (100 * (20210 // 16), 16, (473, 473))) for n in SEMSEG if "ade" in n},
     **{n: (TO_ZERO, (50 * (10582 // 16), 16, (473, 473))) for n in SEMSEG if "voc" in n},
-    "cityscapes_deeplabv3_r101_d16": (POLY, (80_000, 8, (512, 1024))),
-    "cityscapes_deeplabv3plus_r101_d16": (POLY, (80_000, 8, (512, 1024))),
-    "cityscapes_pspnet_mobilenet_v2": (POLY, (80_000, 8, (512, 1024))),
-    "cityscapes_deeplabv3plus_mobilenet_v2": (POLY, (80_000, 8, (512, 1024))),
+    **{f"cityscapes_{n}": (POLY, (80_000, 8, (512, 1024))) for n in SMALL_OR_D16},
     "cityscapes_deeplabv3plus_r101_paddleseg": (TO_ZERO, (80_000, 8, (769, 769))),
-    "cityscapes_deeplabv3plus_r101_detectron2": (
-        (0.01 * 0.001, *TO_ZERO[1:]),
-        (90_000, 16, (512, 1024)),
-    ),
+    "cityscapes_deeplabv3plus_r101_detectron2": (WARMED, (90_000, 16, (512, 1024))),
     "cityscapes_pspnet_r50_l2sp": (TO_ZERO, (30_000, 16, (816, 816))),
     "ade20k_pspnet_r50": (POLY, (80_000, 16, (512, 512))),
     "ade20k_deeplabv3plus_r101": (POLY, (160_000, 16, (512, 512))),
-    "voc_deeplabv3_mobilenet_v3": (
-        (0.02, half(0.02, 0), 0.0),
-        (30 * -(-10582 // 32), 32, (480, 480)),
-    ),
+    "voc_deeplabv3_mobilenet_v3": (TWICE, (30 * -(-10582 // 32), 32, (480, 480))),
 }
 PUBLISHED = sorted(SOURCES)
 # Dilations of the 3x3 convolutions in the last two stages of a ResNet.
@@ -204,10 +196,8 @@ def test_rates_steps_batches_crops_and_scales_are_those_of_the_source(name):
 @pytest.mark.parametrize("name", sorted(DILATIONS))
 def test_dilations_are_those_of_the_source(name):
     backbone = built(load(name)).backbone
-    found = tuple(
-        [block.conv2.dilation[0] for block in stage] for stage in (backbone.layer3, backbone.layer4)
-    )
-    assert found == DILATIONS[name]
+    stages = backbone.layer3, backbone.layer4
+    assert tuple([x.conv2.dilation[0] for x in stage] for stage in stages) == DILATIONS[name]
 
 
 @pytest.mark.parametrize("name", sorted(GROUPS))
@@ -251,22 +241,12 @@ def test_it_takes_a_step(path):
     options = {"num_classes": num_classes(config), "norm": make_norm(config.norm)}
     model = filled(on_meta(lambda: build_model(config.model, **options)))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    state = make_state(
-        model, config, torch.device("cpu"), loaded=loaded_names(config, model) or None
-    )
+    cpu = torch.device("cpu")
+    state = make_state(model, config, cpu, loaded=loaded_names(config, model) or None)
     images = torch.randint(256, (2, 3, 33, 33), dtype=torch.uint8)
     labels = torch.randint(num_classes(config), (2, 33, 33), dtype=torch.uint8)
-    batch = Batch(images, labels, ["a", "b"])
-    (result,) = islice(
-        train_steps(
-            state,
-            repeat(batch),
-            config,
-            device=torch.device("cpu"),
-            step_sync=StepSync(lambda: False),
-        ),
-        1,
-    )
+    batches, sync = repeat(Batch(images, labels, ["a", "b"])), StepSync(lambda: False)
+    result = next(train_steps(state, batches, config, device=cpu, step_sync=sync))
     assert math.isfinite(result.loss)
     assert result.grad_norm > 0
     moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]

@@ -80,8 +80,7 @@ def test_steps_of_two_ranks_are_those_of_one_in_one_file(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_all_checks_run_on_cpu_ranks(tmp_path):
-    path = tmp_path / "r.json"
-    _, found = ask(path, "--sets", "2", "--minutes", "20")
+    _, found = ask(tmp_path / "r.json", "--sets", "2", "--minutes", "20")
     assert found["not run"] == {}
     statuses = {check["name"]: check["status"] for check in found["checks"]}
     assert len(statuses) == 13
@@ -161,9 +160,8 @@ def test_eight_devices_are_asked_with_both_engines_and_ranks_that_share_one_for_
     assert images % 8
     shared = test_gpus.plan("cuda", 2, parsed(), shared=True)
     assert [c.options["cases"] for c in shared if c.kind == "speed"] == [0]
-    assert {c.kind for c in test_gpus.plan("cuda", 2, parsed("--only", "sums"), shared=True)} == {
-        "sums"
-    }
+    sums = test_gpus.plan("cuda", 2, parsed("--only", "sums"), shared=True)
+    assert {c.kind for c in sums} == {"sums"}
 
 
 def test_an_old_nccl_that_cannot_share_is_told_with_the_way_out():
@@ -254,10 +252,8 @@ def test_a_full_device_is_full_only_while_a_graph_is_recorded(monkeypatch):
 
 def test_kernels_of_nccl_are_counted_among_all():
     def event(name, us, kind=DeviceType.CUDA):
-        spent = SimpleNamespace(elapsed_us=lambda: us)
-        return SimpleNamespace(
-            name=name, time_range=spent, device_type=kind, is_user_annotation=False
-        )
+        about = {"time_range": SimpleNamespace(elapsed_us=lambda: us), "is_user_annotation": False}
+        return SimpleNamespace(name=name, device_type=kind, **about)
 
     events = [event("ncclDevKernel_AllReduce", us) for us in (10.0, 30.0, 20.0)]
     events += [event("gemm", 940.0), event("ncclAllReduce", 5.0, DeviceType.CPU)]
