@@ -18,10 +18,12 @@ from segtrain.files import manifest
 from segtrain.run.directory import RunLock
 
 
-def store_in(directory):
-    """The manager of a run that has just started."""
+def store_in(directory, *steps):
+    """The manager of a run that has just started, and has saved these steps."""
     store = CheckpointManager(directory, keep_limit=2)
     store.clean_up()
+    for step in steps:
+        store.save_last(checkpoint(step=step))
     return store
 
 
@@ -85,9 +87,7 @@ def test_a_flipped_bit_is_found_anywhere_in_the_file(tmp_path, where):
 
 @pytest.mark.fault(46)
 def test_a_damaged_last_is_skipped_for_the_previous_and_does_not_replace_it(tmp_path):
-    store = store_in(tmp_path)
-    for step in (1, 2, 3):
-        store.save_last(checkpoint(step=step))
+    store = store_in(tmp_path, 1, 2, 3)
     flip_bit(store.last, 0.5)
     store = store_in(tmp_path)
     path, (problem,) = store.newest()
@@ -116,9 +116,7 @@ def test_the_newest_good_one_is_found_by_its_step_not_by_the_clock(tmp_path):
 
 @pytest.mark.fault(46)
 def test_if_all_are_damaged_the_error_names_every_file(tmp_path):
-    store = store_in(tmp_path)
-    for step in (1, 2):
-        store.save_last(checkpoint(step=step))
+    store_in(tmp_path, 1, 2)
     for name in ("last.pt", "previous.pt"):
         (tmp_path / name).write_bytes(b"")
     # One that may belong to another run is none of them.
@@ -129,7 +127,7 @@ def test_if_all_are_damaged_the_error_names_every_file(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"last.pt": [{}]}', b'{"last.pt": 3}'])
 def test_a_damaged_manifest_is_refused_by_name(tmp_path, content):
-    store_in(tmp_path).save_last(checkpoint(step=1))
+    store_in(tmp_path, 1)
     save(tmp_path / "from_elsewhere.pt", checkpoint(step=9))
     assert load(tmp_path / "from_elsewhere.pt").step == 9
     (tmp_path / "manifest.json").write_bytes(content)
@@ -178,7 +176,7 @@ def test_killed_at_any_moment_of_saving_a_checkpoint_can_be_loaded(tmp_path, for
 
 def test_a_reader_finds_the_last_checkpoint_whole_while_it_is_saved_anew(tmp_path, forkserver):
     """It races a writer for at least 20 savings: between two loads it looks all the time."""
-    store_in(tmp_path).save_last(checkpoint(step=1))
+    store_in(tmp_path, 1)
     path, steps = tmp_path / "last.pt", [1]
     writer = forkserver.Process(target=save_forever, args=(tmp_path, 2))
     writer.start()
@@ -200,9 +198,7 @@ def test_without_hard_links_the_last_checkpoint_becomes_the_previous_one(tmp_pat
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", fail)
-    store = store_in(tmp_path)
-    for step in (1, 2, 3):
-        store.save_last(checkpoint(step=step))
+    store_in(tmp_path, 1, 2, 3)
     found = [load(tmp_path / name).step for name in ("previous.pt", "last.pt")]
     assert (found, len(names(tmp_path))) == ([2, 3], 3)
 
@@ -253,17 +249,16 @@ def test_the_user_s_own_files_are_neither_counted_nor_removed(tmp_path):
     """Under any name, even under that of a checkpoint of the run."""
     store = store_in(tmp_path)
     store.keep(checkpoint(step=10))
-    own = {}
-    for name in ("step_mine.pt", "step_0000005.pt", "step_best of all.pt", "step_0000010.pt"):
-        own[name] = f"the content of {name}".encode()
+    own = ("step_mine.pt", "step_0000005.pt", "step_best of all.pt", "step_0000010.pt")
+    for name in own:
         (tmp_path / name).unlink(missing_ok=True)
-        (tmp_path / name).write_bytes(own[name])
+        (tmp_path / name).write_text(f"the content of {name}")
     for step in (20, 30, 40):
         store.keep(checkpoint(step=step))
     store = store_in(tmp_path)
     store.keep(checkpoint(step=50))
     kept = {path.name: path for path in tmp_path.glob("step_*.pt")}
-    assert {name: kept.pop(name).read_bytes() for name in own} == own
+    assert [kept.pop(name).read_text() for name in own] == [f"the content of {x}" for x in own]
     assert sorted(kept) == ["step_0000040.pt", "step_0000050.pt"]
 
 
@@ -302,8 +297,7 @@ def test_only_temporary_files_of_saving_are_cleaned_up(tmp_path):
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_whole(tmp_path, monkeypatch, moment):
     """Two saves happen before the manifest is read, or between it and the file."""
-    store = store_in(tmp_path)
-    store.save_last(checkpoint(step=1))
+    store = store_in(tmp_path, 1)
     reading = manifest.read_entries
     busy = []
 
@@ -321,10 +315,8 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_whole(tmp_path, mon
 
 def test_a_run_stops_before_it_writes_where_another_one_has_written(tmp_path):
     """Also on a file system without locks."""
-    first = store_in(tmp_path)
-    first.save_last(checkpoint(step=1))
-    second = store_in(tmp_path)
-    second.save_last(checkpoint(step=2))
+    first = store_in(tmp_path, 1)
+    store_in(tmp_path, 2)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for write in (first.save_last, first.save_best, first.keep):
         with pytest.raises(ExecutionError, match=r"manifest\.json: another run has written"):

@@ -308,18 +308,13 @@ def test_torchrun_starts_ranks_again_once_and_they_end_with_it(tmp_path, data, d
 @pytest.mark.fault(43)
 def test_tasks_of_srun_train_and_then_find_the_run_complete(tmp_path, data):
     config = write_config(tmp_path / "c.yaml", with_workers(data, 2))
-    srun = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-    }
+    srun = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    srun |= {"SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1"}
     words = ["train", config, "--output", tmp_path / "run", "--resume"]
     ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     for said in ("train 2/2", "already complete: 2 steps, best mIoU"):
         srun["MASTER_PORT"] = str(free_port())
-        tasks = [Command(tmp_path, *words, **srun, **rank) for rank in ranks]
+        tasks = [Command(tmp_path, *words, **srun | rank) for rank in ranks]
         assert [task.wait() for task in tasks] == [0, 0], tasks[0].errors + tasks[1].errors
         assert "devices    2 x cpu" in tasks[0].output
         assert said in tasks[0].output

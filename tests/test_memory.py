@@ -205,22 +205,17 @@ def test_memory_is_that_of_the_container_where_it_has_less(
     assert memory_bytes(CPU) == expected
 
 
-def test_a_rank_has_its_part_of_the_machine_and_no_more_than_its_own_limits(monkeypatch):
+def test_a_rank_has_its_part_of_the_machine_and_no_more_than_its_own_limits(monkeypatch, tmp_path):
     unlimited = resource.RLIM_INFINITY
     limits = {resource.RLIMIT_AS: unlimited, resource.RLIMIT_DATA: unlimited}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], unlimited))
-    status = "VmSize:\t 3000 kB\nVmRSS:\t 1000 kB\nVmData:\t 1500 kB\n"
-    monkeypatch.setattr(this_machine, "_PROCESS", _Text(status))
+    (tmp_path / "status").write_text("VmSize:\t 3000 kB\nVmRSS:\t 1000 kB\nVmData:\t 1500 kB\n")
+    monkeypatch.setattr(this_machine, "_PROCESS", tmp_path / "status")
     assert rank_bytes(CPU, 4) == memory_bytes(CPU) // 4
     limits[resource.RLIMIT_AS] = 5000 * 1024
     assert rank_bytes(CPU, 4) == 3000 * 1024  # 2000 kB of addresses have no memory
     limits[resource.RLIMIT_DATA] = 2500 * 1024
     assert rank_bytes(CPU, 4) == 2000 * 1024
-
-
-class _Text:
-    def __init__(self, text):
-        self.read_text = lambda: text
 
 
 def test_torchs_failed_allocation_on_a_cpu_is_recognized():

@@ -82,19 +82,6 @@ def discs(root: Path, number: int) -> dict[str, np.ndarray]:
     return truth
 
 
-def mask_folders(root: Path, truth: dict[str, np.ndarray]) -> None:
-    """A folder of 0/255 masks for each class; where a class is nowhere there is no file."""
-    for k, name in enumerate(NAMES):
-        (root / "masks" / name).mkdir(parents=True)
-        for image, masks in truth.items():
-            if masks[k].any():
-                cv2.imwrite(str(root / f"masks/{name}/{image}.png"), 255 * masks[k])
-
-
-def save_bands(path: Path, masks: np.ndarray) -> None:
-    tifffile.imwrite(path, masks, photometric="minisblack", planarconfig="separate", metadata=None)
-
-
 # Losses
 
 
@@ -339,7 +326,8 @@ def test_a_value_that_the_class_file_does_not_explain_is_refused(tmp_path, text,
     bands = np.zeros((2, 4, 6), np.uint8)
     bands[0, 1:3] = 1
     bands[1, 2, :2] = value
-    save_bands(tmp_path / "a.tif", bands)
+    how = {"photometric": "minisblack", "planarconfig": "separate", "metadata": None}
+    tifffile.imwrite(tmp_path / "a.tif", bands, **how)
     with pytest.raises(DataError, match=re.escape(said)):
         read_label(tmp_path / "a.tif", classes(text), "bands")
     listed = classes(f"classes: [{{name: red}}, {{name: blue, ids: [1, {value}]}}]")
@@ -361,14 +349,18 @@ def test_a_class_file_that_contradicts_itself_is_refused(text):
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """A folder with data/, folders of masks, and the masks of each image."""
+    """A folder with data/, in which each class has a folder of masks, and the masks by image."""
     root = tmp_path_factory.mktemp("learnt")
     truth = discs(root / "data", 24)
     truth["03"][0] = 0  # no file of this class
     image = cv2.imread(str(root / "data/images/03.png"))
     image[..., 2] = 60
     cv2.imwrite(str(root / "data/images/03.png"), image)
-    mask_folders(root / "data", truth)
+    for k, name in enumerate(NAMES):
+        (root / "data/masks" / name).mkdir(parents=True)
+        for stem, masks in truth.items():
+            if masks[k].any():
+                cv2.imwrite(str(root / f"data/masks/{name}/{stem}.png"), 255 * masks[k])
     return root, truth
 
 

@@ -57,7 +57,7 @@ def parts_of_a_slow_worker(file, directory, begun):
         done.append(1)
         if dist.rank() == 3:
             deadline = time.monotonic() + 120
-            while len(done) == 1 and sum(map(size_of, where.glob("begun*"))) < begun:
+            while len(done) == 1 and sum(x.stat().st_size for x in where.glob("begun*")) < begun:
                 assert time.monotonic() < deadline, "the others wait"
                 time.sleep(0.005)
         else:
@@ -67,10 +67,6 @@ def parts_of_a_slow_worker(file, directory, begun):
     server.gradient = gradient
     assert train(file, directory) == 0
     return len(done)
-
-
-def size_of(path):
-    return path.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -168,23 +164,15 @@ def test_the_others_go_on_without_a_worker_that_was_killed(tmp_path, data, stale
     assert batches in (2 * STEPS * 3, 2 * STEPS * 3 - 1)  # its part, if it had one
 
 
-def test_without_workers_the_server_gives_up(tmp_path, data):
+@pytest.mark.parametrize(("world", "dies"), [(2, 1), (3, 0)], ids=["the only worker", "server"])
+def test_without_workers_or_their_server_the_others_give_up(tmp_path, data, world, dies):
     """At once, or by the limit: once a rank of many runs did not get gloo's error."""
     file, run = config(data, tmp_path, steps=400, timeout_s=60.0), tmp_path / "run"
-    first, killed = alone(tmp_path, file, run, 2)
-    first.wait_for_step(run, 3)
-    with_signal(killed.process.pid, signal.SIGKILL)
-    assert first.wait() == 6
-    assert "the last worker" in first.errors
-
-
-def test_workers_end_if_the_server_was_killed(tmp_path, data):
-    """At once, or by the limit, as above."""
-    file, run = config(data, tmp_path, steps=400, timeout_s=60.0), tmp_path / "run"
-    first, *workers = alone(tmp_path, file, run, 3)
-    first.wait_for_step(run, 3)
-    with_signal(first.process.pid, signal.SIGKILL)
-    assert [worker.wait() for worker in workers] == [6, 6]
+    processes = alone(tmp_path, file, run, world)
+    processes[0].wait_for_step(run, 3)
+    with_signal(processes.pop(dies).process.pid, signal.SIGKILL)
+    assert {process.wait() for process in processes} == {6}
+    assert dies == 0 or "the last worker" in processes[0].errors
 
 
 def test_signals_save_and_stop_between_steps(tmp_path, data):
@@ -216,7 +204,6 @@ def test_a_worker_that_hangs_ends_the_run(tmp_path, data):
     (hung,) = (one.pid for one in command.heartbeats() if one.rank == 2)
     with_signal(hung, signal.SIGSTOP)
     assert command.wait() == 6
-    print(command.output, command.errors)
     assert "rank 2 did not answer the others: it hung" in command.output + command.errors
 
 
@@ -242,14 +229,14 @@ def test_what_is_refused_and_what_is_said(tmp_path, data):
     sets = [open_dataset(settings.data, split) for split in ("train", "val")]
     with pytest.raises(ConfigError, match="server runs on CPUs only"):
         check_experiment(settings, *sets, device=torch.device("cuda"))
-    (found,) = batch_findings(settings, 1)
-    assert "start at least 2" in found
-    (found,) = batch_findings(settings, 5)
-    assert "6 images are not alike many for 4 processes" in found
-    (found,) = batch_findings(settings, 7)
-    assert "use at least 12 (train.parallel: server, 6 processes)" in found
-    (found,) = batch_findings(settings, 4)
-    assert "use 0 or at least 2" in found
+    for ranks, said in (
+        (1, "start at least 2"),
+        (5, "6 images are not alike many for 4 processes"),
+        (7, "use at least 12 (train.parallel: server, 6 processes)"),
+        (4, "use 0 or at least 2"),
+    ):
+        (found,) = batch_findings(settings, ranks)
+        assert said in found
     assert batch_findings(settings, 3) == []
     # Of two workers each has half of the rate, unless a batch is one update.
     assert way_of(settings.train).config_of_update(settings, 3).optim.lr == 0.01

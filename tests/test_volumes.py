@@ -573,11 +573,8 @@ def test_volumes_without_labels_are_said_to_be_so(tmp_path, lab):
 )
 def test_an_option_without_effect_on_volumes_is_refused(tmp_path, lab, option):
     for name in ("images", "labels"):
-        save_stack(tmp_path / f"data/{name}/a.tif")
+        (tmp_path / "data" / name).mkdir(parents=True)
+        options = {"imagej": True, "metadata": {"axes": "ZYX"}}
+        tifffile.imwrite(tmp_path / f"data/{name}/a.tif", phantom(0, SMALL)[1].T, **options)
     words = "data", "import", tmp_path / "data", "--output", tmp_path / "cut", *option.split()
     assert f"{words[-2]}: no effect on " in lab.refused(*words)
-
-
-def save_stack(path):
-    path.parent.mkdir(parents=True)
-    tifffile.imwrite(path, phantom(0, SMALL)[1].T, imagej=True, metadata={"axes": "ZYX"})
