@@ -155,26 +155,24 @@ def everything(logits, labels):
     )
 
 
+FOCAL, MINED = {"kind": "focal"}, {"kind": "ohem", "ohem_threshold": 0.2, "ohem_min_kept": 3}
+THREE = {"kind": "lovasz_batch", "weight": 2.0}, FOCAL, {"kind": "ohem", "ohem_fraction": 0.2}
 CASES = {
     "cross entropy": ({}, cross_entropy),
     "weighted": ({"class_weights": WEIGHTS}, partial(cross_entropy, weights=WEIGHTS)),
     "mined, weighted": (
-        {"kind": "ohem", "ohem_threshold": 0.2, "ohem_min_kept": 3, "class_weights": WEIGHTS},
+        MINED | {"class_weights": WEIGHTS},
         partial(easy_left_out, threshold=0.2, weights=WEIGHTS),
     ),
     "too few to mine": ({"kind": "ohem", "ohem_min_kept": 5000}, cross_entropy),
     "dice": ({"kind": "dice"}, dice),
-    "focal, weighted": (
-        {"kind": "focal", "class_weights": WEIGHTS},
-        partial(focal, weights=WEIGHTS),
-    ),
+    "focal, weighted": (FOCAL | {"class_weights": WEIGHTS}, partial(focal, weights=WEIGHTS)),
     "adjusted, a weight of 0": (
         {"class_weights": (0.0, 1.0, 4.0, 1.0), "logit_adjustment": 0.5},
         lambda z, y: cross_entropy(z + TWICE_THE_ODDS_OF_2, y, (0.0, 1.0, 4.0, 1.0)),
     ),
     "mined, adjusted, weighted": (
-        {"kind": "ohem", "ohem_threshold": 0.2, "ohem_min_kept": 3}
-        | {"class_weights": WEIGHTS, "logit_adjustment": 1.0},
+        MINED | {"class_weights": WEIGHTS, "logit_adjustment": 1.0},
         lambda z, y: easy_left_out(z + ADJUSTMENT, y, 0.2, WEIGHTS),
     ),
     "smoothed, weighted": (
@@ -192,18 +190,7 @@ CASES = {
         {"weight": 0.375, "also": ({"kind": "dice_linear", "weight": 1.125},)},
         recipe,
     ),
-    "four terms": (
-        {
-            "weight": 0.5,
-            "class_weights": WEIGHTS,
-            "also": (
-                {"kind": "lovasz_batch", "weight": 2.0},
-                {"kind": "focal"},
-                {"kind": "ohem", "ohem_fraction": 0.2},
-            ),
-        },
-        everything,
-    ),
+    "four terms": ({"weight": 0.5, "class_weights": WEIGHTS, "also": THREE}, everything),
 }
 
 
