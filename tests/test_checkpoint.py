@@ -52,11 +52,9 @@ def names(directory):
 def test_what_cannot_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
     """weights_only refuses a NumPy array, which torch.save accepts."""
     save(tmp_path / "a.pt", checkpoint(step=1))
+    best = {"step": 2, "by": "mIoU", "score": np.ones(1)}
     with pytest.raises(CheckpointError, match="more than tensors and plain data"):
-        save(
-            tmp_path / "a.pt",
-            checkpoint(step=2, best={"step": 2, "by": "mIoU", "score": np.ones(1)}),
-        )
+        save(tmp_path / "a.pt", checkpoint(step=2, best=best))
     assert load(tmp_path / "a.pt").step == 1
     assert names(tmp_path) == ["a.pt"]
 
@@ -177,12 +175,8 @@ def test_a_checkpoint_restores_the_whole_state(small, tmp_path):
     state = new_state(config, seed=2)
     restore(state, load(tmp_path / "a.pt"), tmp_path / "a.pt")
     assert state.step == 1
-    for own, wanted in (
-        (state.model.state_dict(), saved.model),
-        (state.average.model.state_dict(), saved.average),
-    ):
-        assert own.keys() == wanted.keys()
-        assert all(torch.equal(own[key], wanted[key]) for key in wanted)
+    for own, wanted in ((state, saved.model), (state.average, saved.average)):
+        torch.testing.assert_close(own.model.state_dict(), wanted, rtol=0, atol=0)
     momenta = [entry["momentum_buffer"] for entry in state.optimizer.state_dict()["state"].values()]
     assert momenta
     assert all((momentum != 0).all() for momentum in momenta)
@@ -196,25 +190,18 @@ def test_a_checkpoint_restores_the_whole_state(small, tmp_path):
 @pytest.mark.parametrize(
     ("other", "change", "said"),
     [
-        ("", "optim.kind=adamw", ["optim.kind: sgd there, adamw now"]),
-        ("no average", "optim.ema_decay=0.8", ["optim.ema_decay: null there, 0.8 now"]),
-        ("", "norm.kind=group", ["norm.kind: sync there, group now"]),
-        ("", "model.head_channels=8", ["model.head_channels: 16 there, 8 now"]),
-        ("classes", "seed=0", ["data.classes: 4 classes there, 5 now"]),
-        ("", "model.dropout=0.3", []),
-        ("", "train.precision=float64", []),
-        ("", "optim.clip_grad_norm=0.1", []),
-        ("", "optim.layers=[{names: [head], lr_mult: 2.0}]", []),
-        (
-            "",
-            "optim.layers=[{zero: ['head.a[0]']}]",
-            [
-                "optim.layers: [] there, [{names: [], freeze: null, lr_mult: null, weight_decay: "
-                'null, decay_toward: null, keep_zeros: null, zero: ["head.a[0]"]}] now'
-            ],
-        ),
-        ("", "train.shares=5", []),
-        ("", "optim.ema_decay=null", []),
+        ("", "optim.kind=adamw", "optim.kind: sgd there, adamw now"),
+        ("no average", "optim.ema_decay=0.8", "optim.ema_decay: null there, 0.8 now"),
+        ("", "norm.kind=group", "norm.kind: sync there, group now"),
+        ("", "model.head_channels=8", "model.head_channels: 16 there, 8 now"),
+        ("classes", "seed=0", "data.classes: 4 classes there, 5 now"),
+        ("", "model.dropout=0.3", None),
+        ("", "train.precision=float64", None),
+        ("", "optim.clip_grad_norm=0.1", None),
+        ("", "optim.layers=[{names: [head], lr_mult: 2.0}]", None),
+        ("", "optim.layers=[{zero: ['head.a[0]']}]", "optim.layers: [] there, [{names: [], fr"),
+        ("", "train.shares=5", None),
+        ("", "optim.ema_decay=null", None),
     ],
 )
 def test_changed_options_that_need_another_state_are_refused_by_name(small, other, change, said):
@@ -232,9 +219,10 @@ def test_changed_options_that_need_another_state_are_refused_by_name(small, othe
         return
     with pytest.raises(CheckpointError) as refusal:
         check_changes(model, *resumed, new, classes)
-    assert str(refusal.value).splitlines() == [
-        "runs/my/checkpoints/last.pt: does not hold the state that these changes need",
-        *(f"  {line}" for line in said),
+    first, changed, *ways = str(refusal.value).splitlines()
+    assert first == f"{resumed[1]}: does not hold the state that these changes need"
+    assert changed.startswith(f"  {said}")
+    assert ways == [
         "to go on with the run: undo them",
         "to start a new run with its weights: --output DIR --set train.init_from=runs/my instead "
         "of --resume",
@@ -269,9 +257,7 @@ def test_a_checkpoint_of_255_classes_is_loaded(small, tmp_path):
     names = "\n".join(f"- a class with a name of some length, number {i}" for i in range(255))
     (tmp_path / "many.yaml").write_text(f"classes:\n{names}\n")
     classes = load_class_file(str(tmp_path / "many.yaml"))
-    config, *_ = small
-    written = experiment_fields(config, classes)
-    save(tmp_path / "a.pt", checkpoint(**written))
+    save(tmp_path / "a.pt", checkpoint(**experiment_fields(small[0], classes)))
     loaded = load(tmp_path / "a.pt")
     assert len(loaded.classes) > 20_000
     assert parse_experiment(loaded, tmp_path / "a.pt")[1].num_classes == 255

@@ -177,10 +177,8 @@ def test_scores_that_are_not_finite_are_warned_of(capsys):
     odd = sum(int(RedImages(9)[i][0][..., 0].sum()) % 2 for i in range(9))
     evaluate(RedImages(9), Overflowing())
     assert 0 < odd < 9
-    assert (
-        f"the scores of {odd} images are not finite numbers: the weights, or"
-        in capsys.readouterr().out
-    )
+    said = f"the scores of {odd} images are not finite numbers: the weights, or"
+    assert said in capsys.readouterr().out
     evaluate(RedImages(9))
     assert "finite" not in capsys.readouterr().out
 
@@ -276,10 +274,9 @@ def counted(num_images):
     def add(prediction):
         """Of an instance in each column, of the classes 11 to 14 of Cityscapes."""
         surfaces.add(prediction)
-        ids = 1000 * (24 + prediction.label.astype(np.uint16)) + np.arange(
-            prediction.label.shape[1]
-        )
-        ids[prediction.label == IGNORE_INDEX] = 0
+        label = prediction.label
+        ids = 1000 * (24 + label.astype(np.uint16)) + np.arange(label.shape[1])
+        ids[label == IGNORE_INDEX] = 0
         instances.update(prediction.pred + 11, ids.astype(np.uint16))
 
     with pytest.MonkeyPatch.context() as patch:

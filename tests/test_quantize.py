@@ -98,13 +98,10 @@ def by_hand(file, image, options):
 
 
 def mean_iou(labels, found):
+    from sklearn.metrics import jaccard_score
+
     valid = labels != 0
-    ious = []
-    for train_id, raw in enumerate(IDS):
-        a, b = (labels == raw) & valid, (found == train_id) & valid
-        if (a | b).any():
-            ious.append((a & b).sum() / (a | b).sum())
-    return np.mean(ious)
+    return jaccard_score(labels[valid], IDS[found.astype(int)][valid], average="macro")
 
 
 def assert_symmetric(file):
@@ -209,15 +206,14 @@ def test_without_labelled_pixels_nothing_is_known_and_nothing_kept(lab, data, tm
 
 def test_what_cannot_be_calibrated_is_refused_before_anything_is_exported(lab, data, tmp_path):
     loaded = data(loaded_model(Tiny()))
-    words = ("export", "nowhere", "--format", "onnx", "--output", tmp_path / "a.onnx")
+    words = ("export", "nowhere", "--output", tmp_path / "a.onnx", "--format", "onnx")
     said = lab.refused(*words, "--quantize", "int8", "--set", "data.root=/nowhere", code=3)
     assert "--quantize is calibrated on the training split: --set data.root=FOLDER" in said
     assert "no effect without --quantize" in lab.refused(*words, "--images", 4)
     assert "no effect without --quantize" in lab.refused(*words, "--set", "data.root=x")
-    words = ("export", "nowhere", "--format", "pt2", "--output", tmp_path / "a.pt2")
-    assert "is for --format onnx, not for pt2" in lab.refused(*words, "--quantize", "int8")
+    other = ("export", "nowhere", "--output", tmp_path / "a.pt2", "--format", "pt2")
+    assert "is for --format onnx, not for pt2" in lab.refused(*other, "--quantize", "int8")
     (tmp_path / "classes.yaml").write_text(FILE.replace("sky", "sea"))
-    words = ("export", "nowhere", "--format", "onnx", "--output", tmp_path / "a.onnx")
     said = lab.refused(*words, "--quantize", "int8", code=3)
     assert f"{loaded.config.data.classes}: other classes than those of the model" in said
 
@@ -261,16 +257,16 @@ class Scenes(list):
 
 
 def test_classes_that_overlap_are_scored_at_their_thresholds(tmp_path):
+    from sklearn.metrics import jaccard_score
+
     loaded = loaded_model(Tiny())._replace(classes=replace(CLASSES, overlapping=True))
     logits = reference(loaded, torch.cat([tensor(scene(i)) for i in range(3)]))
     thresholds = tuple(logits.sigmoid().movedim(1, 0).flatten(1).quantile(0.6, dim=1).tolist())
     settings = replace(InferenceSettings.from_config(loaded.config), thresholds=thresholds)
     graph = graph_of(loaded, normalize="uint8", argmax=False)
-    files = tmp_path / "float.onnx", tmp_path / "int8.onnx"
+    files, example = (tmp_path / "float.onnx", tmp_path / "int8.onnx"), formats.Case(2, *SIZE)
     with formats.quiet():
-        formats._write_onnx(
-            graph, graph.example(formats.Case(2, *SIZE)), False, {"task": "x"}, files[0]
-        )
+        formats._write_onnx(graph, graph.example(example), False, {"task": "x"}, files[0])
 
     def presence(file, image):
         logits = onnx_session(file).run(None, {"images": tensor(image).numpy()})[0][0]
@@ -285,11 +281,8 @@ def test_classes_that_overlap_are_scored_at_their_thresholds(tmp_path):
     labels = np.stack([label for _, label in scenes])
     int8 = np.stack([presence(files[1], image) for image, _ in scenes])
     valid = labels != IGNORE_INDEX
-    ious = [
-        ((labels == 1) & int8)[..., k][valid[..., k]].sum()
-        / ((labels == 1) | int8)[..., k][valid[..., k]].sum()
-        for k in range(3)
-    ]
+    by_class = (np.moveaxis(x, -1, 0) for x in (labels, int8, valid))
+    ious = [jaccard_score(a[v], b[v]) for a, b, v in zip(*by_class, strict=True)]
     assert found.mean_iou == (1.0, pytest.approx(np.mean(ious), abs=1e-4))
     assert found.agreement == pytest.approx((labels == int8)[valid].mean(), abs=1e-4)
     assert found.agreement < 1
