@@ -71,15 +71,17 @@ def test_at_the_end_of_bench(begun):
     assert "step  " in ended(begun("--steps", 3, command="bench"))
 
 
+class Held:
+    """A recording, which is told by `release`."""
+
+    def __init__(self, release):
+        self.release = release
+
+
 def test_in_the_groups_of_a_program_of_ones_own(monkeypatch, tmp_path):
     """Who has made the group leaves it, after segtrain's part of the program."""
     released = []
-
-    class Held:
-        def release(self):
-            released.append(dist.is_distributed())
-
-    held = Held()
+    held = Held(lambda: released.append(dist.is_distributed()))
     for name, value in rank().items():
         monkeypatch.setenv(name, value)
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
@@ -95,12 +97,7 @@ def test_in_the_groups_of_a_program_of_ones_own(monkeypatch, tmp_path):
 @pytest.mark.parametrize("leave", [dist.leave_groups, dist.abort_groups])
 def test_recordings_are_released_before_any_group_is_left(monkeypatch, leave):
     order = []
-
-    class Held:
-        def release(self):
-            order.append("released")
-
-    held = Held()
+    held = Held(lambda: order.append("released"))
     dist.release_before_leaving(held)
     monkeypatch.setattr(dist, "is_distributed", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
@@ -110,7 +107,6 @@ def test_recordings_are_released_before_any_group_is_left(monkeypatch, leave):
     leave()
     assert order[0] == "released"
     assert "left" in order
-    del held
 
 
 def left(monkeypatch, leave):

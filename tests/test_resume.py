@@ -197,18 +197,23 @@ def test_a_score_of_nan_is_never_the_best(score, best, better):
     """NaN is the score of a split that shows no class; older checkpoints have it as the best."""
     from segtrain.commands.train.evaluation import is_better
 
-    assert (
-        is_better(score, None if best is None else {"step": 1, "by": "mIoU", "score": best})
-        == better
-    )
+    before = None if best is None else {"step": 1, "by": "mIoU", "score": best}
+    assert is_better(score, before) == better
+
+
+@pytest.fixture(scope="module")
+def halfway(run_ranks, tmp_path_factory, data):
+    """A config of two steps, and its run after one."""
+    where = tmp_path_factory.mktemp("halfway")
+    config = write_config(where / "c.yaml", small(data, train={"steps": 2}))
+    assert run_ranks(1, train, config, where / "run", until=1) == [0]
+    return config, where / "run"
 
 
 @pytest.mark.fault(42)
-def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, data):
+def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, data, halfway):
     """The optimizer's state would bring the old values back."""
-    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 1}))
-    run = tmp_path / "run"
-    assert run_ranks(1, train, config, run) == [0]
+    run = shutil.copytree(halfway[1], tmp_path / "run")
     new = {"train": {"steps": 2}, "optim": {"lr": 0.01, "momentum": 0.5}}
     config = write_config(tmp_path / "c.yaml", small(data, **new))
     ((kind, code, said),) = run_ranks(1, refusal, train, config, run, True)
@@ -359,12 +364,11 @@ TIMELESS = ("step", "train/loss", "train/aux_loss", "train/grad_norm", "train/lr
 
 
 def test_a_checkpoint_with_an_unknown_option_names_the_version_that_wrote_it(
-    run_ranks, tmp_path, data, monkeypatch
+    tmp_path, halfway, monkeypatch
 ):
     """It is never read in part, neither to go on nor for its weights."""
-    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
-    run, file = tmp_path / "run", tmp_path / "run" / "checkpoints" / "last.pt"
-    assert run_ranks(1, train, config, run, until=1) == [0]
+    config, run = halfway[0], shutil.copytree(halfway[1], tmp_path / "run")
+    file = run / "checkpoints" / "last.pt"
     options = json.loads(last(run).config)
     options["optim"]["nesterov"] = False
     manager = CheckpointManager(run / "checkpoints")
