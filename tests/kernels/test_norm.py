@@ -73,10 +73,6 @@ def interpreting(by_kernels):
         yield
 
 
-def plainly():
-    return interpreting(False)
-
-
 @contextmanager
 def counted():
     """Yields how many layers each call of the kernels had, in the order of calls."""
@@ -247,7 +243,7 @@ def one_step(module, x):
 def compared(module, x, calls, tolerance=2e-5):
     """Checks a step by kernels, which have so many layers in each call, beside the plain way."""
     module.train().to(memory_format=torch.channels_last)
-    with plainly():
+    with interpreting(False):
         wanted = one_step(module, x)
     with counted() as found:
         got = one_step(module, x)
@@ -382,7 +378,7 @@ def test_uneven_ranks_equal_the_whole_batch(run_ranks, contiguous):
     x, grad, shortcut = (joined(parts) for parts in zip(*map(of_rank, range(3)), strict=True))
     x, shortcut = (t.double().requires_grad_() for t in (x, shortcut))
     layers = [one.double() for one in two_layers()]
-    with plainly():
+    with interpreting(False):
         y = F.relu(layers[0](x) + shortcut)
         outputs = [F.relu(layers[1](y)), F.relu(layers[0](x))]
     torch.autograd.backward(outputs, [grad.double()] * 2)
@@ -439,7 +435,7 @@ def test_other_layers_and_layouts_go_the_plain_way(name):
         got = norm_relu(x, layer, shortcut)
         (together,) = norm_relu_together([(x, layer)])
     assert found == []
-    with plainly():
+    with interpreting(False):
         torch.testing.assert_close(got, F.relu(layer(x) + shortcut), rtol=0, atol=0)
         torch.testing.assert_close(together, F.relu(layer(x)), rtol=0, atol=0)
 
