@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from functools import partial
 from itertools import product
 
 import cv2
@@ -277,12 +278,11 @@ def test_an_exporter_that_fails_is_named_with_its_reason(tmp_path):
 
 
 def test_a_size_can_be_fixed(tmp_path, capfd):
-    compared = export_graph(
-        loaded_model(Tiny()), tmp_path / "model.pt2", format="pt2", size=(40, 56)
-    )
+    file = tmp_path / "model.pt2"
+    compared = export_graph(loaded_model(Tiny()), file, format="pt2", size=(40, 56))
     assert capfd.readouterr() == ("", "")
     assert [c.case for c in compared] == [Case(2, 40, 56), Case(1, 40, 56)]
-    run = torch.export.load(tmp_path / "model.pt2").module()
+    run = torch.export.load(file).module()
     assert run(torch.zeros(3, 3, 40, 56)).shape == (3, 3, 40, 56)
     with pytest.raises(AssertionError, match="Guard failed"):
         run(torch.zeros(3, 3, 40, 57))
@@ -358,12 +358,9 @@ def test_exported_weights_are_read_like_a_checkpoint(half, real_model, tmp_path)
         assert torch.equal(other, value.half().float() if rounds else value)
     fresh = build_model(found.config.model, num_classes=3)
     assert load_initial(fresh, file).random == []
-    others, kernels = (
-        sum(value.nbytes for value in fresh.state_dict().values() if (value.dim() > 1) == big)
-        for big in (False, True)
-    )
-    header = 100_000
-    assert file.stat().st_size < others + kernels / (2 if half else 1) + header
+    tensors, header = fresh.state_dict().values(), 100_000
+    num_bytes = sum(x.nbytes / (2 if half and x.dim() > 1 else 1) for x in tensors)
+    assert file.stat().st_size < num_bytes + header
 
 
 def test_kernels_that_float16_cannot_hold_are_refused(real_model, tmp_path):
@@ -396,12 +393,9 @@ def test_other_and_damaged_safetensors_are_refused(real_model, tmp_path):
 
 @pytest.mark.fault(89)
 def test_a_missing_onnx_package_is_named_with_the_command_that_installs_it(lab, monkeypatch):
-    find = formats.importlib.util.find_spec
-    monkeypatch.setattr(
-        formats.importlib.util,
-        "find_spec",
-        lambda name, *a: None if name == "onnxscript" else find(name, *a),
-    )
+    util, find = formats.importlib.util, formats.importlib.util.find_spec
+    hidden = {"onnxscript": None}
+    monkeypatch.setattr(util, "find_spec", lambda x, *a: hidden[x] if x in hidden else find(x, *a))
     said = lab.refused("export nowhere --format onnx --output model.onnx")
     assert said.endswith("needs onnxscript; in the checkout of segtrain: pip install '.[onnx]'\n")
 
@@ -641,14 +635,12 @@ def test_the_steps_of_the_metadata_make_what_predict_gives_the_network(
     torch.testing.assert_close(seen[-1], seen[-2], rtol=0, atol=2e-5)
 
 
-def with_data(loaded, **changes):
-    data = loaded.config.data.model_copy(update=changes)
-    return loaded._replace(config=loaded.config.model_copy(update={"data": data}))
+def with_data(loaded, *, section="data", **changes):
+    changed = getattr(loaded.config, section).model_copy(update=changes)
+    return loaded._replace(config=loaded.config.model_copy(update={section: changed}))
 
 
-def with_eval(loaded, **changes):
-    changed = loaded.config.eval.model_copy(update=changes)
-    return loaded._replace(config=loaded.config.model_copy(update={"eval": changed}))
+with_eval = partial(with_data, section="eval")
 
 
 def metadata_of(file, format):
