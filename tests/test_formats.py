@@ -129,13 +129,6 @@ def test_channels_first_arrays_are_turned_where_only_that_fits(tmp_path):
     np.testing.assert_array_equal(read_stored(tmp_path / "x.npy"), written)
 
 
-@pytest.mark.parametrize(("lossless", "quality"), [(True, 100), (False, 90)])
-def test_lossy_webp_is_told_from_lossless(tmp_path, lossless, quality):
-    image = Image.fromarray(pixels(4, "uint8"))
-    image.save(tmp_path / "x.webp", lossless=lossless, quality=quality)
-    assert read_info(tmp_path / "x.webp").lossless is lossless
-
-
 def _animation(path):
     frames = [Image.fromarray(pixels(1, "uint8", high=n)[..., 0]) for n in (3, 200)]
     frames[0].save(path, save_all=True, append_images=frames[1:])
