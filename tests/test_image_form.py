@@ -166,18 +166,6 @@ def test_whole_numbers_have_no_value_where_gdals_mask_says_so(tmp_path, capsys, 
     assert ("pixels marked as no data" in capsys.readouterr().err) == missing.any()
 
 
-def test_what_stands_where_there_is_no_value_is_the_mean_in_the_type_of_the_images():
-    mean = (0.0, 100.0, 255.0)
-    for dtype, value_range, fill in (
-        (np.uint8, None, (0, 100, 255)),
-        (np.uint16, None, (0, 25700, 65535)),
-        (np.uint16, (5.0, 1025.0), (5, 405, 1025)),
-        (np.float32, (-1.0, 1.0), (-1, -1 + 200 / 255, 1)),
-    ):
-        form = ImageForm(3, np.dtype(dtype), value_range, mean)
-        assert form.fill == pytest.approx(fill)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
 @pytest.mark.parametrize("rotate_deg", [0.0, 30.0])
 def test_nan_spreads_into_no_pixel_that_counts(rotate_deg, dtype):
@@ -346,6 +334,14 @@ def five_bands(tmp_path):
     return config
 
 
+def sets(**data):
+    """The words that set these options of the data."""
+    return [f"--set=data.{key}={json.dumps(value)}" for key, value in data.items()]
+
+
+NUMBERS = {"value_range": (0.0, 4095.0), "mean": (120.0,) * 5, "std": (70.0,) * 5}
+
+
 def test_stats_print_what_a_set_of_other_values_needs(five_bands, lab):
     said = lab.refused("train", five_bands, "--output", five_bands.parent / "no")
     assert "'segtrain data stats' prints them" in said
@@ -368,14 +364,8 @@ def test_stats_print_what_a_set_of_other_values_needs(five_bands, lab):
 
 def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, lab, monkeypatch):
     root, run = five_bands.parent, five_bands.parent / "run"
-    numbers = [
-        "data.value_range=[0, 4095]",
-        f"data.mean={[120.0] * 5}",
-        f"data.std={[70.0] * 5}",
-        "data.num_workers=0",
-    ]
-    sets = [part for number in numbers for part in ("--set", number)]
-    lab.done("train", five_bands, "--output", run, "--device", "cpu", *sets)
+    options = sets(num_workers=0, **NUMBERS)
+    lab.done("train", five_bands, "--output", run, "--device", "cpu", *options)
     lab.done("eval", run, "--device", "cpu", "--overlays", root / "o")
     predict = ("predict", run, root / "images/val", "--output", root / "p")
     lab.done(*predict)
@@ -408,16 +398,14 @@ def test_training_and_statistics_see_the_clipped_values(five_bands, lab, monkeyp
         return seen[-1][1]
 
     monkeypatch.setattr(Normalize, "forward", kept)
-    numbers = {"value_range": [1000, 2000], "clip": True, "mean": [100] * 5, "std": [50] * 5}
-    numbers |= {"num_workers": 0}
-    sets = [f"--set=data.{key}={json.dumps(value)}" for key, value in numbers.items()]
-    sets += ["--set=train.steps=1", "--set=schedule.warmup_steps=0", "--device=cpu"]
-    lab.done("train", five_bands, "--output", five_bands.parent / "run", *sets)
+    numbers = {"value_range": [1000, 2000], "mean": [100] * 5, "std": [50] * 5}
+    options = sets(num_workers=0, clip=True, **numbers)
+    short = "--set=train.steps=1", "--set=schedule.warmup_steps=0", "--device=cpu"
+    lab.done("train", five_bands, "--output", five_bands.parent / "run", *options, *short)
     assert max(stored for stored, _ in seen) > 2000
     assert max(found.max() for _, found in seen) == pytest.approx((255 - 100) / 50)
     images = [tifffile.imread(p) for p in sorted(five_bands.parent.glob("images/train/*"))]
-    stats = ("data", "stats", five_bands, "--json", five_bands.parent / "s.json")
-    lab.done(*stats, *sets[:-3])
+    lab.done("data", "stats", five_bands, "--json", five_bands.parent / "s.json", *options)
     found = json.loads((five_bands.parent / "s.json").read_text())["mean"]
     expected = np.stack(images).clip(1000, 2000).mean((0, 1, 2))
     np.testing.assert_allclose(found, (expected - 1000) * 255 / 1000, rtol=1e-5)
@@ -429,12 +417,9 @@ def test_a_pack_gives_the_same_pixels(five_bands, lab):
     from test_pack import assert_same_items
 
     root = five_bands.parent
-    numbers = {"mean": (1.0,) * 5, "std": (1.0,) * 5, "channels": 5, "value_range": (0.0, 4095.0)}
-    sets = [f"data.{key}={json.dumps(value)}" for key, value in numbers.items()]
-    args = [part for one in sets for part in ("--set", one)]
-    lab.done("data", "pack", five_bands, "--output", root / "pack", *args)
-    files = open_dataset(data_of(root, **numbers), "val")
-    packed = open_dataset(data_of(root, pack=str(root / "pack"), **numbers), "val")
+    lab.done("data", "pack", five_bands, "--output", root / "pack", *sets(**NUMBERS))
+    files = open_dataset(data_of(root, channels=5, **NUMBERS), "val")
+    packed = open_dataset(data_of(root, channels=5, pack=str(root / "pack"), **NUMBERS), "val")
     assert_same_items(packed, files)
     assert packed[0][0].dtype == np.uint16
 
@@ -443,13 +428,10 @@ def test_colours_change_in_8_bit_rgb_alone(five_bands, lab):
     augment = AugmentConfig(color_prob=0.5)
     with pytest.raises(ConfigError, match=r"augment\.color_prob: takes 8-bit images"):
         TrainTransform(augment, form=ImageForm(3, np.dtype(np.uint16)))
-    sets = ["data.value_range=[0, 4095]", f"data.mean={[120] * 5}", f"data.std={[70] * 5}"]
-    sets += ["augment.extra=[{name: InvertImg}]"]
-    check = ["data", "check", five_bands, *(part for one in sets for part in ("--set", one))]
-    for options, code in ((check, 3), (check[:-2], 0)):  # as training says
-        outcome = lab.command(*options)
-        said = "augment.extra: takes 8-bit images" in outcome.out
-        assert (outcome.code, said) == (code, code == 3)
+    check, extra = ("data", "check", five_bands, *sets(**NUMBERS)), "augment.extra"
+    wrong = lab.command(*check, f"--set={extra}=[{{name: InvertImg}}]")  # as training says
+    assert (wrong.code, f"{extra}: takes 8-bit images" in wrong.out) == (3, True)
+    assert extra not in lab.done(*check).out
     data = DataConfig(layout="camvid", root="x", classes="x", channels=4)
     with pytest.raises(ValueError, match="are those of RGB"):
         Config(data=data, augment=augment)
