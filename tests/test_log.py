@@ -9,7 +9,7 @@ import termios
 
 import numpy as np
 import pytest
-from experiments import fill, small, train, write_config, write_data
+from experiments import curve, fill, small, train, write_config, write_data
 from processes import REPOSITORY
 
 from segtrain.errors import DataError, NonFiniteError
@@ -29,10 +29,6 @@ def board(directory):
     accumulator = EventAccumulator(str(directory), size_guidance={"images": 0, "scalars": 0})
     accumulator.Reload()
     return accumulator
-
-
-def points(accumulator, tag):
-    return [(event.step, round(event.value, 5)) for event in accumulator.Scalars(tag)]
 
 
 def run_python(code, **options):
@@ -57,8 +53,8 @@ def test_values_go_to_json_and_tensorboard_which_reads_all_back(tmp_path):
     assert (picture.step, picture.height, picture.width) == (3, 7, 5)
     (text,) = read.Tensors("config/text_summary")
     assert b"    train:\n      lr: 0.1" in text.tensor_proto.string_val[0]
-    assert points(read, "train/lr")[0] == (2, 0.1)
-    assert points(read, "eval/mIoU") == [(3, 0.25)]
+    assert curve(tmp_path, "train/lr")[0] == (2, pytest.approx(0.1))
+    assert curve(tmp_path, "eval/mIoU") == [(3, 0.25)]
 
 
 def test_any_ranks_show_the_same_pictures_of_the_whole_split(run_ranks, tmp_path):
@@ -93,11 +89,11 @@ def test_values_after_the_step_of_resumption_are_dropped(tmp_path, monkeypatch):
             run.scalars(step, {"train/loss": 2.0})
     wanted = [(step, 1.0) for step in range(1, 5)] + [(step, 2.0) for step in range(5, 10)]
     assert [(line["step"], line["train/loss"]) for line in lines(tmp_path)] == wanted
-    assert points(board(tmp_path), "train/loss") == wanted
+    assert curve(tmp_path, "train/loss") == wanted
     with RunLog(tmp_path, enabled=True) as run:  # it begins again
         run.scalars(1, {"train/loss": 3.0})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 3.0}]
-    assert points(board(tmp_path), "train/loss") == [(1, 3.0)]
+    assert curve(tmp_path, "train/loss") == [(1, 3.0)]
     with RunLog(tmp_path, enabled=True) as run:
         for step, tag in [(2, "eval/mIoU"), (4, "train/loss"), (4, "eval/mIoU")]:
             run.scalars(step, {tag: 1.0})
