@@ -15,6 +15,7 @@ import pytest
 import torch
 from experiments import (
     after_each_step,
+    contents,
     last,
     refusal,
     small,
@@ -78,11 +79,11 @@ def grow_image(root, kind="images"):
 
 
 def exchange_labels(root, split="train"):
-    one, other = root / f"labels/{split}/1.png", root / f"labels/{split}/2.png"
-    first, second = one.read_bytes(), other.read_bytes()
+    files = [root / f"labels/{split}/{i}.png" for i in (1, 2)]
+    first, second = (file.read_bytes() for file in files)
     assert len(first) == len(second)
-    one.write_bytes(second)
-    other.write_bytes(first)
+    for file, content in zip(files, (second, first), strict=True):
+        file.write_bytes(content)
 
 
 def exchange_labels_to_evaluate(root):
@@ -241,10 +242,10 @@ def test_other_data_are_refused_at_a_resumption_on_every_rank(run_ranks, data, r
     """And nothing is written."""
     changes = (add_image, exchange_ids), (exchange_labels, exchange_labels_to_evaluate)
     configs = [other_data(data, tmp_path, *both) for both in changes]
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = contents(run)
     first, second = run_ranks(2, refusals, configs, run)
     assert first == second
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert contents(run) == before
     said = (
         "class file: ids of plant: [1] there, [2] now\n  class file: ids of water: [2] there, [1] "
         "now\n  split train: 8 images there, 9 now",
@@ -396,8 +397,8 @@ def test_machines_with_different_data_are_refused(run_ranks, data, tmp_path):
     assert said in found[0][2]
 
 
-def test_a_damaged_fingerprint_is_a_damaged_checkpoint(run):
-    record = last(run)
+def test_a_damaged_fingerprint_is_a_damaged_checkpoint(stopped):
+    record = last(stopped)
     content = json.loads(record.data)
     content["eval"]["pairs_per_hash"] = 0
     for text in ("", "[1]", record.data.replace("num_pairs", "pairs"), json.dumps(content)):
@@ -415,9 +416,8 @@ def score(run, capsys):
     from segtrain.commands import evaluate
 
     def score(*overrides, split=None):
-        words = ["eval", str(run), "--device", "cpu"]
-        words += [word for text in overrides for word in ("--set", text)]
-        args = cli._parser().parse_args([*words, *([] if split is None else ["--split", split])])
+        words = [f"--set={text}" for text in overrides] + ([f"--split={split}"] if split else [])
+        args = cli._parser().parse_args(["eval", str(run), "--device", "cpu", *words])
         assert evaluate.run_eval(args) == 0
         lines = capsys.readouterr().err.splitlines()
         return [line for line in lines if line.startswith("segtrain: ")]
@@ -442,10 +442,8 @@ def test_eval_warns_of_other_data_than_those_of_the_training(run, score, data, t
     exchange_ids(root)
     lines = score()
     assert len(lines) == 3
-    assert lines[0] == (
-        "segtrain: warning: not the data of the training: "
-        "class file: ids of plant: [1] there, [2] now"
-    )
+    said = "class file: ids of plant: [1] there, [2] now"
+    assert lines[0] == f"segtrain: warning: not the data of the training: {said}"
     # A copy of the class file is another, which may be meant.
     (tmp_path / "copy.yaml").write_text((root / "classes.yaml").read_text())
     copy = f"data.classes={tmp_path / 'copy.yaml'}"
@@ -477,16 +475,16 @@ def test_eval_warns_of_other_data_than_those_of_the_training(run, score, data, t
         (("a", "b", "c", "d"), [None] * 4, "none; new, from random numbers: a, b, c, d; only th"),
     ],
 )
-def test_classifiers_keep_the_rows_of_classes_with_the_same_names(run, here, sources, said):
+def test_classifiers_keep_the_rows_of_classes_with_the_same_names(stopped, here, sources, said):
     """In both heads; a layer with a new row counts as random, so that it decays as a new one."""
-    saved = last(run)
-    config = load_config(run / "config.yaml")
+    saved = last(stopped)
+    config = load_config(stopped / "config.yaml")
     assert class_file_from_json(saved.classes).names == ("ground", "plant", "water", "sand")
     model = build_model(config.model, num_classes=len(sources))
     keys = [key for key in model.state_dict() if ".classifier." in key]
     assert len(keys) == 4
     before = {key: model.state_dict()[key].clone() for key in keys}
-    started = load_initial(model, run / "checkpoints" / "last.pt", here)
+    started = load_initial(model, stopped / "checkpoints" / "last.pt", here)
     intro = "init       classes that keep their rows of the classifiers: "
     assert len(started.lines[1:]) == (said is not None)
     assert said is None or started.lines[1].startswith(intro + said)
@@ -498,10 +496,11 @@ def test_classifiers_keep_the_rows_of_classes_with_the_same_names(run, here, sou
             assert torch.equal(after[row], expected), (key, row)
 
 
-def test_class_names_that_cannot_be_told_apart_are_refused(run):
-    model = build_model(load_config(run / "config.yaml").model, num_classes=3)
+def test_class_names_that_cannot_be_told_apart_are_refused(stopped):
+    model = build_model(load_config(stopped / "config.yaml").model, num_classes=3)
+    path = stopped / "checkpoints" / "last.pt"
     said = r"last\.pt: classes sand there, Sand, sand here: names are .* one; rename"
     with pytest.raises(CheckpointError, match=said):
-        load_initial(model, run / "checkpoints" / "last.pt", ("Sand", "tree", "sand"))
+        load_initial(model, path, ("Sand", "tree", "sand"))
     # Two that meet no class there are only new.
-    load_initial(model, run / "checkpoints" / "last.pt", ("a_b", "sand", "a b"))
+    load_initial(model, path, ("a_b", "sand", "a b"))

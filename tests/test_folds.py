@@ -36,13 +36,9 @@ def own(tmp_path_factory):
             (root / kind / "train" / f"{i}.png").rename(root / kind / "train" / name)
         for i in range(2):
             (root / kind / "val" / f"{i}.png").rename(root / kind / "val" / f"a1_{10 + i:03d}.png")
-    model = {"head_channels": 16, "num_stages": 2, "output_stride": 8, "backbone": "resnet18"}
-    train = {"steps": 2, "batch_size": 2}
-    options = small(
-        root, train=train, model=model, optim={"ema_decay": None}, eval={"every_steps": 1}
-    )
-    options["augment"]["crop_size"] = [25, 33]
-    return write_config(root / "own.yaml", options)
+    sections = {"train": {"steps": 2, "batch_size": 2}, "augment": {"crop_size": [25, 33]}}
+    sections |= {"optim": {"ema_decay": None}, "eval": {"every_steps": 1}}
+    return write_config(root / "own.yaml", small(root, **sections))
 
 
 @pytest.fixture
@@ -153,13 +149,9 @@ def check_comparison(whole, cut, lab):
 
 def check_changes(directory, label, lab):
     """Folds of another config or of other labels are not joined, though nothing is left to do."""
-    experiment = directory / "experiment.yaml"
+    experiment, old_lr, new_lr = directory / "experiment.yaml", b"  lr: 0.02\n", b"  lr: 0.5\n"
     for path, change, said in (
-        (
-            experiment,
-            lambda old: old.replace(b"  lr: 0.02\n", b"  lr: 0.5\n"),
-            "optim.lr: 0.02 there",
-        ),
+        (experiment, lambda old: old.replace(old_lr, new_lr), "optim.lr: 0.02 there"),
         (label, lambda old: old + b" ", "names, sizes or order of the files differ"),
         (label, lambda old: old[:-1] + b" ", "labels hold something else; the first is"),
     ):
@@ -252,15 +244,12 @@ def test_the_interval_holds_the_score_of_the_population():
     truth = 0.5 / 1.5  # half of each class is right: IoU = a / (2 - a)
     for _ in range(trials):
         right = np.repeat(rng.uniform(0.2, 0.8, (12, 2)), 5, axis=0)
-        counts = np.stack(
-            [1000 * right, np.full((60, 2), 1000), 1000 * (right + 1 - right[:, ::-1])]
-        )
+        counts = right, np.ones((60, 2)), right + 1 - right[:, ::-1]
+        images = (1000 * np.stack(counts, axis=2)).round().astype(np.int64)
         names = tuple(f"s{i // 5}_{i}" for i in range(60))
-        images = counts.transpose(1, 2, 0).round().astype(np.int64)
         zeros = np.zeros((2, 2), np.int64), np.zeros((2, 960), np.int64)
-        found = score_interval(
-            Records({}, names, ("a", "b"), images, *zeros), [n.partition("_")[0] for n in names]
-        )
+        records = Records({}, names, ("a", "b"), images, *zeros)
+        found = score_interval(records, [name.partition("_")[0] for name in names])
         held += found.low <= truth <= found.high
     assert 0.91 <= held / trials <= 0.99
 
@@ -280,9 +269,8 @@ def test_no_fold_trains_on_pixels_that_it_is_scored_on(stop, tmp_path, folds):
     stop[1] = 0
     said = folds(config, "-k", 3, "--output", tmp_path / "out")
     assert said.code == 130
-    left = re.findall(
-        r"8 images, 1 group; (\d) tiles that overlap them left out of training", said.err
-    )
+    words = r"8 images, 1 group; (\d) tiles that overlap them left out of training"
+    left = re.findall(words, said.err)
     assert sorted(left) == ["4", "4", "8"]  # of two strips at the ends, and one between them
     scored = []
     for number in range(3):
