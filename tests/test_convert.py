@@ -111,10 +111,7 @@ def assert_equal(model, theirs, size, *, aux=False):
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    [
-        pytest.param("deeplabv3_resnet50", 305, marks=SLOW),
-        ("deeplabv3_mobilenet_v3_large", 610),
-    ],
+    [pytest.param("deeplabv3_resnet50", 305, marks=SLOW), ("deeplabv3_mobilenet_v3_large", 610)],
 )
 def test_torchvisions_logits_are_those_of_the_converted_model(name, width, classes):
     """So wide that a kernel of the largest rate, 36, reaches from one feature to another."""
@@ -137,11 +134,8 @@ def deeplabv3():
 
 
 def conv_bn(c, k, width, **options):
-    return [
-        nn.Conv2d(c, width, k, padding=k // 2, bias=False, **options),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-    ]
+    conv = nn.Conv2d(c, width, k, **{"padding": k // 2, "bias": False} | options)
+    return [conv, nn.BatchNorm2d(width), nn.ReLU()]
 
 
 class SemsegPSPNet(nn.Module):
@@ -271,8 +265,7 @@ class ConvModule(nn.Module):
 class DepthwiseSeparable(nn.Module):
     def __init__(self, c, width, rate=1):
         super().__init__()
-        self.depthwise_conv = ConvModule(c, 3, c, dilation=rate, groups=c)
-        self.depthwise_conv.conv.padding = (rate, rate)
+        self.depthwise_conv = ConvModule(c, 3, c, dilation=rate, padding=rate, groups=c)
         self.pointwise_conv = ConvModule(c, 1, width)
 
     def forward(self, x):
@@ -280,9 +273,7 @@ class DepthwiseSeparable(nn.Module):
 
 
 def dilated(c, width, rate):
-    module = ConvModule(c, 3, width, dilation=rate)
-    module.conv.padding = (rate, rate)
-    return module
+    return ConvModule(c, 3, width, dilation=rate, padding=rate)
 
 
 class MmsegV3(nn.Module):
@@ -334,7 +325,6 @@ class MmsegPSPNet(nn.Module):
             for bins in (1, 2, 3, 6)
         )
         head.bottleneck = ConvModule(512 + 4 * width, 3, width)
-        head.bottleneck.conv.padding = (1, 1)
         head.conv_seg = nn.Conv2d(width, K, 1)
 
     def forward(self, x):
@@ -456,10 +446,8 @@ def test_config_of_version_0_is_read(mmseg_model):
     """Its normalization is the one of the steps that run; keys without effect are read over."""
     file = {"meta": {"config": v0_config(V0_NORMALIZE), "CLASSES": NAMES}}
     plan = detect(mmseg_model.state_dict(), file).plan
-    assert plan.stated["data.mean"] == (1, 2, 3)
-    assert plan.stated["data.std"] == (4, 5, 6)
-    assert plan.stated["data.short_side_px"] == 512
-    assert plan.stated["model.aspp_rates"] == (2, 3, 4)
+    data = {"data.mean": (1, 2, 3), "data.std": (4, 5, 6), "data.short_side_px": 512}
+    assert plan.stated.items() >= (data | {"model.aspp_rates": (2, 3, 4)}).items()
     assert plan.class_names == NAMES
     assert plan.notes == ()
     bgr = V0_NORMALIZE.replace("True", "False")
@@ -753,20 +741,11 @@ SMP = "segmentation_head.0"
     ("keys", "message"),
     [
         ("module.layer1.0.conv1", "no model that is read"),
-        (
-            "model.backbone.high_level_features.4 classifier.aspp.convs.0.0",
-            "VainF's MobileNetV2",
-        ),
+        ("model.backbone.high_level_features.4 classifier.aspp.convs.0.0", "VainF's MobileNetV2"),
         (f"encoder.features.18.0 {SMP}", "segmentation_models.pytorch's MobileNetV2"),
-        (
-            f"decoder.aspp.convs.1.0.0 decoder.aspp.project.0 {SMP}",
-            "DeepLabV3 with decoder_aspp_",
-        ),
+        (f"decoder.aspp.convs.1.0.0 decoder.aspp.project.0 {SMP}", "DeepLabV3 with decoder_aspp_"),
         (f"decoder.0.convs.1.0.0 decoder.0.project.0 {SMP}", "DeepLabV3 with decoder_aspp_"),
-        (
-            f"decoder.aspp.0.convs.1.0 decoder.aspp.0.project.0 {SMP}",
-            "DeepLabV3+ without decoder_",
-        ),
+        (f"decoder.aspp.0.convs.1.0 decoder.aspp.0.project.0 {SMP}", "DeepLabV3+ without decoder_"),
         (f"encoder.conv1 {SMP} decoder.blocks.0.conv1.0", "missing: decoder."),
         # mmsegmentation's FCN
         ("backbone.conv1 decode_head.conv_seg decode_head.convs.0.conv", "missing: decode_head."),
@@ -875,9 +854,8 @@ def test_stored_names_give_the_order_and_other_names_a_warning(classes):
     plan = Conversion("x", K, {}, {}, class_names=NAMES[::-1])
     assert chosen(plan, classes, "stored").order == [4, 3, 2, 1, 0]
     plan = Conversion("x", K, {}, {}, class_names=("sky", "street", *NAMES[2:]))
-    (line,) = chosen(plan, classes).lines
     expected = "warning: the file stores 5 names for 5 classes: 1 street there, road here"
-    assert line == expected
+    assert chosen(plan, classes).lines == [expected]
 
 
 def test_stored_names_become_a_class_file(mmseg_model, tmp_path):
@@ -949,21 +927,6 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
     torch.testing.assert_close(dict(started.state_dict()), dict(loaded.model.state_dict()))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("--output", "ours.pth"), 2, "checkpoints end in .pt"),
-        (("--output", "theirs.pt"), 2, "is the file to convert"),
-        (("--output", "ours.pt", "--set", "optim.lr=1"), 2, "is for training"),
-        (("--output", "ours.pt", "--entry", "ema"), 4, "no state dict there"),
-    ],
-)
-def test_wrong_command_lines_are_refused(arguments, code, message, smp_state, classes, lab):
-    torch.save(smp_state, "theirs.pt")
-    command = ("convert", "theirs.pt", "--classes", classes, *arguments)
-    assert message in lab.refused(*command, code=code)
-
-
 def test_files_that_run_code_and_those_of_segtrain_are_refused(smp_state, classes, lab):
     """torchvision's training script stores its arguments, a class of Python."""
     torch.save({"model": smp_state, "args": argparse.Namespace(lr=1)}, "theirs.pth")
@@ -1024,6 +987,8 @@ def test_several_state_dicts_are_refused_until_one_is_chosen(smp_state, tmp_path
     average = {key: torch.zeros_like(value) for key, value in smp_state.items()}
     torch.save({"state_dict": smp_state, "ema_state_dict": average}, tmp_path / "theirs.pth")
     convert = partial(convert_file, tmp_path / "theirs.pth", tmp_path / "o.pt", classes=classes)
-    with pytest.raises(CheckpointError, match="2 state dicts: state_dict, ema_state_dict; --entry"):
-        convert()
+    said = "2 state dicts: state_dict, ema_state_dict; --entry"
+    for entry, words in ((None, said), ("ema", "no state dict there")):
+        with pytest.raises(CheckpointError, match=words):
+            convert(entry=entry)
     assert logits(convert(entry="ema_state_dict").model).abs().max() == 0

@@ -202,12 +202,6 @@ def test_a_class_file_of_an_impossible_name_is_refused(name):
         TARGETS["classes"].run(Path(name))
 
 
-@pytest.mark.parametrize("option", ["eval.scales=[1e300]", "augment.scale_range=[1, 1e300]"])
-def test_sizes_that_no_image_has_are_refused(option):
-    with pytest.raises(ConfigError, match="to 100"):
-        parse(json.dumps(smallest()), source="f", overrides=[option])
-
-
 # Bytes
 
 CORPUS = [(name, path.name) for name in TARGETS for path in fuzz.corpus(name)]
@@ -264,12 +258,8 @@ def test_an_archive_that_inflates_is_refused_before_it_does(tmp_path):
     assert "compressed" in verdict.refusal
 
 
-def careless(path):
-    pickle.loads(path.read_bytes())
-
-
 def test_the_malicious_pickles_run_where_nothing_forbids_it(tmp_path):
-    target = Target(careless, list, ("x.pkl",))
+    target = Target(lambda path: pickle.loads(path.read_bytes()), list, ("x.pkl",))
     verdicts = [fuzz.judge(target, data, tmp_path).finding for data in malicious_pickles()]
     assert verdicts.count("the input ran code") > len(verdicts) / 2
 

@@ -334,6 +334,27 @@ OTHERS = [
     ("runs nowhere", "nowhere: cannot be read: no such file or directory"),
     ("runs --clear", "--clear: expected the directories of runs"),
 ]
+# Of foreign checkpoints, of predictions, and sizes that no image has.
+CONVERT = f"convert {BEST} --classes two.yaml --output"
+PREDICT = "predict runs/my data/images/val/0.png --output out"
+OTHERS += [
+    (f"{CONVERT} ours.pth", "--output ours.pth: checkpoints end in .pt, such as ours.pt"),
+    (f"{CONVERT} {BEST}", f"--output {BEST}: is the file to convert; choose another name"),
+    (f"{CONVERT} ours.pt --set optim.lr=1", "--set optim.lr=1: is for training; ..."),
+    (f"{CONVERT} ours.pt", 4, f"{BEST}: ... checkpoint of segtrain already..."),
+    (f"{EVAL} --class ground --recall 0.5 --precision 0.5", "--class: needs either ..."),
+    (f"{SHOW} eval.scales=[1e300]", "--set eval.scales...to 100..."),
+    (f"{SHOW} augment.scale_range=[1,1e300]", "--set augment.scale_range...to 100..."),
+    (f"{PREDICT} --min-area 5", "--min-area: serves only --table..."),
+    (f"{PREDICT} --pixel-size 5m", "--pixel-size: serves only --table FILE and --objects..."),
+    (f"{PREDICT} --table t.csv --objects t.csv", "--objects t.csv: is the file of --table..."),
+    (f"{PREDICT} --table two.yaml", "--table two.yaml: cannot be written: exists, and is no ..."),
+    (f"{PREDICT} --table data", "--table data: cannot be written: is a folder; name a file"),
+    (f"{PREDICT} --table t.csv --min-area 5um2", "--min-area: no pixel size in um: ...0.png..."),
+    (f"{PREDICT} --threshold sky=0.1", "--threshold: no class sky; there are ground..."),
+    (f"{PREDICT} --threshold sand=0.1 --threshold sand=0.2", "--threshold: once for each ..."),
+    (f"{PREDICT} --unknown-below 0.25", "--unknown-below: no effect: of 4 classes one always..."),
+]
 # Classes that overlap, or do not
 MULTILABEL = (
     "train my.yaml --output new --nproc 1 --set task=multilabel --set data.label_format=bands "
