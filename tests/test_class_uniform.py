@@ -32,10 +32,8 @@ def nvidia_centroids(label, tile_px):
             tile = label[y * tile_px :, x * tile_px :][:tile_px, :tile_px]
             for class_id in range(IGNORE_INDEX):
                 if class_id in tile:
-                    centre = ndimage.center_of_mass((tile == class_id).astype(int))
-                    found.append(
-                        (class_id, int(centre[0]) + y * tile_px, int(centre[1]) + x * tile_px)
-                    )
+                    cy, cx = ndimage.center_of_mass((tile == class_id).astype(int))
+                    found.append((class_id, int(cy) + y * tile_px, int(cx) + x * tile_px))
     return found
 
 
@@ -193,14 +191,10 @@ def own_data(tmp_path):
     return root
 
 
-def opened(root):
-    data = DataConfig(layout="folders", root=str(root), classes=str(root / "classes.yaml"))
-    return open_dataset(data, "train")
-
-
 def table(root, path, tile_px=32, keep=True):
-    found = measure_centroids(opened(root), tile_px, path, device=CPU, keep=lambda _: keep)
-    return found.table
+    data = DataConfig(layout="folders", root=str(root), classes=str(root / "classes.yaml"))
+    dataset = open_dataset(data, "train")
+    return measure_centroids(dataset, tile_px, path, device=CPU, keep=lambda _: keep).table
 
 
 def test_what_is_known_is_not_measured_again_unless_the_label_has_changed(
@@ -260,13 +254,9 @@ def test_a_run_goes_on_and_is_verified_with_its_centroids_and_not_with_others(
     (own_data / "classes.yaml").write_text(
         "classes: [ground, plant, water, sand, snow]\nignore_ids: [255]\n"
     )
-    options = small(
-        own_data,
-        data={"class_uniform": 0.5},
-        augment={"crop_size": [25, 33]},
-        train={"steps": 2, "shares": 2, "batch_size": 4},
-    )
-    config = write_config(tmp_path / "c.yaml", options)
+    sections = {"data": {"class_uniform": 0.5}, "augment": {"crop_size": [25, 33]}}
+    sections["train"] = {"steps": 2, "shares": 2, "batch_size": 4}
+    config = write_config(tmp_path / "c.yaml", small(own_data, **sections))
     run, other = tmp_path / "run", tmp_path / "other"
     assert run_ranks(1, train, config, run, until=1) == [0]
     measured = last(run).centroids

@@ -54,12 +54,6 @@ def write_labels(root, label, names="abc", *, split="train"):
         write_pair(root, split, name, label, seed=ord(name))
 
 
-def write_colors(root, *colors):
-    """All labels as pictures with these colours, from the top to the bottom."""
-    for path in root.glob("labels/*/*.png"):
-        Image.fromarray(np.array(colors, np.uint8)[rows(*range(len(colors)))]).save(path)
-
-
 def config(root, **data):
     return DataConfig(layout="folders", root=str(root), classes=str(root / "toy.yaml"), **data)
 
@@ -143,6 +137,9 @@ def no_picture(root):
     (root / "images/train/b.png").write_text("no picture")
 
 
+MASK = rows(0, 255)
+
+
 @pytest.mark.fault(51, 54, 57, 59)
 @pytest.mark.parametrize(
     ("damage", "kind", "said"),
@@ -151,11 +148,7 @@ def no_picture(root):
         (partial(rgb_labels, names="b"), "unreadable", ["1 file cannot be read: the label is RGB"]),
         (rgb_labels, "unreadable", ["3 files cannot be read: the label is RGB", "train/c.png"]),
         (no_picture, "unreadable", ["read: not a PNG or JPEG image", "b.png"]),
-        (
-            partial(write_labels, label=rows(0, 255)),
-            "one class",
-            ["that occur: sky;", "`ids: [255]`"],
-        ),
+        (partial(write_labels, label=MASK), "one class", ["that occur: sky;", "`ids: [255]`"]),
         (partial(write_labels, label=rows(0, 3)), "values", ["ids outside class file toy: 3"]),
     ],
 )
@@ -311,9 +304,8 @@ def test_images_of_both_lists_are_a_warning_before_training(root):
         pairs = [f"{folder}/{name}.png" for folder, name in zip(folders, names, strict=True)]
         lines = "".join(f"images/{pair} labels/{pair}\n" for pair in pairs)
         (root / f"{split}.txt").write_text(lines)
-    data = config(root).model_copy(update={"layout": "list"})
     lists = {"train_split": "train.txt", "eval_split": "val.txt"}
-    data = data.model_copy(update=lists)
+    data = config(root).model_copy(update={"layout": "list"} | lists)
     (line,) = quick_check(*(open_dataset(data, split) for split in lists.values()))
     assert line == "1 image is in both splits, so the scores will be too good: " + str(
         root / "images/train/c.png"
@@ -328,7 +320,9 @@ WITH_COLORS = "classes: [{name: a, color: [1, 2, 3]}, {name: b, color: [9, 8, 7]
 
 
 def test_colour_labels_are_counted_and_an_unlisted_colour_is_never_ignored_by_default(root):
-    write_colors(root, COLORS[0], COLORS[0], COLORS[0], COLORS[1], COLORS[1], [0, 0, 0])
+    colors = np.array([COLORS[i] for i in (0, 0, 0, 1, 1)] + [(0, 0, 0)], np.uint8)
+    for path in root.glob("labels/*/*.png"):
+        Image.fromarray(colors[rows(*range(6))]).save(path)
     (root / "toy.yaml").write_text(WITH_COLORS)
     found, _ = [x for x in checked(root, label_format="colors").findings if x.kind == "values"]
     assert found.places == {f"(0, 0, 0): {3 * 9} pixels in 3 labels": ["a", "b", "c"]}
