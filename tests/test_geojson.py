@@ -247,11 +247,9 @@ def test_simplified_outlines_move_by_so_many_metres_at_most(polygons):
     assert abs(found[1.0]["field"][1] / found[0.0]["field"][1] - 1) < 0.05
 
 
-def test_label_rasters_without_a_place_or_with_other_values_are_refused(polygons, tmp_path):
+def test_label_rasters_with_other_values_are_refused(polygons, tmp_path):
     with pytest.raises(DataError, match="label ids outside class file c: 7 "):
         polygons(np.full((H, W), 7))
-    with pytest.raises(DataError, match="no georeference"):
-        polygons(np.ones((H, W)), Affine.identity(), crs=None)
     assert not (tmp_path / "found.geojson").exists()
 
 
