@@ -102,6 +102,7 @@ for command in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow("commands", "cli")
 def test_without_any_leaf_the_rest_imports_and_their_commands_are_not_there(tmp_path):
     home = shutil.copytree(
         HOME, tmp_path / "segtrain", ignore=shutil.ignore_patterns("__pycache__")

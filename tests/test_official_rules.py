@@ -14,13 +14,13 @@ from PIL import Image
 
 from segtrain.data.read.classes import ClassFile, SegClass, load_class_file
 from segtrain.data.read.labels import read_label
+from segtrain.evaluation.counts import Outcome
 from segtrain.evaluation.score_table import (
     InstanceCounts,
     ade20k_scores,
     group_scores,
     make_report,
 )
-from segtrain.evaluation.scoring import Outcome
 from segtrain.metrics import Calibration, ConfusionMatrix
 
 SIZES = [(24, 31), (17, 40), (30, 22)]

@@ -40,13 +40,14 @@ from segtrain.errors import (
     ExecutionError,
     UserError,
 )
+from segtrain.evaluation.counts import Outcome
 from segtrain.evaluation.curves import CURVE_TITLES, CurveQuestion, curves_csv
 from segtrain.evaluation.group_table import ScoresByGroup
 from segtrain.evaluation.plugin_metrics import PluginMetric
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import Records, load_records
 from segtrain.evaluation.score_table import InstanceCounts, Report, make_report
-from segtrain.evaluation.scoring import Chosen, Outcome, Prediction, evaluate_dataset
+from segtrain.evaluation.scoring import Chosen, Prediction, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.evaluation.surfaces import SurfaceScores
 from segtrain.files import os_errors_as
@@ -63,12 +64,11 @@ from segtrain.run.log import say
 from segtrain.run.pictures import (
     as_rgb,
     panel,
-    raw_bands,
-    raw_ids,
     spread,
-    write_bands,
+    stored_label,
     write_indexed_png,
     write_png,
+    write_stored,
 )
 from segtrain.text import counted, first_of, printable
 
@@ -191,7 +191,6 @@ class _Result(NamedTuple):
 
     outcome: Outcome
     records: Records
-    curves: CurveCounts | None
     further: Mapping[str, Mapping[str, float]]
 
 
@@ -209,25 +208,22 @@ def _count(asked: _Asked) -> _Result:
     evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
     measured = [one for one in (asked.instances, asked.surfaces) if one is not None]
     callbacks = [*asked.writers, *(one.add for one in (*measured, *asked.metrics))]
-    # Where classes overlap every evaluation counts the curves.
-    overlap = loaded.classes.overlapping
-    outcome = evaluate(asked.dataset, callbacks=callbacks, curves=None if overlap else asked.curves)
-    curves = outcome.calibration if asked.curves is not None and overlap else asked.curves
+    outcome = evaluate(asked.dataset, callbacks=callbacks, curves=asked.curves)
     further = {one.name: one.scores() for one in asked.metrics}
     for one in measured:
         one.sum_over_ranks()
     records = Records.of(outcome, asked.dataset, asked.settings, loaded.step)
     if args.worst:
         _draw_worst(args, asked.dataset, records, evaluate)
-    return _Result(outcome, records, curves, further)
+    return _Result(outcome, records, further)
 
 
 def _answers(asked: _Asked, result: _Result) -> list["_Answer"]:
     """What was asked beside the scores."""
     answers, names = [], asked.loaded.classes.names
-    if result.curves is not None:
+    if result.outcome.curves is not None:
         overlap = asked.loaded.classes.overlapping
-        told = asked.question.answer(result.curves.counts, names, overlapping=overlap)
+        told = asked.question.answer(result.outcome.curves.counts, names, overlapping=overlap)
         answers.append(_Answer("curves", *told))
     images, groups = result.records.images, asked.groups
     by_group = groups and ScoresByGroup.of(images, groups, names)
@@ -270,7 +266,7 @@ def _write_files(
     if args.per_image:
         _write(args.per_image, result.records.table())
     if args.curves:
-        _write(args.curves, curves_csv(result.curves.counts, asked.loaded.classes.names))
+        _write(args.curves, curves_csv(result.outcome.curves.counts, asked.loaded.classes.names))
 
 
 def _draw_worst(
@@ -503,22 +499,15 @@ def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Wri
     The evaluation server of Cityscapes expects <city>_<sequence>_<frame>*.png anywhere below the
     folder; that of VOC indices into VOC's palette.
     """
-    if dataset.classes.overlapping:
-
-        def write_presence(prediction: Prediction) -> None:
-            bands = raw_bands(dataset.classes, prediction.pred)
-            write_bands(folder / f"{dataset.name(prediction.index)}.tif", bands)
-
-        return write_presence
-    ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
-    ids = raw_ids(dataset.classes)
-    write_ids: Callable[[Path, np.ndarray], None] = write_png
-    if layout == "voc" and ids.dtype == np.uint8:
-        write_ids = partial(write_indexed_png, palette=default_palette(256))
+    ending = "_pred_labelIds" if layout == "cityscapes" else ""
 
     def write(prediction: Prediction) -> None:
-        name = dataset.name(prediction.index) + ending
-        write_ids(folder / name, ids[prediction.pred])
+        path = folder / f"{dataset.name(prediction.index)}{ending}"
+        stored = stored_label(dataset.classes, prediction.pred)
+        if layout == "voc" and stored.dtype == np.uint8:
+            write_indexed_png(path.with_name(f"{path.name}.png"), stored, default_palette(256))
+        else:
+            write_stored(path, stored)
 
     return write
 

@@ -94,11 +94,10 @@ def predict_raster(
                 yield block
 
     # The shape and type of what is written, of no pixel at all.
-    overlap = predictor.settings.usual.thresholds is not None
-    bands = (predictor.num_classes,) if overlap else ()
+    bands = predictor.settings.usual.decoding.bands(predictor.num_classes)
     like = stored(np.zeros((0, 0, *bands), np.uint8))
     options = {"shape": (*size, *bands), "dtype": like.dtype, "tile": (BLOCK_PX, BLOCK_PX)}
-    options |= {"planarconfig": "contig"} if overlap else {}
+    options |= {"planarconfig": "contig"} if bands else {}
     is_big = math.prod((*size, *bands)) * like.itemsize > _BIG_BYTES
     _write(output, blocks(), no_data, path, bigtiff=is_big, maxworkers=1, **options)
     return is_finite

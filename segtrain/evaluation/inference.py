@@ -26,7 +26,6 @@ Nothing here waits for the device.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from torch.nn import functional
 
 from segtrain import kernels
 from segtrain.evaluation.decision_rule import DecisionRule
+from segtrain.evaluation.decoding import LabelMap, Tile, Wanted
 from segtrain.evaluation.forward import Forward
 from segtrain.evaluation.settings import (
     BatchLimits,
@@ -41,25 +41,10 @@ from segtrain.evaluation.settings import (
     Size,
     view_sizes,
 )
-from segtrain.evaluation.windows import Tile, resized_tiles, slide
+from segtrain.evaluation.windows import resized_tiles, slide
 from segtrain.models import SegModel
 from segtrain.models.blocks import normalize
 from segtrain.models.enlarged import enlarged
-
-
-class LabelMap(NamedTuple):
-    """A prediction, on the device of its image.
-
-    label: (h, w) uint8, the most probable class of every pixel, or what a rule says; where classes
-        overlap (h, w, K) uint8, 1 where a class is.
-    is_finite: () bool, whether the highest scores are finite numbers; else `label` means nothing.
-    probability: (h, w) float, that of `label`; or (K, h, w), of every class, as always where they
-        overlap; None if neither was asked for.
-    """
-
-    label: Tensor
-    is_finite: Tensor
-    probability: Tensor | None = None
 
 
 def _ignore(count: int) -> None:
@@ -74,7 +59,7 @@ def predict_labels(
     out_sizes: Sequence[Size],
     limits: BatchLimits,
     *,
-    probabilities: Literal["none", "highest", "all"] = "none",
+    probabilities: Wanted = "none",
     rule: DecisionRule | None = None,
     on_windows: Callable[[int], object] = _ignore,
 ) -> list[LabelMap]:
@@ -99,43 +84,10 @@ def predict_labels(
         return _labels_of_small(forward, images, settings, limits)
     found: dict[int, LabelMap] = {}
     for index, tiles in score_tiles(forward, images, settings, out_sizes, limits, on_windows):
-        if settings.thresholds is not None:
-            found[index] = _presence(tiles, settings, keep=probabilities != "none")
-            continue
-        labels, finite, known = [], [], []
-        for _, tile in tiles:
-            highest = tile.max(0)
-            if rule is None:
-                labels.append(highest.indices.to(torch.uint8))
-            else:
-                labels.append(rule.label(tile.softmax(0) if settings.gives_logits else tile))
-            finite.append(highest.values.isfinite().all())
-            if probabilities == "highest":
-                is_logits = settings.gives_logits
-                known.append(_probability(tile, highest.values) if is_logits else highest.values)
-            elif probabilities == "all":
-                known.append(tile.softmax(0) if settings.gives_logits else tile.clone())
-        probability = torch.cat(known, dim=-2) if known else None
-        found[index] = LabelMap(torch.cat(labels), torch.stack(finite).all(), probability)
+        found[index] = settings.decoding.label_map(
+            tiles, probabilities, rule, is_logits=settings.gives_logits
+        )
     return [found[i] for i in range(len(images))]
-
-
-def _presence(tiles: Iterator[Tile], settings: InferenceSettings, *, keep: bool) -> LabelMap:
-    """Where each class is; keep: with the probabilities."""
-    present, finite, known = [], [], []
-    thresholds: Tensor | None = None
-    for _, tile in tiles:
-        p = tile.sigmoid() if settings.gives_logits else tile
-        if thresholds is None:  # once an image
-            thresholds = torch.tensor(settings.thresholds, dtype=p.dtype).view(-1, 1, 1)
-            thresholds = thresholds.to(p.device, non_blocking=True)
-        present.append((p >= thresholds).to(torch.uint8))
-        finite.append(p.isfinite().all())
-        if keep:
-            known.append(p.clone())
-    label = torch.cat(present, dim=1).movedim(0, -1).contiguous()
-    probability = torch.cat(known, dim=1) if keep else None
-    return LabelMap(label, torch.stack(finite).all(), probability)
 
 
 def _need_no_full_logits(
@@ -150,7 +102,7 @@ def _need_no_full_logits(
         return False
     if model.head.stride is None or not settings.gives_logits or not images:
         return False
-    if settings.thresholds is not None:
+    if not settings.decoding.takes_highest:
         return False
     sizes = [image.shape[-2:] for image in images]
     views = [view_sizes(size, settings) for size in sizes]
@@ -172,17 +124,6 @@ def _labels_of_small(
         for i, label, probability in zip(chosen, *logits.labels(), strict=True):
             found[i] = LabelMap(label, probability.isfinite().all(), probability)
     return [found[i] for i in range(len(images))]
-
-
-# Rows at a time, which stay in a processor's cache: a third of the time.
-_CACHED_ROWS = 32
-
-
-def _probability(logits: Tensor, highest: Tensor) -> Tensor:
-    """The softmax of the highest logit of every pixel, (h, w), of `logits`, (K, h, w)."""
-    rows = _CACHED_ROWS if logits.device.type == "cpu" else len(highest)
-    parts = zip(logits.split(rows, 1), highest.split(rows), strict=True)
-    return torch.cat([(part - most).exp_().sum(0).reciprocal_() for part, most in parts])
 
 
 def predict_label(
@@ -294,7 +235,7 @@ def _mean_of_views(
         for total, one, size in zip(totals, scores, out_sizes, strict=True):
             for rows, tile in resized(one, size):
                 is_logits = settings.mode == "whole"
-                total[:, rows] += settings.probabilities(tile, 0) if is_logits else tile
+                total[:, rows] += settings.decoding.probabilities(tile, 0) if is_logits else tile
         del scores, one  # before the next view is computed
     for total, size in zip(totals, out_sizes, strict=True):
         yield resized(total.div_(settings.num_views), size)

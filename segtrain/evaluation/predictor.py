@@ -12,8 +12,9 @@ from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.evaluation.decision_rule import DecisionRule
+from segtrain.evaluation.decoding import LabelMap
 from segtrain.evaluation.forward import Forward
-from segtrain.evaluation.inference import LabelMap, predict_labels
+from segtrain.evaluation.inference import predict_labels
 from segtrain.evaluation.settings import (
     InferenceSettings,
     SettingsBySize,

@@ -28,7 +28,8 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.raw_label import read_raw_label
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
-from segtrain.evaluation.scoring import Outcome, Prediction
+from segtrain.evaluation.counts import Outcome
+from segtrain.evaluation.scoring import Prediction
 from segtrain.metrics import (
     ConfusionMatrix,
     Scores,

@@ -15,18 +15,11 @@ from torch import Tensor, nn
 
 from segtrain.data.read.concurrent import prefetch
 from segtrain.distributed import collectives as dist
-from segtrain.evaluation.inference import LabelMap
+from segtrain.evaluation.counts import Counts, Outcome
+from segtrain.evaluation.decoding import LabelMap
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
-from segtrain.metrics import Calibration, ConfusionMatrix, Scores
-from segtrain.one_vs_rest import (
-    BinaryCounts,
-    CurveCounts,
-    best_thresholds,
-    counts_at,
-    levels_of,
-    scores_of,
-)
+from segtrain.one_vs_rest import CurveCounts
 from segtrain.run.console import ProgressBar, say
 from segtrain.text import counted
 
@@ -71,38 +64,6 @@ class Chosen(Sequence[Sample]):
     def original(self, prediction: Prediction) -> Prediction:
         """A prediction with the index that its image has in the data set."""
         return prediction._replace(index=self.indices[prediction.index])
-
-
-class Outcome(NamedTuple):
-    """What an evaluation counts, the same on every rank.
-
-    matrix, calibration: of all pixels that are not ignored. Where classes overlap each is counted
-        by itself.
-    images: (N, K, 3) int64: of each image and class the pixels that are right, labelled and
-        predicted as this class.
-    num_by_windows: images for which there was no memory as a whole.
-    levels: (N, K, 2, 64) int32, where classes overlap: `levels_of` each image; else None.
-    """
-
-    matrix: ConfusionMatrix | BinaryCounts
-    calibration: Calibration | CurveCounts
-    images: Tensor
-    num_by_windows: int
-    levels: Tensor | None = None
-
-    def fitted(self) -> tuple["Outcome", tuple[float, ...]]:
-        """The same at the thresholds of the highest IoU, and these; where classes overlap."""
-        thresholds = best_thresholds(levels_of(self.calibration.counts))
-        matrix = BinaryCounts(len(thresholds), self.levels.device)
-        by_image = counts_at(self.levels, thresholds)  # (N, K, 2, 2)
-        matrix.counts += by_image.sum(0)
-        images = _right_labelled_predicted(by_image)
-        return self._replace(matrix=matrix, images=images), thresholds
-
-    @property
-    def scores(self) -> Scores:
-        """Those of all images together."""
-        return scores_of(self.matrix.counts, self.calibration.counts)
 
 
 def group_size(num_images: int, settings: InferenceSettings, limits: BatchLimits) -> int:
@@ -161,21 +122,17 @@ def evaluate_dataset(
             all in one thread beside the caller's.
         stop: asked before each group and each batch of windows; true: this rank leaves its images.
             It may be true on some ranks only.
-        curves: gets the probabilities of all classes, which take time and memory; None: they are
-            not computed.
+        curves: counts the probabilities of all classes, which takes time and memory; None: nobody
+            asks. `Outcome.curves` are they, or, where classes overlap, others that are counted
+            anyway.
 
     Raises:
         StoppedError: a rank has left its images.
         MemoryLimitError: the memory does not suffice for an image.
     """
     settings = predictor.settings.usual
-    counts = _Counts(
-        len(dataset),
-        predictor.num_classes,
-        predictor.device,
-        curves,
-        overlapping=settings.thresholds is not None,
-    )
+    about = len(dataset), predictor.num_classes, predictor.device
+    counts = settings.decoding.counts(*about, curves)
     images = _Images(predictor, dataset, counts, stop)
     size = group_size(len(dataset), settings, predictor.limits)
     groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
@@ -207,72 +164,6 @@ def evaluate_dataset(
     return outcome
 
 
-class _Counts:
-    """What this rank has counted."""
-
-    def __init__(
-        self,
-        num_images: int,
-        num_classes: int,
-        device: torch.device,
-        curves: CurveCounts | None,
-        *,
-        overlapping: bool,
-    ) -> None:
-        self.curves = curves
-        self.num_infinite = torch.zeros((), dtype=torch.int64, device=device)
-        self._levels: Tensor | None = None
-        if overlapping:
-            self._matrix = BinaryCounts(num_classes, device)
-            self._calibration = CurveCounts(num_classes, device)
-            size = num_images, *levels_of(self._calibration.counts).shape
-            self._levels = torch.zeros(size, dtype=torch.int32, device=device)
-        else:
-            self._matrix = ConfusionMatrix(num_classes, device)
-            self._calibration = Calibration(device)
-        self._images = torch.zeros(num_images, num_classes, 3, dtype=torch.int64, device=device)
-
-    def add(self, index: int, found: LabelMap, label: Tensor) -> None:
-        """Counts image `index`; nothing waits for the device."""
-        table = self._matrix.update(found.label, label)
-        highest = found.probability
-        if self.curves is not None:
-            self.curves.update(found.probability, label)
-        if self._levels is None:
-            pixels = torch.stack([table.diagonal(), table.sum(1), table.sum(0)], dim=1)
-            highest = highest if highest.ndim == 2 else highest.amax(0)
-            self._calibration.update(highest, found.label, label)
-        else:
-            pixels = _right_labelled_predicted(table)
-            counts = self._calibration.update(found.probability, label)
-            self._levels[index] = levels_of(counts)
-        self._images[index] = pixels
-        self.num_infinite += ~found.is_finite
-
-    def sum_over_ranks(self, num_by_windows: int) -> Outcome:
-        """Those of all ranks (collective)."""
-        self._matrix.sum_over_ranks()
-        self._calibration.sum_over_ranks()
-        dist.all_reduce_sum(self._images)
-        if self._levels is not None:
-            dist.all_reduce_sum(self._levels)
-        if self.curves is not None:
-            self.curves.sum_over_ranks()
-        dist.wait_for_device(self._images.device)
-        counts = self._matrix, self._calibration, self._images
-        return Outcome(*counts, num_by_windows, self._levels)
-
-
-def _right_labelled_predicted(counts: Tensor) -> Tensor:
-    """The pixels (..., K, 3) of `Outcome.images`, of `BinaryCounts.counts`, (..., K, 2, 2)."""
-    right, labelled, predicted = (
-        counts[..., 1, 1],
-        counts[..., 1, :].sum(-1),
-        counts[..., 1].sum(-1),
-    )
-    return torch.stack([right, labelled, predicted], -1)
-
-
 class _Decoded(NamedTuple):
     """An image (H, W, C) and its label (h, w) on the host."""
 
@@ -290,7 +181,7 @@ class _Images:
 
     predictor: Predictor
     dataset: Sequence[Sample]
-    counts: _Counts
+    counts: Counts
     stop: Callable[[], bool]
     num_by_windows: int = 0  # images that do not fit into memory as a whole
 

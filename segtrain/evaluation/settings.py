@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from segtrain.config import Config, override_config
 from segtrain.config.loading import given_keys
 from segtrain.errors import ConfigError
+from segtrain.evaluation.decoding import Decoding, EachClass, OneClass
 from segtrain.models.blocks import Values
 from segtrain.models.memory import memory_bytes, rank_bytes
 from segtrain.models.precision import autocast_dtype, check_eval_precision, for_evaluation
@@ -80,9 +81,10 @@ class InferenceSettings:
     batch_size: int | None = None
     thresholds: tuple[float, ...] | None = None
 
-    def probabilities(self, logits: Tensor, dim: int = 1) -> Tensor:
-        """Those of the classes along `dim`: softmax, or the sigmoid of each."""
-        return logits.softmax(dim) if self.thresholds is None else logits.sigmoid()
+    @property
+    def decoding(self) -> Decoding:
+        """What becomes of scores."""
+        return OneClass() if self.thresholds is None else EachClass(self.thresholds)
 
     @property
     def num_views(self) -> int:
@@ -133,8 +135,7 @@ class InferenceSettings:
             parts.append(f"short side {self.short_side_px} px")
         parts.append("scale " + " ".join(f"{s:g}" for s in self.scales))
         parts.append("with flip" if self.flip else "no flip")
-        if self.thresholds is not None:
-            parts.append("from " + " ".join(f"{t:.3g}" for t in self.thresholds))
+        parts += filter(None, [self.decoding.describe()])
         if self.autocast is not None:
             parts.append(str(self.autocast).removeprefix("torch.") + " autocast")
         return "; ".join(parts)

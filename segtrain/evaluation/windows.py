@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from segtrain.evaluation.decoding import Tile
 from segtrain.evaluation.settings import InferenceSettings, Size, view_sizes
 
 Logits = Callable[[Tensor], Tensor]
 """A model: normalized images (N, C, H, W) -> logits (N, K, H, W)."""
-
-Tile = tuple[slice, Tensor]
-"""Some rows of a map of scores: (rows, (K, number of rows, width))."""
 
 
 def window_starts(length: int, window: int, overlap: float) -> list[int]:
@@ -99,9 +97,9 @@ def _probabilities(
     """(K, h, w) of each window; with `flip` the mean of its own and of its mirror image's."""
     while some := list(islice(windows, batch_size)):
         batch = torch.cat(some)
-        probs = settings.probabilities(logits(batch))
+        probs = settings.decoding.probabilities(logits(batch))
         if settings.flip:
-            probs += settings.probabilities(logits(batch.flip(-1))).flip(-1)
+            probs += settings.decoding.probabilities(logits(batch.flip(-1))).flip(-1)
             probs /= 2
         on_windows(len(some))
         yield from probs

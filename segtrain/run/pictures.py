@@ -264,7 +264,7 @@ def _text(draw: ImageDraw.ImageDraw, place: tuple[int, int], text: str) -> None:
     draw.bitmap((place[0], place[1] - len(mask) // 2), Image.fromarray(mask), fill=_INK)
 
 
-KINDS = LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
+LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
 VIDEOS, PROBABILITIES, MASKS = "videos", "probabilities", "masks"
 PROBABILITY_ENDINGS = "npz", "tif"
 
@@ -334,6 +334,20 @@ def stored_label(classes: ClassFile, label: np.ndarray) -> np.ndarray:
     if classes.overlapping:
         return raw_bands(classes, label)
     return raw_ids(classes)[label]
+
+
+def write_stored(path: Path, stored: np.ndarray) -> None:
+    """Writes what `stored_label` returns: a PNG, or a TIFF of bands; the name gets its ending."""
+    if stored.ndim == 2:
+        write_png(path.with_name(f"{path.name}.png"), stored)
+    else:
+        write_bands(path.with_name(f"{path.name}.tif"), stored)
+
+
+def picture_folders(classes: ClassFile) -> list[str]:
+    """Where the predictions for images lie; masks have a folder for each class."""
+    masks = mask_names(classes) if classes.overlapping else ()
+    return [*(f"{MASKS}/{name}" for name in masks), LABELS, COLORS, OVERLAYS]
 
 
 def mask_names(classes: ClassFile) -> list[str]:

@@ -141,8 +141,7 @@ def _ready(args: argparse.Namespace) -> ReadyModel:
 
 def _check_data(job: Job) -> None:
     """ConfigError: pictures would be written over the images or labels of the training."""
-    masks = pictures.mask_names(job.classes) if job.classes.overlapping else []
-    folders = *pictures.KINDS, *(f"{pictures.MASKS}/{mask}" for mask in masks)
+    folders = pictures.picture_folders(job.classes)
     paths = [f"{folder}/{name}.png" for name in job.names for folder in folders]
     if job.frames:
         paths += [f"{pictures.LABELS}/{name}/0.png" for name in job.names]

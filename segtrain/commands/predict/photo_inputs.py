@@ -21,8 +21,8 @@ from segtrain.data.read.image import ImageForm, ignore_missing, ignored_where
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, read_photo
 from segtrain.errors import DataError, ExecutionError
+from segtrain.evaluation.decoding import LabelMap
 from segtrain.evaluation.georaster import write_label, write_probabilities
-from segtrain.evaluation.inference import LabelMap
 from segtrain.evaluation.object_table import ObjectTables
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import InferenceSettings
@@ -81,8 +81,8 @@ class Photos:
 
     def written(self, classes: ClassFile) -> str:
         """The folders of all pictures."""
-        masks = (pictures.MASKS,) if classes.overlapping else ()
-        return f"{{{','.join((*masks, *pictures.KINDS))}}}"
+        folders = (folder.partition("/")[0] for folder in pictures.picture_folders(classes))
+        return f"{{{','.join(dict.fromkeys(folders))}}}"
 
 
 class _Finished(NamedTuple):

@@ -82,13 +82,9 @@ def _predict_video(job: Job, source: PhotoFile, path: Path) -> Notes:
 
 
 def write_frame(output: Path, name: str, label: np.ndarray, classes: ClassFile) -> None:
-    """Writes the raw ids of a frame: a PNG, or where classes overlap a TIFF of their bands."""
-    path = output / pictures.LABELS / name
+    """Writes the raw ids of a frame, or where classes overlap their bands."""
     stored = pictures.stored_label(classes, label)
-    if classes.overlapping:
-        pictures.write_bands(path.with_name(f"{path.name}.tif"), stored)
-    else:
-        pictures.write_png(path.with_name(f"{path.name}.png"), stored)
+    pictures.write_stored(output / pictures.LABELS / name, stored)
 
 
 def _make_room(

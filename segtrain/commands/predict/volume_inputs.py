@@ -98,7 +98,8 @@ def _split_inputs(
     for one in volumes:
         if (other := paths.setdefault(one.name, one.path)) != one.path:
             both = f"{printable(other)} and {printable(one.path)}"
-            raise DataError(f"{both}: both predictions would be {one.name}{ENDING}")
+            what = f"both predictions would be {one.name}{ENDING}"
+            raise DataError(f"{both}: {what}; name the folder above both")
     return volumes, others, notes
 
 
