@@ -81,15 +81,15 @@ def main(args: argparse.Namespace) -> int:
 
 def _by_kind(inputs: Sequence[Path], output: Path) -> tuple[_Found, list[str]]:
     """The sources of each kind that is there, photos first, and lines about other files."""
-    found: dict[Kind, Sequence[Any]] = {}
+    found: dict[Kind, list[Any]] = {}
     lines: list[str] = []
     if volumes := _kind("volume"):
-        of_volumes, inputs, lines = volumes.take(inputs, output)
-        found[volumes] = of_volumes
+        found[volumes], inputs, lines = volumes.take(inputs, output)
     sources, skipped = find_images(inputs, output) if inputs else ([], "")
-    for kind in filter(None, map(_kind, _KINDS)):
-        found[kind] = [source for source in sources if kind.is_own(source)]
-        sources = [source for source in sources if source not in found[kind]]
+    kinds = [*filter(None, map(_kind, _KINDS))]
+    found |= {kind: [] for kind in kinds}
+    for source in sources:
+        found[next(kind for kind in kinds if kind.is_own(source))].append(source)
     there = {kind: found[kind] for kind in reversed(found) if found[kind]}
     return there, [*lines, *filter(None, [skipped])]
 
