@@ -151,17 +151,19 @@ def alone(where, file, run, world):
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(9, marks=SLOW)])
 def test_the_others_go_on_without_a_worker_that_was_killed(tmp_path, data, staleness):
-    file = config(data, tmp_path, steps=STEPS * 3, staleness=staleness, every_steps=STEPS * 2)
+    # On a busy machine many steps pass before the kill; while all evaluate it would end the run.
+    steps, evaluated = STEPS * 6, STEPS * 5
+    file = config(data, tmp_path, steps=steps, staleness=staleness, every_steps=evaluated)
     run = tmp_path / "run"
     first, worker, killed = alone(tmp_path, file, run, 3)
     first.wait_for_step(run, 2)
     with_signal(killed.process.pid, signal.SIGKILL)
     assert [first.wait(), worker.wait()] == [0, 0], first.errors
     assert "rank 2 is gone with its part; workers left: 1" in first.output
-    assert last(run).step == STEPS * 3
-    assert [step for step, _ in curve(run, "eval/mIoU")] == [STEPS * 2, STEPS * 3]
+    assert last(run).step == steps
+    assert [step for step, _ in curve(run, "eval/mIoU")] == [evaluated, steps]
     (batches,) = {v.item() for k, v in last(run).model.items() if "num_batches" in k}
-    assert batches in (2 * STEPS * 3, 2 * STEPS * 3 - 1)  # its part, if it had one
+    assert batches in (2 * steps, 2 * steps - 1)  # its part, if it had one
 
 
 @pytest.mark.parametrize(("world", "dies"), [(2, 1), (3, 0)], ids=["the only worker", "server"])
