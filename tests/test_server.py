@@ -5,7 +5,17 @@ import time
 
 import pytest
 import torch
-from experiments import curve, experiment, last, losses, refusal, sections, train, write_config
+from experiments import (
+    curve,
+    experiment,
+    killed_in_evaluation,
+    last,
+    losses,
+    refusal,
+    sections,
+    train,
+    write_config,
+)
 from processes import Command, free_port, save_and_stop, with_signal
 
 from segtrain.commands.train import loop
@@ -214,6 +224,14 @@ def end_of(file, run):
         return refusal(train, file, run)
     except RuntimeError as error:  # of torch, which `process_group` explains
         return "", 6, str(error)
+
+
+def test_a_run_that_was_killed_in_an_evaluation_repeats_it_and_goes_on(run_ranks, tmp_path, data):
+    file, run = config(data, tmp_path, every_steps=1, timeout_s=30.0), tmp_path / "run"
+    assert run_ranks(2, killed_in_evaluation, file, run) == ["killed"] * 2
+    assert (last(run).step, last(run).evaluated) == (1, 0)
+    assert run_ranks(2, train, file, run, True) == [0] * 2
+    assert [step for step, _ in curve(run, "eval/mIoU")] == [*range(1, STEPS + 1)]
 
 
 def test_a_loss_that_is_not_finite_ends_all(run_ranks, tmp_path, data):

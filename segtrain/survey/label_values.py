@@ -51,7 +51,8 @@ def count_values(
     kinds = {"ids", "two"} if shows_one else {kind}
     sizes_say = _are_upright(found, by_path)
     upright = bool(sizes_say) and not labels.classes
-    turned = (image for image in labels.labels if by_path[image].orientation != 1)
+    # Labels of background alone lie alike either way.
+    turned = {image for image, *_ in found if by_path[image].orientation != 1}
     unclear = frozenset(turned) if sizes_say is None else frozenset()
     shown = _checked(folder, found, kinds, by_path, upright=upright)
     if labels.classes:

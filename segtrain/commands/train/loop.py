@@ -114,6 +114,7 @@ def _between(run: TrainRun) -> None:
     """Evaluates and saves, and does not count the time that it takes."""
     began = time.perf_counter()
     _keep_cadences(run)
+    run.way.go_on(run)
     run.step_log.go_on(run, began)
 
 
@@ -196,7 +197,6 @@ def _keep_cadences(run: TrainRun) -> None:
         # The device is idle here, so a signal since the step before needs no further step.
         asked = dist.all_gather_object(run.signal_flags.stop_requested())
         run.step_sync.ask(stop=any(asked))
-    run.way.go_on(run)
 
 
 def _is_due(run: TrainRun) -> bool:
