@@ -834,7 +834,7 @@ def test_volumes_and_annotations_are_imported_one_after_the_other(tmp_path, lab)
     (tmp_path / "scans/a.nii.gz").write_bytes(b"x")
     (tmp_path / "coco.json").write_text('{"images": [], "annotations": [], "categories": []}')
     words = "data", "import", tmp_path / "coco.json", tmp_path / "scans", "--output", tmp_path / "o"
-    assert "scans: volumes and annotations are imported one" in lab.refused(*words, code=3)
+    assert "a.nii.gz: volumes and annotations are imported one" in lab.refused(*words, code=3)
 
 
 @pytest.mark.parametrize("option", ["--axis z", "--group a", "--attribute kind"])

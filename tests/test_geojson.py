@@ -127,9 +127,20 @@ def test_outlines_across_the_antimeridian_are_drawn_or_refused(tmp_path, west):
     expected[20:70, 10:100] = 1
     np.testing.assert_array_equal(labels["a.tif"], expected)
     outline[:, 0] -= 360 * (outline[:, 0] > 180)
-    one["geometry"]["coordinates"] = [outline.tolist()]
-    with pytest.raises(DataError, match=r"more than 180 degrees of longitude: .* beyond 180"):
-        drawn(tmp_path, one)
+    polygon = {"type": "Polygon", "coordinates": [outline.tolist()]}
+    several = {"type": "MultiPolygon", "coordinates": [polygon["coordinates"]]}
+    for shape in polygon, {"type": "GeometryCollection", "geometries": [several]}:
+        with pytest.raises(DataError, match=r"more than 180 degrees of longitude: .* beyond 180"):
+            drawn(tmp_path, one | {"geometry": shape})
+
+
+def test_an_outline_of_a_polar_map_that_would_go_round_the_earth_is_refused(tmp_path, map_tif):
+    square = [(-1e5, 1e6), (1e5, 1e6), (1e5, 1.1e6), (-1e5, 1.1e6), (-1e5, 1e6)]
+    geometry = {"type": "Polygon", "coordinates": [square]}
+    one = {"type": "Feature", "properties": None, "geometry": geometry}
+    crs = {"type": "name", "properties": {"name": "EPSG:3995"}}
+    with pytest.raises(DataError, match="more than 180 degrees of longitude"):
+        drawn(tmp_path, collection(tmp_path / "ice.geojson", one, crs=crs))
 
 
 def test_an_older_file_says_its_system_by_crs(tmp_path, map_tif):

@@ -701,7 +701,7 @@ def test_jpegs_that_are_damaged_in_the_middle_are_named(folder, lab):
     data[-80:-78] = b"\xff\xd9"
     (folder / "images/2.jpg").write_bytes(data)
     said = lab.done("init", folder, "--output", lab.folder / "m").out
-    assert "half of a picture: data check finds all such: images/2.jpg" in said
+    assert "as libjpeg says; data check finds all such: images/2.jpg" in said
 
 
 def test_a_dry_run_writes_ten_pairs_and_nothing_else(folder, lab, monkeypatch):

@@ -198,6 +198,8 @@ def test_a_video_becomes_a_video_of_overlays(run, tmp_path, capsys):
     for frame, color in zip(shown, CLASSES.palette, strict=True):
         assert np.abs(frame.mean((0, 1)) - color).max() < 12
     assert sorted(path.name for path in (tmp_path / "out/videos").iterdir()) == ["drive.mp4"]
+    assert run(tmp_path / "drive.mp4", output=tmp_path / "alone") == 0
+    assert (tmp_path / "alone/legend.png").is_file()
     with pytest.raises(ConfigError, match="exists already"):
         run(tmp_path / "drive.mp4")
     whole = (tmp_path / "drive.mp4").read_bytes()

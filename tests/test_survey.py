@@ -779,6 +779,16 @@ def test_where_edges_do_not_tell_how_labels_lie_it_is_asked(folder, init, asked)
     assert_labels(init("--exif", "turned")[0], truth)
 
 
+def test_an_image_that_exif_turns_and_that_has_no_label_asks_nothing(folder, init):
+    for i in range(8):
+        image, classes = scene(i, 2)
+        photo(folder / f"images/p{i}.jpg", image, 3 if i == 7 else 1)
+        if i < 7:
+            save(folder / f"masks/p{i}.png", classes)
+    found = init("--missing", "background")[0]
+    assert not found["images/p7.jpg"].any()
+
+
 def test_labels_on_the_pixels_as_stored_stay(folder, init):
     truth = {}
     for i in range(8):

@@ -61,6 +61,7 @@ def read(
     features = found["features"] if found["type"] == "FeatureCollection" else [found]
     names = _class_names(path, [one.get("properties") or {} for one in features], attribute)
     system = _system(found)
+    is_geographic = geo_library(path).crs.CRS.from_user_input(system).is_geographic
     regions = []
     for i, (feature, name) in enumerate(zip(features, names, strict=True)):
         place, geometry = f"{path}: feature {i}", feature["geometry"]
@@ -75,13 +76,13 @@ def read(
         except shapely.errors.ShapelyError as error:
             findings.refuse(place, error)
             continue
-        if _has_two_ways(shape, system):
-            findings.refuse(place, _TWO_WAYS)
-            continue
         if not shape.is_valid:
             findings.note(place, "an outline crosses itself: inside is what it goes round once")
             shape = shapely.make_valid(shape)
         polygons = list(_polygons(moved(shape, system, DEGREES)))
+        if _have_two_ways(polygons, is_moved=not is_geographic):
+            findings.refuse(place, _TWO_WAYS)
+            continue
         if not polygons:
             findings.note(place, f"{geometry['type']}: left out, because it has no area")
         for outer, *holes in polygons:
@@ -96,17 +97,12 @@ def _are_degrees(regions: Sequence[Region]) -> bool:
     return bool((np.abs(points) <= (360, 90)).all())
 
 
-def _has_two_ways(shape: Any, system: str) -> bool:
+def _have_two_ways(polygons: Iterable[Sequence[np.ndarray]], *, is_moved: bool) -> bool:
     """Whether an edge in degrees goes more than half round the Earth, as where tools write -179 and
-    179 side by side. The whole way round, -180 to 180, is no mistake."""
-    import shapely
-
-    if not geo_library("outlines").crs.CRS.from_user_input(system).is_geographic:
-        return False
-    parts = shapely.get_parts(shape)
-    rings = [ring for part in parts for ring in shapely.get_rings(part)]
-    lengths = [np.abs(np.diff(shapely.get_coordinates(ring)[:, 0])) for ring in rings]
-    return any(((x > 180) & (x < 360)).any() for x in lengths)
+    179 side by side. The whole way round, -180 to 180, is no mistake, but after a move.
+    """
+    edges = (np.abs(np.diff(ring[:, 0])) for ring in chain.from_iterable(polygons))
+    return any(((x > 180) & ((x < 360) | is_moved)).any() for x in edges)
 
 
 def _class_names(

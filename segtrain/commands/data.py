@@ -33,7 +33,7 @@ def import_annotations(args: argparse.Namespace) -> int:
     from segtrain.survey import slices
 
     sources = [*args.sources, *([args.images] if args.images else [])]
-    sources = list({path.resolve(): path for path in reversed(sources)}.values())[::-1]
+    sources = list({path.resolve(): path for path in sources}.values())
     are_annotations = any(map(detect, sources))
     if are_annotations:
         _refuse_volumes([path for path in args.sources if not detect(path)])
@@ -92,8 +92,8 @@ def _refuse_volumes(sources: Sequence[Path]) -> None:
     """DataError: these, which are given beside annotations, hold volumes."""
     from segtrain.survey import slices
 
-    if sources and slices.find_all(sources)[0]:
-        places = printable(first_of(sources))
+    if volumes := slices.find_all(sources)[0] if sources else ():
+        places = printable(first_of(one.path for one in volumes))
         raise DataError(f"{places}: volumes and annotations are imported one after the other")
 
 

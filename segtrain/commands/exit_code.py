@@ -74,6 +74,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
     """Runs `command` and returns the exit code; errors of segtrain itself keep their traceback.
 
+    But one: a feature may have been deleted.
+
     command: called with `args`; as text "module:name" of segtrain, which is imported first.
     """
     code, consequence, is_rank = EXIT_INTERNAL, False, has_launcher()
@@ -107,8 +109,9 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if not f"{error.name}.".startswith("segtrain."):
             raise
-        say(f"this needs {error.name}, which is not installed")
-        code = EXIT_CONFIG
+        code, missing = EXIT_CONFIG, f"this needs {error.name}, which is not installed"
+        if not is_rank or is_first_to_print(missing):
+            say(missing)
     except OSError as error:
         # Only errors without a file name can come from stdout.
         if is_rank or error.errno not in _FULL or error.filename is not None:

@@ -150,7 +150,8 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
             )
             for one in sets
         ]
-        words = differing_words(one.pattern for one in sets)
+        # Those that `label_sets` would take together.
+        words = differing_words(x.pattern for x in survey.sets if len(x.values) < 3)
         if words and all(len(one.values) < 3 for one in sets):
             one_each = "classes, whose masks show nearly the same; the smaller area counts"
             ways.append(Reading(one_each, names_option(words)))

@@ -179,7 +179,7 @@ def facts_of(folder: Path, images: Sequence[Image], notes: list[str]) -> dict[st
             problems.append(str(error))
         odd += [image.path] if said else []
     note_all(notes, problems, "image is damaged", "images are damaged")
-    what = "damaged in the middle, and half of a picture: data check finds all such"
+    what = "damaged in the middle, as libjpeg says; data check finds all such"
     note_all(notes, odd, f"image is {what}", f"images are {what}")
     return found
 

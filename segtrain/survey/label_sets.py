@@ -110,7 +110,8 @@ def label_sets(
     # Several sets of two values each, such as masks/car/ and masks/road/, are one label together.
     binary = {form: by_image for form, by_image in sets.items() if _is_binary(samples[form])}
     words = differing_words(binary)
-    are_said = classes is None or {x.lower() for x in words} <= {x.lower() for x in classes}
+    known = {x.partition("=")[0].lower() for x in classes or ()}
+    are_said = classes is None or {x.lower() for x in words} <= known
     differ = are_said or not words or not _show_the_same(folder, *binary.values())
     if words and _share_images(binary.values()) and differ:
         yield _together(binary, words)

@@ -67,10 +67,11 @@ def main(args: argparse.Namespace) -> int:
     job = Job(ready, output, names, tint, overwrite, args.probabilities, args.frames, tables)
     _check_data(job)
     for kind, sources in found.items():
-        kind.prepare(job, sources)
+        kind.check(job, sources)
     print_about(ready)
     for line in lines:
         print(line)
+    pictures.write_legend(output, classes)
     done = [
         (kind.several, kind.written(classes), kind.predict(job, sources))
         for kind, sources in found.items()

@@ -57,8 +57,8 @@ class Kind(Protocol):
         """Whether a file, of no kind that is asked before, is of this one."""
         ...
 
-    def prepare(self, job: Job, sources: Sequence[Any]) -> None:
-        """Makes room below `job.output`; UserError: `sources` and the model do not fit."""
+    def check(self, job: Job, sources: Sequence[Any]) -> None:
+        """UserError: `sources` do not fit the model, or what is below `job.output`."""
         ...
 
     def predict(self, job: Job, sources: Sequence[Any]) -> list[Notes]:

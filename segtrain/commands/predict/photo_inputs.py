@@ -64,7 +64,7 @@ class Photos:
         """Every file: it is named when it cannot be read."""
         return True
 
-    def prepare(self, job: Job, sources: Sequence[PhotoFile]) -> None:
+    def check(self, job: Job, sources: Sequence[PhotoFile]) -> None:
         """ConfigError: a library is missing that georeferences need."""
         check_library(sources)
 
@@ -123,7 +123,6 @@ def predict_images(
     """
     predictor, classes, form = ready.predictor, ready.loaded.classes, ready.form
     settings, transfer = predictor.settings, predictor.transfer
-    pictures.write_legend(output, classes)
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
     decode = partial(_decode, transfer, form)
     decoded = prefetch(decode, [source.path for source in sources], _THREADS)

@@ -34,7 +34,7 @@ class Rasters:
         """Whether it is a TIFF with parts to read, and larger than photos may be."""
         return _size_of(source) is not None
 
-    def prepare(self, job: Job, sources: Sequence[PhotoFile]) -> None:
+    def check(self, job: Job, sources: Sequence[PhotoFile]) -> None:
         """ConfigError: a library is missing that georeferences need."""
         check_library(sources)
 

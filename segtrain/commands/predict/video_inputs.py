@@ -31,20 +31,28 @@ class Videos:
         """Whether its suffix is that of a video."""
         return source.path.suffix.lower() in VIDEO_SUFFIXES
 
-    def prepare(self, job: Job, sources: Sequence[PhotoFile]) -> None:
-        """Makes room for frames; DataError: the model does not take the frames of videos."""
+    def check(self, job: Job, sources: Sequence[PhotoFile]) -> None:
+        """DataError: the model does not take frames; ConfigError: their label maps have no room."""
         form = job.ready.form
         if (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
             raise DataError(
                 f"{printable(sources[0].path)}: frames are RGB of 8 bits, and the model was "
                 f"trained on {form.channels} channels of {form.dtype}"
             )
-        if job.frames:
-            videos = [source.name for source in sources]
-            _make_room(job.output / pictures.LABELS, videos, job.names, overwrite=job.overwrite)
+        for source in sources if job.frames else ():
+            if shared := [name for name in job.names if name.startswith(f"{source.name}/")]:
+                what = f"{printable(source.name)} is a video, and {first_of(shared, 1)} an image"
+                raise ConfigError(f"--frames: {what}; predict them into two directories")
+            if (old := _old_frames(job, source)) and not job.overwrite:
+                repair = "choose another directory or pass --overwrite"
+                raise ConfigError(f"--output {first_of(old, 1)}: exists already; {repair}")
 
     def predict(self, job: Job, sources: Sequence[PhotoFile]) -> list[Notes]:
         """Writes a video for each, and with --frames labels/NAME/000000.png and on."""
+        for source in sources if job.frames else ():  # there may have been more
+            with os_errors_as(ExecutionError, job.output / pictures.LABELS, "cannot be cleared"):
+                for old in _old_frames(job, source):
+                    old.unlink()
         return [
             _predict_video(job, source, job.output / pictures.VIDEOS / f"{source.name}.mp4")
             for source in sources
@@ -87,24 +95,10 @@ def write_frame(output: Path, name: str, label: np.ndarray, classes: ClassFile) 
     pictures.write_stored(output / pictures.LABELS / name, stored)
 
 
-def _make_room(
-    labels: Path, videos: Sequence[str], names: Sequence[str], *, overwrite: bool
-) -> None:
-    """Removes the label maps of an earlier video's frames, of which there may have been more.
-
-    ConfigError: they are to be kept; or an image is named as a frame would be.
-    """
-    for video in videos:
-        if shared := [name for name in names if name.startswith(f"{video}/")]:
-            what = f"{printable(video)} is a video, and {first_of(shared, 1)} an image"
-            raise ConfigError(f"--frames: {what}; predict them into two directories")
-        old = [one for one in (labels / video).glob("*") if re.fullmatch(_FRAME, one.name)]
-        if old and not overwrite:
-            repair = "choose another directory or pass --overwrite"
-            raise ConfigError(f"--output {first_of(old, 1)}: exists already; {repair}")
-        with os_errors_as(ExecutionError, labels, "cannot be cleared"):
-            for one in old:
-                one.unlink()
+def _old_frames(job: Job, source: PhotoFile) -> list[Path]:
+    """The label maps of the frames of an earlier video of this name."""
+    files = (job.output / pictures.LABELS / source.name).glob("*")
+    return [file for file in files if re.fullmatch(_FRAME, file.name)]
 
 
 KIND = Videos()

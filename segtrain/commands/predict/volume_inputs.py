@@ -50,7 +50,7 @@ class Volumes:
         """No file: those that hold volumes are taken from the inputs."""
         return False
 
-    def prepare(self, job: Job, sources: Sequence[VolumeFile]) -> None:
+    def check(self, job: Job, sources: Sequence[VolumeFile]) -> None:
         """ConfigError: the model has no one class a pixel."""
         if job.classes.overlapping:
             raise ConfigError("volumes are labelled with one class a pixel")
@@ -62,8 +62,9 @@ class Volumes:
             path = job.output / pictures.LABELS / f"{source.name}{ENDING}"
             with noted(notes, path):
                 values, is_finite, along = _predict_volume(job.ready, source, path)
-                print(along)
                 notes.append(Notes(values=values, is_finite=is_finite))
+            if not notes[-1].problem:
+                print(along)
         return notes
 
     def written(self, classes: ClassFile) -> str:
