@@ -65,8 +65,9 @@ class Photos:
         return True
 
     def check(self, job: Job, sources: Sequence[PhotoFile]) -> None:
-        """ConfigError: a library is missing that georeferences need."""
+        """ConfigError: a library is missing that georeferences need, or a size of pixels."""
         check_library(sources)
+        job.tables.grids(sources)
 
     def predict(self, job: Job, sources: Sequence[PhotoFile]) -> list[Notes]:
         """Writes pictures of each, and the tables of all."""
