@@ -132,6 +132,9 @@ def test_outlines_across_the_antimeridian_are_drawn_or_refused(tmp_path, west):
     for shape in polygon, {"type": "GeometryCollection", "geometries": [several]}:
         with pytest.raises(DataError, match=r"more than 180 degrees of longitude: .* beyond 180"):
             drawn(tmp_path, one | {"geometry": shape})
+    crs = {"type": "name", "properties": {"name": "urn:ogc:def:crs:EPSG::4269"}}
+    with pytest.raises(DataError, match="more than 180 degrees of longitude"):
+        drawn(tmp_path, collection(tmp_path / "a.geojson", one | {"geometry": polygon}, crs=crs))
 
 
 def test_an_outline_of_a_polar_map_that_would_go_round_the_earth_is_refused(tmp_path, map_tif):
@@ -150,8 +153,10 @@ def test_an_older_file_says_its_system_by_crs(tmp_path, map_tif):
     found, labels = drawn(tmp_path, collection(tmp_path / "road.geojson", one, crs=crs))
     assert list(found.classes) == ["background", "road"]  # the name of the file
     np.testing.assert_array_equal(labels["map.tif"] == 1, truth() == 2)
-    with pytest.raises(DataError, match="coordinates are no degrees, and no member crs"):
-        drawn(tmp_path, one)
+    wide = {"type": "Polygon", "coordinates": [box(0, 0, 500, 100)]}  # 250 m
+    for geometry in outline, wide:
+        with pytest.raises(DataError, match="coordinates are no degrees, and no member crs"):
+            drawn(tmp_path, one | {"geometry": geometry})
 
 
 def test_rotated_rasters_and_tiles_get_the_part_that_lies_on_them(tmp_path):

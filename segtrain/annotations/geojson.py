@@ -76,11 +76,12 @@ def read(
         except shapely.errors.ShapelyError as error:
             findings.refuse(place, error)
             continue
+        drawn = list(_polygons(shape)) if is_geographic else []
         if not shape.is_valid:
             findings.note(place, "an outline crosses itself: inside is what it goes round once")
             shape = shapely.make_valid(shape)
         polygons = list(_polygons(moved(shape, system, DEGREES)))
-        if _have_two_ways(polygons, is_moved=not is_geographic):
+        if _have_two_ways(drawn or polygons, is_moved=not is_geographic):
             findings.refuse(place, _TWO_WAYS)
             continue
         if not polygons:
@@ -99,9 +100,11 @@ def _are_degrees(regions: Sequence[Region]) -> bool:
 
 def _have_two_ways(polygons: Iterable[Sequence[np.ndarray]], *, is_moved: bool) -> bool:
     """Whether an edge in degrees goes more than half round the Earth, as where tools write -179 and
-    179 side by side. The whole way round, -180 to 180, is no mistake, but after a move.
+    179 side by side. The whole way round, -180 to 180, is a mistake only where is_moved: after a
+    move from another system, which also cuts edges short that were drawn so.
     """
-    edges = (np.abs(np.diff(ring[:, 0])) for ring in chain.from_iterable(polygons))
+    rings = (ring[:, 0] for ring in chain.from_iterable(polygons))
+    edges = (np.abs(np.diff(lon)) for lon in rings if np.abs(lon).max() <= 360)  # else no degrees
     return any(((x > 180) & ((x < 360) | is_moved)).any() for x in edges)
 
 
