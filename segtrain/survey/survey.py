@@ -101,19 +101,8 @@ def survey(
         split_source, images = str(val_list), split_by(val_list, images)
     similar, moving = similar_images(folder, images)
 
-    one, many = "picture looks like a label", "pictures look like labels"
-    note_all(notes, matches.alone, f"{one}, but has no image", f"{many}, but have no image")
-    note_all(notes, matches.unclear, "label fits several images", "labels fit several images")
-    made = sorted(pattern for pattern, role in roles.items() if role == "made")
-    for i, pattern in enumerate(made):
-        reasons = [one.why for one in samples[pattern] if one.why]
-        made[i] += f" ({reasons[0]})" if reasons else ""
-    note_all(notes, made, "kind of picture is not used", "kinds of pictures are not used")
-    if not any(legends.values()):
-        unread = [path for path in others if is_called_legend(path)]
-        note_all(notes, unread, *(f"{x} no names of classes" for x in ("file has", "files have")))
-    rois = [str(path.relative_to(folder)) for path in roi_files(folder / x for x in others)]
-    note_all(notes, rois, *(f"{x} of ImageJ's ROIs, not read" for x in ("file", "files")))
+    _note_pictures(notes, matches, roles, samples)
+    _note_files(notes, folder, others, legends)
     sets = tuple(label_sets(folder, matches, pattern_of, samples, classes))
     return Survey(
         root=folder,
@@ -130,6 +119,34 @@ def survey(
         annotations={kind: tuple(files) for kind, files in detect(folder).items()},
         notes=tuple(notes),
     )
+
+
+def _note_pictures(
+    notes: list[str],
+    matches: Matches,
+    roles: Mapping[str, str],
+    samples: Mapping[str, Sequence[LabelFacts]],
+) -> None:
+    """Which pictures are neither image nor label, or of no image."""
+    one, many = "picture looks like a label", "pictures look like labels"
+    note_all(notes, matches.alone, f"{one}, but has no image", f"{many}, but have no image")
+    note_all(notes, matches.unclear, "label fits several images", "labels fit several images")
+    made = sorted(pattern for pattern, role in roles.items() if role == "made")
+    for i, pattern in enumerate(made):
+        reasons = [one.why for one in samples[pattern] if one.why]
+        made[i] += f" ({reasons[0]})" if reasons else ""
+    note_all(notes, made, "kind of picture is not used", "kinds of pictures are not used")
+
+
+def _note_files(
+    notes: list[str], folder: Path, others: Sequence[str], legends: Mapping[str, Legend | None]
+) -> None:
+    """Which other files are not read, though they might say something of the labels."""
+    if not any(legends.values()):
+        unread = [path for path in others if is_called_legend(path)]
+        note_all(notes, unread, *(f"{x} no names of classes" for x in ("file has", "files have")))
+    rois = [str(path.relative_to(folder)) for path in roi_files(folder / x for x in others)]
+    note_all(notes, rois, *(f"{x} of ImageJ's ROIs, not read" for x in ("file", "files")))
 
 
 def _check_listed(
