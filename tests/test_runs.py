@@ -66,7 +66,7 @@ def test_the_list_says_what_the_files_of_each_run_say(runs, tmp_path, lab, monke
     ended = runs / "cut/ending.json"
     for code, shown in (
         (5, "diverged: no number\n"),
-        (3, f"failed: no number: that mended, {again}\n"),
+        (3, f"failed: no number: once that is mended, {again}\n"),
     ):
         ended.write_text(json.dumps({"exit_code": code, "message": "no number"}))
         assert lab.done("runs", runs / "cut").out.splitlines(keepends=True)[1].endswith(shown)

@@ -74,7 +74,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
     """Runs `command` and returns the exit code; errors of segtrain itself keep their traceback.
 
-    But one: a feature may have been deleted.
+    A module of segtrain that is missing is told in a line: features can be deleted.
 
     command: called with `args`; as text "module:name" of segtrain, which is imported first.
     """

@@ -58,7 +58,7 @@ def _row(run: Summary) -> tuple[str, ...]:
         for command, file in (("folds", FOLDS), ("seeds", SEEDS)):
             if (parent / file).is_file():
                 what, where = command, parent
-        once = "that mended, " if run.state is State.FAILED else ""
+        once = "once that is mended, " if run.state is State.FAILED else ""
         words.append(f"{once}segtrain {what} {run_directory.word_for(where)} --resume")
     numbers = f"{run.training_s / 3600:.1f}", f"{run.num_bytes / 1e9:.2f}"
     return printable(run.directory), score, step, steps, *numbers, ": ".join(words)

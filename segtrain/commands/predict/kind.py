@@ -43,6 +43,8 @@ class Job(NamedTuple):
 class Kind(Protocol):
     """A kind of input. Its sources have a `path` and a `name`, as PhotoFile has.
 
+    Volumes, of which a folder may be one, also `take` theirs from what the user names, before all.
+
     several: the word of the summary, such as "videos". such: that of a refusal, "a video".
     honours: options that mean something for it; other kinds need not know these.
     instead: for options that it does not honour, what does the same.
