@@ -210,6 +210,23 @@ def test_scans_of_a_patient_stay_on_one_side(tmp_path, lab, name, options, patie
     assert not train & val
 
 
+def test_an_organ_as_a_binary_label_is_a_class_and_no_patient_is_one(tmp_path, lab):
+    """Of each patient a folder with slices of the same names; one does not show the organ."""
+    for i in range(4):
+        values, label = phantom(i, (12, 40, 48))
+        organ = (label == 2) * (i > 0)
+        write_nifti(tmp_path / f"data/s{i:04}/ct.nii.gz", values)
+        write_nifti(tmp_path / f"data/s{i:04}/segmentations/ball.nii.gz", organ.astype(np.uint8))
+    lab.done("data", "import", tmp_path / "data", "--output", tmp_path / "cut")
+    lab.done("init", tmp_path / "cut", "--output", tmp_path / "mine")
+    config = load_config(tmp_path / "mine/config.yaml")
+    assert load_class_file(config.data.classes).names == ("background", "foreground")
+    train, val = sides(tmp_path / "cut", r"(s\d+)")
+    assert train | val == {f"s{i:04}" for i in range(4)}
+    assert val
+    assert not train & val
+
+
 def test_folders_that_divide_a_patient_are_refused_and_what_is_in_no_list_is_said(tmp_path, lab):
     """Two hospitals, each with both splits, which may be meant."""
     at = "site1/train/p01_t1", "site2/train/p02_t1", "site1/val/p01_t2", "site2/extra/p03_t1"
