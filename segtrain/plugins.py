@@ -35,6 +35,8 @@ GROUPS = {
     "transform": "segtrain.transforms",
     "metric": "segtrain.metrics",
     "callback": "segtrain.callbacks",
+    "label_format": "segtrain.label_formats",
+    "task": "segtrain.tasks",
 }
 """The kinds of plugins, and the groups of their entry points."""
 
@@ -108,7 +110,7 @@ def register(
     return add
 
 
-loss, backbone, head, optimizer, transform, metric, callback = (
+loss, backbone, head, optimizer, transform, metric, callback, label_format, task = (
     partial(register, kind) for kind in GROUPS
 )
 

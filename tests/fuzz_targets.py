@@ -38,7 +38,8 @@ from segtrain.config import (
 from segtrain.data.read.classes import ClassFile, load_class_file
 from segtrain.data.read.image import RGB, read_image, set_dtype
 from segtrain.data.read.image_formats import read_info
-from segtrain.data.read.labels import colors_to_train_ids, ids_to_train_ids, read_label
+from segtrain.data.read.label_formats import label_format_of
+from segtrain.data.read.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.data.read.layouts import list_split
 from segtrain.errors import DataError
 from segtrain.files import manifest
@@ -138,7 +139,7 @@ def _label(path: Path) -> None:
     labels = []
     for label_format in ("ids", "colors"):
         try:
-            labels.append(read_label(path, _CLASSES, label_format))
+            labels.append(label_format_of(label_format).read(path, _CLASSES))
         except DataError:
             if label_format == "colors" and not labels:
                 raise

@@ -18,7 +18,7 @@ from segtrain.annotations import detect, draw, label_maps, read_annotations
 from segtrain.annotations.coco import unpacked
 from segtrain.annotations.regions import mask_of_runs
 from segtrain.data.read.classes import load_class_file
-from segtrain.data.read.labels import read_label
+from segtrain.data.read.label_formats import label_format_of
 from segtrain.data.read.lists import list_pairs
 from segtrain.errors import EXIT_INTERRUPTED, ConfigError, DataError
 
@@ -378,7 +378,9 @@ def test_shapes_of_via_are_drawn_by_the_attribute_that_names_the_class(tmp_path,
     assert message in lab.refused("init", data, "--output", tmp_path / "exp")
     lab.done(*command, "--attribute", "kind")
     classes = load_class_file(str(tmp_path / "out" / "classes.yaml"))
-    assert np.array_equal(read_label(tmp_path / "out" / "labels" / "a.png", classes), label)
+    assert np.array_equal(
+        label_format_of("ids").read(tmp_path / "out" / "labels" / "a.png", classes), label
+    )
     found = read_annotations([data], attribute="is it dirty")
     assert found.classes == ("background", "yes")
     with pytest.raises(DataError, match="its attribute 'is' does not name one class"):
@@ -741,7 +743,7 @@ def test_the_command_writes_labels_classes_and_pairs_that_segtrain_reads(tmp_pat
     classes = load_class_file(str(out / "classes.yaml"))
     assert classes.names == tuple(FLAGS)
     for name in ("#train/a", "val/a"):
-        label = read_label(out / "labels" / f"{name}.png", classes)
+        label = label_format_of("ids").read(out / "labels" / f"{name}.png", classes)
         assert np.array_equal(label, drawn("ell", "bar", "blob"))
     listing = list_pairs(out / "pairs.txt", data, out)
     assert not listing.problems
@@ -778,7 +780,7 @@ def test_a_background_that_no_pixel_shows_is_no_class(tmp_path, lab):
     lab.done("data", "import", tmp_path / "data", "--output", tmp_path / "out")
     classes = load_class_file(str(tmp_path / "out" / "classes.yaml"))
     assert set(classes.names) == {"ell", "sky"}
-    label = read_label(tmp_path / "out/labels/a.png", classes)
+    label = label_format_of("ids").read(tmp_path / "out/labels/a.png", classes)
     assert np.array_equal(label == classes.names.index("ell"), MASKS["ell"])
 
 
@@ -804,7 +806,7 @@ def test_sources_of_several_formats_are_imported_with_one_order_of_classes(tmp_p
     expected = ["background", *names.split(",")] if names else FLAGS
     assert found.names == tuple(expected)
     for name in ("lm/a", "cv/b"):
-        label = read_label(out / "labels" / f"{name}.png", found)
+        label = label_format_of("ids").read(out / "labels" / f"{name}.png", found)
         assert np.array_equal(label, drawn("ell", "bar", classes=expected))
     listing = list_pairs(out / "pairs.txt", tmp_path / "data", out)
     assert not listing.problems

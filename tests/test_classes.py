@@ -153,4 +153,4 @@ def test_labels_in_colours_need_the_colour_of_each_class(tmp_path):
     )
     assert load_class_file(str(path)).num_classes == 3
     with pytest.raises(ConfigError, match="these classes have no `color`: crack, sky"):
-        load_class_file(str(path), label_format="colors")
+        load_class_file(str(path), needs_colors=True)

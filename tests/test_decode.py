@@ -15,7 +15,8 @@ from segtrain.data.read import image as images
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.decode import printed_lines
 from segtrain.data.read.image_formats import read_info
-from segtrain.data.read.labels import looks_like_train_ids, read_label
+from segtrain.data.read.label_formats import label_format_of
+from segtrain.data.read.labels import looks_like_train_ids
 from segtrain.data.read.photos import read_photo
 from segtrain.data.read.raw_label import read_raw_label
 from segtrain.errors import DataError
@@ -108,9 +109,8 @@ def test_a_label_gives_the_stored_ids_at_every_depth_and_not_the_colours(saved, 
 )
 def test_raw_ids_become_train_ids(saved, depth, label_format, values, train_ids):
     classes = class_file((8, 4), 7, 1000, ignore=(9, 232, 255))
-    label = read_label(
-        saved(png(np.array([values[:3], values[3:]]), GREY, depth)), classes, label_format
-    )
+    file = saved(png(np.array([values[:3], values[3:]]), GREY, depth))
+    label = label_format_of(label_format).read(file, classes)
     assert label.dtype == np.uint8
     assert label.flatten().tolist() == train_ids
     assert classes.write_ids == [8, 7, 1000]
@@ -121,17 +121,19 @@ def test_raw_ids_become_train_ids(saved, depth, label_format, values, train_ids)
 def test_unknown_ids_are_named_with_their_pixels(saved, depth):
     path = saved(png(np.array([[0, 40, 40], [1, 77, 40]]), GREY, depth))
     with pytest.raises(DataError, match=r"x\.png: .* toy: 40 \(3 pixels\), 77 \(1 pixels\)"):
-        read_label(path, class_file(0, 1, ignore=(255,)))
+        label_format_of("ids").read(path, class_file(0, 1, ignore=(255,)))
 
 
 @pytest.mark.parametrize("depth", [8, 16])
 def test_an_unknown_id_is_noticed_even_if_the_classes_take_all_train_ids(saved, depth):
     classes = class_file(*range(255), ignore=())
     ids = np.array([[*range(255)]])
-    read = read_label(saved(png(ids, GREY, depth)), classes)
+    read = label_format_of("ids").read(saved(png(ids, GREY, depth)), classes)
     np.testing.assert_array_equal(read, ids)
     with pytest.raises(DataError, match=r"outside class file toy: 255 \(1 pixels\)"):
-        read_label(saved(png(np.append(ids, [[255]], axis=1), GREY, depth)), classes)
+        label_format_of("ids").read(
+            saved(png(np.append(ids, [[255]], axis=1), GREY, depth)), classes
+        )
 
 
 @pytest.mark.fault(53, 54)
@@ -151,7 +153,7 @@ def test_an_unknown_id_is_noticed_even_if_the_classes_take_all_train_ids(saved, 
 def test_typical_mistakes_of_ids_are_recognized(saved, values, classes, hint):
     path = saved(png(np.array([list(values)]), GREY, 8))
     with pytest.raises(DataError, match=hint):
-        read_label(path, classes)
+        label_format_of("ids").read(path, classes)
 
 
 COLORS = class_file(0, 1, colors=[(1, 2, 3), (1, 2, 4)], ignore_color=(9, 9, 9))
@@ -180,7 +182,7 @@ def rgb(*colors):
 def test_labels_of_another_form_are_refused(saved, content, label_format, message):
     classes = TRAIN_IDS if label_format == "train_ids" else COLORS
     with pytest.raises(DataError, match=f"x.png: .*{re.escape(message)}"):
-        read_label(saved(content), classes, label_format)
+        label_format_of(label_format).read(saved(content), classes)
 
 
 def test_colors_are_matched_exactly(saved):
@@ -189,12 +191,12 @@ def test_colors_are_matched_exactly(saved):
     plte = [(b"PLTE", bytes([1, 2, 4, 9, 9, 9, 1, 2, 3]))]
     indexed = png(np.array([[0, 1, 2], [2, 2, 0]]), PALETTE, 2, extra=plte)
     for content in (png(values, RGB, 8), png(opaque, RGBA, 8), indexed):
-        label = read_label(saved(content), COLORS, "colors")
+        label = label_format_of("colors").read(saved(content), COLORS)
         assert label.dtype == np.uint8
         assert label.tolist() == [[1, 255, 0], [0, 0, 1]]
     other = np.where((values == 9).all(2, keepdims=True), 5, values)
     with pytest.raises(DataError, match=r"does not name: \[5, 5, 5\] \(1 pixels\); give each"):
-        read_label(saved(png(other, RGB, 8)), COLORS, "colors")
+        label_format_of("colors").read(saved(png(other, RGB, 8)), COLORS)
 
 
 @pytest.mark.parametrize(

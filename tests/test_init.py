@@ -536,7 +536,7 @@ def test_a_file_for_each_class_may_be_rare_and_may_mean_no_class(folder):
 
 
 def class_colors(output):
-    classes = load_class_file(str(output / "classes.yaml"), label_format="colors").classes
+    classes = load_class_file(str(output / "classes.yaml"), needs_colors=True).classes
     return {one.name: one.color for one in classes}
 
 

@@ -23,7 +23,7 @@ from segtrain.checkpoint.trained import load_initial
 from segtrain.config import LossConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file, parse_class_file
-from segtrain.data.read.labels import read_label
+from segtrain.data.read.label_formats import label_format_of
 from segtrain.errors import CheckpointError, ConfigError, DataError
 from segtrain.evaluation import georaster
 from segtrain.evaluation.inference import InferenceSettings, predict_labels
@@ -312,7 +312,7 @@ def test_an_ensemble_has_the_mean_of_the_sigmoids():
 
 
 def classes(text="classes: [red, blue]"):
-    return parse_class_file(text, Path("classes.yaml"), "bands")
+    return parse_class_file(text, Path("classes.yaml"), overlapping=True)
 
 
 @pytest.mark.parametrize(
@@ -329,12 +329,12 @@ def test_a_value_that_the_class_file_does_not_explain_is_refused(tmp_path, text,
     how = {"photometric": "minisblack", "planarconfig": "separate", "metadata": None}
     tifffile.imwrite(tmp_path / "a.tif", bands, **how)
     with pytest.raises(DataError, match=re.escape(said)):
-        read_label(tmp_path / "a.tif", classes(text), "bands")
+        label_format_of("bands").read(tmp_path / "a.tif", classes(text))
     listed = classes(f"classes: [{{name: red}}, {{name: blue, ids: [1, {value}]}}]")
-    read = read_label(tmp_path / "a.tif", listed, "bands")
+    read = label_format_of("bands").read(tmp_path / "a.tif", listed)
     assert (read == (bands != 0).transpose(1, 2, 0)).all()
     ignoring = classes(f"classes: [red, blue]\nignore_ids: [{value}]")
-    read = read_label(tmp_path / "a.tif", ignoring, "bands")
+    read = label_format_of("bands").read(tmp_path / "a.tif", ignoring)
     assert (read[2, :2] == [1, IGNORE_INDEX]).all()
 
 

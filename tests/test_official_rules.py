@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from segtrain.data.read.classes import ClassFile, SegClass, load_class_file
-from segtrain.data.read.labels import read_label
+from segtrain.data.read.label_formats import label_format_of
 from segtrain.evaluation.counts import Outcome
 from segtrain.evaluation.score_table import (
     InstanceCounts,
@@ -37,7 +37,7 @@ def evaluated(tmp_path, name, labels, *, layout, label_format="ids", highest=255
     train_ids = np.vectorize(classes.train_id_of.get, otypes=[np.uint8])
     for i, raw in enumerate(labels):
         Image.fromarray(raw).save(tmp_path / f"{i}.png")
-        label = read_label(tmp_path / f"{i}.png", classes, label_format)
+        label = label_format_of(label_format).read(tmp_path / f"{i}.png", classes)
         other = rng.integers(0, classes.num_classes, label.shape)
         pred = np.where((label == 255) | (rng.random(label.shape) < 1 / 3), other, label)
         ids = np.array(classes.write_ids)[pred]

@@ -10,10 +10,11 @@ from test_geojson import NORTH_UP, PX_M, UTM, drawn, raster
 
 from segtrain.annotations import polygons
 from segtrain.annotations.polygons import find_label_maps, write_polygons
-from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.label_formats import label_format_of
 from segtrain.errors import DataError
 
 rasterio = pytest.importorskip("rasterio")
+pytest.importorskip("rasterio.warp")
 shapely = pytest.importorskip("shapely")
 
 NAMES = "classes: [background, wood, lake]\n"
@@ -25,7 +26,7 @@ def outlines(tmp_path):
 
     def found(*paths, classes=NAMES, label_format=None, **options):
         (tmp_path / "c.yaml").write_text(classes)
-        file = load_class_file(str(tmp_path / "c.yaml"), label_format=label_format or "ids")
+        file = label_format_of(label_format or "ids").class_file(str(tmp_path / "c.yaml"))
         options |= {"label_format": label_format}
         output = tmp_path / "found.geojson"
         areas = write_polygons(find_label_maps(paths), file, output, **options)

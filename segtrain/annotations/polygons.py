@@ -4,7 +4,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from segtrain.annotations.degrees import in_degrees
 from segtrain.annotations.geojson import moved
 from segtrain.annotations.reading import BACKGROUND
-from segtrain.data.read.classes import ClassFile, read_by
+from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.find import LABEL_SUFFIXES, files_by_name, one_name
 from segtrain.data.read.georeference import (
     DEGREES,
@@ -25,7 +24,7 @@ from segtrain.data.read.georeference import (
 )
 from segtrain.data.read.image import shows
 from segtrain.data.read.image_formats import read_info
-from segtrain.data.read.labels import read_label
+from segtrain.data.read.label_formats import label_format_of
 from segtrain.data.read.raster import raster_size, windows
 from segtrain.data.read.raw_label import marked_value
 from segtrain.errors import DataError, ExecutionError
@@ -143,31 +142,23 @@ def _features(
 
 
 def _read_label(path: Path, classes: ClassFile, label_format: str | None) -> np.ndarray:
-    """As `read_label`, of a raster of any size; pixels without data are ignored."""
+    """The label of a raster of any size; pixels without data are ignored."""
     info = read_info(path)
     if label_format is None and info.channels - info.alpha > 1:
         raise DataError(
             f"{printable(path)}: {info.channels} channels; --label-format bands, colors or ids "
             "says what they mean"
         )
-    label_format = label_format or "ids"
-    if label_format != "colors":
-        classes = read_by(classes, label_format)
-        label_format = "ids" if label_format == "train_ids" else label_format
-        no_data = marked_value(info.no_data)
-        if no_data is not None:  # even if a class has that id
-            kept = (replace(c, ids=tuple({*c.ids} - {no_data})) for c in classes.classes)
-            ignored = *classes.ignore_ids, int(no_data)
-            classes = replace(classes, classes=tuple(kept), ignore_ids=ignored)
+    labels = label_format_of(label_format or "ids")
+    labels, classes = labels.ignoring(marked_value(info.no_data), classes)
     size = raster_size(path)
     if size is None:
-        return read_label(path, classes, label_format)
-    bands = (classes.num_classes,) if label_format == "bands" else ()
-    label = np.empty((*size, *bands), np.uint8)
+        return labels.read(path, classes)
+    label = labels.ignored(size, classes)
     for one in windows(size):
         rows = slice(one.top, one.top + one.height)
         columns = slice(one.left, one.left + one.width)
-        label[rows, columns] = read_label(path, classes, label_format, one)
+        label[rows, columns] = labels.read(path, classes, one)
     return label
 
 

@@ -14,13 +14,13 @@ def main(args: argparse.Namespace) -> int:
         DataError: a label map or the class file cannot be read.
     """
     from segtrain.annotations.polygons import find_label_maps, write_polygons
-    from segtrain.data.read.classes import load_class_file
     from segtrain.data.read.georeference import geo_library
+    from segtrain.data.read.label_formats import label_format_of
 
     geo_library(args.labels[0])
     if args.output.exists() and not args.overwrite:
         raise ConfigError(f"--output {printable(args.output)}: exists; --overwrite replaces it")
-    classes = load_class_file(args.classes, label_format=args.label_format or "ids")
+    classes = label_format_of(args.label_format or "ids").class_file(args.classes)
     options = {"label_format": args.label_format, "simplify_m": args.simplify or 0.0}
     found = write_polygons(find_label_maps(args.labels), classes, args.output, **options)
     numbers = [f"{number}" for number, _ in found.values()]

@@ -20,13 +20,13 @@ from segtrain.data import open_dataset
 from segtrain.data.check.findings import split_findings
 from segtrain.data.check.scan import SplitScan, scan_pair
 from segtrain.data.read import image_formats
-from segtrain.data.read.classes import default_palette, load_class_file, read_by
+from segtrain.data.read.classes import default_palette, load_class_file
 from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import to_stored
 from segtrain.data.read.find import Window
+from segtrain.data.read.label_formats import LABEL_FORMATS
 from segtrain.data.read.raster import is_tiff
-from segtrain.data.read.raw_label import label_problem
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import ConfigError, DataError, ExecutionError, refuse_unused
 from segtrain.evaluation.georaster import write_label
@@ -108,7 +108,8 @@ def _label_format(plan: Decisions) -> str | None:
         return None
     info = image_formats.read_info(file)
     # Training refuses transparent pixels, which may be in any of the files.
-    return None if info.alpha or label_problem(info, labels.kind) else labels.kind
+    problem = LABEL_FORMATS[labels.kind].problem(info, 0)
+    return None if info.alpha or problem else labels.kind
 
 
 def _class_file(plan: Decisions, label_format: str | None) -> str:
@@ -355,10 +356,10 @@ def _cell(picture: np.ndarray) -> np.ndarray:
 
 def _value_warnings(training: SegDataset) -> list[str]:
     """What is odd about the values of some images, as `segtrain data check` says it."""
-    classes = read_by(training.classes, training.label_format)
+    classes = training.labels.meant(training.classes)
     scan = SplitScan("", len(training), classes.num_classes)
     for pair in spread(training.pairs, _SAMPLE):
-        scan.add(scan_pair(pair, training.classes, training.form, training.label_format))
+        scan.add(scan_pair(pair, training.classes, training.form, training.labels))
     return [one.text for one in split_findings(scan, classes) if one.kind in _ABOUT_VALUES]
 
 

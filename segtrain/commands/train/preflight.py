@@ -88,7 +88,7 @@ def check_experiment(
     # 2. Each machine has its own memory.
     here = (
         _device_memory_finding(config, num_classes, device),
-        _shared_memory_finding(config, train_set.form, train_set.label_bands),
+        _shared_memory_finding(config, train_set.form, train_set.label_bytes),
     )
     found = dist.all_gather_object(here)
     if finding := next((device for device, _ in found if device is not None), None):

@@ -28,15 +28,15 @@ from segtrain.data.check.findings import (
 from segtrain.data.check.scan import SplitScan, scan_label, scan_pair, scan_split
 from segtrain.data.check.stats import counts_of
 from segtrain.data.pack.opening import dataset_of, open_dataset
-from segtrain.data.read.classes import ClassFile, load_class_file, read_by
+from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
 from segtrain.data.read.find_tiles import boxes_of
 from segtrain.data.read.image import RGB, ImageForm, other_bands, other_sizes
 from segtrain.data.read.image_formats import read_info
+from segtrain.data.read.label_formats import LabelFormat, label_format_of
 from segtrain.data.read.layouts import scan_layout
-from segtrain.data.read.raw_label import label_problem
 from segtrain.data.read.tiles import overlapping
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
@@ -122,7 +122,8 @@ def check_data(data: DataConfig, jobs: int | None = None) -> CheckResult:
         ConfigError: the class file is missing or wrong.
         ExecutionError: a process was killed.
     """
-    classes = load_class_file(data.classes, label_format=data.label_format)
+    labels = label_format_of(data.label_format)
+    classes = labels.class_file(data.classes)
     findings: list[Finding] = []
     datasets = []
     for split in dict.fromkeys((data.train_split, data.eval_split)):
@@ -136,7 +137,7 @@ def check_data(data: DataConfig, jobs: int | None = None) -> CheckResult:
     with process_pool(num_processes(sum(map(len, datasets)), jobs)) as pool:
         scans = [scan_split(dataset, pool, compare=True) for dataset in datasets]
     for scan in scans:
-        findings += split_findings(scan, read_by(classes, data.label_format))
+        findings += split_findings(scan, labels.meant(classes))
     if len(datasets) == 2:
         findings += copy_findings(*(dataset.names for dataset in datasets))
         findings += _tile_findings(*datasets)
@@ -189,7 +190,7 @@ def check_split(dataset: SegDataset) -> list[str]:
     kinds = _KINDS_BY_SAMPLE
     if not _can_tell_train_ids(dataset):
         kinds = kinds - {"train ids"}
-    classes = read_by(dataset.classes, dataset.label_format)
+    classes = dataset.labels.meant(dataset.classes)
     found = [finding for finding in split_findings(scan, classes) if finding.kind in kinds]
     refuse_errors(found)
     return [_warning_line(finding) for finding in found]
@@ -232,7 +233,7 @@ def _warning_line(finding: Finding) -> str:
 def _check_headers(dataset: SegDataset) -> tuple[SplitScan, list[int]]:
     """What headers tell, and the bit depth of each image; DataError: training would stop."""
     scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
-    read = partial(_read_headers, num_classes=scan.pixels.size, label_format=dataset.label_format)
+    read = partial(_read_headers, num_classes=scan.pixels.size, labels=dataset.labels)
     depths = []
     for found, depth in prefetch(read, dataset.pairs, IO_THREADS):
         scan.add(found)
@@ -241,7 +242,7 @@ def _check_headers(dataset: SegDataset) -> tuple[SplitScan, list[int]]:
     return scan, depths
 
 
-def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[SplitScan, int]:
+def _read_headers(pair: Pair, num_classes: int, labels: LabelFormat) -> tuple[SplitScan, int]:
     """What is wrong with a pair, as far as its headers tell, and the bit depth of its image.
 
     The depth is 0 if the image cannot be used.
@@ -256,7 +257,7 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
         scan.places["scales"][image.scaling].append(pair.name)
         path = pair.label
         label = read_info(path)
-        if problem := label_problem(label, label_format, num_classes):
+        if problem := labels.problem(label, num_classes):
             raise DataError(problem)
         scan.compare_sizes(pair, image.size, label.size)
         scan.compare_places(pair)
@@ -288,10 +289,10 @@ def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
 
     If these show a single class, labels of more pairs are read.
     """
-    classes, label_format = dataset.classes, dataset.label_format
+    classes = dataset.classes
     deep = [i for i, depth in enumerate(depths) if depth > 8]
     indices = dict.fromkeys([*_spread(range(len(dataset))), *_spread(deep)])
-    work = partial(scan_pair, classes=classes, form=dataset.form, label_format=label_format)
+    work = partial(scan_pair, classes=classes, form=dataset.form, labels=dataset.labels)
     scan = SplitScan(dataset.split, len(dataset), classes.num_classes)
     for found in prefetch(work, (dataset.pairs[i] for i in indices), _DECODING_THREADS):
         scan.add(found)
@@ -313,7 +314,7 @@ def _look_for_second_class(
         if np.count_nonzero(scan.pixels) >= enough or scan.unknown or scan.places["unreadable"]:
             return
         if i not in scanned:
-            scan.add(scan_label(pair, dataset.classes, dataset.label_format))
+            scan.add(scan_label(pair, dataset.classes, dataset.labels))
 
 
 def _can_tell_train_ids(dataset: SegDataset) -> bool:

@@ -1,6 +1,7 @@
 """One split, read completely: each pair is decoded once, in processes, from files or a pack."""
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,23 +16,20 @@ from segtrain.data.check.values import ImageValues, image_values
 from segtrain.data.pack.index import PackedImage
 from segtrain.data.pack.opening import has_content
 from segtrain.data.pack.reader import PackedDataset, Shards, split_rows
-from segtrain.data.read import labels, raw_label
-from segtrain.data.read.classes import ClassFile, Color, read_by
+from segtrain.data.read.classes import ClassFile, Color
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import Scaling, printed_lines, read_bytes
 from segtrain.data.read.find import Pair
 from segtrain.data.read.georeference import other_place, place_of
 from segtrain.data.read.image import ImageForm, drops_alpha, read_image
-from segtrain.data.read.image_formats import open_stored, read_info, read_palette
-from segtrain.data.read.rims import blended_pixels, contacts_across
+from segtrain.data.read.image_formats import open_stored, read_info
+from segtrain.data.read.label_formats import LabelCounts, LabelFormat, Value
 from segtrain.errors import DataError
 from segtrain.text import printable
 
 # The colour of each index that occurs in a label.
 Palette = Mapping[int, Color]
-# A raw id, or an RGB colour where labels hold colours.
-Value = int | Color
 # What libjpeg prints of an image that it decodes all the same.
 _JPEG, OF_DAMAGE = b"\xff\xd8", ("Corrupt JPEG data", "Premature end")
 # Pixels of a split by which percentiles are estimated, and the least of an image.
@@ -171,6 +169,18 @@ class SplitScan:
             pixels = image.reshape(-1, image.shape[2])
             self.sample.append(pixels[:: max(1, len(pixels) // sample_size)].astype(np.float32))
 
+    def add_counts(self, name: str, found: LabelCounts) -> None:
+        """Adds what the label of an image holds."""
+        for key in ("blended", "thin", "contacts", "absent"):
+            setattr(self, key, getattr(self, key) + getattr(found, key))
+        self.values.update(found.values)
+        self.unknown.update(found.unknown)
+        for value in found.unknown:
+            self.places["values"][value].append(name)
+        if found.palette:
+            self.palettes[name] = found.palette
+        self.add_label(name, found.pixels, math.prod(found.size))
+
     def add_label(self, name: str, pixels: np.ndarray, num_pixels: int) -> None:
         """Adds a label of `num_pixels` with this many `pixels` (K,) of each class."""
         num_valid = int((pixels + self.absent).max() if self.absent.any() else pixels.sum())
@@ -207,7 +217,7 @@ def scan_split(
         work = partial(_scan_packed, **settings)
         items = list(zip(dataset.images, dataset.pairs, strict=True))
     else:
-        work = partial(scan_pair, **settings, label_format=dataset.label_format)
+        work = partial(scan_pair, **settings, labels=dataset.labels)
         items = dataset.pairs
     for scan in for_each_pair(work, items, pool, dataset.split):
         total.add(scan)
@@ -215,7 +225,7 @@ def scan_split(
 
 
 def scan_pair(
-    pair: Pair, classes: ClassFile, form: ImageForm, label_format: str, sample_size: int = 0
+    pair: Pair, classes: ClassFile, form: ImageForm, labels: LabelFormat, sample_size: int = 0
 ) -> SplitScan:
     """What one pair holds; sample_size: see `SplitScan.add_image`."""
     scan = SplitScan("", 1, classes.num_classes)
@@ -242,7 +252,7 @@ def scan_pair(
     else:
         scan.add_image(image, values, digest, info.orientation, sample_size)
         scan.places["scales"][info.scaling].append(pair.name)
-    scan.add(scan_label(pair, classes, label_format, scan.sizes))
+    scan.add(scan_label(pair, classes, labels, scan.sizes))
     scan.compare_places(pair)
     return scan
 
@@ -264,59 +274,19 @@ def _moments(image: np.ndarray) -> np.ndarray:
 
 
 def scan_label(
-    pair: Pair, classes: ClassFile, label_format: str, image_sizes: Iterable[tuple[int, int]] = ()
+    pair: Pair, classes: ClassFile, labels: LabelFormat, image_sizes: Iterable[tuple[int, int]] = ()
 ) -> SplitScan:
     """What the label of one pair holds. image_sizes: of its image, if that could be read."""
     scan = SplitScan("", 1, classes.num_classes)
     try:
-        shape, pixels = _count_label(scan, pair, classes, label_format)
+        found = labels.count(pair.label, classes, pair.window)
     except DataError as error:
         scan.add_unreadable(pair.label, error)
         return scan
-    scan.add_label(pair.name, pixels, shape[0] * shape[1])
-    for value in scan.unknown:
-        scan.places["values"][value].append(pair.name)
+    scan.add_counts(pair.name, found)
     for size in image_sizes:
-        scan.compare_sizes(pair, size, shape)
+        scan.compare_sizes(pair, size, found.size)
     return scan
-
-
-def _count_label(
-    scan: SplitScan, pair: Pair, classes: ClassFile, label_format: str
-) -> tuple[tuple[int, ...], np.ndarray]:
-    """The shape (H, W) of a label and its pixels of each class (K,); its values go to `scan`."""
-    if label_format == "colors":
-        colors = raw_label.read_colors(pair.label, pair.window)
-        label = labels.map_colors(colors, classes)
-        at_blend = label[blended_pixels(colors) & (label >= 0)]
-        scan.blended += np.bincount(at_blend, minlength=256)[: classes.num_classes]
-        scan.unknown.update(labels.count_colors(colors[label < 0]))
-        return label.shape, np.bincount(label[label >= 0], minlength=256)[: classes.num_classes]
-    if label_format == "bands":
-        label = labels.read_label(pair.label, classes, label_format, pair.window)
-        scan.absent += (label == 0).sum((0, 1))
-        return label.shape[:2], (label == 1).sum((0, 1))
-    label = raw_label.read_raw_label(pair.label, pair.window)
-    scan.values.update(labels.count_ids(label))
-    pixels = np.zeros(classes.num_classes, np.int64)
-    blended, thin = (labels.count_ids(label[blended_pixels(label, side)]) for side in (5, 3))
-    contacts = contacts_across(label)
-    train_id_of = read_by(classes, label_format).train_id_of
-    for raw_id, count in scan.values.items():
-        train_id = train_id_of.get(raw_id)
-        if train_id is None:
-            scan.unknown[raw_id] = count
-        elif train_id < classes.num_classes:
-            pixels[train_id] += count
-            scan.blended[train_id] += blended.get(raw_id, 0)
-            scan.thin[train_id] += thin.get(raw_id, 0)
-            scan.contacts[train_id] += contacts[raw_id]
-    colors = read_palette(pair.label)
-    # In a grey ramp each colour only repeats its index.
-    if any(color != (i, i, i) for i, color in enumerate(colors)):
-        used = (i for i in sorted(scan.values) if i < len(colors))
-        scan.palettes[pair.name] = {i: colors[i] for i in used}
-    return label.shape, pixels
 
 
 def _scan_packed(

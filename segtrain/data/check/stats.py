@@ -13,7 +13,6 @@ from segtrain.data.check.findings import refuse_errors, split_findings
 from segtrain.data.check.scan import SplitScan, scan_split
 from segtrain.data.check.values import suggested_range
 from segtrain.data.pack.opening import open_dataset
-from segtrain.data.read.classes import read_by
 from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.image import ImageForm, ValueRange
 from segtrain.distributed.machine import process_pool
@@ -190,7 +189,7 @@ def measure(
     dataset = open_dataset(data, split)
     with process_pool(num_processes(len(dataset), jobs)) as pool:
         scan = scan_split(dataset, pool, measure=True)
-    found = split_findings(scan, read_by(dataset.classes, data.label_format))
+    found = split_findings(scan, dataset.labels.meant(dataset.classes))
     refuse_errors(one for one in found if one.kind in ("unreadable", "sizes", "values"))
     if not scan.pixels.any():
         raise DataError(f"split {printable(scan.split)!r}: no label has a pixel of any class")

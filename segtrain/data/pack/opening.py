@@ -27,12 +27,12 @@ from segtrain.data.read.classes import (
     ClassFile,
     class_differences,
     class_file_from_json,
-    load_class_file,
 )
 from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Listing, Pair, first_lines
 from segtrain.data.read.image import form_of
+from segtrain.data.read.label_formats import label_format_of
 from segtrain.data.read.layouts import list_split, scan_layout
 from segtrain.data.read.neighbours import with_neighbour_files
 from segtrain.data.read.raster import split_rasters
@@ -63,7 +63,7 @@ def open_dataset(data: DataConfig, split: str, *, labelled: bool = True) -> SegD
         DataError: no such split, no images, or files missing, all of them counted; or there is no
             pack, it is damaged or older than its files.
     """
-    classes = load_class_file(data.classes, label_format=data.label_format)
+    classes = label_format_of(data.label_format).class_file(data.classes)
     if data.pack is not None:
         return _open_packed(data, split, classes, labelled=labelled)
     listing = list_split(data, split, labelled=labelled)

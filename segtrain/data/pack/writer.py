@@ -40,7 +40,7 @@ from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair, first_lines
 from segtrain.data.read.image import ImageForm, read_image
 from segtrain.data.read.image_formats import read_info
-from segtrain.data.read.labels import read_label
+from segtrain.data.read.label_formats import label_format_of
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable
 
@@ -207,7 +207,7 @@ def _fill_one(
         *image_files, label_file = contents = [read_bytes(path) for path in paths]
         info = read_info(pair.image)
         image = read_image(pair.images, form, contents=image_files)
-        label = read_label(pair.label, classes, data.label_format, content=label_file)
+        label = label_format_of(data.label_format).read(pair.label, classes, content=label_file)
         if problem := size_problem(pair, image.shape[:2], label.shape):
             return problem
         if image.dtype.kind != form.dtype.kind:

@@ -149,18 +149,6 @@ def _voc_palette() -> tuple[Color, ...]:
     )
 
 
-def read_by(classes: ClassFile, label_format: str) -> ClassFile:
-    """The class file with the ids that labels of this format hold; for reading only.
-
-    "train_ids": positions in the file, and 255 to ignore. Predictions are still written with the
-    ids of `classes`.
-    """
-    if label_format != "train_ids":
-        return classes
-    by_position = tuple(replace(c, ids=(i,)) for i, c in enumerate(classes.classes))
-    return replace(classes, classes=by_position, ignore_ids=(IGNORE_INDEX,))
-
-
 def class_differences(
     before: ClassFile, now: ClassFile, label_format: str
 ) -> tuple[list[str], list[str]]:
@@ -203,11 +191,14 @@ _EXAMPLE = "classes: [background, crack]"
 _IGNORE_COLORS = ((0, 0, 0), (224, 224, 192), (255, 255, 255))
 
 
-def load_class_file(name_or_path: str, *, label_format: str = "ids") -> ClassFile:
+def load_class_file(
+    name_or_path: str, *, needs_colors: bool = False, overlapping: bool = False
+) -> ClassFile:
     """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
 
-    label_format: with "colors" the file must give the colour of each class. A default colour could
-        stand for another class in the labels. With "bands" the classes overlap.
+    needs_colors: the file must give the colour of each class, as where labels are in colours: a
+        default colour could stand for another class there.
+    overlapping: see `ClassFile`.
 
     Raises:
         ConfigError: no such file, or one line for every mistake in it.
@@ -217,7 +208,7 @@ def load_class_file(name_or_path: str, *, label_format: str = "ids") -> ClassFil
         text = read_text(path)
     except ConfigError as error:
         raise ConfigError(f"data.classes: {error}") from None
-    return parse_class_file(text, path, label_format)
+    return parse_class_file(text, path, needs_colors=needs_colors, overlapping=overlapping)
 
 
 def class_file_from_json(text: str) -> ClassFile:
@@ -303,10 +294,12 @@ class _StoredClassFile(_ClassFileEntry):
     overlapping: bool = False
 
 
-def parse_class_file(text: str, path: Path, label_format: str = "ids") -> ClassFile:
+def parse_class_file(
+    text: str, path: Path, *, needs_colors: bool = False, overlapping: bool = False
+) -> ClassFile:
     """The class file with this `text`; `path` gives its name, and the place of its mistakes.
 
-    label_format: as in `load_class_file`.
+    needs_colors, overlapping: as in `load_class_file`.
     """
     document = scan_yaml(text, source=printable(path), example=_EXAMPLE)
     mistakes, data = list(document.mistakes), document.data
@@ -319,10 +312,10 @@ def parse_class_file(text: str, path: Path, label_format: str = "ids") -> ClassF
         refused = {mistake.path for mistake in document.mistakes}
         mistakes += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
     elif not mistakes:
-        classes = _resolve(entry, path.stem, overlapping=label_format == "bands")
+        classes = _resolve(entry, path.stem, overlapping=overlapping)
         mistakes += _repeated(classes)
         missing = [c.name for c in entry.classes if c.color is None]
-        if missing and label_format == "colors":
+        if missing and needs_colors:
             what = "data.label_format is colors, and these classes have no `color`"
             mistakes.append(Mistake(("classes",), f"{what}: {first_of(missing)}"))
         if not mistakes:

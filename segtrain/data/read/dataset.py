@@ -15,11 +15,10 @@ from segtrain.data.read.decode import read_bytes
 from segtrain.data.read.find import Pair
 from segtrain.data.read.image import RGB, ImageForm, ignore_missing, read_image
 from segtrain.data.read.image_formats import read_info
-from segtrain.data.read.labels import read_label
+from segtrain.data.read.label_formats import LabelFormat, label_format_of
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
 from segtrain.text import printable
-from segtrain.types import IGNORE_INDEX
 
 
 class HashedLabel(NamedTuple):
@@ -83,9 +82,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
             repair = f"replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
             raise DataError(f"{error}; {repair}") from error
         if not self.labelled:
-            bands = (self.classes.num_classes,) if self.classes.overlapping else ()
-            return image, np.full((*image.shape[:2], *bands), IGNORE_INDEX, np.uint8)
-        label = read_label(pair.label, self.classes, self.label_format, pair.window)
+            return image, self.labels.ignored(image.shape[:2], self.classes)
+        label = self.labels.read(pair.label, self.classes, pair.window)
         if problem := size_problem(pair, image.shape[:2], label.shape[:2]):
             raise DataError(problem)
         return image, label
@@ -106,7 +104,7 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     def hashed_label(self, index: int) -> HashedLabel:
         """The label of item `index`, with its hash; DataError: it is unreadable."""
         pair = self.pairs[index]
-        read = partial(read_label, pair.label, self.classes, self.label_format)
+        read = partial(self.labels.read, pair.label, self.classes)
         if pair.window is not None:
             # Windows share a file, so its hash would be the same for all of them.
             label = read(pair.window)
@@ -115,9 +113,14 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         return HashedLabel(hashlib.sha256(content).digest(), partial(read, content=content))
 
     @property
-    def label_bands(self) -> int:
-        """Bytes of a pixel of a label: one, or where classes overlap one a class."""
-        return self.classes.num_classes if self.classes.overlapping else 1
+    def labels(self) -> LabelFormat:
+        """What the label files hold."""
+        return label_format_of(self.label_format)
+
+    @property
+    def label_bytes(self) -> int:
+        """Those of a pixel of a label."""
+        return self.labels.ignored((1, 1), self.classes).nbytes
 
     def content_hash(self) -> str:
         """The hash of all pixels; empty where it is not known, which is so except in a pack."""

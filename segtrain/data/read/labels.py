@@ -7,9 +7,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from segtrain.data.read.classes import ClassFile, Color, read_by
-from segtrain.data.read.find import Window
-from segtrain.data.read.raw_label import read_bands, read_colors, read_raw_label
+from segtrain.data.read.classes import ClassFile, Color
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
 from segtrain.types import IGNORE_INDEX
@@ -19,36 +17,6 @@ _MAX_SHOWN = 10
 _NO_DATA_ID = 65535
 # More colours than 8-bit labels have values.
 _MANY_COLORS = 256
-
-
-def read_label(
-    path: str | Path,
-    class_file: ClassFile,
-    label_format: str = "ids",
-    window: Window | None = None,
-    *,
-    content: bytes | None = None,
-) -> np.ndarray:
-    """The label, (H, W) uint8: train ids, and 255 for the pixels that the class file ignores.
-
-    label_format: "ids" (one channel of raw ids), "colors" (the exact colours of the classes),
-        "train_ids" (one channel of positions in the class file, and 255) or "bands" (a channel for
-        each class, see `ClassFile.overlapping`: the label is (H, W, K) uint8).
-    window: the part to read of a raster; None: the whole label.
-    content: the bytes of the file; None: they are to be read.
-
-    Raises:
-        DataError: also for ids or colours that are not in the class file; it lists each with its
-            number of pixels.
-    """
-    if label_format == "colors":
-        colors = read_colors(path, window, content=content)
-        return colors_to_train_ids(colors, path, class_file)
-    if label_format == "bands":
-        bands = read_bands(path, class_file.num_classes, window, content=content)
-        return bands_to_presence(bands, path, class_file)
-    raw = read_raw_label(path, window, content=content)
-    return ids_to_train_ids(raw, path, read_by(class_file, label_format))
 
 
 def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:

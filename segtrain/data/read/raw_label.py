@@ -7,6 +7,7 @@ so. A grey file that was saved as RGB, with three equal channels, is a file of i
 Every function raises DataError, with the name of the file.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def read_raw_label(
     window: the part to read of a raster; None: the whole label.
     content: the bytes of the file; None: they are to be read.
     """
-    file = _opened(path, "ids", window, content)
+    file = _opened(path, problem_of_ids, window, content)
     pixels, info = with_no_data_id(file.pixels(), file.info.no_data), file.info
     raw = np.ascontiguousarray(pixels[..., 0])
     if (pixels[..., 1 : info.channels - info.alpha] != pixels[..., :1]).any():
@@ -77,7 +78,7 @@ def read_bands(
     file = image_formats.open_stored(
         path, window, content=content, max_pixels=MAX_PIXELS, max_channels=num_bands
     )
-    if problem := label_problem(file.info, "bands", num_bands):
+    if problem := problem_of_bands(file.info, num_bands):
         raise DataError(f"{printable(path)}: {problem}")
     return with_no_data_id(file.pixels(), file.info.no_data)
 
@@ -86,7 +87,7 @@ def read_colors(
     path: str | Path, window: Window | None = None, *, content: bytes | None = None
 ) -> np.ndarray:
     """The colours of a label, (H, W, 3) uint8 RGB; a pixel that is not opaque is an error."""
-    file = _opened(path, "colors", window, content)
+    file = _opened(path, problem_of_colors, window, content)
     if Path(path).suffix.lower() == ".png":
         return decode.decode_png_colors(file.content, path)
     pixels = file.pixels()
@@ -100,32 +101,49 @@ def read_colors(
 SCALED = "GDAL's scale or offset makes other numbers of the label's ids; write these numbers"
 
 
-def label_problem(info: Info, label_format: str, num_classes: int = 0) -> str:
-    """Why a label with this header cannot be read in this format; empty if it can."""
+def problem_of_ids(info: Info) -> str:
+    """Why the ids of a label with this header cannot be read; empty if they can."""
+    if problem := _problem_of_any(info):
+        return problem
     channels = info.channels - info.alpha
-    if not info.lossless:
-        return "the label is compressed with loss, as JPEG does it, which changes its ids"
-    if info.scaling:
-        return SCALED
-    if label_format == "bands":
-        if info.channels == num_classes and not info.palette and info.dtype.kind in "bu":
-            return ""
-        found = "a palette" if info.palette else f"{info.channels} channels of {info.dtype}"
-        return f"the label has {found}; expected a band of 8 bits for each of {num_classes} classes"
-    if label_format == "colors":
-        if channels in (1, 3) and info.dtype == np.uint8:
-            return ""
-        found = f"{channels} channels of {info.dtype}"
-        return f"the label has {found}; expected 8-bit RGB colours"
     if channels in (1, 3) and not (info.alpha and info.dtype.kind == "f"):
         return ""
     return f"the label has {channels} channels, expected one of class ids"
 
 
+def problem_of_colors(info: Info) -> str:
+    """Why the colours of a label with this header cannot be read; empty if they can."""
+    if problem := _problem_of_any(info):
+        return problem
+    channels = info.channels - info.alpha
+    if channels in (1, 3) and info.dtype == np.uint8:
+        return ""
+    return f"the label has {channels} channels of {info.dtype}; expected 8-bit RGB colours"
+
+
+def problem_of_bands(info: Info, num_classes: int) -> str:
+    """Why a label with this header has no band for each class; empty if it has."""
+    if problem := _problem_of_any(info):
+        return problem
+    if info.channels == num_classes and not info.palette and info.dtype.kind in "bu":
+        return ""
+    found = "a palette" if info.palette else f"{info.channels} channels of {info.dtype}"
+    return f"the label has {found}; expected a band of 8 bits for each of {num_classes} classes"
+
+
+def _problem_of_any(info: Info) -> str:
+    if not info.lossless:
+        return "the label is compressed with loss, as JPEG does it, which changes its ids"
+    return SCALED if info.scaling else ""
+
+
 def _opened(
-    path: str | Path, label_format: str, window: Window | None, content: bytes | None
+    path: str | Path,
+    problem_of: Callable[[Info], str],
+    window: Window | None,
+    content: bytes | None,
 ) -> image_formats.StoredFile:
     file = image_formats.open_stored(path, window, content=content, max_pixels=MAX_PIXELS)
-    if problem := label_problem(file.info, label_format):
+    if problem := problem_of(file.info):
         raise DataError(f"{printable(path)}: {problem}")
     return file

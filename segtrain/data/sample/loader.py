@@ -64,7 +64,7 @@ def largest_microbatch(config: Config) -> int:
 def bytes_in_flight(config: Config, form: ImageForm, num_workers: int, bands: int = 1) -> int:
     """The shared memory of the batches that one rank with so many workers has ready.
 
-    bands: of a label, `SegDataset.label_bands`.
+    label_bytes: of a pixel, `SegDataset.label_bytes`.
     """
     height, width = config.augment.crop_size
     # A pixel has one byte of its label, or of each band of it.
