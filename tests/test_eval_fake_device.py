@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.checkpoint.ready import ReadyModel
 from segtrain.commands.predict import photo_inputs
+from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.image import RGB
 from segtrain.data.read.image_formats import Info
 from segtrain.data.read.photos import Photo, PhotoFile
@@ -153,12 +154,14 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch)
     sources = [PhotoFile(Path(str(i)), str(i)) for i in range(len(SIZES))]
     by_size, classes = (
         SettingsBySize(SETTINGS, SETTINGS),
-        SimpleNamespace(num_classes=K, overlapping=False),
+        ClassFile(
+            "some", tuple(SegClass(f"{i}", (i, i, i), (i,)) for i in range(K)), (), (9, 9, 9)
+        ),
     )
     with device:
         loaded = SimpleNamespace(classes=classes)
         predictor = Predictor(model_of(), by_size, CUDA, K)
-        ready = ReadyModel(predictor, loaded, None, RGB)
+        ready = ReadyModel(predictor, loaded, SimpleNamespace(task="semantic"), RGB)
         photo_inputs.predict_images(ready, sources, Path("nowhere"), Tint([]))
     assert sorted(written) == ["0", "1", "2", "3", "4"]
     assert len(Mark.waits) == 3

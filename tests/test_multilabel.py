@@ -40,6 +40,7 @@ from segtrain.one_vs_rest import (
 )
 from segtrain.results.runs import summarize
 from segtrain.run.pictures import mask_names
+from segtrain.task import task_of
 from segtrain.training.losses import SegLoss
 from segtrain.types import IGNORE_INDEX, SegLogits
 
@@ -86,7 +87,7 @@ def discs(root: Path, number: int) -> dict[str, np.ndarray]:
 
 
 def seg_loss(**config):
-    return SegLoss(LossConfig.model_validate(config), CPU, multilabel=True)
+    return SegLoss(LossConfig.model_validate(config), CPU, task=task_of("multilabel"))
 
 
 def flat(logits, labels):
@@ -287,6 +288,7 @@ class Fixed(torch.nn.Module):
 def test_each_class_is_where_its_own_probability_reaches_its_threshold(how):
     image = torch.randint(0, 256, (1, 3, 16, 24), dtype=torch.uint8)
     values = {"mean": (128.0,) * 3, "std": (40.0,) * 3, "thresholds": (0.3, 0.7)}
+    values["task"] = "multilabel"
     settings = InferenceSettings(**values, **how)
     asked = {"probabilities": "all"}
     (found,) = predict_labels(
@@ -303,7 +305,7 @@ def test_each_class_is_where_its_own_probability_reaches_its_threshold(how):
 def test_an_ensemble_has_the_mean_of_the_sigmoids():
     images = torch.randn(1, 3, 4, 5).double()
     members = Fixed(1.0), Fixed(-3.0)
-    logits = Ensemble(members, multilabel=True).double()(images).out
+    logits = Ensemble(members, task_of("multilabel").mean).double()(images).out
     expected = sum(one.double()(images).out.sigmoid() for one in members) / 2
     assert (logits.sigmoid() - expected).abs().max() < 1e-12
 

@@ -14,7 +14,6 @@ from PIL import Image
 
 from segtrain.data.read.classes import ClassFile, SegClass, load_class_file
 from segtrain.data.read.label_formats import label_format_of
-from segtrain.evaluation.counts import Outcome
 from segtrain.evaluation.score_table import (
     InstanceCounts,
     ade20k_scores,
@@ -22,6 +21,7 @@ from segtrain.evaluation.score_table import (
     make_report,
 )
 from segtrain.metrics import Calibration, ConfusionMatrix
+from segtrain.task.outcome import Outcome
 
 SIZES = [(24, 31), (17, 40), (30, 22)]
 

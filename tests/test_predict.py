@@ -16,7 +16,7 @@ from segtrain import cli
 from segtrain.checkpoint import ready
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.commands import predict
-from segtrain.commands.predict import raster_inputs, video_inputs
+from segtrain.commands.predict import raster_inputs
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.georeference import place_of
@@ -24,6 +24,8 @@ from segtrain.data.read.image_formats import read_info
 from segtrain.errors import ConfigError, DataError, ExecutionError, MemoryLimitError
 from segtrain.evaluation import settings
 from segtrain.evaluation.video import overlay_video
+from segtrain.run.pictures import write_stored
+from segtrain.task import TASKS
 from segtrain.types import SegLogits
 
 CLASSES = ClassFile(
@@ -538,6 +540,7 @@ def test_frames_never_get_the_place_of_an_image(run, tmp_path):
 def test_label_maps_of_frames_have_a_band_for_each_class_that_overlaps(tmp_path):
     classes = ClassFile("two", CLASSES.classes[:2], (), (0, 0, 0), overlapping=True)
     label = np.random.default_rng(0).integers(0, 2, (5, 6, 2), dtype=np.uint8)
-    video_inputs.write_frame(tmp_path, "drive/000000", label, classes)
+    stored = TASKS["multilabel"].stored(classes, label)
+    write_stored(tmp_path / "labels/drive/000000", stored)
     bands = tifffile.imread(tmp_path / "labels/drive/000000.tif")
     assert np.array_equal(bands, (label * np.array([7, 23], np.uint8)).transpose(2, 0, 1))

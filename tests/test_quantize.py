@@ -260,6 +260,7 @@ def test_classes_that_overlap_are_scored_at_their_thresholds(tmp_path):
     from sklearn.metrics import jaccard_score
 
     loaded = loaded_model(Tiny())._replace(classes=replace(CLASSES, overlapping=True))
+    loaded = loaded._replace(config=loaded.config.model_copy(update={"task": "multilabel"}))
     logits = reference(loaded, torch.cat([tensor(scene(i)) for i in range(3)]))
     thresholds = tuple(logits.sigmoid().movedim(1, 0).flatten(1).quantile(0.6, dim=1).tolist())
     settings = replace(InferenceSettings.from_config(loaded.config), thresholds=thresholds)

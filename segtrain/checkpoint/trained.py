@@ -40,6 +40,7 @@ from segtrain.models.ensemble import Ensemble
 from segtrain.models.norms import make_inference_norm
 from segtrain.run.directory import CONFIG, flat, is_run, no_run
 from segtrain.run.division import EXPERIMENT, read_division
+from segtrain.task import task_of
 from segtrain.text import first_of, say
 
 # The share of zeros in kernels that is told although no option has asked for zeros.
@@ -119,7 +120,8 @@ def load_model(
         problem = "named twice" if files.count(file) > 1 else _misfit(loaded, first)
         if problem:
             raise CheckpointError(f"{source}: no member of an ensemble with {path}: {problem}")
-    model = Ensemble([one.model for one in found], multilabel=first.config.is_multilabel).eval()
+    mean = task_of(first.config.task).mean
+    model = Ensemble([one.model for one in found], mean).eval()
     members = [Member(str(s), x.config, x.step) for s, x in zip(sources, found, strict=True)]
     joined = first._replace(model=model, members=tuple(members))
     if any(one.config.eval.thresholds for one in found):

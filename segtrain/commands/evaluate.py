@@ -40,7 +40,6 @@ from segtrain.errors import (
     ExecutionError,
     UserError,
 )
-from segtrain.evaluation.counts import Outcome
 from segtrain.evaluation.curves import CURVE_TITLES, CurveQuestion, curves_csv
 from segtrain.evaluation.group_table import ScoresByGroup
 from segtrain.evaluation.plugin_metrics import PluginMetric
@@ -65,11 +64,12 @@ from segtrain.run.pictures import (
     as_rgb,
     panel,
     spread,
-    stored_label,
     write_indexed_png,
     write_png,
     write_stored,
 )
+from segtrain.task import task_of
+from segtrain.task.outcome import Outcome
 from segtrain.text import counted, first_of, printable
 
 # Everything else was decided when the model was trained.
@@ -485,25 +485,26 @@ def picture_writers(
             folder.mkdir(parents=True, exist_ok=True)
     writers = []
     if folder := folders.get("--save-predictions"):
-        writers.append(_prediction_writer(folder, dataset, layout=config.data.layout))
+        writers.append(_prediction_writer(folder, dataset, config))
     if (folder := folders.get("--overlays")) and not args.worst:
         chosen = spread(len(dataset), args.num_overlays)  # whatever the number of ranks
         writers.append(partial(_write_overlay, folder, dataset, chosen))
     return writers
 
 
-def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Writer:
+def _prediction_writer(folder: Path, dataset: SegDataset, config: Config) -> Writer:
     """Writes a PNG of raw class ids, at the size of the label, under the name of the image.
 
     Where classes overlap a TIFF with a band for each.
     The evaluation server of Cityscapes expects <city>_<sequence>_<frame>*.png anywhere below the
     folder; that of VOC indices into VOC's palette.
     """
+    layout, task = config.data.layout, task_of(config.task)
     ending = "_pred_labelIds" if layout == "cityscapes" else ""
 
     def write(prediction: Prediction) -> None:
         path = folder / f"{dataset.name(prediction.index)}{ending}"
-        stored = stored_label(dataset.classes, prediction.pred)
+        stored = task.stored(dataset.classes, prediction.pred)
         if layout == "voc" and stored.dtype == np.uint8:
             write_indexed_png(path.with_name(f"{path.name}.png"), stored, default_palette(256))
         else:

@@ -24,6 +24,7 @@ from segtrain.export.write import (
 from segtrain.files import check_utf8, kind_of
 from segtrain.metrics import percent
 from segtrain.run.pictures import spread
+from segtrain.task import task_of
 from segtrain.text import printable, table_lines
 
 # Of each split; more is more certain, and takes longer.
@@ -46,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     check_output(output, overwrite=args.overwrite)
     _check_request(args, output)
     loaded = load_model(args.source, *args.others)
-    if args.argmax and loaded.classes.overlapping:
+    if args.argmax and not task_of(loaded.config.task).decoding(None).takes_highest:
         raise ConfigError(
             "--argmax: a pixel may have several classes here; without it the file gives logits, "
             "and its metadata the thresholds of their sigmoids (inference)"

@@ -32,8 +32,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from segtrain import kernels
-from segtrain.evaluation.decision_rule import DecisionRule
-from segtrain.evaluation.decoding import LabelMap, Tile, Wanted
 from segtrain.evaluation.forward import Forward
 from segtrain.evaluation.settings import (
     BatchLimits,
@@ -45,6 +43,8 @@ from segtrain.evaluation.windows import resized_tiles, slide
 from segtrain.models import SegModel
 from segtrain.models.blocks import normalize
 from segtrain.models.enlarged import enlarged
+from segtrain.task.contract import LabelMap, Tile, Wanted
+from segtrain.task.decision_rule import DecisionRule
 
 
 def _ignore(count: int) -> None:

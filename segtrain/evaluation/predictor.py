@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
-from segtrain.evaluation.decision_rule import DecisionRule
-from segtrain.evaluation.decoding import LabelMap
 from segtrain.evaluation.forward import Forward
 from segtrain.evaluation.inference import predict_labels
 from segtrain.evaluation.settings import (
@@ -25,6 +23,8 @@ from segtrain.evaluation.settings import (
 from segtrain.evaluation.transfer import Transfer
 from segtrain.models.memory import memory_failures
 from segtrain.models.precision import tf32_products
+from segtrain.task.contract import LabelMap
+from segtrain.task.decision_rule import DecisionRule
 
 
 class Predictor:

@@ -28,7 +28,6 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.raw_label import read_raw_label
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
-from segtrain.evaluation.counts import Outcome
 from segtrain.evaluation.scoring import Prediction
 from segtrain.metrics import (
     ConfusionMatrix,
@@ -41,6 +40,7 @@ from segtrain.metrics import (
     score_table,
     table,
 )
+from segtrain.task.outcome import Outcome
 from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from segtrain.data.read.concurrent import prefetch
 from segtrain.distributed import collectives as dist
-from segtrain.evaluation.counts import Counts, Outcome
-from segtrain.evaluation.decoding import LabelMap
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
 from segtrain.one_vs_rest import CurveCounts
 from segtrain.run.console import ProgressBar, say
+from segtrain.task import task_of
+from segtrain.task.contract import ImageCounts, LabelMap
+from segtrain.task.outcome import Outcome
 from segtrain.text import counted
 
 Sample = tuple[np.ndarray, np.ndarray]
@@ -132,7 +133,7 @@ def evaluate_dataset(
     """
     settings = predictor.settings.usual
     about = len(dataset), predictor.num_classes, predictor.device
-    counts = settings.decoding.counts(*about, curves)
+    counts = task_of(settings.task).counts(*about, curves)
     images = _Images(predictor, dataset, counts, stop)
     size = group_size(len(dataset), settings, predictor.limits)
     groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
@@ -181,7 +182,7 @@ class _Images:
 
     predictor: Predictor
     dataset: Sequence[Sample]
-    counts: Counts
+    counts: ImageCounts
     stop: Callable[[], bool]
     num_by_windows: int = 0  # images that do not fit into memory as a whole
 

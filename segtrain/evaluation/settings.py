@@ -16,10 +16,11 @@ from torch import nn
 from segtrain.config import Config, override_config
 from segtrain.config.loading import given_keys
 from segtrain.errors import ConfigError
-from segtrain.evaluation.decoding import Decoding, EachClass, OneClass
 from segtrain.models.blocks import Values
 from segtrain.models.memory import memory_bytes, rank_bytes
 from segtrain.models.precision import autocast_dtype, check_eval_precision, for_evaluation
+from segtrain.task import task_of
+from segtrain.task.contract import Decoding
 
 Size = tuple[int, int]
 
@@ -61,8 +62,9 @@ class InferenceSettings:
     autocast: dtype of mixed precision; None: the model's own.
     tf32: products of float32 numbers are rounded to TF32 on CUDA.
     batch_size: views or windows that go through the network together; None: see `batch_limits`.
+    task: what the network was trained for.
     thresholds: the probability from which a class is predicted where classes overlap, one for all
-        or one a class; None: a pixel has the class of the highest probability.
+        or one a class; None: there are none.
     """
 
     mode: Literal["whole", "slide"] = "whole"
@@ -79,12 +81,13 @@ class InferenceSettings:
     autocast: torch.dtype | None = None
     tf32: bool = False
     batch_size: int | None = None
+    task: str = "semantic"
     thresholds: tuple[float, ...] | None = None
 
     @property
     def decoding(self) -> Decoding:
         """What becomes of scores."""
-        return OneClass() if self.thresholds is None else EachClass(self.thresholds)
+        return task_of(self.task).decoding(self.thresholds)
 
     @property
     def num_views(self) -> int:
@@ -116,13 +119,16 @@ class InferenceSettings:
             autocast=autocast_dtype(precision),
             tf32=precision.precision == "tf32",
             batch_size=config.eval.batch_size,
-            thresholds=(config.eval.thresholds or (0.5,)) if config.is_multilabel else None,
+            task=config.task,
+            thresholds=task_of(config.task).thresholds(config.eval.thresholds),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The settings for JSON: `autocast` is the name of its dtype, or None."""
         autocast = None if self.autocast is None else str(self.autocast).removeprefix("torch.")
-        return {**asdict(self), "autocast": autocast}
+        found = {**asdict(self), "autocast": autocast}
+        del found["task"]  # no question of how a prediction is made
+        return found
 
     def describe(self) -> str:
         """One line for people: `sliding window 713x713, overlap 0.33; scale 1; with flip`."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from segtrain.evaluation.decoding import Tile
 from segtrain.evaluation.settings import InferenceSettings, Size, view_sizes
+from segtrain.task.contract import Tile
 
 Logits = Callable[[Tensor], Tensor]
 """A model: normalized images (N, C, H, W) -> logits (N, K, H, W)."""

@@ -25,9 +25,9 @@ from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.predictor import Predictor, for_scores
 from segtrain.export.formats import FORMATS, ExportModel, Run, quiet
 from segtrain.export.write import cases, compare
-from segtrain.metrics import ConfusionMatrix, ratio
-from segtrain.one_vs_rest import BinaryCounts
+from segtrain.metrics import ratio
 from segtrain.run.console import ProgressBar
+from segtrain.task import task_of
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 # Of a convolutional network. Shapes, the normalization, a final enlargement of the logits and the
@@ -121,7 +121,7 @@ class Quantizer:
             settings = replace(settings, **whole, short_side_px=None)
         self.settings = replace(settings, autocast=None, tf32=False)
         self.graph, self.size, self.num_classes = graph, size, loaded.classes.num_classes
-        self.overlapping = loaded.classes.overlapping
+        self.task = task_of(loaded.config.task)
 
     def write(
         self, source: Path, output: Path, dataset: SegDataset, indices: Sequence[int]
@@ -186,8 +186,8 @@ class Quantizer:
         """What the two files, float and int8, give for these images."""
         runs = [FORMATS["onnx"].read(file) for file in files]
         predictors = [self._predictor(run) for run in runs]
-        kind = BinaryCounts if self.overlapping else ConfusionMatrix
-        counts, same, labelled = [kind(self.num_classes) for _ in files], 0, 0
+        about = self.num_classes, torch.device("cpu")
+        counts, same, labelled = [self.task.matrix(*about) for _ in files], 0, 0
         with ProgressBar(len(indices), 0, "score", enabled=True, unit="image") as bar:
             for image, label, place in _images(dataset, indices):
                 found = [

@@ -22,6 +22,7 @@ from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, Case, ExportModel, Run, quiet
 from segtrain.files import os_errors_as, temporary
 from segtrain.models.stem import RGB_CHANNELS
+from segtrain.task import task_of
 from segtrain.text import first_of
 
 # Largest difference allowed, as a share of the largest logit. Runtimes add in another order, which
@@ -88,15 +89,12 @@ def compare(run: Run, graph: ExportModel, case: Case) -> Deviation:
         return Deviation(case, float("nan"), 0.0, f"its result is {what}")
     scale = logits.abs().max().clamp_min(torch.finfo(logits.dtype).tiny)
     if not graph.argmax:
-        worst, labels = (found - logits).abs().max(), found.argmax(1)
+        worst, agreement = (found - logits).abs().max(), graph.task.agreement(found, logits)
     elif int(found.max()) >= logits.shape[1]:
         return Deviation(case, float("nan"), 0.0, f"it gives the class {int(found.max())}")
     else:  # how far the class lies below the best: rounding may swap almost equal ones
         labels = found.long()
         worst = (logits.amax(1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)).max()
-    if graph.multilabel:
-        agreement = ((found > 0) == (logits > 0)).float().mean()
-    else:
         agreement = (labels == logits.argmax(1)).float().mean()
     return Deviation(case, (worst / scale).item(), agreement.item())
 
@@ -160,7 +158,7 @@ def graph_of(
         clip=data.clip,
         normalize=normalize,
         argmax=argmax,
-        multilabel=loaded.classes.overlapping,
+        task=task_of(loaded.config.task),
     )
 
 

@@ -1,9 +1,7 @@
 """Several models as one, whose probabilities are the mean of theirs."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from segtrain.types import SegLogits
@@ -13,28 +11,16 @@ class Ensemble(nn.Module):
     """The mean of the members' probabilities, for evaluation, prediction and export.
 
     members: each returns SegLogits of the same classes, in the same order, for the same images.
-    multilabel: whether their classes overlap.
+    mean: the logits of their mean probabilities, as `Task.mean`.
     """
 
-    def __init__(self, members: Sequence[nn.Module], *, multilabel: bool = False) -> None:
+    def __init__(
+        self, members: Sequence[nn.Module], mean: Callable[[Iterable[Tensor]], Tensor]
+    ) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
-        self.multilabel = multilabel
+        self._mean = mean
 
     def forward(self, images: Tensor) -> SegLogits:
-        """The logarithms of the mean probabilities (N, K, H, W); `softmax` gives these.
-
-        log(sum_m p_m / M) is computed from the logarithms of p_m, so that small ones do not become
-        minus infinity. Where classes overlap, log(p / (1 - p)) of the mean p, for `sigmoid`.
-        """
-        total: Tensor | None = None
-        for member in self.members:
-            logits = member(images).out
-            if self.multilabel:  # a class and all else, of which each is a member's softmax
-                logits = torch.stack([logits, torch.zeros_like(logits)])
-            log_p = logits.log_softmax(dim=0 if self.multilabel else 1)
-            # One sum and one member in memory, whatever their number.
-            total = log_p if total is None else torch.logaddexp(total, log_p)
-        if self.multilabel:
-            return SegLogits(total[0] - total[1])
-        return SegLogits(total - math.log(len(self.members)))
+        """Logits (N, K, H, W) of the mean probabilities."""
+        return SegLogits(self._mean(member(images).out for member in self.members))

@@ -11,7 +11,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -313,9 +313,9 @@ def raw_ids(classes: ClassFile) -> np.ndarray:
     return ids
 
 
-def write_legend(output: Path, classes: ClassFile) -> None:
+def write_legend(output: Path, classes: ClassFile, ids: Sequence[int] | None) -> None:
     """Writes the colour, the id in label maps and the name of each class."""
-    labels = class_labels(classes.names, None if classes.overlapping else classes.write_ids)
+    labels = class_labels(classes.names, ids)
     write_png(output / "legend.png", legend(labels, classes.palette))
 
 
@@ -329,25 +329,12 @@ def raw_bands(classes: ClassFile, pred: np.ndarray) -> np.ndarray:
     return np.where(pred == IGNORE_INDEX, dtype.type(classes.write_ignored), bands)
 
 
-def stored_label(classes: ClassFile, label: np.ndarray) -> np.ndarray:
-    """What label files hold of a prediction: raw ids (H, W), or bands (H, W, K)."""
-    if classes.overlapping:
-        return raw_bands(classes, label)
-    return raw_ids(classes)[label]
-
-
 def write_stored(path: Path, stored: np.ndarray) -> None:
-    """Writes what `stored_label` returns: a PNG, or a TIFF of bands; the name gets its ending."""
+    """Writes what `Task.stored` returns: a PNG, or a TIFF of bands; the name gets its ending."""
     if stored.ndim == 2:
         write_png(path.with_name(f"{path.name}.png"), stored)
     else:
         write_bands(path.with_name(f"{path.name}.tif"), stored)
-
-
-def picture_folders(classes: ClassFile) -> list[str]:
-    """Where the predictions for images lie; masks have a folder for each class."""
-    masks = mask_names(classes) if classes.overlapping else ()
-    return [*(f"{MASKS}/{name}" for name in masks), LABELS, COLORS, OVERLAYS]
 
 
 def mask_names(classes: ClassFile) -> list[str]:
@@ -359,21 +346,20 @@ def mask_names(classes: ClassFile) -> list[str]:
 
 
 def write_prediction(
-    output: Path, name: str, image: np.ndarray, pred: np.ndarray, classes: ClassFile, tint: Tint
+    output: Path,
+    name: str,
+    image: np.ndarray,
+    pred: np.ndarray,
+    classes: ClassFile,
+    tint: Tint,
+    pictures: Mapping[str, np.ndarray],
 ) -> None:
-    """Writes the three pictures of `pred`, (H, W) uint8 train ids or IGNORE_INDEX.
+    """Writes `pred`, (H, W) or (H, W, K), in colours and over its image, and further pictures.
+
+    pictures: by their folders, as of `Task.pictures`.
 
     ExecutionError if it cannot.
-
-    Label maps hold the raw ids of the class file: grey, with 16 bits if an id exceeds 255. Of
-    `pred` (H, W, K), where classes overlap, each class has a mask instead: 255 where it is.
     """
-    colors = colorize(pred, classes.palette)
-    pictures = {COLORS: colors, OVERLAYS: tint.over(image, pred)}
-    if classes.overlapping:
-        for k, folder in enumerate(mask_names(classes)):
-            pictures[f"{MASKS}/{folder}"] = np.uint8(255) * (pred[..., k] == 1)
-    else:
-        pictures[LABELS] = raw_ids(classes)[pred]
-    for kind, picture in pictures.items():
+    drawn = {COLORS: colorize(pred, classes.palette), OVERLAYS: tint.over(image, pred)}
+    for kind, picture in (drawn | dict(pictures)).items():
         write_png(output / kind / f"{name}.png", picture)

@@ -22,9 +22,10 @@ from segtrain.data.read.photos import find_images
 from segtrain.data.read.protect import check_pictures
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError
-from segtrain.evaluation.decision_rule import rule_of
 from segtrain.evaluation.object_table import TableOptions
 from segtrain.run import pictures
+from segtrain.task import task_of
+from segtrain.task.decision_rule import rule_of
 from segtrain.text import first_of
 
 # In the order in which they are asked whether a file is theirs: photos take what is left.
@@ -71,9 +72,9 @@ def main(args: argparse.Namespace) -> int:
     print_about(ready)
     for line in lines:
         print(line)
-    pictures.write_legend(output, classes)
+    pictures.write_legend(output, classes, job.task.ids(classes))
     done = [
-        (kind.several, kind.written(classes), kind.predict(job, sources))
+        (kind.several, kind.written(job), kind.predict(job, sources))
         for kind, sources in found.items()
     ]
     summarize(ready, done, output)
@@ -133,16 +134,16 @@ def _ready(args: argparse.Namespace) -> ReadyModel:
     device = device_for(args.device)
     ready = make_ready(args.source, *args.others, settings=args.set, device=device)
     classes = ready.loaded.classes
-    if classes.overlapping and (args.thresholds or args.unknown_below is not None):
-        what = "with task multilabel each class has a threshold of its own"
-        raise ConfigError(f"--threshold, --unknown-below: {what}; use --set eval.thresholds=[...]")
+    asks = args.thresholds or args.unknown_below is not None
+    if asks and (what := task_of(ready.config.task).refuses_rules):
+        raise ConfigError(f"--threshold, --unknown-below: {what}")
     rule = rule_of(args.thresholds, classes.names, args.unknown_below)
     return ready._replace(predictor=ready.predictor.by(rule))
 
 
 def _check_data(job: Job) -> None:
     """ConfigError: pictures would be written over the images or labels of the training."""
-    folders = pictures.picture_folders(job.classes)
+    folders = job.folders
     paths = [f"{folder}/{name}.png" for name in job.names for folder in folders]
     if job.frames:
         paths += [f"{pictures.LABELS}/{name}/0.png" for name in job.names]

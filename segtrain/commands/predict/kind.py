@@ -15,6 +15,7 @@ from segtrain.data.read.photos import PhotoFile
 from segtrain.errors import DataError, ExecutionError
 from segtrain.evaluation.object_table import TableOptions
 from segtrain.run import pictures
+from segtrain.task import Task, task_of
 from segtrain.text import printable
 
 
@@ -38,6 +39,16 @@ class Job(NamedTuple):
     def classes(self) -> ClassFile:
         """Those of the model."""
         return self.ready.loaded.classes
+
+    @property
+    def task(self) -> Task:
+        """That of the model."""
+        return task_of(self.ready.config.task)
+
+    @property
+    def folders(self) -> list[str]:
+        """Where the predictions for images lie, below `output`."""
+        return [*self.task.folders(self.classes), pictures.COLORS, pictures.OVERLAYS]
 
 
 class Kind(Protocol):
@@ -72,7 +83,7 @@ class Kind(Protocol):
         """
         ...
 
-    def written(self, classes: ClassFile) -> str:
+    def written(self, job: Job) -> str:
         """Where below `job.output` they are, in words."""
         ...
 

@@ -14,14 +14,12 @@ from segtrain.checkpoint.ready import ReadyModel
 from segtrain.commands.predict.kind import Job, check_library
 from segtrain.commands.summary import Notes
 from segtrain.data.check.values import image_values
-from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.georeference import is_on_map
 from segtrain.data.read.image import ImageForm, ignore_missing, ignored_where
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, read_photo
 from segtrain.errors import DataError, ExecutionError
-from segtrain.evaluation.decoding import LabelMap
 from segtrain.evaluation.georaster import write_label, write_probabilities
 from segtrain.evaluation.object_table import ObjectTables
 from segtrain.evaluation.predictor import Predictor
@@ -31,6 +29,8 @@ from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
+from segtrain.task import task_of
+from segtrain.task.contract import LabelMap
 from segtrain.text import printable
 
 # Two threads each for decoding and PNG compression keep up with a device that takes 20 ms for an
@@ -80,9 +80,9 @@ class Photos:
         tables.write(sources)
         return notes
 
-    def written(self, classes: ClassFile) -> str:
+    def written(self, job: Job) -> str:
         """The folders of all pictures."""
-        folders = (folder.partition("/")[0] for folder in pictures.picture_folders(classes))
+        folders = (folder.partition("/")[0] for folder in job.folders)
         return f"{{{','.join(dict.fromkeys(folders))}}}"
 
 
@@ -122,7 +122,7 @@ def predict_images(
         ExecutionError: the disk is full or not writable.
         MemoryLimitError: the device's memory does not suffice for an image.
     """
-    predictor, classes, form = ready.predictor, ready.loaded.classes, ready.form
+    predictor, form = ready.predictor, ready.form
     settings, transfer = predictor.settings, predictor.transfer
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
     decode = partial(_decode, transfer, form)
@@ -151,7 +151,7 @@ def predict_images(
                 bar.update()
 
     def write(found: _Finished) -> None:
-        _write(output, classes, tint, probabilities, found)
+        _write(ready, output, tint, probabilities, found)
         on_label(found.source, found.label, found.missing)
 
     with bar, closing(decoded), closing(prefetch(write, finished(), _THREADS)) as written:
@@ -173,15 +173,17 @@ def _finished(
 
 
 def _write(
+    ready: ReadyModel,
     output: Path,
-    classes: ClassFile,
     tint: pictures.Tint,
     probabilities: str | None,
     found: _Finished,
 ) -> None:
     """Writes all files of a prediction, and removes those that an earlier one has left."""
     source, image, label, known, _ = found
-    pictures.write_prediction(output, source.name, image, label, classes, tint)
+    classes, task = ready.loaded.classes, task_of(ready.config.task)
+    drawn = task.pictures(classes, label)
+    pictures.write_prediction(output, source.name, image, label, classes, tint, drawn)
     for ending in pictures.PROBABILITY_ENDINGS:
         path = output / pictures.PROBABILITIES / f"{source.name}.{ending}"
         with os_errors_as(ExecutionError, path, "cannot be written"):
@@ -192,9 +194,9 @@ def _write(
                 path.unlink(missing_ok=True)
     path = output / pictures.LABELS / f"{source.name}.tif"
     with os_errors_as(ExecutionError, path, "cannot be written"):
-        if classes.overlapping or is_on_map(source.path, read_info(source.path)):
+        if pictures.LABELS not in drawn or is_on_map(source.path, read_info(source.path)):
             path.parent.mkdir(parents=True, exist_ok=True)
-            stored = pictures.stored_label(classes, label)
+            stored = task.stored(classes, label)
             write_label(path, stored, classes.write_ignored, source.path)
         else:
             path.unlink(missing_ok=True)

@@ -10,7 +10,6 @@ from segtrain.checkpoint.ready import ReadyModel
 from segtrain.commands.predict.kind import Job, check_library, noted
 from segtrain.commands.summary import Notes
 from segtrain.data.check.values import image_values, joined_values
-from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, form_of_file
@@ -19,6 +18,7 @@ from segtrain.evaluation.georaster import num_blocks, predict_raster
 from segtrain.evaluation.settings import Size
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
+from segtrain.task import task_of
 from segtrain.text import printable
 
 _POLYGONS = "of its label map, segtrain data polygons LABELMAP tells areas and outlines"
@@ -47,7 +47,7 @@ class Rasters:
                 notes.append(_predict_raster(job.ready, source, _size_of(source), path))
         return notes
 
-    def written(self, classes: ClassFile) -> str:
+    def written(self, job: Job) -> str:
         """The folder of label maps."""
         return pictures.LABELS
 
@@ -75,7 +75,7 @@ def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path
             size,
             path,
             form=form,
-            stored=partial(pictures.stored_label, ready.loaded.classes),
+            stored=partial(task_of(ready.config.task).stored, ready.loaded.classes),
             no_data=ready.loaded.classes.write_ignored,
             on_block=add,
         )

@@ -9,7 +9,6 @@ import torch
 
 from segtrain.commands.predict.kind import Job
 from segtrain.commands.summary import Notes
-from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.find import VIDEO_SUFFIXES
 from segtrain.data.read.photos import PhotoFile
 from segtrain.errors import ConfigError, DataError, ExecutionError
@@ -58,7 +57,7 @@ class Videos:
             for source in sources
         ]
 
-    def written(self, classes: ClassFile) -> str:
+    def written(self, job: Job) -> str:
         """The folder of videos."""
         return pictures.VIDEOS
 
@@ -72,7 +71,9 @@ def _predict_video(job: Job, source: PhotoFile, path: Path) -> Notes:
         is_finite = is_finite and bool(found.is_finite)
         label = found.label.cpu().numpy()
         if job.frames:
-            write_frame(job.output, f"{source.name}/{number:06d}", label, job.classes)
+            stored = job.task.stored(job.classes, label)
+            name = f"{source.name}/{number:06d}"
+            pictures.write_stored(job.output / pictures.LABELS / name, stored)
         return job.tint.over(frame, label)
 
     with os_errors_as(ExecutionError, path, "cannot be written"):
@@ -87,12 +88,6 @@ def _predict_video(job: Job, source: PhotoFile, path: Path) -> Notes:
     except DataError as error:
         return Notes(str(error))
     return Notes(cut_short=warning, is_finite=is_finite)
-
-
-def write_frame(output: Path, name: str, label: np.ndarray, classes: ClassFile) -> None:
-    """Writes the raw ids of a frame, or where classes overlap their bands."""
-    stored = pictures.stored_label(classes, label)
-    pictures.write_stored(output / pictures.LABELS / name, stored)
 
 
 def _old_frames(job: Job, source: PhotoFile) -> list[Path]:

@@ -10,7 +10,6 @@ from segtrain.checkpoint.ready import ReadyModel
 from segtrain.commands.predict.kind import Job, noted
 from segtrain.commands.summary import Notes
 from segtrain.data.check.values import ImageValues, image_values, joined_values
-from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.decode import Info
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
 from segtrain.data.read.image import ignore_missing
@@ -52,7 +51,7 @@ class Volumes:
 
     def check(self, job: Job, sources: Sequence[VolumeFile]) -> None:
         """ConfigError: the model has no one class a pixel."""
-        if job.classes.overlapping:
+        if job.task.ids(job.classes) is None:
             raise ConfigError("volumes are labelled with one class a pixel")
 
     def predict(self, job: Job, sources: Sequence[VolumeFile]) -> list[Notes]:
@@ -67,7 +66,7 @@ class Volumes:
                 print(along)
         return notes
 
-    def written(self, classes: ClassFile) -> str:
+    def written(self, job: Job) -> str:
         """The folder of label volumes."""
         return pictures.LABELS
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from segtrain.config import LossConfig, LossTerm
-from segtrain.types import IGNORE_INDEX
+from segtrain.task.semantic_task import pixel_weights
 
 
 class LossOptions(NamedTuple):
@@ -72,13 +72,3 @@ class PixelMean:
 def column_of_sums(*values: Tensor) -> Tensor:
     """The sum of each tensor, (n, 1) float64."""
     return torch.stack([tensor.sum(dtype=torch.float64) for tensor in values]).unsqueeze(1)
-
-
-def pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:
-    """(N, H, W), 0 where ignored: 1 (as bool), or the weight of the class."""
-    if class_weights is None:
-        return labels != IGNORE_INDEX
-    # A table lookup: indexing with a mask, or bincount, would make the host wait for the device.
-    table = class_weights.new_zeros(IGNORE_INDEX + 1)
-    table[: len(class_weights)] = class_weights
-    return table[labels]

@@ -10,13 +10,14 @@ from segtrain import plugins
 from segtrain.config import LossConfig
 from segtrain.models.blocks import at_least_float32
 from segtrain.models.enlarged import Enlarged
-from segtrain.training.losses.base import Loss, LossOptions, pixel_weights
+from segtrain.task import TASKS, Task
+from segtrain.training.losses.base import Loss, LossOptions
 from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
 from segtrain.training.losses.lovasz import LovaszBatch, LovaszImages
 from segtrain.training.losses.multilabel import MULTILABEL_LOSSES
 from segtrain.training.losses.ohem import OHEM
-from segtrain.types import IGNORE_INDEX, Choices, SegLogits
+from segtrain.types import Choices, SegLogits
 
 LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
     {
@@ -30,8 +31,10 @@ LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
         "boundary_relaxation": BoundaryRelaxation,
     }
 )
-"""`loss.kind`: what is called with `LossOptions`, as those of plugins; with task multilabel in
-MULTILABEL_LOSSES."""
+"""`loss.kind`: what is called with `LossOptions`, as those of plugins."""
+
+_LOSSES_OF = {"semantic": LOSSES, "multilabel": MULTILABEL_LOSSES}
+"""Those of each task; a task of a plugin has losses of plugins."""
 
 
 class WeightedSum:
@@ -93,7 +96,7 @@ def _sums(loss: Loss, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
 class SegLoss:
     """The training loss of a config: the same loss for the head and the auxiliary head.
 
-    microbatches: train.accumulate_steps. multilabel: whether labels have a band for each class.
+    microbatches: train.accumulate_steps. task: what its labels and their weights are.
     """
 
     def __init__(
@@ -102,16 +105,16 @@ class SegLoss:
         device: torch.device,
         *,
         microbatches: int = 1,
-        multilabel: bool = False,
+        task: Task = TASKS["semantic"],
     ) -> None:
-        self.aux_weight, self.multilabel = config.aux_weight, multilabel
+        self.aux_weight, self._task = config.aux_weight, task
         losses, self._class_weights = [], None
         for term in config.terms:
             weights, positive = (
                 None if numbers is None else torch.tensor(numbers, device=device)
                 for numbers in (term.class_weights, term.positive_weights)
             )
-            chosen = plugins.choose("loss", term.kind, MULTILABEL_LOSSES if multilabel else LOSSES)
+            chosen = plugins.choose("loss", term.kind, _LOSSES_OF.get(task.name, {}))
             loss = chosen(LossOptions(term, weights, microbatches, positive))
             if weights is not None and term.logit_adjustment:
                 loss = Adjusted(loss, weights, term.logit_adjustment)
@@ -123,11 +126,8 @@ class SegLoss:
             self._loss = WeightedSum(losses, [term.weight for term in config.terms])
 
     def labels(self, stored: Tensor) -> Tensor:
-        """Labels as losses get them, of those of a batch: (..., H, W) uint8 become int64.
-
-        With task multilabel (..., H, W, K) uint8 become (..., K, H, W).
-        """
-        return stored.movedim(-1, -3) if self.multilabel else stored.long()
+        """Labels as losses get them, of those of a batch: see `Task.for_loss`."""
+        return self._task.for_loss(stored)
 
     def __call__(self, logits: SegLogits, labels: Tensor) -> Tensor:
         """The sums of this rank, (heads, ...), for logits (N, K, H, W) and what `labels` gives.
@@ -159,10 +159,5 @@ class SegLoss:
         return torch.stack(parts).sum()
 
     def label_weight(self, labels: Tensor) -> Tensor:
-        """The sum of `pixel_weights` of what `labels` gives, before any mining, () float64."""
-        if self.multilabel:
-            valid = (labels != IGNORE_INDEX).sum((0, 2, 3), dtype=torch.float64)
-            return (
-                valid.sum() if self._class_weights is None else valid @ self._class_weights.double()
-            )
-        return pixel_weights(labels, self._class_weights).sum(dtype=torch.float64)
+        """The weight of what `labels` gives, before any mining, () float64."""
+        return self._task.loss_weight(labels, self._class_weights)
