@@ -15,13 +15,13 @@ from segtrain.errors import DataError
 from segtrain.evaluation import predictor as predictor_module
 from segtrain.evaluation import scoring as dataset_module
 from segtrain.evaluation.predictor import for_scores
-from segtrain.evaluation.score_table import InstanceCounts, group_scores
 from segtrain.evaluation.scoring import evaluate_dataset, shard
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.evaluation.surfaces import SurfaceScores
 from segtrain.metrics import ConfusionMatrix
 from segtrain.one_vs_rest import CurveCounts
 from segtrain.run.console import ProgressBar
+from segtrain.task.score_table import InstanceCounts, group_scores
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 CLASSES = 4

@@ -14,14 +14,13 @@ from PIL import Image
 
 from segtrain.data.read.classes import ClassFile, SegClass, load_class_file
 from segtrain.data.read.label_formats import label_format_of
-from segtrain.evaluation.score_table import (
+from segtrain.metrics import Calibration, ConfusionMatrix
+from segtrain.task.outcome import ClassOutcome
+from segtrain.task.score_table import (
     InstanceCounts,
     ade20k_scores,
     group_scores,
-    make_report,
 )
-from segtrain.metrics import Calibration, ConfusionMatrix
-from segtrain.task.outcome import Outcome
 
 SIZES = [(24, 31), (17, 40), (30, 22)]
 
@@ -43,8 +42,8 @@ def evaluated(tmp_path, name, labels, *, layout, label_format="ids", highest=255
         ids = np.array(classes.write_ids)[pred]
         submitted.append(np.where(ids > highest, 1, ids))
         matrix.update(torch.from_numpy(train_ids(submitted[-1])), torch.from_numpy(label))
-    counted = Outcome(matrix, Calibration(), torch.zeros(0), 0)
-    report = make_report(counted, classes.names, classes, None, layout=layout)
+    counted = ClassOutcome(matrix, Calibration(), torch.zeros(0), 0)
+    report = counted.report(classes.names, classes, instances=None, layout=layout)
     return report.to_dict(), submitted
 
 

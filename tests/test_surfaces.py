@@ -8,8 +8,8 @@ import pytest
 from scipy import ndimage
 from test_evaluate import cityscapes, command, know_the_colors
 
-from segtrain.evaluation.scoring import Prediction
 from segtrain.evaluation.surfaces import SurfaceScores, near_border
+from segtrain.task.prediction import Prediction
 from segtrain.types import IGNORE_INDEX
 
 __all__ = ["cityscapes", "command", "know_the_colors"]  # fixtures

@@ -45,12 +45,11 @@ from segtrain.evaluation.group_table import ScoresByGroup
 from segtrain.evaluation.plugin_metrics import PluginMetric
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.records import Records, load_records
-from segtrain.evaluation.score_table import InstanceCounts, Report, make_report
-from segtrain.evaluation.scoring import Chosen, Prediction, evaluate_dataset
+from segtrain.evaluation.scoring import Chosen, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.evaluation.surfaces import SurfaceScores
 from segtrain.files import os_errors_as
-from segtrain.metrics import or_none, percent, thin_classes
+from segtrain.metrics import or_none, percent
 from segtrain.models.memory import check_windows
 from segtrain.models.norms import describe_norm
 from segtrain.models.precision import (
@@ -68,8 +67,10 @@ from segtrain.run.pictures import (
     write_png,
     write_stored,
 )
-from segtrain.task import task_of
-from segtrain.task.outcome import Outcome
+from segtrain.task import Task, task_of
+from segtrain.task.contract import Outcome, Report
+from segtrain.task.prediction import Prediction
+from segtrain.task.score_table import InstanceCounts
 from segtrain.text import counted, first_of, printable
 
 # Everything else was decided when the model was trained.
@@ -97,11 +98,10 @@ def run_eval(args: argparse.Namespace) -> int:
                 text.say(line)
         result = _count(asked)
         if dist.is_main():
-            report = make_report(
-                result.outcome,
+            report = result.outcome.report(
                 loaded.classes.names,
                 asked.dataset.classes,
-                asked.instances,
+                instances=asked.instances,
                 layout=config.data.layout,
             )
             answers = _answers(asked, result)
@@ -133,6 +133,11 @@ class _Asked(NamedTuple):
     why_not: Sequence[str]
     surfaces: SurfaceScores | None
     metrics: Sequence[PluginMetric]
+
+    @property
+    def task(self) -> Task:
+        """That of the model."""
+        return task_of(self.config.task)
 
     @property
     def settings(self) -> InferenceSettings:
@@ -222,8 +227,7 @@ def _answers(asked: _Asked, result: _Result) -> list["_Answer"]:
     """What was asked beside the scores."""
     answers, names = [], asked.loaded.classes.names
     if result.outcome.curves is not None:
-        overlap = asked.loaded.classes.overlapping
-        told = asked.question.answer(result.outcome.curves.counts, names, overlapping=overlap)
+        told = asked.question.answer(result.outcome.curves.counts, names, asked.task)
         answers.append(_Answer("curves", *told))
     images, groups = result.records.images, asked.groups
     by_group = groups and ScoresByGroup.of(images, groups, names)
@@ -241,7 +245,7 @@ def _lines(
     yield from (f"warning: {warning}" for warning in dataset.warnings)
     if not args.no_labels:
         yield from (*report.lines(), *asked.why_not)
-        yield from thin_classes(report.scores, loaded.classes.names, dataset.split)
+        yield from result.outcome.warnings(loaded.classes.names, dataset.split)
     for answer in answers:
         yield from answer.lines
     yield f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {dataset.split}"
@@ -303,7 +307,7 @@ def _about_thresholds(
     args: argparse.Namespace, loaded: LoadedModel, config: Config, split: str
 ) -> list[str]:
     """Where classes overlap, what each is predicted from; a note if the split has chosen that."""
-    if not config.is_multilabel:
+    if not task_of(config.task).thresholds(config.eval.thresholds):
         return []
     thresholds = config.eval.thresholds_of(loaded.classes.num_classes)
     each = zip(loaded.classes.names, thresholds, strict=True)
@@ -333,8 +337,7 @@ def _json(
         "split": dataset.split,
         "num_images": len(dataset),
         **report.to_dict(),
-        # Where classes overlap: pixels of each by label and prediction, absent before present.
-        "counts" if config.is_multilabel else "confusion_matrix": outcome.matrix.counts.tolist(),
+        **outcome.table(),
         "inference": {
             **InferenceSettings.from_config(config).to_dict(),
             "precision": for_evaluation(config).precision,

@@ -7,7 +7,6 @@ other classes are; `segtrain predict --threshold` does the same. Thresholds are 
 import csv
 import io
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from segtrain.errors import ConfigError
 from segtrain.metrics import mean_of_present, or_none, percent, table
 from segtrain.one_vs_rest import CURVE_BINS, CurveCounts, average_precision
+from segtrain.task import Task
 from segtrain.text import first_of, printable
 
 
@@ -98,11 +98,11 @@ class CurveQuestion:
         return CurveCounts(len(names), device) if self.is_asked else None
 
     def answer(
-        self, counts: Tensor, names: Sequence[str], *, overlapping: bool = False
+        self, counts: Tensor, names: Sequence[str], task: Task
     ) -> tuple[list[str], dict[str, Any]]:
         """Lines of text, and the same for JSON.
 
-        counts: `CurveCounts.counts`. overlapping: the classes do, so a config has the thresholds.
+        counts: `CurveCounts.counts`.
         """
         found = average_precision(counts)
         mean = mean_of_present(found)
@@ -110,13 +110,13 @@ class CurveQuestion:
         json = {"mAP": or_none(mean), "AP": dict(zip(names, map(or_none, found), strict=True))}
         if self.class_name is not None:
             of_class = ClassCurve.of(counts[list(names).index(self.class_name)])
-            line, point = self._operating_point(of_class, overlapping)
+            line, point = self._operating_point(of_class, task)
             lines.append(line)
             json["operating_point"] = {"class": self.class_name, **point}
         return lines, json
 
     def _operating_point(
-        self, curve: ClassCurve, overlapping: bool
+        self, curve: ClassCurve, task: Task
     ) -> tuple[str, dict[str, float | None]]:
         shown = printable(self.class_name)
         if not curve.hits[0]:
@@ -130,8 +130,7 @@ class CurveQuestion:
             most = f"the highest is {np.nanmax(values[1:]):.2%}"
             return f"{shown}: {words}; {most}", {"threshold": None}
         threshold, precision, recall = i / CURVE_BINS, curve.precision[i], curve.recall[i]
-        option = f"predict --threshold {shlex.quote(f'{shown}={threshold}')}"
-        option = f"{threshold} in eval.thresholds" if overlapping else option
+        option = task.option_of(shown, threshold)
         line = f"{shown}: precision {precision:.2%}, recall {recall:.2%} by {option}"
         return line, {"threshold": threshold, "precision": precision, "recall": recall}
 

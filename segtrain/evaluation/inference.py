@@ -43,8 +43,9 @@ from segtrain.evaluation.windows import resized_tiles, slide
 from segtrain.models import SegModel
 from segtrain.models.blocks import normalize
 from segtrain.models.enlarged import enlarged
-from segtrain.task.contract import LabelMap, Tile, Wanted
+from segtrain.task.contract import Tile, Wanted
 from segtrain.task.decision_rule import DecisionRule
+from segtrain.task.prediction import LabelMap
 
 
 def _ignore(count: int) -> None:

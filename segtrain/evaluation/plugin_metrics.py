@@ -9,7 +9,7 @@ from segtrain import plugins
 from segtrain.config.experiment import Metric
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
-from segtrain.evaluation.scoring import Prediction
+from segtrain.task.prediction import Prediction
 from segtrain.text import MAX_NAME, first_of, printable
 
 

@@ -23,8 +23,8 @@ from segtrain.evaluation.settings import (
 from segtrain.evaluation.transfer import Transfer
 from segtrain.models.memory import memory_failures
 from segtrain.models.precision import tf32_products
-from segtrain.task.contract import LabelMap
 from segtrain.task.decision_rule import DecisionRule
+from segtrain.task.prediction import LabelMap
 
 
 class Predictor:

@@ -21,7 +21,7 @@ from segtrain.files import os_errors_as, read_bytes, write_atomic
 from segtrain.metrics import FINE_BINS, Scores, or_none
 from segtrain.one_vs_rest import scores_of
 from segtrain.run.directory import EVALUATION
-from segtrain.task.outcome import Outcome
+from segtrain.task.contract import Outcome
 from segtrain.text import distinct, printable
 
 RIGHT, LABELLED, PREDICTED = range(3)
@@ -51,10 +51,12 @@ class Records:
     @classmethod
     def of(
         cls, outcome: Outcome, dataset: SegDataset, settings: InferenceSettings, step: int
-    ) -> "Records":
-        """Those of an evaluation of `dataset` by the model of `step`."""
+    ) -> "Records | None":
+        """Those of an evaluation of `dataset` by the model of `step`; None: its task has none."""
+        counts = outcome.by_image()
+        if counts is None:
+            return None
         about = {"split": dataset.split, "step": step, "inference": settings.describe()}
-        counts = outcome.images, outcome.matrix.counts, outcome.calibration.counts
         names = tuple(dataset.names)
         return cls(about, names, dataset.classes.names, *(x.cpu().numpy() for x in counts))
 

@@ -20,8 +20,8 @@ from segtrain.evaluation.settings import BatchLimits, InferenceSettings, Setting
 from segtrain.one_vs_rest import CurveCounts
 from segtrain.run.console import ProgressBar, say
 from segtrain.task import task_of
-from segtrain.task.contract import ImageCounts, LabelMap
-from segtrain.task.outcome import Outcome
+from segtrain.task.contract import ImageCounts, Outcome
+from segtrain.task.prediction import LabelMap, Prediction
 from segtrain.text import counted
 
 Sample = tuple[np.ndarray, np.ndarray]
@@ -33,20 +33,6 @@ _LEAST_GROUPS = 32
 
 class StoppedError(Exception):
     """A rank was asked to stop; raised on all ranks, after the same collectives."""
-
-
-class Prediction(NamedTuple):
-    """One evaluated image, on the host.
-
-    index: in the data set.
-    image: (H, W, C) as stored. label, pred: (h, w) uint8 train ids; label may be IGNORE_INDEX.
-        Where classes overlap (h, w, K), 1 where a class is and 0 where not.
-    """
-
-    index: int
-    image: np.ndarray
-    label: np.ndarray
-    pred: np.ndarray
 
 
 @dataclass(frozen=True)

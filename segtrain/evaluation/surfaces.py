@@ -24,8 +24,8 @@ from scipy import ndimage
 
 from segtrain.data.read.image import shows
 from segtrain.distributed import collectives as dist
-from segtrain.evaluation.scoring import Prediction
 from segtrain.metrics import mean_of_present, or_none, percent, ratio
+from segtrain.task.prediction import Prediction
 from segtrain.text import table_lines
 from segtrain.types import IGNORE_INDEX
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from segtrain.data.read.concurrent import delayed_by_one
 from segtrain.distributed.collectives import wait_for_event
 from segtrain.distributed.copies import CopyStream
-from segtrain.task.contract import LabelMap
+from segtrain.task.prediction import LabelMap
 
 T = TypeVar("T")
 

@@ -2,38 +2,25 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from segtrain.config import EvalConfig
 from segtrain.data.read.classes import ClassFile
 from segtrain.metrics import ConfusionMatrix
 from segtrain.one_vs_rest import BinaryCounts, CurveCounts
 from segtrain.task.decision_rule import DecisionRule
-from segtrain.task.outcome import Outcome
+from segtrain.task.prediction import LabelMap
+from segtrain.task.score_table import InstanceCounts
 
 Tile = tuple[slice, Tensor]
 """Some rows of an image, and their scores (K, rows, w)."""
 
 Wanted = Literal["none", "highest", "all"]
 """Which probabilities a caller needs; more may come."""
-
-
-class LabelMap(NamedTuple):
-    """A prediction, on the device of its image.
-
-    label: (h, w) uint8, the most probable class of every pixel, or what a rule says; where classes
-        overlap (h, w, K) uint8, 1 where a class is.
-    is_finite: () bool, whether the highest scores are finite numbers; else `label` means nothing.
-    probability: (h, w) float, that of `label`; or (K, h, w), of every class, as always where they
-        overlap; None if neither was asked for.
-    """
-
-    label: Tensor
-    is_finite: Tensor
-    probability: Tensor | None = None
 
 
 class Decoding(Protocol):
@@ -61,6 +48,88 @@ class Decoding(Protocol):
     def describe(self) -> str:
         """A few words for people; empty: there is nothing to say."""
         ...
+
+
+class Report(Protocol):
+    """What an evaluation says."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, where NaN is None."""
+        ...
+
+
+class ClassCountsByImage(NamedTuple):
+    """What a record keeps, see `segtrain.evaluation.records.Records`."""
+
+    images: Tensor
+    matrix: Tensor
+    calibration: Tensor
+
+
+class Outcome(Protocol):
+    """What an evaluation has counted, the same on every rank.
+
+    num_by_windows: images for which there was no memory as a whole.
+    curves: of each class; None: nobody asked, or there are none.
+    """
+
+    num_by_windows: int
+    curves: CurveCounts | None
+
+    def fitted(self) -> tuple["Outcome", tuple[float, ...]]:
+        """The same at the best thresholds, and these; of tasks that have some."""
+        ...
+
+    def scalars(self, names: Sequence[str]) -> dict[str, float]:
+        """The scores by their tags in TensorBoard and metrics.jsonl, without NaN."""
+        ...
+
+    def best(self, by: EvalConfig, names: Sequence[str], split: str) -> "Best":
+        """The score that chooses best.pt."""
+        ...
+
+    def words(self) -> str:
+        """The main score, for the line of an evaluation."""
+        ...
+
+    def warnings(self, names: Sequence[str], split: str) -> list[str]:
+        """Of what the labels of `split` show too little."""
+        ...
+
+    def chart(self, names: Sequence[str]) -> np.ndarray | None:
+        """A picture (h, w, 3) of what is taken for what; None: there is none."""
+        ...
+
+    def report(
+        self,
+        names: Sequence[str],
+        classes: ClassFile,
+        *,
+        layout: str,
+        instances: InstanceCounts | None,
+    ) -> Report:
+        """names: of the model's classes. classes: of the data. layout: `data.layout`."""
+        ...
+
+    def table(self) -> dict[str, Any]:
+        """All counts, for JSON."""
+        ...
+
+    def by_image(self) -> ClassCountsByImage | None:
+        """What is kept of each image; None: nothing."""
+        ...
+
+
+class Best(NamedTuple):
+    """The score that chooses best.pt: higher is better, and NaN is none. lines: warnings."""
+
+    name: str
+    score: float
+    lines: Sequence[str] = ()
 
 
 class ImageCounts(Protocol):
@@ -113,6 +182,10 @@ class Task(ABC):
     def thresholds(self, given: tuple[float, ...] | None) -> tuple[float, ...] | None:
         """Those of the classes, where `given` stands in the config; None: there are none."""
         return None
+
+    @abstractmethod
+    def option_of(self, name: str, threshold: float) -> str:
+        """What predicts a class from this probability on, for people."""
 
     @abstractmethod
     def decoding(self, thresholds: tuple[float, ...] | None) -> Decoding:

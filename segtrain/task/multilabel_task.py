@@ -1,6 +1,8 @@
 """A pixel has any number of classes, each found by itself."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,11 +10,13 @@ from torch import Tensor
 
 from segtrain.data.read.classes import ClassFile
 from segtrain.distributed import collectives as dist
-from segtrain.one_vs_rest import BinaryCounts, CurveCounts, levels_of
+from segtrain.one_vs_rest import BinaryCounts, CurveCounts, best_thresholds, counts_at, levels_of
 from segtrain.run.pictures import LABELS, MASKS, mask_names, raw_bands
-from segtrain.task.contract import Decoding, LabelMap, Task, Tile, Wanted
+from segtrain.task.contract import Decoding, Task, Tile, Wanted
 from segtrain.task.decision_rule import DecisionRule
-from segtrain.task.outcome import Outcome, right_labelled_predicted
+from segtrain.task.outcome import ClassOutcome
+from segtrain.task.prediction import LabelMap
+from segtrain.task.score_table import InstanceCounts
 from segtrain.task.semantic_task import ClassCounts
 from segtrain.types import IGNORE_INDEX
 
@@ -47,6 +51,10 @@ class Multilabel(Task):
     def thresholds(self, given: tuple[float, ...] | None) -> tuple[float, ...] | None:
         """0.5 unless told otherwise."""
         return given or (0.5,)
+
+    def option_of(self, name: str, threshold: float) -> str:
+        """A place of the config."""
+        return f"{threshold} in eval.thresholds"
 
     def decoding(self, thresholds: tuple[float, ...] | None) -> Decoding:
         """Each class has a threshold."""
@@ -123,11 +131,38 @@ class EachClass:
         return "from " + " ".join(f"{t:.3g}" for t in self._thresholds)
 
 
+class PresenceOutcome(ClassOutcome):
+    """Of classes that overlap."""
+
+    def fitted(self) -> tuple["PresenceOutcome", tuple[float, ...]]:
+        """The same at the thresholds of the highest IoU, and these."""
+        thresholds = best_thresholds(levels_of(self.calibration.counts))
+        matrix = BinaryCounts(len(thresholds), self.levels.device)
+        by_image = counts_at(self.levels, thresholds)  # (N, K, 2, 2)
+        matrix.counts += by_image.sum(0)
+        images = _right_labelled_predicted(by_image)
+        return replace(self, matrix=matrix, images=images), thresholds
+
+    def chart(self, names: Sequence[str]) -> None:
+        """No class is taken for another."""
+        return
+
+    def groups(self, classes: ClassFile, instances: InstanceCounts | None) -> None:
+        """Categories are of classes of which a pixel has one."""
+        return
+
+    def table(self) -> dict[str, Any]:
+        """Pixels of each class by label and prediction, absent before present."""
+        return {"counts": self.matrix.counts.tolist()}
+
+
 class PresenceCounts(ClassCounts):
     """Those of classes that overlap: each by itself, with its curve in the place of calibration.
 
     So there are curves whether anybody asks or not.
     """
+
+    _outcome = PresenceOutcome
 
     def __init__(
         self,
@@ -145,13 +180,23 @@ class PresenceCounts(ClassCounts):
 
     def add(self, index: int, found: LabelMap, label: Tensor) -> None:
         """Counts image `index`; nothing waits for the device."""
-        self._images[index] = right_labelled_predicted(self._matrix.update(found.label, label))
+        self._images[index] = _right_labelled_predicted(self._matrix.update(found.label, label))
         self._levels[index] = levels_of(self._calibration.update(found.probability, label))
         self.num_infinite += ~found.is_finite
 
-    def sum_over_ranks(self, num_by_windows: int) -> Outcome:
+    def sum_over_ranks(self, num_by_windows: int) -> PresenceOutcome:
         """Those of all ranks (collective)."""
         dist.all_reduce_sum(self._levels)
         curves = self._calibration if self._asks_curves else None
         found = super().sum_over_ranks(num_by_windows)
-        return found._replace(levels=self._levels, curves=curves)
+        return replace(found, levels=self._levels, curves=curves)
+
+
+def _right_labelled_predicted(counts: Tensor) -> Tensor:
+    """The pixels (..., K, 3) of `Outcome.images`, of `BinaryCounts.counts`, (..., K, 2, 2)."""
+    right, labelled, predicted = (
+        counts[..., 1, 1],
+        counts[..., 1, :].sum(-1),
+        counts[..., 1].sum(-1),
+    )
+    return torch.stack([right, labelled, predicted], -1)

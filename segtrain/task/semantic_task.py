@@ -1,6 +1,7 @@
 """A pixel has one class, that of the highest score."""
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -12,9 +13,10 @@ from segtrain.distributed import collectives as dist
 from segtrain.metrics import Calibration, ConfusionMatrix
 from segtrain.one_vs_rest import BinaryCounts, CurveCounts
 from segtrain.run.pictures import LABELS, raw_ids
-from segtrain.task.contract import Decoding, LabelMap, Task, Tile, Wanted
+from segtrain.task.contract import Decoding, Task, Tile, Wanted
 from segtrain.task.decision_rule import DecisionRule
-from segtrain.task.outcome import Outcome
+from segtrain.task.outcome import ClassOutcome
+from segtrain.task.prediction import LabelMap
 from segtrain.types import IGNORE_INDEX
 
 # Rows at a time, which stay in a processor's cache: a third of the time.
@@ -46,6 +48,10 @@ class Semantic(Task):
             total = log_p if total is None else torch.logaddexp(total, log_p)
             number += 1
         return total - math.log(number)
+
+    def option_of(self, name: str, threshold: float) -> str:
+        """One of predict."""
+        return f"predict --threshold {shlex.quote(f'{name}={threshold}')}"
 
     def decoding(self, thresholds: tuple[float, ...] | None) -> Decoding:
         """The highest score decides, or a rule; there are no thresholds."""
@@ -125,6 +131,8 @@ class ClassCounts:
     curves: get the probabilities of all classes; None: they are not computed.
     """
 
+    _outcome = ClassOutcome
+
     def __init__(
         self,
         task: Task,
@@ -150,7 +158,7 @@ class ClassCounts:
         self._calibration.update(highest, found.label, label)
         self.num_infinite += ~found.is_finite
 
-    def sum_over_ranks(self, num_by_windows: int) -> Outcome:
+    def sum_over_ranks(self, num_by_windows: int) -> ClassOutcome:
         """Those of all ranks (collective)."""
         self._matrix.sum_over_ranks()
         self._calibration.sum_over_ranks()
@@ -159,7 +167,7 @@ class ClassCounts:
             self.curves.sum_over_ranks()
         dist.wait_for_device(self._images.device)
         found = self._matrix, self._calibration, self._images
-        return Outcome(*found, num_by_windows, curves=self.curves)
+        return self._outcome(*found, num_by_windows, curves=self.curves)
 
 
 def pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ from segtrain.files import os_errors_as
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.task import task_of
-from segtrain.task.contract import LabelMap
+from segtrain.task.prediction import LabelMap
 from segtrain.text import printable
 
 # Two threads each for decoding and PNG compression keep up with a device that takes 20 ms for an

@@ -15,6 +15,7 @@ from torch import Tensor
 from segtrain.commands.train import save
 from segtrain.commands.train.setup import TrainRun
 from segtrain.commands.train.training import Training
+from segtrain.config import EvalConfig
 from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import num_loader_workers
@@ -24,22 +25,16 @@ from segtrain.errors import ConfigError
 from segtrain.evaluation.plugin_metrics import PluginMetric
 from segtrain.evaluation.predictor import Predictor, for_scores
 from segtrain.evaluation.records import Records
-from segtrain.evaluation.scoring import (
-    Outcome,
-    Prediction,
-    Sample,
-    StoppedError,
-    evaluate_dataset,
-)
+from segtrain.evaluation.scoring import Sample, StoppedError, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, view_sizes
-from segtrain.metrics import Scores, calibration_error, thin_classes
 from segtrain.models.blocks import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import placed, precise_statistics
-from segtrain.run.charts import confusion_picture
 from segtrain.run.console import score_text
 from segtrain.run.directory import EVALUATION
 from segtrain.run.pictures import NUM_IMAGES, as_rgb, panel, spread, to_png
+from segtrain.task.contract import Best, Outcome
+from segtrain.task.prediction import Prediction
 from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.training.step_sync import LateVote
 
@@ -51,7 +46,7 @@ def evaluate(run: TrainRun) -> bool:
     resumption evaluates again. Returns whether the evaluation came to its end. Collective.
     """
     save.settle(run)
-    config, step, classes, log = run.config, run.state.step, run.eval_set.classes, run.log
+    config, step, log = run.config, run.state.step, run.log
     liveness.beat("evaluation", step)
     pictures: dict[int, str] = {}
     try:
@@ -63,17 +58,15 @@ def evaluate(run: TrainRun) -> bool:
     run.thresholds = None
     if config.fits_thresholds:
         outcome, run.thresholds = outcome.fitted()
-    scores = outcome.scores
+    names, split = run.eval_set.classes.names, run.eval_set.split
     is_first, run.evaluated = run.evaluated == 0, step
-    error = calibration_error(outcome.calibration.counts)
+    by, score, lines = _chosen_score(config.eval, outcome, further, names, split)
     if is_first:
-        log.lines(thin_classes(scores, classes.names, run.eval_set.split))
-    by, score = _chosen_score(run, scores, further, is_first=is_first)
-    more = {"eval/calibration_error": error, **further, config.eval.best_tag: score}
-    log.scalars(step, scores.scalars(classes.names) | more)
-    if log.enabled and config.log.charts and not config.is_multilabel:
-        confusion = confusion_picture(outcome.matrix.counts.cpu().numpy(), classes.names)
-        log.picture(step, "eval/confusion", confusion)
+        log.lines([*outcome.warnings(names, split), *lines])
+    scalars = outcome.scalars(names)
+    log.scalars(step, scalars | further | {config.eval.best_tag: score})
+    if log.enabled and config.log.charts and (chart := outcome.chart(names)) is not None:
+        log.picture(step, "eval/confusion", chart)
     _show(run, pictures)
     better = is_better(score, run.best)
     if better:
@@ -82,7 +75,7 @@ def evaluate(run: TrainRun) -> bool:
             run.checkpoints.save_best(save.checkpoint_of(run))
             _keep_records(run, outcome)
     precision = "" if config.eval.precision is None else f" ({config.eval.precision})"
-    words = f"mIoU {scores.mean_iou:.4f}"
+    words = outcome.words()
     if config.eval.best != "miou":
         words += f"  {printable(by, MAX_NAME)} {score:.4f}"
     if run.thresholds is not None:
@@ -93,34 +86,24 @@ def evaluate(run: TrainRun) -> bool:
 
 
 def _chosen_score(
-    run: TrainRun, scores: Scores, further: Mapping[str, float], *, is_first: bool
-) -> tuple[str, float]:
-    """The name and value of the score that chooses best.pt (eval.best).
+    by: EvalConfig,
+    outcome: Outcome,
+    further: Mapping[str, float],
+    names: Sequence[str],
+    split: str,
+) -> Best:
+    """The score that chooses best.pt (eval.best).
 
     further: those of plugins, by their tags.
     """
-    by, names = run.config.eval, run.eval_set.classes.names
-    if by.best_metric is not None:
-        if by.best_tag not in further:
-            found = first_of(tag.removeprefix("metric/") for tag in further)
-            what = f"no score {printable(by.best, MAX_NAME)} was found, only {found}"
-            raise ConfigError(f"eval.best: {what}")
-        score = further[by.best_tag]
-        return by.best_name, score if math.isfinite(score) else math.nan
-    if not scores.num_pixels:  # where classes overlap a mean may be 0 then
-        return by.best_name, math.nan
-    if not by.best_classes:
-        return by.best_name, scores.mean_dice if by.best == "mdice" else scores.mean_iou
-    chosen = [names.index(name) for name in by.best_classes]
-    # The IoU of a class without labels is 0 or missing, by whether a pixel is predicted so.
-    shown = [i for i in chosen if scores.labelled[i]]
-    if is_first and shown != chosen:
-        unseen = first_of(names[i] for i in chosen if i not in shown)
-        what = "left out of this score" if shown else "best.pt is chosen by mIoU instead"
-        run.log.lines(
-            [f"warning: eval.best: no label of {run.eval_set.split} shows {unseen}: {what}"]
-        )
-    return (by.best_name, scores.mean_iou_of(shown)) if shown else ("mIoU", scores.mean_iou)
+    if by.best_metric is None:
+        return outcome.best(by, names, split)
+    if by.best_tag not in further:
+        found = first_of(tag.removeprefix("metric/") for tag in further)
+        what = f"no score {printable(by.best, MAX_NAME)} was found, only {found}"
+        raise ConfigError(f"eval.best: {what}")
+    score = further[by.best_tag]
+    return Best(by.best_name, score if math.isfinite(score) else math.nan)
 
 
 def _keep_records(run: TrainRun, outcome: Outcome) -> None:
@@ -129,7 +112,8 @@ def _keep_records(run: TrainRun, outcome: Outcome) -> None:
     if run.thresholds is not None:
         settings = replace(settings, thresholds=run.thresholds)
     try:
-        Records.of(outcome, run.eval_set, settings, run.state.step).save(run.directory)
+        if records := Records.of(outcome, run.eval_set, settings, run.state.step):
+            records.save(run.directory)
     except OSError as error:  # they can be computed again
         run.log.lines([f"warning: {EVALUATION} cannot be written: {error}"])
 

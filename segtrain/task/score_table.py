@@ -28,11 +28,9 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.raw_label import read_raw_label
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
-from segtrain.evaluation.scoring import Prediction
 from segtrain.metrics import (
     ConfusionMatrix,
     Scores,
-    calibration_error,
     mean_of_present,
     or_none,
     percent,
@@ -40,7 +38,7 @@ from segtrain.metrics import (
     score_table,
     table,
 )
-from segtrain.task.outcome import Outcome
+from segtrain.task.prediction import Prediction
 from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX
 
@@ -207,7 +205,7 @@ def _category_names(classes: ClassFile) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Report:
+class ScoreReport:
     """The scores of one evaluation.
 
     groups: None if the class file has no categories.
@@ -253,24 +251,6 @@ class Report:
         if self.benchmark:
             found["benchmark"] = {name: or_none(x) for name, x in self.benchmark.items()}
         return found
-
-
-def make_report(
-    outcome: Outcome,
-    names: Sequence[str],
-    classes: ClassFile,
-    instances: InstanceCounts | None,
-    *,
-    layout: str,
-) -> Report:
-    """The report of an evaluation.
-
-    names: of the model's classes. classes: of the data. layout: `data.layout`.
-    """
-    scores = outcome.scores
-    benchmark = ade20k_scores(scores) if layout == "ade20k" else {}
-    groups = None if classes.overlapping else group_scores(outcome.matrix, classes, instances)
-    return Report(names, scores, groups, benchmark, calibration_error(outcome.calibration.counts))
 
 
 def ade20k_scores(scores: Scores) -> dict[str, float]:
