@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:  # reading a class file needs IGNORE_INDEX, but not the seconds of this import
+    import numpy as np
     from torch import Tensor
 
 # Labels are train ids 0 .. K-1 in one byte each; this value marks pixels that count for nothing.
 IGNORE_INDEX = 255
+
+
+def ignored(label: np.ndarray) -> int | float:
+    """What a label has where nothing is known: IGNORE_INDEX, or NaN where it holds floats."""
+    return math.nan if label.dtype.kind == "f" else IGNORE_INDEX
+
 
 Choice = TypeVar("Choice")
 

@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import cv2
 import numpy as np
 import torch
 import yaml
+
+from segtrain import plugins
 
 COLORS = np.array([(90, 60, 70), (70, 140, 60), (60, 90, 200), (200, 190, 90)], dtype=np.uint8)
 
@@ -390,3 +394,16 @@ def contents(directory):
     """The bytes of all files below it, by their path there."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@contextmanager
+def forgetting():
+    """What is imported meanwhile is forgotten at the end, as by a process; so is the folder."""
+    tables = plugins._plugins, plugins._absent, plugins._loaded, plugins._paths
+    before, folder = [dict(table) for table in tables], Path.cwd()
+    yield
+    os.chdir(folder)
+    for table, entries in zip(tables, before, strict=True):
+        table.clear(), table.update(entries)
+    for name in [name for name in sys.modules if name.startswith("segtrain_extras")]:
+        del sys.modules[name]

@@ -16,7 +16,7 @@ from segtrain.evaluation.curves import ClassCurve, CurveQuestion
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.scoring import evaluate_dataset
 from segtrain.one_vs_rest import CURVE_BINS, CurveCounts, average_precision
-from segtrain.task import TASKS
+from segtrain.task import task_of
 from segtrain.task.decision_rule import rule_of
 from segtrain.types import IGNORE_INDEX, SegLogits
 
@@ -198,16 +198,16 @@ def test_a_precision_that_no_threshold_has_is_told_with_the_highest():
     asked = CurveQuestion(class_name="a", precision=0.5)
     counts = torch.zeros(2, 2, CURVE_BINS, dtype=torch.int64)
     counts[0, 0, 700], counts[0, 1, 700], counts[0, 1, 0] = 3, 1, 1
-    (*_, line), found = asked.answer(counts, ["a", "b"], TASKS["semantic"])
+    (*_, line), found = asked.answer(counts, ["a", "b"], task_of("semantic"))
     assert line == "a: no threshold has a precision of 50.00%; the highest is 25.00%"
     assert found["operating_point"] == {"class": "a", "threshold": None}
     counts[0, 1, 900] = 2
-    (*_, line), found = asked.answer(counts, ["a", "b"], TASKS["semantic"])
+    (*_, line), found = asked.answer(counts, ["a", "b"], task_of("semantic"))
     point = {"class": "a", "threshold": 700 / 1024, "precision": 0.5, "recall": 0.75}
     assert found["operating_point"] == point
     assert line.endswith("by predict --threshold a=0.68359375")
     (*_, line), _ = CurveQuestion(class_name="a", recall=0.9).answer(
-        counts, ["a", "b"], TASKS["semantic"]
+        counts, ["a", "b"], task_of("semantic")
     )
     assert line == "a: no threshold has a recall of 90.00%; the highest is 75.00%"
     # Of its four pixels two are found first, one beside three others, and one last.

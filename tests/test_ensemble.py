@@ -14,7 +14,7 @@ from segtrain.checkpoint.format import load, save
 from segtrain.checkpoint.trained import load_model
 from segtrain.export.write import _metadata, graph_of
 from segtrain.models.ensemble import Ensemble
-from segtrain.task import TASKS
+from segtrain.task import task_of
 from segtrain.types import SegLogits
 
 WORDS = "mean probability of 2 models: {0}/a step 1, {0}/b step 2"
@@ -73,7 +73,7 @@ def test_a_class_that_no_member_believes_in_keeps_a_finite_logarithm():
         def forward(self, images):
             return SegLogits(torch.tensor([0.0, -500.0]).view(1, 2, 1, 1))
 
-    out = Ensemble([Sure(), Sure()], TASKS["semantic"].mean)(torch.zeros(1)).out
+    out = Ensemble([Sure(), Sure()], task_of("semantic").mean)(torch.zeros(1)).out
     torch.testing.assert_close(out.flatten(), torch.tensor([0.0, -500.0]))
 
 

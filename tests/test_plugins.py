@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import cv2
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from experiments import bits, last, losses, segtrain, small, write_config
+from experiments import bits, forgetting, last, losses, segtrain, small, write_config
 from experiments import train as train_here
 from preloaded import PipedFork
 from processes import Command
@@ -85,19 +85,6 @@ class Sums:
     def scores(self, totals):
         return {"images": totals[0], "labels": totals[1]}
 """
-
-
-@contextmanager
-def forgetting():
-    """What is imported meanwhile is forgotten at the end, as by a process; so is the folder."""
-    tables = plugins._plugins, plugins._absent, plugins._loaded, plugins._paths
-    before, folder = [dict(table) for table in tables], Path.cwd()
-    yield
-    os.chdir(folder)
-    for table, entries in zip(tables, before, strict=True):
-        table.clear(), table.update(entries)
-    for name in [name for name in sys.modules if name.startswith("segtrain_extras")]:
-        del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from segtrain.errors import ConfigError, DataError, ExecutionError, MemoryLimitE
 from segtrain.evaluation import settings
 from segtrain.evaluation.video import overlay_video
 from segtrain.run.pictures import write_stored
-from segtrain.task import TASKS
+from segtrain.task import task_of
 from segtrain.types import SegLogits
 
 CLASSES = ClassFile(
@@ -540,7 +540,7 @@ def test_frames_never_get_the_place_of_an_image(run, tmp_path):
 def test_label_maps_of_frames_have_a_band_for_each_class_that_overlaps(tmp_path):
     classes = ClassFile("two", CLASSES.classes[:2], (), (0, 0, 0), overlapping=True)
     label = np.random.default_rng(0).integers(0, 2, (5, 6, 2), dtype=np.uint8)
-    stored = TASKS["multilabel"].stored(classes, label)
+    stored = task_of("multilabel").stored(classes, label)
     write_stored(tmp_path / "labels/drive/000000", stored)
     bands = tifffile.imread(tmp_path / "labels/drive/000000.tif")
     assert np.array_equal(bands, (label * np.array([7, 23], np.uint8)).transpose(2, 0, 1))

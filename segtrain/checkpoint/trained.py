@@ -180,7 +180,7 @@ def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
 
 
 # The kinds of plugins that a model consists of: what has trained it need not be here.
-_OF_MODELS = ("backbone", "head")
+_OF_MODELS = ("backbone", "head", "task")
 
 
 def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:

@@ -154,6 +154,7 @@ def _open(args: argparse.Namespace) -> _Asked:
     loaded = load_model(args.checkpoint, *args.others, device=device)
     names = loaded.classes.names
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
+    _check_task(args, task_of(config.task))
     split = args.split or config.data.eval_split
     dataset = open_dataset(config.data, split, labelled=not args.no_labels)
     _check_classes(loaded, dataset)
@@ -195,7 +196,7 @@ class _Result(NamedTuple):
     """What all ranks have found together. further: the scores of plug-ins, by their metrics."""
 
     outcome: Outcome
-    records: Records
+    records: Records | None
     further: Mapping[str, Mapping[str, float]]
 
 
@@ -219,7 +220,7 @@ def _count(asked: _Asked) -> _Result:
         one.sum_over_ranks()
     records = Records.of(outcome, asked.dataset, asked.settings, loaded.step)
     if args.worst:
-        _draw_worst(args, asked.dataset, records, evaluate)
+        _draw_worst(args, asked.task, asked.dataset, records, evaluate)
     return _Result(outcome, records, further)
 
 
@@ -229,8 +230,8 @@ def _answers(asked: _Asked, result: _Result) -> list["_Answer"]:
     if result.outcome.curves is not None:
         told = asked.question.answer(result.outcome.curves.counts, names, asked.task)
         answers.append(_Answer("curves", *told))
-    images, groups = result.records.images, asked.groups
-    by_group = groups and ScoresByGroup.of(images, groups, names)
+    groups = asked.groups
+    by_group = groups and ScoresByGroup.of(result.records.images, groups, names)
     for key, found in (("by_group", by_group), ("surfaces", asked.surfaces)):
         if found:
             answers.append(_Answer(key, found.lines(), found.to_dict()))
@@ -275,13 +276,14 @@ def _write_files(
 
 def _draw_worst(
     args: argparse.Namespace,
+    task: Task,
     dataset: SegDataset,
     records: Records,
     evaluate: Callable[..., Outcome],
 ) -> None:
     """Predicts the worst images once more, and draws them (collective)."""
     chosen = Chosen(dataset, sorted(records.worst(args.worst)))
-    draw = partial(_write_overlay, args.overlays, dataset, chosen.indices)
+    draw = partial(_write_overlay, args.overlays, task, dataset, chosen.indices)
     evaluate(chosen, callbacks=[lambda one: draw(chosen.original(one))])
     if dist.is_main():
         what = f"{len(chosen.indices)} worst images (neighbours of a sequence count once)"
@@ -347,10 +349,10 @@ def _json(
     }
 
 
-def _members_alone(loaded: LoadedModel, records: Records) -> dict[str, float]:
+def _members_alone(loaded: LoadedModel, records: Records | None) -> dict[str, float]:
     """The mIoU of each member of an ensemble whose run has kept that of the same evaluation."""
     found = {}
-    for member in loaded.members:
+    for member in loaded.members if records else ():
         with suppress(UserError):  # a damaged file; the score of the ensemble stands without it
             own = load_records(resolve(member.source).parent.parent)
             if own and own.is_like(records, step=member.step):
@@ -386,6 +388,15 @@ def _check_options(args: argparse.Namespace) -> None:
                 raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")
         if not args.save_predictions:
             raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
+
+
+def _check_task(args: argparse.Namespace, task: Task) -> None:
+    """ConfigError: what is asked for is about classes, and the task has none."""
+    asked = {"--per-image": args.per_image, "--worst": args.worst, "--group": args.group}
+    asked |= {"--curves": args.curves, "--class": args.class_name, "--surface": args.surface}
+    for option, value in asked.items():
+        if value and not task.has_classes:
+            raise ConfigError(f"{option}: is about classes, and task {task.name} has none")
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -491,7 +502,7 @@ def picture_writers(
         writers.append(_prediction_writer(folder, dataset, config))
     if (folder := folders.get("--overlays")) and not args.worst:
         chosen = spread(len(dataset), args.num_overlays)  # whatever the number of ranks
-        writers.append(partial(_write_overlay, folder, dataset, chosen))
+        writers.append(partial(_write_overlay, folder, task_of(config.task), dataset, chosen))
     return writers
 
 
@@ -517,7 +528,11 @@ def _prediction_writer(folder: Path, dataset: SegDataset, config: Config) -> Wri
 
 
 def _write_overlay(
-    folder: Path, dataset: SegDataset, chosen: Collection[int], prediction: Prediction
+    folder: Path,
+    task: Task,
+    dataset: SegDataset,
+    chosen: Collection[int],
+    prediction: Prediction,
 ) -> None:
     """Writes image, label, prediction and errors side by side, for the `chosen` images."""
     if prediction.index not in chosen:
@@ -525,5 +540,6 @@ def _write_overlay(
     index, image, *pixels = prediction
     image = as_rgb(image, dataset.form.value_range)
     name, classes = dataset.name(index), dataset.classes
-    picture = panel(image, *pixels, palette=classes.palette, names=classes.names, title=name)
+    names, palette = task.key(classes)
+    picture = panel(image, *map(task.shown, pixels), palette=palette, names=names, title=name)
     write_png(folder / f"{name}.png", picture)

@@ -17,6 +17,8 @@ from segtrain.config.section import (
     option,
 )
 
+OwnFormat = Literal["ids", "colors", "train_ids", "bands"]
+
 
 class DataConfig(Section):
     """Where images and labels lie and how they are read."""
@@ -50,12 +52,12 @@ class DataConfig(Section):
         "absolute or below root, that label columns start from, null: root",
         min_length=1,
     )
-    label_format: Literal["ids", "colors", "train_ids", "bands"] = option(
+    label_format: Annotated[OwnFormat, PluginName("label_format")] = option(
         "ids",
         "labels hold raw class ids (grey or palette files), the class colours (RGB), or positions "
         "in the class file, from 0, and 255 to ignore (Cityscapes: labelTrainIds); bands, of task "
         "multilabel: a band for each class, in the order of the class file, 1 where it is and 0 "
-        "where not",
+        "where not; or a plugin's",
     )
     channels: Annotated[int, Field(ge=1, le=16)] = option(
         3,

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from segtrain.config.data import AugmentConfig, DataConfig
+from segtrain import plugins
+from segtrain.config.data import AugmentConfig, DataConfig, OwnFormat
 from segtrain.config.messages import did_you_mean, show
 from segtrain.config.model import ModelConfig, NormConfig
 from segtrain.config.optim import CYCLE_RISE, Name, OptimConfig, ScheduleConfig
@@ -41,6 +42,7 @@ _OwnLoss = Literal[
 # What serves classes that overlap, each class against all else.
 _MULTILABEL_LOSSES = ("cross_entropy", "focal", "dice", "dice_linear", "tversky", "lovasz")
 LossKind = Annotated[_OwnLoss, PluginName("loss")]
+_OwnTask = Literal["semantic", "multilabel"]
 
 
 class BaseLoss(Section):
@@ -277,10 +279,10 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = option(
         0, "decides weights, sample order, augmentation and dropout"
     )
-    task: Literal["semantic", "multilabel"] = option(
+    task: Annotated[_OwnTask, PluginName("task")] = option(
         "semantic",
         "semantic: a pixel has one class; multilabel: any number of them, each found by itself "
-        "(needs data.label_format bands)",
+        "(needs data.label_format bands); or a plugin's",
     )
     plugins: tuple[Name, ...] = option(
         (),
@@ -303,6 +305,11 @@ class Config(Section):
     def is_multilabel(self) -> bool:
         """Whether a pixel may have several classes."""
         return self.task == "multilabel"
+
+    @property
+    def has_own_task(self) -> bool:
+        """Whether the task is that of a plugin."""
+        return self.task not in get_args(_OwnTask)
 
     @property
     def fits_thresholds(self) -> bool:
@@ -336,10 +343,20 @@ class Config(Section):
         """What serves only one task, beside the table of CONFLICTS."""
         if self.is_multilabel != (self.data.label_format == "bands"):
             yield "data.label_format: bands and task multilabel go together; set both, or neither"
-        if self.is_multilabel and self.data.layout not in ("folders", "list"):
-            yield f"data.layout: {self.data.layout} has one class a pixel; use folders or list"
+        layout, is_plain = self.data.layout, self.data.label_format in get_args(OwnFormat)
+        labels = plugins.registered("label_format", self.data.label_format)
+        if labels is not None and labels.is_here and labels.made.task != self.task:
+            yield f"data.label_format: {labels.name} is of task {labels.made.task}; set both"
+        if is_plain and self.has_own_task:
+            yield f"data.label_format: task {self.task} needs a plugin's, of its labels"
+        if self.task != "semantic" and layout not in ("folders", "list"):
+            yield f"data.layout: {layout} has one class a pixel; use folders or list"
+        elif not is_plain and layout not in ("folders", "list"):
+            yield f"data.layout: {layout} has labels of its own format; use folders or list"
         for term in self.loss.terms:
             is_own = term.kind in get_args(_OwnLoss)
+            if self.has_own_task and is_own:
+                yield f"loss: {term.kind} is for classes; task {self.task} needs a plugin's loss"
             if self.is_multilabel and is_own and term.kind not in _MULTILABEL_LOSSES:
                 yield (
                     f"loss: {term.kind} is for classes of which a pixel has one; with task "
@@ -353,8 +370,11 @@ class Config(Section):
     def _best_mistakes(self) -> Iterator[str]:
         """A score of a plugin that no evaluation of the training finds."""
         name, metrics = self.eval.best_metric, self.eval.metrics
-        if name is not None and name not in [one.name for one in metrics]:
+        known = [one.name for one in metrics] + [self.task] * self.has_own_task
+        if name is not None and name not in known:
             yield f"eval.best: no metric {printable(name, MAX_NAME)} in eval.metrics; name it there"
+        if name is None and self.has_own_task:
+            yield f"eval.best: task {self.task} has no IoU; name a score of it: {self.task}/SCORE"
         if self.is_multilabel and metrics:
             yield "eval.metrics: they take one class a pixel; with task multilabel it has several"
 

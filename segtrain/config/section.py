@@ -89,7 +89,7 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         (
             "augment.class_mix_prob augment.max_class_share data.class_uniform data.pack",
             "task",
-            "a pixel may have several classes",
+            "they go by the one class of a pixel",
         ),
         ("augment.color_prob", "data.channels", "brightness, saturation and hue are those of RGB"),
         ("eval.precision", "train.precision=float64", "weights in float64 have no mixed precision"),

@@ -26,7 +26,7 @@ _BIG_BYTES = 3 << 30
 _NO_DATA = 42113  # GDAL_NODATA
 
 
-def write_label(path: Path, label: np.ndarray, no_data: int, image: Path) -> None:
+def write_label(path: Path, label: np.ndarray, no_data: float, image: Path) -> None:
     """Writes a label (H, W) or (H, W, K) as a compressed TIFF that lies where `image` does.
 
     label: as label files hold it; its value `no_data` is marked as such.
@@ -62,7 +62,7 @@ def predict_raster(
     *,
     form: ImageForm,
     stored: Callable[[np.ndarray], np.ndarray],
-    no_data: int,
+    no_data: float,
     on_block: Callable[[np.ndarray], object],
 ) -> bool:
     """Writes the label of the TIFF at `path`, (height, width) `size`, as a tiled TIFF.
@@ -94,8 +94,9 @@ def predict_raster(
                 yield block
 
     # The shape and type of what is written, of no pixel at all.
-    bands = predictor.settings.usual.decoding.bands(predictor.num_classes)
-    like = stored(np.zeros((0, 0, *bands), np.uint8))
+    decoding = predictor.settings.usual.decoding
+    bands = decoding.bands(predictor.num_classes)
+    like = stored(np.zeros((0, 0, *bands), decoding.dtype))
     options = {"shape": (*size, *bands), "dtype": like.dtype, "tile": (BLOCK_PX, BLOCK_PX)}
     options |= {"planarconfig": "contig"} if bands else {}
     is_big = math.prod((*size, *bands)) * like.itemsize > _BIG_BYTES
@@ -106,7 +107,7 @@ def predict_raster(
 def _write(
     path: Path,
     pixels: np.ndarray | Iterator[np.ndarray],
-    no_data: int | str,
+    no_data: float | str,
     image: Path,
     **options: Any,
 ) -> None:

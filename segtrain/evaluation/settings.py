@@ -33,7 +33,8 @@ def set_after_training(
     Raises:
         ConfigError: an option that the checkpoint decides, or one that does not exist.
     """
-    if trained.eval.best_metric is not None:  # of no use here, where eval.metrics may be others
+    # Of no use here, where eval.metrics may be others.
+    if trained.eval.best_metric not in (None, trained.task):
         trained = trained.model_copy(
             update={"eval": trained.eval.model_copy(update={"best": "miou"})}
         )

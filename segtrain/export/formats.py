@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import Normalize, Values
-from segtrain.task import TASKS, Task
+from segtrain.task import Task, task_of
 from segtrain.text import install_line
 
 # Example images are a random picture of this size, stretched, and some noise.
@@ -40,7 +40,7 @@ class ExportModel(nn.Module):
     normalize: the input is what images store, in this dtype, which the file normalizes; None: the
         input is float32 and normalized already.
     argmax: the result is train ids (N, H, W) uint8, not logits (N, K, H, W).
-    task: what it was trained for.
+    task: what it was trained for; None: semantic.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class ExportModel(nn.Module):
         clip: bool = False,
         normalize: Literal["uint8", "float32"] | None = None,
         argmax: bool = False,
-        task: Task = TASKS["semantic"],
+        task: Task | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.task = model, task
+        self.model, self.task = model, task or task_of("semantic")
         self.normalization = Normalize(mean, std, value_range, clip=clip)
         self.normalize = normalize
         self.argmax = argmax

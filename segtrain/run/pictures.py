@@ -11,7 +11,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -186,19 +186,23 @@ def spread(total: int, num: int) -> set[int]:
 
 
 def training_picture(
-    batch: Batch, classes: ClassFile, value_range: tuple[float, float] | None
+    batch: Batch,
+    shown: Callable[[np.ndarray], np.ndarray],
+    key: tuple[Sequence[str], Sequence[Rgb]],
+    value_range: tuple[float, float] | None,
 ) -> np.ndarray:
     """The first crops of a batch above their labels, with the legend.
 
-    value_range: see `as_rgb`.
+    shown, key: as of `Task`. value_range: see `as_rgb`.
     """
+    names, palette = key
     columns = []
     for image, label in zip(batch.images[:NUM_IMAGES], batch.labels, strict=False):
         pixels = as_rgb(image.permute(1, 2, 0).numpy(), value_range)
-        shown = overlay(pixels, label.numpy(), classes.palette, alpha=0.6)
-        columns.append(np.pad(np.vstack([pixels, shown]), ((0, 4), (0, 4), (0, 0))))
+        labelled = overlay(pixels, shown(label.numpy()), palette, alpha=0.6)
+        columns.append(np.pad(np.vstack([pixels, labelled]), ((0, 4), (0, 4), (0, 0))))
     row = np.hstack(columns)
-    return np.vstack([row, legend(class_labels(classes.names), classes.palette, row.shape[1])])
+    return np.vstack([row, legend(class_labels(names), palette, row.shape[1])])
 
 
 def write_png(path: Path, picture: np.ndarray) -> None:
@@ -219,7 +223,7 @@ def write_indexed_png(path: Path, indices: np.ndarray, palette: Sequence[Rgb]) -
 
 
 def write_bands(path: Path, bands: np.ndarray) -> None:
-    """As `write_png`: a TIFF of (H, W, K) uint8 or uint16, a band a class."""
+    """As `write_png`: a TIFF of (H, W, K), a band a class."""
     import tifffile
 
     data = io.BytesIO()
@@ -280,16 +284,18 @@ class Tint(NamedTuple):
         return overlay(image, label, self.palette, self.opacity)
 
 
-def make_tint(classes: ClassFile, opacity: float, clear: Sequence[str]) -> Tint:
+def make_tint(
+    names: Sequence[str], palette: Sequence[Rgb], opacity: float, clear: Sequence[str]
+) -> Tint:
     """The tint of these classes, of which those of the names `clear` are left out.
 
     Raises:
         ConfigError: there is no such class.
     """
-    if unknown := set(clear) - set(classes.names):
-        names = first_of(classes.names, 20)
-        raise ConfigError(f"--clear: no class {first_of(sorted(unknown))}; there are {names}")
-    pairs = zip(classes.names, classes.palette, strict=True)
+    if unknown := set(clear) - set(names):
+        there = first_of(names, 20)
+        raise ConfigError(f"--clear: no class {first_of(sorted(unknown))}; there are {there}")
+    pairs = zip(names, palette, strict=True)
     return Tint([BLACK if name in clear else color for name, color in pairs], opacity)
 
 
@@ -313,10 +319,11 @@ def raw_ids(classes: ClassFile) -> np.ndarray:
     return ids
 
 
-def write_legend(output: Path, classes: ClassFile, ids: Sequence[int] | None) -> None:
+def write_legend(
+    output: Path, names: Sequence[str], palette: Sequence[Rgb], ids: Sequence[int] | None
+) -> None:
     """Writes the colour, the id in label maps and the name of each class."""
-    labels = class_labels(classes.names, ids)
-    write_png(output / "legend.png", legend(labels, classes.palette))
+    write_png(output / "legend.png", legend(class_labels(names, ids), palette))
 
 
 def raw_bands(classes: ClassFile, pred: np.ndarray) -> np.ndarray:
@@ -330,11 +337,11 @@ def raw_bands(classes: ClassFile, pred: np.ndarray) -> np.ndarray:
 
 
 def write_stored(path: Path, stored: np.ndarray) -> None:
-    """Writes what `Task.stored` returns: a PNG, or a TIFF of bands; the name gets its ending."""
-    if stored.ndim == 2:
+    """Writes what `Task.stored` returns: a PNG, or a TIFF of bands or floats; with its ending."""
+    if stored.ndim == 2 and stored.dtype.kind == "u":
         write_png(path.with_name(f"{path.name}.png"), stored)
     else:
-        write_bands(path.with_name(f"{path.name}.tif"), stored)
+        write_bands(path.with_name(f"{path.name}.tif"), np.atleast_3d(stored))
 
 
 def mask_names(classes: ClassFile) -> list[str]:
@@ -350,7 +357,7 @@ def write_prediction(
     name: str,
     image: np.ndarray,
     pred: np.ndarray,
-    classes: ClassFile,
+    palette: Sequence[Rgb],
     tint: Tint,
     pictures: Mapping[str, np.ndarray],
 ) -> None:
@@ -360,6 +367,6 @@ def write_prediction(
 
     ExecutionError if it cannot.
     """
-    drawn = {COLORS: colorize(pred, classes.palette), OVERLAYS: tint.over(image, pred)}
+    drawn = {COLORS: colorize(pred, palette), OVERLAYS: tint.over(image, pred)}
     for kind, picture in (drawn | dict(pictures)).items():
         write_png(output / kind / f"{name}.png", picture)

@@ -25,7 +25,7 @@ from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import to_stored
 from segtrain.data.read.find import Window
-from segtrain.data.read.label_formats import LABEL_FORMATS
+from segtrain.data.read.label_formats import label_format_of
 from segtrain.data.read.raster import is_tiff
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import ConfigError, DataError, ExecutionError, refuse_unused
@@ -108,7 +108,7 @@ def _label_format(plan: Decisions) -> str | None:
         return None
     info = image_formats.read_info(file)
     # Training refuses transparent pixels, which may be in any of the files.
-    problem = LABEL_FORMATS[labels.kind].problem(info, 0)
+    problem = label_format_of(labels.kind).problem(info, 0)
     return None if info.alpha or problem else labels.kind
 
 

@@ -11,10 +11,10 @@ from segtrain.types import Choices
 
 __all__ = ["TASKS", "Task", "task_of"]
 
-TASKS: Choices[Task] = Choices({task.name: task for task in (Semantic(), Multilabel())})
+TASKS: Choices[type[Task]] = Choices({task.name: task for task in (Semantic, Multilabel)})
 """`task`: what each name stands for."""
 
 
 def task_of(name: str) -> Task:
     """The task of this name, one of segtrain's own or of a plugin."""
-    return plugins.choose("task", name, TASKS)
+    return plugins.choose("task", name, TASKS)()

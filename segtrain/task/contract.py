@@ -10,8 +10,10 @@ from torch import Tensor
 
 from segtrain.config import EvalConfig
 from segtrain.data.read.classes import ClassFile
+from segtrain.errors import ConfigError
 from segtrain.metrics import ConfusionMatrix
 from segtrain.one_vs_rest import BinaryCounts, CurveCounts
+from segtrain.run.pictures import LABELS, Rgb
 from segtrain.task.decision_rule import DecisionRule
 from segtrain.task.prediction import LabelMap
 from segtrain.task.score_table import InstanceCounts
@@ -27,9 +29,11 @@ class Decoding(Protocol):
     """What a task makes of scores, tile by tile.
 
     takes_highest: whether the highest score of a pixel is all that it looks at.
+    dtype: of a label.
     """
 
     takes_highest: bool
+    dtype: np.dtype
 
     def bands(self, num_classes: int) -> tuple[int, ...]:
         """The shape of a label, but for height and width."""
@@ -155,10 +159,12 @@ class Task(ABC):
     """What a network tells of a pixel, and what follows from it, from a label to a file.
 
     name: that of the config.
+    has_classes: whether its scores are those of classes, image by image (`Outcome.by_image`).
     refuses_rules: why no `DecisionRule` goes with it, and what does; empty: one may.
     """
 
     name: str
+    has_classes = False
     refuses_rules = ""
 
     @abstractmethod
@@ -172,20 +178,24 @@ class Task(ABC):
         class_weights: (K,); None: all are 1.
         """
 
-    @abstractmethod
     def mean(self, members: Iterable[Tensor]) -> Tensor:
-        """Logits (N, K, H, W) of the mean probabilities of several models, one after another.
+        """Logits (N, K, H, W) of the mean of several models, one after another; here their mean.
 
         One sum and one member are in memory, whatever their number.
         """
+        total, number = None, 0
+        for logits in members:
+            total = logits if total is None else total + logits
+            number += 1
+        return total / number
 
     def thresholds(self, given: tuple[float, ...] | None) -> tuple[float, ...] | None:
         """Those of the classes, where `given` stands in the config; None: there are none."""
         return None
 
-    @abstractmethod
     def option_of(self, name: str, threshold: float) -> str:
         """What predicts a class from this probability on, for people."""
+        raise ConfigError(f"--class: task {self.name} has no probabilities")
 
     @abstractmethod
     def decoding(self, thresholds: tuple[float, ...] | None) -> Decoding:
@@ -197,25 +207,37 @@ class Task(ABC):
     ) -> "ImageCounts":
         """What counts the predictions of a data set; curves: as of `evaluate_dataset`."""
 
-    @abstractmethod
     def matrix(self, num_classes: int, device: torch.device) -> ConfusionMatrix | BinaryCounts:
-        """What counts right and wrong pixels."""
+        """What counts right and wrong pixels, where an int8 file is compared."""
+        raise ConfigError(f"--quantize: task {self.name} has no right and wrong pixels")
 
-    @abstractmethod
     def agreement(self, found: Tensor, logits: Tensor) -> Tensor:
         """The part of the decisions by `found`, (N, K, H, W), that those by `logits` share, ()."""
+        return torch.isclose(found, logits, rtol=1e-3, atol=1e-3).float().mean()
 
     @abstractmethod
     def stored(self, classes: ClassFile, label: np.ndarray) -> np.ndarray:
         """What label files hold of a prediction, (H, W) or (H, W, bands)."""
 
-    @abstractmethod
     def pictures(self, classes: ClassFile, label: np.ndarray) -> Mapping[str, np.ndarray]:
         """What is written of a prediction as PNG, beside colours and overlay, by its folder."""
+        return {}
 
-    @abstractmethod
     def folders(self, classes: ClassFile) -> list[str]:
         """Those of `pictures` and of other label maps."""
+        return [LABELS]
+
+    def no_data(self, classes: ClassFile) -> float:
+        """What `stored` has where nothing is known."""
+        return classes.write_ignored
+
+    def shown(self, label: np.ndarray) -> np.ndarray:
+        """The label as pictures show it: numbers of `key` and IGNORE_INDEX, (H, W) or (H, W, K)."""
+        return label
+
+    def key(self, classes: ClassFile) -> tuple[Sequence[str], Sequence[Rgb]]:
+        """What pictures show, and in which colours (red, green, blue)."""
+        return classes.names, classes.palette
 
     def ids(self, classes: ClassFile) -> Sequence[int] | None:
         """The number of each class in label maps; None: they have no numbers."""

@@ -25,6 +25,7 @@ class Multilabel(Task):
     """Classes overlap (task multilabel); labels are (H, W, K): 1, 0 or IGNORE_INDEX."""
 
     name = "multilabel"
+    has_classes = True
     refuses_rules = (
         "with task multilabel each class has a threshold of its own; use "
         "--set eval.thresholds=[...]"
@@ -94,7 +95,7 @@ class EachClass:
     thresholds: one for all classes, or one a class.
     """
 
-    takes_highest = False
+    takes_highest, dtype = False, np.dtype(np.uint8)
 
     def __init__(self, thresholds: tuple[float, ...]) -> None:
         self._thresholds = thresholds

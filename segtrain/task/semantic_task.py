@@ -27,6 +27,7 @@ class Semantic(Task):
     """A pixel has one class (task semantic); labels are train ids."""
 
     name = "semantic"
+    has_classes = True
 
     def for_loss(self, stored: Tensor) -> Tensor:
         """(..., H, W) int64."""
@@ -91,7 +92,7 @@ class Semantic(Task):
 class OneClass:
     """A pixel has the class of the highest score, or what a rule says ."""
 
-    takes_highest = True
+    takes_highest, dtype = True, np.dtype(np.uint8)
 
     def bands(self, num_classes: int) -> tuple[int, ...]:
         """None."""

@@ -64,7 +64,10 @@ def main(args: argparse.Namespace) -> int:
     if ready.config.data.neighbours:
         _refuse_unhonoured(["data.neighbours"], found)
     classes = ready.loaded.classes
-    tint = pictures.make_tint(classes, 0.5 if args.opacity is None else args.opacity, args.clear)
+    task = task_of(ready.config.task)
+    names_shown, palette = task.key(classes)
+    opacity = 0.5 if args.opacity is None else args.opacity
+    tint = pictures.make_tint(names_shown, palette, opacity, args.clear)
     job = Job(ready, output, names, tint, overwrite, args.probabilities, args.frames, tables)
     _check_data(job)
     for kind, sources in found.items():
@@ -72,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     print_about(ready)
     for line in lines:
         print(line)
-    pictures.write_legend(output, classes, job.task.ids(classes))
+    pictures.write_legend(output, names_shown, palette, task.ids(classes))
     done = [
         (kind.several, kind.written(job), kind.predict(job, sources))
         for kind, sources in found.items()

@@ -183,7 +183,9 @@ def _write(
     source, image, label, known, _ = found
     classes, task = ready.loaded.classes, task_of(ready.config.task)
     drawn = task.pictures(classes, label)
-    pictures.write_prediction(output, source.name, image, label, classes, tint, drawn)
+    _, palette = task.key(classes)
+    shown = task.shown(label)
+    pictures.write_prediction(output, source.name, image, shown, palette, tint, drawn)
     for ending in pictures.PROBABILITY_ENDINGS:
         path = output / pictures.PROBABILITIES / f"{source.name}.{ending}"
         with os_errors_as(ExecutionError, path, "cannot be written"):
@@ -197,7 +199,7 @@ def _write(
         if pictures.LABELS not in drawn or is_on_map(source.path, read_info(source.path)):
             path.parent.mkdir(parents=True, exist_ok=True)
             stored = task.stored(classes, label)
-            write_label(path, stored, classes.write_ignored, source.path)
+            write_label(path, stored, task.no_data(classes), source.path)
         else:
             path.unlink(missing_ok=True)
 

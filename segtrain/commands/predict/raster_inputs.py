@@ -58,6 +58,7 @@ def _size_of(source: PhotoFile) -> Size | None:
 
 def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path) -> Notes:
     settings, values = ready.predictor.settings, []
+    task = task_of(ready.config.task)
     refuse_short_side(source.path, settings.usual.short_side_px)
     path.parent.mkdir(parents=True, exist_ok=True)
     form = form_of_file(source.path, ready.form)
@@ -75,8 +76,8 @@ def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path
             size,
             path,
             form=form,
-            stored=partial(task_of(ready.config.task).stored, ready.loaded.classes),
-            no_data=ready.loaded.classes.write_ignored,
+            stored=partial(task.stored, ready.loaded.classes),
+            no_data=task.no_data(ready.loaded.classes),
             on_block=add,
         )
     return Notes(

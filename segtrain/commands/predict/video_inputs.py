@@ -74,7 +74,7 @@ def _predict_video(job: Job, source: PhotoFile, path: Path) -> Notes:
             stored = job.task.stored(job.classes, label)
             name = f"{source.name}/{number:06d}"
             pictures.write_stored(job.output / pictures.LABELS / name, stored)
-        return job.tint.over(frame, label)
+        return job.tint.over(frame, job.task.shown(label))
 
     with os_errors_as(ExecutionError, path, "cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)

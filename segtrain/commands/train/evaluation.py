@@ -33,6 +33,7 @@ from segtrain.norm import placed, precise_statistics
 from segtrain.run.console import score_text
 from segtrain.run.directory import EVALUATION
 from segtrain.run.pictures import NUM_IMAGES, as_rgb, panel, spread, to_png
+from segtrain.task import task_of
 from segtrain.task.contract import Best, Outcome
 from segtrain.task.prediction import Prediction
 from segtrain.text import MAX_NAME, first_of, printable
@@ -60,11 +61,11 @@ def evaluate(run: TrainRun) -> bool:
         outcome, run.thresholds = outcome.fitted()
     names, split = run.eval_set.classes.names, run.eval_set.split
     is_first, run.evaluated = run.evaluated == 0, step
-    by, score, lines = _chosen_score(config.eval, outcome, further, names, split)
+    scalars = outcome.scalars(names) | further
+    by, score, lines = _chosen_score(config.eval, outcome, scalars, names, split)
     if is_first:
         log.lines([*outcome.warnings(names, split), *lines])
-    scalars = outcome.scalars(names)
-    log.scalars(step, scalars | further | {config.eval.best_tag: score})
+    log.scalars(step, scalars | {config.eval.best_tag: score})
     if log.enabled and config.log.charts and (chart := outcome.chart(names)) is not None:
         log.picture(step, "eval/confusion", chart)
     _show(run, pictures)
@@ -88,21 +89,19 @@ def evaluate(run: TrainRun) -> bool:
 def _chosen_score(
     by: EvalConfig,
     outcome: Outcome,
-    further: Mapping[str, float],
+    scalars: Mapping[str, float],
     names: Sequence[str],
     split: str,
 ) -> Best:
-    """The score that chooses best.pt (eval.best).
-
-    further: those of plugins, by their tags.
-    """
+    """The score that chooses best.pt (eval.best). scalars: all, by their tags."""
     if by.best_metric is None:
         return outcome.best(by, names, split)
-    if by.best_tag not in further:
-        found = first_of(tag.removeprefix("metric/") for tag in further)
+    if by.best_tag not in scalars:
+        tags = (tag.partition("/") for tag in scalars)
+        found = first_of(name for kind, _, name in tags if kind == "metric")
         what = f"no score {printable(by.best, MAX_NAME)} was found, only {found}"
         raise ConfigError(f"eval.best: {what}")
-    score = further[by.best_tag]
+    score = scalars[by.best_tag]
     return Best(by.best_name, score if math.isfinite(score) else math.nan)
 
 
@@ -207,8 +206,10 @@ def _keep(run: TrainRun, prediction: Prediction, pictures: dict[int, str]) -> No
         return
     index, image, *pixels = prediction
     image = as_rgb(image, run.eval_set.form.value_range)
-    names, palette = run.eval_set.classes.names, run.eval_set.classes.palette
-    picture = panel(image, *pixels, palette=palette, names=names, title=run.eval_set.name(index))
+    task = task_of(run.config.task)
+    names, palette = task.key(run.eval_set.classes)
+    shown = map(task.shown, pixels)
+    picture = panel(image, *shown, palette=palette, names=names, title=run.eval_set.name(index))
     pictures[index] = b64encode(to_png(picture)).decode()
 
 

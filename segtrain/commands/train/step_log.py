@@ -7,6 +7,7 @@ from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.run.console import ProgressBar, progress_words
 from segtrain.run.pictures import training_picture
+from segtrain.task import task_of
 from segtrain.training.local import LocalStep
 from segtrain.training.part import Part
 from segtrain.training.receipt_meter import StepMeter
@@ -61,5 +62,7 @@ class StepLog(Part):
         batch = local.batches[0]
         if run.log.enabled and batch.names:
             value_range = self._config.data.value_range
-            picture = training_picture(batch, run.train_set.classes, value_range)
+            task = task_of(run.config.task)
+            key = task.key(run.train_set.classes)
+            picture = training_picture(batch, task.shown, key, value_range)
             run.log.picture(step, "train/batch", picture)

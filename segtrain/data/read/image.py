@@ -29,7 +29,7 @@ from segtrain.data.read.georeference import is_on_map
 from segtrain.data.read.image_formats import Info
 from segtrain.errors import DataError
 from segtrain.text import first_of, printable
-from segtrain.types import IGNORE_INDEX
+from segtrain.types import IGNORE_INDEX, ignored
 
 ValueRange = tuple[float, float]
 Mean = tuple[float, ...]
@@ -151,21 +151,23 @@ def ignore_missing(
     """Image and label where pixels without a value, NaN, are the mean and ignored.
 
     image: (H, W, C) as `read_image` gives it; in the form's dtype afterwards. label: (H, W) or
-    (H, W, K) uint8. Neither is changed.
+    (H, W, K). Neither is changed.
     """
     if image.dtype.kind == "f" and (missing := np.isnan(image)).any():
         image = np.where(missing, np.array(form.fill, np.float32), image)
         nowhere = missing.any(axis=2)
         nowhere = nowhere if label.ndim == 2 else nowhere[..., None]
-        label = np.where(nowhere, np.uint8(IGNORE_INDEX), label)
+        label = np.where(nowhere, label.dtype.type(ignored(label)), label)
     if image.dtype.kind == form.dtype.kind:
         return image, label
     return np.rint(image).astype(form.dtype), label
 
 
 def ignored_where(missing: np.ndarray, label: np.ndarray) -> np.ndarray:
-    """The label, (H, W) or (H, W, K) uint8, with IGNORE_INDEX where `missing`, (H, W), has it."""
-    return np.maximum(label, missing if label.ndim == 2 else missing[..., None])
+    """The label, (H, W) or (H, W, K), ignored where `missing`, (H, W), is IGNORE_INDEX."""
+    nowhere = missing == IGNORE_INDEX
+    nowhere = nowhere if label.ndim == 2 else nowhere[..., None]
+    return np.where(nowhere, label.dtype.type(ignored(label)), label)
 
 
 def shows(label: np.ndarray, train_id: int) -> np.ndarray:

@@ -54,10 +54,12 @@ class LabelCounts:
 class LabelFormat(ABC):
     """How label files of a kind become labels.
 
+    task: that of which such labels are.
     needs_colors: whether the class file has to give the colour of each class.
     overlapping: whether a pixel may have several classes.
     """
 
+    task = "semantic"
     needs_colors = False
     overlapping = False
 
@@ -211,7 +213,7 @@ class Colors(LabelFormat):
 class Bands(LabelFormat):
     """A band for each class, in the order of the class file: 1, or its ids, where it is."""
 
-    overlapping = True
+    task, overlapping = "multilabel", True
 
     def problem(self, info: Info, num_classes: int) -> str:
         """See `LabelFormat`."""
@@ -240,12 +242,12 @@ class Bands(LabelFormat):
         return np.full((*size, classes.num_classes), IGNORE_INDEX, np.uint8)
 
 
-LABEL_FORMATS: Choices[LabelFormat] = Choices(
-    {"ids": Ids(), "colors": Colors(), "train_ids": TrainIds(), "bands": Bands()}
+LABEL_FORMATS: Choices[type[LabelFormat]] = Choices(
+    {"ids": Ids, "colors": Colors, "train_ids": TrainIds, "bands": Bands}
 )
 """`data.label_format`: what each name stands for."""
 
 
 def label_format_of(name: str) -> LabelFormat:
     """The format of this name, one of segtrain's own or of a plugin."""
-    return plugins.choose("label_format", name, LABEL_FORMATS)
+    return plugins.choose("label_format", name, LABEL_FORMATS)()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from segtrain.types import IGNORE_INDEX
+from segtrain.types import IGNORE_INDEX, ignored
 
 # Points along the short side of a crop at which class shares are measured.
 _MEASURED_POINTS = 64
@@ -183,9 +183,9 @@ def by_bands(
 
 
 def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) -> np.ndarray:
-    """The crop of the label by nearest pixel centre, (h, w) uint8; no value is invented.
+    """The crop of the label by nearest pixel centre, (h, w); no value is invented.
 
-    label: (H, W) uint8; or (H, W, K), as the crop is then.
+    label: (H, W) uint8 or float32; or (H, W, K), as the crop is then.
     stride: n > 1 gives every n-th row and column of the content only, without padding, flip or
         quarter turns, in ceil(content / n) rows and columns (with rotation: of the window).
     """
@@ -198,9 +198,9 @@ def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) 
     return content if stride > 1 else _laid_out(content, placement, _ignored(label))
 
 
-def _ignored(label: np.ndarray) -> tuple[int, ...]:
+def _ignored(label: np.ndarray) -> tuple[float, ...]:
     """What a pixel beyond a label, (H, W) or (H, W, K), holds."""
-    return (IGNORE_INDEX,) * (1 if label.ndim == 2 else label.shape[2])
+    return (ignored(label),) * (1 if label.ndim == 2 else label.shape[2])
 
 
 def largest_class_share(label: np.ndarray, placement: Placement) -> float:

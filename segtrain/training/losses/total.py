@@ -10,7 +10,7 @@ from segtrain import plugins
 from segtrain.config import LossConfig
 from segtrain.models.blocks import at_least_float32
 from segtrain.models.enlarged import Enlarged
-from segtrain.task import TASKS, Task
+from segtrain.task import Task, task_of
 from segtrain.training.losses.base import Loss, LossOptions
 from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
@@ -96,7 +96,7 @@ def _sums(loss: Loss, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
 class SegLoss:
     """The training loss of a config: the same loss for the head and the auxiliary head.
 
-    microbatches: train.accumulate_steps. task: what its labels and their weights are.
+    microbatches: train.accumulate_steps. task: what labels and their weights are; None: semantic.
     """
 
     def __init__(
@@ -105,16 +105,16 @@ class SegLoss:
         device: torch.device,
         *,
         microbatches: int = 1,
-        task: Task = TASKS["semantic"],
+        task: Task | None = None,
     ) -> None:
-        self.aux_weight, self._task = config.aux_weight, task
+        self.aux_weight, self._task = config.aux_weight, task or task_of("semantic")
         losses, self._class_weights = [], None
         for term in config.terms:
             weights, positive = (
                 None if numbers is None else torch.tensor(numbers, device=device)
                 for numbers in (term.class_weights, term.positive_weights)
             )
-            chosen = plugins.choose("loss", term.kind, _LOSSES_OF.get(task.name, {}))
+            chosen = plugins.choose("loss", term.kind, _LOSSES_OF.get(self._task.name, {}))
             loss = chosen(LossOptions(term, weights, microbatches, positive))
             if weights is not None and term.logit_adjustment:
                 loss = Adjusted(loss, weights, term.logit_adjustment)

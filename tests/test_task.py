@@ -1,0 +1,263 @@
+"""A task of a plugin, heights in metres, which no line of segtrain knows."""
+
+import json
+
+import cv2
+import numpy as np
+import pytest
+import tifffile
+from experiments import forgetting, losses, small, write_config
+from processes import Command
+
+HEIGHTS = '''
+import numpy as np
+import torch
+
+from segtrain.data.read import image_formats
+from segtrain.data.read.decode import MAX_PIXELS
+from segtrain.data.read.label_formats import LabelCounts, LabelFormat
+from segtrain.distributed import collectives as dist
+from segtrain.errors import DataError
+from segtrain.plugins import label_format, loss, task
+from segtrain.task import Task
+from segtrain.task.contract import Best
+from segtrain.task.prediction import LabelMap
+from segtrain.training.losses.base import column_of_sums
+
+
+@label_format("metres")
+class Metres(LabelFormat):
+    """One channel of float32; NaN where nothing is known."""
+
+    task = "heights"
+
+    def problem(self, info, num_classes):
+        is_one = info.channels == num_classes == 1 and info.dtype == np.float32
+        return "" if is_one else "expected one channel of float32, heights in metres"
+
+    def read(self, path, classes, window=None, *, content=None):
+        file = image_formats.open_stored(path, window, content=content, max_pixels=MAX_PIXELS)
+        if problem := self.problem(file.info, classes.num_classes):
+            raise DataError(f"{path}: {problem}")
+        return np.ascontiguousarray(file.pixels()[..., 0])
+
+    def count(self, path, classes, window=None):
+        label = self.read(path, classes, window)
+        return LabelCounts(label.shape, np.array([np.isfinite(label).sum()]))
+
+    def ignored(self, size, classes):
+        return np.full(size, np.nan, np.float32)
+
+
+@loss("l1")
+class L1:
+    num_sums = 2
+
+    def __init__(self, options):
+        pass
+
+    def sums(self, logits, labels):
+        known = ~labels.isnan()
+        errors = (logits[:, 0] - labels.nan_to_num()).abs() * known
+        return column_of_sums(errors, known)
+
+    def loss_from_sums(self, totals):
+        total, number = totals[:, 0]
+        return total / number.clamp_min(1)
+
+
+class AsItIs:
+    takes_highest, dtype = False, np.dtype(np.float32)
+
+    def bands(self, num_classes):
+        return ()
+
+    def probabilities(self, logits, dim=1):
+        return logits
+
+    def label_map(self, tiles, wanted, rule, *, is_logits):
+        label = torch.cat([tile[0].float() for _, tile in tiles])
+        return LabelMap(label, label.isfinite().all())
+
+    def describe(self):
+        return "heights in metres"
+
+
+class Errors:
+    curves = None
+
+    def __init__(self, device):
+        self.num_infinite = torch.zeros((), dtype=torch.int64, device=device)
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add(self, index, found, label):
+        known = ~label.isnan()
+        errors = (found.label - label.nan_to_num()).abs() * known
+        self._sums += torch.stack([errors.double().sum(), known.double().sum()])
+        self.num_infinite += ~found.is_finite
+
+    def sum_over_ranks(self, num_by_windows):
+        dist.all_reduce_sum(self._sums)
+        error, number = self._sums.tolist()
+        return Found(error / number if number else float("nan"), num_by_windows)
+
+
+class Found:
+    curves = None
+
+    def __init__(self, error, num_by_windows):
+        self.error, self.num_by_windows = error, num_by_windows
+
+    def scalars(self, names):
+        return {"metric/heights/closeness": -self.error}
+
+    def best(self, by, names, split):
+        return Best(by.best_name, -self.error)
+
+    def words(self):
+        return f"mean error {self.error:.3f} m"
+
+    def warnings(self, names, split):
+        return []
+
+    def chart(self, names):
+        return None
+
+    def report(self, names, classes, *, layout, instances):
+        return self
+
+    def lines(self):
+        return [self.words()]
+
+    def to_dict(self):
+        return {"mean_error_m": self.error}
+
+    def table(self):
+        return {}
+
+    def by_image(self):
+        return None
+
+
+@task("heights")
+class Heights(Task):
+    name = "heights"
+
+    def for_loss(self, stored):
+        return stored
+
+    def loss_weight(self, labels, class_weights):
+        return (~labels.isnan()).sum(dtype=torch.float64)
+
+    def decoding(self, thresholds):
+        return AsItIs()
+
+    def counts(self, num_images, num_classes, device, curves):
+        return Errors(device)
+
+    def stored(self, classes, label):
+        return label
+
+    def shown(self, label):
+        return np.where(np.isnan(label), 255, (label / 4).clip(0, 3)).astype(np.uint8)
+
+    def key(self, classes):
+        greys = [(60 * i + 40,) * 3 for i in range(4)]
+        return [f"{4 * i} to {4 * i + 4} m" for i in range(4)], greys
+'''
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    with forgetting():
+        yield
+
+
+@pytest.fixture
+def heights(lab):
+    """A config of ramps: a pixel is as high as it is bright; and the folder of the data."""
+    rng, root = np.random.default_rng(0), lab.folder / "data"
+    for split, number in (("train", 8), ("val", 3)):
+        for kind in ("images", "labels"):
+            (root / kind / split).mkdir(parents=True)
+        for i in range(number):
+            metres = cv2.resize(rng.uniform(0, 16, (4, 5)).astype(np.float32), (60, 44))
+            image = np.repeat((metres * 15)[..., None], 3, axis=2) + rng.normal(0, 2, (44, 60, 3))
+            cv2.imwrite(str(root / f"images/{split}/{i}.png"), image.clip(0, 255).astype(np.uint8))
+            metres[:4, :6] = np.nan
+            tifffile.imwrite(root / f"labels/{split}/{i}.tif", metres)
+    (root / "classes.yaml").write_text("classes: [height]\n")
+    (lab.folder / "heights.py").write_text(HEIGHTS)
+    options = small(
+        root,
+        augment={"max_class_share": 1.0},
+        loss={"kind": "l1"},
+        train={"steps": 30, "batch_size": 4, "precision": "float32"},
+        eval={"every_steps": 15, "best": "heights/closeness"},
+    )
+    options["data"]["label_format"] = "metres"
+    more = {"task": "heights", "plugins": ["./heights.py"]}
+    return write_config(lab.folder / "c.yaml", options | more), root
+
+
+def test_a_task_of_a_plugin_trains_evaluates_and_predicts(heights, lab):
+    config, root = heights
+    run = lab.folder / "run"
+    said = lab.done("train", config, "--nproc", 1, "--output", run).out
+    assert "mean error" in said
+    plugin = ("--plugin", lab.folder / "heights.py")
+    file, folder = lab.folder / "scores.json", lab.folder / "predicted"
+    words = ("--json", file, "--save-predictions", folder, *plugin)
+    assert "mean error" in lab.done("eval", run, *words).out
+    truth = [tifffile.imread(path) for path in sorted((root / "labels/val").glob("*.tif"))]
+    preds = [tifffile.imread(path) for path in sorted(folder.glob("*.tif"))]
+    errors = [np.abs(p - y)[~np.isnan(y)] for p, y in zip(preds, truth, strict=True)]
+    error = np.concatenate(errors).astype(np.float64).mean()
+    assert json.loads(file.read_text())["mean_error_m"] == pytest.approx(error, rel=1e-5)
+    constant = np.nanmean([np.abs(y - np.nanmedian(truth)) for y in truth])
+    assert error < constant  # the best that knows no image
+    lab.done("predict", run, root / "images/val", "--output", lab.folder / "out", *plugin)
+    for path, pred in zip(sorted((root / "images/val").glob("*.png")), preds, strict=True):
+        found = tifffile.imread(lab.folder / f"out/labels/{path.stem}.tif")
+        np.testing.assert_allclose(found, pred, rtol=1e-5)
+    assert "closeness" in lab.done("runs", lab.folder).out
+
+
+def test_ranks_do_not_change_what_it_learns(heights, lab):
+    config, _ = heights
+    few = ("--set", "train.steps=3", "--set", "eval.every_steps=3", "--set", "log.every_steps=1")
+    lab.done("train", config, "--nproc", 1, "--output", lab.folder / "one", *few)
+    command = Command(
+        lab.folder, "train", config, "--nproc", 2, "--output", lab.folder / "two", *few
+    )
+    assert command.wait() == 0, command.errors
+    for tag in ("train/loss", "metric/heights/closeness"):
+        one, two = (losses(lab.folder / name, tag) for name in ("one", "two"))
+        assert one == pytest.approx(two, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("loss.kind=cross_entropy", "loss: cross_entropy is for classes; task heights needs"),
+        ("eval.best=miou", "eval.best: task heights has no IoU; name a score of it"),
+        ("data.label_format=ids", "data.label_format: task heights needs a plugin's"),
+        ("task=semantic", "data.label_format: metres is of task heights; set both"),
+        ("augment.max_class_share=0.5", "augment.max_class_share: 0.5 cannot go with task heights"),
+    ],
+)
+def test_what_is_about_classes_is_refused(heights, lab, change, said):
+    config, _ = heights
+    assert said in lab.refused("train", config, "--output", lab.folder / "run", "--set", change)
+
+
+def test_scores_of_classes_are_refused(heights, lab):
+    config, data = heights
+    few = ("--set", "train.steps=1", "--set", "eval.every_steps=1")
+    run, plugin = lab.folder / "run", ("--plugin", lab.folder / "heights.py")
+    with forgetting():
+        lab.done("train", config, "--nproc", 1, "--output", run, *few)
+        said = lab.refused("eval", run, "--per-image", lab.folder / "x.csv", *plugin)
+    assert "--per-image: is about classes, and task heights has none" in said
+    said = lab.refused("predict", run, data, "--output", lab.folder / "out", code=4)
+    assert "the task 'heights' of a plugin that is not imported here" in said
