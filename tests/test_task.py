@@ -1,6 +1,7 @@
 """A task of a plugin, heights in metres, which no line of segtrain knows."""
 
 import json
+import shutil
 
 import cv2
 import numpy as np
@@ -258,6 +259,19 @@ def test_scores_of_classes_are_refused(heights, lab):
     with forgetting():
         lab.done("train", config, "--nproc", 1, "--output", run, *few)
         said = lab.refused("eval", run, "--per-image", lab.folder / "x.csv", *plugin)
-    assert "--per-image: is about classes, and task heights has none" in said
+    assert "--per-image: is about scores of classes, and task heights has none" in said
+    for words in (
+        ("report", run),
+        ("suspects", run),
+        ("compare", run, shutil.copytree(run, lab.folder / "again")),
+        ("predict", run, data, "--output", lab.folder / "out", "--probabilities", "npz"),
+        ("export", run, "--output", lab.folder / "x.onnx", "--format", "onnx", "--argmax"),
+    ):
+        with forgetting():
+            assert "is about scores of classes, and task heights" in lab.refused(*words, *plugin)
+    with forgetting():
+        said = lab.refused("data", "pack", config, "--output", lab.folder / "pack")
+    assert "labels of metres cannot be packed" in said
+    assert "complete" in lab.done("runs", lab.folder).out
     said = lab.refused("predict", run, data, "--output", lab.folder / "out", code=4)
     assert "the task 'heights' of a plugin that is not imported here" in said

@@ -164,8 +164,10 @@ def pack(args: argparse.Namespace) -> int:
         ExecutionError: the disk is too small, or a process was killed.
     """
     data = load_named(args).data.model_copy(update={"pack": None})
-    if data.label_format == "bands":
-        raise ConfigError("data.label_format: labels with a band a class (bands) cannot be packed")
+    from segtrain.data.read.label_formats import label_format_of
+
+    if not label_format_of(data.label_format).packs:
+        raise ConfigError(f"data.label_format: labels of {data.label_format} cannot be packed")
     if data.neighbours:
         raise ConfigError("data.neighbours: a pack has none; training reads the files")
     from segtrain.data import open_dataset

@@ -395,8 +395,8 @@ def _check_task(args: argparse.Namespace, task: Task) -> None:
     asked = {"--per-image": args.per_image, "--worst": args.worst, "--group": args.group}
     asked |= {"--curves": args.curves, "--class": args.class_name, "--surface": args.surface}
     for option, value in asked.items():
-        if value and not task.has_classes:
-            raise ConfigError(f"{option}: is about classes, and task {task.name} has none")
+        if value:
+            task.check_classes(option)
 
 
 def _check_files(args: argparse.Namespace) -> None:

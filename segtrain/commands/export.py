@@ -47,7 +47,11 @@ def main(args: argparse.Namespace) -> int:
     check_output(output, overwrite=args.overwrite)
     _check_request(args, output)
     loaded = load_model(args.source, *args.others)
-    if args.argmax and not task_of(loaded.config.task).decoding(None).takes_highest:
+    task = task_of(loaded.config.task)
+    for option in ("argmax", "quantize"):
+        if getattr(args, option):
+            task.check_classes(f"--{option}")
+    if args.argmax and not task.decoding(None).takes_highest:
         raise ConfigError(
             "--argmax: a pixel may have several classes here; without it the file gives logits, "
             "and its metadata the thresholds of their sigmoids (inference)"

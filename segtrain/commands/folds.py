@@ -55,6 +55,7 @@ from segtrain.run.division import (
     unit_of,
     write_record,
 )
+from segtrain.task import task_of
 from segtrain.text import counted, first_of, say
 
 NUMBER = 5
@@ -71,6 +72,7 @@ def main(args: argparse.Namespace) -> int:
     if args.by and args.group:
         raise ConfigError("--by: no effect with --group")
     directory, config, division = _begin_or_resume(args)
+    task_of(config.task).check_classes("folds")
     show_warnings(config)
     with RunLock(directory):
         if division is None:

@@ -38,6 +38,7 @@ from segtrain.results.suspects import (
     rank,
 )
 from segtrain.run.directory import SUSPECTS, named_run
+from segtrain.task import task_of
 from segtrain.text import printable
 
 _LISTED = 20  # in the terminal
@@ -80,6 +81,7 @@ def main(args: argparse.Namespace) -> int:
                 check_output(file, *begins)
     device = device_for(args.device)
     loaded = load_model(args.run, device=device)
+    task_of(loaded.config.task).check_classes(str(args.run))
     if loaded.config.is_multilabel:
         what = "suspects needs classes of which a pixel has one, not several"
         raise ConfigError(f"{args.run}: {what}")

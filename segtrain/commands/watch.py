@@ -123,8 +123,9 @@ def read_signs(run: Summary) -> Signs:
         entries = read_entries(folder)
         saved_step = max((entry.step for entry in entries.get(LAST, ())), default=0)
         at = max([at, *(entry.step for name in entries for entry in entries[name])])
-    evaluated = max([step for step, _ in points_of(lines, b"eval/mIoU")], default=0)
-    total, every = run.steps, options_of(here)[1].every_steps
+    total, by = run.steps, options_of(here)[1]
+    every, tag = by.every_steps, by.best_tag.encode()
+    evaluated = max([step for step, _ in points_of(lines, tag)], default=0)
     evaluates = at > evaluated and (at == total or (every is not None and at % every == 0))
     holder = ""
     with suppress(OSError):

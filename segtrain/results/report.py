@@ -33,6 +33,7 @@ from segtrain.results.page import render
 from segtrain.results.runs import Run, departures, differing, read_run
 from segtrain.run import charts
 from segtrain.run.directory import REPORT, RESULTS
+from segtrain.task import task_of
 from segtrain.text import MAX_NAME, printable, say
 
 _WORST, _BEST, _OF_CLASS = 8, 4, 2
@@ -71,6 +72,7 @@ def evaluated(
     """
     run = read_run(directory)
     loaded = load_model(directory, device=device)
+    task_of(loaded.config.task).check_classes(str(directory))
     data = set_after_training(loaded.config, overrides, ("data.root",), source=str(directory)).data
     records, split = load_records(directory), data.eval_split
     fits = records is not None and records.about.get("step") == loaded.step

@@ -138,9 +138,9 @@ def summarize(directory: Path) -> Summary:
     except (OSError, CheckpointError) as error:
         return Summary(directory, State.UNREADABLE, printable(error))
     lines = metrics.splitlines()
-    tags = b"eval/mIoU", b"time/step_s", by.best_tag.encode()
-    evaluations, seconds, scores = (list(points_of(lines, tag)) for tag in tags)
-    scores = [one for one in scores if not math.isnan(one[1])]
+    tags = b"time/step_s", by.best_tag.encode()
+    seconds, evaluations = (list(points_of(lines, tag)) for tag in tags)
+    scores = [one for one in evaluations if not math.isnan(one[1])]
     step = max((step for step, _ in (*seconds, *evaluations)), default=0)
     evaluated = max((step for step, _ in evaluations), default=0)
     why = ""

@@ -251,10 +251,15 @@ def has_saved(directory: Path) -> bool:
     return has_evaluated(directory)
 
 
+OF_EVALUATIONS = "eval/", "metric/"
+"""How the tags of an evaluation begin; the latter are those of plugins."""
+
+
 def has_evaluated(directory: Path) -> bool:
     """Whether the run in `directory` had an evaluation, before which it saves a checkpoint."""
     metrics = directory / METRICS
-    return metrics.is_file() and b'"eval/mIoU"' in metrics.read_bytes()
+    content = metrics.read_bytes() if metrics.is_file() else b""
+    return any(b'"%s' % kind.encode() in content for kind in OF_EVALUATIONS)
 
 
 def flat(config: Config) -> dict[str, Any]:

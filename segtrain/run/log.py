@@ -19,7 +19,7 @@ import numpy as np
 from segtrain.errors import EXIT_INTERNAL
 from segtrain.files import open_regular, parse_json, read_bytes, write_atomic
 from segtrain.run.console import log_files, log_only, say
-from segtrain.run.directory import ENDING, LOG, METRICS, RECEIPTS
+from segtrain.run.directory import ENDING, LOG, METRICS, OF_EVALUATIONS, RECEIPTS
 from segtrain.run.receipts import Receipt
 from segtrain.run.trackers import Trackers
 from segtrain.text import printable, printable_lines
@@ -207,7 +207,8 @@ def drop_later(path: Path, step: int, evaluated_step: int) -> None:
     for line in content.decode(errors="replace").splitlines(keepends=True):
         try:
             values = parse_json(line)
-            newest = evaluated_step if "eval/mIoU" in values else step
+            is_evaluation = any(key.startswith(OF_EVALUATIONS) for key in values)
+            newest = evaluated_step if is_evaluation else step
             if line.endswith("\n") and values["step"] <= newest:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):

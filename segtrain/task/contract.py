@@ -167,6 +167,11 @@ class Task(ABC):
     has_classes = False
     refuses_rules = ""
 
+    def check_classes(self, what: str) -> None:
+        """ConfigError: `what` is about classes, and there are none."""
+        if not self.has_classes:
+            raise ConfigError(f"{what}: is about scores of classes, and task {self.name} has none")
+
     @abstractmethod
     def for_loss(self, stored: Tensor) -> Tensor:
         """Labels as losses get them, of those of a batch, (..., H, W) or (..., H, W, K)."""
@@ -195,7 +200,7 @@ class Task(ABC):
 
     def option_of(self, name: str, threshold: float) -> str:
         """What predicts a class from this probability on, for people."""
-        raise ConfigError(f"--class: task {self.name} has no probabilities")
+        raise NotImplementedError
 
     @abstractmethod
     def decoding(self, thresholds: tuple[float, ...] | None) -> Decoding:
@@ -208,8 +213,8 @@ class Task(ABC):
         """What counts the predictions of a data set; curves: as of `evaluate_dataset`."""
 
     def matrix(self, num_classes: int, device: torch.device) -> ConfusionMatrix | BinaryCounts:
-        """What counts right and wrong pixels, where an int8 file is compared."""
-        raise ConfigError(f"--quantize: task {self.name} has no right and wrong pixels")
+        """What counts right and wrong pixels of classes."""
+        raise NotImplementedError
 
     def agreement(self, found: Tensor, logits: Tensor) -> Tensor:
         """The part of the decisions by `found`, (N, K, H, W), that those by `logits` share, ()."""

@@ -67,6 +67,9 @@ def main(args: argparse.Namespace) -> int:
     task = task_of(ready.config.task)
     names_shown, palette = task.key(classes)
     opacity = 0.5 if args.opacity is None else args.opacity
+    for option in ("probabilities", "table", "objects"):
+        if getattr(args, option):
+            task.check_classes(f"--{option}")
     tint = pictures.make_tint(names_shown, palette, opacity, args.clear)
     job = Job(ready, output, names, tint, overwrite, args.probabilities, args.frames, tables)
     _check_data(job)

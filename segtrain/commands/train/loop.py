@@ -21,6 +21,7 @@ from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import completion, score_text
 from segtrain.run.receipts import Receipt, read_receipts
+from segtrain.task import task_of
 from segtrain.training.receipt_meter import weights_lines
 
 
@@ -42,6 +43,7 @@ def run(request: TrainRequest) -> int:
             code = _leave(this) if this.step_sync.stopped else EXIT_OK
             is_complete = code == EXIT_OK and bool(_completion(this))
             asked = config.log.charts and request.report is not None
+            asked = asked and task_of(config.task).has_classes
             reports = dist.is_main() and is_complete and asked
     # The other ranks have nothing left to do.
     if reports:

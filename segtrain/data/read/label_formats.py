@@ -57,11 +57,13 @@ class LabelFormat(ABC):
     task: that of which such labels are.
     needs_colors: whether the class file has to give the colour of each class.
     overlapping: whether a pixel may have several classes.
+    packs: whether a pack takes them, which has one byte a pixel.
     """
 
     task = "semantic"
     needs_colors = False
     overlapping = False
+    packs = False
 
     def class_file(self, name_or_path: str) -> ClassFile:
         """The class file of such labels, as `load_class_file` finds it."""
@@ -114,6 +116,8 @@ class LabelFormat(ABC):
 
 class Ids(LabelFormat):
     """One channel of raw ids, as the class file gives them."""
+
+    packs = True
 
     def problem(self, info: Info, num_classes: int) -> str:
         """See `LabelFormat`."""
@@ -174,7 +178,7 @@ class TrainIds(Ids):
 class Colors(LabelFormat):
     """The exact colours of the classes."""
 
-    needs_colors = True
+    needs_colors = packs = True
 
     def problem(self, info: Info, num_classes: int) -> str:
         """See `LabelFormat`."""
