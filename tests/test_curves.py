@@ -16,8 +16,8 @@ from segtrain.evaluation.curves import ClassCurve, CurveQuestion
 from segtrain.evaluation.predictor import for_scores
 from segtrain.evaluation.scoring import evaluate_dataset
 from segtrain.one_vs_rest import CURVE_BINS, CurveCounts, average_precision
-from segtrain.task import task_of
 from segtrain.task.decision_rule import rule_of
+from segtrain.task.tasks import task_of
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 __all__ = ["cityscapes", "command", "know_the_colors", "run"]  # fixtures

@@ -14,7 +14,7 @@ from segtrain.checkpoint.format import load, save
 from segtrain.checkpoint.trained import load_model
 from segtrain.export.write import _metadata, graph_of
 from segtrain.models.ensemble import Ensemble
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.types import SegLogits
 
 WORDS = "mean probability of 2 models: {0}/a step 1, {0}/b step 2"

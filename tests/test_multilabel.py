@@ -40,7 +40,8 @@ from segtrain.one_vs_rest import (
 )
 from segtrain.results.runs import summarize
 from segtrain.run.pictures import mask_names
-from segtrain.task import task_of
+from segtrain.task.targets import targets_of
+from segtrain.task.tasks import task_of
 from segtrain.training.losses import SegLoss
 from segtrain.types import IGNORE_INDEX, SegLogits
 
@@ -87,7 +88,7 @@ def discs(root: Path, number: int) -> dict[str, np.ndarray]:
 
 
 def seg_loss(**config):
-    return SegLoss(LossConfig.model_validate(config), CPU, task=task_of("multilabel"))
+    return SegLoss(LossConfig.model_validate(config), CPU, targets=targets_of("multilabel"))
 
 
 def flat(logits, labels):

@@ -25,7 +25,7 @@ from segtrain.errors import ConfigError, DataError, ExecutionError, MemoryLimitE
 from segtrain.evaluation import settings
 from segtrain.evaluation.video import overlay_video
 from segtrain.run.pictures import write_stored
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.types import SegLogits
 
 CLASSES = ClassFile(

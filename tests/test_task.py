@@ -20,7 +20,7 @@ from segtrain.data.read.label_formats import LabelCounts, LabelFormat
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
 from segtrain.plugins import label_format, loss, task
-from segtrain.task import Task
+from segtrain.task.contract import Task
 from segtrain.task.contract import Best
 from segtrain.task.prediction import LabelMap
 from segtrain.training.losses.base import column_of_sums

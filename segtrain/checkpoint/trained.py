@@ -40,7 +40,7 @@ from segtrain.models.ensemble import Ensemble
 from segtrain.models.norms import make_inference_norm
 from segtrain.run.directory import CONFIG, flat, is_run, no_run
 from segtrain.run.division import EXPERIMENT, read_division
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.text import first_of, say
 
 # The share of zeros in kernels that is told although no option has asked for zeros.

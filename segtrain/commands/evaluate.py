@@ -67,10 +67,10 @@ from segtrain.run.pictures import (
     write_png,
     write_stored,
 )
-from segtrain.task import Task, task_of
-from segtrain.task.contract import Outcome, Report
+from segtrain.task.contract import Outcome, Report, Task
 from segtrain.task.prediction import Prediction
 from segtrain.task.score_table import InstanceCounts
+from segtrain.task.tasks import task_of
 from segtrain.text import counted, first_of, printable
 
 # Everything else was decided when the model was trained.

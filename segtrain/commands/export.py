@@ -24,7 +24,7 @@ from segtrain.export.write import (
 from segtrain.files import check_utf8, kind_of
 from segtrain.metrics import percent
 from segtrain.run.pictures import spread
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.text import printable, table_lines
 
 # Of each split; more is more certain, and takes longer.

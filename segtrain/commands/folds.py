@@ -55,7 +55,7 @@ from segtrain.run.division import (
     unit_of,
     write_record,
 )
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.text import counted, first_of, say
 
 NUMBER = 5

@@ -81,6 +81,8 @@ def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
 _CHOICES = (
     ("segtrain.training.losses.total", "LOSSES"),
     ("segtrain.training.losses.multilabel", "MULTILABEL_LOSSES"),
+    ("segtrain.data.read.label_formats", "LABEL_FORMATS"),
+    ("segtrain.task.tasks", "TASKS"),
     ("segtrain.models", "BACKBONES"),
     ("segtrain.models", "MODELS"),
     ("segtrain.data.read.layouts", "LAYOUTS"),

@@ -38,7 +38,7 @@ from segtrain.results.suspects import (
     rank,
 )
 from segtrain.run.directory import SUSPECTS, named_run
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.text import printable
 
 _LISTED = 20  # in the terminal

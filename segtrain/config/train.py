@@ -82,6 +82,11 @@ class TrainConfig(Section):
         """Whether processes do not compute their steps together."""
         return self.parallel != "sync"
 
+    @property
+    def num_servers(self) -> int:
+        """Ranks, the first, that get no images."""
+        return int(self.parallel == "server")
+
     def _mistakes(self) -> Iterator[str]:
         if not isinstance(self.split, str) and not any(self.split):
             yield "split: all numbers are 0"

@@ -15,10 +15,9 @@ def even(ranks: int) -> Split:
 
 def split_of(train: TrainConfig, ranks: int) -> Split:
     """That of train.split; even if it is for another number of ranks."""
-    split = train.split
-    if train.parallel == "server":
-        return (0, *even(ranks - 1))
-    return split if isinstance(split, tuple) and len(split) == ranks else even(ranks)
+    if isinstance(train.split, tuple) and len(train.split) == ranks:
+        return train.split
+    return (0,) * train.num_servers + even(ranks - train.num_servers)
 
 
 def divide(total: int, split: Split, least: int = 0) -> list[int]:
@@ -143,7 +142,7 @@ def _cut(whole: range, sizes: list[int]) -> list[range]:
 
 def processes_with_images(train: TrainConfig, ranks: int) -> int:
     """Into how many parts the ranks divide a batch: a server has none."""
-    return ranks - (train.parallel == "server")
+    return ranks - train.num_servers
 
 
 def images_together(config: Config, ranks: int) -> int:
@@ -179,7 +178,7 @@ def batch_findings(config: Config, ranks: int) -> list[str]:
             "train.batch_size: the globally pooled branch has one value a channel for an image, "
             f"and batch norm needs two; use at least {2 * parts} ({way}, {parts} processes)"
         ]
-    if train.parallel == "server" and 0 < train.staleness < parts - 1:
+    if 0 < train.staleness < parts - 1:
         return [
             f"train.staleness: {train.staleness} would let some of {parts} workers always wait, "
             f"because the others make {parts - 1} updates meanwhile; use 0 or at least {parts - 1}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from segtrain.errors import ConfigError
 from segtrain.metrics import mean_of_present, or_none, percent, table
 from segtrain.one_vs_rest import CURVE_BINS, CurveCounts, average_precision
-from segtrain.task import Task
+from segtrain.task.contract import Task
 from segtrain.text import first_of, printable
 
 

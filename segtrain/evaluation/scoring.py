@@ -19,9 +19,9 @@ from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
 from segtrain.one_vs_rest import CurveCounts
 from segtrain.run.console import ProgressBar, say
-from segtrain.task import task_of
 from segtrain.task.contract import ImageCounts, Outcome
 from segtrain.task.prediction import LabelMap, Prediction
+from segtrain.task.tasks import task_of
 from segtrain.text import counted
 
 Sample = tuple[np.ndarray, np.ndarray]

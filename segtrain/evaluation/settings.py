@@ -19,8 +19,8 @@ from segtrain.errors import ConfigError
 from segtrain.models.blocks import Values
 from segtrain.models.memory import memory_bytes, rank_bytes
 from segtrain.models.precision import autocast_dtype, check_eval_precision, for_evaluation
-from segtrain.task import task_of
 from segtrain.task.contract import Decoding
+from segtrain.task.tasks import task_of
 
 Size = tuple[int, int]
 

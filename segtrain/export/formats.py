@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import Normalize, Values
-from segtrain.task import Task, task_of
+from segtrain.task.contract import Task
+from segtrain.task.tasks import task_of
 from segtrain.text import install_line
 
 # Example images are a random picture of this size, stretched, and some noise.

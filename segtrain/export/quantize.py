@@ -27,7 +27,7 @@ from segtrain.export.formats import FORMATS, ExportModel, Run, quiet
 from segtrain.export.write import cases, compare
 from segtrain.metrics import ratio
 from segtrain.run.console import ProgressBar
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 # Of a convolutional network. Shapes, the normalization, a final enlargement of the logits and the

@@ -22,7 +22,7 @@ from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, Case, ExportModel, Run, quiet
 from segtrain.files import os_errors_as, temporary
 from segtrain.models.stem import RGB_CHANNELS
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.text import first_of
 
 # Largest difference allowed, as a share of the largest logit. Runtimes add in another order, which

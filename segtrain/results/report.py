@@ -33,7 +33,7 @@ from segtrain.results.page import render
 from segtrain.results.runs import Run, departures, differing, read_run
 from segtrain.run import charts
 from segtrain.run.directory import REPORT, RESULTS
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.text import MAX_NAME, printable, say
 
 _WORST, _BEST, _OF_CLASS = 8, 4, 2

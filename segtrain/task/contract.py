@@ -1,6 +1,6 @@
 """What a task has to say, and the tuples in which it says it."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from segtrain.run.pictures import LABELS, Rgb
 from segtrain.task.decision_rule import DecisionRule
 from segtrain.task.prediction import LabelMap
 from segtrain.task.score_table import InstanceCounts
+from segtrain.task.targets import Targets
 
 Tile = tuple[slice, Tensor]
 """Some rows of an image, and their scores (K, rows, w)."""
@@ -155,7 +156,7 @@ class ImageCounts(Protocol):
         ...
 
 
-class Task(ABC):
+class Task(Targets):
     """What a network tells of a pixel, and what follows from it, from a label to a file.
 
     name: that of the config.
@@ -163,7 +164,6 @@ class Task(ABC):
     refuses_rules: why no `DecisionRule` goes with it, and what does; empty: one may.
     """
 
-    name: str
     has_classes = False
     refuses_rules = ""
 
@@ -171,17 +171,6 @@ class Task(ABC):
         """ConfigError: `what` is about classes, and there are none."""
         if not self.has_classes:
             raise ConfigError(f"{what}: is about scores of classes, and task {self.name} has none")
-
-    @abstractmethod
-    def for_loss(self, stored: Tensor) -> Tensor:
-        """Labels as losses get them, of those of a batch, (..., H, W) or (..., H, W, K)."""
-
-    @abstractmethod
-    def loss_weight(self, labels: Tensor, class_weights: Tensor | None) -> Tensor:
-        """The weight of what `for_loss` gives in a mean over pixels, () float64.
-
-        class_weights: (K,); None: all are 1.
-        """
 
     def mean(self, members: Iterable[Tensor]) -> Tensor:
         """Logits (N, K, H, W) of the mean of several models, one after another; here their mean.

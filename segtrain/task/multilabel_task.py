@@ -18,27 +18,17 @@ from segtrain.task.outcome import ClassOutcome
 from segtrain.task.prediction import LabelMap
 from segtrain.task.score_table import InstanceCounts
 from segtrain.task.semantic_task import ClassCounts
-from segtrain.types import IGNORE_INDEX
+from segtrain.task.targets import PresenceTargets
 
 
-class Multilabel(Task):
+class Multilabel(PresenceTargets, Task):
     """Classes overlap (task multilabel); labels are (H, W, K): 1, 0 or IGNORE_INDEX."""
 
-    name = "multilabel"
     has_classes = True
     refuses_rules = (
         "with task multilabel each class has a threshold of its own; use "
         "--set eval.thresholds=[...]"
     )
-
-    def for_loss(self, stored: Tensor) -> Tensor:
-        """(..., K, H, W) uint8."""
-        return stored.movedim(-1, -3)
-
-    def loss_weight(self, labels: Tensor, class_weights: Tensor | None) -> Tensor:
-        """The pixels of each class that are known, times its weight."""
-        valid = (labels != IGNORE_INDEX).sum((0, 2, 3), dtype=torch.float64)
-        return valid.sum() if class_weights is None else valid @ class_weights.double()
 
     def mean(self, members: Iterable[Tensor]) -> Tensor:
         """log(p / (1 - p)) of the mean p, for `sigmoid`."""

@@ -17,25 +17,16 @@ from segtrain.task.contract import Decoding, Task, Tile, Wanted
 from segtrain.task.decision_rule import DecisionRule
 from segtrain.task.outcome import ClassOutcome
 from segtrain.task.prediction import LabelMap
-from segtrain.types import IGNORE_INDEX
+from segtrain.task.targets import ClassTargets
 
 # Rows at a time, which stay in a processor's cache: a third of the time.
 _CACHED_ROWS = 32
 
 
-class Semantic(Task):
+class Semantic(ClassTargets, Task):
     """A pixel has one class (task semantic); labels are train ids."""
 
-    name = "semantic"
     has_classes = True
-
-    def for_loss(self, stored: Tensor) -> Tensor:
-        """(..., H, W) int64."""
-        return stored.long()
-
-    def loss_weight(self, labels: Tensor, class_weights: Tensor | None) -> Tensor:
-        """The sum of `pixel_weights`."""
-        return pixel_weights(labels, class_weights).sum(dtype=torch.float64)
 
     def mean(self, members: Iterable[Tensor]) -> Tensor:
         """The logarithms of the mean probabilities; `softmax` gives these.
@@ -169,16 +160,6 @@ class ClassCounts:
         dist.wait_for_device(self._images.device)
         found = self._matrix, self._calibration, self._images
         return self._outcome(*found, num_by_windows, curves=self.curves)
-
-
-def pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:
-    """(N, H, W), 0 where ignored: 1 (as bool), or the weight of the class."""
-    if class_weights is None:
-        return labels != IGNORE_INDEX
-    # A table lookup: indexing with a mask, or bincount, would make the host wait for the device.
-    table = class_weights.new_zeros(IGNORE_INDEX + 1)
-    table[: len(class_weights)] = class_weights
-    return table[labels]
 
 
 def of_highest(logits: Tensor, highest: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from segtrain.models.blocks import Normalize, recomputed
 from segtrain.models.enlarged import Enlarged, enlarged
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import make_groups, placed
-from segtrain.task import task_of
+from segtrain.task.targets import targets_of
 from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
@@ -168,7 +168,7 @@ def make_state(
         config.loss,
         device,
         microbatches=train.accumulate_steps,
-        task=task_of(config.task),
+        targets=targets_of(config.task),
     )
     again = config.model.recompute == "blocks"
     wrapped = ModelWithLoss(model, criterion, train, recompute=again)

@@ -24,8 +24,8 @@ from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.evaluation.object_table import TableOptions
 from segtrain.run import pictures
-from segtrain.task import task_of
 from segtrain.task.decision_rule import rule_of
+from segtrain.task.tasks import task_of
 from segtrain.text import first_of
 
 # In the order in which they are asked whether a file is theirs: photos take what is left.

@@ -15,7 +15,8 @@ from segtrain.data.read.photos import PhotoFile
 from segtrain.errors import DataError, ExecutionError
 from segtrain.evaluation.object_table import TableOptions
 from segtrain.run import pictures
-from segtrain.task import Task, task_of
+from segtrain.task.contract import Task
+from segtrain.task.tasks import task_of
 from segtrain.text import printable
 
 

@@ -29,8 +29,8 @@ from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
-from segtrain.task import task_of
 from segtrain.task.prediction import LabelMap
+from segtrain.task.tasks import task_of
 from segtrain.text import printable
 
 # Two threads each for decoding and PNG compression keep up with a device that takes 20 ms for an

@@ -18,7 +18,7 @@ from segtrain.evaluation.georaster import num_blocks, predict_raster
 from segtrain.evaluation.settings import Size
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.text import printable
 
 _POLYGONS = "of its label map, segtrain data polygons LABELMAP tells areas and outlines"

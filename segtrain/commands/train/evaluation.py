@@ -33,9 +33,9 @@ from segtrain.norm import placed, precise_statistics
 from segtrain.run.console import score_text
 from segtrain.run.directory import EVALUATION
 from segtrain.run.pictures import NUM_IMAGES, as_rgb, panel, spread, to_png
-from segtrain.task import task_of
 from segtrain.task.contract import Best, Outcome
 from segtrain.task.prediction import Prediction
+from segtrain.task.tasks import task_of
 from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.training.step_sync import LateVote
 

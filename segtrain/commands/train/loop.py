@@ -21,7 +21,7 @@ from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import completion, score_text
 from segtrain.run.receipts import Receipt, read_receipts
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.training.receipt_meter import weights_lines
 
 

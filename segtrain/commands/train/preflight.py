@@ -104,8 +104,6 @@ def check_experiment(
 
 
 def _split_warnings(train: TrainConfig, ranks: int) -> list[str]:
-    if train.parallel == "server":
-        return []
     split, warnings = split_of(train, ranks), []
     if not isinstance(train.split, str) and split != train.split:
         there = f"there are {ranks}: they divide" if ranks > 1 else "there is one, which computes"
@@ -115,7 +113,8 @@ def _split_warnings(train: TrainConfig, ranks: int) -> list[str]:
         )
     layout = Layout.of(train, split)
     # The last microbatch is the smallest.
-    idle = 0 if train.shares else sum(not any(layout.sizes(-1, rank)) for rank in range(ranks))
+    learners = range(train.num_servers, ranks)
+    idle = 0 if train.shares else sum(not any(layout.sizes(-1, rank)) for rank in learners)
     if idle:
         option = "batch_size" if split == even(ranks) else "split"
         warnings.append(

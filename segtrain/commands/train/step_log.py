@@ -7,7 +7,7 @@ from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.run.console import ProgressBar, progress_words
 from segtrain.run.pictures import training_picture
-from segtrain.task import task_of
+from segtrain.task.tasks import task_of
 from segtrain.training.local import LocalStep
 from segtrain.training.part import Part
 from segtrain.training.receipt_meter import StepMeter

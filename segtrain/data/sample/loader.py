@@ -52,7 +52,7 @@ def num_loader_workers(config: DataConfig) -> int:
 def training_workers(config: Config) -> int:
     """The loader processes of this rank while it trains."""
     # A server's worker learns which images it gets when it has sent the gradient before.
-    return 0 if config.train.parallel == "server" else num_loader_workers(config.data)
+    return 0 if config.train.num_servers else num_loader_workers(config.data)
 
 
 def largest_microbatch(config: Config) -> int:

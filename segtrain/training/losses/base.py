@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from segtrain.config import LossConfig, LossTerm
-from segtrain.task.semantic_task import pixel_weights
+from segtrain.task.targets import pixel_weights
 
 
 class LossOptions(NamedTuple):

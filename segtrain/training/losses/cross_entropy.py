@@ -7,7 +7,7 @@ from torch import Tensor
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import at_least_float32
 from segtrain.models.enlarged import Enlarged
-from segtrain.task.semantic_task import pixel_weights
+from segtrain.task.targets import pixel_weights
 from segtrain.training.losses.base import LossOptions, PixelMean, column_of_sums
 from segtrain.types import IGNORE_INDEX
 

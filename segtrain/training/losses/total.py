@@ -10,7 +10,7 @@ from segtrain import plugins
 from segtrain.config import LossConfig
 from segtrain.models.blocks import at_least_float32
 from segtrain.models.enlarged import Enlarged
-from segtrain.task import Task, task_of
+from segtrain.task.targets import Targets, targets_of
 from segtrain.training.losses.base import Loss, LossOptions
 from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
@@ -96,7 +96,7 @@ def _sums(loss: Loss, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
 class SegLoss:
     """The training loss of a config: the same loss for the head and the auxiliary head.
 
-    microbatches: train.accumulate_steps. task: what labels and their weights are; None: semantic.
+    microbatches: train.accumulate_steps. targets: None: those of task semantic.
     """
 
     def __init__(
@@ -105,16 +105,17 @@ class SegLoss:
         device: torch.device,
         *,
         microbatches: int = 1,
-        task: Task | None = None,
+        targets: Targets | None = None,
     ) -> None:
-        self.aux_weight, self._task = config.aux_weight, task or task_of("semantic")
+        self.aux_weight = config.aux_weight
+        self._targets = targets or targets_of("semantic")
         losses, self._class_weights = [], None
         for term in config.terms:
             weights, positive = (
                 None if numbers is None else torch.tensor(numbers, device=device)
                 for numbers in (term.class_weights, term.positive_weights)
             )
-            chosen = plugins.choose("loss", term.kind, _LOSSES_OF.get(self._task.name, {}))
+            chosen = plugins.choose("loss", term.kind, _LOSSES_OF.get(self._targets.name, {}))
             loss = chosen(LossOptions(term, weights, microbatches, positive))
             if weights is not None and term.logit_adjustment:
                 loss = Adjusted(loss, weights, term.logit_adjustment)
@@ -126,8 +127,8 @@ class SegLoss:
             self._loss = WeightedSum(losses, [term.weight for term in config.terms])
 
     def labels(self, stored: Tensor) -> Tensor:
-        """Labels as losses get them, of those of a batch: see `Task.for_loss`."""
-        return self._task.for_loss(stored)
+        """Labels as losses get them, of those of a batch: see `Targets.for_loss`."""
+        return self._targets.for_loss(stored)
 
     def __call__(self, logits: SegLogits, labels: Tensor) -> Tensor:
         """The sums of this rank, (heads, ...), for logits (N, K, H, W) and what `labels` gives.
@@ -160,4 +161,4 @@ class SegLoss:
 
     def label_weight(self, labels: Tensor) -> Tensor:
         """The weight of what `labels` gives, before any mining, () float64."""
-        return self._task.loss_weight(labels, self._class_weights)
+        return self._targets.loss_weight(labels, self._class_weights)
