@@ -43,6 +43,7 @@ from segtrain.data.read.fingerprint import (
     hash_files,
     label_difference,
 )
+from segtrain.data.read.label_formats import told_by
 from segtrain.errors import CheckpointError, DataError
 from segtrain.files import manifest
 from segtrain.models import build_model
@@ -193,9 +194,9 @@ def test_colors_count_where_labels_are_colors_and_ids_where_they_are_ids(
     now = replace(BEFORE, classes=(BEFORE.classes[0], two), **of_file)
     lines = [f"class file: {line}"]
     expected = (lines, []) if counts in ("all", label_format) else ([], lines)
-    assert class_differences(BEFORE, now, label_format) == expected
+    assert class_differences(BEFORE, now, told_by(label_format)) == expected
     turned = replace(now, ignore_ids=now.ignore_ids[::-1])
-    assert class_differences(now, turned, label_format) == ([], [])
+    assert class_differences(now, turned, told_by(label_format)) == ([], [])
 
 
 def test_a_class_more_is_named_even_if_it_is_called_none():

@@ -3,6 +3,7 @@
 Features add a call, a generator and a global at a time, and nobody sees it.
 """
 
+import ast
 import inspect
 import re
 import sys
@@ -162,3 +163,42 @@ def test_a_class_and_a_file_have_names_of_their_own():
     files = [path for path in HOME.rglob("*.py") if path.name != "__init__.py"]
     found = Counter(path.name for path in files if path.parent != HOME / "commands")
     assert [name for name, count in found.items() if count > 1] == []
+
+
+# Which task, and which way to take steps. `overlapping` is a word of class files.
+_ASKS = re.compile(
+    r"is_multilabel|has_own_task|is_asynchronous|\b(task|parallel|label_format) (==|!=|in|not in) "
+)
+_OF_CLASS_FILES = re.compile(r"\boverlapping\b(?!\()")
+
+
+def conditions(path):
+    """The conditions of a file, as they are written."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            yield ast.unparse(node.test)
+        elif isinstance(node, ast.comprehension):
+            yield from map(ast.unparse, node.ifs)
+
+
+def asking(pattern, *without):
+    """How often files ask what the pattern says, but for those in some folders."""
+    found = Counter()
+    for path in HOME.rglob("*.py"):
+        file = path.relative_to(HOME).as_posix()
+        if not file.startswith(without):
+            found[file] += sum(map(bool, map(pattern.search, conditions(path))))
+    return {file: number for file, number in found.items() if number}
+
+
+def test_which_task_and_which_way_is_asked_in_their_own_rooms():
+    """The survey writes configs, so it may."""
+    assert asking(_ASKS, "config/", "task/", "training/ways/", "survey/") == {
+        "checkpoint/trained.py": 1,  # whether two models have one
+        "commands/bench.py": 1,  # measures steps that all ranks take together
+        "commands/fit.py": 1,  # as well
+        "distributed/layout.py": 2,  # what a batch of parts by themselves needs
+        "training/state.py": 1,  # whether gradients are added up
+    }
+    rooms = "survey/", "data/read/classes.py", "data/check/"
+    assert asking(_OF_CLASS_FILES, "config/", "task/", *rooms) == {}

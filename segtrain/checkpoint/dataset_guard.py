@@ -28,6 +28,7 @@ from segtrain.data.read.fingerprint import (
     label_difference,
 )
 from segtrain.data.read.image import other_bands
+from segtrain.data.read.label_formats import told_by
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
 
@@ -143,7 +144,7 @@ class DatasetGuard:
 
         def compare() -> tuple[list[str], list[str]]:
             now = self._sets[0]
-            changes, harmless = class_differences(classes, now.classes, now.label_format)
+            changes, harmless = class_differences(classes, now.classes, told_by(now.label_format))
             if before is not None:
                 splits = zip(before.splits, self._splits, self._sets, strict=True)
                 changes += [file_difference(*split) for split in splits]
@@ -204,7 +205,7 @@ def eval_differences(
     hashes in between. Nothing is refused: evaluating on other data is legitimate.
     """
     before = trained.config.data
-    changes, _ = class_differences(trained.classes, dataset.classes, dataset.label_format)
+    changes, _ = class_differences(trained.classes, dataset.classes, told_by(dataset.label_format))
     bands = trained.channels.bands if trained.channels else ()
     changes += filter(None, [other_bands(dataset.form.bands, bands)])
     paths = {os.path.realpath(os.path.expanduser(x)) for x in (data.classes, before.classes)}

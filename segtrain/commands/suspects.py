@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     device = device_for(args.device)
     loaded = load_model(args.run, device=device)
     task_of(loaded.config.task).check_classes(str(args.run))
-    if loaded.config.is_multilabel:
+    if not task_of(loaded.config.task).decoding(None).takes_highest:
         what = "suspects needs classes of which a pixel has one, not several"
         raise ConfigError(f"{args.run}: {what}")
     config = set_after_training(loaded.config, args.set, ("data.root",), source=str(args.run))

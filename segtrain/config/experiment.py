@@ -311,11 +311,6 @@ class Config(Section):
         """Whether the task is that of a plugin."""
         return self.task not in get_args(_OwnTask)
 
-    @property
-    def fits_thresholds(self) -> bool:
-        """Whether evaluations of a training choose the thresholds of the classes."""
-        return self.is_multilabel and self.eval.thresholds is None
-
     def _mistakes(self) -> Iterator[str]:
         train, norm = self.train, self.norm
         yield from self._task_mistakes()

@@ -25,6 +25,7 @@ from segtrain.config import Config
 from segtrain.config.loading import yaml_value
 from segtrain.data.read.classes import class_differences
 from segtrain.data.read.fingerprint import SplitFingerprint, file_difference, label_difference
+from segtrain.data.read.label_formats import told_by
 from segtrain.results.differences import FIELDS, checkpoint_differences, receipt_differences
 from segtrain.results.runs import Run, differing, differing_recipes, read_run
 from segtrain.run import directory as run_directory
@@ -173,7 +174,7 @@ def _data(a: Side, b: Side) -> Iterator[Cause]:
         return
     before, now = (parse_experiment(*saved, needed=())[1] for saved in pair)
     reach = "pixels" if before.num_classes == now.num_classes else "start"
-    for change in class_differences(before, now, a.run.config.data.label_format)[0]:
+    for change in class_differences(before, now, told_by(a.run.config.data.label_format))[0]:
         yield Cause("data", f"{change} (there: A, now: B)", reach)
     for split, kind in (("train", "data"), ("eval", "scores")):
         change, reach = _file_change(split, *(getattr(data, split) for data in prints))

@@ -85,8 +85,8 @@ class Outcome(Protocol):
     num_by_windows: int
     curves: CurveCounts | None
 
-    def fitted(self) -> tuple["Outcome", tuple[float, ...]]:
-        """The same at the best thresholds, and these; of tasks that have some."""
+    def fitted(self, given: tuple[float, ...] | None) -> tuple["Outcome", tuple[float, ...] | None]:
+        """The same at the best thresholds, and these; or itself and None, as if some are given."""
         ...
 
     def scalars(self, names: Sequence[str]) -> dict[str, float]:

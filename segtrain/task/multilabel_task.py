@@ -125,8 +125,12 @@ class EachClass:
 class PresenceOutcome(ClassOutcome):
     """Of classes that overlap."""
 
-    def fitted(self) -> tuple["PresenceOutcome", tuple[float, ...]]:
+    def fitted(
+        self, given: tuple[float, ...] | None
+    ) -> tuple["PresenceOutcome", tuple[float, ...] | None]:
         """The same at the thresholds of the highest IoU, and these."""
+        if given is not None:
+            return self, None
         thresholds = best_thresholds(levels_of(self.calibration.counts))
         matrix = BinaryCounts(len(thresholds), self.levels.device)
         by_image = counts_at(self.levels, thresholds)  # (N, K, 2, 2)

@@ -51,9 +51,11 @@ class ClassOutcome:
     levels: Tensor | None = None
     curves: CurveCounts | None = None
 
-    def fitted(self) -> tuple["ClassOutcome", tuple[float, ...]]:
-        """No probability has a threshold."""
-        raise NotImplementedError
+    def fitted(
+        self, given: tuple[float, ...] | None
+    ) -> tuple["ClassOutcome", tuple[float, ...] | None]:
+        """As it is: there are no thresholds."""
+        return self, None
 
     @cached_property
     def scores(self) -> Scores:

@@ -56,9 +56,7 @@ def evaluate(run: TrainRun) -> bool:
         run.step_sync.ask(stop=True)
         log.lines([f"the evaluation after step {step} was stopped; --resume repeats it"])
         return False
-    run.thresholds = None
-    if config.fits_thresholds:
-        outcome, run.thresholds = outcome.fitted()
+    outcome, run.thresholds = outcome.fitted(config.eval.thresholds)
     names, split = run.eval_set.classes.names, run.eval_set.split
     is_first, run.evaluated = run.evaluated == 0, step
     scalars = outcome.scalars(names) | further
@@ -79,7 +77,7 @@ def evaluate(run: TrainRun) -> bool:
     words = outcome.words()
     if config.eval.best != "miou":
         words += f"  {printable(by, MAX_NAME)} {score:.4f}"
-    if run.thresholds is not None:
+    if run.thresholds:
         from_each = " ".join(f"{threshold:.2f}" for threshold in run.thresholds)
         words += f" with thresholds {printable(from_each, MAX_NAME)}"
     log.lines([f"step {step}  {words}{precision}  {score_text(run.best)}"])
@@ -108,8 +106,7 @@ def _chosen_score(
 def _keep_records(run: TrainRun, outcome: Outcome) -> None:
     """Writes the scores of each image, for `segtrain report` and `compare`."""
     settings = InferenceSettings.from_config(run.config)
-    if run.thresholds is not None:
-        settings = replace(settings, thresholds=run.thresholds)
+    settings = replace(settings, thresholds=run.thresholds or settings.thresholds)
     try:
         if records := Records.of(outcome, run.eval_set, settings, run.state.step):
             records.save(run.directory)

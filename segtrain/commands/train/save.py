@@ -78,7 +78,7 @@ def checkpoint_of(run: TrainRun) -> Checkpoint:
         shares=shares_fields(state),
         start=initial_weights_fields(state),
         centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
-        thresholds=None if run.thresholds is None else list(run.thresholds),
+        thresholds=run.thresholds and list(run.thresholds),
         plugins=plugin_fields(run.config),
         channels=run.channels,
     )

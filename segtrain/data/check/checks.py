@@ -296,7 +296,7 @@ def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
     scan = SplitScan(dataset.split, len(dataset), classes.num_classes)
     for found in prefetch(work, (dataset.pairs[i] for i in indices), _DECODING_THREADS):
         scan.add(found)
-    if classes.num_classes > 1 or classes.overlapping:
+    if classes.num_classes >= dataset.labels.least_shown:
         _look_for_second_class(scan, dataset, scanned=indices)
     return scan
 
@@ -309,7 +309,7 @@ def _look_for_second_class(
     If all labels show a single class, any model scores 100 %. Only all of them can tell. Where
     classes overlap a single one is enough.
     """
-    enough = 1 if dataset.classes.overlapping else 2
+    enough = dataset.labels.least_shown
     for i, pair in enumerate(dataset.pairs):
         if np.count_nonzero(scan.pixels) >= enough or scan.unknown or scan.places["unreadable"]:
             return

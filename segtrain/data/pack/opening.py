@@ -32,7 +32,7 @@ from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Listing, Pair, first_lines
 from segtrain.data.read.image import form_of
-from segtrain.data.read.label_formats import label_format_of
+from segtrain.data.read.label_formats import label_format_of, told_by
 from segtrain.data.read.layouts import list_split, scan_layout
 from segtrain.data.read.neighbours import with_neighbour_files
 from segtrain.data.read.raster import split_rasters
@@ -142,7 +142,7 @@ def _other_options(
     """How the config differs from what the pack was made with: a line for each option."""
     pairs = {f"data.{name}": (pack.options.get(name), getattr(data, name)) for name in OPTIONS}
     pairs["data.train_exclude"] = list(packed.excluded), list(excluded_names(data, split))
-    if data.label_format == "colors":
+    if label_format_of(data.label_format).needs_colors:
         pairs["class file: gives ignore_color"] = pack.ignores_color, classes.ignores_color
     changes = [
         f"{name}: {printable(before)} there, {printable(now)} now"
@@ -150,7 +150,7 @@ def _other_options(
         if before != now
     ]
     old = class_file_from_json(pack.classes)
-    return changes + class_differences(old, classes, data.label_format)[0]
+    return changes + class_differences(old, classes, told_by(data.label_format))[0]
 
 
 def _check_source(

@@ -150,12 +150,12 @@ def _voc_palette() -> tuple[Color, ...]:
 
 
 def class_differences(
-    before: ClassFile, now: ClassFile, label_format: str
+    before: ClassFile, now: ClassFile, told_by: str
 ) -> tuple[list[str], list[str]]:
     """Differences between two class files: those that change the labels, and the others.
 
-    If labels are read by ids, colours only change pictures. If they are read by colours, ids only
-    change the label maps that segtrain writes. If they hold train ids, both are harmless.
+    told_by: what labels are read by. If it is "ids", colours only change pictures. If it is
+        "colors", ids only change the label maps that segtrain writes. Else both are harmless.
     """
     if before.names != now.names:
         pairs = zip_longest(before.names, now.names)
@@ -173,9 +173,9 @@ def class_differences(
         colors[f"more_colors of {old.name}"] = sorted(old.more_colors), sorted(new.more_colors)
     id_lines = [_line(what, *pair) for what, pair in ids.items() if set(pair[0]) != set(pair[1])]
     color_lines = [_line(what, *pair) for what, pair in colors.items() if pair[0] != pair[1]]
-    if label_format == "train_ids":
-        return [], id_lines + color_lines
-    return (color_lines, id_lines) if label_format == "colors" else (id_lines, color_lines)
+    lines = {"ids": id_lines, "colors": color_lines}
+    harmful = lines.pop(told_by, [])
+    return harmful, [line for kind in lines.values() for line in kind]
 
 
 def _line(what: str, old: Sequence[object], new: Sequence[object]) -> str:

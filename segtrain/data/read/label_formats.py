@@ -55,15 +55,19 @@ class LabelFormat(ABC):
     """How label files of a kind become labels.
 
     task: that of which such labels are.
+    told_by: what they are read by, "ids" or "colors" of the class file; else neither.
     needs_colors: whether the class file has to give the colour of each class.
     overlapping: whether a pixel may have several classes.
     packs: whether a pack takes them, which has one byte a pixel.
+    least_shown: the fewest classes that labels have to show, or there is nothing to learn.
     """
 
     task = "semantic"
+    told_by = "ids"
     needs_colors = False
     overlapping = False
     packs = False
+    least_shown = 2
 
     def class_file(self, name_or_path: str) -> ClassFile:
         """The class file of such labels, as `load_class_file` finds it."""
@@ -165,6 +169,8 @@ class Ids(LabelFormat):
 class TrainIds(Ids):
     """Positions in the class file, and 255 to ignore; predictions have the ids of the file."""
 
+    told_by = ""
+
     def meant(self, classes: ClassFile) -> ClassFile:
         """Each position is the id."""
         by_position = tuple(replace(c, ids=(i,)) for i, c in enumerate(classes.classes))
@@ -178,6 +184,7 @@ class TrainIds(Ids):
 class Colors(LabelFormat):
     """The exact colours of the classes."""
 
+    told_by = "colors"
     needs_colors = packs = True
 
     def problem(self, info: Info, num_classes: int) -> str:
@@ -217,7 +224,7 @@ class Colors(LabelFormat):
 class Bands(LabelFormat):
     """A band for each class, in the order of the class file: 1, or its ids, where it is."""
 
-    task, overlapping = "multilabel", True
+    task, overlapping, least_shown = "multilabel", True, 1
 
     def problem(self, info: Info, num_classes: int) -> str:
         """See `LabelFormat`."""
@@ -255,3 +262,9 @@ LABEL_FORMATS: Choices[type[LabelFormat]] = Choices(
 def label_format_of(name: str) -> LabelFormat:
     """The format of this name, one of segtrain's own or of a plugin."""
     return plugins.choose("label_format", name, LABEL_FORMATS)()
+
+
+def told_by(name: str) -> str:
+    """`LabelFormat.told_by` of a format, also of one whose plugin is not imported."""
+    plugin = plugins.registered("label_format", name)
+    return getattr(LABEL_FORMATS.get(name) or (plugin and plugin.made), "told_by", "")
