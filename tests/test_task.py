@@ -20,8 +20,7 @@ from segtrain.data.read.label_formats import LabelCounts, LabelFormat
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
 from segtrain.plugins import label_format, loss, task
-from segtrain.task.contract import Task
-from segtrain.task.contract import Best
+from segtrain.task.contract import Decoding, ImageCounts, Outcome, Task
 from segtrain.task.prediction import LabelMap
 from segtrain.training.losses.base import column_of_sums
 
@@ -67,14 +66,8 @@ class L1:
         return total / number.clamp_min(1)
 
 
-class AsItIs:
-    takes_highest, dtype = False, np.dtype(np.float32)
-
-    def bands(self, num_classes):
-        return ()
-
-    def probabilities(self, logits, dim=1):
-        return logits
+class AsItIs(Decoding):
+    dtype = np.dtype(np.float32)
 
     def label_map(self, tiles, wanted, rule, *, is_logits):
         label = torch.cat([tile[0].float() for _, tile in tiles])
@@ -84,9 +77,7 @@ class AsItIs:
         return "heights in metres"
 
 
-class Errors:
-    curves = None
-
+class Errors(ImageCounts):
     def __init__(self, device):
         self.num_infinite = torch.zeros((), dtype=torch.int64, device=device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -103,41 +94,15 @@ class Errors:
         return Found(error / number if number else float("nan"), num_by_windows)
 
 
-class Found:
-    curves = None
-
+class Found(Outcome):
     def __init__(self, error, num_by_windows):
         self.error, self.num_by_windows = error, num_by_windows
 
     def scalars(self, names):
         return {"metric/heights/closeness": -self.error}
 
-    def best(self, by, names, split):
-        return Best(by.best_name, -self.error)
-
     def words(self):
         return f"mean error {self.error:.3f} m"
-
-    def warnings(self, names, split):
-        return []
-
-    def chart(self, names):
-        return None
-
-    def report(self, names, classes, *, layout, instances):
-        return self
-
-    def lines(self):
-        return [self.words()]
-
-    def to_dict(self):
-        return {"mean_error_m": self.error}
-
-    def table(self):
-        return {}
-
-    def by_image(self):
-        return None
 
 
 @task("heights")
@@ -214,7 +179,7 @@ def test_a_task_of_a_plugin_trains_evaluates_and_predicts(heights, lab):
     preds = [tifffile.imread(path) for path in sorted(folder.glob("*.tif"))]
     errors = [np.abs(p - y)[~np.isnan(y)] for p, y in zip(preds, truth, strict=True)]
     error = np.concatenate(errors).astype(np.float64).mean()
-    assert json.loads(file.read_text())["mean_error_m"] == pytest.approx(error, rel=1e-5)
+    assert json.loads(file.read_text())["closeness"] == pytest.approx(-error, rel=1e-5)
     constant = np.nanmean([np.abs(y - np.nanmedian(truth)) for y in truth])
     assert error < constant  # the best that knows no image
     lab.done("predict", run, root / "images/val", "--output", lab.folder / "out", *plugin)

@@ -1,8 +1,8 @@
 """What a task has to say, and the tuples in which it says it."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from segtrain.config import EvalConfig
 from segtrain.data.read.classes import ClassFile
 from segtrain.errors import ConfigError
-from segtrain.metrics import ConfusionMatrix
+from segtrain.metrics import ConfusionMatrix, or_none
 from segtrain.one_vs_rest import BinaryCounts, CurveCounts
 from segtrain.run.pictures import LABELS, Rgb
 from segtrain.task.decision_rule import DecisionRule
@@ -26,45 +26,51 @@ Wanted = Literal["none", "highest", "all"]
 """Which probabilities a caller needs; more may come."""
 
 
-class Decoding(Protocol):
+class Decoding(ABC):
     """What a task makes of scores, tile by tile.
 
     takes_highest: whether the highest score of a pixel is all that it looks at.
     dtype: of a label.
     """
 
-    takes_highest: bool
-    dtype: np.dtype
+    takes_highest = False
+    dtype = np.dtype(np.uint8)
 
     def bands(self, num_classes: int) -> tuple[int, ...]:
         """The shape of a label, but for height and width."""
-        ...
+        return ()
 
     def probabilities(self, logits: Tensor, dim: int = 1) -> Tensor:
-        """Those of the classes along `dim`."""
-        ...
+        """Those of the classes along `dim`; or what else is averaged over views and windows."""
+        return logits
 
+    @abstractmethod
     def label_map(
         self, tiles: Iterator[Tile], wanted: Wanted, rule: DecisionRule | None, *, is_logits: bool
     ) -> LabelMap:
-        """The prediction of an image by its scores, (K, rows, w) each, from the top down."""
-        ...
+        """The prediction of an image by its scores, (K, rows, w) each, from the top down.
+
+        is_logits: the scores are the network's; else means of `probabilities`.
+        """
 
     def describe(self) -> str:
         """A few words for people; empty: there is nothing to say."""
-        ...
+        return ""
 
 
-class Report(Protocol):
-    """What an evaluation says."""
+class Report(NamedTuple):
+    """What an evaluation says of scores that have no classes. scores: by their names."""
+
+    words: str
+    scores: Mapping[str, float]
 
     def lines(self) -> list[str]:
         """For people."""
-        ...
+        return [self.words]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, where NaN is None."""
-        ...
+        return {name: or_none(score) for name, score in self.scores.items()}
 
 
 class ClassCountsByImage(NamedTuple):
@@ -75,60 +81,6 @@ class ClassCountsByImage(NamedTuple):
     calibration: Tensor
 
 
-class Outcome(Protocol):
-    """What an evaluation has counted, the same on every rank.
-
-    num_by_windows: images for which there was no memory as a whole.
-    curves: of each class; None: nobody asked, or there are none.
-    """
-
-    num_by_windows: int
-    curves: CurveCounts | None
-
-    def fitted(self, given: tuple[float, ...] | None) -> tuple["Outcome", tuple[float, ...] | None]:
-        """The same at the best thresholds, and these; or itself and None, as if some are given."""
-        ...
-
-    def scalars(self, names: Sequence[str]) -> dict[str, float]:
-        """The scores by their tags in TensorBoard and metrics.jsonl, without NaN."""
-        ...
-
-    def best(self, by: EvalConfig, names: Sequence[str], split: str) -> "Best":
-        """The score that chooses best.pt."""
-        ...
-
-    def words(self) -> str:
-        """The main score, for the line of an evaluation."""
-        ...
-
-    def warnings(self, names: Sequence[str], split: str) -> list[str]:
-        """Of what the labels of `split` show too little."""
-        ...
-
-    def chart(self, names: Sequence[str]) -> np.ndarray | None:
-        """A picture (h, w, 3) of what is taken for what; None: there is none."""
-        ...
-
-    def report(
-        self,
-        names: Sequence[str],
-        classes: ClassFile,
-        *,
-        layout: str,
-        instances: InstanceCounts | None,
-    ) -> Report:
-        """names: of the model's classes. classes: of the data. layout: `data.layout`."""
-        ...
-
-    def table(self) -> dict[str, Any]:
-        """All counts, for JSON."""
-        ...
-
-    def by_image(self) -> ClassCountsByImage | None:
-        """What is kept of each image; None: nothing."""
-        ...
-
-
 class Best(NamedTuple):
     """The score that chooses best.pt: higher is better, and NaN is none. lines: warnings."""
 
@@ -137,23 +89,84 @@ class Best(NamedTuple):
     lines: Sequence[str] = ()
 
 
-class ImageCounts(Protocol):
+class Outcome(ABC):
+    """What an evaluation has counted, the same on every rank.
+
+    num_by_windows: images for which there was no memory as a whole.
+    curves: of each class; None: nobody asked, or there are none.
+    """
+
+    num_by_windows: int
+    curves: CurveCounts | None = None
+
+    @abstractmethod
+    def scalars(self, names: Sequence[str]) -> dict[str, float]:
+        """The scores by their tags in TensorBoard and metrics.jsonl, without NaN.
+
+        A task of a plugin has tags `metric/TASK/SCORE`, of which `eval.best` names one.
+        """
+
+    @abstractmethod
+    def words(self) -> str:
+        """The main score, for the line of an evaluation."""
+
+    def report(
+        self,
+        names: Sequence[str],
+        classes: ClassFile,
+        *,
+        layout: str,
+        instances: InstanceCounts | None,
+    ) -> Any:
+        """What has `lines` and `to_dict`, as `Report`.
+
+        names: of the model's classes. classes: of the data. layout: `data.layout`.
+        """
+        scores = self.scalars(names).items()
+        return Report(self.words(), {tag.rpartition("/")[2]: score for tag, score in scores})
+
+    def fitted(self, given: tuple[float, ...] | None) -> tuple["Outcome", tuple[float, ...] | None]:
+        """The same at the best thresholds, and these; or itself and None, as if some are given."""
+        return self, None
+
+    def best(self, by: EvalConfig, names: Sequence[str], split: str) -> Best:
+        """The score that chooses best.pt, where it is none of `scalars`."""
+        raise NotImplementedError
+
+    def warnings(self, names: Sequence[str], split: str) -> list[str]:
+        """Of what the labels of `split` show too little."""
+        return []
+
+    def chart(self, names: Sequence[str]) -> np.ndarray | None:
+        """A picture (h, w, 3) of what is taken for what; None: there is none."""
+        return None
+
+    def table(self) -> dict[str, Any]:
+        """All counts, for JSON."""
+        return {}
+
+    def by_image(self) -> ClassCountsByImage | None:
+        """What is kept of each image; None: nothing."""
+        return None
+
+
+class ImageCounts(ABC):
     """What a rank counts of each image that it evaluates.
 
     curves: get the probabilities of all classes; None: they are not computed.
     num_infinite: () int64, the images whose scores are not finite.
     """
 
-    curves: CurveCounts | None
+    curves: CurveCounts | None = None
     num_infinite: Tensor
 
+    @abstractmethod
     def add(self, index: int, found: LabelMap, label: Tensor) -> None:
         """Counts image `index`; nothing waits for the device."""
-        ...
 
+    @abstractmethod
     def sum_over_ranks(self, num_by_windows: int) -> Outcome:
         """Those of all ranks (collective)."""
-        ...
 
 
 class Task(Targets):

@@ -79,13 +79,11 @@ class Multilabel(PresenceTargets, Task):
         return [*(f"{MASKS}/{name}" for name in mask_names(classes)), LABELS]
 
 
-class EachClass:
+class EachClass(Decoding):
     """A pixel has every class whose probability reaches its threshold.
 
     thresholds: one for all classes, or one a class.
     """
-
-    takes_highest, dtype = False, np.dtype(np.uint8)
 
     def __init__(self, thresholds: tuple[float, ...]) -> None:
         self._thresholds = thresholds

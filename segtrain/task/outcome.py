@@ -20,7 +20,7 @@ from segtrain.metrics import (
 )
 from segtrain.one_vs_rest import BinaryCounts, CurveCounts, scores_of
 from segtrain.run.charts import confusion_picture
-from segtrain.task.contract import Best, ClassCountsByImage
+from segtrain.task.contract import Best, ClassCountsByImage, Outcome
 from segtrain.task.score_table import (
     GroupScores,
     InstanceCounts,
@@ -32,7 +32,7 @@ from segtrain.text import first_of
 
 
 @dataclass(frozen=True, eq=False)
-class ClassOutcome:
+class ClassOutcome(Outcome):
     """What an evaluation counts, the same on every rank.
 
     matrix, calibration: of all pixels that are not ignored. Where classes overlap each is counted
@@ -50,12 +50,6 @@ class ClassOutcome:
     num_by_windows: int
     levels: Tensor | None = None
     curves: CurveCounts | None = None
-
-    def fitted(
-        self, given: tuple[float, ...] | None
-    ) -> tuple["ClassOutcome", tuple[float, ...] | None]:
-        """As it is: there are no thresholds."""
-        return self, None
 
     @cached_property
     def scores(self) -> Scores:

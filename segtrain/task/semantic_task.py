@@ -13,7 +13,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.metrics import Calibration, ConfusionMatrix
 from segtrain.one_vs_rest import BinaryCounts, CurveCounts
 from segtrain.run.pictures import LABELS, raw_ids
-from segtrain.task.contract import Decoding, Task, Tile, Wanted
+from segtrain.task.contract import Decoding, ImageCounts, Task, Tile, Wanted
 from segtrain.task.decision_rule import DecisionRule
 from segtrain.task.outcome import ClassOutcome
 from segtrain.task.prediction import LabelMap
@@ -80,14 +80,10 @@ class Semantic(ClassTargets, Task):
         return classes.write_ids
 
 
-class OneClass:
+class OneClass(Decoding):
     """A pixel has the class of the highest score, or what a rule says ."""
 
-    takes_highest, dtype = True, np.dtype(np.uint8)
-
-    def bands(self, num_classes: int) -> tuple[int, ...]:
-        """None."""
-        return ()
+    takes_highest = True
 
     def probabilities(self, logits: Tensor, dim: int = 1) -> Tensor:
         """Softmax."""
@@ -112,12 +108,8 @@ class OneClass:
         probability = torch.cat(known, dim=-2) if known else None
         return LabelMap(torch.cat(labels), torch.stack(finite).all(), probability)
 
-    def describe(self) -> str:
-        """Nothing: it is what everybody does."""
-        return ""
 
-
-class ClassCounts:
+class ClassCounts(ImageCounts):
     """Those of one class a pixel, by a confusion matrix.
 
     curves: get the probabilities of all classes; None: they are not computed.
