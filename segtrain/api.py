@@ -34,6 +34,7 @@ from segtrain.errors import (
     NonFiniteError,
     UserError,
 )
+from segtrain.task.tasks import task_of
 from segtrain.text import printable
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class Predictor:
     def __call__(self, image: np.ndarray) -> np.ndarray:
         """The train id of every pixel, (H, W) uint8; 255 where the image has no value.
 
-        With task multilabel (H, W, K) uint8: 1 where a class is, else 0.
+        With task multilabel (H, W, K) uint8: 1 where a class is, else 0. With that of a plugin what
+        it predicts; of floats NaN where the image has no value.
 
         image: (H, W, C) with the values that the file holds, neither scaled nor normalized; three
             channels are RGB. uint8 or uint16; other numbers if the model was trained on a
@@ -100,6 +102,7 @@ class Predictor:
 
         image and errors: as of a call.
         """
+        task_of(self._ready.config.task).check_classes("probabilities")
         return self._predict(image, probabilities="all")
 
     def _predict(self, image: np.ndarray, *, probabilities: Literal["none", "all"]) -> np.ndarray:

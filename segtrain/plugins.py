@@ -40,6 +40,9 @@ GROUPS = {
 }
 """The kinds of plugins, and the groups of their entry points."""
 
+# A method of the class from which those of a kind derive.
+_CONTRACT_OF = {"label_format": "ignored", "task": "for_loss"}
+
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 _MAX_BYTES = 10_000_000  # far more than a file of source has
 
@@ -131,6 +134,11 @@ def _add(
         raise ConfigError(f"{shown}: {what}")
     if not callable(made):
         raise ConfigError(f"{shown}: expected a class or a function, got {type(made).__name__}")
+    if kind in ("label_format", "task"):
+        if not isinstance(made, type) or not hasattr(made, _CONTRACT_OF[kind]):
+            raise ConfigError(f"{shown}: expected a class with `{_CONTRACT_OF[kind]}`")
+        if kind == "task":
+            made.name = name
     sha256 = _loaded[source] if module in _paths else _sha256_of(module)
     _plugins[kind, name] = Plugin(kind, name, made, options, *rest, source, sha256)
 
@@ -270,7 +278,7 @@ def choose(kind: str, name: str, own: dict[str, Any]) -> Any:
     """What `name` stands for: in the table of segtrain's own, else a plugin."""
     if name in own:
         return own[name]
-    plugin = registered(kind, name)
+    plugin = registered(kind, name) or find(kind, name)
     assert plugin is not None  # the config was checked
     return plugin.made
 

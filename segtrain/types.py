@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # reading a class file needs IGNORE_INDEX, but not the second
     from torch import Tensor
 
 # Labels are train ids 0 .. K-1 in one byte each; this value marks pixels that count for nothing.
+# Those of plugins may be floats, see `ignored`.
 IGNORE_INDEX = 255
 
 

@@ -10,6 +10,13 @@ import tifffile
 from experiments import forgetting, losses, small, write_config
 from processes import Command
 
+from segtrain import Predictor
+from segtrain.config import load_config
+from segtrain.data import open_dataset
+from segtrain.data.check.scan import scan_split
+from segtrain.distributed.machine import process_pool
+from segtrain.errors import ConfigError, DataError
+
 HEIGHTS = '''
 import numpy as np
 import torch
@@ -29,7 +36,7 @@ from segtrain.training.losses.base import column_of_sums
 class Metres(LabelFormat):
     """One channel of float32; NaN where nothing is known."""
 
-    task = "heights"
+    task, has_classes = "heights", False
 
     def problem(self, info, num_classes):
         is_one = info.channels == num_classes == 1 and info.dtype == np.float32
@@ -107,8 +114,6 @@ class Found(Outcome):
 
 @task("heights")
 class Heights(Task):
-    name = "heights"
-
     def for_loss(self, stored):
         return stored
 
@@ -131,6 +136,19 @@ class Heights(Task):
         greys = [(60 * i + 40,) * 3 for i in range(4)]
         return [f"{4 * i} to {4 * i + 4} m" for i in range(4)], greys
 '''
+
+
+SPREAD = """@metric("spread")
+class Spread:
+    def __init__(self, names, options):
+        pass
+
+    def counts(self, label, pred):
+        return [float(pred.max() - pred.min())]
+
+    def scores(self, totals):
+        return {"x": totals[0]}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +204,13 @@ def test_a_task_of_a_plugin_trains_evaluates_and_predicts(heights, lab):
     for path, pred in zip(sorted((root / "images/val").glob("*.png")), preds, strict=True):
         found = tifffile.imread(lab.folder / f"out/labels/{path.stem}.tif")
         np.testing.assert_allclose(found, pred, rtol=1e-5)
+        with tifffile.TiffFile(lab.folder / f"out/labels/{path.stem}.tif") as file:
+            assert file.pages[0].tags["GDAL_NODATA"].value == "nan"
+    image = cv2.imread(str(path))[..., ::-1]
+    predictor = Predictor(run)
+    np.testing.assert_allclose(predictor(image), pred, rtol=1e-5)
+    with pytest.raises(ConfigError, match="probabilities: is about scores of classes"):
+        predictor.probabilities(image)
     assert "closeness" in lab.done("runs", lab.folder).out
 
 
@@ -200,6 +225,45 @@ def test_ranks_do_not_change_what_it_learns(heights, lab):
     for tag in ("train/loss", "metric/heights/closeness"):
         one, two = (losses(lab.folder / name, tag) for name in ("one", "two"))
         assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_processes_of_a_check_read_its_labels(heights, lab):
+    config, _ = heights
+    data = load_config(config).data
+    dataset = open_dataset(data, "train")
+    with process_pool(2) as pool:
+        scan = scan_split(dataset, pool)
+    assert scan.places["unreadable"] == {}
+    assert scan.pixels.tolist() == [8 * (44 * 60 - 24)]
+    assert scan.ignored_pixels == 8 * 24
+    assert "class_weights" not in lab.done("data", "stats", config).out
+
+
+def test_a_metric_may_choose_the_best_and_the_run_is_read_without_it(heights, lab):
+    config, data = heights
+    text = "from segtrain.plugins import metric\n\n\n" + SPREAD
+    (lab.folder / "spread.py").write_text(text)
+    files = "heights.py", "spread.py"
+    few = ("train.steps=1", "eval.every_steps=1", f"plugins={[str(lab.folder / x) for x in files]}")
+    few += ("eval.metrics=[{name: spread}]", "eval.best=spread/x")
+    words = [word for one in few for word in ("--set", one)]
+    run, plugin = lab.folder / "run", ("--plugin", lab.folder / "heights.py")
+    with forgetting():
+        lab.done("train", config, "--nproc", 1, "--output", run, *words)
+    assert losses(run, "eval/score") == losses(run, "metric/spread/x")
+    with forgetting():
+        lab.done("predict", run, data / "images/val", "--output", lab.folder / "out", *plugin)
+
+
+def test_labels_of_another_type_are_refused_by_name(heights, lab):
+    config, _ = heights
+    text = (lab.folder / "heights.py").read_text()
+    wide = text.replace("file.pixels()[..., 0])", "file.pixels()[..., 0]).astype(np.float64)")
+    (lab.folder / "heights.py").write_text(wide)
+    dataset = open_dataset(load_config(config).data, "train")
+    message = r"0.tif: metres gives float64 \(44, 60\), where float32 \(H, W\) is asked for"
+    with pytest.raises(DataError, match=message):
+        dataset[0]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +294,7 @@ def test_scores_of_classes_are_refused(heights, lab):
         ("suspects", run),
         ("compare", run, shutil.copytree(run, lab.folder / "again")),
         ("predict", run, data, "--output", lab.folder / "out", "--probabilities", "npz"),
+        ("predict", run, data, "--output", lab.folder / "out", "--unknown-below", "0.5"),
         ("export", run, "--output", lab.folder / "x.onnx", "--format", "onnx", "--argmax"),
     ):
         with forgetting():

@@ -74,7 +74,7 @@ def write_polygons(
     Pixels that touch by an edge are one area. Coordinates are longitude and latitude. What the
     class file ignores, and what a file marks as no data, has no outline.
 
-    label_format: as of `read_label`; None: ids, and files of several bands are asked about.
+    label_format: as data.label_format; None: ids, and files of several bands are asked about.
     simplify_m: how far an outline may move on the ground, in metres; 0: it follows the pixels.
         Neighbours are simplified one by one, so that gaps between them may open.
 

@@ -309,9 +309,10 @@ def _about_thresholds(
     args: argparse.Namespace, loaded: LoadedModel, config: Config, split: str
 ) -> list[str]:
     """Where classes overlap, what each is predicted from; a note if the split has chosen that."""
-    if not task_of(config.task).thresholds(config.eval.thresholds):
+    thresholds = task_of(config.task).thresholds(config.eval.thresholds)
+    if thresholds is None:
         return []
-    thresholds = config.eval.thresholds_of(loaded.classes.num_classes)
+    thresholds = thresholds * loaded.classes.num_classes if len(thresholds) == 1 else thresholds
     each = zip(loaded.classes.names, thresholds, strict=True)
     is_given = "eval.thresholds" in given_keys(args.set)
     of_members = loaded.members and not is_given

@@ -307,6 +307,11 @@ class Config(Section):
         return self.task == "multilabel"
 
     @property
+    def any_best(self) -> str:
+        """A value of eval.best that needs no metric."""
+        return f"{self.task}/score" if self.has_own_task else "miou"
+
+    @property
     def has_own_task(self) -> bool:
         """Whether the task is that of a plugin."""
         return self.task not in get_args(_OwnTask)
@@ -336,14 +341,14 @@ class Config(Section):
 
     def _task_mistakes(self) -> Iterator[str]:
         """What serves only one task, beside the table of CONFLICTS."""
-        if self.is_multilabel != (self.data.label_format == "bands"):
-            yield "data.label_format: bands and task multilabel go together; set both, or neither"
         layout, is_plain = self.data.layout, self.data.label_format in get_args(OwnFormat)
         labels = plugins.registered("label_format", self.data.label_format)
         if labels is not None and labels.is_here and labels.made.task != self.task:
             yield f"data.label_format: {labels.name} is of task {labels.made.task}; set both"
-        if is_plain and self.has_own_task:
+        elif is_plain and self.has_own_task:
             yield f"data.label_format: task {self.task} needs a plugin's, of its labels"
+        elif is_plain and self.is_multilabel != (self.data.label_format == "bands"):
+            yield "data.label_format: bands and task multilabel go together; set both, or neither"
         if self.task != "semantic" and layout not in ("folders", "list"):
             yield f"data.layout: {layout} has one class a pixel; use folders or list"
         elif not is_plain and layout not in ("folders", "list"):

@@ -12,12 +12,13 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from segtrain import plugins
 from segtrain.distributed.signals import die_with_parent
 from segtrain.text import say
 
@@ -132,12 +133,14 @@ def semaphore_problem() -> str | None:
     return None
 
 
-def _begin() -> None:
-    """What each process of a pool does first."""
+def _begin(sources: Sequence[str]) -> None:
+    """What each process of a pool does first. sources: of plugins that it may be sent."""
     import cv2
 
     die_with_parent(signal.SIGKILL)
     cv2.setNumThreads(0)  # else a thread for each core in each of them
+    for source in sources:
+        plugins.load(source)
 
 
 class _Pool(ProcessPoolExecutor):
@@ -166,7 +169,8 @@ def process_pool(processes: int) -> AbstractContextManager[ProcessPoolExecutor |
     if processes <= 1 or problem:
         return nullcontext()
     # Spawned, because a fork of a process that runs threads (OpenCV, torch) can hang.
-    return _Pool(processes, multiprocessing.get_context("spawn"), _begin)
+    context, sources = multiprocessing.get_context("spawn"), plugins.loaded()
+    return _Pool(processes, context, _begin, (sources,))
 
 
 def is_alive(pid: int) -> bool:

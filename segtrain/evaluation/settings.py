@@ -33,11 +33,10 @@ def set_after_training(
     Raises:
         ConfigError: an option that the checkpoint decides, or one that does not exist.
     """
-    # Of no use here, where eval.metrics may be others.
-    if trained.eval.best_metric not in (None, trained.task):
-        trained = trained.model_copy(
-            update={"eval": trained.eval.model_copy(update={"best": "miou"})}
-        )
+    # A metric is of no use here, where eval.metrics may be others.
+    if trained.eval.best_metric is not None:
+        best = {"best": trained.any_best}
+        trained = trained.model_copy(update={"eval": trained.eval.model_copy(update=best)})
     config = override_config(trained, overrides, source=source)
     foreign = [text for text in overrides if not text.strip().startswith(settable)]
     if foreign:

@@ -251,15 +251,15 @@ def has_saved(directory: Path) -> bool:
     return has_evaluated(directory)
 
 
-OF_EVALUATIONS = "eval/", "metric/"
-"""How the tags of an evaluation begin; the latter are those of plugins."""
+OF_EVALUATIONS = "eval/mIoU", "eval/score"
+"""Tags of which each evaluation has one; the latter if its task has no classes."""
 
 
 def has_evaluated(directory: Path) -> bool:
     """Whether the run in `directory` had an evaluation, before which it saves a checkpoint."""
     metrics = directory / METRICS
     content = metrics.read_bytes() if metrics.is_file() else b""
-    return any(b'"%s' % kind.encode() in content for kind in OF_EVALUATIONS)
+    return any(b'"%s"' % tag.encode() in content for tag in OF_EVALUATIONS)
 
 
 def flat(config: Config) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a task has to say, and the tuples in which it says it."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -101,9 +102,10 @@ class Outcome(ABC):
 
     @abstractmethod
     def scalars(self, names: Sequence[str]) -> dict[str, float]:
-        """The scores by their tags in TensorBoard and metrics.jsonl, without NaN.
+        """The scores by their tags in TensorBoard and metrics.jsonl.
 
-        A task of a plugin has tags `metric/TASK/SCORE`, of which `eval.best` names one.
+        A task of a plugin has tags `metric/TASK/SCORE`, of which `eval.best` names one, and the
+        highest is the best.
         """
 
     @abstractmethod
@@ -130,7 +132,7 @@ class Outcome(ABC):
         return self, None
 
     def best(self, by: EvalConfig, names: Sequence[str], split: str) -> Best:
-        """The score that chooses best.pt, where it is none of `scalars`."""
+        """The score that chooses best.pt, if `by` names no metric, as for those of plugins."""
         raise NotImplementedError
 
     def warnings(self, names: Sequence[str], split: str) -> list[str]:
@@ -172,8 +174,8 @@ class ImageCounts(ABC):
 class Task(Targets):
     """What a network tells of a pixel, and what follows from it, from a label to a file.
 
-    name: that of the config.
-    has_classes: whether its scores are those of classes, image by image (`Outcome.by_image`).
+    has_classes: whether its scores are those of classes, image by image: then it has `matrix`,
+        `option_of` and `Outcome.by_image`, too.
     refuses_rules: why no `DecisionRule` goes with it, and what does; empty: one may.
     """
 
@@ -197,7 +199,7 @@ class Task(Targets):
         return total / number
 
     def thresholds(self, given: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        """Those of the classes, where `given` stands in the config; None: there are none."""
+        """Those of the classes, of `given` in the config; None: it has none, as of a plugin."""
         return None
 
     def option_of(self, name: str, threshold: float) -> str:
@@ -227,7 +229,10 @@ class Task(Targets):
         """What label files hold of a prediction, (H, W) or (H, W, bands)."""
 
     def pictures(self, classes: ClassFile, label: np.ndarray) -> Mapping[str, np.ndarray]:
-        """What is written of a prediction as PNG, beside colours and overlay, by its folder."""
+        """What is written of a prediction as PNG, beside colours and overlay, by its folder.
+
+        Without a label map there (LABELS) `stored` is written as TIFF.
+        """
         return {}
 
     def folders(self, classes: ClassFile) -> list[str]:
@@ -235,11 +240,15 @@ class Task(Targets):
         return [LABELS]
 
     def no_data(self, classes: ClassFile) -> float:
-        """What `stored` has where nothing is known."""
-        return classes.write_ignored
+        """What `stored` has where nothing is known: an id, or of floats NaN."""
+        is_float = self.decoding(None).dtype.kind == "f"
+        return math.nan if is_float else classes.write_ignored
 
     def shown(self, label: np.ndarray) -> np.ndarray:
-        """The label as pictures show it: numbers of `key` and IGNORE_INDEX, (H, W) or (H, W, K)."""
+        """The label as pictures show it, uint8: (H, W) of numbers of `key` and IGNORE_INDEX.
+
+        Or (H, W, K), where each of `key` is a layer of 0 and 1.
+        """
         return label
 
     def key(self, classes: ClassFile) -> tuple[Sequence[str], Sequence[Rgb]]:

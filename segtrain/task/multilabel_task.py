@@ -186,7 +186,7 @@ class PresenceCounts(ClassCounts):
 
 
 def _right_labelled_predicted(counts: Tensor) -> Tensor:
-    """The pixels (..., K, 3) of `Outcome.images`, of `BinaryCounts.counts`, (..., K, 2, 2)."""
+    """The pixels (..., K, 3) of `ClassOutcome.images`, of `BinaryCounts.counts`, (..., K, 2, 2)."""
     right, labelled, predicted = (
         counts[..., 1, 1],
         counts[..., 1, :].sum(-1),

@@ -81,7 +81,7 @@ class Semantic(ClassTargets, Task):
 
 
 class OneClass(Decoding):
-    """A pixel has the class of the highest score, or what a rule says ."""
+    """A pixel has the class of the highest score, or what a rule says."""
 
     takes_highest = True
 

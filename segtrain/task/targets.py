@@ -22,6 +22,8 @@ class Targets(ABC):
     def loss_weight(self, labels: Tensor, class_weights: Tensor | None) -> Tensor:
         """The weight of what `for_loss` gives in a mean over pixels, () float64.
 
+        That by which losses divide: microbatches and workers count by it.
+
         class_weights: (K,); None: all are 1.
         """
 

@@ -141,8 +141,11 @@ def _ready(args: argparse.Namespace) -> ReadyModel:
     ready = make_ready(args.source, *args.others, settings=args.set, device=device)
     classes = ready.loaded.classes
     asks = args.thresholds or args.unknown_below is not None
-    if asks and (what := task_of(ready.config.task).refuses_rules):
-        raise ConfigError(f"--threshold, --unknown-below: {what}")
+    if asks:
+        task = task_of(ready.config.task)
+        task.check_classes("--threshold, --unknown-below")
+        if task.refuses_rules:
+            raise ConfigError(f"--threshold, --unknown-below: {task.refuses_rules}")
     rule = rule_of(args.thresholds, classes.names, args.unknown_below)
     return ready._replace(predictor=ready.predictor.by(rule))
 

@@ -31,7 +31,7 @@ from segtrain.models.blocks import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import placed, precise_statistics
 from segtrain.run.console import score_text
-from segtrain.run.directory import EVALUATION
+from segtrain.run.directory import EVALUATION, OF_EVALUATIONS
 from segtrain.run.pictures import NUM_IMAGES, as_rgb, panel, spread, to_png
 from segtrain.task.contract import Best, Outcome
 from segtrain.task.prediction import Prediction
@@ -63,7 +63,10 @@ def evaluate(run: TrainRun) -> bool:
     by, score, lines = _chosen_score(config.eval, outcome, scalars, names, split)
     if is_first:
         log.lines([*outcome.warnings(names, split), *lines])
-    log.scalars(step, scalars | {config.eval.best_tag: score})
+    scalars[config.eval.best_tag] = score
+    if OF_EVALUATIONS[0] not in scalars:
+        scalars[OF_EVALUATIONS[1]] = score
+    log.scalars(step, scalars)
     if log.enabled and config.log.charts and (chart := outcome.chart(names)) is not None:
         log.picture(step, "eval/confusion", chart)
     _show(run, pictures)

@@ -137,12 +137,12 @@ def _device_memory_finding(config: Config, num_classes: int, device: torch.devic
     )
 
 
-def _shared_memory_finding(config: Config, form: ImageForm, bands: int) -> str | None:
+def _shared_memory_finding(config: Config, form: ImageForm, label_bytes: int) -> str | None:
     """Why loader workers cannot share memory; one that finds no space dies by SIGBUS."""
     workers, free = training_workers(config), free_shared_memory()
     if workers and (problem := semaphore_problem()):
         return f"{problem}; loader workers need one: make it writable, or set data.num_workers: 0"
-    needed = dist.local_world_size() * bytes_in_flight(config, form, workers, bands)
+    needed = dist.local_world_size() * bytes_in_flight(config, form, workers, label_bytes)
     if workers == 0 or free is None or needed <= free:
         return None
     return (

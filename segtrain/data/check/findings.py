@@ -290,8 +290,8 @@ def _counted(
 
 
 def _unknown_values(scan: SplitScan, classes: ClassFile) -> Finding:
-    if scan.values:
-        text = unknown_ids(scan.values, classes)
+    if not isinstance(next(iter(scan.unknown)), tuple):
+        text = unknown_ids(scan.values or scan.unknown, classes)
     else:
         text = unknown_colors(scan.unknown, classes)
     places = {}

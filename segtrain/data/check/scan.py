@@ -179,11 +179,14 @@ class SplitScan:
             self.places["values"][value].append(name)
         if found.palette:
             self.palettes[name] = found.palette
-        self.add_label(name, found.pixels, math.prod(found.size))
+        self.add_label(name, found.pixels, math.prod(found.size), found.num_valid)
 
-    def add_label(self, name: str, pixels: np.ndarray, num_pixels: int) -> None:
+    def add_label(
+        self, name: str, pixels: np.ndarray, num_pixels: int, num_valid: int | None = None
+    ) -> None:
         """Adds a label of `num_pixels` with this many `pixels` (K,) of each class."""
-        num_valid = int((pixels + self.absent).max() if self.absent.any() else pixels.sum())
+        if num_valid is None:
+            num_valid = int((pixels + self.absent).max() if self.absent.any() else pixels.sum())
         self.pixels += pixels
         self.images += pixels > 0
         self.pixels_beside += (pixels > 0) * num_valid

@@ -15,6 +15,7 @@ from segtrain.data.check.values import suggested_range
 from segtrain.data.pack.opening import open_dataset
 from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.image import ImageForm, ValueRange
+from segtrain.data.read.label_formats import LabelFormat
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import printable, table_lines
@@ -70,14 +71,14 @@ def positive_weights(scan: SplitScan) -> list[float]:
 class SplitStats:
     """What one split holds.
 
-    beta: that of the effective numbers. overlapping: whether a pixel may have several classes.
+    beta: that of the effective numbers. labels: what they hold.
     """
 
     class_names: Sequence[str]
     scan: SplitScan
     form: ImageForm
     beta: float
-    overlapping: bool = False
+    labels: LabelFormat
 
     @cached_property
     def percentiles(self) -> list[float]:
@@ -122,7 +123,9 @@ class SplitStats:
 
     @property
     def _weights(self) -> dict[str, Any]:
-        if self.overlapping:
+        if not self.labels.has_classes:
+            return {}
+        if self.labels.overlapping:
             return {"positive_weights": positive_weights(self.scan)}
         weights = class_weights(self.scan, self.beta)
         return {"effective_number_beta": self.beta, "class_weights": weights}
@@ -195,8 +198,7 @@ def measure(
         raise DataError(f"split {printable(scan.split)!r}: no label has a pixel of any class")
     if beta is None:
         beta = 1 - 1 / scan.pixels[scan.pixels > 0].mean()
-    overlapping = dataset.classes.overlapping
-    return SplitStats(dataset.classes.names, scan, dataset.form, beta, overlapping)
+    return SplitStats(dataset.classes.names, scan, dataset.form, beta, dataset.labels)
 
 
 def counts_of(scan: SplitScan, class_names: Sequence[str]) -> dict[str, Any]:

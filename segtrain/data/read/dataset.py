@@ -34,8 +34,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
 
     Item i is (image, label). The image is (H, W, C) as `form` says, for most sets uint8 RGB. The
     label is (H, W) uint8 train ids, with 255 for ignored pixels, or (H, W, K) where classes
-    overlap; pixels of which the image has no value (NaN) are ignored, too. The object holds paths
-    only, so it is cheap to send to loader processes.
+    overlap, or what a plugin reads; pixels of which the image has no value (NaN) are ignored, too.
+    The object holds paths only, so it is cheap to send to loader processes.
 
     Args:
         warnings: lines that training and evaluation show when they start.
@@ -84,6 +84,11 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         if not self.labelled:
             return image, self.labels.ignored(image.shape[:2], self.classes)
         label = self.labels.read(pair.label, self.classes, pair.window)
+        like = self.labels.ignored((1, 1), self.classes)
+        if (label.dtype, label.shape[2:]) != (like.dtype, like.shape[2:]):
+            bands = "".join(f", {size}" for size in like.shape[2:])
+            what = f"{label.dtype} {label.shape}, where {like.dtype} (H, W{bands}) is asked for"
+            raise DataError(f"{printable(pair.label)}: {self.label_format} gives {what}")
         if problem := size_problem(pair, image.shape[:2], label.shape[:2]):
             raise DataError(problem)
         return image, label

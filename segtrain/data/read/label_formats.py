@@ -34,7 +34,8 @@ Value = int | Color
 class LabelCounts:
     """What one label holds, for checks; (K,) arrays are of the classes.
 
-    size: (height, width). pixels: of each class. absent: pixels that are known not to be of the
+    size: (height, width). pixels: of each class. num_valid: of all; None: as many as `pixels` and
+    `absent` tell. absent: pixels that are known not to be of the
     class, where classes overlap. values: pixels of each raw id, where there are some. unknown: of
     each value that the class file does not name. blended, thin, contacts: see `SplitScan`.
     palette: the colours of the ids that occur; empty where they say nothing.
@@ -42,6 +43,7 @@ class LabelCounts:
 
     size: tuple[int, int]
     pixels: np.ndarray
+    num_valid: int | None = None
     absent: np.ndarray | int = 0
     values: Mapping[int, int] = field(default_factory=dict)
     unknown: dict[Value, int] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class LabelCounts:
 class LabelFormat(ABC):
     """How label files of a kind become labels.
 
-    task: that of which such labels are.
+    task: that of which such labels are. has_classes: whether a pixel may be of a class.
     told_by: what they are read by, "ids" or "colors" of the class file; else neither.
     needs_colors: whether the class file has to give the colour of each class.
     overlapping: whether a pixel may have several classes.
@@ -63,6 +65,7 @@ class LabelFormat(ABC):
     """
 
     task = "semantic"
+    has_classes = True
     told_by = "ids"
     needs_colors = False
     overlapping = False
@@ -87,7 +90,9 @@ class LabelFormat(ABC):
         *,
         content: bytes | None = None,
     ) -> np.ndarray:
-        """The label, (H, W, ...): train ids, or what the task trains on; see `ignored`.
+        """The label, (H, W) or (H, W, K), uint8 or float32, of the type that `ignored` gives.
+
+        Train ids, or what the task trains on.
 
         window: the part to read of a raster; None: the whole label.
         content: the bytes of the file; None: they are to be read.
@@ -162,7 +167,14 @@ class Ids(LabelFormat):
         if any(color != (i, i, i) for i, color in enumerate(colors)):
             palette = {i: colors[i] for i in sorted(values) if i < len(colors)}
         return LabelCounts(
-            label.shape, pixels, 0, values, unknown, blended, thin, contacts, palette
+            label.shape,
+            pixels,
+            values=values,
+            unknown=unknown,
+            blended=blended,
+            thin=thin,
+            contacts=contacts,
+            palette=palette,
         )
 
 
@@ -246,7 +258,7 @@ class Bands(LabelFormat):
         """Where each class is, and where it is not."""
         label = self.read(path, classes, window)
         present, absent = ((label == value).sum((0, 1)) for value in (1, 0))
-        return LabelCounts(label.shape[:2], present, absent)
+        return LabelCounts(label.shape[:2], present, absent=absent)
 
     def ignored(self, size: tuple[int, int], classes: ClassFile) -> np.ndarray:
         """(h, w, K)."""

@@ -61,14 +61,13 @@ def largest_microbatch(config: Config) -> int:
     return max(Layout.of(config.train, split).images)
 
 
-def bytes_in_flight(config: Config, form: ImageForm, num_workers: int, bands: int = 1) -> int:
+def bytes_in_flight(config: Config, form: ImageForm, num_workers: int, label_bytes: int = 1) -> int:
     """The shared memory of the batches that one rank with so many workers has ready.
 
     label_bytes: of a pixel, `SegDataset.label_bytes`.
     """
     height, width = config.augment.crop_size
-    # A pixel has one byte of its label, or of each band of it.
-    pixel = form.channels * form.dtype.itemsize + bands
+    pixel = form.channels * form.dtype.itemsize + label_bytes
     microbatch = largest_microbatch(config) * pixel * height * width
     return num_workers * _PREFETCH * microbatch
 
