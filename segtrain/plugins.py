@@ -137,6 +137,8 @@ def _add(
     if kind in ("label_format", "task"):
         if not isinstance(made, type) or not hasattr(made, _CONTRACT_OF[kind]):
             raise ConfigError(f"{shown}: expected a class with `{_CONTRACT_OF[kind]}`")
+        if left := getattr(made, "__abstractmethods__", None):
+            raise ConfigError(f"{shown}: lacks {first_of(sorted(left), 20)}")
         if kind == "task":
             made.name = name
     sha256 = _loaded[source] if module in _paths else _sha256_of(module)

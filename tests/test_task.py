@@ -21,11 +21,9 @@ HEIGHTS = '''
 import numpy as np
 import torch
 
-from segtrain.data.read import image_formats
-from segtrain.data.read.decode import MAX_PIXELS
+from segtrain.data.read import raw_label
 from segtrain.data.read.label_formats import LabelCounts, LabelFormat
 from segtrain.distributed import collectives as dist
-from segtrain.errors import DataError
 from segtrain.plugins import label_format, loss, task
 from segtrain.task.contract import Decoding, ImageCounts, Outcome, Task
 from segtrain.task.prediction import LabelMap
@@ -43,10 +41,7 @@ class Metres(LabelFormat):
         return "" if is_one else "expected one channel of float32, heights in metres"
 
     def read(self, path, classes, window=None, *, content=None):
-        file = image_formats.open_stored(path, window, content=content, max_pixels=MAX_PIXELS)
-        if problem := self.problem(file.info, classes.num_classes):
-            raise DataError(f"{path}: {problem}")
-        return np.ascontiguousarray(file.pixels()[..., 0])
+        return raw_label.read_numbers(path, 1, window, content=content)[..., 0]
 
     def count(self, path, classes, window=None):
         label = self.read(path, classes, window)
@@ -169,7 +164,9 @@ def heights(lab):
             image = np.repeat((metres * 15)[..., None], 3, axis=2) + rng.normal(0, 2, (44, 60, 3))
             cv2.imwrite(str(root / f"images/{split}/{i}.png"), image.clip(0, 255).astype(np.uint8))
             metres[:4, :6] = np.nan
-            tifffile.imwrite(root / f"labels/{split}/{i}.tif", metres)
+            metres[-1, -1] = -9999  # as GDAL marks what is missing
+            tags = [(42113, "s", 0, "-9999", True)]
+            tifffile.imwrite(root / f"labels/{split}/{i}.tif", metres, extratags=tags)
     (root / "classes.yaml").write_text("classes: [height]\n")
     (lab.folder / "heights.py").write_text(HEIGHTS)
     options = small(
@@ -194,6 +191,7 @@ def test_a_task_of_a_plugin_trains_evaluates_and_predicts(heights, lab):
     words = ("--json", file, "--save-predictions", folder, *plugin)
     assert "mean error" in lab.done("eval", run, *words).out
     truth = [tifffile.imread(path) for path in sorted((root / "labels/val").glob("*.tif"))]
+    truth = [np.where(y == -9999, np.nan, y) for y in truth]
     preds = [tifffile.imread(path) for path in sorted(folder.glob("*.tif"))]
     errors = [np.abs(p - y)[~np.isnan(y)] for p, y in zip(preds, truth, strict=True)]
     error = np.concatenate(errors).astype(np.float64).mean()
@@ -209,7 +207,7 @@ def test_a_task_of_a_plugin_trains_evaluates_and_predicts(heights, lab):
     image = cv2.imread(str(path))[..., ::-1]
     predictor = Predictor(run)
     np.testing.assert_allclose(predictor(image), pred, rtol=1e-5)
-    with pytest.raises(ConfigError, match="probabilities: is about scores of classes"):
+    with pytest.raises(ConfigError, match="probabilities: needs scores of classes"):
         predictor.probabilities(image)
     assert "closeness" in lab.done("runs", lab.folder).out
 
@@ -234,8 +232,8 @@ def test_processes_of_a_check_read_its_labels(heights, lab):
     with process_pool(2) as pool:
         scan = scan_split(dataset, pool)
     assert scan.places["unreadable"] == {}
-    assert scan.pixels.tolist() == [8 * (44 * 60 - 24)]
-    assert scan.ignored_pixels == 8 * 24
+    assert scan.pixels.tolist() == [8 * (44 * 60 - 25)]
+    assert scan.ignored_pixels == 8 * 25
     assert "class_weights" not in lab.done("data", "stats", config).out
 
 
@@ -255,10 +253,32 @@ def test_a_metric_may_choose_the_best_and_the_run_is_read_without_it(heights, la
         lab.done("predict", run, data / "images/val", "--output", lab.folder / "out", *plugin)
 
 
+def test_what_moves_numbers_is_refused_for_vectors(heights, lab):
+    config, _ = heights
+    text = (lab.folder / "heights.py").read_text()
+    file = lab.folder / "heights.py"
+    file.write_text(
+        text.replace(
+            'has_classes = "heights", False', 'has_classes, keeps = "heights", False, False'
+        )
+    )
+    said = lab.refused("train", config, "--output", lab.folder / "run")
+    assert "augment.flip_prob: 0.5 changes numbers of metres labels; set 0" in said
+    assert "augment.scale_range: [0.6, 1.5] changes numbers of metres labels; set [1, 1]" in said
+
+
+def test_a_task_that_lacks_a_method_is_refused_by_its_name(heights, lab):
+    config, _ = heights
+    file = lab.folder / "heights.py"
+    file.write_text(file.read_text().replace("def shown(", "def displayed("))
+    said = lab.refused("train", config, "--nproc", 1, "--output", lab.folder / "run")
+    assert "task heights: lacks shown" in said
+
+
 def test_labels_of_another_type_are_refused_by_name(heights, lab):
     config, _ = heights
     text = (lab.folder / "heights.py").read_text()
-    wide = text.replace("file.pixels()[..., 0])", "file.pixels()[..., 0]).astype(np.float64)")
+    wide = text.replace("content=content)[..., 0]", "content=content)[..., 0].astype(np.float64)")
     (lab.folder / "heights.py").write_text(wide)
     dataset = open_dataset(load_config(config).data, "train")
     message = r"0.tif: metres gives float64 \(44, 60\), where float32 \(H, W\) is asked for"
@@ -288,7 +308,7 @@ def test_scores_of_classes_are_refused(heights, lab):
     with forgetting():
         lab.done("train", config, "--nproc", 1, "--output", run, *few)
         said = lab.refused("eval", run, "--per-image", lab.folder / "x.csv", *plugin)
-    assert "--per-image: is about scores of classes, and task heights has none" in said
+    assert "--per-image: needs scores of classes, and task heights has none" in said
     for words in (
         ("report", run),
         ("suspects", run),
@@ -298,7 +318,7 @@ def test_scores_of_classes_are_refused(heights, lab):
         ("export", run, "--output", lab.folder / "x.onnx", "--format", "onnx", "--argmax"),
     ):
         with forgetting():
-            assert "is about scores of classes, and task heights" in lab.refused(*words, *plugin)
+            assert "needs scores of classes, and task heights" in lab.refused(*words, *plugin)
     with forgetting():
         said = lab.refused("data", "pack", config, "--output", lab.folder / "pack")
     assert "labels of metres cannot be packed" in said

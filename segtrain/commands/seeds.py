@@ -25,6 +25,7 @@ from segtrain.results.report import evaluated, report_page
 from segtrain.results.runs import read_run
 from segtrain.run.directory import LOCK, REPORT, RunLock, config_differences
 from segtrain.run.division import EXPERIMENT, SEEDS, SeedRun, Seeds, read_seeds, write_record
+from segtrain.task.tasks import task_of
 from segtrain.text import MAX_NAME, printable, say, table_lines
 
 NUMBER = 5
@@ -45,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
             say(f"to go on: segtrain seeds {shlex.quote(str(directory))} --resume")
             return code
         print(*_table(config, seeds.runs), sep="\n")
-        if config.log.charts:
+        if config.log.charts and task_of(config.task).has_classes:
             device = device_for(args.device)
             page = report_page([evaluated(directory / x.run, device) for x in seeds.runs], device)
             with os_errors_as(ExecutionError, directory / REPORT, "cannot be written"):

@@ -345,6 +345,8 @@ class Config(Section):
         labels = plugins.registered("label_format", self.data.label_format)
         if labels is not None and labels.is_here and labels.made.task != self.task:
             yield f"data.label_format: {labels.name} is of task {labels.made.task}; set both"
+        elif labels is not None and labels.is_here and not labels.made.keeps:
+            yield from self._moves(labels.name)
         elif is_plain and self.has_own_task:
             yield f"data.label_format: task {self.task} needs a plugin's, of its labels"
         elif is_plain and self.is_multilabel != (self.data.label_format == "bands"):
@@ -366,6 +368,23 @@ class Config(Section):
                 yield "loss: label_smoothing and logit_adjustment cannot go with task multilabel"
             if not self.is_multilabel and (term.kind == "tversky" or term.positive_weights):
                 yield "loss: tversky and positive_weights are for task multilabel"
+
+    def _moves(self, labels: str) -> Iterator[str]:
+        """What would give an image and its labels other sizes or directions."""
+        augment, evaluation = self.augment, self.eval
+        without = {
+            "augment.flip_prob": (augment.flip_prob, 0),
+            "augment.scale_range": (augment.scale_range, (1, 1)),
+            "augment.rotate_deg": (augment.rotate_deg, 0),
+            "augment.quarter_turn_prob": (augment.quarter_turn_prob, 0),
+            "eval.flip": (evaluation.flip, False),
+            "eval.scales": (evaluation.scales, (1,)),
+            "data.short_side_px": (self.data.short_side_px, None),
+        }
+        for key, (value, neutral) in without.items():
+            if value != neutral:
+                what = f"{show(value)} changes numbers of {labels} labels"
+                yield f"{key}: {what}; set {show(neutral)}"
 
     def _best_mistakes(self) -> Iterator[str]:
         """A score of a plugin that no evaluation of the training finds."""

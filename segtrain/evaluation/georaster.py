@@ -13,6 +13,7 @@ from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import copy_place, is_on_map
 from segtrain.data.read.image import ImageForm, ignore_missing, ignored_where, read_image
 from segtrain.data.read.image_formats import read_info
+from segtrain.errors import ConfigError
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import Size
 from segtrain.files import temporary
@@ -88,6 +89,8 @@ def predict_raster(
                 (found,) = predictor.label_maps([torch.from_numpy(image)], place=printable(path))
                 is_finite = is_finite and bool(found.is_finite)
                 part = stored(ignored_where(missing, found.label.cpu().numpy())[core])
+                if part.dtype != like.dtype:
+                    raise ConfigError(f"task: gives {part.dtype}, and its dtype is {like.dtype}")
                 block = np.zeros((BLOCK_PX, BLOCK_PX, *part.shape[2:]), part.dtype)
                 block[: part.shape[0], : part.shape[1]] = part
                 on_block(pixels)

@@ -207,7 +207,7 @@ def drop_later(path: Path, step: int, evaluated_step: int) -> None:
     for line in content.decode(errors="replace").splitlines(keepends=True):
         try:
             values = parse_json(line)
-            is_evaluation = not values.keys().isdisjoint(OF_EVALUATIONS)
+            is_evaluation = any(tag in values for tag in OF_EVALUATIONS)
             newest = evaluated_step if is_evaluation else step
             if line.endswith("\n") and values["step"] <= newest:
                 kept.append(line)

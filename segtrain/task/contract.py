@@ -185,7 +185,7 @@ class Task(Targets):
     def check_classes(self, what: str) -> None:
         """ConfigError: `what` is about classes, and there are none."""
         if not self.has_classes:
-            raise ConfigError(f"{what}: is about scores of classes, and task {self.name} has none")
+            raise ConfigError(f"{what}: needs scores of classes, and task {self.name} has none")
 
     def mean(self, members: Iterable[Tensor]) -> Tensor:
         """Logits (N, K, H, W) of the mean of several models, one after another; here their mean.
@@ -226,7 +226,10 @@ class Task(Targets):
 
     @abstractmethod
     def stored(self, classes: ClassFile, label: np.ndarray) -> np.ndarray:
-        """What label files hold of a prediction, (H, W) or (H, W, bands)."""
+        """What label files hold of a prediction, (H, W) or (H, W, bands).
+
+        PNG files have ids of one band; TIFFs all else, band by band.
+        """
 
     def pictures(self, classes: ClassFile, label: np.ndarray) -> Mapping[str, np.ndarray]:
         """What is written of a prediction as PNG, beside colours and overlay, by its folder.
@@ -244,16 +247,16 @@ class Task(Targets):
         is_float = self.decoding(None).dtype.kind == "f"
         return math.nan if is_float else classes.write_ignored
 
+    @abstractmethod
     def shown(self, label: np.ndarray) -> np.ndarray:
         """The label as pictures show it, uint8: (H, W) of numbers of `key` and IGNORE_INDEX.
 
         Or (H, W, K), where each of `key` is a layer of 0 and 1.
         """
-        return label
 
+    @abstractmethod
     def key(self, classes: ClassFile) -> tuple[Sequence[str], Sequence[Rgb]]:
         """What pictures show, and in which colours (red, green, blue)."""
-        return classes.names, classes.palette
 
     def ids(self, classes: ClassFile) -> Sequence[int] | None:
         """The number of each class in label maps; None: they have no numbers."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from segtrain.data.read.classes import ClassFile
 from segtrain.distributed import collectives as dist
 from segtrain.one_vs_rest import BinaryCounts, CurveCounts, best_thresholds, counts_at, levels_of
-from segtrain.run.pictures import LABELS, MASKS, mask_names, raw_bands
+from segtrain.run.pictures import LABELS, MASKS, Rgb, mask_names, raw_bands
 from segtrain.task.contract import Decoding, Task, Tile, Wanted
 from segtrain.task.decision_rule import DecisionRule
 from segtrain.task.outcome import ClassOutcome
@@ -73,6 +73,14 @@ class Multilabel(PresenceTargets, Task):
         """A mask of each class: 255 where it is."""
         masks = enumerate(mask_names(classes))
         return {f"{MASKS}/{name}": np.uint8(255) * (label[..., k] == 1) for k, name in masks}
+
+    def shown(self, label: np.ndarray) -> np.ndarray:
+        """As it is."""
+        return label
+
+    def key(self, classes: ClassFile) -> tuple[Sequence[str], Sequence[Rgb]]:
+        """The classes."""
+        return classes.names, classes.palette
 
     def folders(self, classes: ClassFile) -> list[str]:
         """One of each class, and that of bands."""

@@ -12,7 +12,7 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.distributed import collectives as dist
 from segtrain.metrics import Calibration, ConfusionMatrix
 from segtrain.one_vs_rest import BinaryCounts, CurveCounts
-from segtrain.run.pictures import LABELS, raw_ids
+from segtrain.run.pictures import LABELS, Rgb, raw_ids
 from segtrain.task.contract import Decoding, ImageCounts, Task, Tile, Wanted
 from segtrain.task.decision_rule import DecisionRule
 from segtrain.task.outcome import ClassOutcome
@@ -70,6 +70,14 @@ class Semantic(ClassTargets, Task):
     def pictures(self, classes: ClassFile, label: np.ndarray) -> Mapping[str, np.ndarray]:
         """The label map."""
         return {LABELS: self.stored(classes, label)}
+
+    def shown(self, label: np.ndarray) -> np.ndarray:
+        """As it is."""
+        return label
+
+    def key(self, classes: ClassFile) -> tuple[Sequence[str], Sequence[Rgb]]:
+        """The classes."""
+        return classes.names, classes.palette
 
     def folders(self, classes: ClassFile) -> list[str]:
         """That of label maps."""

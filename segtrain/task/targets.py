@@ -66,7 +66,12 @@ def targets_of(task: str) -> Targets:
 
 
 def pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:
-    """(N, H, W), 0 where ignored: 1 (as bool), or the weight of the class."""
+    """(N, H, W), 0 where ignored: 1 (as bool), or the weight of the class.
+
+    Of floats what is not NaN, of any shape.
+    """
+    if labels.is_floating_point():
+        return ~labels.isnan()
     if class_weights is None:
         return labels != IGNORE_INDEX
     # A table lookup: indexing with a mask, or bincount, would make the host wait for the device.

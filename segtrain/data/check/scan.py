@@ -283,6 +283,8 @@ def scan_label(
     scan = SplitScan("", 1, classes.num_classes)
     try:
         found = labels.count(pair.label, classes, pair.window)
+        if not labels.has_classes:  # each number of a pixel is known, or none
+            found.num_valid = int(found.pixels.max())
     except DataError as error:
         scan.add_unreadable(pair.label, error)
         return scan

@@ -34,10 +34,11 @@ Value = int | Color
 class LabelCounts:
     """What one label holds, for checks; (K,) arrays are of the classes.
 
-    size: (height, width). pixels: of each class. num_valid: of all; None: as many as `pixels` and
-    `absent` tell. absent: pixels that are known not to be of the
-    class, where classes overlap. values: pixels of each raw id, where there are some. unknown: of
-    each value that the class file does not name. blended, thin, contacts: see `SplitScan`.
+    size: (height, width). pixels: of each class; of what is none, those with a number in each band.
+    num_valid: of all; None: as many as `pixels` and `absent` tell. absent: pixels that are known
+    not to be of the class, where classes overlap. values: pixels of each raw id, where there are
+    some. unknown: of each value that the class file does not name. blended, thin, contacts: see
+    `SplitScan`.
     palette: the colours of the ids that occur; empty where they say nothing.
     """
 
@@ -57,6 +58,8 @@ class LabelFormat(ABC):
     """How label files of a kind become labels.
 
     task: that of which such labels are. has_classes: whether a pixel may be of a class.
+    keeps: whether a pixel has the same numbers in a mirrored, scaled or turned image, unlike that
+        of a vector.
     told_by: what they are read by, "ids" or "colors" of the class file; else neither.
     needs_colors: whether the class file has to give the colour of each class.
     overlapping: whether a pixel may have several classes.
@@ -65,7 +68,7 @@ class LabelFormat(ABC):
     """
 
     task = "semantic"
-    has_classes = True
+    has_classes = keeps = True
     told_by = "ids"
     needs_colors = False
     overlapping = False

@@ -83,6 +83,30 @@ def read_bands(
     return with_no_data_id(file.pixels(), file.info.no_data)
 
 
+def read_numbers(
+    path: str | Path, num_bands: int, window: Window | None = None, *, content: bytes | None = None
+) -> np.ndarray:
+    """The numbers of a label without classes, (H, W, num_bands) float32; NaN is no value.
+
+    What GDAL_NODATA marks is NaN, too. Infinite numbers are an error.
+    """
+    file = image_formats.open_stored(
+        path, window, content=content, max_pixels=MAX_PIXELS, max_channels=num_bands
+    )
+    stored, info = file.pixels(), file.info
+    if info.channels != num_bands or info.palette or info.scaling:
+        what = SCALED if info.scaling else f"{info.channels} channels, expected {num_bands}"
+        raise DataError(f"{printable(path)}: the label has {what}")
+    numbers = stored.astype(np.float32)
+    if info.no_data is not None:
+        numbers[stored == info.no_data] = np.nan
+    if np.isinf(numbers).any():
+        raise DataError(
+            f"{printable(path)}: the label has infinite numbers; write NaN for no value"
+        )
+    return numbers
+
+
 def read_colors(
     path: str | Path, window: Window | None = None, *, content: bytes | None = None
 ) -> np.ndarray:

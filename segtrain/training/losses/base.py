@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from segtrain.config import LossConfig, LossTerm
+from segtrain.errors import ConfigError
 from segtrain.task.targets import pixel_weights
 
 
@@ -65,6 +66,9 @@ class PixelMean:
         return total / torch.where(weight == 0, 1.0, weight)
 
     def _weighted(self, losses: Tensor, labels: Tensor) -> Tensor:
+        if losses.shape != labels.shape:
+            shapes = f"{tuple(losses.shape)} for labels {tuple(labels.shape)}"
+            raise ConfigError(f"loss.kind: pixel_losses gives {shapes}; one a label is needed")
         weights = pixel_weights(labels, self.options.class_weights)
         return column_of_sums(losses * weights, weights)
 
