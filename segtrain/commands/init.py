@@ -91,6 +91,7 @@ def write_experiment(
         recipe,
         splits,
     )
+    from segtrain.survey.class_ids import class_ids_by_window
     from segtrain.survey.survey import survey
 
     given = decide.Answers(**answers)
@@ -115,7 +116,7 @@ def write_experiment(
         if one_picture.is_one_picture(found, labels, given):
             ((path, files),) = labels.labels.items()
             file = (output if labels.kind == "annotations" else folder) / files[0]
-            class_ids = decisions.class_ids_by_window(file, labels, chosen)
+            class_ids = class_ids_by_window(file, labels, chosen)
             split = one_picture.choose_windows(found, path, chosen, given, class_ids)
         else:
             split = splits.choose_splits(found, labels, given)

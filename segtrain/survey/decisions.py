@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,10 @@ from segtrain.data.read.classes import default_palette, load_class_file
 from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.decode import to_stored
-from segtrain.data.read.find import Window
 from segtrain.data.read.label_formats import label_format_of
 from segtrain.data.read.raster import is_tiff
 from segtrain.distributed.machine import process_pool
-from segtrain.errors import ConfigError, DataError, ExecutionError, refuse_unused
+from segtrain.errors import ConfigError, ExecutionError, refuse_unused
 from segtrain.evaluation.georaster import write_label
 from segtrain.files import os_errors_as, write_atomic
 from segtrain.run.pictures import (
@@ -40,6 +39,7 @@ from segtrain.run.pictures import (
     write_png,
 )
 from segtrain.survey import contents
+from segtrain.survey.class_ids import class_ids
 from segtrain.survey.class_lists import Class, Classes
 from segtrain.survey.contents import Color, Value, packed, spread, word
 from segtrain.survey.decide import Answers, Reading
@@ -290,30 +290,6 @@ def _drawn_name(image: Image, labels: LabelSet) -> str:
 def _train_id_of(classes: Classes, value: Value) -> int:
     found = (i for i, one in enumerate(classes.classes) if value in one.values)
     return next(found, IGNORE_INDEX)
-
-
-def class_ids_by_window(
-    file: Path, labels: LabelSet, classes: Classes
-) -> Callable[[Window], np.ndarray]:
-    """Reads a part of a label as `class_ids` has it."""
-    if is_tiff(file):
-        return partial(class_ids, file, labels, classes)
-    whole = class_ids(file, labels, classes)
-    return lambda x: whole[x.top : x.top + x.height, x.left : x.left + x.width]
-
-
-def class_ids(
-    file: Path, labels: LabelSet, classes: Classes, window: Window | None = None
-) -> np.ndarray:
-    """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
-    found = contents.values_of(file, labels.kind, window, labels.threshold)
-    ids = {packed(v): i for i, one in enumerate(classes.classes) for v in one.values}
-    ids |= {packed(v): IGNORE_INDEX for v in classes.ignored}
-    known = np.array(sorted(ids))
-    at = np.searchsorted(known, found).clip(max=len(known) - 1)
-    if (known[at] != found).any():
-        raise DataError(f"{file}: its values have changed since they were counted")
-    return np.array([ids[value] for value in known.tolist()], np.uint8)[at]
 
 
 # What training will see

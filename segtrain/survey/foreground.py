@@ -13,9 +13,9 @@ import numpy as np
 
 from segtrain.data.read.decode import to_stored
 from segtrain.survey import contents
+from segtrain.survey.class_ids import class_ids
 from segtrain.survey.class_lists import Classes
 from segtrain.survey.contents import ImageFacts, spread
-from segtrain.survey.decisions import class_ids
 from segtrain.survey.image_kinds import Image
 from segtrain.survey.label_sets import LabelSet
 from segtrain.survey.survey import Survey

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,13 +16,11 @@ from segtrain.errors import ConfigError
 from segtrain.survey.class_lists import Classes
 from segtrain.survey.contents import ImageFacts
 from segtrain.survey.decide import Answers, Reading, UndecidedError
+from segtrain.survey.foreground import Foreground
 from segtrain.survey.image_kinds import Image
 from segtrain.survey.splits import Splits
 from segtrain.survey.survey import Survey
 from segtrain.text import first_of
-
-if TYPE_CHECKING:  # it imports the decisions, which import this
-    from segtrain.survey.foreground import Foreground
 
 _IMAGENET = {key: DataConfig.model_fields[key].default for key in ("mean", "std")}
 # Rarer than the most frequent class by this factor: the loss is weighted.
@@ -66,7 +64,7 @@ def choose_pixels(
     images: Sequence[Image],
     answers: Answers,
     machine: Machine,
-    foreground: "Foreground | None",
+    foreground: Foreground | None,
 ) -> Pixels:
     """How the images are read; one scale for all of them, that of a narrow `foreground`.
 
