@@ -16,15 +16,14 @@ import numpy as np
 from segtrain.config import DataConfig
 from segtrain.data.check.findings import (
     ONE_SPLIT,
-    Finding,
     both_splits,
     copy_findings,
     file_findings,
     refuse_errors,
-    scaling_words,
     shared_image_findings,
     split_findings,
 )
+from segtrain.data.check.odd_values import Finding, scaling_words
 from segtrain.data.check.scan import SplitScan, scan_label, scan_pair, scan_split
 from segtrain.data.check.stats import counts_of
 from segtrain.data.pack.opening import dataset_of, open_dataset

@@ -1,20 +1,13 @@
 """What is wrong or odd in a data set, from the names of its files and the scans of its splits."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
+from segtrain.data.check.odd_values import Finding, scaling_words, value_findings
 from segtrain.data.check.scan import Palette, SplitScan
-from segtrain.data.check.values import ImageValues
 from segtrain.data.read.classes import ClassFile, Color
-from segtrain.data.read.decode import Scaling
-from segtrain.data.read.find import indented
 from segtrain.data.read.georeference import SAME_EXTENT
-from segtrain.data.read.image import ValueRange
 from segtrain.data.read.labels import looks_like_train_ids, unknown_colors, unknown_ids
 from segtrain.data.read.rims import is_blend, is_lining
 from segtrain.data.read.sequences import without_split
@@ -26,52 +19,8 @@ from segtrain.types import IGNORE_INDEX
 ONE_SPLIT = "data.train_split and data.eval_split are the same: scores are of training images"
 _REPAIR = "if the colours are right and the indices are not, set data.label_format: colors"
 _MAX_INDICES = 3
-_MAX_NAMES = 3
-# In units of 0..255. A sensor's 14 bits in 16 reach 63, its 12 bits reach 15.
-_DARK_16_BIT = 64
-_DARK = 16
 # Of the pixels of a split; Cityscapes has 0.12.
 _MOST_WITHOUT_CLASS = 0.5
-# Of the samples of a split. Bright skies take 0.10 in CamVid; 12 bits cut off at 255 more than
-# half of all.
-_MANY_WHITE = 0.25
-_MANY_OUTSIDE = 0.01
-# Of the samples of one image to predict.
-_MOSTLY_OUTSIDE = 0.1
-# Of the samples of an image that is stretched.
-_FEW_WHITE = 0.001
-# Fewer images may have the same least and largest values by chance.
-_MIN_STRETCHED = 8
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong ("error") or odd ("warning"), and the places where it occurs.
-
-    split: empty if it is about both splits. kind: a short name, for programs.
-    places: the files, or names of images, by what is found there; "" if the text says it. No names
-        where what is found names its file itself.
-    """
-
-    severity: Literal["error", "warning"]
-    split: str
-    kind: str
-    text: str
-    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def lines(self) -> list[str]:
-        """Its text; below, what is found, a line each, with its first files.
-
-        If only one thing is found, it stands on the line of the text.
-        """
-        text = f"split {self.split!r}: {self.text}" if self.split else self.text
-        facts = [
-            ": ".join(filter(None, (what, first_of(names, _MAX_NAMES))))
-            for what, names in self.places.items()
-        ]
-        if len(facts) == 1:
-            return [f"{text}: {facts[0]}"]
-        return [text, *indented(facts)]
 
 
 def refuse_errors(findings: Iterable[Finding]) -> None:
@@ -92,118 +41,9 @@ def split_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     yield from _counted("warning", scan.split, "orientation", scan.places["orientation"], *words)
     words = "image is", "images are", "damaged, and decoded with parts that are grey or shifted"
     yield from _counted("warning", scan.split, "damaged", scan.places["damaged"], *words)
-    yield from _value_findings(scan.values_of_images, scan.split)
+    yield from value_findings(scan.values_of_images, scan.split)
     yield from _palette_findings(scan, classes)
     yield from _class_findings(scan, classes)
-
-
-def find_darkness(images: Sequence[ImageValues], split: str = "") -> Finding | None:
-    """What is wrong with images that are dark, among all that were read; None if nothing is.
-
-    An error where it is with all: nothing can be learned from them.
-    """
-    images = [one for one in images if not math.isnan(one.peak)]
-    deep = [one for one in images if one.form.dtype == np.uint16 and one.form.value_range is None]
-    lost = [one for one in deep if one.peak_255 < _DARK_16_BIT]
-    if lost:
-        peak = max(int(one.peak) for one in lost)
-        bits = max(peak.bit_length(), 1)
-        which = counted(len(lost), "image of 16 bits uses", "images of 16 bits use")
-        text = (
-            f"{which} at most {bits} of them: 99.9 % of the samples are no larger than {peak}; set "
-            f"data.value_range: [0, {2**bits - 1}], for all images alike, if these are not just "
-            "dark"
-        )
-        severity = "error" if len(lost) == len(deep) else "warning"
-        return Finding(severity, split, "faint", text, {"": [one.name for one in lost]})
-    peak = max((one.peak_255 for one in images), default=_DARK)
-    if peak < _DARK:
-        text = (
-            f"nothing in the images is brighter than {peak:.3g} of 255: are they labels, or values "
-            "of another unit such as 0..1? Set data.value_range to what they hold"
-        )
-        return Finding("error", split, "faint", text, {"": [one.name for one in images]})
-    return None
-
-
-def photo_findings(images: Sequence[ImageValues]) -> Iterator[Finding]:
-    """What tells that images to predict hold other values than those of the training."""
-    if dark := find_darkness(images):
-        yield dark
-    far = [one.name for one in images if one.outside > _MOSTLY_OUTSIDE and not one.form.clip]
-    if names := far:
-        low, high = images[0].form.limits
-        which = counted(len(names), "image has", "images have")
-        text = (
-            f"{which} more than {_MOSTLY_OUTSIDE:.0%} of the samples outside of [{low:g}, {high:g}]"
-            ", the data.value_range of the training: convert them to its unit"
-        )
-        yield Finding("warning", "", "outside", text, {"": names})
-
-
-def _value_findings(images: Sequence[ImageValues], split: str) -> Iterator[Finding]:
-    """What is odd about the values of a split's images, darkness included.
-
-    No step fails with images that are nearly black, cut off at white or stretched one by one, but
-    the model sees less than there was, or something else in each image. One such image is no
-    mistake; a data set of them may be.
-    """
-    if not images:
-        return
-    try:
-        images[0].form.check()
-    except DataError as error:
-        spans = [span for one in images for span in one.spans]
-        seen = f"{min(low for low, _ in spans):g} to {max(high for _, high in spans):g}"
-        yield Finding("error", split, "range", f"{error}; seen are {seen}")
-        return
-    if dark := find_darkness(images, split):
-        yield dark
-    if dropped := [one.name for one in images if one.loses_band]:
-        words = "image has a fourth band that varies", "images have a fourth band that varies"
-        end = ", and it is dropped: if it is more than transparency, set data.channels: 4"
-        text = counted(len(dropped), *words) + end
-        yield Finding("warning", split, "dropped band", text, {"": dropped})
-    low, high = images[0].form.limits
-    white, outside = np.mean([(one.white, one.outside) for one in images], axis=0).tolist()
-    if images[0].form.clip:  # meant to lie outside
-        pass
-    elif white > _MANY_WHITE:
-        text = (
-            f"{white:.1%} of the samples are {high:g}, the top of their range: were larger values "
-            "cut off when the files were made? Then make them again"
-        )
-        names = [one.name for one in images if one.white > _MANY_WHITE]
-        yield Finding("warning", split, "white", text, {"": names})
-    elif outside > _MANY_OUTSIDE:
-        text = (
-            f"{outside:.1%} of the samples are outside of data.value_range, [{low:g}, {high:g}]; "
-            "segtrain data stats prints what they hold"
-        )
-        names = [one.name for one in images if one.outside > _MANY_OUTSIDE]
-        yield Finding("warning", split, "outside", text, {"": names})
-    if span := _common_span(images):
-        text = (
-            f"the values of every image go from {span[0]:g} to {span[1]:g}: was each stretched by "
-            "itself? Then one value means something else in each; make the files again, with one "
-            "scale for all"
-        )
-        yield Finding("warning", split, "stretched", text)
-
-
-def _common_span(images: Sequence[ImageValues]) -> ValueRange | None:
-    """The span of all images where so many equal ones are no chance; None: there is none.
-
-    Photographs too may all reach black and white, but not in each channel, and where they are white
-    many pixels are. A stretched image has that value at its brightest pixel.
-    """
-    (span, *others) = {
-        (min(low for low, _ in one.spans), max(high for _, high in one.spans)) for one in images
-    }
-    channels = {span for one in images for span in one.spans}
-    is_chance = len(channels) > 1 and any(one.white > _FEW_WHITE for one in images)
-    is_kept = len(images) >= _MIN_STRETCHED and all(one.keeps_all for one in images)
-    return span if is_kept and not others and not is_chance and span[0] < span[1] else None
 
 
 def file_findings(scan: SplitScan) -> Iterator[Finding]:
@@ -224,14 +64,6 @@ def file_findings(scan: SplitScan) -> Iterator[Finding]:
         yield Finding(
             severity, scan.split, "scales", text, {scaling_words(s): x for s, x in found.items()}
         )
-
-
-def scaling_words(scaling: Scaling) -> str:
-    """Such as `scale 0.0001 of band 1, 2, offset -0.1 of band 1`."""
-    bands: dict[str, list[int]] = {}
-    for role, number, band in scaling:
-        bands.setdefault(f"{role} {number:g}", []).append(band + 1)
-    return ", ".join(f"{words} of band {first_of(x, 4)}" for words, x in bands.items()) or "none"
 
 
 def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> Iterator[Finding]:
