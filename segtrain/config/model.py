@@ -16,12 +16,15 @@ from segtrain.config.section import (
     option,
 )
 
-_TIMM = r"timm/[a-z0-9_]+"
+TIMM = "timm/"
+"""How the names of timm's networks begin."""
+
+_TIMM = TIMM + r"[a-z0-9_]+"
 
 
 def _or_timm(value: Any, check: Callable[[Any], Any]) -> Any:
     """Takes names of timm's networks too; whether timm has one is known once it is imported."""
-    if not isinstance(value, str) or not value.startswith("timm/"):
+    if not isinstance(value, str) or not value.startswith(TIMM):
         return check(value)
     if not re.fullmatch(_TIMM, value):
         raise ValueError(

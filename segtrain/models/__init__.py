@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from segtrain import plugins
 from segtrain.config import ModelConfig
+from segtrain.config.model import TIMM
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import (
     AuxHead,
@@ -31,12 +32,10 @@ from segtrain.models.blocks import (
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
 from segtrain.models.forms import form_of
 from segtrain.models.mobilenet import MobileNet
-from segtrain.models.plain_backbone import PlainBackbone
 from segtrain.models.pspnet import PSPHead
 from segtrain.models.resizing import enlarge
 from segtrain.models.resnet import ResNet
 from segtrain.models.stem import RGB_CHANNELS, set_channels
-from segtrain.models.timm_backbone import PREFIX, TimmBackbone
 from segtrain.norm import NormFactory
 from segtrain.types import Choices, DropoutMasks, SegLogits
 
@@ -135,11 +134,18 @@ class SegModel(nn.Module):
 
 def build_backbone(model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> nn.Module:
     """The backbone that `model` names, with random weights from torch's generator."""
-    if model.backbone.startswith(PREFIX):
+    # What is seldom chosen is imported when it is.
+    if model.backbone.startswith(TIMM):
+        from segtrain.models.timm_backbone import TimmBackbone
+
         return TimmBackbone(model, norm=norm)
     backbone = plugins.choose("backbone", model.backbone, BACKBONES)(model, norm=norm)
+    if hasattr(backbone, "channels"):
+        return backbone
+    from segtrain.models.plain_backbone import PlainBackbone
+
     # A module that says nothing of its features returns them in a list.
-    return backbone if hasattr(backbone, "channels") else PlainBackbone(backbone, model, norm=norm)
+    return PlainBackbone(backbone, model, norm=norm)
 
 
 def build_model(

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.config import Config
+from segtrain.config.model import TIMM
 from segtrain.config.plugin_names import all_plugins
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import host_memory, process_memory, resident_bytes
 from segtrain.errors import MemoryLimitError
-from segtrain.models import build_model, timm_backbone
+from segtrain.models import build_model
 from segtrain.models.norms import make_norm
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 
@@ -82,7 +83,7 @@ def network_bytes(config: Config, num_classes: int, images: int, device: torch.d
     train, optim = config.train, config.optim
     on_host = device.type == "cuda" and train.virtual_ranks > 1
     keeps_less = train.compile or on_host or any(rule.freeze for rule in optim.layers)
-    is_timm = config.model.backbone.startswith(timm_backbone.PREFIX)
+    is_timm = config.model.backbone.startswith(TIMM)
     if keeps_less or is_timm or all_plugins(config.model):
         return 0
     kept: dict[int, int] = {}

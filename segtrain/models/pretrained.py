@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from segtrain.config.model import TIMM
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import kind_of, torch_file
-from segtrain.models import timm_backbone
 from segtrain.models.stem import RGB_CHANNELS, first_convolution, widened
 from segtrain.text import MAX_NAME, counted, first_of, printable
 
@@ -74,7 +74,9 @@ def load_backbone(backbone: nn.Module, spec: str, *, progress: bool = False) -> 
     try:
         if Path(spec).suffix in _SUFFIXES or Path(spec).is_file():
             source, content = spec, read_weights(Path(spec))
-        elif isinstance(backbone, timm_backbone.TimmBackbone):
+        elif _is_of_timm(backbone):
+            from segtrain.models import timm_backbone
+
             source, content = timm_backbone.fetch(backbone.name, spec)
         else:
             source, content = _fetch(backbone.name, spec, progress)
@@ -201,7 +203,7 @@ def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> P
     }
     lines = [f"  {len(keys)} {kind}: {first_of(keys)}" for kind, keys in misfits.items() if keys]
     if lines:
-        by_timm = isinstance(backbone, timm_backbone.TimmBackbone)
+        by_timm = _is_of_timm(backbone)
         library = "torchvision" if weights is backbone else "timm" if by_timm else "its library"
         raise CheckpointError(
             f"{source} does not fit model.backbone and model.stem; expected the layout of "
@@ -221,3 +223,7 @@ def _widen_stem(weights: nn.Module, offered: State) -> str:
     offered[key] = widened(kernels, channels)
     how = "their sum" if channels == 1 else f"those of red, green, blue in turn, times 3/{channels}"
     return f"{key}: kernels for {counted(channels, 'channel', 'channels')} from RGB: {how}"
+
+
+def _is_of_timm(backbone: nn.Module) -> bool:
+    return str(getattr(backbone, "name", "")).startswith(TIMM)

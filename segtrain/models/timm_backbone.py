@@ -13,13 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import ModelConfig
 from segtrain.config.messages import did_you_mean
+from segtrain.config.model import TIMM
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import FeatureChannels, Features, FeatureStrides
 from segtrain.norm import NormFactory, is_batch_norm, keep_inside
 from segtrain.parts import draws_random_numbers
 from segtrain.text import MAX_NAME, install_line, printable
 
-PREFIX = "timm/"
 # What timm raises for what a network cannot do; there is no class for it.
 _UNABLE = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
 
@@ -121,7 +121,7 @@ def _timm() -> Any:
 
 
 def _timm_name(name: str) -> str:
-    timm, arch = _timm(), name.removeprefix(PREFIX)
+    timm, arch = _timm(), name.removeprefix(TIMM)
     if not timm.is_model(arch):
         hint = did_you_mean(arch, timm.list_models())
         raise ConfigError(f"model.backbone: timm has no network {arch!r}{hint}")

@@ -26,6 +26,7 @@ from segtrain.commands.train.preflight import (
 from segtrain.commands.train.step_log import StepLog
 from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config, config_to_yaml
+from segtrain.config.model import TIMM
 from segtrain.data import open_dataset
 from segtrain.data.check.channels import channels_to_json, measure_channels
 from segtrain.data.read.dataset import SegDataset
@@ -34,7 +35,7 @@ from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.models import SegModel, build_model, timm_backbone
+from segtrain.models import SegModel, build_model
 from segtrain.models.norms import make_norm
 from segtrain.models.precision import offers, precision_warnings
 from segtrain.models.pretrained import load_backbone
@@ -253,9 +254,11 @@ def _load_initial(
 
 def _other_normalization(config: Config) -> list[str]:
     """A warning if data.mean or data.std are not those of timm's weights."""
-    if not config.model.backbone.startswith(timm_backbone.PREFIX) or config.data.channels != 3:
+    if not config.model.backbone.startswith(TIMM) or config.data.channels != 3:
         return []
     used = {"mean": config.data.mean, "std": config.data.std}
+    from segtrain.models import timm_backbone
+
     expected = timm_backbone.expected_normalization(config.model.backbone, config.model.pretrained)
     words = [
         f"data.{key} is {[*used[key]]}, timm's weights expect {[round(x, 3) for x in numbers]}"
