@@ -156,6 +156,22 @@ def test_turns_come_after_scale_rotation_padding_and_flip():
             np.testing.assert_array_equal(resample(source, turned, **fill), expected)
 
 
+@pytest.mark.parametrize("angle_deg", [0.0, 20.0])
+def test_floats_move_as_train_ids_do_and_are_nan_where_these_are_ignored(angle_deg):
+    _, label = picture(60, 90)
+    options = {"crop_size": (70, 100), "scale_range": (0.5, 0.9), "flip_prob": 1.0}
+    place = draw_placement(augment(**options), label, rng(3))._replace(angle_deg=angle_deg)
+    ids = resample_label(label, place)
+    assert (ids == 255).any()
+    assert (ids != 255).any()
+    numbers = np.stack([label, -2.5 * label], axis=2).astype(np.float32)
+    found = resample_label(numbers, place)
+    assert found.dtype == np.float32
+    expected = np.where(ids == 255, np.nan, ids.astype(np.float32))
+    np.testing.assert_array_equal(found[..., 0], expected)
+    np.testing.assert_array_equal(found[..., 1], -2.5 * expected)
+
+
 def test_rotated_crop_equals_rotating_the_whole_image_then_cropping():
     image, label = picture(90, 140)
     place = placement(label.shape, (40, 50), start=(30, 60), angle_deg=7.3)
