@@ -213,7 +213,7 @@ class Task(Targets):
     @abstractmethod
     def counts(
         self, num_images: int, num_classes: int, device: torch.device, curves: CurveCounts | None
-    ) -> "ImageCounts":
+    ) -> ImageCounts:
         """What counts the predictions of a data set; curves: as of `evaluate_dataset`."""
 
     def matrix(self, num_classes: int, device: torch.device) -> ConfusionMatrix | BinaryCounts:

@@ -11,80 +11,14 @@ from torch import Tensor
 from segtrain.data.read.classes import ClassFile
 from segtrain.distributed import collectives as dist
 from segtrain.one_vs_rest import BinaryCounts, CurveCounts, best_thresholds, counts_at, levels_of
-from segtrain.run.pictures import LABELS, MASKS, Rgb, mask_names, raw_bands
+from segtrain.run.pictures import LABELS, MASKS, mask_names, raw_bands
 from segtrain.task.contract import Decoding, Task, Tile, Wanted
 from segtrain.task.decision_rule import DecisionRule
 from segtrain.task.outcome import ClassOutcome
 from segtrain.task.prediction import LabelMap
 from segtrain.task.score_table import InstanceCounts
-from segtrain.task.semantic_task import ClassCounts
+from segtrain.task.semantic_task import ClassCounts, ClassTask
 from segtrain.task.targets import PresenceTargets
-
-
-class Multilabel(PresenceTargets, Task):
-    """Classes overlap (task multilabel); labels are (H, W, K): 1, 0 or IGNORE_INDEX."""
-
-    has_classes = True
-    refuses_rules = (
-        "with task multilabel each class has a threshold of its own; use "
-        "--set eval.thresholds=[...]"
-    )
-
-    def mean(self, members: Iterable[Tensor]) -> Tensor:
-        """log(p / (1 - p)) of the mean p, for `sigmoid`."""
-        total: Tensor | None = None
-        for logits in members:
-            # A class and all else, of which each is a member's softmax.
-            log_p = torch.stack([logits, torch.zeros_like(logits)]).log_softmax(dim=0)
-            total = log_p if total is None else torch.logaddexp(total, log_p)
-        return total[0] - total[1]
-
-    def thresholds(self, given: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        """0.5 unless told otherwise."""
-        return given or (0.5,)
-
-    def option_of(self, name: str, threshold: float) -> str:
-        """A place of the config."""
-        return f"{threshold} in eval.thresholds"
-
-    def decoding(self, thresholds: tuple[float, ...] | None) -> Decoding:
-        """Each class has a threshold."""
-        return EachClass(self.thresholds(thresholds))
-
-    def counts(
-        self, num_images: int, num_classes: int, device: torch.device, curves: CurveCounts | None
-    ) -> "PresenceCounts":
-        """Those of each class, and its curve."""
-        return PresenceCounts(self, num_images, num_classes, device, curves)
-
-    def matrix(self, num_classes: int, device: torch.device) -> BinaryCounts:
-        """Of each class by itself."""
-        return BinaryCounts(num_classes, device)
-
-    def agreement(self, found: Tensor, logits: Tensor) -> Tensor:
-        """Of the classes whose probability is above 0.5."""
-        return ((found > 0) == (logits > 0)).float().mean()
-
-    def stored(self, classes: ClassFile, label: np.ndarray) -> np.ndarray:
-        """Bands (H, W, K) of the ids of the class file."""
-        return raw_bands(classes, label)
-
-    def pictures(self, classes: ClassFile, label: np.ndarray) -> Mapping[str, np.ndarray]:
-        """A mask of each class: 255 where it is."""
-        masks = enumerate(mask_names(classes))
-        return {f"{MASKS}/{name}": np.uint8(255) * (label[..., k] == 1) for k, name in masks}
-
-    def shown(self, label: np.ndarray) -> np.ndarray:
-        """As it is."""
-        return label
-
-    def key(self, classes: ClassFile) -> tuple[Sequence[str], Sequence[Rgb]]:
-        """The classes."""
-        return classes.names, classes.palette
-
-    def folders(self, classes: ClassFile) -> list[str]:
-        """One of each class, and that of bands."""
-        return [*(f"{MASKS}/{name}" for name in mask_names(classes)), LABELS]
 
 
 class EachClass(Decoding):
@@ -191,6 +125,58 @@ class PresenceCounts(ClassCounts):
         curves = self._calibration if self._asks_curves else None
         found = super().sum_over_ranks(num_by_windows)
         return replace(found, levels=self._levels, curves=curves)
+
+
+class Multilabel(PresenceTargets, ClassTask):
+    """Classes overlap (task multilabel); labels are (H, W, K): 1, 0 or IGNORE_INDEX."""
+
+    counted_by = PresenceCounts
+    refuses_rules = (
+        "with task multilabel each class has a threshold of its own; use "
+        "--set eval.thresholds=[...]"
+    )
+
+    def mean(self, members: Iterable[Tensor]) -> Tensor:
+        """log(p / (1 - p)) of the mean p, for `sigmoid`."""
+        total: Tensor | None = None
+        for logits in members:
+            # A class and all else, of which each is a member's softmax.
+            log_p = torch.stack([logits, torch.zeros_like(logits)]).log_softmax(dim=0)
+            total = log_p if total is None else torch.logaddexp(total, log_p)
+        return total[0] - total[1]
+
+    def thresholds(self, given: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        """0.5 unless told otherwise."""
+        return given or (0.5,)
+
+    def option_of(self, name: str, threshold: float) -> str:
+        """A place of the config."""
+        return f"{threshold} in eval.thresholds"
+
+    def decoding(self, thresholds: tuple[float, ...] | None) -> Decoding:
+        """Each class has a threshold."""
+        return EachClass(self.thresholds(thresholds))
+
+    def matrix(self, num_classes: int, device: torch.device) -> BinaryCounts:
+        """Of each class by itself."""
+        return BinaryCounts(num_classes, device)
+
+    def agreement(self, found: Tensor, logits: Tensor) -> Tensor:
+        """Of the classes whose probability is above 0.5."""
+        return ((found > 0) == (logits > 0)).float().mean()
+
+    def stored(self, classes: ClassFile, label: np.ndarray) -> np.ndarray:
+        """Bands (H, W, K) of the ids of the class file."""
+        return raw_bands(classes, label)
+
+    def pictures(self, classes: ClassFile, label: np.ndarray) -> Mapping[str, np.ndarray]:
+        """A mask of each class: 255 where it is."""
+        masks = enumerate(mask_names(classes))
+        return {f"{MASKS}/{name}": np.uint8(255) * (label[..., k] == 1) for k, name in masks}
+
+    def folders(self, classes: ClassFile) -> list[str]:
+        """One of each class, and that of bands."""
+        return [*(f"{MASKS}/{name}" for name in mask_names(classes)), LABELS]
 
 
 def _right_labelled_predicted(counts: Tensor) -> Tensor:

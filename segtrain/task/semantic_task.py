@@ -23,71 +23,6 @@ from segtrain.task.targets import ClassTargets
 _CACHED_ROWS = 32
 
 
-class Semantic(ClassTargets, Task):
-    """A pixel has one class (task semantic); labels are train ids."""
-
-    has_classes = True
-
-    def mean(self, members: Iterable[Tensor]) -> Tensor:
-        """The logarithms of the mean probabilities; `softmax` gives these.
-
-        log(sum_m p_m / M) is computed from the logarithms of p_m, so that small ones do not become
-        minus infinity.
-        """
-        total, number = None, 0
-        for logits in members:
-            log_p = logits.log_softmax(dim=1)
-            total = log_p if total is None else torch.logaddexp(total, log_p)
-            number += 1
-        return total - math.log(number)
-
-    def option_of(self, name: str, threshold: float) -> str:
-        """One of predict."""
-        return f"predict --threshold {shlex.quote(f'{name}={threshold}')}"
-
-    def decoding(self, thresholds: tuple[float, ...] | None) -> Decoding:
-        """The highest score decides, or a rule; there are no thresholds."""
-        return OneClass()
-
-    def counts(
-        self, num_images: int, num_classes: int, device: torch.device, curves: CurveCounts | None
-    ) -> "ClassCounts":
-        """A confusion matrix and more."""
-        return ClassCounts(self, num_images, num_classes, device, curves)
-
-    def matrix(self, num_classes: int, device: torch.device) -> ConfusionMatrix:
-        """By label and prediction."""
-        return ConfusionMatrix(num_classes, device)
-
-    def agreement(self, found: Tensor, logits: Tensor) -> Tensor:
-        """Of the highest logits."""
-        return (found.argmax(1) == logits.argmax(1)).float().mean()
-
-    def stored(self, classes: ClassFile, label: np.ndarray) -> np.ndarray:
-        """Raw ids, (H, W) uint8, or uint16 if an id is larger."""
-        return raw_ids(classes)[label]
-
-    def pictures(self, classes: ClassFile, label: np.ndarray) -> Mapping[str, np.ndarray]:
-        """The label map."""
-        return {LABELS: self.stored(classes, label)}
-
-    def shown(self, label: np.ndarray) -> np.ndarray:
-        """As it is."""
-        return label
-
-    def key(self, classes: ClassFile) -> tuple[Sequence[str], Sequence[Rgb]]:
-        """The classes."""
-        return classes.names, classes.palette
-
-    def folders(self, classes: ClassFile) -> list[str]:
-        """That of label maps."""
-        return [LABELS]
-
-    def ids(self, classes: ClassFile) -> Sequence[int]:
-        """The raw ids."""
-        return classes.write_ids
-
-
 class OneClass(Decoding):
     """A pixel has the class of the highest score, or what a rule says."""
 
@@ -160,6 +95,78 @@ class ClassCounts(ImageCounts):
         dist.wait_for_device(self._images.device)
         found = self._matrix, self._calibration, self._images
         return self._outcome(*found, num_by_windows, curves=self.curves)
+
+
+class ClassTask(Task):
+    """What tasks of classes share. counted_by: what counts their predictions."""
+
+    has_classes = True
+    counted_by: type[ClassCounts]
+
+    def counts(
+        self, num_images: int, num_classes: int, device: torch.device, curves: CurveCounts | None
+    ) -> ClassCounts:
+        """Pixels that are right, labelled and predicted, of each image and of all."""
+        return self.counted_by(self, num_images, num_classes, device, curves)
+
+    def shown(self, label: np.ndarray) -> np.ndarray:
+        """As it is."""
+        return label
+
+    def key(self, classes: ClassFile) -> tuple[Sequence[str], Sequence[Rgb]]:
+        """The classes."""
+        return classes.names, classes.palette
+
+
+class Semantic(ClassTargets, ClassTask):
+    """A pixel has one class (task semantic); labels are train ids."""
+
+    counted_by = ClassCounts
+
+    def mean(self, members: Iterable[Tensor]) -> Tensor:
+        """The logarithms of the mean probabilities; `softmax` gives these.
+
+        log(sum_m p_m / M) is computed from the logarithms of p_m, so that small ones do not become
+        minus infinity.
+        """
+        total, number = None, 0
+        for logits in members:
+            log_p = logits.log_softmax(dim=1)
+            total = log_p if total is None else torch.logaddexp(total, log_p)
+            number += 1
+        return total - math.log(number)
+
+    def option_of(self, name: str, threshold: float) -> str:
+        """One of predict."""
+        return f"predict --threshold {shlex.quote(f'{name}={threshold}')}"
+
+    def decoding(self, thresholds: tuple[float, ...] | None) -> Decoding:
+        """The highest score decides, or a rule; there are no thresholds."""
+        return OneClass()
+
+    def matrix(self, num_classes: int, device: torch.device) -> ConfusionMatrix:
+        """By label and prediction."""
+        return ConfusionMatrix(num_classes, device)
+
+    def agreement(self, found: Tensor, logits: Tensor) -> Tensor:
+        """Of the highest logits."""
+        return (found.argmax(1) == logits.argmax(1)).float().mean()
+
+    def stored(self, classes: ClassFile, label: np.ndarray) -> np.ndarray:
+        """Raw ids, (H, W) uint8, or uint16 if an id is larger."""
+        return raw_ids(classes)[label]
+
+    def pictures(self, classes: ClassFile, label: np.ndarray) -> Mapping[str, np.ndarray]:
+        """The label map."""
+        return {LABELS: self.stored(classes, label)}
+
+    def folders(self, classes: ClassFile) -> list[str]:
+        """That of label maps."""
+        return [LABELS]
+
+    def ids(self, classes: ClassFile) -> Sequence[int]:
+        """The raw ids."""
+        return classes.write_ids
 
 
 def of_highest(logits: Tensor, highest: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         read-only and not contiguous.
         """
         self.form.check()
-        pair = self.pairs[index]
+        pair, labels = self.pairs[index], self.labels
         try:
             image = read_image(pair.images, self.form, pair.window)
         except DataError as error:
@@ -82,9 +82,9 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
             repair = f"replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
             raise DataError(f"{error}; {repair}") from error
         if not self.labelled:
-            return image, self.labels.ignored(image.shape[:2], self.classes)
-        label = self.labels.read(pair.label, self.classes, pair.window)
-        like = self.labels.ignored((1, 1), self.classes)
+            return image, labels.ignored(image.shape[:2], self.classes)
+        label = labels.read(pair.label, self.classes, pair.window)
+        like = labels.ignored((1, 1), self.classes)
         if (label.dtype, label.shape[2:]) != (like.dtype, like.shape[2:]):
             bands = "".join(f", {size}" for size in like.shape[2:])
             what = f"{label.dtype} {label.shape}, where {like.dtype} (H, W{bands}) is asked for"
