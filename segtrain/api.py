@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from segtrain.checkpoint.ready import make_ready
+from segtrain.commands.from_desk import named_config
 from segtrain.commands.launch import interpreter
-from segtrain.commands.start import branch_directory, named_config, resolve_run
+from segtrain.commands.run_target import resolve_run
 from segtrain.config import Config, config_to_yaml
 from segtrain.config.loading import override_config
 from segtrain.data.check.odd_values import photo_findings
@@ -38,7 +39,7 @@ from segtrain.task.tasks import task_of
 from segtrain.text import printable
 
 if TYPE_CHECKING:
-    from segtrain.results.runs import Run
+    from segtrain.desk.results.runs import Run
 
 # Before each line of a message: the command, or that of a refused command line.
 _NAME = re.compile(r"segtrain( [a-z]+)*: (error: )?")
@@ -183,7 +184,8 @@ def train(
     Raises:
         UserError: training failed, with the message and exit code of the command.
     """
-    from segtrain.results.runs import read_run
+    from segtrain.desk.commands.finish import branch_directory
+    from segtrain.desk.results.runs import read_run
 
     _refuse_text("overrides", overrides)
     with tempfile.TemporaryDirectory(prefix="segtrain_") as folder:

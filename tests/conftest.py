@@ -157,7 +157,7 @@ def stop(monkeypatch, run_ranks) -> dict[Any, Any]:
     """Folds and seeds train in processes; {n: step} stops the n-th there, 0: before it."""
     from experiments import train_member
 
-    from segtrain.commands import programs
+    from segtrain.desk.commands import programs
 
     stop, count = {}, []
 

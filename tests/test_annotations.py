@@ -14,12 +14,12 @@ import pytest
 from PIL import Image, ImageOps
 from pycocotools import mask as masks
 
-from segtrain.annotations import detect, draw, label_maps, read_annotations
-from segtrain.annotations.coco import unpacked
-from segtrain.annotations.regions import mask_of_runs
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.label_formats import label_format_of
 from segtrain.data.read.lists import list_pairs
+from segtrain.desk.annotations import detect, draw, label_maps, read_annotations
+from segtrain.desk.annotations.coco import unpacked
+from segtrain.desk.annotations.regions import mask_of_runs
 from segtrain.errors import EXIT_INTERRUPTED, ConfigError, DataError
 
 SIZE = H, W = 23, 31

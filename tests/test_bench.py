@@ -13,9 +13,9 @@ from experiments import experiment, write_config
 from torch import nn
 
 from segtrain.cli import main
-from segtrain.commands import bench
-from segtrain.commands.bench import StepFigures, limit_of
 from segtrain.config import load_config
+from segtrain.desk.commands import bench
+from segtrain.desk.commands.bench import StepFigures, limit_of
 from segtrain.models import build_model
 from segtrain.models.norms import make_norm
 from segtrain.training.measure import (
@@ -185,7 +185,7 @@ def short_bench(arguments):
 
 
 @pytest.mark.parametrize(
-    "shares", ["null", pytest.param(2, marks=pytest.mark.slow("training", "commands"))]
+    "shares", ["null", pytest.param(2, marks=pytest.mark.slow("training", "desk"))]
 )
 def test_bench_on_ranks(run_ranks, config, tmp_path, shares):
     file, options = tmp_path / "bench.json", {"steps": 1, "device": "cpu", "memory": False}

@@ -12,12 +12,12 @@ import torch
 from experiments import last, losses, refusal, segtrain, small, train, write_config, write_data
 
 from segtrain.checkpoint.format import BEST, load
-from segtrain.commands.population.history import History, table
-from segtrain.commands.population.members import Population, score
 from segtrain.config import load_config, override_config
+from segtrain.desk.commands.population.history import History, table
+from segtrain.desk.commands.population.members import Population, score
+from segtrain.desk.results.report import evaluated, report_page
+from segtrain.desk.results.runs import read_run, summarize
 from segtrain.metrics import ConfusionMatrix
-from segtrain.results.report import evaluated, report_page
-from segtrain.results.runs import read_run, summarize
 from segtrain.run.console import ProgressBar
 from segtrain.run.trackers import Trackers
 

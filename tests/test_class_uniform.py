@@ -281,7 +281,7 @@ def test_a_run_goes_on_and_is_verified_with_its_centroids_and_not_with_others(
 
 
 def verify(directory):
-    from segtrain.commands.verify import run_verify
+    from segtrain.desk.commands.verify import run_verify
 
     return run_verify(SimpleNamespace(run=directory, steps=(1, None), set=[], device="cpu"))
 

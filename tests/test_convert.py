@@ -26,16 +26,16 @@ from torch import nn
 from segtrain.checkpoint import load_model
 from segtrain.checkpoint.trained import load_initial
 from segtrain.config import override_config
-from segtrain.convert.class_choice import choose_classes
-from segtrain.convert.conversion import Conversion
-from segtrain.convert.converter import convert_file, detect, load_plan, make_config, translate
+from segtrain.desk.convert.class_choice import choose_classes
+from segtrain.desk.convert.conversion import Conversion
+from segtrain.desk.convert.converter import convert_file, detect, load_plan, make_config, translate
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import torch_file
 from segtrain.models import build_model
 
 NAMES = ("sky", "road", "pole", "tree", "sign")
 K = len(NAMES)
-SLOW = pytest.mark.slow("convert", "models")
+SLOW = pytest.mark.slow("desk", "models")
 
 
 def class_file(path, names=NAMES):

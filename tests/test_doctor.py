@@ -82,7 +82,7 @@ def test_a_library_that_is_missing_is_an_error(tmp_path):
 
 
 def test_a_compiler_that_is_missing_is_a_warning(monkeypatch, doctor):
-    monkeypatch.setattr("segtrain.commands.doctor._COMPILER", "no-such-compiler")
+    monkeypatch.setattr("segtrain.desk.commands.doctor._COMPILER", "no-such-compiler")
     monkeypatch.setenv("CC", "no-such-c")
     _, said = doctor()
     assert "warning: no-such-compiler: not found; train.compile needs a C++ compiler" in said

@@ -13,7 +13,7 @@ from processes import REPOSITORY
 
 from segtrain import files
 from segtrain.checkpoint import format as checkpoint_format
-from segtrain.convert.read import read_file
+from segtrain.desk.convert.read import read_file
 from segtrain.errors import CheckpointError
 from segtrain.files import torch_file
 from segtrain.models.pretrained import load_backbone

@@ -12,9 +12,9 @@ from experiments import (
     write_config,
 )
 
-from segtrain.commands import finish
+from segtrain.desk.commands import finish
+from segtrain.desk.results.runs import summarize
 from segtrain.errors import ConfigError
-from segtrain.results.runs import summarize
 from segtrain.training.optim.schedule import base_lr, learning_rate
 
 

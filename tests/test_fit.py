@@ -14,10 +14,10 @@ import pytest
 from experiments import experiment, losses, train, write_config, write_data
 from PIL import Image
 
-from segtrain.commands import fit
-from segtrain.commands.fit import Trial, fitted, ways
 from segtrain.commands.train import evaluation
 from segtrain.config import load_config, parse_config
+from segtrain.desk.commands import fit
+from segtrain.desk.commands.fit import Trial, fitted, ways
 from segtrain.errors import EXIT_MEMORY, ConfigError, ExecutionError, MemoryLimitError
 from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
 

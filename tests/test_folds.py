@@ -11,11 +11,11 @@ import pytest
 import torch
 from experiments import bits, last, small, write_config, write_data
 
-from segtrain.commands.folds import fold_of_each
+from segtrain.desk.commands.folds import fold_of_each
+from segtrain.desk.results.compare import score_interval
 from segtrain.errors import ConfigError
 from segtrain.evaluation.records import Records
 from segtrain.metrics import ConfusionMatrix
-from segtrain.results.compare import score_interval
 from segtrain.run.division import read_division
 from segtrain.types import IGNORE_INDEX
 

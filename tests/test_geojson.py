@@ -8,11 +8,11 @@ import pytest
 from affine import Affine
 
 from segtrain import cli
-from segtrain.annotations import label_maps, read_annotations
-from segtrain.annotations.polygons import write_polygons
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
+from segtrain.desk.annotations import label_maps, read_annotations
+from segtrain.desk.annotations.polygons import write_polygons
 from segtrain.errors import ConfigError, DataError
 
 UTM = "EPSG:32633"

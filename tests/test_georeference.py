@@ -11,14 +11,14 @@ import tifffile
 from test_predict import photo, run  # noqa: F401
 from test_raster import GEO
 
-from segtrain.annotations.geojson import read
-from segtrain.annotations.polygons import write_polygons
-from segtrain.annotations.regions import Findings
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import copy_place, place_of
 from segtrain.data.read.image import read_values
 from segtrain.data.read.image_formats import read_info
+from segtrain.desk.annotations.geojson import read
+from segtrain.desk.annotations.polygons import write_polygons
+from segtrain.desk.annotations.regions import Findings
 from segtrain.errors import ConfigError, DataError
 
 WORLD = "0.5\n0\n0\n-0.5\n100.25\n199.75\n"

@@ -18,12 +18,12 @@ from segtrain.data.read.find import Window
 from segtrain.data.read.image import ImageForm, read_image
 from segtrain.data.sample.geometry import Placement, Span, resample_image
 from segtrain.data.sample.transforms import TrainTransform
+from segtrain.desk.survey.contents import image_facts
 from segtrain.errors import ConfigError, DataError
 from segtrain.models import build_model
 from segtrain.models.blocks import Normalize, normalize
 from segtrain.models.stem import widened
 from segtrain.run.pictures import as_rgb
-from segtrain.survey.contents import image_facts
 
 SIZE = 24, 40
 

@@ -23,7 +23,7 @@ from segtrain.data.read.image_formats import read_stored
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
     """Nobody listens there, so pretrained weights are missing, whatever the machine reaches."""
-    monkeypatch.setattr("segtrain.commands.init._HOST", ("127.0.0.1", 9))
+    monkeypatch.setattr("segtrain.desk.commands.init._HOST", ("127.0.0.1", 9))
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def parts(config):
 
 
 BLANK = np.zeros((1, 1, 3), np.uint8)
-SLOW = pytest.mark.slow("survey", "data", "commands", "config", "files")
+SLOW = pytest.mark.slow("desk", "data", "commands", "config", "files")
 # Each has a relative among the other conventions.
 RELATED = {
     *("mask_beside_the_image", "colors_by_a_labelmap", "grey_in_three_channels"),
@@ -280,7 +280,7 @@ def test_where_two_readings_fit_it_stops_and_every_option_that_it_offers_goes_on
     assert offered
     assert all((answer if answer == VERSION else answer.split()[0]) in said for answer in answers)
     # The sheet of each answer takes a fifth of the time; the conventions above look at it.
-    monkeypatch.setattr("segtrain.survey.decisions._contact_sheet", lambda *_: BLANK)
+    monkeypatch.setattr("segtrain.desk.survey.decisions._contact_sheet", lambda *_: BLANK)
     for option in {**answers, **dict.fromkeys(offered)}:
         if "VALUES" in option:
             continue

@@ -2,36 +2,45 @@
 not there. What a leaf is used by is a leaf that goes with it."""
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from experiments import small, write_config, write_data
 
 import segtrain
+from segtrain.checkpoint.format import load
 
 HOME = Path(segtrain.__file__).parent
 # Each with the leaves that stand on it.
 LEAVES = {
-    "annotations": (["annotations", "commands.polygons"], ["survey"]),
-    "survey": (["survey", "commands.init"], []),
-    "convert": (["convert", "commands.convert"], []),
-    "synthetic": (["synthetic"], []),
+    "desk": (["desk"], []),
+    "annotations": (
+        ["desk.annotations", "desk.commands.polygons", "desk.commands.import_data"],
+        ["survey"],
+    ),
+    "survey": (["desk.survey", "desk.commands.init", "desk.commands.import_data"], []),
+    "convert": (["desk.convert", "desk.commands.convert"], []),
+    "synthetic": (["desk.synthetic"], []),
     "export": (["export", "commands.export"], ["convert"]),
     "results": (
         [
-            "results",
-            *("commands.compare", "commands.report", "commands.runs", "commands.watch"),
-            *("commands.verify", "commands.suspects"),
+            "desk.results",
+            *(f"desk.commands.{name}" for name in ("compare", "report", "runs", "watch")),
+            *(f"desk.commands.{name}" for name in ("verify", "suspects")),
         ],
         ["folds", "population"],
     ),
-    "folds": (["commands.folds", "commands.seeds"], ["population"]),
-    "population": (["commands.population"], []),
-    "bench": (["commands.bench"], []),
-    "doctor": (["commands.doctor"], []),
-    "finish": (["commands.finish"], []),
+    "folds": (["desk.commands.folds", "desk.commands.seeds"], ["population"]),
+    "population": (["desk.commands.population"], []),
+    "bench": (["desk.commands.bench"], []),
+    "doctor": (["desk.commands.doctor"], []),
+    "finish": (["desk.commands.finish"], []),
+    "fit": (["desk.commands.fit"], []),
     "rasters": (["commands.predict.raster_inputs"], []),
     "videos": (["commands.predict.video_inputs", "evaluation.video"], []),
     "volumes": (["commands.predict.volume_inputs"], []),
@@ -104,17 +113,40 @@ for command in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow("commands", "cli")
-def test_without_any_leaf_the_rest_imports_and_their_commands_are_not_there(tmp_path):
+@pytest.mark.slow("desk", "commands", "cli")
+def test_without_any_leaf_the_rest_trains_to_the_same_bits(tmp_path):
+    """And their commands say that they are not there."""
     home = shutil.copytree(
         HOME, tmp_path / "segtrain", ignore=shutil.ignore_patterns("__pycache__")
     )
     for name in {name for own, _ in LEAVES.values() for name in own}:
         path = home.joinpath(*name.split("."))
-        shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
-    commands = "doctor", "init+photos", "compare+a+b", "convert+a+--output+b"
-    words = [sys.executable, "-c", IMPORT_ALL, *commands]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.split() == ["2"] * len(commands), done.stderr
-    for module in "doctor", "init", "compare", "convert":
-        assert f"segtrain.commands.{module}, which is not installed" in done.stderr
+        shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink(missing_ok=True)
+    write_data(tmp_path)
+    config = write_config(
+        tmp_path / "config.yaml", small(tmp_path, train={"steps": 2}, log={"charts": True})
+    )
+    gone = "doctor", "init+photos", "compare+a+b", "convert+a+--output+b"
+    run = f"train+{config}+--nproc+1+--output+", "eval+"
+    for folder, there, *words in (tmp_path, "", *gone, *run), (HOME.parent, "whole", *run):
+        words = [f"{word}{tmp_path}/run{there}" if word.endswith("+") else word for word in words]
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", IMPORT_ALL, *words],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+        )
+        codes = [line for line in done.stdout.splitlines() if line.isdigit()]
+        assert codes == ["2"] * (len(words) - 2) + ["0"] * 2, done.stderr
+        said = done.stdout + done.stderr
+        if there:
+            assert "no report" not in said
+            continue
+        assert "warning: no report: segtrain.desk is not installed" in said
+        assert said.count("this needs segtrain.desk, which is not installed") == len(gone)
+    ours, whole = (
+        load(tmp_path / run / "checkpoints/last.pt").model for run in ("run", "runwhole")
+    )
+    assert ours.keys() == whole.keys()
+    assert all(torch.equal(ours[name], whole[name]) for name in whole)

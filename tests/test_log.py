@@ -12,8 +12,8 @@ import pytest
 from experiments import curve, fill, small, train, write_config, write_data
 from processes import REPOSITORY
 
+from segtrain.desk.results.runs import State, summarize
 from segtrain.errors import DataError, NonFiniteError
-from segtrain.results.runs import State, summarize
 from segtrain.run import console
 from segtrain.run.console import ProgressBar, progress_words, say
 from segtrain.run.log import RunLog

@@ -24,6 +24,7 @@ from segtrain.config import LossConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file, parse_class_file
 from segtrain.data.read.label_formats import label_format_of
+from segtrain.desk.results.runs import summarize
 from segtrain.errors import CheckpointError, ConfigError, DataError
 from segtrain.evaluation import georaster
 from segtrain.evaluation.inference import InferenceSettings, predict_labels
@@ -38,7 +39,6 @@ from segtrain.one_vs_rest import (
     levels_of,
     scores_of,
 )
-from segtrain.results.runs import summarize
 from segtrain.run.pictures import mask_names
 from segtrain.task.targets import targets_of
 from segtrain.task.tasks import task_of

@@ -30,10 +30,10 @@ from segtrain.api import Predictor, train
 from segtrain.config import LossConfig, config_schema, load_config, override_config
 from segtrain.data.read.image import RGB
 from segtrain.data.sample.transforms import TrainTransform
+from segtrain.desk.results.runs import summarize
 from segtrain.errors import ConfigError
 from segtrain.models import build_model
 from segtrain.norm import SyncBatchNorm2d
-from segtrain.results.runs import summarize
 from segtrain.training.losses import CrossEntropy, LossOptions, PixelMean, SegLoss
 from segtrain.training.measure import training_flops
 from segtrain.types import SegLogits

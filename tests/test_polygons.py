@@ -8,9 +8,9 @@ import pytest
 from affine import Affine
 from test_geojson import NORTH_UP, PX_M, UTM, drawn, raster
 
-from segtrain.annotations import polygons
-from segtrain.annotations.polygons import find_label_maps, write_polygons
 from segtrain.data.read.label_formats import label_format_of
+from segtrain.desk.annotations import polygons
+from segtrain.desk.annotations.polygons import find_label_maps, write_polygons
 from segtrain.errors import DataError
 
 rasterio = pytest.importorskip("rasterio")

@@ -18,12 +18,12 @@ from experiments import bits, last, losses, sections, small, train_member, unrea
 
 from segtrain.checkpoint.format import Checkpoint, config_field, load
 from segtrain.checkpoint.manager import CheckpointManager
-from segtrain.commands import programs as children
-from segtrain.commands.population import history
-from segtrain.commands.population import members as population_members
-from segtrain.commands.population.history import History, Row
-from segtrain.commands.population.members import score, take_over
 from segtrain.config import load_config
+from segtrain.desk.commands import programs as children
+from segtrain.desk.commands.population import history
+from segtrain.desk.commands.population import members as population_members
+from segtrain.desk.commands.population.history import History, Row
+from segtrain.desk.commands.population.members import score, take_over
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.run.division import read_record, write_record
 

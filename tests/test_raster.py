@@ -14,12 +14,12 @@ from segtrain.data.read.find import Window
 from segtrain.data.read.image import ImageForm
 from segtrain.data.read.image_formats import open_stored
 from segtrain.data.read.raster import windows
+from segtrain.desk.survey.contents import image_facts, label_facts
 from segtrain.errors import DataError
 from segtrain.evaluation import georaster as raster_prediction
 from segtrain.evaluation.georaster import predict_raster
 from segtrain.evaluation.predictor import Predictor
 from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
-from segtrain.survey.contents import image_facts, label_facts
 from segtrain.types import SegLogits
 
 SIZE = 200, 330

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 READMES = [
     *ROOT.glob("README.md"),
     *ROOT.glob("[!.]*/README.md"),
-    *ROOT.glob("segtrain/*/README.md"),
-    *ROOT.glob("tools/*/README.md"),
+    *ROOT.glob("segtrain/*/**/README.md"),
+    *ROOT.glob("tools/*/**/README.md"),
 ]
 
 # In this order, in one folder that holds my_data/, photos/, photo.jpg and drive.mp4.
@@ -265,7 +265,7 @@ def run_all(directory, lines, codes):
     import torch
 
     from segtrain import api
-    from segtrain.commands import init
+    from segtrain.desk.commands import init
 
     multiprocessing.set_start_method(None, force=True)
     output = os.open(directory / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)

@@ -15,7 +15,12 @@ import torch
 from experiments import contents, experiment, segtrain, train, write_config, write_data
 from test_tables import read_like
 
-from segtrain.commands.start import write_page
+from segtrain.commands.from_desk import write_page
+from segtrain.desk.results import compare as compare_module
+from segtrain.desk.results import report
+from segtrain.desk.results.compare import compare, comparison_lines, verdict
+from segtrain.desk.results.report import evaluated, report_page
+from segtrain.desk.results.runs import departures, differing, read_run
 from segtrain.errors import ConfigError, DataError
 from segtrain.evaluation.records import (
     LABELLED,
@@ -25,11 +30,6 @@ from segtrain.evaluation.records import (
     scores_csv,
     sequences_of,
 )
-from segtrain.results import compare as compare_module
-from segtrain.results import report
-from segtrain.results.compare import compare, comparison_lines, verdict
-from segtrain.results.report import evaluated, report_page
-from segtrain.results.runs import departures, differing, read_run
 from segtrain.run import charts
 from segtrain.run.directory import EVALUATION
 

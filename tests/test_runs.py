@@ -7,10 +7,10 @@ import re
 import pytest
 from experiments import refusal, small, train, write_config, write_data
 
+from segtrain.desk.results.runs import read_run
 from segtrain.errors import CheckpointError
 from segtrain.files import manifest
 from segtrain.files.manifest import Entry
-from segtrain.results.runs import read_run
 from segtrain.run.directory import RunLock
 
 LOCK = range(1, 100)  # bytes of the file

@@ -161,7 +161,7 @@ def test_a_class_and_a_file_have_names_of_their_own():
     )
     assert {name for name, count in found.items() if count > 1} <= {"Predictor"}
     files = [path for path in HOME.rglob("*.py") if path.name != "__init__.py"]
-    found = Counter(path.name for path in files if path.parent != HOME / "commands")
+    found = Counter(path.name for path in files if path.parent.name != "commands")
     assert [name for name, count in found.items() if count > 1] == []
 
 
@@ -193,12 +193,12 @@ def asking(pattern, *without):
 
 def test_which_task_and_which_way_is_asked_in_their_own_rooms():
     """The survey writes configs, so it may."""
-    assert asking(_ASKS, "config/", "task/", "training/ways/", "survey/") == {
+    assert asking(_ASKS, "config/", "task/", "training/ways/", "desk/survey/") == {
         "checkpoint/trained.py": 1,  # whether two models have one
-        "commands/bench.py": 1,  # measures steps that all ranks take together
-        "commands/fit.py": 1,  # as well
+        "desk/commands/bench.py": 1,  # measures steps that all ranks take together
+        "desk/commands/fit.py": 1,  # as well
         "distributed/layout.py": 2,  # what a batch of parts by themselves needs
         "training/state.py": 1,  # whether gradients are added up
     }
-    rooms = "survey/", "data/read/classes.py", "data/check/"
+    rooms = "desk/survey/", "data/read/classes.py", "data/check/"
     assert asking(_OF_CLASS_FILES, "config/", "task/", *rooms) == {}

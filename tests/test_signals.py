@@ -11,11 +11,11 @@ from preloaded import LOADER_START
 from processes import GONE_WITHIN_S, Command, free_port, left_after, run_python
 
 from segtrain.commands.train import loop
+from segtrain.desk.results.runs import State, summarize
 from segtrain.distributed.machine import children, descendants, is_alive, process_pool
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import SignalFlags, exit_code
 from segtrain.errors import LostRanksError
-from segtrain.results.runs import State, summarize
 
 
 @pytest.mark.fault(8)

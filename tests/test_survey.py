@@ -24,22 +24,22 @@ from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping
+from segtrain.desk.survey.decide import Answers, choose_labels
+from segtrain.desk.survey.image_kinds import Image
+from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.desk.survey.splits import choose_splits
+from segtrain.desk.survey.survey import Survey, survey
 from segtrain.errors import ConfigError, DataError
-from segtrain.survey.decide import Answers, choose_labels
-from segtrain.survey.image_kinds import Image
-from segtrain.survey.label_sets import LabelSet
-from segtrain.survey.splits import choose_splits
-from segtrain.survey.survey import Survey, survey
 
-SLOW = pytest.mark.slow("survey", "data")
+SLOW = pytest.mark.slow("desk", "data")
 
 
 @pytest.fixture(autouse=True)
 def no_network_and_no_contact_sheet(monkeypatch):
     """The sheet takes a fifth of the time; test_init looks at it."""
-    monkeypatch.setattr("segtrain.commands.init._HOST", ("127.0.0.1", 9))
+    monkeypatch.setattr("segtrain.desk.commands.init._HOST", ("127.0.0.1", 9))
     blank = np.zeros((1, 1, 3), np.uint8)
-    monkeypatch.setattr("segtrain.survey.decisions._contact_sheet", lambda *_: blank)
+    monkeypatch.setattr("segtrain.desk.survey.decisions._contact_sheet", lambda *_: blank)
 
 
 @pytest.fixture

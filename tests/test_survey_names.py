@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from segtrain.config.strict_yaml import foreign_yaml
+from segtrain.desk.survey.file_names import parse_names
+from segtrain.desk.survey.listings import listed_pairs
+from segtrain.desk.survey.names import read_legend
+from segtrain.desk.survey.pairing import match
 from segtrain.errors import ConfigError, DataError
-from segtrain.survey.file_names import parse_names
-from segtrain.survey.listings import listed_pairs
-from segtrain.survey.names import read_legend
-from segtrain.survey.pairing import match
 
 FIVE = [f"{i:03}" for i in range(5)]
 PAIRS = {

@@ -14,10 +14,8 @@ from experiments import COLORS, small, train, write_config, write_data
 from segtrain.checkpoint import load_model
 from segtrain.config import load_config
 from segtrain.data import open_dataset
-from segtrain.errors import CheckpointError
-from segtrain.models.blocks import Normalize
-from segtrain.results.cards import split_predictor
-from segtrain.results.suspects import (
+from segtrain.desk.results.cards import split_predictor
+from segtrain.desk.results.suspects import (
     OUTLIER,
     best_shift,
     claims,
@@ -27,6 +25,8 @@ from segtrain.results.suspects import (
     modified_z,
     rank,
 )
+from segtrain.errors import CheckpointError
+from segtrain.models.blocks import Normalize
 from segtrain.types import IGNORE_INDEX
 
 NAMES = ["ground", "plant", "water", "sand"]

@@ -10,9 +10,9 @@ import pytest
 from experiments import contents
 
 from segtrain.data.read.classes import load_class_file
+from segtrain.desk.synthetic.data_set import main, write_dataset
+from segtrain.desk.synthetic.scene import draw_scene
 from segtrain.errors import DataError
-from segtrain.synthetic.data_set import main, write_dataset
-from segtrain.synthetic.scene import draw_scene
 
 SIZE = (48, 96)
 JUDGED = {
@@ -77,7 +77,7 @@ def test_files_have_the_names_and_places_of_cityscapes(written):
         assert np.array_equal(stored[..., ::-1] if stored.ndim == 3 else stored, expected)
 
 
-@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow("synthetic"))])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow("desk"))])
 def test_bytes_depend_neither_on_processes_nor_on_the_number_of_scenes(
     written, tmp_path, capsys, jobs
 ):

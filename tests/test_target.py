@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from experiments import experiment, write_config
 
-from segtrain.commands.start import resolve_run
+from segtrain.commands.run_target import resolve_run
 from segtrain.config import load_config
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory

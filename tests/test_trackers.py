@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 from experiments import small, train, write_config, write_data
 
-from segtrain.commands.start import write_page
+from segtrain.commands.from_desk import write_page
 from segtrain.config import Config, load_config
 from segtrain.run import trackers
 from segtrain.run.log import RunLog

@@ -41,7 +41,7 @@ def run(run_ranks, data, tmp_path_factory):
 
 def verify(*arguments):
     """Exit code, what is printed and the error of `segtrain verify` in this rank."""
-    from segtrain.commands.verify import run_verify
+    from segtrain.desk.commands.verify import run_verify
 
     args = cli._parser().parse_args(["verify", *map(str, arguments), "--device", "cpu"])
     printed, code, said = io.StringIO(), 0, ""

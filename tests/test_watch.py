@@ -9,11 +9,11 @@ import time
 import pytest
 from experiments import small, stopped_after, train, write_config, write_data
 
-from segtrain.commands import watch
-from segtrain.commands.watch import chart, screen
+from segtrain.desk.commands import watch
+from segtrain.desk.commands.watch import chart, screen
+from segtrain.desk.results.runs import read_run
 from segtrain.files import manifest
 from segtrain.files.manifest import Entry
-from segtrain.results.runs import read_run
 from segtrain.run.directory import RunLock
 
 NOW = time.mktime((2026, 11, 28, 12, 0, 0, 0, 0, -1))

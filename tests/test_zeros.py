@@ -13,8 +13,8 @@ from torch.nn.utils import prune
 from segtrain.checkpoint.format import Checkpoint
 from segtrain.checkpoint.restore import initial_weights_fields, restore
 from segtrain.checkpoint.trained import LoadedModel
+from segtrain.desk.results.differences import checkpoint_differences
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.results.differences import checkpoint_differences
 from segtrain.training.optim.layers import freeze_layers, zero_masks
 from segtrain.training.state import make_state
 

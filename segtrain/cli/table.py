@@ -231,7 +231,7 @@ _OVERWRITE = _switch("--overwrite", "replace a file that is already there")
 COMMANDS = (
     Command(
         "init",
-        "commands.init:main",
+        "desk.commands.init:main",
         "look at a folder of images and labels, and write an experiment that trains on it",
         _argument(
             "folder", "where images and labels are, to any depth; only read", "FOLDER", _path
@@ -293,7 +293,7 @@ COMMANDS = (
     ),
     Command(
         "population",
-        "commands.population.command:main",
+        "desk.commands.population.command:main",
         "search options with runs that learn from each other",
         _argument("config", f"{_CONFIG_HELP}; with --resume also the directory", "CONFIG"),
         _argument("--members", "runs (default: 4)", "N", positive),
@@ -316,7 +316,7 @@ COMMANDS = (
     ),
     Command(
         "folds",
-        "commands.folds:main",
+        "desk.commands.folds:main",
         "train on all images in turn, and score each by a model that has not seen it",
         _argument("config", f"{_CONFIG_HELP}; with --resume also the directory", "CONFIG"),
         _argument("-k", "folds (default: 5)", "K", partial(_integer, least=2), dest="number"),
@@ -339,7 +339,7 @@ COMMANDS = (
     ),
     Command(
         "seeds",
-        "commands.seeds:main",
+        "desk.commands.seeds:main",
         "train one config with several seeds: how far do its scores vary?",
         _argument("config", f"{_CONFIG_HELP}; with --resume also the directory", "CONFIG"),
         _argument("-n", "seeds (default: 5)", "N", partial(_integer, least=2), dest="number"),
@@ -357,7 +357,7 @@ COMMANDS = (
     ),
     Command(
         "bench",
-        "commands.launch:bench",
+        "desk.commands.in_ranks:bench",
         "where the time of a training step goes",
         _CONFIG,
         _settings(),
@@ -421,7 +421,7 @@ COMMANDS = (
     ),
     Command(
         "verify",
-        "commands.launch:verify",
+        "desk.commands.in_ranks:verify",
         "compute steps of a run again and compare every bit",
         _argument("run", "run directory", "RUN", _path),
         _argument("--steps", "default: the newest", "A:B", _steps, default=(None, None)),
@@ -437,7 +437,7 @@ COMMANDS = (
     ),
     Command(
         "report",
-        "commands.report:main",
+        "desk.commands.report:main",
         "write a page about one or several runs",
         _argument("runs", "run directory, or one of segtrain folds", "RUN", _run, nargs="+"),
         _argument("--output", "file to write (default: report.html of the run)", "FILE", _path),
@@ -454,7 +454,7 @@ COMMANDS = (
     ),
     Command(
         "runs",
-        "commands.runs:main",
+        "desk.commands.runs:main",
         "list runs, or clear what finished ones no longer need",
         _argument(
             "directories", "to search (default: runs); with --clear a run", "DIR", _path, nargs="*"
@@ -473,7 +473,7 @@ COMMANDS = (
     ),
     Command(
         "watch",
-        "commands.watch:main",
+        "desk.commands.watch:main",
         "what runs do now, on a screen that refreshes itself",
         _argument("directories", "runs, or folders (default: runs)", "RUN|DIR", _path, nargs="*"),
         _argument("--every", "seconds (default: 5)", "S", positive, default=5),
@@ -485,7 +485,7 @@ COMMANDS = (
     ),
     Command(
         "compare",
-        "commands.compare:main",
+        "desk.commands.compare:main",
         "say whether one model is better than another, or why two runs differ",
         _argument("runs", "two runs, folds or seeds, or all of side A", "RUN", _path, nargs="+"),
         _argument("--with", "the runs of side B", "RUN", _path, **_EXTENDING),
@@ -505,7 +505,7 @@ COMMANDS = (
     ),
     Command(
         "suspects",
-        "commands.suspects:main",
+        "desk.commands.suspects:main",
         "find training masks that are probably wrong",
         _argument("run", "run directory", "RUN", _path),
         _argument("--number", "masks to show (default: 50)", "N", positive, default=50),
@@ -618,7 +618,7 @@ COMMANDS = (
     ),
     Command(
         "convert",
-        "commands.convert:main",
+        "desk.commands.convert:main",
         "make a checkpoint of another program one of segtrain",
         _argument("file", "a .pth, .pt or .safetensors file", "FILE", _path),
         _argument("--output", "checkpoint to write, a .pt", "FILE", _path, required=True),
@@ -639,7 +639,7 @@ COMMANDS = (
     ),
     Command(
         "data synth",
-        "synthetic.data_set:main",
+        "desk.synthetic.data_set:main",
         "draw synthetic street scenes in the layout of Cityscapes",
         _argument("root", "directory to write to", "ROOT", _path),
         _argument("--num-train", "default: 200", "N", positive, default=200),
@@ -651,7 +651,7 @@ COMMANDS = (
     ),
     Command(
         "data import",
-        "commands.data:import_annotations",
+        "desk.commands.import_data:main",
         "draw labels from annotation files",
         _argument("sources", "annotation file, or folder to search", "SOURCE", _path, nargs="+"),
         _argument("--output", "a new folder for the labels", "DIR", _path, required=True),
@@ -679,7 +679,7 @@ COMMANDS = (
     ),
     Command(
         "data polygons",
-        "commands.polygons:main",
+        "desk.commands.polygons:main",
         "outline the classes of label maps on the Earth, as GeoJSON",
         _argument("labels", "a label map, or a folder of such", "LABELS", _path, nargs="+"),
         _argument("--classes", "the class file of the labels", "FILE", required=True),
@@ -767,7 +767,7 @@ COMMANDS = (
     ),
     Command(
         "doctor",
-        "commands.doctor:main",
+        "desk.commands.doctor:main",
         "versions, devices, memory and what is wrong here; exit code 2 if nothing can be trained",
     ),
 )

@@ -1,12 +1,11 @@
-"""`segtrain data`: import, check, pack and stats, which read a whole data set.
+"""`segtrain data`: check, pack and stats, which read a whole data set.
 
 What is heavy is imported when the config has been loaded: a wrong one is refused at once.
 """
 
 import argparse
 import os
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,86 +14,10 @@ from typing import Any
 from segtrain.commands.config import load_named
 from segtrain.config.experiment import wrong_units
 from segtrain.config.loading import with_places
-from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, UserError, refuse_unused
+from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, UserError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.run.console import say
-from segtrain.text import counted, first_of, printable, printable_lines, table_lines
-from segtrain.types import IGNORE_INDEX
-
-
-def import_annotations(args: argparse.Namespace) -> int:
-    """The exit code: 0; annotations that cannot be drawn completely are an error.
-
-    Raises:
-        ConfigError: --output is wrong, or what reads the files is not installed.
-        DataError: annotations or volumes that are wrong or do not fit their images.
-    """
-    from segtrain.annotations import detect, label_maps, read_annotations, roi_files
-    from segtrain.survey import slices
-
-    sources = [*args.sources, *([args.images] if args.images else [])]
-    sources = list({path.resolve(): path for path in sources}.values())
-    are_annotations = any(map(detect, sources))
-    if are_annotations:
-        _refuse_volumes([path for path in args.sources if not detect(path)])
-    rois = (
-        [] if are_annotations else roi_files(path for x in sources for path in (x, *x.rglob("*")))
-    )
-    if rois:
-        how = "draw them into label maps in ImageJ, one TIFF an image, or move them elsewhere"
-        raise DataError(f"{printable(first_of(rois))}: ROIs of ImageJ are not read; {how}")
-    volumes, notes = ([], []) if are_annotations else slices.find_all(sources)
-    if volumes:
-        refuse_unused(vars(args), "overlap names attribute jobs", "volumes")
-        how = {"axis": args.axis, "group": args.group, "overwrite": args.overwrite}
-        lines = slices.import_volumes(sources, volumes, args.output, **how)
-        for line in (*notes, *lines):
-            say(line)
-        print(printable(f"next: segtrain init {shlex.quote(str(args.output))} writes a config"))
-        return EXIT_OK
-    refuse_unused(vars(args), "axis group", "annotation files")
-    how = {"attribute": args.attribute, "names": args.names}
-    found = read_annotations(args.sources, args.images, **how)
-    if (overlap := args.overlap or found.overlap) is None:
-        what = "differ in which region is on top"
-        raise ConfigError(f"{found.format} {what}: --overlap order, area or class says it for all")
-    label_maps.claim(args.output, found.folder, overwrite=args.overwrite)
-    pixels, images = label_maps.write_labels(found, args.output, overlap=overlap, jobs=args.jobs)
-    for line in found.notes:
-        say(f"warning: {line}")
-    ids = {name: i for i, name in enumerate(found.classes) if i or pixels[i]}
-    ids |= {"(ignored)": IGNORE_INDEX} if pixels[IGNORE_INDEX] else {}
-    total = pixels.sum()
-    if overlap == "keep":  # of all pixels: classes may share some
-        ids = {name: i for name, i in ids.items() if i}
-        total = sum(height * width for height, width in (one.size for one in found.images))
-    percentages = [f"{100 * pixels[i] / total:.3f} %" for i in ids.values()]
-    shown = [str(images[i]) for i in ids.values()]
-    columns = ["class", *ids], ["pixels", *percentages], ["images", *shown]
-    print("\n".join(table_lines(columns)))
-    print(
-        f"{counted(len(found.images), 'label', 'labels')} from {found.format}, overlaps by "
-        f"{overlap}: {printable(args.output)}/"
-        f"{{{label_maps.LABELS},{label_maps.CLASSES},{label_maps.PAIRS}}}; "
-        f"images in {label_maps.PAIRS} are relative to {printable(found.folder)}"
-    )
-    order = ",".join(found.classes[1:])
-    print(printable(f"--names {shlex.quote(order)} gives another import the same ids"))
-    if found.is_one_format:  # else init asks which
-        both = os.path.commonpath([os.path.realpath(x) for x in (found.folder, *args.sources)])
-        names = f" --names {shlex.quote(','.join(args.names))}" if args.names else ""
-        command = f"segtrain init {shlex.quote(both)}{names}"
-        print(printable(f"next: {command} writes a config, with splits"))
-    return EXIT_OK
-
-
-def _refuse_volumes(sources: Sequence[Path]) -> None:
-    """DataError: these, which are given beside annotations, hold volumes."""
-    from segtrain.survey import slices
-
-    if volumes := slices.find_all(sources)[0] if sources else ():
-        places = printable(first_of(one.path for one in volumes))
-        raise DataError(f"{places}: volumes and annotations are imported one after the other")
+from segtrain.text import printable, printable_lines
 
 
 def check(args: argparse.Namespace) -> int:

@@ -19,8 +19,11 @@ from segtrain.errors import ConfigError
 _GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _on_this_machine(place: str, args: argparse.Namespace) -> int:
-    """Starts ranks, or is one and calls the function `module:name` of this folder."""
+def on_this_machine(place: str, args: argparse.Namespace) -> int:
+    """Runs a command as a rank, alone, or as the launcher of ranks; returns the exit code.
+
+    place: the function of a rank, "module:name" of segtrain, which is imported only there.
+    """
     if not adopt_environment():
         num_ranks = num_ranks_here(args.nproc, args.device)
         if num_ranks > 1:
@@ -28,13 +31,10 @@ def _on_this_machine(place: str, args: argparse.Namespace) -> int:
         # Only where no other rank is: a rank that waits inside a library would not come to it.
         signal.signal(signal.SIGTERM, signals.exit_at_once)
     module, name = place.split(":")
-    return getattr(import_module(f"segtrain.commands.{module}"), name)(args)
+    return getattr(import_module(f"segtrain.{module}"), name)(args)
 
 
-# Each runs its command as a rank, alone, or as the launcher of ranks; returns the exit code.
-evaluate = partial(_on_this_machine, "evaluate:run_eval")
-verify = partial(_on_this_machine, "verify:run_verify")
-bench = partial(_on_this_machine, "bench:run_bench")
+evaluate = partial(on_this_machine, "commands.evaluate:run_eval")
 
 
 def adopt_environment() -> bool:

@@ -21,7 +21,7 @@ from gpu.watching import (
     num_kernels,
     one_rank,
 )
-from segtrain.commands.doctor import missing_for_triton
+from segtrain.desk.commands.doctor import missing_for_triton
 
 pytestmark = pytest.mark.gpu(limit_s=240)
 

@@ -1,0 +1,1 @@
+"""The desk: folders, finished runs and foreign files are looked at; the core works without it."""

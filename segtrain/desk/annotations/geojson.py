@@ -1,0 +1,277 @@
+"""GeoJSON: outlines on the map, and label maps of the rasters that lie there.
+
+Coordinates are longitude and latitude (RFC 7946), or those of the member `crs` that older files
+have. Outlines name no image: each raster with a georeference gets those that lie on it. A pixel is
+inside an outline if its centre is, as `rasterio.features.rasterize` has it.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
+from segtrain.data.read.georeference import DEGREES, geo_library, opened_raster
+from segtrain.desk.annotations.degrees import EDGE_M
+from segtrain.desk.annotations.draw import Overlap
+from segtrain.desk.annotations.regions import IGNORED, Annotated, Findings, Region, read_text
+from segtrain.errors import DataError
+from segtrain.text import first_of
+from segtrain.types import IGNORE_INDEX
+
+_EDGE_DEGREES = 0.01  # as EDGE_M
+_CLASS_WORDS = ("class", "classname", "class_name", "label", "category")
+_SYSTEMS = "EPSG:", "ESRI:", "OGC:", "urn:", "http://www.opengis.net/def/crs/"
+_NONE = "none"
+_TWO_WAYS = (
+    "an edge of more than 180 degrees of longitude: an outline that crosses the antimeridian is to "
+    "be cut there (RFC 7946), or to go on beyond 180; a wider one needs points in between"
+)
+_MARGIN = 0.1
+_STRIP_PX = 1 << 26
+
+
+class _Raster(NamedTuple):
+    """An image on the map.
+
+    size: (height, width). system: of coordinates. to_map: (2, 3), from pixels (x, y) to these.
+    around: a box in degrees that is a little larger.
+    """
+
+    size: tuple[int, int]
+    system: Any
+    to_map: np.ndarray
+    around: Any
+
+
+def read(
+    path: Path, findings: Findings, *, attribute: str | None = None
+) -> tuple[list[str], list[Annotated]]:
+    """As `AnnotationFormat.read`: no classes, and one Annotated with all regions of the file.
+
+    attribute: the property that names the class; None: the only one that may.
+    """
+    geo_library(path)
+    import shapely
+
+    found = json.loads(read_text(path))
+    features = found["features"] if found["type"] == "FeatureCollection" else [found]
+    names = _class_names(path, [one.get("properties") or {} for one in features], attribute)
+    system = _system(found)
+    is_geographic = geo_library(path).crs.CRS.from_user_input(system).is_geographic
+    regions = []
+    for i, (feature, name) in enumerate(zip(features, names, strict=True)):
+        place, geometry = f"{path}: feature {i}", feature["geometry"]
+        if geometry is None:
+            findings.note(place, "no geometry: left out")
+            continue
+        if name is None:
+            findings.refuse(place, "its class is missing")
+            continue
+        try:
+            shape = shapely.force_2d(shapely.geometry.shape(geometry))
+        except shapely.errors.ShapelyError as error:
+            findings.refuse(place, error)
+            continue
+        drawn = list(_polygons(shape)) if is_geographic else []
+        if not shape.is_valid:
+            findings.note(place, "an outline crosses itself: inside is what it goes round once")
+            shape = shapely.make_valid(shape)
+        polygons = list(_polygons(moved(shape, system, DEGREES)))
+        if _have_two_ways(drawn or polygons, is_moved=not is_geographic):
+            findings.refuse(place, _TWO_WAYS)
+            continue
+        if not polygons:
+            findings.note(place, f"{geometry['type']}: left out, because it has no area")
+        for outer, *holes in polygons:
+            regions.append(Region(name, (outer,), holes=tuple(holes), place=place))
+    if regions and not _are_degrees(regions):
+        raise ValueError("coordinates are no degrees, and no member crs says what they are")
+    return [], [Annotated(path, path.name, None, regions)]
+
+
+def _are_degrees(regions: Sequence[Region]) -> bool:
+    points = np.concatenate([region.polygons[0] for region in regions])
+    return bool((np.abs(points) <= (360, 90)).all())
+
+
+def _have_two_ways(polygons: Iterable[Sequence[np.ndarray]], *, is_moved: bool) -> bool:
+    """Whether an edge in degrees goes more than half round the Earth, as where tools write -179 and
+    179 side by side. The whole way round, -180 to 180, is a mistake only where is_moved: after a
+    move from another system, which also cuts edges short that were drawn so.
+    """
+    rings = (ring[:, 0] for ring in chain.from_iterable(polygons))
+    edges = (np.abs(np.diff(lon)) for lon in rings if np.abs(lon).max() <= 360)  # else no degrees
+    return any(((x > 180) & ((x < 360) | is_moved)).any() for x in edges)
+
+
+def _class_names(
+    path: Path, properties: Sequence[dict[str, Any]], attribute: str | None
+) -> list[str | None]:
+    """The class of each feature; None: it has none. Without properties it is the file's name.
+
+    ValueError: several properties may name the class.
+    """
+    seen: dict[str, list[str]] = {}
+    for key, value in chain.from_iterable(one.items() for one in properties):
+        if isinstance(value, str | int):
+            seen.setdefault(key, []).append(str(value))
+    called = [key for key in seen if key.casefold() in _CLASS_WORDS]
+    key = attribute or (called[0] if len(called) == 1 else None)
+    if key is None and len(seen) == 1 and len(values := next(iter(seen.values()))) > len({*values}):
+        (key,) = seen
+    if key == _NONE not in seen or not (seen or key):
+        return [path.stem.partition(".")[0]] * len(properties)
+    if key not in seen:
+        ways = "; ".join(f"{key} ({first_of(dict.fromkeys(x), 3)})" for key, x in seen.items())
+        raise ValueError(
+            f"which property names the class? {ways or 'there is none'}; choose by --attribute, "
+            f"or --attribute {_NONE}: all are one class"
+        )
+    values = (one.get(key) for one in properties)
+    return [str(value) if isinstance(value, str | int) else None for value in values]
+
+
+def _system(found: dict[str, Any]) -> str:
+    """The coordinate system that the file says; ValueError: one that GDAL would fetch."""
+    crs = found.get("crs")
+    name = str(crs["properties"]["name"]) if crs else DEGREES
+    if not name.startswith(_SYSTEMS):
+        raise ValueError(f"crs {name}: expected a code such as EPSG:32633")
+    return name
+
+
+def moved(shape: Any, system: Any, other: Any) -> Any:
+    """A shapely geometry in another coordinate system, its edges as in the first one."""
+    import shapely
+
+    rasterio = geo_library("outlines")
+    source, target = (rasterio.crs.CRS.from_user_input(one) for one in (system, other))
+    if source == target:
+        return shape
+    edge = _EDGE_DEGREES if source.is_geographic else EDGE_M / source.linear_units_factor[1]
+    parts = shapely.segmentize(shape, edge)
+    return shapely.geometry.shape(rasterio.warp.transform_geom(source, target, parts))
+
+
+def _polygons(shape: Any) -> Iterator[list[np.ndarray]]:
+    """Outline and holes, each (P, 2), of each polygon in a shapely geometry."""
+    if shape.geom_type == "Polygon" and not shape.is_empty:
+        rings = (shape.exterior, *shape.interiors)
+        yield [np.array(ring.coords, np.float64) for ring in rings]
+    for part in getattr(shape, "geoms", ()):
+        yield from _polygons(part)
+
+
+def place_on_map(
+    read: Iterable[Annotated], folder: Path, findings: Findings
+) -> tuple[list[Annotated], int]:
+    """The rasters below `folder` that regions lie on, with these in their pixels.
+
+    Also returns how many other images there are. Findings: no raster, or no region lies on one.
+    """
+    import shapely
+
+    regions = [region for image in read for region in image.regions]
+    tree = shapely.STRtree([shapely.Polygon(x.polygons[0], x.holes) for x in regions])
+    files = [file for file in visible_files(folder) if file.lower().endswith(IMAGE_SUFFIXES)]
+    rasters = {file: found for file in files if (found := _raster(folder / file)) is not None}
+    placed, used = [], set()
+    for file, raster in rasters.items():
+        drawn = []
+        for i, near in _nearby(tree, raster.around):
+            shape = _in_pixels(moved(near, DEGREES, raster.system), raster.to_map)
+            if shape.intersection(shapely.box(0, 0, *raster.size[::-1])).area > 0:
+                used.add(i)
+                for outer, *holes in _polygons(shape):
+                    drawn.append(regions[i]._replace(polygons=(outer,), holes=tuple(holes)))
+        if drawn:
+            placed.append(Annotated(Path(), file, raster.size, drawn, path=folder / file))
+    if not placed:
+        found = f"{len(rasters)} of {len(files)} images have one"
+        what = "no outline lies on an image with a georeference"
+        findings.refuse(folder, f"{what} ({found}); --images names their folder")
+    for i, region in enumerate(regions):
+        if i not in used:
+            findings.note(region.place, "lies on no image: left out")
+    return placed, len(files) - len(placed)
+
+
+def _nearby(tree: Any, around: Any) -> Iterator[tuple[int, Any]]:
+    """Each geometry of the tree that meets this box in degrees: its index, and the part in there.
+
+    Longitudes of the box may go on beyond 180. Far away a projection may wrap round the Earth.
+    """
+    import shapely
+
+    turned = {turn: shapely.affinity.translate(around, -turn) for turn in (-360, 0, 360)}
+    found = {turn: tree.query(box, predicate="intersects") for turn, box in turned.items()}
+    for i, turn in sorted((i, turn) for turn, all_ in found.items() for i in all_.tolist()):
+        near = shapely.intersection(tree.geometries[i], turned[turn])
+        yield i, shapely.affinity.translate(near, turn)
+
+
+def _in_pixels(shape: Any, to_map: np.ndarray) -> Any:
+    import shapely
+
+    inverse = np.linalg.inv(to_map[:, :2])
+    return shapely.transform(shape, lambda points: (points - to_map[:, 2]) @ inverse.T)
+
+
+def _raster(path: Path) -> _Raster | None:
+    """None: the file does not say where it lies."""
+    import shapely
+
+    rasterio = geo_library(path)
+    try:
+        with opened_raster(path) as file:
+            if file.crs is None or file.transform.is_identity:
+                return None
+            size, crs, transform = file.shape, file.crs, file.transform
+    except DataError:  # it is named when it is read as an image
+        return None
+    bounds = rasterio.transform.array_bounds(*size, transform)
+    left, bottom, right, top = rasterio.warp.transform_bounds(crs, DEGREES, *bounds)
+    right += 360 * (left > right)  # it crosses the antimeridian
+    margin = _MARGIN * max(right - left, top - bottom)
+    left, right = left - margin, right + margin
+    left, right = (left, right) if right - left < 360 else (-180, 180)
+    box = shapely.box(left, bottom - margin, right, top + margin)
+    return _Raster(size, crs, np.array(transform).reshape(3, 3)[:2], box)
+
+
+def write_label(
+    image: Annotated, path: Path, classes: Sequence[str], overlap: Overlap
+) -> np.ndarray:
+    """Draws the label of a raster as a TIFF with its georeference, strip by strip.
+
+    255 is marked as no data. Returns how many pixels show each id, (256,) int64.
+    """
+    import shapely
+
+    rasterio = geo_library(path)
+    ids = {name: i for i, name in enumerate(classes)} | {IGNORED: IGNORE_INDEX}
+    shapes = [(shapely.Polygon(x.polygons[0], x.holes), ids[x.name]) for x in image.regions]
+    if overlap != "order":
+        shapes.sort(key=lambda one: -one[0].area if overlap == "area" else one[1])
+    assert image.size is not None  # place_on_map has filled it in
+    height, width = image.size
+    rows = max(1, _STRIP_PX // width)
+    counts = np.zeros(256, np.int64)
+    with opened_raster(image.path) as source:
+        profile = {"crs": source.crs, "transform": source.transform, "nodata": IGNORE_INDEX}
+    profile |= {"driver": "GTiff", "count": 1, "dtype": "uint8", "height": height, "width": width}
+    profile |= {"compress": "deflate", "tiled": True, "BIGTIFF": "IF_SAFER"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rasterio.open(path, "w", **profile) as file:
+        for top in range(0, height, rows):
+            size = (min(rows, height - top), width)
+            strip = rasterio.features.rasterize(
+                shapes, size, transform=rasterio.Affine.translation(0, top), dtype="uint8"
+            )
+            file.write(strip, 1, window=rasterio.windows.Window(0, top, width, size[0]))
+            counts += np.bincount(strip.ravel(), minlength=256)
+    return counts

@@ -1,0 +1,271 @@
+"""`segtrain init FOLDER`: looks at a folder and writes an experiment that trains on it."""
+
+import argparse
+import shlex
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from segtrain.config.loading import yaml_value
+from segtrain.errors import EXIT_OK, ConfigError, DataError, refuse_unused
+from segtrain.files import os_errors_as
+from segtrain.run.directory import CONFIG
+from segtrain.text import counted, first_of, printable
+
+if TYPE_CHECKING:  # the rest is imported when the command runs
+    from segtrain.desk.survey.decisions import Decisions
+    from segtrain.desk.survey.recipe import Machine
+
+_WEIGHTS = "IMAGENET1K_V1"
+_HOST = ("download.pytorch.org", 443)
+# What a stop with a question leaves; the same command with an answer replaces it.
+READINGS = "reading_*.png"
+_SHEET = "samples.png"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Writes the folder and says what was found; returns the exit code.
+
+    Raises:
+        DataError: no images, no labels, or labels that cannot be read.
+        ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
+    """
+    words = "labels names attribute pairs exif missing instances threshold task ignore val group"
+    answers = {word: getattr(args, word) for word in (*words.split(), "channels")}
+    if args.dry_run:
+        output = default_output(args.folder) if args.output is None else args.output
+        return _show(args.folder, output, jobs=args.jobs, **answers)
+    config = write_experiment(args.folder, args.output, jobs=args.jobs, **answers)
+    say_written(config.parent)
+    print(f"\nnext: segtrain train {shlex.quote(str(config.parent))}")
+    return EXIT_OK
+
+
+def say_written(output: Path) -> None:
+    """Names the files of an experiment that was written."""
+    names = ", ".join(sorted(path.name for path in output.iterdir()))
+    print(f"wrote {output}: {names}; look at {output / _SHEET}")
+
+
+def _show(folder: Path, output: Path, **options: Any) -> int:
+    """Writes no more than the contact sheet, beside `output`; returns the exit code."""
+    sheet = output.with_name(f"{output.name}_{_SHEET}")
+    if sheet.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"--output {printable(output)}: lies in {folder}; name another folder")
+    with tempfile.TemporaryDirectory(prefix="segtrain_") as made:
+        config = write_experiment(folder, Path(made, output.name), **options)
+        with os_errors_as(ConfigError, f"--output {printable(output)}", "cannot be written"):
+            shutil.copyfile(config.parent / _SHEET, sheet)
+    print(f"wrote {sheet} alone: ten pairs; without --dry-run all else, too")
+    return EXIT_OK
+
+
+def default_output(folder: Path) -> Path:
+    """Where the experiment for `folder` goes if nothing is said: below the working directory.
+
+    Beside the data, if that directory belongs to them: they are only read.
+    """
+    data = folder.resolve()
+    name = f"{data.name}_segtrain"
+    return data.parent / name if Path.cwd().is_relative_to(data) else Path(name)
+
+
+def config_of(folder: Path, *, may_write: bool) -> Path:
+    """The config of the experiment for a folder, written now if there is none.
+
+    Raises:
+        ConfigError, DataError: the folder raises a question, or there is no config and
+            `may_write` is False.
+    """
+    if (made := default_output(folder) / CONFIG).exists():
+        return made
+    if any(folder.glob(READINGS)):
+        raise ConfigError(f"{folder}: segtrain init stopped here with a question; answer it there")
+    if not may_write:
+        raise ConfigError(f"{folder}: a folder without a config; segtrain init makes one first")
+    config = write_experiment(folder)
+    say_written(config.parent)
+    return config
+
+
+def write_experiment(
+    folder: Path, output: Path | None = None, *, jobs: int | None = None, **answers: Any
+) -> Path:
+    """The path of the config that was written; see `main`. answers: as `Answers` has them."""
+    output = default_output(folder) if output is None else output
+    _claim(output, folder)
+    from segtrain.desk.survey import (
+        class_files,
+        class_lists,
+        decide,
+        decisions,
+        foreground,
+        label_sets,
+        label_values,
+        one_picture,
+        recipe,
+        splits,
+    )
+    from segtrain.desk.survey.class_ids import class_ids_by_window
+    from segtrain.desk.survey.survey import survey
+
+    given = decide.Answers(**answers)
+    labels = None
+    try:
+        val_list = Path(given.val) if isinstance(given.val, str) else None
+        classes = None if given.task else given.names or ()
+        how = {"threshold": given.threshold, "classes": classes}
+        found = survey(folder, val_list=val_list, **how)
+        if found.annotations and (not found.sets or given.labels in found.annotations):
+            labels, chosen = decisions.draw_annotations(found, output, given, jobs)
+        else:
+            refuse_unused(vars(given), "attribute", "labels that are pictures")
+            labels = decide.choose_labels(found, given)
+            labels = class_files.by_class(found, labels, given)
+            labels = label_values.count_values(folder, labels, found.images, found.legends, jobs)
+            as_turned = label_sets.compared_turned(folder, found.images, labels)
+            labels = decide.choose_orientation(labels, as_turned, given)
+            comparison = label_sets.compared(folder, found.images, labels)
+            decide.check_pairs(found, labels, comparison, given)
+            chosen = class_lists.choose_classes(found, labels, given)
+        if one_picture.is_one_picture(found, labels, given):
+            ((path, files),) = labels.labels.items()
+            file = (output if labels.kind == "annotations" else folder) / files[0]
+            class_ids = class_ids_by_window(file, labels, chosen)
+            split = one_picture.choose_windows(found, path, chosen, given, class_ids)
+        else:
+            split = splits.choose_splits(found, labels, given)
+        machine = _machine()
+        seen = foreground.narrow_foreground(found, labels, chosen, split.train, output)
+        images = (*split.train, *split.val)
+        pixels = recipe.choose_pixels(found, images, given, machine, seen)
+        options = recipe.choose_options(split, chosen, pixels, machine)
+        plan = decisions.Decisions(found, labels, chosen, split, options)
+        for line in _lines(plan, machine, given.missing):
+            print(printable(line))
+        for warning in decisions.write(plan, output, _command(folder, answers), jobs=jobs):
+            print(printable(f"warning: {warning}"))
+    except decide.UndecidedError as undecided:
+        shutil.rmtree(output, ignore_errors=True)
+        pictures = decisions.write_readings(found, labels, undecided.readings, output)
+        shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
+        place = f"--output {shlex.quote(str(output))}, and"
+        again = f"\n  segtrain init {shlex.quote(str(folder))} {place} one of them goes on"
+        raise ConfigError(f"{undecided}{shown}{again}") from None
+    except BaseException:  # Ctrl-C too: half an experiment would be taken for a whole one
+        shutil.rmtree(output, ignore_errors=True)
+        raise
+    return output / decisions.CONFIG
+
+
+def _claim(output: Path, folder: Path) -> None:
+    """Makes the folder `output`, empty; before the survey, which takes minutes."""
+    place = f"--output {printable(output)}"
+    data = folder.resolve()
+    if not data.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    if output.resolve().is_relative_to(data):
+        beside = shlex.quote(str(data.parent / f"{data.name}_segtrain"))
+        raise ConfigError(
+            f"{place}: lies in {printable(folder)}, where data are only read; choose a folder "
+            f"outside of it, such as --output {printable(beside)}"
+        )
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{place}: is a file; choose another name")
+    with os_errors_as(ConfigError, place, "cannot be written; name another folder by --output"):
+        output.mkdir(parents=True, exist_ok=True)
+        there = list(output.iterdir())
+        if not all(path.match(READINGS) for path in there):
+            raise ConfigError(f"{place}: exists already; choose another folder")
+        for path in there:
+            path.unlink()
+
+
+def _machine() -> "Machine":
+    """What there is to train with, and where pretrained weights come from."""
+    import torch
+    from torchvision.models import get_model_weights
+
+    from segtrain.desk.survey.recipe import Machine
+    from segtrain.models.precision import WORTH_AN_OFFER, cpu_gain
+
+    if has_gpu := torch.cuda.is_available():
+        # Not where torch computes it as float32.
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bfloat16 = cpu_gain() >= WORTH_AN_OFFER
+    url = get_model_weights("resnet50" if has_gpu else "resnet18")[_WEIGHTS].url
+    cached = Path(torch.hub.get_dir(), "checkpoints", Path(url).name)
+    if cached.is_file():
+        return Machine(has_gpu, _WEIGHTS, has_bfloat16)
+    with suppress(OSError), socket.create_connection(_HOST, timeout=2):
+        return Machine(has_gpu, _WEIGHTS, has_bfloat16)
+    return Machine(has_gpu, None, has_bfloat16)
+
+
+def _lines(plan: "Decisions", machine: "Machine", missing: str | None) -> list[str]:
+    """What was found, as a table, and the warnings; missing: as of `Answers`."""
+    survey, labels = plan.survey, plan.labels
+    images = (*plan.splits.train, *plan.splits.val)
+    patterns = sorted(
+        {str(PurePath(i.path).with_name(f"*{PurePath(i.path).suffix}")) for i in images}
+    )
+    lines = [
+        f"images     {len(survey.images)}: {first_of(patterns, 3)}",
+        f"labels     {len(labels.labels)}: {labels.pattern}"
+        + (f", pairs of {survey.pair_source}" if survey.pair_source else ""),
+    ]
+    lines += [
+        f"pixels     {option.key} {yaml_value(option.value)}: {option.reason}"
+        for option in plan.options
+        if option.key in ("data.channels", "data.value_range")
+    ]
+    if (bands := images[0].files)[1:]:
+        lines.append(f"bands      in this order: {first_of(bands, 16)}")
+    for image, files in list(labels.labels.items())[:3]:
+        lines.append(f"  pair     {image}  {first_of(files, 2) or 'background alone'}")
+    if labels.upright:
+        what = "as EXIF turns the images: drawn anew on the pixels as stored"
+        lines.append(f"labels     {what}")
+    lines += [f"classes    {line}" for line in plan.classes.reasons]
+    total = plan.classes.total or 1
+    for one in plan.classes.classes:
+        share = f" {one.pixels / total:7.2%}" if one.pixels else ""
+        lines.append(f"  {one.name:<20}{share}")
+    lines.append(
+        f"splits     {len(plan.splits.train)} to train, {len(plan.splits.val)} to evaluate: "
+        f"{plan.splits.reason}"
+    )
+    notes = [*plan.classes.warnings, *plan.splits.warnings, *survey.notes]
+    if labels.shown_in:
+        train = {image.path for image in plan.splits.train}
+        shown = {value for value, where in labels.shown_in.items() if where & train}
+        lost = [x.name for x in plan.classes.classes if x.pixels and not shown & {*x.values}]
+        if lost:
+            notes.append(f"no image to train on shows {first_of(lost)}")
+    others = [image for image in survey.images if image.split != "test"]
+    without = [image.path for image in others if image.path not in labels.labels]
+    if without:
+        found = counted(len(without), "image has no label", "images have no label")
+        advice = "" if missing else "; --missing background if they show nothing else"
+        notes.append(f"{found}: {first_of(without, 3)}{advice}")
+    if machine.weights is None:
+        notes.append("no pretrained weights here and no network: a schedule for random weights")
+    return lines + [f"warning: {note}" for note in notes]
+
+
+def _command(folder: Path, answers: Mapping[str, Any]) -> str:
+    from segtrain.desk.survey.contents import word
+
+    words = ["segtrain", "init", str(folder)]
+    for key, value in answers.items():
+        if key == "ignore" and value is not None:
+            value = ",".join(map(word, value)) or "none"
+        value = value.pattern if key == "group" and value is not None else value
+        value = ",".join(value) if key == "names" and value is not None else value
+        words += [] if value is None else [f"--{key}", str(value)]
+    return shlex.join(words)

@@ -1,0 +1,211 @@
+"""`segtrain suspects`: training masks that are probably wrong."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+import torch
+
+from segtrain.checkpoint.dataset_guard import eval_differences
+from segtrain.checkpoint.trained import LoadedModel, load_model, resolve
+from segtrain.config import Config
+from segtrain.config.loading import config_to_yaml, yaml_value
+from segtrain.data import open_dataset
+from segtrain.data.read.classes import class_differences
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.sample.loader import num_loader_workers
+from segtrain.desk.results.cards import predict_chosen, split_predictor, webp
+from segtrain.desk.results.page import render
+from segtrain.desk.results.suspects import (
+    BY_HEART,
+    LEAST_IMAGES,
+    OUTLIER,
+    SURE,
+    Ranking,
+    Suspect,
+    claims,
+    disputed,
+    measure,
+    rank,
+)
+from segtrain.distributed.process_group import device_for
+from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
+from segtrain.evaluation.settings import set_after_training
+from segtrain.files import check_output, os_errors_as, write_output
+from segtrain.run.directory import SUSPECTS, named_run
+from segtrain.task.tasks import task_of
+from segtrain.text import printable
+
+_LISTED = 20  # in the terminal
+_OUTLINE = ((0, 0, 0), 5), ((255, 255, 255), 2)  # colour and width, on a picture of 640 px
+
+
+class SuspectCard(NamedTuple):
+    """A suspect with its numbers and what the model says, and views with the disputed region."""
+
+    suspect: Suspect
+    name: str
+    numbers: str
+    words: str
+    pictures: list[bytes]
+
+    @property
+    def line(self) -> str:
+        """The numbers and words in one line."""
+        return f"{self.numbers}: {printable(self.words)}"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the ranking, writes the page and the list; returns the exit code.
+
+    args: run, number, output (a file; default: suspects.html of the run), exclude (a file), set,
+        device.
+
+    Raises:
+        UserError: no run, no checkpoint or other classes, or a file that cannot be written.
+    """
+    args.run = named_run(args.run)
+    output = args.output or args.run / SUSPECTS
+    # A config that is there may have been edited.
+    for option, file, *begins in (
+        ("--output", output, "<!DOCTYPE html>"),
+        ("--exclude", args.exclude),
+    ):
+        if file is not None:
+            with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
+                check_output(file, *begins)
+    device = device_for(args.device)
+    loaded = load_model(args.run, device=device)
+    task_of(loaded.config.task).check_classes(str(args.run))
+    if not task_of(loaded.config.task).decoding(None).takes_highest:
+        what = "suspects needs classes of which a pixel has one, not several"
+        raise ConfigError(f"{args.run}: {what}")
+    config = set_after_training(loaded.config, args.set, ("data.root",), source=str(args.run))
+    dataset = open_dataset(config.data, config.data.train_split)
+    if loaded.classes.names != dataset.classes.names:
+        (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
+        raise DataError(f"{difference}; bring the class file of the training back")
+    with closing(eval_differences(loaded, config.data, dataset)) as differences:
+        lines = next(differences, [])
+        num_threads = max(1, num_loader_workers(config.data))
+        sums = measure(split_predictor(loaded, device), dataset, num_threads=num_threads)
+        ranking = rank(*sums)
+        if not ranking.suspects:
+            what = f"too few images to compare: no class has {LEAST_IMAGES} that show it"
+            raise DataError(f"split {dataset.split}: {what}")
+        findings = _findings(ranking.suspects[: args.number], loaded, dataset, device)
+        lines += next(differences, [])
+    for line in lines:
+        print(line)
+    for place, one in enumerate(findings[:_LISTED], 1):
+        mark = "*" if one.suspect.stands_out else " "
+        print(f"{place:3} {mark} {printable(one.name, 80)}  {one.line}")
+    _summarize(ranking, len(findings))
+    source = f"{resolve(args.run).name}, {loaded.about}"
+    print(f"measured by one pass of {source}; {BY_HEART}")
+    page = _page(args.run, findings, ranking, source, dataset)
+    with os_errors_as(ExecutionError, output, "the page cannot be written"):
+        write_output(output, page)
+    print(printable(output))
+    if args.exclude is not None:
+        excluded = [one for one in findings if one.suspect.stands_out]
+        if excluded:
+            with os_errors_as(ExecutionError, args.exclude, "the list cannot be written"):
+                write_output(args.exclude, _without(excluded, config, args.exclude))
+        what = f"the config without the masks that stand out ({len(excluded)})"
+        print(f"{printable(args.exclude)}: {what if excluded else 'not written: none stands out'}")
+    return EXIT_OK
+
+
+def _findings(
+    suspects: Sequence[Suspect], loaded: LoadedModel, dataset: SegDataset, device: torch.device
+) -> list[SuspectCard]:
+    """What the model says about the suspects, in their order."""
+    found: dict[int, SuspectCard] = {}
+    classes, suspect_at = dataset.classes, {one.index: one for one in suspects}
+    for one in predict_chosen(loaded, dataset, suspect_at, device):
+        suspect = suspect_at[one.index]
+        maps = one.label, one.pred, one.probability
+        region = disputed(*maps)
+        pictures = [webp(_outlined(view, region)) for view in one.views(classes.palette)]
+        said = claims(*maps, classes.names, suspect.class_id)
+        words = "; ".join(claim.words for claim in said)
+        numbers = _numbers(suspect, classes.names)
+        found[one.index] = SuspectCard(suspect, dataset.name(one.index), numbers, words, pictures)
+    return [found[one.index] for one in suspects]
+
+
+def _outlined(picture: np.ndarray, region: np.ndarray) -> np.ndarray:
+    """`picture` (h, w, 3) at 640 px, with the outline of `region` (h, w) bool."""
+    scale = 640 / max(region.shape)
+    size = [max(1, round(side * scale)) for side in region.shape[::-1]]
+    how = cv2.INTER_AREA if scale < 1 else cv2.INTER_NEAREST
+    drawn = cv2.resize(picture, size, interpolation=how)
+    mask = cv2.resize(region.astype(np.uint8), size, interpolation=cv2.INTER_NEAREST)
+    lines, _ = cv2.findContours(mask, cv2.RETR_LIST, cv2.CHAIN_APPROX_SIMPLE)
+    for color, width in _OUTLINE:
+        cv2.drawContours(drawn, lines, -1, color, width)
+    return drawn
+
+
+def _numbers(suspect: Suspect, names: Sequence[str]) -> str:
+    """The score of an image, and the loss of its worst class."""
+    name = printable(names[suspect.class_id], 40)
+    loss = f"loss of {name} {suspect.loss:.2f}, usually {suspect.usual:.2f}"
+    return f"score {suspect.score:.1f}, {loss}"
+
+
+def _summarize(ranking: Ranking, shown: int) -> None:
+    outliers = [place for place, one in enumerate(ranking.suspects) if one.stands_out]
+    print(
+        f"{len(outliers)} of {len(ranking.suspects)} images stand out (*): they score "
+        f"{OUTLIER:g} or more; the others are next in rank"
+    )
+    if left := sum(place >= shown for place in outliers):
+        print(f"note: {left} of them not on the page; use a larger --number")
+    if ranking.unseen:
+        print(f"note: {ranking.unseen} images show too little of every class to be judged")
+
+
+def _page(
+    run: Path,
+    findings: Sequence[SuspectCard],
+    ranking: Ranking,
+    source: str,
+    dataset: SegDataset,
+) -> str:
+    return render(
+        "suspects.html",
+        title=run.resolve().name,
+        run=str(run),
+        cards=findings,
+        num_images=len(dataset),
+        num_outliers=sum(one.stands_out for one in ranking.suspects),
+        outlier=OUTLIER,
+        sure=SURE,
+        unseen=ranking.unseen,
+        source=source,
+        by_heart=BY_HEART,
+        split=dataset.split,
+        classes=dataset.classes.names,
+        colors=dataset.classes.palette,
+    )
+
+
+def _without(findings: Sequence[SuspectCard], config: Config, file: Path) -> str:
+    """The config in YAML, without these images: a line each, the worst first."""
+    emptied = config.data.model_copy(update={"train_exclude": ()})
+    lines = [
+        "  # The masks that stand out. Delete the lines of those that are right; then:",
+        f"  # segtrain train {shlex.quote(printable(file))}",
+        "  train_exclude:",
+        *(f"  - {yaml_value(entry)}" for entry in config.data.train_exclude),
+        *(f"  - {yaml_value(one.name)}  # {one.line}" for one in findings),
+    ]
+    text = config_to_yaml(config.model_copy(update={"data": emptied}))
+    return text.replace("  train_exclude: []", "\n".join(lines), 1)

@@ -1,0 +1,69 @@
+"""Folds: one score of all images, each by the model that has not seen it."""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+
+from segtrain.checkpoint.trained import members_of
+from segtrain.config import Config, load_config
+from segtrain.desk.results.compare import CONFIDENCE, LEAST_GROUPS, score_interval
+from segtrain.desk.results.report import Evaluated, Joined, evaluated
+from segtrain.desk.results.runs import Run
+from segtrain.errors import CheckpointError
+from segtrain.evaluation.records import Records
+from segtrain.run.division import EXPERIMENT, read_division, unit_of
+from segtrain.text import counted
+
+_WINDOW = re.compile(r"_y\d+_x\d+$")  # of a raster, behind the name of its file
+
+
+def evaluated_whole(directory: Path, device: torch.device) -> Evaluated:
+    """As `evaluated`; the directory may be one of folds, whose images are joined."""
+    if read_division(directory) is None:
+        return evaluated(directory, device)
+    _, joined = join_folds(directory, device)
+    run = Run(directory, load_config(directory / EXPERIMENT, imports=False), {}, {})
+    return Evaluated(run, joined.records, None, None)
+
+
+def join_folds(
+    directory: Path, device: torch.device, overrides: Sequence[str] = ()
+) -> tuple[list[Evaluated], Joined]:
+    """The runs of a directory of folds, and all their images together.
+
+    Raises:
+        CheckpointError: folds are not trained to their ends, or were evaluated on other images.
+        UserError: as `evaluated`.
+    """
+    found = [evaluated(Path(run), device, overrides) for run in members_of(directory)]
+    division = read_division(directory)
+    groups: dict[str, str] = {}  # of each name in the records
+    for fold, one in zip(division.folds, found, strict=True):
+        files_of = {n: n if n in fold.images else _WINDOW.sub("", n) for n in one.records.names}
+        if set(files_of.values()) != fold.images.keys():
+            raise CheckpointError(f"{directory / fold.run}: was evaluated on other images")
+        groups |= {name: fold.images[file] for name, file in files_of.items()}
+    what = f"{len(found)} folds by {division.by}"
+    records = Records.joined([one.records for one in found], split=what, folds=what)
+    interval = score_interval(records, [groups[name] for name in records.names])
+    unit = unit_of(division.by, [x for fold in division.folds for x in fold.images.values()])
+    units = counted(len(set(groups.values())), unit, f"{unit}s")
+    value, low, high = (f"{100 * x:.2f}" for x in interval)
+    bounds = f"{low} to {high} ({CONFIDENCE:.0%}, over {units})"
+    if math.isnan(interval.low):
+        bounds = f"none over {units}: at least {LEAST_GROUPS} are needed"
+    scores = [100 * one.records.scores.mean_iou for one in found]
+    spread = f"mean {mean(scores):.2f}, standard deviation {stdev(scores):.2f}"
+    words = [
+        f"mIoU       {value} of all {len(groups)} images, each by the model that has not seen it",
+        f"interval   {bounds}",
+        f"folds      {', '.join(f'{score:.2f}' for score in scores)}: {spread}",
+    ]
+    config: Config = found[0].run.config
+    if config.eval.every_steps and config.eval.every_steps < config.train.steps:
+        words.append("note       each fold chose its best checkpoint by its score, which flatters")
+    return found, Joined(directory.resolve().name, records, words, interval)

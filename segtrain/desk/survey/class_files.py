@@ -1,0 +1,207 @@
+"""Labels in a file or a folder for each class: which class a file shows, and which are chosen."""
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from segtrain.data.read import image_formats
+from segtrain.data.read.classes import says_no_class
+from segtrain.desk.survey import contents, file_names
+from segtrain.desk.survey.contents import spread
+from segtrain.desk.survey.decide import Answers, Reading, UndecidedError, names_option
+from segtrain.desk.survey.file_names import LABEL_WORDS, words_of
+from segtrain.desk.survey.image_kinds import Image
+from segtrain.desk.survey.label_sets import LabelSet, differing_words
+from segtrain.desk.survey.survey import Survey
+from segtrain.errors import ConfigError, refuse_unused
+from segtrain.text import counted, first_of
+
+BACKGROUND = "background"
+# Words that tell no class: of roles, of splits, and of kinds of files.
+_NO_CLASS = file_names.ROLE_WORDS | {suffix[1:] for suffix in image_formats.SUFFIXES}
+_SHOWN = 200
+
+
+def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
+    """`labels` with the class of each file, where a file shows one; as --names chooses and orders.
+
+    Raises:
+        UndecidedError: folders that images and labels share may name classes, or places.
+        ConfigError: --names names a class that no file is of, or --missing has no background.
+    """
+    if labels.classes or labels.kind != "ids":
+        refuse_unused(vars(answers), "instances", f"{labels.pattern}: no numbers of objects")
+    elif answers.instances is not None:
+        labels = replace(labels, classes=("foreground",), class_of={}, values={}, numbered=True)
+    if answers.threshold is not None:
+        if labels.kind != "two" and not labels.classes:
+            held = f"{labels.pattern}: {contents.KINDS[labels.kind]}"
+            refuse_unused(vars(answers), "threshold", held)
+        labels = replace(labels, threshold=answers.threshold)
+    if _shows_one_class(labels) and (words := _class_words(labels)):
+        labels = _divided(labels, words, answers)
+    if answers.missing:
+        labels = _with_missing(survey, labels)
+    if answers.names is not None and labels.classes not in ((), ("foreground",)):
+        labels = _chosen(labels, answers.names)
+    if answers.task is None:
+        return labels
+    if not labels.classes and _shows_one_class(labels):
+        labels = replace(labels, kind="ids", classes=("foreground",), values={})
+    if not labels.classes:
+        raise ConfigError(
+            f"--task multilabel: {labels.pattern}: one label holds all classes, and a pixel has "
+            "one; it is for a file or folder of masks a class, and for annotations; for labels "
+            "with a band a class write the config by hand (data/README.md)"
+        )
+    return replace(labels, overlapping=True)
+
+
+def _shows_one_class(labels: LabelSet) -> bool:
+    """Whether each image has one file, which shows one class beside 0."""
+    is_binary = labels.kind in ("ids", "two") and len(labels.values.keys() - {0}) <= 1
+    return is_binary and not labels.classes
+
+
+def _class_words(labels: LabelSet) -> dict[str, str]:
+    """The word of each file that may name its class; empty: names tell no classes.
+
+    It is in a name, as in `01_crack.png` and `02_hole.png`, or it is the last folder that says
+    neither role nor split.
+    """
+    files = [file for found in labels.labels.values() for file in found]
+    patterns = sorted(set(labels.pattern_of.values()))
+    words = dict(zip(patterns, differing_words(patterns), strict=False))
+    if words:
+        found = {file: words[labels.pattern_of[file]] for file in files}
+    else:
+        found = {file: _last_folder(file) for file in files}
+    known = {word.lower() for word in found.values()}
+    is_class = len(known) > 1 and all(word and not _is_no_class(word) for word in known)
+    return found if is_class else {}
+
+
+def _last_folder(file: str) -> str:
+    folders = PurePosixPath(file).parts[:-1]
+    return next((x for x in reversed(folders) if not _is_no_class(x)), "")
+
+
+def _is_no_class(word: str) -> bool:
+    """Whether it is a number, or says a role or a split."""
+    parts = words_of(word)
+    numbered = any(map(str.isdigit, word))
+    return numbered or all(x in _NO_CLASS or file_names.split_of(x) for x in parts)
+
+
+def _divided(labels: LabelSet, words: Mapping[str, str], answers: Answers) -> LabelSet:
+    """`labels` with these words as classes, unless they are of places, which images have too."""
+    classes = tuple(sorted(set(words.values())))
+    sample = spread([(image, files[0]) for image, files in labels.labels.items()], _SHOWN)
+    beside = sum(
+        words[file].lower() in words_of(str(PurePosixPath(image).parent))
+        or words[file] in PurePosixPath(image).parts[:-1]
+        for image, file in sample
+    )
+    if 2 * beside > len(sample):
+        if answers.names is None:
+            raise UndecidedError(
+                f"{labels.pattern}: masks of one class each in {len(classes)} folders, which the "
+                f"images share ({first_of(classes)}): classes, or places?",
+                [
+                    Reading("classes", names_option(classes)),
+                    Reading("places, with one class", names_option((BACKGROUND, "foreground"))),
+                ],
+            )
+        if not {*answers.names} <= {BACKGROUND, *classes}:
+            return labels
+    numbers = {word: number for number, word in enumerate(classes, start=1)}
+    class_of = {file: numbers[word] for file, word in words.items()}
+    return replace(labels, kind="ids", classes=classes, class_of=class_of, values={})
+
+
+def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
+    """`labels`, in which images without one show background alone.
+
+    Those of a test split stay out, unless it has labels; so do masks (`1_mask_2.png` beside
+    `1.png`) and copies: of another suffix in other folders, or of the same name and nearly alike.
+
+    ConfigError: labels have no background.
+    """
+    if _shows_one_class(labels):
+        labels = replace(labels, kind="ids", classes=("foreground",), values={})
+    elif not labels.classes and not (labels.kind == "ids" and 0 in labels.values):
+        raise ConfigError(f"--missing background: {labels.pattern}: 0 is no class of these labels")
+    labelled = [image for image in survey.images if image.path in labels.labels]
+    splits = {image.split for image in labelled}
+    suffixes = {PurePosixPath(image.path).suffix.lower() for image in labelled}
+    folders = {PurePosixPath(image.path).parent for image in labelled}
+    names = {image.name for image in survey.images}
+    copies = _copies(survey, labels)
+
+    def is_like(image: Image) -> bool:
+        place = PurePosixPath(image.path)
+        is_kept = image.split != "test" or "test" in splits
+        is_beside = place.suffix.lower() in suffixes or place.parent in folders
+        is_other = image.path in copies or _is_mask_of_one(image.name, names)
+        return is_kept and is_beside and not is_other
+
+    others = [x.path for x in survey.images if x.path not in labels.labels and is_like(x)]
+    return replace(labels, labels={**labels.labels, **dict.fromkeys(others, ())})
+
+
+def _copies(survey: Survey, labels: LabelSet) -> set[str]:
+    """Images of the name of a labelled one that look nearly as it."""
+    return {
+        other
+        for pair in survey.similar
+        for one, other in (pair, pair[::-1])
+        if one in labels.labels and PurePosixPath(one).stem == PurePosixPath(other).stem
+    }
+
+
+def _is_mask_of_one(name: str, names: Set[str]) -> bool:
+    """Whether a name is that of an image and a word of labels: `1_mask_2` beside `1`."""
+    return any(
+        name[: end.start()] in names and not LABEL_WORDS.isdisjoint(words_of(name[end.start() :]))
+        for end in re.finditer(r"[_\-. ]", name)
+    )
+
+
+def _chosen(labels: LabelSet, names: Sequence[str]) -> LabelSet:
+    """The classes that --names names, in its order; files that show what is ignored stay."""
+    wanted = _ordered(names)
+    if unknown := [name for name in wanted if name not in labels.classes]:
+        there = first_of(labels.classes, 20)
+        raise ConfigError(
+            f"--names: {first_of(unknown)}: no such class; the files show {there} (--names chooses "
+            "and orders them; rename files or folders, or names in classes.yaml)"
+        )
+    kept = [*wanted, *(x for x in labels.classes if says_no_class(x) and x not in wanted)]
+    numbers = {labels.classes.index(name) + 1: i for i, name in enumerate(kept, start=1)}
+    class_of = {file: numbers[k] for file, k in labels.class_of.items() if k in numbers}
+    files = {
+        image: tuple(file for file in found if file in class_of)
+        for image, found in labels.labels.items()
+    }
+    return replace(labels, labels=files, classes=tuple(kept), class_of=class_of)
+
+
+def _ordered(names: Sequence[str]) -> list[str]:
+    """The names without the background, by their ids if these are given: `road=2,car=1`.
+
+    ConfigError: only some have ids, they are not 1, 2 ..., or a name comes twice.
+    """
+    pairs = [name.partition("=") for name in names]
+    ids = {name: int(i) if i.isdigit() else -1 for name, sign, i in pairs if sign}
+    if ids:
+        given = {name for name, _, _ in pairs}
+        wrong = ids.keys() != given or ids.pop(BACKGROUND, 0) != 0
+        if wrong or sorted(ids.values()) != [*range(1, len(ids) + 1)]:
+            raise ConfigError(f"--names {','.join(names)}: expected an id for each name, from 1 on")
+        return sorted(ids, key=ids.__getitem__)
+    found = [name for i, name in enumerate(names) if not (i == 0 and name == BACKGROUND)]
+    if len(set(found)) < len(found) or not found:
+        what = counted(len(found), "class", "classes")
+        raise ConfigError(f"--names {','.join(names)}: {what}, each must be named once")
+    return found

@@ -1,0 +1,40 @@
+"""The classes of a label's pixels, as the decisions have them."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from segtrain.data.read.find import Window
+from segtrain.data.read.raster import is_tiff
+from segtrain.desk.survey import contents
+from segtrain.desk.survey.class_lists import Classes
+from segtrain.desk.survey.contents import packed
+from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.errors import DataError
+from segtrain.types import IGNORE_INDEX
+
+
+def class_ids_by_window(
+    file: Path, labels: LabelSet, classes: Classes
+) -> Callable[[Window], np.ndarray]:
+    """Reads a part of a label as `class_ids` has it."""
+    if is_tiff(file):
+        return partial(class_ids, file, labels, classes)
+    whole = class_ids(file, labels, classes)
+    return lambda x: whole[x.top : x.top + x.height, x.left : x.left + x.width]
+
+
+def class_ids(
+    file: Path, labels: LabelSet, classes: Classes, window: Window | None = None
+) -> np.ndarray:
+    """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
+    found = contents.values_of(file, labels.kind, window, labels.threshold)
+    ids = {packed(v): i for i, one in enumerate(classes.classes) for v in one.values}
+    ids |= {packed(v): IGNORE_INDEX for v in classes.ignored}
+    known = np.array(sorted(ids))
+    at = np.searchsorted(known, found).clip(max=len(known) - 1)
+    if (known[at] != found).any():
+        raise DataError(f"{file}: its values have changed since they were counted")
+    return np.array([ids[value] for value in known.tolist()], np.uint8)[at]

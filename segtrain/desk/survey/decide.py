@@ -1,0 +1,310 @@
+"""The decision: which labels; a pure function of the survey. Questions and answers for all of it.
+
+Nothing is guessed where a guess could train wrong: `UndecidedError` shows the readings that fit,
+each with the option of the command line that chooses it.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+from segtrain.desk.survey.contents import Value, word
+from segtrain.desk.survey.file_names import split_of, words_of
+from segtrain.desk.survey.label_sets import OWN, EdgeScores, LabelSet, differing_words
+from segtrain.desk.survey.survey import Survey
+from segtrain.errors import ConfigError, DataError, refuse_unused
+from segtrain.text import counted, first_of
+
+MOST_CLASSES = 255
+# Edges along borders of labels, against those of the neighbours.
+_SHIFTED = 0.3
+_BLACK = 0.95
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the command line decides; None leaves it to the survey.
+
+    labels: a part of the pattern of a label set. names: of the classes, in the order of their
+    values. ignore: values without a class. val: a fraction, or a list file. channels: of images.
+    attribute: of VIA's regions, the one that names the class.
+    group: what in the path of an image tells with which others it stays together.
+    pairs: named: labels belong to the images that names say, whatever edges say.
+    exif: whether labels lie on the pixels as stored, or as EXIF turns them.
+    missing: what images without a label show. instances: binary: ids number objects of one class.
+    task: multilabel: a pixel may have several classes. threshold: the grey level from which on
+    masks show their class.
+    """
+
+    labels: str | None = None
+    names: tuple[str, ...] | None = None
+    ignore: frozenset[Value] | None = None
+    val: float | str | None = None
+    group: re.Pattern[str] | None = None
+    channels: int | None = None
+    attribute: str | None = None
+    pairs: Literal["named"] | None = None
+    exif: Literal["stored", "turned"] | None = None
+    missing: Literal["background"] | None = None
+    instances: Literal["binary"] | None = None
+    task: Literal["multilabel"] | None = None
+    threshold: float | None = None
+
+
+class Reading(NamedTuple):
+    """One way to read the data: in words, and by this option.
+
+    marked: values that it is about. leaves_out: whether they have no class then.
+    labels: which it is about, where that is the question.
+    """
+
+    words: str
+    option: str
+    marked: tuple[Value, ...] = ()
+    leaves_out: bool = False
+    labels: LabelSet | None = None
+
+
+class UndecidedError(ConfigError):
+    """Two readings fit; `readings` says which."""
+
+    def __init__(self, what: str, readings: Sequence[Reading]) -> None:
+        ways = [f"  {one.words}: {one.option}" for one in readings]
+        super().__init__("\n".join([what, *ways]))
+        self.readings = tuple(readings)
+
+
+def names_option(names: Iterable[str]) -> str:
+    """The option that gives the classes these names."""
+    return f"--names {shlex.quote(','.join(names))}"
+
+
+def ignore_option(values: Sequence[Value]) -> str:
+    """The option that leaves out these values, and no others."""
+    return f"--ignore {shlex.quote(','.join(map(word, values)) or 'none')}"
+
+
+def default_names(values: Sequence[Value]) -> list[str]:
+    """Names for the classes of these values, where no file and nobody names them."""
+    if len(values) == 2 and values[0] == 0:
+        return ["background", "foreground"]
+    return [f"class_{v}" if isinstance(v, int) else f"color_{word(v)[1:]}" for v in values]
+
+
+def shares_of(labels: LabelSet, values: Sequence[Value]) -> str:
+    """How much of the labels these values are, in words."""
+    total = sum(facts.pixels for facts in labels.values.values())
+    found = [(word(v), labels.values[v]) for v in values]
+    return ", ".join(
+        f"{value}: {facts.pixels / total:.2%} of the pixels, in "
+        f"{counted(facts.files, 'file', 'files')}"
+        for value, facts in found
+    )
+
+
+# Which labels
+
+
+def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
+    """The label set to train on.
+
+    Raises:
+        DataError: there are no labels.
+        UndecidedError: several sets, which do not say the same.
+    """
+    sets = list(survey.sets)
+    if answers.labels is not None:
+        sets = [found for one in sets if (found := _restricted(one, answers.labels))]
+        if not sets:
+            there = first_of(one.pattern for one in survey.sets) or "none"
+            raise ConfigError(f"--labels {answers.labels}: no such labels; found {there}")
+    if not sets:
+        found = f"{survey.root}: {len(survey.images)} images, and no labels that belong to them"
+        hint = "image and label share a part of their names: a.jpg with a.png or a_mask.png"
+        raise DataError("\n  ".join([found, *survey.notes, hint]))
+    for is_other in (is_instances, _is_named_instances):
+        sets = [one for one in sets if not is_other(one)] or sets
+    for one in list(sets):
+        # Of two that say the same, ids are exact whatever a palette looks like.
+        others = [o for o in sets if frozenset((one.pattern, o.pattern)) in survey.equal_sets]
+        if any(o.kind == "ids" or one.kind != "ids" for o in others):
+            sets.remove(one)
+    for i, one in enumerate(sets):
+        colors = (found for pair, found in survey.equal_sets.items() if one.pattern in pair)
+        sets[i] = replace(one, twin=next(filter(None, colors), {}))
+    sets = _joined(sets, always=answers.labels is not None)
+    most = max(len(one.labels) for one in sets)
+    sets = [one for one in sets if 10 * len(one.labels) >= most]
+    if answers.labels is None:
+        test = {image.path for image in survey.images if image.split == "test"}
+        sets = [one for one in sets if one.labels.keys() - test] or sets
+    if len(sets) > 1:
+        ways = [
+            Reading(
+                f"{one.pattern} ({len(one.labels)} images, {len(one.values)} values)",
+                f"--labels {shlex.quote(one.pattern)}",
+                labels=one,
+            )
+            for one in sets
+        ]
+        # Those that `label_sets` would take together.
+        words = differing_words(x.pattern for x in survey.sets if len(x.values) < 3)
+        if words and all(len(one.values) < 3 for one in sets):
+            one_each = "classes, whose masks show nearly the same; the smaller area counts"
+            ways.append(Reading(one_each, names_option(words)))
+            ways.append(Reading("classes, of which a pixel may have several", "--task multilabel"))
+        raise UndecidedError(f"{len(sets)} sets of labels fit the images", ways)
+    return sets[0]
+
+
+def _restricted(labels: LabelSet, wanted: str) -> LabelSet | None:
+    """The part of a set that `wanted` names: a folder, a part of a name or a pattern; or None.
+
+    Patterns of `_joined` sets stand beside each other: `train/*.png, val/*.png`.
+    """
+    parts = [part.strip("/") for part in wanted.split(", ")]
+    if labels.pattern in (wanted, *parts):
+        return labels
+
+    def fits(file: str, part: str) -> bool:
+        below = file.startswith(f"{part}/") or f"/{part}/" in f"/{file}"
+        return below or fnmatchcase(file, f"*{part}*" if "*" not in part else part)
+
+    kept = {
+        image: found
+        for image, files in labels.labels.items()
+        if (found := tuple(file for file in files if any(fits(file, part) for part in parts)))
+    }
+    if not kept:
+        return None
+    if any(len(files) > 1 for files in kept.values()):
+        return replace(labels, labels=kept)
+    pattern = wanted if len(labels.classes) > 1 else labels.pattern
+    return replace(labels, pattern=pattern, labels=kept, classes=())
+
+
+def _joined(sets: Sequence[LabelSet], *, always: bool) -> list[LabelSet]:
+    """The sets, those of one kind that label different images as one.
+
+    always: even if neither their folders nor what surrounds the names are alike, but for splits.
+    """
+    found: list[LabelSet] = []
+    for one in sorted(sets, key=lambda one: -len(one.labels)):
+        for i, other in enumerate(found):
+            alike = (one.kind, one.classes) == (other.kind, other.classes)
+            alike = alike and (always or _have_alike_names(one, other))
+            if alike and not one.labels.keys() & other.labels.keys():
+                found[i] = replace(
+                    other,
+                    pattern=f"{other.pattern}, {one.pattern}",
+                    pattern_of=_patterns(other) | _patterns(one),
+                    labels={**other.labels, **one.labels},
+                    values={**one.values, **other.values},
+                    class_of={**one.class_of, **other.class_of},
+                )
+                break
+        else:
+            found.append(one)
+    return found
+
+
+def _patterns(labels: LabelSet) -> dict[str, str]:
+    """The pattern of each file."""
+    files = (file for found in labels.labels.values() for file in found)
+    return {file: labels.pattern_of.get(file, labels.pattern) for file in files}
+
+
+def _have_alike_names(*sets: LabelSet) -> bool:
+    """Whether folders or names are the same without words of splits."""
+    parts = []
+    for one in sets:
+        *folders, name = one.pattern.split(", ")[0].split("/")
+        words = (
+            [w for x in part for w in words_of(x) if not split_of(w)] for part in (folders, [name])
+        )
+        parts.append([*words])
+    return any(one == other for one, other in zip(*parts, strict=True))
+
+
+def _is_named_instances(labels: LabelSet) -> bool:
+    words = re.findall("[a-z]+", labels.pattern.lower())
+    other = {"segmentationobject", "object", "objects", "inst", "panoptic"}
+    return any(word in other or word.startswith("instance") for word in words)
+
+
+def is_instances(labels: LabelSet) -> bool:
+    """Whether values look like `class * 1000 + number`, or numbers of objects."""
+    ids = [value for value in labels.values if isinstance(value, int)]
+    return len(ids) > MOST_CLASSES or sum(value >= 1000 for value in ids) > len(ids) / 2
+
+
+def choose_orientation(labels: LabelSet, scores: tuple[float, float], answers: Answers) -> LabelSet:
+    """`labels` with `upright`, where EXIF turns images and the sizes of labels do not tell.
+
+    scores: of `label_sets.compared_turned`.
+
+    Raises:
+        ConfigError: an answer where nothing is in question.
+        UndecidedError: the edges of the images do not tell either.
+    """
+    if not labels.unclear:
+        refuse_unused(vars(answers), "exif", "images that EXIF leaves, and labels whose sizes tell")
+        return labels
+    said, (stored, turned) = answers.exif, scores
+    if said is None and abs(stored - turned) > _SHIFTED:
+        said = "stored" if stored > turned else "turned"
+    if said == "stored" or (said == "turned" and not labels.classes):
+        return replace(labels, upright=said == "turned")
+    upright = "; else store the pixels upright, and masks for them" if labels.classes else ""
+    shown = replace(labels, labels={path: labels.labels[path] for path in sorted(labels.unclear)})
+    ways = [Reading("the pixels as stored", "--exif stored", labels=shown)]
+    if not labels.classes:
+        shown = replace(shown, upright=True)
+        ways.append(Reading("the pixels as viewers show them", "--exif turned", labels=shown))
+    raise UndecidedError(
+        f"{labels.pattern}: EXIF turns {first_of(shown.labels, 3)}: labels may lie on such images "
+        f"or on their pixels as stored{upright}",
+        ways,
+    )
+
+
+def check_pairs(survey: Survey, labels: LabelSet, found: EdgeScores, answers: Answers) -> None:
+    """Stops where the images say something else than names and values.
+
+    Raises:
+        DataError: labels fit the images of their neighbours better than their own.
+        UndecidedError: 0 lies where images are black, or values may number objects.
+    """
+    own = found.scores.get(OWN, 1.0)
+    words, best = max(found.scores.items(), key=lambda pair: pair[1], default=(OWN, own))
+    if best > own + _SHIFTED and answers.pairs is None:
+        which = f"{words} image" if words.startswith("the ") else f"their image {words}"
+        raise DataError(
+            f"{labels.pattern}: labels fit {which} better than their own: edges are {best:.2f} "
+            f"times as strong along their borders there, {own:.2f} times here; names, order or "
+            "orientation were mixed up; if they are right, as faint areas may be, --pairs named "
+            "goes on"
+        )
+    is_unsaid = answers.ignore is answers.names is answers.instances is None
+    if found.are_numbered and not survey.legends and is_unsaid:
+        raise UndecidedError(
+            f"{labels.pattern}: each label has about one area of each value from 1 on, some "
+            "more than others: numbers of objects, or classes?",
+            [
+                Reading("objects of one class", "--instances binary"),
+                Reading("classes", ignore_option([])),
+            ],
+        )
+    is_named = any(one.value == 0 for legend in survey.legends for one in legend.classes)
+    if found.black > _BLACK and 0 in labels.values and answers.ignore is None and not is_named:
+        raise UndecidedError(
+            f"{labels.pattern}: 0 lies where images are black ({shares_of(labels, [0])}): no data, "
+            "or a class?",
+            [
+                Reading("no data", ignore_option([0]), (0,), leaves_out=True),
+                Reading("a class", ignore_option([]), (0,)),
+            ],
+        )

@@ -1,0 +1,253 @@
+"""All values of the labels of a set, from all of its files; and what is wrong with some of them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from segtrain.data.read.concurrent import for_each_pair, num_processes
+from segtrain.data.read.decode import exchanges_sides
+from segtrain.data.read.georeference import SAME_EXTENT, other_place
+from segtrain.desk.annotations.label_maps import presence_counts
+from segtrain.desk.survey import contents
+from segtrain.desk.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts
+from segtrain.desk.survey.image_kinds import Image
+from segtrain.desk.survey.label_sets import LabelSet, total_values
+from segtrain.desk.survey.names import Legend
+from segtrain.desk.survey.shades import nearest
+from segtrain.distributed.machine import process_pool
+from segtrain.errors import DataError
+from segtrain.text import counted, first_of
+
+_OTHER_COLORS = "its palette gives the same values other colours than those before it"
+
+
+def count_values(
+    folder: Path,
+    labels: LabelSet,
+    images: Sequence[Image],
+    legends: Sequence[Legend],
+    jobs: int | None,
+) -> LabelSet:
+    """`labels` with the values of all of its files; legends: what names classes in the folder.
+
+    Raises:
+        DataError: files that are no labels, or of another size or at another place than the image.
+    """
+    by_path = {image.path: image for image in images}
+    files = [(image, file) for image, found in labels.labels.items() for file in found]
+    work = partial(_facts_or_problem, folder, labels.threshold)
+    with process_pool(num_processes(len(files), jobs)) as pool:
+        read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
+    if not labels.classes and () not in labels.labels.values():
+        read = _by_palettes(read, legends)
+    is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
+    kind = "colors" if is_colored else labels.kind
+    found = [(*names, facts) for names, facts in zip(files, read, strict=True)]
+    shows_one = labels.classes and not (labels.numbered or is_colored)
+    kinds = {"ids", "two"} if shows_one else {kind}
+    sizes_say = _are_upright(found, by_path)
+    upright = bool(sizes_say) and not labels.classes
+    # Labels of background alone lie alike either way.
+    turned = {image for image, *_ in found if by_path[image].orientation != 1}
+    unclear = frozenset(turned) if sizes_say is None else frozenset()
+    shown = _checked(folder, found, kinds, by_path, upright=upright)
+    if labels.classes:
+        labels = _with_painted(folder, labels, by_path, jobs)
+        values, shown_in = labels.values, labels.shown_in
+    else:
+        counts: list[dict[Value, ValueFacts]] = []
+        shown_in: dict[Value, set[str]] = defaultdict(set)
+        for image, _, facts in found:
+            for value, count in facts.values.items():
+                if is_colored and facts.kind == "ids":
+                    value = (value,) * 3
+                counts.append({value: count})
+                shown_in[value].add(image)
+        values = dict(sorted(total_values(counts).items()))
+    palette = max((facts.palette for facts in read), key=len, default=())
+    palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
+    no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
+    known = {"palette": palette, "no_data": no_data, "shown_in": shown_in}
+    return replace(labels, kind=kind, values=values, upright=upright, unclear=unclear, **known)
+
+
+def _by_palettes(read: list[LabelFacts | str], legends: Sequence[Legend]) -> list[LabelFacts | str]:
+    """The facts, with colours in the place of indices where palettes were made file by file.
+
+    It is so where the same index has other colours, and all of them are those of a list of classes.
+    """
+    shown = [{} if isinstance(facts, str) else _shown(facts) for facts in read]
+    pairs = {pair for colors in shown for pair in colors.items()}
+    differ = len({value for value, _ in pairs}) < len(pairs)
+    are_named = any(
+        all(len(nearest(color, [c.color for c in one.classes])) == 1 for _, color in pairs)
+        for one in legends
+        if one.has_colors
+    )
+    if not (differ and are_named and all(map(_is_shown, read))):
+        return read
+    return [_in_colors(facts) for facts in read]
+
+
+def _is_shown(facts: LabelFacts | str) -> bool:
+    """Whether a palette has a colour for each value, and none means no data."""
+    is_read = not isinstance(facts, str) and facts.no_data is None
+    return is_read and facts.values.keys() == _shown(facts).keys()
+
+
+def _in_colors(facts: LabelFacts) -> LabelFacts:
+    counts = ({facts.palette[value]: count} for value, count in facts.values.items())
+    values = {color: count._replace(files=1) for color, count in total_values(counts).items()}
+    return facts._replace(kind="colors", values=values, palette=())
+
+
+def _with_painted(
+    folder: Path, labels: LabelSet, images: Mapping[str, Image], jobs: int | None
+) -> LabelSet:
+    """A set with a file for each class, with the values of the labels that these make together.
+
+    Raises:
+        DataError: of a class nothing is left.
+    """
+    totals, shown_in, claimed, example = Counter(), defaultdict(set), 0, {}
+    how = labels.void, labels.threshold, labels.overlapping
+    work = partial(_count_painted, len(labels.classes) + 1, *how)
+    items = [(path, labels.class_files(folder, path), images[path].size) for path in labels.labels]
+    with process_pool(num_processes(len(items), jobs)) as pool:
+        for image, counts, twice in for_each_pair(work, items, pool, "overlaps"):
+            claimed += twice
+            for number, pixels in enumerate(counts.tolist()):
+                totals[number] += pixels
+                if pixels:
+                    shown_in[number].add(image)
+                    files = (x for x in labels.labels[image] if labels.class_of.get(x, 1) == number)
+                    example.setdefault(number, next(files, ""))
+    values = {
+        number: ValueFacts(pixels, 0, len(shown_in[number]), example.get(number, ""))
+        for number, pixels in sorted(totals.items())
+    }
+    hidden = [name for i, name in enumerate(labels.classes, 1) if not totals[i]]
+    if hidden and claimed and not labels.overlapping:
+        raise DataError(
+            f"{folder}: {labels.pattern}: nothing is left of {first_of(hidden)}: other classes, in "
+            "smaller areas, lie on all of it; choose classes by --names"
+        )
+    return replace(labels, values=values, shown_in=shown_in, claimed=claimed)
+
+
+def _count_painted(
+    num_values: int,
+    void: Sequence[int],
+    threshold: float | None,
+    overlapping: bool,
+    item: tuple[str, Sequence[tuple[Path, int]], tuple[int, int]],
+) -> tuple[str, np.ndarray, int]:
+    """The image, its pixels of each class, the background first, and those of several classes."""
+    image, files, size = item
+    if overlapping:
+        bands = contents.presence(files, size, num_values - 1, void, threshold)
+        counts = presence_counts(bands)[:num_values]
+        return image, counts, np.count_nonzero((bands == 1).sum(2) > 1)
+    label, claimed = contents.painted(files, size, void, threshold)
+    return image, np.bincount(label.ravel(), minlength=num_values), np.count_nonzero(claimed)
+
+
+def _checked(
+    folder: Path,
+    found: Iterable[tuple[str, str, LabelFacts | str]],
+    kinds: Set[Kind],
+    images: Mapping[str, Image],
+    *,
+    upright: bool,
+) -> dict[int, Color]:
+    """The colours that palettes give to the values; found: image, file and facts of each label.
+
+    upright: as in LabelSet.
+
+    Raises:
+        DataError: as `count_values`.
+    """
+    shown, unfit, wrong, elsewhere = {}, [], [], []
+    for image, file, facts in found:
+        if problem := _problem(facts, file, shown, kinds):
+            unfit.append(problem)
+        elif facts.size != _label_size(images[image], upright):
+            sides = ["x".join(map(str, size)) for size in (facts.size, images[image].size)]
+            wrong.append(f"{file}: {sides[0]}, image {sides[1]}")
+        elif what := other_place(images[image].map_place, facts.place):
+            elsewhere.append(f"{file}: {what}")
+        else:
+            shown |= _shown(facts)
+    if unfit:
+        what = counted(len(unfit), "label cannot", "labels cannot")
+        repair = "replace them or move them away"
+        if any(problem.endswith(_OTHER_COLORS) for problem in unfit):
+            repair += ", or name the colours in class_dict.csv (name,r,g,b), and they will count"
+        raise DataError(f"{folder}: {what} be read: {first_of(unfit, 5)}; {repair}")
+    if wrong:
+        what = counted(len(wrong), "label has", "labels have")
+        raise DataError(f"{folder}: {what} another size than the image: {first_of(wrong, 5)}")
+    if elsewhere:
+        what = counted(len(elsewhere), "label lies", "labels lie")
+        where = f"elsewhere on the map than the image: {first_of(elsewhere, 5)}"
+        raise DataError(f"{folder}: {what} {where}; {SAME_EXTENT}")
+    return shown
+
+
+def _label_size(image: Image, upright: bool) -> tuple[int, int]:
+    return image.size[::-1] if upright and exchanges_sides(image.orientation) else image.size
+
+
+def _are_upright(
+    found: Iterable[tuple[str, str, LabelFacts | str]], images: Mapping[str, Image]
+) -> bool | None:
+    """Whether labels were made on the pictures as EXIF turns them; None: their sizes do not tell.
+
+    All labels of turned pictures that are not square have height and width exchanged. Then those
+    of upside-down and square ones were made so, too.
+    """
+    turned = [
+        facts.size == images[image].size[::-1]
+        for image, _, facts in found
+        if not isinstance(facts, str)
+        and exchanges_sides(images[image].orientation)
+        and len({*images[image].size}) == 2
+    ]
+    return all(turned) if turned else None
+
+
+def _shown(facts: LabelFacts) -> dict[int, Color]:
+    """The colours of the values in a file; none if it has no palette."""
+    return {v: facts.palette[v] for v in facts.values if facts.palette and v < len(facts.palette)}
+
+
+def _problem(
+    facts: LabelFacts | str, file: str, shown: Mapping[int, Color], kinds: Set[Kind]
+) -> str:
+    """Why a file does not belong to the labels beside it, or empty.
+
+    shown: the colours of values in those before it. kinds: of them.
+    """
+    if isinstance(facts, str):
+        return facts
+    if facts.kind not in kinds and not (facts.is_rgb and "colors" in kinds):
+        wanted = contents.KINDS[min(kinds)]
+        return f"{file}: holds {contents.KINDS[facts.kind]}, other labels hold {wanted}"
+    if facts.kind != "two" and "two" in kinds and len(facts.values.keys() | {0}) > 2:
+        return (
+            f"{file}: holds {len(facts.values)} values, where each of several files shows one class"
+        )
+    if any(shown.get(value, color) != color for value, color in _shown(facts).items()):
+        return f"{file}: {_OTHER_COLORS}"
+    return ""
+
+
+def _facts_or_problem(folder: Path, threshold: float | None, file: str) -> LabelFacts | str:
+    try:
+        return contents.label_facts(folder, file, threshold)
+    except DataError as error:
+        return str(error)

@@ -1,0 +1,193 @@
+"""Which list of classes belongs to the labels: the one that fits the values they hold."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+
+from segtrain.data.read.classes import known_names, load_class_file
+from segtrain.desk.survey.contents import Value
+from segtrain.desk.survey.decide import (
+    Answers,
+    Reading,
+    UndecidedError,
+    default_names,
+    ignore_option,
+    names_option,
+)
+from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.desk.survey.names import Legend, NamedClass
+from segtrain.desk.survey.shades import is_close, nearest
+from segtrain.text import first_of
+
+# Data sets that are known by the names of their labels.
+_KNOWN_PATTERNS = {"_labelids": "cityscapes", "ade_": "ade20k"}
+# So much of the labels must be in the colours of a list: of one of the folder, of a known data set.
+_FITS, _FITS_KNOWN, _MIN_KNOWN_COLORS = 0.5, 0.99, 5
+# Or so many of the colours of a list of the folder are on labels.
+_SHOWN = 0.5
+# Those files do not change while a program runs, and every folder is compared with them.
+_known_file = cache(load_class_file)
+
+
+def named_values(
+    legends: Sequence[Legend], labels: LabelSet, answers: Answers
+) -> tuple[str, dict[Value, NamedClass]]:
+    """The file that names the classes of the labels, and the class of each value.
+
+    Both are empty if none does, or the command line does.
+
+    Raises:
+        UndecidedError: several lists fit and differ, none of those there are fits, or it does not
+            say whether it counts from 0 or from 1.
+    """
+    legend = None
+    if answers.names is None and labels.kind == "colors":
+        legend = _for_colors(legends, labels)
+    elif answers.names is None:
+        legend = _for_ids(legends, labels, set(labels.values) - (answers.ignore or set()))
+    if legend is None:
+        return "", {}
+    if labels.kind == "colors":
+        return legend.source, {one.color: one for one in legend.classes}
+    return legend.source, {c.value: c for c in sorted(legend.classes, key=lambda c: c.value)}
+
+
+def _for_colors(legends: Sequence[Legend], labels: LabelSet) -> Legend | None:
+    """The list whose colours are those of the labels: of the folder, else of a known data set."""
+    pixels = {color: facts.pixels for color, facts in labels.values.items()}
+    known = list(_known_colors(labels)) if len(pixels) >= _MIN_KNOWN_COLORS else []
+    for legend in (*legends, *known):
+        if legend.has_colors:
+            colors = [one.color for one in legend.classes]
+            near = sum(n for c, n in pixels.items() if any(is_close(c, one) for one in colors))
+            shown = sum(any(is_close(c, one) for c in pixels) for one in colors)
+            fits = near >= (_FITS_KNOWN if legend in known else _FITS) * sum(pixels.values())
+            if fits or (legend not in known and shown >= _SHOWN * len(colors)):
+                return legend
+    return None
+
+
+def _known_colors(labels: LabelSet) -> Iterator[Legend]:
+    for name in known_names():
+        if name == "voc" and "segmentationclass" not in labels.pattern.lower():
+            continue  # annotation tools draw other classes in these colours too
+        file = _known_file(name)
+        has_own = all(not one.more_colors for one in file.classes)
+        if has_own and len(file.given_colors) == file.num_classes:
+            classes = [NamedClass(one.name, None, one.color) for one in file.classes]
+            yield Legend(f"the known classes of {name}", tuple(classes))
+
+
+def _for_ids(legends: Sequence[Legend], labels: LabelSet, values: set[int]) -> Legend | None:
+    """The list that fits the values, with a value for each class."""
+    by_train_ids = [found for one in legends if (found := one.by_train_ids())]
+    if "trainid" in labels.pattern.lower():
+        legends = by_train_ids or legends
+    elif "labelid" not in labels.pattern.lower():
+        legends = [*legends, *by_train_ids]
+    fitting = [fit for one in legends if (fit := _with_values(one, values, labels))]
+    fitting = _agreeing(fitting, values) or _known_ids(labels, values)
+    lists = [one for one in legends if not (one.has_values or one.has_colors)]
+    if lists and not fitting:
+        ordered = sorted(values)
+        names = names_option(default_names(ordered))
+        raise UndecidedError(
+            f"{labels.pattern}: the labels hold {len(values)} values, {first_of(ordered, 20)}, and "
+            f"{lists[0].source} names {len(lists[0].classes)} classes: they do not fit",
+            [
+                Reading("names for the values, in their order", names),
+                Reading("values without a class", "--ignore VALUES", tuple(ordered[-1:]), True),
+            ],
+        )
+    return fitting[0] if fitting else None
+
+
+def _with_values(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:
+    """The list with a value for each class; None: it does not fit the values of the labels."""
+    if legend.has_values:
+        known = {one.value for one in legend.classes}
+        return legend if 2 * len(known & values) >= len(known) or values <= known else None
+    if legend.has_colors and (class_of := _classes_by_palette(legend, labels)):
+        return _valued(legend.source, class_of.values(), class_of)
+    return _placed(legend, values, labels)
+
+
+def _classes_by_palette(legend: Legend, labels: LabelSet) -> dict[int, NamedClass]:
+    """The class whose colour the palette of labels gives to each value, or a shade of it.
+
+    Empty if not all of the palette's values have one of their own.
+    """
+    by_color = {one.color: one for one in reversed(legend.classes)}
+    colors = {v: labels.palette[v] for v in sorted(labels.values) if v < len(labels.palette)}
+    near = {v: nearest(color, list(by_color)) for v, color in colors.items()}
+    is_clear = all(len(found) == 1 for found in near.values())
+    is_own = len({found[0] for found in near.values() if found}) == len(near)
+    return {v: by_color[found[0]] for v, found in near.items()} if is_clear and is_own else {}
+
+
+def _placed(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:
+    """A list without values: its classes count from 0, or from 1 if the labels say so."""
+    number, two = len(legend.classes), sorted(values)
+    plain = {v for v in values if v != 255 or number > 255}
+    if len(two) == 2 and two[0] == 0 and number <= 2:  # a mask, whatever its foreground is
+        background = [NamedClass("background")] if number == 1 else []
+        return _valued(legend.source, [*background, *legend.classes], two)
+    from_0, from_1 = plain <= set(range(number)), plain <= set(range(1, number + 1))
+    if not plain or (len(values) == number > 2 and plain != values and from_0):
+        return None  # as many values as names: 255 may be the last of them
+    if from_0 and from_1:
+        raise UndecidedError(
+            f"{labels.pattern}: the labels hold {first_of(sorted(plain), 20)}, and {legend.source} "
+            f"names {number} classes: counted from 0 or from 1?",
+            [
+                Reading(
+                    f"{low} is {legend.classes[0].name}",
+                    _options(_valued("", legend.classes, range(low, low + number)), values),
+                )
+                for low in (0, 1)
+            ],
+        )
+    if from_0:
+        return _valued(legend.source, legend.classes, range(number))
+    if plain <= set(range(number + 1)):  # if 0 is among them, it has no name, and is asked for
+        return _valued(legend.source, legend.classes, range(1, number + 1))
+    return None
+
+
+def _valued(source: str, classes: Iterable[NamedClass], values: Iterable[int]) -> Legend:
+    pairs = zip(classes, values, strict=True)
+    return Legend(source, tuple(one._replace(value=value) for one, value in pairs))
+
+
+def _agreeing(fitting: list[Legend], values: set[int]) -> list[Legend]:
+    """The lists, if they say the same; else those that name every value, if these do."""
+    whole = [one for one in fitting if values <= {c.value for c in one.classes} | {0, 255}]
+    for found in (fitting, whole or fitting):
+        if len({tuple((c.name, c.value) for c in one.classes) for one in found}) <= 1:
+            return found
+    raise UndecidedError(
+        f"several files name the classes differently: {first_of(one.source for one in fitting)}",
+        [Reading(one.source, _options(one, values)) for one in fitting],
+    )
+
+
+def _options(legend: Legend, values: set[int]) -> str:
+    """The options that say of labels of these values what the list says."""
+    named = {one.value: one for one in legend.classes}
+    without = {v for v in values if (named[v].means_no_class if v in named else v == 255)}
+    left = sorted(values - without)
+    names = [named[v].name if v in named else default_names([v])[0] for v in left]
+    return f"{ignore_option(sorted(without))} {names_option(names)}"
+
+
+def _known_ids(labels: LabelSet, values: set[int]) -> list[Legend]:
+    """The classes of a known data set, if the labels have its names or colours, and its values."""
+    for part, name in _KNOWN_PATTERNS.items():
+        file = _known_file(name)
+        colors = {value: c.color for c in file.classes for value in c.ids if value in labels.twin}
+        is_own = len(colors) >= _MIN_KNOWN_COLORS and colors.items() <= labels.twin.items()
+        if part in labels.pattern.lower() or is_own:
+            named = [NamedClass(c.name, value) for c in file.classes for value in c.ids]
+            ignored = [NamedClass(f"id {value}", value, None, True) for value in file.ignore_ids]
+            if values <= {one.value for one in (*named, *ignored)}:
+                return [Legend(f"the known classes of {name}", (*named, *ignored))]
+    return []

@@ -1,0 +1,145 @@
+"""The decision for one large picture: windows to train on, and a strip of it to evaluate on.
+
+Windows do not overlap, and a gap lies on both sides of the strip: neighbouring pixels are alike,
+and a score on pixels beside those trained on would be too good.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from segtrain.data.read.find import Window
+from segtrain.data.read.georeference import unit_m
+from segtrain.data.read.raster import is_tiff, windows
+from segtrain.desk.survey.class_lists import Classes
+from segtrain.desk.survey.decide import Answers
+from segtrain.desk.survey.image_kinds import Image
+from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.desk.survey.splits import DEFAULT_VAL, Splits
+from segtrain.desk.survey.survey import Survey
+from segtrain.errors import DataError, refuse_unused
+from segtrain.text import counted, first_of
+from segtrain.types import IGNORE_INDEX
+
+SIDE_PX = 1024
+# Steps of strips along a side; a gap is one of them.
+_CELLS, _LEAST_PX = 40, 400
+
+ClassIds = Callable[[Window], np.ndarray]
+"""The train ids (h, w) of a window of the label, IGNORE_INDEX where there is no class."""
+
+
+def is_one_picture(survey: Survey, labels: LabelSet, answers: Answers) -> bool:
+    """Whether a single image has a label, so that it has to be divided itself."""
+    labelled = [image for image in survey.images if image.path in labels.labels]
+    if len(labelled) != 1 or min(labelled[0].size) < _LEAST_PX:
+        return False
+    image, files = labelled[0], labels.labels[labelled[0].path]
+    if not is_tiff(Path(image.path)):
+        repair = "store it as TIFF (gdal_translate a.png a.tif), of which windows can be read"
+        raise DataError(f"{survey.root / image.path}: the only image with a label; {repair}")
+    if labels.classes or not files or labels.upright:
+        what = "the only image with a label, which windows need in one file, upright"
+        raise DataError(f"{survey.root / image.path}: {what}")
+    what = "the only image with a label; --val 0.2 divides it"
+    refuse_unused(vars(answers), "group" + " val" * isinstance(answers.val, str), what)
+    return True
+
+
+def choose_windows(
+    survey: Survey, path: str, classes: Classes, answers: Answers, class_ids: ClassIds
+) -> Splits:
+    """Windows of the image at `path`, those without any class left out.
+
+    DataError: nothing is left to train or to evaluate on.
+    """
+    image = next(image for image in survey.images if image.path == path)
+    share = answers.val if isinstance(answers.val, float) else DEFAULT_VAL
+    edges = [[round(i * side / _CELLS) for i in range(_CELLS + 1)] for side in image.size]
+    counts = _counts(edges, class_ids, len(classes.classes))
+    width = max(1, round(share * _CELLS))
+    costs = [best_span(counts.sum(1 - axis), width, 1) for axis in (0, 1)]
+    axis = int(costs[1] < costs[0])
+    length, first, last = edges[axis], costs[axis][1], costs[axis][1] + width
+    between = (length[first], length[last])
+    before, after = (0, length[max(0, first - 1)]), (length[min(_CELLS, last + 1)], length[-1])
+    parts = []
+    for spans in ((before, after), (between,)):
+        every = (x for span in spans for x in _windows(span, axis, image.size))
+        parts.append([x for x in every if (class_ids(x) != IGNORE_INDEX).any()])
+    train, val = parts
+    if not (train and val):
+        raise DataError(f"{survey.root / path}: too little of its label has a class")
+    starts, sizes = [x[axis] for x in train], [x[axis + 2] for x in train]
+    gap = min(
+        max(between[0] - start - size, start - between[1])
+        for start, size in zip(starts, sizes, strict=True)
+    )
+    what = f"a strip of {'rows' if axis == 0 else 'columns'} {between[0]} to {between[1] - 1}"
+    apart = f"{gap} px{_in_metres(gap, axis, image)} from the nearest window to train on"
+    reason = f"{counted(len(val), 'window', 'windows')}, {what}, {apart} (--val)"
+    kept, tried = sides(counts.sum(1 - axis), first, width, 1)[0], counts.sum((0, 1))
+    names = [one.name for one in classes.classes]
+    lost = [name for i, name in enumerate(names) if tried[i] and not kept[i]]
+    warning = f"no window to train on shows {first_of(lost)}"
+    images = ([replace(image, window=x, size=x[2:]) for x in part] for part in parts)
+    return Splits(*map(tuple, images), reason, (warning,) if lost else ())
+
+
+def _windows(span: tuple[int, int], axis: int, size: tuple[int, int]) -> Iterator[Window]:
+    """Windows that cover rows (axis 0) or columns of this span."""
+    start, end = span
+    if start == end:
+        return
+    area = (end - start, size[1]) if axis == 0 else (size[0], end - start)
+    for one in windows(area, SIDE_PX):
+        place = {"top": one.top + start} if axis == 0 else {"left": one.left + start}
+        yield one._replace(**place)
+
+
+def _counts(edges: list[list[int]], class_ids: ClassIds, num_classes: int) -> np.ndarray:
+    """How many pixels of each cell show each class, (cells, cells, K)."""
+    counts = np.zeros((_CELLS, _CELLS, num_classes), np.int64)
+    for y, (top, bottom) in enumerate(pairwise(edges[0])):
+        row = class_ids(Window(top, 0, bottom - top, edges[1][-1]))
+        for x, (left, right) in enumerate(pairwise(edges[1])):
+            found = row[:, left:right].ravel()
+            counts[y, x] = np.bincount(found, minlength=256)[:num_classes]
+    return counts
+
+
+def best_span(counts: np.ndarray, width: int, gap: int) -> tuple[tuple[int, int, float], int]:
+    """Where to evaluate: the first of `width` neighbours, with its cost.
+
+    No class is lost to the training, then all are evaluated, then the span is most like the whole.
+
+    counts: pixels of each class along an axis, (N, K). gap: what is left out on both sides.
+    """
+    every = counts.sum(0)
+
+    def cost(first: int) -> tuple[int, int, float]:
+        trained, evaluated = sides(counts, first, width, gap)
+        lost, unseen = (int(((every > 0) & (x == 0)).sum()) for x in (trained, evaluated))
+        unlike = evaluated / max(1, every.sum()) - every / max(1, every.sum()) * width / len(counts)
+        return lost, unseen, float(np.abs(unlike).sum())
+
+    return min((cost(first), first) for first in range(len(counts) - width + 1))
+
+
+def sides(counts: np.ndarray, first: int, width: int, gap: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many pixels of each class are trained and evaluated on, (K,) both."""
+    last = first + width
+    others = [*range(first - gap), *range(last + gap, len(counts))]
+    return counts[others].sum(0), counts[first:last].sum(0)
+
+
+def _in_metres(pixels: int, axis: int, image: Image) -> str:
+    """Such as " (12.5 m)", of rows (axis 0) or columns; empty: nobody knows."""
+    if image.map_place is None:
+        return ""
+    metres, _ = unit_m(image.map_place, image.size)
+    step = np.array(image.map_place.to_map).reshape(2, 3)[:, 1 - axis]
+    return f" ({pixels * metres * np.hypot(*step):.4g} m)" if metres else ""

@@ -1,0 +1,134 @@
+"""Colours in labels that mean the same: a rare one close to another is a shade of it."""
+
+from collections.abc import Sequence
+
+from segtrain.desk.survey.contents import Color, Value, word
+from segtrain.desk.survey.decide import (
+    Answers,
+    Reading,
+    UndecidedError,
+    default_names,
+    names_option,
+)
+from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.errors import DataError
+
+# A colour this close to another one, and this much rarer, is a shade of it.
+_CLOSE, _RARE = 8, 0.01
+# The colour that comes next must be so many times as far.
+_CLEAR = 2
+# So many colours without names come from smoothed edges, or more than so many levels of a mask
+# whose others lie beside another value.
+_SMOOTHED, _LEVELS, _BESIDE = 32, 4, 0.9
+
+
+def distance(one: Color, other: Color) -> int:
+    """The largest difference of a channel."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def is_close(one: Color, other: Color) -> bool:
+    """Whether one colour may be a shade of the other."""
+    return distance(one, other) <= _CLOSE
+
+
+def nearest(color: Color, main: Sequence[Color]) -> list[Color]:
+    """The colour of `main` that this one is or is a shade of; several, if none is clearly nearer.
+
+    >>> nearest((12, 0, 0), [(10, 0, 0), (0, 0, 0)]), nearest((99, 0, 0), [(0, 0, 0)])
+    ([(10, 0, 0)], [])
+    """
+    near, *others = sorted(main, key=lambda one: distance(one, color))
+    least = distance(near, color)
+    rivals = [one for one in others if distance(one, color) < _CLEAR * least]
+    return [near, *rivals] if least <= _CLOSE else []
+
+
+def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict[Value, Value]:
+    """What each value counts as: itself, or the colour of which it is a shade.
+
+    named: colours that a list of classes gives; of others the frequent ones count as themselves.
+
+    Raises:
+        DataError: so many colours, that labels were smoothed; or one is as close to two classes.
+        UndecidedError: colours differ by a shade, and both are frequent.
+    """
+    if answers.ignore is answers.names is None:
+        if _is_smoothed_mask(labels):
+            raise _smoothed(labels, "values between 0 and 255", "make them 0 or 255")
+        if _are_blended(labels):
+            repair = "save labels as PNG and resize them by nearest neighbour (--ignore none)"
+            raise _smoothed(labels, "colours" if labels.kind == "colors" else "values", repair)
+    if labels.kind != "colors":
+        return {value: value for value in labels.values}
+    colors = sorted(labels.values, key=lambda color: -labels.values[color].pixels)
+    main = named or _frequent(labels, colors, answers)
+    found = {}
+    for color in colors:
+        is_own = color in (answers.ignore or ())
+        near = [] if is_own else nearest(color, main)
+        if len(near) > 1:
+            raise _between(labels, color, near)
+        found[color] = near[0] if near else color
+    if named and len({*found.values()} - {*named}) > _SMOOTHED and answers.ignore is None:
+        raise _smoothed(labels, "colours", "save masks without that")
+    return found
+
+
+def _between(labels: LabelSet, color: Color, near: Sequence[Color]) -> DataError:
+    facts = labels.values[color]
+    places = " and ".join(f"{distance(one, color)} of {word(one)}" for one in near[:2])
+    return DataError(
+        f"{labels.pattern}: {word(color)} ({facts.pixels} pixels, as in {facts.example}) is within "
+        f"{places}: as near to two classes; give it the exact colour of one, or leave it out "
+        "(--ignore)"
+    )
+
+
+def _smoothed(labels: LabelSet, what: str, repair: str) -> DataError:
+    return DataError(
+        f"{labels.pattern}: {len(labels.values)} {what}, most on few pixels: edges were smoothed "
+        f"or resized; {repair}"
+    )
+
+
+def _is_smoothed_mask(labels: LabelSet) -> bool:
+    """Whether labels are black and white, with greys along the edges only."""
+    between = [facts for value, facts in labels.values.items() if value not in (0, 255)]
+    if len(labels.values) <= _LEVELS or not labels.values.keys() >= {0, 255}:
+        return False
+    pixels = sum(facts.pixels for facts in between)
+    is_few = pixels < min(labels.values[value].pixels for value in (0, 255))
+    return is_few and sum(facts.rim for facts in between) >= _BESIDE * pixels
+
+
+def _are_blended(labels: LabelSet) -> bool:
+    """Whether labels hold many values, and half of them only beside others, as JPEG leaves them."""
+    thin = [x for x in labels.values.values() if x.rim >= _BESIDE * x.pixels]
+    return len(thin) > max(_LEVELS, len(labels.values) / 2)
+
+
+def _frequent(labels: LabelSet, colors: Sequence[Color], answers: Answers) -> list[Color]:
+    """The colours without those that are shades of others. colors: the most frequent first."""
+    pixels = {color: facts.pixels for color, facts in labels.values.items()}
+    main: list[Color] = []
+    clash: tuple[Color, ...] = ()
+    for color in colors:
+        near = next((one for one in main if is_close(one, color)), None)
+        if near is None or pixels[color] > _RARE * pixels[near]:
+            main.append(color)
+            clash = clash or (() if near is None else (near, color))
+    if len(main) > _SMOOTHED and answers.names is None:
+        repair = "save masks without that, or name the classes in class_dict.csv"
+        raise _smoothed(labels, "colours", repair)
+    if clash and (answers.names is None or len(answers.names) != len(main)):
+        names = names_option(default_names(sorted(main)))
+        raise UndecidedError(
+            f"{labels.pattern}: the colours {word(clash[0])} and {word(clash[1])} differ by a "
+            f"shade, and both are frequent ({pixels[clash[0]]} and {pixels[clash[1]]} pixels)",
+            [
+                Reading(f"{len(main)} classes", names, clash),
+                Reading("one class: make the labels equal first", "no option does it", clash[1:]),
+            ],
+        )
+    return main

@@ -1,0 +1,295 @@
+"""The survey: what a folder holds, as facts; what to make of them is for `decide`.
+
+Names and headers of all files are read; contents of a sample, where a sample is enough. The labels
+that are going to be used are counted whole, since one rare value decides whether training works.
+"""
+
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from segtrain.data.read import image_formats
+from segtrain.data.read.find_tiles import tile_boxes
+from segtrain.data.read.tiles import TileBox
+from segtrain.desk.annotations import detect, roi_files
+from segtrain.desk.survey import contents, file_names, pairing
+from segtrain.desk.survey.contents import Color, ImageFacts, LabelFacts, spread
+from segtrain.desk.survey.file_names import IMAGE_WORDS, LABEL_WORDS, MADE_WORDS, FileName, words_of
+from segtrain.desk.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
+from segtrain.desk.survey.label_sets import SAMPLE, LabelSet, equal_sets, label_sets
+from segtrain.desk.survey.listings import SUFFIXES, listed_pairs, split_by, with_splits
+from segtrain.desk.survey.names import Legend, is_called_legend, read_legend
+from segtrain.desk.survey.pairing import Matches
+from segtrain.errors import DataError
+from segtrain.files import os_errors_as, walk
+from segtrain.text import first_of
+
+_ROLES = {
+    "made": MADE_WORDS,
+    "image": IMAGE_WORDS,
+    "label": LABEL_WORDS,
+}
+_HEAT_WORDS = {"ir", "infrared", "thermal", "nir", "lwir"}
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a folder holds."""
+
+    root: Path
+    images: tuple[Image, ...]
+    sets: tuple[LabelSet, ...]
+    equal_sets: Mapping[frozenset[str], Mapping[int, Color]]  # as `label_sets.equal_sets` has them
+    legends: tuple[Legend, ...]
+    facts: Mapping[str, ImageFacts]  # of a sample of images
+    similar: frozenset[tuple[str, str]]  # images that are nearly alike, by their paths
+    moving: bool  # whether neighbours by name are more alike than others, as frames of a video
+    tiles: Mapping[str, TileBox]  # where images lie in a larger picture, by their paths
+    split_source: str  # what says the splits; "" if nothing does
+    pair_source: str  # the tables that say which label is whose; "" if names do
+    annotations: Mapping[str, tuple[Path, ...]]  # files by format
+    notes: tuple[str, ...]  # what is odd about the folder, and what is not used
+
+
+def survey(
+    folder: Path,
+    *,
+    val_list: Path | None = None,
+    threshold: float | None = None,
+    classes: Collection[str] | None = (),
+) -> Survey:
+    """Looks at all files below `folder`; writes nothing.
+
+    val_list: a file that names the images to evaluate on; None: splits are those of the folder.
+    threshold: of the grey levels of masks, from which on they show their class.
+    classes: as for `label_sets`.
+
+    Raises:
+        DataError: the folder cannot be read, or there is no image in it.
+    """
+    pictures, others = _files(folder)
+    legends = {path: read_legend(folder / path, path) for path in others}
+
+    names = file_names.parse_names(pictures)
+    samples = _samples(folder, names, threshold)
+    roles, image_names, label_names, matches = matched(names, samples)
+    if not image_names:  # drawn images may look like labels
+        raise DataError(f"{folder}: all pictures look like labels, none like an image")
+
+    notes: list[str] = []
+    lists = [path for path in others if path.endswith(SUFFIXES)]
+    pattern_of = {name.path: name.pattern for name in label_names}
+    listed, pair_source = listed_pairs(folder, lists, image_names, label_names)
+    _check_listed(folder, lists, names, samples, {*listed})
+    if listed:
+        matches = pairing.with_pairs(matches, image_names, listed, pattern_of)
+    images = with_headers(folder, image_names, matches, listed, notes)
+    there = {image.path for image in images}
+    kept = {path: files for path, files in matches.labels.items() if path in there}
+    matches = matches._replace(labels=kept)
+    facts = facts_of(folder, images, notes)
+    if not facts:
+        raise DataError(f"{folder}: no image can be read; {first_of(notes)}")
+    if any(one.has_nan for one in facts.values()):
+        notes.append("pixels of images without a value (NaN or GDAL_NODATA) count as no data")
+    if val_list is None:
+        split_source, images = with_splits(folder, images, lists, notes)
+    else:
+        split_source, images = str(val_list), split_by(val_list, images)
+    similar, moving = similar_images(folder, images)
+
+    _note_pictures(notes, matches, roles, samples)
+    _note_files(notes, folder, others, legends)
+    sets = tuple(label_sets(folder, matches, pattern_of, samples, classes))
+    return Survey(
+        root=folder,
+        images=tuple(images),
+        sets=sets,
+        equal_sets=dict(equal_sets(folder, sets)),
+        legends=tuple(filter(None, legends.values())),
+        facts=facts,
+        similar=similar,
+        moving=moving,
+        tiles=_tiles(folder, images),
+        split_source=split_source,
+        pair_source=pair_source,
+        annotations={kind: tuple(files) for kind, files in detect(folder).items()},
+        notes=tuple(notes),
+    )
+
+
+def _note_pictures(
+    notes: list[str],
+    matches: Matches,
+    roles: Mapping[str, str],
+    samples: Mapping[str, Sequence[LabelFacts]],
+) -> None:
+    """Which pictures are neither image nor label, or of no image."""
+    one, many = "picture looks like a label", "pictures look like labels"
+    note_all(notes, matches.alone, f"{one}, but has no image", f"{many}, but have no image")
+    note_all(notes, matches.unclear, "label fits several images", "labels fit several images")
+    made = sorted(pattern for pattern, role in roles.items() if role == "made")
+    for i, pattern in enumerate(made):
+        reasons = [one.why for one in samples[pattern] if one.why]
+        made[i] += f" ({reasons[0]})" if reasons else ""
+    note_all(notes, made, "kind of picture is not used", "kinds of pictures are not used")
+
+
+def _note_files(
+    notes: list[str], folder: Path, others: Sequence[str], legends: Mapping[str, Legend | None]
+) -> None:
+    """Which other files are not read, though they might say something of the labels."""
+    if not any(legends.values()):
+        unread = [path for path in others if is_called_legend(path)]
+        note_all(notes, unread, *(f"{x} no names of classes" for x in ("file has", "files have")))
+    rois = [str(path.relative_to(folder)) for path in roi_files(folder / x for x in others)]
+    note_all(notes, rois, *(f"{x} of ImageJ's ROIs, not read" for x in ("file", "files")))
+
+
+def _check_listed(
+    folder: Path,
+    lists: Sequence[str],
+    names: Sequence[FileName],
+    samples: Mapping[str, Sequence[LabelFacts]],
+    labelled: Set[str],
+) -> None:
+    """Stops where a list gives images labels that cannot be read: others must not replace them.
+
+    labelled: images to which a list gives a label that can be read.
+
+    DataError: there are such images.
+    """
+    roles = _roles(samples)
+    why = {pattern: next((x.why for x in found if x.why), "") for pattern, found in samples.items()}
+    images = [x for x in names if roles[x.pattern] == "image" and x.path not in labelled]
+    unread = {
+        x.path: why[x.pattern]
+        for x in names
+        if roles[x.pattern] == "made" and MADE_WORDS.isdisjoint(_words(x.pattern))
+    }
+    others = [x for x in names if x.path in unread]
+    listed, source = listed_pairs(folder, lists, images, others)
+    for image, label in listed.items():
+        reason = unread[label] or "looks like a picture"
+        raise DataError(f"{folder / label}: the label of {image} by {source}: {reason}")
+
+
+def _tiles(folder: Path, images: Sequence[Image]) -> dict[str, TileBox]:
+    boxes = tile_boxes(
+        [image.name for image in images],
+        [image.size for image in images],
+        [image.map_place for image in images],
+        lambda i: contents.read_bands([folder / file for file in images[i].files]),
+    )
+    return {x.path: box for x, box in zip(images, boxes, strict=True) if box is not None}
+
+
+def _files(folder: Path) -> tuple[list[str], list[str]]:
+    """Paths of the pictures and of all other files, relative to the folder."""
+    with os_errors_as(DataError):
+        paths = [
+            (here / name).relative_to(folder).as_posix()
+            for here, names in walk(folder, hidden=False)
+            for name in names
+        ]
+    suffixes = {path: PurePosixPath(path).suffix.lower() for path in paths}
+    pictures = [path for path in paths if suffixes[path] in image_formats.SUFFIXES]
+    if not pictures:
+        most = Counter(suffixes.values()).most_common(5)
+        kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in most)
+        if any(path.lower().endswith((".nii", ".nii.gz", ".dcm")) for path in paths):
+            kinds += f"; of volumes segtrain data import {shlex.quote(str(folder))} makes slices"
+        raise DataError(
+            f"{folder}: no images ({' '.join(image_formats.SUFFIXES)}); found {kinds or 'no files'}"
+        )
+    return pictures, [path for path in paths if suffixes[path] not in image_formats.SUFFIXES]
+
+
+def matched(
+    names: Sequence[FileName], samples: Mapping[str, Sequence[LabelFacts]]
+) -> tuple[dict[str, str], list[FileName], list[FileName], Matches]:
+    """The role of each pattern, names of images and of labels, and which belong together."""
+    roles = _roles(samples)
+    images = [name for name in names if roles[name.pattern] == "image"]
+    labels = [name for name in names if roles[name.pattern] == "label"]
+    matches = pairing.match(images, labels)
+    for other_way in (pairing.match_channels, pairing.match_scenes):
+        if len(matches.labels) < len(images) / 2 and (matches.alone or matches.unclear):
+            renamed, found = other_way(images, labels)
+            if len(found.labels) > len(matches.labels):
+                images, matches = renamed, found
+    return roles, images, labels, matches
+
+
+# Roles
+
+
+def _samples(
+    folder: Path, names: Sequence[FileName], threshold: float | None
+) -> dict[str, list[LabelFacts]]:
+    """Facts about some files of each pattern; patterns that differ in folders alone share them.
+
+    threshold: divides the greys of files that are called labels, and not of images.
+    """
+    shared = _shared({name.pattern for name in names})
+    by_form: dict[str, list[FileName]] = defaultdict(list)
+    for name in names:
+        by_form[file_names.form_of(name.pattern)].append(name)
+    found: dict[str, list[LabelFacts]] = {}
+    for members in by_form.values():
+        facts: list[LabelFacts] = []
+        for name in spread(members, SAMPLE):
+            with suppress(DataError):
+                is_label = _called(name.pattern, shared) == {"label"}
+                cut = threshold if is_label else None
+                facts.append(contents.label_facts(folder, name.path, cut))
+        found |= dict.fromkeys((name.pattern for name in members), facts)
+    return found
+
+
+def _roles(samples: Mapping[str, Sequence[LabelFacts]]) -> dict[str, str]:
+    """image, label or made, of each pattern; a word that all of them have says nothing."""
+    shared = _shared(samples)
+    return {pattern: _role(pattern, facts, shared) for pattern, facts in samples.items()}
+
+
+def _shared(patterns: Collection[str]) -> set[str]:
+    """Words that all patterns have, and that say nothing therefore."""
+    words = [set(_words(pattern)) for pattern in patterns]
+    shared = set.intersection(*words) if len(words) > 1 else set()
+    if not _HEAT_WORDS.isdisjoint(set().union(*words)):
+        shared |= {"vis"}  # visible light, and no visualization
+    return shared
+
+
+def _words(part: str) -> tuple[str, ...]:
+    return words_of(part.replace("*", " "))
+
+
+def _role(pattern: str, facts: Sequence[LabelFacts], shared: Set[str]) -> str:
+    """By words in the name and the nearest folder, and by what files hold.
+
+    A label must look like one: what is called so and does not was made for people, or blurred.
+    shared: words that say nothing.
+    """
+    either = _called(pattern, shared)
+    if "made" in either:
+        return "made"
+    like_label = sum(one.kind != "picture" for one in facts) > len(facts) / 2
+    if "label" in either and (like_label or "image" not in either):
+        return "label" if like_label else "made"
+    return "image" if "image" in either or not like_label else "label"
+
+
+def _called(pattern: str, shared: Set[str]) -> set[str]:
+    """The roles that the name and the nearest folder of a pattern say; made: one that any says."""
+    said = []  # the roles that the words of the name and of each folder say, from the nearest on
+    for part in reversed(pattern.split("/")):
+        words = set(_words(part)) - shared
+        said.append({role for role, known in _ROLES.items() if words & known})
+    name, *folders = said
+    either = name | next(filter(None, folders), set())
+    return either | ({"made"} & set().union(*said))
