@@ -181,9 +181,9 @@ def test_a_checkpoint_restores_the_whole_state(small, tmp_path):
     assert momenta
     assert all((momentum != 0).all() for momentum in momenta)
     state = new_state(override_config(config, ["train.shares=2"], source="c.yaml"))
-    exponents = {name: 30 + i for i, name in enumerate(state.gradients.exponents)}
+    exponents = {name: 30 + i for i, name in enumerate(state.passes.gradients.exponents)}
     restore(state, saved._replace(shares={"exponents": exponents}), tmp_path / "a.pt")
-    assert state.gradients.exponents == exponents
+    assert state.passes.gradients.exponents == exponents
 
 
 @pytest.mark.fault(39)

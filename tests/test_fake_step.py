@@ -11,6 +11,7 @@ from experiments import sections
 from fake_device import K, config, fake_batch
 from torch import Tensor, nn
 
+from segtrain.distributed.rank_sums import RANKS
 from segtrain.training import local
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.layers import make_initial_weights
@@ -64,7 +65,7 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake):
     state = SimpleNamespace(
         step=0,
         model=SimpleNamespace(dropout_channels=(8, None)),
-        shares=None,
+        passes=SimpleNamespace(cut=lambda tensor, _: [tensor], sums=RANKS),
         layout=SimpleNamespace(positions=lambda rank: [range(2), range(8, 10)]),
         criterion=SegLoss(settings.loss, torch.device("cuda")),
     )

@@ -213,7 +213,7 @@ def test_a_trial_evaluates_the_images_that_take_most_memory(monkeypatch):
         def size(self, index):
             return sizes[index]
 
-    state = argparse.Namespace(eval_model=None, shares=None)
+    state = argparse.Namespace(eval_model=None, passes=argparse.Namespace(at_once=1))
     run = argparse.Namespace(config=config, device="cpu", state=state)
     evaluation.evaluate_largest(run, Images("abcd"))
     assert seen == ["b", "b", "c", "c"]

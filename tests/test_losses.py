@@ -15,6 +15,7 @@ from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import LossConfig, load_config, parse_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.shares import ShareThreads
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.errors import ConfigError
 from segtrain.norm import placed
@@ -252,7 +253,7 @@ def test_ranks_together_have_the_loss_of_the_whole_batch(run_ranks):
 @pytest.mark.parametrize("shares", [None, (3,)])
 def test_virtual_ranks_and_shares_have_the_loss_of_the_whole_batch(shares):
     parts = list(zip(*(part.split((2, 2, 1)) for part in scene()), strict=True))
-    group = VirtualRanks(3, shares=shares)
+    group = VirtualRanks(3) if shares is None else ShareThreads(shares, 3)
     with placed([(2, 2, 1)]):
         assert_one_batch(group.run([partial(of_part, part) for part in parts]))
 

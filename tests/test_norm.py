@@ -18,6 +18,7 @@ from cuda_standins import as_on_cuda, calls, cuda_arithmetic, ranks_as_on_cuda
 from torch import Tensor, nn
 
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.shares import ShareThreads
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.norm import (
     SyncBatchNorm,
@@ -659,7 +660,8 @@ def test_virtual_ranks_and_shares_equal_the_full_batch(shares):
         return y.detach(), x.grad
 
     with cuda_arithmetic():
-        results = VirtualRanks(3, shares=shares).run([lambda p=p: work(p) for p in parts])
+        group = VirtualRanks(3) if shares is None else ShareThreads(shares, 3)
+        results = group.run([lambda p=p: work(p) for p in parts])
     assert calls["elementwise"] == 2
 
     x = torch.cat(parts).requires_grad_()

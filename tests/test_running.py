@@ -12,6 +12,7 @@ from torch import nn
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout
 from segtrain.distributed.passes import current
+from segtrain.distributed.rank_sums import RANKS
 from segtrain.norm import SyncBatchNorm, SyncBatchNorm2d, sync, tracked_together
 from segtrain.training import step as step_module
 from segtrain.training.local import LocalMicrobatch, StepNumbers
@@ -110,9 +111,9 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
     sums = SimpleNamespace(collected=lambda last: nullcontext(), finish=lambda: True)
     state = SimpleNamespace(
         layout=Layout(4, 2, (1,)),
-        shares=None,
-        replicas=[],
-        gradients=sums,
+        passes=SimpleNamespace(
+            gradients=sums, followed=[nn.Identity()], sums=RANKS, are_whole=lambda parts: True
+        ),
         model=nn.Identity(),
         wrapped=None,
         initial_weights=SimpleNamespace(hold_gradients=lambda model: None),

@@ -27,8 +27,7 @@ from segtrain.models.norms import make_norm
 from segtrain.models.precision import float32_products
 from segtrain.models.pspnet import PSPHead
 from segtrain.models.resnet import _Block, _Conv
-from segtrain.training import graph
-from segtrain.training import state as state_module
+from segtrain.training import graph, share_passes
 from segtrain.training.exact_sum import ExactGradientSum
 from segtrain.training.graph import GraphStep, why_not
 from segtrain.training.optim.optimizer import may_be_captured
@@ -141,8 +140,7 @@ def config_of(names):
     config = unread(**sections)
     if "recorded" in names:
         capturable = may_be_captured(model_of(config), config, CUDA)
-        shares = config.train.shares
-        if why_not(config, SimpleNamespace(shares=shares, capturable=capturable), CUDA):
+        if why_not(config, SimpleNamespace(capturable=capturable), CUDA):
             raise ValueError("such a step is not recorded")
     return config
 
@@ -253,7 +251,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", ranks.graph)
     monkeypatch.setattr(graph, "EAGER_STEPS", 1)
     monkeypatch.setattr(ExactGradientSum, "finish", finish_alike)
-    monkeypatch.setattr(state_module, "fingerprint", lambda *_: "")  # a second, of no interest
+    monkeypatch.setattr(share_passes, "fingerprint", lambda *_: "")  # a second, of no interest
     torch.set_num_threads(1)  # shares leave it so, too
     yield ranks
     torch.set_num_threads(threads)

@@ -198,7 +198,18 @@ def test_which_task_and_which_way_is_asked_in_their_own_rooms():
         "desk/commands/bench.py": 1,  # measures steps that all ranks take together
         "desk/commands/fit.py": 1,  # as well
         "distributed/layout.py": 2,  # what a batch of parts by themselves needs
-        "training/state.py": 1,  # whether gradients are added up
+        "training/rank_passes.py": 1,  # whether gradients are added up
     }
     rooms = "desk/survey/", "data/read/classes.py", "data/check/"
     assert asking(_OF_CLASS_FILES, "config/", "task/", *rooms) == {}
+
+
+def test_shares_are_asked_for_once_in_the_step():
+    """`passes_of`; the others are about what a run promises."""
+    found = asking(re.compile(r"\bshares\b"), "config/", "desk/")
+    assert found == {
+        "training/rank_passes.py": 1,
+        "distributed/layout.py": 2,  # who computes which image
+        "commands/train/preflight.py": 1,  # idle ranks
+        "run/directory.py": 1,  # changes that leave the bits
+    }

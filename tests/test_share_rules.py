@@ -12,7 +12,7 @@ from segtrain.config import TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d
-from segtrain.training import state as training_state
+from segtrain.training import share_passes
 from segtrain.training.share_rules import fingerprint, refuse_layers, watch
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_more_ranks_than_shares_are_refused_by_the_ranks_too(run_ranks, tmp_path
 
 def with_digits(digits, function, *args, **options):
     """Calls `function` on ranks whose arithmetic has these digits."""
-    training_state.fingerprint = lambda *_: digits[dist.rank()]
+    share_passes.fingerprint = lambda *_: digits[dist.rank()]
     return function(*args, **options)
 
 

@@ -14,6 +14,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.offload import InFlight, offload, reload, saved_on_host
 from segtrain.distributed.virtual_ranks import VirtualRanks
+from segtrain.training import rank_passes
 from segtrain.training import step as step_module
 from segtrain.training.local import LocalMicrobatch, StepNumbers
 from segtrain.training.state import make_state
@@ -138,8 +139,8 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, size=41):
         with saved_on_host(*args, copies=ClonesAsHost(mode.forget)), mode:
             yield
 
-    sizes, original = [batch_size // virtual] * virtual, step_module.saved_on_host
-    step_module.saved_on_host = on_host
+    sizes, original = [batch_size // virtual] * virtual, rank_passes.saved_on_host
+    rank_passes.saved_on_host = on_host
     try:
         numbers = StepNumbers.on(torch.device("cpu"))
         about = torch.ones(()), numbers, StepSync(lambda: False)
@@ -150,7 +151,7 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, size=41):
                 objective, _ = step_module.forward(state, state.wrapped, share, *about)
                 objective.backward()
     finally:
-        step_module.saved_on_host = original
+        rank_passes.saved_on_host = original
     return mode.peak, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 

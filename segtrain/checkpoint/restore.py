@@ -14,7 +14,6 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.errors import CheckpointError
 from segtrain.run.directory import config_differences
 from segtrain.text import MAX_NAME, printable
-from segtrain.training.exact_sum import ExactGradientSum
 from segtrain.training.optim.muon import Muon
 from segtrain.training.state import TrainState
 
@@ -38,9 +37,7 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
         # The run may not have used float16 before; a new scaler finds its scale within some steps.
         if state.scaler.is_enabled() and checkpoint.scaler:
             state.scaler.load_state_dict(checkpoint.scaler)
-        # The run may not have had shares before; the first step finds its exponents.
-        if isinstance(state.gradients, ExactGradientSum) and checkpoint.shares:
-            restore_exponents(state.gradients, checkpoint.shares)
+        state.passes.restore(checkpoint.shares)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     # A stranger's file has anything where a dict, a list, a number or a tensor is expected.
@@ -126,27 +123,6 @@ def restore_initial_weights(state: TrainState, saved: dict[str, Any] | None) -> 
         parameter = state.model.get_parameter(name)
         _check_shape(name, mask, parameter.shape)
         initial.held[name] = torch.empty_like(parameter, dtype=torch.bool).copy_(mask)
-
-
-def shares_fields(state: TrainState) -> dict[str, Any] | None:
-    """What a checkpoint keeps for train.shares; None without it.
-
-    exponents: of the fixed-point gradients of the next step, by parameter.
-    arithmetic: `share_rules.fingerprint` of rank 0.
-    """
-    if not isinstance(state.gradients, ExactGradientSum):
-        return None
-    return {"exponents": state.gradients.exponents, "arithmetic": state.arithmetic}
-
-
-def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any]) -> None:
-    """Sets the exponents of the next step."""
-    if saved["exponents"].keys() != gradients.exponents.keys():
-        raise CheckpointError(
-            "it has gradients of other weights: with train.shares, optim.layers cannot "
-            "freeze others in the middle of a run; start a new one with train.init_from"
-        )
-    gradients.exponents = saved["exponents"]
 
 
 def optimizer_fields(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

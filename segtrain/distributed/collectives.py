@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -82,20 +82,15 @@ def alone() -> Iterator[None]:
 def group_size(group: Group | None = None) -> int:
     """The number of ranks in `group` (None: all), each counted with its virtual ranks."""
     virtual = virtual_ranks.current()
-    if virtual is not None and virtual.shares is not None:
-        return sum(virtual.shares)
-    return _num_processes(group) * (1 if virtual is None else virtual.num_slots)
+    processes = _num_processes(group)
+    return processes if virtual is None else virtual.size(processes)
 
 
 def group_rank() -> int:
     """The row of `all_gather` that is this rank's: its number among all, virtual ones counted."""
     virtual = virtual_ranks.current()
     number = 0 if current().alone else rank()
-    if virtual is None:
-        return number
-    if virtual.shares is not None:
-        return sum(virtual.shares[:number]) + virtual_ranks.slot()
-    return number * virtual.num_slots + virtual_ranks.slot()
+    return number if virtual is None else virtual.number(number)
 
 
 def _num_processes(group: Group | None) -> int:
@@ -244,8 +239,8 @@ def abort_groups() -> None:
 def all_reduce_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
     """`tensor`, overwritten with the sum over the ranks of `group` (None: all). Collective.
 
-    Every rank gets the same bits. Virtual ranks add up first, in their order; shares (see
-    `VirtualRanks`) as in `ordered_sum`. The sum has no gradient: see `training/losses` for a way
+    Every rank gets the same bits. Virtual ranks add up first, in their order; shares as in
+    `ordered_sum`. The sum has no gradient: see `training/losses` for a way
     around.
 
     Two virtual ranks in this process have 1 and 5:
@@ -263,13 +258,9 @@ def all_reduce_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
     if virtual is None:
         return _sum_processes(tensor, group)
 
-    def combine(parts: list[Tensor]) -> Tensor:
-        if virtual.shares is None:
-            return _sum_processes(reduce(torch.add, parts), group)
-        return ordered_sum(torch.stack(parts), virtual.shares, group)
-
+    ways = partial(_sum_processes, group=group), partial(ordered_sum, group=group)
     # Each virtual rank gets its own copy, so in-place edits cannot leak.
-    return tensor.copy_(virtual.meet(tensor, combine))
+    return tensor.copy_(virtual.meet(tensor, lambda parts: virtual.add_up(parts, *ways)))
 
 
 def ordered_sum(parts: Tensor, shares: Sequence[int], group: Group | None = None) -> Tensor:
@@ -364,9 +355,8 @@ def all_gather(tensor: Tensor) -> Tensor:
     virtual = virtual_ranks.current()
     if virtual is None:
         return _gather_processes(tensor.unsqueeze(0))
-    shares = virtual.shares
-    gather = _gather_processes if shares is None else partial(_gather_parts, shares=shares)
-    return virtual.meet(tensor, lambda parts: gather(torch.stack(parts)))
+    ways = _gather_processes, _gather_parts
+    return virtual.meet(tensor, lambda parts: virtual.gather(parts, *ways))
 
 
 def _gather_processes(tensor: Tensor, group: Group | None = None) -> Tensor:

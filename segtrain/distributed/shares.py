@@ -7,23 +7,54 @@ computed depends on the number of ranks, or on which of them has which share.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.virtual_ranks import VirtualRanks
+from segtrain.distributed.rank_sums import RankSums
+from segtrain.distributed.virtual_ranks import VirtualRanks, slot
 
 T = TypeVar("T")
 
 
-class Shares(NamedTuple):
+class ShareThreads(VirtualRanks):
+    """Threads of shares: sums over all of them do not depend on which process has which.
+
+    counts: how many each process has, in the order of ranks. at_once: how many may run here.
+    """
+
+    def __init__(self, counts: Sequence[int], num_slots: int, *, at_once: int = 1) -> None:
+        super().__init__(num_slots, at_once=at_once)
+        self.counts = tuple(counts)
+
+    def size(self, processes: int) -> int:
+        """All shares, whatever the group of processes."""
+        return sum(self.counts)
+
+    def number(self, process: int) -> int:
+        """The place of this thread's share."""
+        return sum(self.counts[:process]) + slot()
+
+    def add_up(self, parts: Sequence[Tensor], over_processes: Any, in_order: Any) -> Tensor:
+        """In the order of shares."""
+        return in_order(torch.stack(parts), self.counts)
+
+    def gather(self, parts: Sequence[Tensor], of_processes: Any, in_order: Any) -> Tensor:
+        """In the order of shares."""
+        return in_order(torch.stack(parts), self.counts)
+
+
+class Shares(RankSums):
     """The shares of a run as this rank sees them.
 
     counts: how many each rank has, in the order of ranks.
     at_once: how many this process computes at the same time.
     """
+
+    def __init__(self, counts: tuple[int, ...], at_once: int) -> None:
+        self.counts, self.at_once = counts, at_once
 
     counts: tuple[int, ...]
     at_once: int
@@ -45,12 +76,20 @@ class Shares(NamedTuple):
 
         Inside, `collectives` count shares instead of ranks.
         """
-        group = VirtualRanks(len(functions), at_once=self.at_once, shares=self.counts)
+        group = ShareThreads(self.counts, len(functions), at_once=self.at_once)
         return group.run([functools.partial(_in_one_thread, f) for f in functions])
 
-    def sum(self, parts: Tensor) -> Tensor:
-        """The sum over all shares of `parts`, (n, ...) for the n of this rank (collective)."""
-        return dist.ordered_sum(parts, self.counts)
+    def slots(self, found: int) -> int:
+        """The shares of this rank."""
+        return self.counts[dist.rank()]
+
+    def each(self, function: Callable[[Any], object], batch: Sequence[Any]) -> None:
+        """Calls the function with each share's part, `batch` having them, in its thread."""
+        self.run([functools.partial(function, part) for part in batch])
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """In the order of shares, of which this rank has `parts` (collective)."""
+        return dist.ordered_sum(torch.stack(parts), self.counts)
 
 
 @functools.cache

@@ -8,7 +8,11 @@ whole batch, and the device holds the workspace of few parts at a time.
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import reduce
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -26,15 +30,10 @@ class VirtualRanks:
 
     Args:
         at_once: how many may run at the same time.
-        shares: how many threads each process has, in the order of ranks, if sums over all of them
-            must not depend on which process has which (see `collectives.ordered_sum`).
     """
 
-    def __init__(
-        self, num_slots: int, *, at_once: int = 1, shares: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, num_slots: int, *, at_once: int = 1) -> None:
         self.num_slots = num_slots
-        self.shares = None if shares is None else tuple(shares)
         self._at_once = min(at_once, num_slots)
         # A thread waits by acquiring its gate; who opens it releases it, once between two meetings.
         self._gates = [threading.Lock() for _ in range(num_slots)]
@@ -78,6 +77,39 @@ class VirtualRanks:
         if self._error is not None:
             raise self._error
         return results
+
+    def size(self, processes: int) -> int:
+        """The threads of so many processes."""
+        return processes * self.num_slots
+
+    def number(self, process: int) -> int:
+        """This thread's among those of all processes; `process`: the number of this one."""
+        return process * self.num_slots + slot()
+
+    def add_up(
+        self,
+        parts: Sequence[Tensor],
+        over_processes: Callable[[Tensor], Tensor],
+        in_order: Callable[[Tensor, Sequence[int]], Tensor],
+    ) -> Tensor:
+        """The sum of all threads' parts, of which this process has `parts` (collective).
+
+        over_processes: adds up a tensor of each process. in_order: adds up rows, of which each
+            process has so many, in their order.
+        """
+        return over_processes(reduce(torch.add, parts))
+
+    def gather(
+        self,
+        parts: Sequence[Tensor],
+        of_processes: Callable[[Tensor], Tensor],
+        in_order: Callable[[Tensor, Sequence[int]], Tensor],
+    ) -> Tensor:
+        """All threads' parts, stacked, of which this process has `parts` (collective).
+
+        of_processes: concatenates equally many rows of each process. in_order: so many of each.
+        """
+        return of_processes(torch.stack(parts))
 
     def meet(self, part: Any, combine: Callable[[list[Any]], T]) -> T:
         """`combine` of all threads' parts in the order of slots, called once, in every thread."""

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
-from segtrain.distributed.shares import Shares
+from segtrain.distributed.rank_sums import RANKS, RankSums
 from segtrain.norm.kernels import local_moments, packed, unbiased, unpacked_moments
 from segtrain.norm.kinds import FrozenBatchNorm2d
 from segtrain.norm.tracking import untracked
@@ -25,7 +25,7 @@ def precise_statistics(
     batches: Iterable[T] | Iterable[Sequence[T]],
     forward: Callable[[T], Any] | None = None,
     *,
-    shares: Shares | None = None,
+    parts: RankSums = RANKS,
 ) -> int:
     """Sets every running mean and variance to that of all values in all `batches` (collective).
 
@@ -40,7 +40,7 @@ def precise_statistics(
         batches: this rank's; layers that share statistics need as many on every rank. Those whose
             statistics are over some `images` need `placed` around this.
         forward: runs the model on a batch; None: module(batch).
-        shares: each batch has one part for each share of this rank, which are computed apart.
+        parts: of each batch. With `Shares` it is a list, one for each share of this rank.
 
     Returns:
         the number of layers that were set; without any, nothing runs.
@@ -56,7 +56,7 @@ def precise_statistics(
         with torch.no_grad():  # each thread has a mode of its own
             run(part)
 
-    sums = [{} for _ in range(1 if shares is None else shares.counts[dist.rank()])]
+    sums = [{} for _ in range(parts.slots(1))]
     with untracked(), ExitStack() as after:
         for child in module.modules():
             after.callback(setattr, child, "training", child.training)
@@ -68,15 +68,12 @@ def precise_statistics(
             after.callback(counter.copy_, counter.clone())
             layer.train()
         for batch in batches:
-            if shares is None:
-                run(batch)
-            else:
-                shares.run([partial(run_part, part) for part in batch])
-    _set(layers, sums, shares)
+            parts.each(run_part, batch)
+    _set(layers, sums, parts)
     return len(layers)
 
 
-_Sums = list[dict[nn.Module, Tensor]]  # of each share of this rank
+_Sums = list[dict[nn.Module, Tensor]]  # of each part of this rank
 
 
 def _accumulate(
@@ -89,14 +86,13 @@ def _accumulate(
     mine[layer] = mine[layer] + payload if layer in mine else payload
 
 
-def _set(layers: list[_BatchNorm], sums: _Sums, shares: Shares | None) -> None:
+def _set(layers: list[_BatchNorm], sums: _Sums, parts: RankSums) -> None:
     """One collective for all layers; those that saw no value on any rank keep what they had."""
     sizes = [2 * layer.num_features + 1 for layer in layers]
     for mine in sums:
         for layer, size in zip(layers, sizes, strict=True):
             mine.setdefault(layer, layer.running_mean.new_zeros(size, dtype=torch.float64))
-    rows = torch.stack([torch.cat([mine[layer] for layer in layers]) for mine in sums])
-    whole = dist.all_reduce_sum(rows[0]) if shares is None else shares.sum(rows)
+    whole = parts.sum([torch.cat([mine[layer] for layer in layers]) for mine in sums])
     dist.wait_for_device(whole.device)
     for layer, part in zip(layers, whole.split(sizes), strict=True):
         mean, var, count = unpacked_moments(part)

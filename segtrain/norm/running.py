@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.passes import current
-from segtrain.distributed.shares import Shares
+from segtrain.distributed.rank_sums import RANKS, RankSums
 from segtrain.norm.group_sums import SeenBatch, contribution, move_from
 from segtrain.norm.groups import groups_here
 from segtrain.norm.sync import SyncBatchNorm
@@ -81,7 +81,7 @@ class _LayerBatches(NamedTuple):
 
 
 @torch.no_grad()
-def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | None = None) -> None:
+def sync_running_stats(module: nn.Module, *others: nn.Module, parts: RankSums = RANKS) -> None:
     """Lets the running statistics of groups of images follow the last batches (collective).
 
     One all_reduce for all layers and all batches since the last call (with shares, a gather); none
@@ -94,24 +94,21 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, shares: Shares | N
     20 together.
 
     others: replicas of `module`, which share its buffers.
-    shares: those of the run. Their parts are gathered and added in the order of the shares, so the
-        sums are the same bits on any number of ranks.
+    parts: what is added up. Those of `Shares` are gathered and added in the order of the shares,
+        so the sums are the same bits on any number of ranks.
     """
     of_all = zip(module.modules(), *(other.modules() for other in others), strict=True)
     with_replicas = [layers for layers in of_all if _has_groups(layers[0])]
     if not with_replicas or not current().tracked:
         return
     of_layers = [_LayerBatches.of(layers) for layers in with_replicas]
-    if shares is None:
-        num_slots = 1 + max((slot for one in of_layers for slot in one.by_slot), default=0)
-    else:
-        num_slots = shares.counts[dist.rank()]
+    found = 1 + max((slot for one in of_layers for slot in one.by_slot), default=0)
     # Every slot sends the same numbers of values: layer after layer, and of each batch after batch.
     rows = [
         torch.cat([part for one in of_layers for part in one.contributions(slot)])
-        for slot in range(num_slots)
+        for slot in range(parts.slots(found))
     ]
-    total = dist.all_reduce_sum(sum(rows)) if shares is None else shares.sum(torch.stack(rows))
+    total = parts.sum(rows)
 
     layers = [one.layer for one in of_layers for _ in range(one.num_batches)]
     sizes = [2 * layer.num_features + 2 for layer in layers]

@@ -30,6 +30,7 @@ from segtrain.run.console import say
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.graph_trial import GraphTrial, copies, restore
 from segtrain.training.local import LocalStep
+from segtrain.training.rank_passes import passes_of
 from segtrain.training.state import TrainState
 from segtrain.training.step import StepResult, StepTensors, TrainStep
 from segtrain.types import Batch
@@ -69,10 +70,8 @@ def why_not(config: Config, state: TrainState, device: torch.device) -> str | No
     """As `GraphPlan.why_not`, as far as the config decides it."""
     if device.type != "cuda" or not config.train.graph:
         return ""
-    if state.shares is not None:
-        return "train.shares waits for the exponents of gradients"
-    if config.train.virtual_ranks > 1:
-        return "train.virtual_ranks computes in threads, which wait for each other"
+    if (threads := passes_of(config.train).why_no_graph(config.train)) is not None:
+        return threads
     if not state.capturable:
         return "train.precision float16 lets the host leave out steps with Muon or such a decay"
     return None

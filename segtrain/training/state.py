@@ -1,7 +1,7 @@
 """Everything that training changes, and how it is made from a config."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout, split_of
-from segtrain.distributed.shares import Shares
 from segtrain.errors import ConfigError
 from segtrain.kernels import takes
 from segtrain.models import SegModel
@@ -18,12 +17,10 @@ from segtrain.models.enlarged import Enlarged, enlarged
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import make_groups, placed
 from segtrain.task.targets import targets_of
-from segtrain.training.exact_sum import ExactGradientSum, replica
-from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.layers import InitialWeights, freeze_layers, make_initial_weights
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, may_be_captured
-from segtrain.training.share_rules import fingerprint, refuse_layers
+from segtrain.training.rank_passes import RankPasses, passes_of
 from segtrain.types import DropoutMasks, SegLogits
 
 
@@ -45,8 +42,7 @@ class ModelWithLoss(nn.Module):
         self.criterion = criterion
         self.autocast_dtype = autocast_dtype(train)
         self.recompute = recompute
-        # Shares have the same bits on all ranks, and one of these might lack Triton.
-        self._by_kernels = type(model) is SegModel and train.shares is None
+        self._by_kernels = type(model) is SegModel and passes_of(train).by_kernels
 
     def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
         """The sums for normalized images (N, 3, H, W), (S, heads, ...) (collective).
@@ -120,16 +116,13 @@ class TrainState:
     normalize: nn.Module
     criterion: SegLoss
     wrapped: nn.Module  # both as one module, compiled if the config says so
-    gradients: GradientSum | ExactGradientSum
+    passes: RankPasses  # how this rank computes its images
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     average: WeightAverage | None
     initial_weights: InitialWeights  # what updates need of the weights that training started from
     layout: Layout  # which images of a step this rank computes, and which the others
     capturable: bool = False  # no number of an update changes from step to step
-    shares: Shares | None = None  # train.shares
-    replicas: list[nn.Module] = field(default_factory=list)  # of `wrapped`, one for each share here
-    arithmetic: str | None = None  # `share_rules.fingerprint` of this rank, with shares
     step: int = 0  # updates done
 
     @property
@@ -175,42 +168,23 @@ def make_state(
     if train.compile:
         # Only the microbatches of a step differ in size, and a graph with open sizes is slower.
         wrapped = torch.compile(wrapped, fullgraph=True, dynamic=False)
-    # Virtual ranks have a backward pass each, so their gradients wait for the end.
-    summed = [] if train.is_asynchronous else model.named_parameters()
     scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "float16")
     scaler.scale(torch.zeros((), device=device))  # makes its tensors; shares would do it at once
     if capturable is None:
         capturable = may_be_captured(model, config, device)
-    state = TrainState(
+    layout = Layout.of(train, split_of(train, dist.world_size()))
+    with placed(layout.everywhere):
+        make_groups(model)
+    return TrainState(
         model=model,
         normalize=normalize,
         criterion=criterion,
         wrapped=wrapped,
-        gradients=GradientSum(summed, overlap=train.virtual_ranks == 1),
+        passes=passes_of(train)(model, wrapped, train, layout),
         optimizer=build_optimizer(model, config, start=initial_weights, capturable=capturable),
         capturable=capturable,
         scaler=scaler,
         average=WeightAverage(model, optim.ema_decay) if optim.ema_decay else None,
         initial_weights=initial_weights,
-        layout=Layout.of(train, split_of(train, dist.world_size())),
+        layout=layout,
     )
-    with placed(state.layout.everywhere):
-        make_groups(model)
-    if train.shares is not None:
-        refuse_layers(model, "train.shares")
-        _cut_into_shares(state, train, device)
-    return state
-
-
-def _cut_into_shares(state: TrainState, train: TrainConfig, device: torch.device) -> None:
-    """Gives each share of this rank a replica, and all the exact sum of gradients (collective)."""
-    state.shares = Shares.of_this_rank(state.layout.shares, device)
-    count = state.shares.counts[dist.rank()]
-    state.replicas = [replica(state.wrapped).train() for _ in range(count)]
-    state.gradients = ExactGradientSum(
-        state.model,
-        state.replicas,
-        shares=state.shares.counts,
-        microbatches=train.accumulate_steps,
-    )
-    state.arithmetic = fingerprint(device, train)

@@ -6,7 +6,6 @@ or in parts that are computed apart: shares, or virtual ranks. `Layout` says who
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,13 +14,10 @@ from torch import Tensor, nn
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.copies import CopyStream
-from segtrain.distributed.offload import saved_on_host
-from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.norm import placed, sync_running_stats, tracked_together, untracked
 from segtrain.training.local import LocalMicrobatch, LocalStep, StepNumbers, local_step
 from segtrain.training.measure import BACKWARD, FORWARD, UPDATE, span
 from segtrain.training.optim.optimizer import set_learning_rate
-from segtrain.training.share_rules import watch
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
@@ -90,12 +86,12 @@ class TrainStep:
         is_first, self._is_first = self._is_first, False
         if is_first:
             state.model.train()
-        # A layer could break the rules of shares: seen in the first step.
-        with watch(state.model) if is_first and state.shares is not None else nullcontext():
+        with state.passes.watched() if is_first else nullcontext():
             losses = gradient(state, local.microbatches, local.numbers, sync)
         with span(UPDATE):
             grad_norm = update(state, local.numbers, config.optim.clip_grad_norm)
-        return StepTensors(losses, grad_norm, sync.take_flags(grad_norm), state.gradients.digest())
+        digest = state.passes.gradients.digest()
+        return StepTensors(losses, grad_norm, sync.take_flags(grad_norm), digest)
 
     def done(self, local: LocalStep, left: StepTensors) -> StepResult:
         """Counts the step, and acts on the flags of the one before (collective).
@@ -121,25 +117,25 @@ def gradient(
     Both are over the valid pixels of all ranks. With train.shares, exact sums may have to be taken
     a second time; running statistics then stay.
     """
-    weights, again = _loss_weights(state, parts), False
+    passes, weights, again = state.passes, _loss_weights(state, parts), False
     while True:
         losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
         with untracked() if again else nullcontext():
             for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
                 sizes = state.layout.sizes(i, dist.rank())
                 # All ranks add their gradients once a step, during the last backward pass.
-                collected = state.gradients.collected(last=i == len(parts) - 1)
+                collected = passes.gradients.collected(last=i == len(parts) - 1)
                 with placed(state.layout.everywhere), collected, tracked_together():
                     about = weight, numbers, step_sync
-                    if len(sizes) == 1 and state.shares is None:
+                    if passes.are_whole(len(sizes)):
                         objective, means = forward(state, state.wrapped, part, *about)
                         with span(BACKWARD):
                             objective.backward()
                     else:
                         means = _in_threads(state, part.split(sizes), *about)
                 losses += means * weight
-            sync_running_stats(*(state.replicas or [state.model]), shares=state.shares)
-        if state.gradients.finish():
+            sync_running_stats(*passes.followed, parts=passes.sums)
+        if passes.gradients.finish():
             state.initial_weights.hold_gradients(state.model)
             return losses
         again = True
@@ -157,7 +153,7 @@ def forward(
 
     Collective. The objective is in the scale of `state.scaler`.
 
-    module: `state.wrapped` or a replica.
+    module: `state.wrapped` or a replica of it.
     weight: that of the microbatch, (), from `_loss_weights`.
     """
     criterion = state.criterion
@@ -198,22 +194,15 @@ def _in_threads(
     def work(module: nn.Module, part: LocalMicrobatch) -> Tensor:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread begins with device 0
-        # Virtual ranks save memory: what their backward passes need waits on the host.
-        on_host = nullcontext()
-        if state.shares is None:
-            on_host = saved_on_host(device, state.model.parameters())
         # In the middle of its backward pass this thread waits for the others: autograd must run in
         # it, and not in the one thread that it has for each device.
-        with torch.autograd.set_multithreading_enabled(False), on_host:
+        with torch.autograd.set_multithreading_enabled(False), state.passes.kept(device):
             objective, means = forward(state, module, part, weight, numbers, step_sync)
             with span(BACKWARD):
                 objective.backward()
         return means
 
-    run, modules = VirtualRanks(len(parts)).run, [state.wrapped] * len(parts)
-    if state.shares is not None:
-        run, modules = state.shares.run, state.replicas
-    return run([partial(work, *pair) for pair in zip(modules, parts, strict=True)])[0]
+    return state.passes.run(work, parts)[0]
 
 
 def _loss_weights(state: TrainState, parts: Sequence[LocalMicrobatch]) -> list[Tensor]:
@@ -235,9 +224,7 @@ def _valid_pixels(state: TrainState, labels: Sequence[Tensor]) -> Tensor:
     def weights(stored: Sequence[Tensor]) -> Tensor:
         return torch.stack([criterion.label_weight(criterion.labels(one)) for one in stored])
 
-    if state.shares is None:
-        return dist.all_reduce_sum(weights(labels))
-    sizes = [state.layout.sizes(i, dist.rank()) for i in range(len(labels))]
-    parts = [one.split(size) for one, size in zip(labels, sizes, strict=True)]
-    # Of each share, its labels in all microbatches.
-    return state.shares.sum(torch.stack([weights(share) for share in zip(*parts, strict=True)]))
+    passes = state.passes
+    # Of each part, its labels in all microbatches.
+    cut = [passes.cut(one, i) for i, one in enumerate(labels)]
+    return passes.sums.sum([weights(part) for part in zip(*cut, strict=True)])

@@ -163,26 +163,22 @@ def evaluate_largest(run: Training, eval_set: SegDataset) -> None:
         whole = [i for i in indices if by_size.of(sizes[i]) == settings]
         return sorted({max(group, key=work) for group in (indices, whole) if group})
 
-    copies = dist.world_size() * _at_once(run) * (settings.batch_size or 1)
+    copies = dist.world_size() * run.state.passes.at_once * (settings.batch_size or 1)
     samples = [eval_set[i] for i in dist.run_on_rank0(largest)]
     _evaluated(run, [sample for sample in samples for _ in range(copies)])
-
-
-def _at_once(run: Training) -> int:
-    return 1 if run.state.shares is None else run.state.shares.at_once
 
 
 def _evaluated(run: Training, samples: Sequence[Sample], **options: Any) -> Outcome:
     """`evaluate_dataset` as a run calls it."""
     num_threads = max(1, num_loader_workers(run.config.data))
-    how = {"num_threads": num_threads, "at_once": _at_once(run)}
+    how = {"num_threads": num_threads, "at_once": run.state.passes.at_once}
     return evaluate_dataset(_predictor(run), samples, **how, **options)
 
 
 def _predictor(run: Training) -> Predictor:
     usual, classes = InferenceSettings.from_config(run.config), run.train_set.classes
     which = run.state.eval_model, usual, run.device, classes.num_classes
-    return for_scores(*which, at_once=_at_once(run))
+    return for_scores(*which, at_once=run.state.passes.at_once)
 
 
 def is_better(score: float, best: dict[str, Any] | None) -> bool:
@@ -227,7 +223,7 @@ def take_precise_statistics(
         StoppedError: `stop` was true on a rank; the statistics are as before.
     """
     train, data = run.config.train, run.config.data
-    layout, shares = run.state.layout, run.state.shares
+    passes = run.state.passes
     normalize = Normalize(data.mean, data.std, data.value_range, clip=data.clip)
     normalize.to(run.device, dtype_of(train))
     model = run.state.eval_model
@@ -237,17 +233,12 @@ def take_precise_statistics(
         with autocast(autocast_dtype(train), run.device):
             model(normalize(images))
 
-    def images_of_batches() -> Iterator[Tensor | list[Tensor]]:
-        """Those of each microbatch; with shares, cut into them."""
+    def images_of_batches() -> Iterator[Any]:
+        """Those of each microbatch, as `precise_statistics` takes them."""
         for i, batch in enumerate(run.loader(step, step + num_batches)):
             if vote(stop()):
                 raise StoppedError
-            images = batch.images.to(run.device)
-            if shares is None:
-                yield images
-                continue
-            yield list(images.split(layout.sizes(i % train.accumulate_steps, dist.rank())))
+            yield passes.batch(batch.images.to(run.device), i % train.accumulate_steps)
 
-    # Virtual ranks save memory that a pass without gradients does not need.
-    with placed(layout.images if shares is None else layout.everywhere):
-        precise_statistics(model, images_of_batches(), forward, shares=shares)
+    with placed(passes.images):
+        precise_statistics(model, images_of_batches(), forward, parts=passes.sums)

@@ -3,11 +3,7 @@
 import torch
 
 from segtrain.checkpoint.format import Checkpoint, experiment_fields, plugin_fields
-from segtrain.checkpoint.restore import (
-    initial_weights_fields,
-    optimizer_fields,
-    shares_fields,
-)
+from segtrain.checkpoint.restore import initial_weights_fields, optimizer_fields
 from segtrain.commands.train.setup import DATA_PATIENCE_S, TrainRun
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
@@ -75,7 +71,7 @@ def checkpoint_of(run: TrainRun) -> Checkpoint:
         best=run.best,
         evaluated=run.evaluated,
         data=run.data.fingerprint(),
-        shares=shares_fields(state),
+        shares=state.passes.fields(),
         start=initial_weights_fields(state),
         centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
         thresholds=run.thresholds and list(run.thresholds),

@@ -12,7 +12,7 @@ import torch
 
 from segtrain import plugins, seed
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
-from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
+from segtrain.checkpoint.format import load, parse_experiment
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
 from segtrain.checkpoint.trained import load_initial
@@ -49,6 +49,7 @@ from segtrain.text import counted
 from segtrain.training.graph import GraphPlan, GraphStep, plan_graphs
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
+from segtrain.training.rank_passes import passes_of
 from segtrain.training.receipt_meter import ReceiptMeter, StepMeter
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step import TrainStep
@@ -66,8 +67,8 @@ _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 def make_repeatable(config: Config, device: torch.device) -> None:
     """Seeds all generators and chooses the kernels that the config asks for."""
     seed.seed_everything(config.seed)
-    # Shares promise bits. On a CPU the kernels that they run keep that promise by themselves.
-    on_device = config.train.shares is not None and device.type == "cuda"
+    # On a CPU the kernels that shares run keep their promise by themselves.
+    on_device = passes_of(config.train).promises_bits and device.type == "cuda"
     is_deterministic = config.train.deterministic or on_device
     if is_deterministic and os.environ.get(_WORKSPACE) not in _WORKSPACES:
         os.environ[_WORKSPACE] = _WORKSPACES[0]
@@ -135,8 +136,8 @@ def prepare(
     # 2. The weights: those of the checkpoint, else train.init_from, else model.pretrained, else
     #    random ones.
     state = build_state(config, device, start, train_set, notes)
-    if state.shares is not None:
-        notes += other_arithmetic(state, known and known.checkpoint)
+    saved = None if known is None else known.checkpoint.shares
+    notes += [f"warning: {finding}" for finding in state.passes.findings(saved)]
     way = way_of(config.train)
     way.prepare(state.model)
     notes += way.lines(config.train, dist.world_size())
@@ -214,18 +215,6 @@ def build_state(
             set_learning_rate(state.optimizer, learning_rate(config, last_update))
     notes += state.initial_weights.lines(model)
     return state
-
-
-def other_arithmetic(state: TrainState, saved: Checkpoint | None) -> list[str]:
-    """Warnings that bits may differ although train.shares is set (collective)."""
-    digits = dist.all_gather_object(state.arithmetic)
-    others = [str(rank) for rank, other in enumerate(digits) if other != digits[0]]
-    findings = []
-    if others:
-        findings.append(f"ranks {', '.join(others)} compute other bits than rank 0")
-    if saved is not None and saved.shares and saved.shares.get("arithmetic") != digits[0]:
-        findings.append("this machine computes other bits than the one that trained")
-    return [f"warning: {found} (other processor, device or version)" for found in findings]
 
 
 def _load_initial(
@@ -478,7 +467,7 @@ def _open_log(
 
 def _add_parts(run: TrainRun) -> None:
     """The way comes first, as hogwild waits before a step; the log writes the receipts."""
-    if run.state.shares is not None:
+    if run.state.passes.promises_bits:
         every = (_DIGEST_STEPS, run.config.checkpoint.keep_every_steps, run.config.train.steps)
         run.receipts = run.receipt_meter(
             lambda step: any(steps and step % steps == 0 for steps in every)

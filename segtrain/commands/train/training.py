@@ -104,7 +104,7 @@ class Training:
             batch_size=config.train.batch_size,
             class_uniform=self.class_uniform,
             class_mix_prob=config.augment.class_mix_prob,
-            hashes=config.train.shares is not None,
+            hashes=self.state.passes.promises_bits,
         )
 
     def loader(self, start: int, stop: int) -> TrainLoader:

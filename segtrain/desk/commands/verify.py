@@ -300,7 +300,7 @@ def _follow_evaluation(this: Replay) -> bool:
 def _receipts_differ(this: Replay, receipts: Sequence[Receipt]) -> list[str]:
     state = this.state
     names = {
-        "gradients": list(state.gradients.exponents),
+        "gradients": list(state.passes.gradients.exponents),
         "weights": list(state.model.state_dict()),
     }
     for here in receipts:
