@@ -14,7 +14,7 @@ from torch import nn
 
 from segtrain.checkpoint.format import Checkpoint, experiment_fields, load, parse_experiment, save
 from segtrain.checkpoint.manager import CheckpointManager
-from segtrain.checkpoint.restore import check_changes, restore, restore_optimizer
+from segtrain.checkpoint.restore import check_changes, restore
 from segtrain.checkpoint.trained import load_initial, load_model, resolve
 from segtrain.checkpoint.weights import load_weights
 from segtrain.config import LayerRule, load_config, override_config
@@ -23,6 +23,7 @@ from segtrain.errors import CheckpointError
 from segtrain.models import build_model
 from segtrain.models.norms import make_norm
 from segtrain.training.optim.optimizer import build_optimizer
+from segtrain.training.optim.saved import restore_optimizer
 from segtrain.training.state import make_state
 
 

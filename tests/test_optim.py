@@ -8,7 +8,6 @@ from experiments import settings
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from segtrain.checkpoint.restore import optimizer_fields, restore_optimizer
 from segtrain.config import LayerRule, ModelConfig
 from segtrain.errors import ConfigError
 from segtrain.models import MODELS, build_model
@@ -20,6 +19,7 @@ from segtrain.training.optim.optimizer import (
     may_be_captured,
     set_learning_rate,
 )
+from segtrain.training.optim.saved import optimizer_fields, restore_optimizer
 from segtrain.training.optim.schedule import learning_rate
 
 

@@ -11,7 +11,7 @@ from test_step import CPU, TwoHeads, assert_same_training, plain_loop, run, weig
 from torch.nn.utils import prune
 
 from segtrain.checkpoint.format import Checkpoint
-from segtrain.checkpoint.restore import initial_weights_fields, restore
+from segtrain.checkpoint.restore import restore
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.desk.results.differences import checkpoint_differences
 from segtrain.errors import CheckpointError, ConfigError
@@ -110,7 +110,7 @@ def test_held_weights_and_all_that_moves_them_stay_0_and_others_move(options):
 
 def checkpoint_of(state):
     parts = weights(state), None, copy.deepcopy(state.optimizer.state_dict()), {}
-    return Checkpoint(state.step, "", "", *parts, best=None, start=initial_weights_fields(state))
+    return Checkpoint(state.step, "", "", *parts, best=None, start=state.initial_weights.fields())
 
 
 def test_what_is_held_is_what_the_checkpoint_says_and_not_what_is_0_by_chance():

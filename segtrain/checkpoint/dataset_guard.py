@@ -126,12 +126,12 @@ class DatasetGuard:
         lines, self._log_lines = self._log_lines, []
         return lines
 
-    def fingerprint(self) -> str:
-        """What a checkpoint must say about the data, on rank 0.
+    def fields(self) -> dict[str, str]:
+        """What a checkpoint keeps about the data, on rank 0.
 
         Until the labels have been compared, it keeps the old hashes for the next resumption.
         """
-        return fingerprint_to_json(DataFingerprint(*self._splits))
+        return {"data": fingerprint_to_json(DataFingerprint(*self._splits))}
 
     @property
     def _knows_labels(self) -> bool:

@@ -66,8 +66,8 @@ class Checkpoint(NamedTuple):
     best: BestScore | None
     evaluated: int = 0  # the step of the newest evaluation; 0: none
     data: str | None = None  # the DataFingerprint as JSON; None: the model comes from elsewhere
-    shares: dict[str, Any] | None = None  # see `restore.shares_fields`
-    start: dict[str, Any] | None = None  # see `restore.initial_weights_fields`
+    shares: dict[str, Any] | None = None  # `SharePasses.fields`
+    start: dict[str, Any] | None = None  # `InitialWeights.fields`
     centroids: str | None = None  # `Centroids.sha256` with data.class_uniform
     # With task multilabel, of each class, fitted by the newest evaluation.
     thresholds: list[Annotated[float, Field(ge=0, le=1)]] | None = None

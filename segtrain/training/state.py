@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from segtrain.task.targets import targets_of
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.layers import InitialWeights, freeze_layers, make_initial_weights
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, may_be_captured
+from segtrain.training.optim.saved import check_finite, optimizer_fields, restore_optimizer
 from segtrain.training.rank_passes import RankPasses, passes_of
 from segtrain.types import DropoutMasks, SegLogits
 
@@ -124,6 +126,34 @@ class TrainState:
     layout: Layout  # which images of a step this rank computes, and which the others
     capturable: bool = False  # no number of an update changes from step to step
     step: int = 0  # updates done
+
+    def fields(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it; holds references to the weights, not copies."""
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "average": None if self.average is None else self.average.model.state_dict(),
+            "optimizer": optimizer_fields(self.optimizer),
+            "scaler": self.scaler.state_dict(),
+            "start": self.initial_weights.fields(),
+            "shares": self.passes.fields(),
+        }
+
+    def restore(self, saved: Any) -> None:
+        """Sets all of `fields`, which are attributes of `saved`, but for the weights.
+
+        Raises:
+            CheckpointError, LookupError, TypeError, ValueError, AttributeError, RuntimeError: they
+                are of another model, or damaged.
+        """
+        check_finite(saved.optimizer["state"])
+        restore_optimizer(self.optimizer, saved.optimizer)
+        self.initial_weights.restore(self.model, saved.start)
+        # The run may not have used float16 before; a new scaler finds its scale within some steps.
+        if self.scaler.is_enabled() and saved.scaler:
+            self.scaler.load_state_dict(saved.scaler)
+        self.passes.restore(saved.shares)
+        self.step = saved.step
 
     @property
     def eval_model(self) -> nn.Module:

@@ -1,9 +1,10 @@
 """Checkpoints of a run. Nothing is saved before the weights and the data are known to be good."""
 
+from typing import Any
+
 import torch
 
-from segtrain.checkpoint.format import Checkpoint, experiment_fields, plugin_fields
-from segtrain.checkpoint.restore import initial_weights_fields, optimizer_fields
+from segtrain.checkpoint.format import Checkpoint
 from segtrain.commands.train.setup import DATA_PATIENCE_S, TrainRun
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
@@ -60,21 +61,8 @@ def _check_weights(state: TrainState) -> None:
 
 def checkpoint_of(run: TrainRun) -> Checkpoint:
     """The run as it is now; holds references to the weights, not copies."""
-    state = run.state
-    return Checkpoint(
-        step=state.step,
-        **experiment_fields(run.config, run.train_set.classes),
-        model=state.model.state_dict(),
-        average=None if state.average is None else state.average.model.state_dict(),
-        optimizer=optimizer_fields(state.optimizer),
-        scaler=state.scaler.state_dict(),
-        best=run.best,
-        evaluated=run.evaluated,
-        data=run.data.fingerprint(),
-        shares=state.passes.fields(),
-        start=initial_weights_fields(state),
-        centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
-        thresholds=run.thresholds and list(run.thresholds),
-        plugins=plugin_fields(run.config),
-        channels=run.channels,
-    )
+    fields: dict[str, Any] = {}
+    for keeper in (run, run.state, run.data, run.class_uniform):
+        if keeper is not None:
+            fields |= keeper.fields()
+    return Checkpoint(**fields)

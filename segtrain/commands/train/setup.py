@@ -12,7 +12,12 @@ import torch
 
 from segtrain import plugins, seed
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
-from segtrain.checkpoint.format import load, parse_experiment
+from segtrain.checkpoint.format import (
+    experiment_fields,
+    load,
+    parse_experiment,
+    plugin_fields,
+)
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
 from segtrain.checkpoint.trained import load_initial
@@ -346,6 +351,16 @@ class TrainRun(Training):
     receipts: ReceiptMeter | None = None  # with train.shares
     way: Way
     thresholds: Sequence[float] | None = None  # of the newest evaluation, with task multilabel
+
+    def fields(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: the experiment, and what evaluations have found."""
+        return experiment_fields(self.config, self.train_set.classes) | {
+            "plugins": plugin_fields(self.config),
+            "channels": self.channels,
+            "best": self.best,
+            "evaluated": self.evaluated,
+            "thresholds": self.thresholds and list(self.thresholds),
+        }
 
     def is_due(self, step: int) -> bool:
         """Whether the config asks for an evaluation or a checkpoint after `step`."""

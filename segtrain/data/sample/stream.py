@@ -48,6 +48,10 @@ class ClassUniform:
     _: KW_ONLY
     fraction: float
 
+    def fields(self) -> dict[str, str]:
+        """What a checkpoint keeps of it."""
+        return {"centroids": self.centroids.sha256()}
+
     def pick_at(self, stream_seed: int, number: int, num_images: int) -> Pick | None:
         """What sample `number` of the stream shows instead of its image; None: that image stays."""
         epoch, index = divmod(number, num_images)

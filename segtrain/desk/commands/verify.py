@@ -18,7 +18,6 @@ from segtrain import plugins
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import kept_checkpoints
-from segtrain.checkpoint.restore import initial_weights_fields
 from segtrain.commands.train.evaluation import take_precise_statistics
 from segtrain.commands.train.setup import DATA_PATIENCE_S, make_repeatable, prepare
 from segtrain.commands.train.training import Training, host_watch
@@ -329,7 +328,7 @@ def _checkpoint_of(state: TrainState) -> Checkpoint:
     """What of a state must be equal in a checkpoint of its step."""
     average = None if state.average is None else state.average.model.state_dict()
     parts = state.model.state_dict(), average, state.optimizer.state_dict()
-    start = initial_weights_fields(state)
+    start = state.initial_weights.fields()
     return Checkpoint(state.step, "", "", *parts, scaler=None, best=None, start=start)
 
 

@@ -16,10 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.config import LayerRule, OptimConfig
 from segtrain.config.messages import did_you_mean
 from segtrain.config.optim import parse_slice
-from segtrain.errors import ConfigError
+from segtrain.errors import CheckpointError, ConfigError
 from segtrain.norm import freeze_statistics
 from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.training.optim.muon import muon_names
+from segtrain.training.optim.saved import check_shape
 
 
 class Settings(NamedTuple):
@@ -166,8 +167,40 @@ class InitialWeights:
     held: dict[str, Tensor]
     is_needed: bool
 
+    def fields(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps: loaded, weights and held; None if it needs nothing."""
+        if not self.is_needed:
+            return None
+        return {
+            "loaded": None if self.loaded is None else sorted(self.loaded),
+            "weights": dict(self.weights),
+            "held": dict(self.held),
+        }
+
+    def restore(self, model: nn.Module, saved: dict[str, Any] | None) -> None:
+        """Sets what `fields` gave, in the same tensors.
+
+        Raises:
+            CheckpointError, ValueError: it is not there, or of another model.
+        """
+        if not self.is_needed:
+            return
+        if saved is None or not self.weights.keys() <= saved["weights"].keys():
+            raise CheckpointError(
+                "does not hold the weights that the run started from, which new_weight_decay and "
+                "decay_toward need: these cannot change in the middle of a run; start a new one "
+                "with train.init_from"
+            )
+        for name, value in self.weights.items():
+            check_shape(name, saved["weights"][name], value.shape)
+            value.copy_(saved["weights"][name])
+        for name, mask in saved.get("held", {}).items():
+            parameter = model.get_parameter(name)
+            check_shape(name, mask, parameter.shape)
+            self.held[name] = torch.empty_like(parameter, dtype=torch.bool).copy_(mask)
+
     def points(self, model: nn.Module) -> dict[nn.Parameter, Tensor]:
-        """The values that decay pulls toward; `restore` of a checkpoint fills the same tensors."""
+        """The values that decay pulls toward; `restore` fills the same tensors."""
         parameters = dict(model.named_parameters())
         return {parameters[name]: value for name, value in self.weights.items()}
 
