@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:  # reading a class file needs IGNORE_INDEX, but not the seconds of this import
     import numpy as np
@@ -34,6 +35,18 @@ class Choices(dict[str, Choice]):
         """The names that were added, taken away or given to something else in this process."""
         names = sorted(self.keys() | self._first.keys())
         return [name for name in names if self.get(name) is not self._first.get(name)]
+
+
+class Imported:
+    """What stands at "module:name" of segtrain, imported when it is called for the first time."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As what stands there."""
+        module, name = self._place.split(":")
+        return getattr(import_module(f"segtrain.{module}"), name)(*args, **kwargs)
 
 
 class Batch(NamedTuple):

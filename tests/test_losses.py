@@ -20,7 +20,7 @@ from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.errors import ConfigError
 from segtrain.norm import placed
 from segtrain.training.losses import LOSSES, LossOptions, SegLoss
-from segtrain.training.losses.multilabel import MULTILABEL_LOSSES
+from segtrain.training.losses.total import MULTILABEL_LOSSES
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, SegLogits
 

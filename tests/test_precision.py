@@ -10,11 +10,10 @@ from torch import nn
 from segtrain.config import TrainConfig
 from segtrain.errors import ConfigError
 from segtrain.evaluation import predictor
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.settings import InferenceSettings, check_eval_precision
 from segtrain.models import precision
 from segtrain.models.precision import (
     _convolution_s,
-    check_eval_precision,
     cpu_gain,
     evaluation_warnings,
     float32_products,

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from segtrain.checkpoint.format import Checkpoint, parse_data, parse_experiment
-from segtrain.checkpoint.trained import LoadedModel
 from segtrain.config import DataConfig
 from segtrain.data.read.classes import class_differences
 from segtrain.data.read.dataset import SegDataset
@@ -31,6 +30,9 @@ from segtrain.data.read.image import other_bands
 from segtrain.data.read.label_formats import told_by
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
+
+if TYPE_CHECKING:  # training loads no other model
+    from segtrain.checkpoint.trained import LoadedModel
 
 # Ranks meet at least this often, so that none waits for rank 0 longer than train.timeout_s.
 _POLL_S = 1.0
@@ -197,7 +199,7 @@ class DatasetGuard:
 
 
 def eval_differences(
-    trained: LoadedModel, data: DataConfig, dataset: SegDataset
+    trained: "LoadedModel", data: DataConfig, dataset: SegDataset
 ) -> Iterator[list[str]]:
     """How the evaluated split differs from the one of the same name at training; close it.
 

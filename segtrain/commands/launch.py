@@ -80,7 +80,7 @@ def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
 # Where the names of options stand that a program may give to something of its own.
 _CHOICES = (
     ("segtrain.training.losses.total", "LOSSES"),
-    ("segtrain.training.losses.multilabel", "MULTILABEL_LOSSES"),
+    ("segtrain.training.losses.total", "MULTILABEL_LOSSES"),
     ("segtrain.data.read.label_formats", "LABEL_FORMATS"),
     ("segtrain.task.tasks", "TASKS"),
     ("segtrain.models", "BACKBONES"),

@@ -1,4 +1,9 @@
-"""The experiment file: its options, how it is loaded, and what is said about mistakes in it."""
+"""The experiment file: its options, how it is loaded, and what is said about mistakes in it.
+
+What reads and writes YAML is imported on first use: who is given a Config needs none of it.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from segtrain.config.data import AugmentConfig, DataConfig, ExtraTransform
 from segtrain.config.experiment import (
@@ -10,11 +15,13 @@ from segtrain.config.experiment import (
     LossTerm,
     config_schema,
 )
-from segtrain.config.loading import config_to_yaml, load_config, override_config, parse_config
 from segtrain.config.model import ModelConfig, NormConfig
 from segtrain.config.optim import LayerRule, OptimConfig, ScheduleConfig
 from segtrain.config.section import Section, option
 from segtrain.config.train import TrainConfig
+
+if TYPE_CHECKING:
+    from segtrain.config.loading import config_to_yaml, load_config, override_config, parse_config
 
 __all__ = [
     "AugmentConfig",
@@ -40,3 +47,11 @@ __all__ = [
     "override_config",
     "parse_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("config_to_yaml", "load_config", "override_config", "parse_config"):
+        from segtrain.config import loading
+
+        return getattr(loading, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from segtrain.config import Config, override_config
-from segtrain.config.loading import given_keys
+from segtrain.config.loading import given_key, given_keys
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import Values
 from segtrain.models.memory import memory_bytes, rank_bytes
-from segtrain.models.precision import autocast_dtype, check_eval_precision, for_evaluation
+from segtrain.models.precision import autocast_dtype, for_evaluation
 from segtrain.task.contract import Decoding
 from segtrain.task.tasks import task_of
 
@@ -300,3 +300,16 @@ def batch_limits(
     bytes_a_pixel = _FEATURES + _CLASS * num_classes
     num_pixels = _MEMORY_PART * memory_bytes(device) // bytes_a_pixel
     return BatchLimits(_MOST_VIEWS, _MOST_VIEWS, num_pixels)
+
+
+def check_eval_precision(overrides: Sequence[str], config: Config) -> None:
+    """Refuses a train.precision of the command line that eval.precision takes the place of.
+
+    overrides: `section.key=value`, which `config` has already taken in.
+    """
+    given = [text for text in overrides if given_key(text) == "train.precision"]
+    if given and config.eval.precision is not None:
+        raise ConfigError(
+            f"--set {given[-1].strip()}: no effect with eval.precision {config.eval.precision}; "
+            "set eval.precision instead, or to null"
+        )

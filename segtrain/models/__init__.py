@@ -29,28 +29,31 @@ from segtrain.models.blocks import (
     recomputed,
     run_together,
 )
-from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
 from segtrain.models.forms import form_of
-from segtrain.models.mobilenet import MobileNet
-from segtrain.models.pspnet import PSPHead
 from segtrain.models.resizing import enlarge
-from segtrain.models.resnet import ResNet
 from segtrain.models.stem import RGB_CHANNELS, set_channels
 from segtrain.norm import NormFactory
-from segtrain.types import Choices, DropoutMasks, SegLogits
+from segtrain.types import Choices, DropoutMasks, Imported, SegLogits
 
 __all__ = ["BACKBONES", "MODELS", "DropoutChannels", "SegModel", "build_backbone", "build_model"]
 
+_RESNETS = "resnet18", "resnet34", "resnet50", "resnet101"
+_MOBILENETS = "mobilenet_v2", "mobilenet_v3_large"
+# What is not chosen is not imported.
 BACKBONES: Choices[Callable[..., nn.Module]] = Choices(
     {
-        **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101"), ResNet),
-        **dict.fromkeys(("mobilenet_v2", "mobilenet_v3_large"), MobileNet),
+        **dict.fromkeys(_RESNETS, Imported("models.resnet:ResNet")),
+        **dict.fromkeys(_MOBILENETS, Imported("models.mobilenet:MobileNet")),
     }
 )
 """`model.backbone`: what is called with (model config, norm=factory). timm/NAME: `TimmBackbone`."""
 
 MODELS: Choices[Callable[..., Head]] = Choices(
-    {"pspnet": PSPHead, "deeplabv3": DeepLabV3Head, "deeplabv3plus": DeepLabV3PlusHead}
+    {
+        "pspnet": Imported("models.pspnet:PSPHead"),
+        "deeplabv3": Imported("models.deeplab:DeepLabV3Head"),
+        "deeplabv3plus": Imported("models.deeplab:DeepLabV3PlusHead"),
+    }
 )
 """`model.arch`: what is called with (model config, channels, num_classes=K, norm=factory)."""
 
@@ -134,7 +137,6 @@ class SegModel(nn.Module):
 
 def build_backbone(model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> nn.Module:
     """The backbone that `model` names, with random weights from torch's generator."""
-    # What is seldom chosen is imported when it is.
     if model.backbone.startswith(TIMM):
         from segtrain.models.timm_backbone import TimmBackbone
 

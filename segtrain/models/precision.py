@@ -1,15 +1,13 @@
 """`train.precision`, `eval.precision`: the type of weights, and mixed precision by autocast."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from segtrain.config import Config, TrainConfig
-from segtrain.config.loading import given_key
-from segtrain.errors import ConfigError
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -143,19 +141,6 @@ def _convolution_s(dtype: torch.dtype, backward: bool) -> float:
         wanted = True, True, False
         torch.ops.aten.convolution_backward(result, images, kernel, None, *geometry, wanted)
     return time.thread_time() - began
-
-
-def check_eval_precision(overrides: Sequence[str], config: Config) -> None:
-    """Refuses a train.precision of the command line that eval.precision takes the place of.
-
-    overrides: `section.key=value`, which `config` has already taken in.
-    """
-    given = [text for text in overrides if given_key(text) == "train.precision"]
-    if given and config.eval.precision is not None:
-        raise ConfigError(
-            f"--set {given[-1].strip()}: no effect with eval.precision {config.eval.precision}; "
-            "set eval.precision instead, or to null"
-        )
 
 
 def to_eval_precision(model: nn.Module, config: Config, device: torch.device) -> nn.Module:

@@ -19,7 +19,6 @@ from segtrain.metrics import (
     thin_classes,
 )
 from segtrain.one_vs_rest import BinaryCounts, CurveCounts, scores_of
-from segtrain.run.charts import confusion_picture
 from segtrain.task.contract import Best, ClassCountsByImage, Outcome
 from segtrain.task.score_table import (
     GroupScores,
@@ -90,6 +89,8 @@ class ClassOutcome(Outcome):
 
     def chart(self, names: Sequence[str]) -> np.ndarray | None:
         """The confusion matrix."""
+        from segtrain.run.charts import confusion_picture  # with log.charts alone
+
         return confusion_picture(self.matrix.counts.cpu().numpy(), names)
 
     def report(

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import most_resident_bytes
 from segtrain.models import build_model
 from segtrain.models.norms import make_norm
 from segtrain.models.precision import autocast_dtype, dtype_of
@@ -146,8 +145,11 @@ def matmul_peak(device: torch.device, train: TrainConfig) -> float:
 
 def peak_bytes(device: torch.device) -> int:
     """The most memory that this process has had: of the device, or resident on the host."""
-    is_cuda = device.type == "cuda"
-    return torch.cuda.max_memory_allocated(device) if is_cuda else most_resident_bytes()
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    from segtrain.distributed.machine import most_resident_bytes
+
+    return most_resident_bytes()
 
 
 def busy_share(

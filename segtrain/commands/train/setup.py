@@ -20,7 +20,6 @@ from segtrain.checkpoint.format import (
 )
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
-from segtrain.checkpoint.trained import load_initial
 from segtrain.commands.train.preflight import (
     check_alike,
     check_experiment,
@@ -231,6 +230,8 @@ def _load_initial(
     """
     names = [name for name, _ in model.named_parameters()]
     if config.train.init_from is not None:
+        from segtrain.checkpoint.trained import load_initial
+
         initial = load_initial(model, config.train.init_from, class_names, config)
         return initial.lines, [name for name in names if name not in initial.random]
     if config.model.pretrained is None:

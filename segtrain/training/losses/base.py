@@ -23,6 +23,8 @@ class Loss(Protocol):
     """A loss in two halves; see the package. Made from `LossOptions`."""
 
     num_sums: int  # the rows of `sums`
+    # A class that is called with logits of type `Enlarged` says `takes_enlarged = True` itself; all
+    # others, what derives from it included, get tensors.
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """This rank's sums, (num_sums, K) of each class or (num_sums, 1) of all, float64.

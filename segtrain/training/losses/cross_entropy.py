@@ -27,6 +27,8 @@ class CrossEntropy(PixelMean):
             whose sums are not made of losses of pixels.
     """
 
+    takes_enlarged = True  # see `Loss`
+
     def __init__(self, options: LossOptions) -> None:
         super().__init__(options)
         is_own = type(self).pixel_losses is not CrossEntropy.pixel_losses
@@ -73,6 +75,8 @@ class Focal(CrossEntropy):
     gamma is 2, as in the paper, whose alpha is `class_weights`. As in cross
     entropy, the sum is divided by the weights of the valid pixels, not by their factors.
     """
+
+    takes_enlarged = True  # see `Loss`
 
     sums = PixelMean.sums  # those of cross entropy may never have the losses of pixels
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from segtrain.distributed import collectives as dist
 from segtrain.models.blocks import at_least_float32
 from segtrain.norm import most_images
-from segtrain.training.losses.base import column_of_sums
+from segtrain.training.losses.base import LossOptions, column_of_sums
 from segtrain.types import IGNORE_INDEX
 
 
@@ -23,6 +23,9 @@ class LovaszImages:
     """
 
     num_sums = 2
+
+    def __init__(self, options: LossOptions | None = None) -> None:
+        """options: none serve it."""
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(2, 1): the losses of the images, and their number."""
@@ -52,6 +55,9 @@ class LovaszBatch:
     """
 
     num_sums = 2
+
+    def __init__(self, options: LossOptions | None = None) -> None:
+        """options: none serve it."""
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(2, K): the part of this rank's pixels in the loss of each class, and its pixels."""

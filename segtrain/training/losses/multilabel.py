@@ -4,16 +4,14 @@ Labels are (N, K, H, W): 1 where the class is, 0 where it is not, IGNORE_INDEX w
 known. What is ignored of one class may count for another. All sums are rows of a column a class.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from segtrain.models.blocks import at_least_float32
-from segtrain.training.losses.base import Loss, LossOptions
+from segtrain.training.losses.base import LossOptions
 from segtrain.training.losses.lovasz import growth
-from segtrain.types import IGNORE_INDEX, Choices
+from segtrain.types import IGNORE_INDEX
 
 
 class BinaryCrossEntropy:
@@ -132,16 +130,3 @@ class LovaszHinge:
 def _by_class(values: Tensor) -> Tensor:
     """The sums of each class, (K,) float64, of (N, K, H, W)."""
     return values.sum((0, 2, 3), dtype=torch.float64)
-
-
-MULTILABEL_LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
-    {
-        "cross_entropy": BinaryCrossEntropy,
-        "focal": BinaryFocal,
-        "dice": Overlap,
-        "dice_linear": Overlap,
-        "tversky": Overlap,
-        "lovasz": LovaszHinge,
-    }
-)
-"""`loss.kind` with task multilabel."""

@@ -28,6 +28,8 @@ class OHEM(CrossEntropy):
     ones too. Class weights weigh the pixels kept but do not decide which.
     """
 
+    takes_enlarged = True  # see `Loss`
+
     def sums(self, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
         """(2, 1): the weighted losses and the weights of the hard pixels (collective)."""
         config = self.options.config

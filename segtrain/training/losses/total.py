@@ -13,25 +13,34 @@ from segtrain.models.enlarged import Enlarged
 from segtrain.task.targets import Targets, targets_of
 from segtrain.training.losses.base import Loss, LossOptions
 from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
-from segtrain.training.losses.dice import Dice
-from segtrain.training.losses.lovasz import LovaszBatch, LovaszImages
-from segtrain.training.losses.multilabel import MULTILABEL_LOSSES
-from segtrain.training.losses.ohem import OHEM
-from segtrain.types import Choices, SegLogits
+from segtrain.types import Choices, Imported, SegLogits
 
 LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
     {
         "cross_entropy": CrossEntropy,
-        "ohem": OHEM,
-        "dice": Dice,
-        "dice_linear": Dice,
+        "ohem": Imported("training.losses.ohem:OHEM"),
+        "dice": Imported("training.losses.dice:Dice"),
+        "dice_linear": Imported("training.losses.dice:Dice"),
         "focal": Focal,
-        "lovasz": lambda _: LovaszImages(),
-        "lovasz_batch": lambda _: LovaszBatch(),
+        "lovasz": Imported("training.losses.lovasz:LovaszImages"),
+        "lovasz_batch": Imported("training.losses.lovasz:LovaszBatch"),
         "boundary_relaxation": BoundaryRelaxation,
     }
 )
 """`loss.kind`: what is called with `LossOptions`, as those of plugins."""
+
+_OVERLAP = Imported("training.losses.multilabel:Overlap")
+MULTILABEL_LOSSES: Choices[Callable[[LossOptions], Loss]] = Choices(
+    {
+        "cross_entropy": Imported("training.losses.multilabel:BinaryCrossEntropy"),
+        "focal": Imported("training.losses.multilabel:BinaryFocal"),
+        "dice": _OVERLAP,
+        "dice_linear": _OVERLAP,
+        "tversky": _OVERLAP,
+        "lovasz": Imported("training.losses.multilabel:LovaszHinge"),
+    }
+)
+"""`loss.kind` with task multilabel."""
 
 _LOSSES_OF = {"semantic": LOSSES, "multilabel": MULTILABEL_LOSSES}
 """Those of each task; a task of a plugin has losses of plugins."""
@@ -39,6 +48,8 @@ _LOSSES_OF = {"semantic": LOSSES, "multilabel": MULTILABEL_LOSSES}
 
 class WeightedSum:
     """The sum of weight * loss over several losses; a loss in two halves itself."""
+
+    takes_enlarged = True  # see `Loss`
 
     def __init__(self, losses: list[Loss], weights: list[float]) -> None:
         self._losses, self._weights = losses, weights
@@ -65,6 +76,8 @@ class Adjusted:
     section 4.2) adjust by the frequencies of classes instead. A weight of 0 adjusts nothing.
     """
 
+    takes_enlarged = True  # see `Loss`
+
     def __init__(self, loss: Loss, class_weights: Tensor, power: float) -> None:
         self._loss, self.num_sums = loss, loss.num_sums
         logs = class_weights.double().log().nan_to_num(neginf=0.0)
@@ -82,13 +95,10 @@ class Adjusted:
         return self._loss.loss_from_sums(totals)
 
 
-_OF_SMALL_LOGITS = (CrossEntropy, Focal, OHEM, Adjusted, WeightedSum)
-
-
 def _sums(loss: Loss, logits: Tensor | Enlarged, labels: Tensor) -> Tensor:
     """The sums of `loss`; one that needs logits at full size, or may need them, gets these."""
-    # What derives from one of them may do anything with its logits.
-    if isinstance(logits, Enlarged) and type(loss) not in _OF_SMALL_LOGITS:
+    # Of the class itself: what derives from one of them may do anything with its logits.
+    if isinstance(logits, Enlarged) and not vars(type(loss)).get("takes_enlarged", False):
         logits = logits.full
     return loss.sums(logits, labels)
 
