@@ -100,6 +100,24 @@ def test_nothing_that_stays_imports_a_leaf(imports, leaf):
     assert not users
 
 
+# What is imported with the command or the step, before anything is chosen; thousands of lines.
+MOST_LINES = {"training.step": 10, "commands.train.loop": 31, "commands.predict": 20.5}
+
+
+@pytest.mark.parametrize("start", MOST_LINES)
+def test_what_is_not_chosen_is_not_imported(imports, start):
+    files, reached, left = modules(), set(), [start]
+    while left:
+        name = left.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        # Python runs the packages around a module, too.
+        left += [*imports[name], *([name.rpartition(".")[0]] if "." in name else [])]
+    lines = sum(len(files[name].read_text().splitlines()) for name in reached)
+    assert lines <= 1000 * MOST_LINES[start], lines
+
+
 IMPORT_ALL = """
 import importlib, pathlib, sys
 from segtrain import cli
