@@ -19,7 +19,6 @@ from segtrain.config.optim import parse_slice
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.norm import freeze_statistics
 from segtrain.text import MAX_NAME, first_of, printable
-from segtrain.training.optim.muon import muon_names
 from segtrain.training.optim.saved import check_shape
 
 
@@ -46,7 +45,11 @@ def parameter_groups(
     loaded: the names of the weights that come from a file; None: all. The others are new layers.
     """
     groups: dict[Settings, dict] = {}
-    by_muon = muon_names(model) if optim.kind == "muon" else set()
+    by_muon: set[str] = set()
+    if optim.kind == "muon":
+        from segtrain.training.optim.muon import muon_names
+
+        by_muon = muon_names(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

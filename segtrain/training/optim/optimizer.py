@@ -17,7 +17,6 @@ from segtrain import plugins
 from segtrain.config import Config
 from segtrain.errors import ConfigError
 from segtrain.training.optim.layers import InitialWeights, parameter_groups
-from segtrain.training.optim.muon import Muon
 from segtrain.training.optim.schedule import base_lr
 
 
@@ -82,6 +81,8 @@ def build_optimizer(
     if optim.kind == "adamw":
         optimizer = torch.optim.AdamW(groups, lr, fused=fused, capturable=capturable)
     elif optim.kind == "muon":
+        from segtrain.training.optim.muon import Muon
+
         optimizer = Muon(groups, lr, fused=fused)
     elif optim.kind == "sgd":
         optimizer = torch.optim.SGD(groups, lr, momentum=optim.momentum, fused=fused)

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segtrain.training.optim.muon import Muon
-
 
 def optimizer_fields(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a checkpoint keeps of an optimizer; rates are numbers, on whatever device they are."""
@@ -36,7 +34,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
     state = {i: states[name] for i, name in enumerate(own) if name in states}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # A plugin's keeps what it wants.
-    is_own = isinstance(optimizer, torch.optim.SGD | torch.optim.AdamW | Muon)
+    is_own = isinstance(optimizer, torch.optim.SGD | torch.optim.AdamW)
+    is_own = is_own or type(optimizer).__module__.startswith("segtrain.")  # Muon
     for i, values in state.items():
         state[i] = dict(values)
         for name, value in values.items():
