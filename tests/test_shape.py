@@ -208,7 +208,7 @@ def test_shares_are_asked_for_once_in_the_step():
     """`passes_of`; the others are about what a run promises."""
     found = asking(re.compile(r"\bshares\b"), "config/", "desk/")
     assert found == {
-        "training/rank_passes.py": 1,
+        "training/state.py": 1,
         "distributed/layout.py": 2,  # who computes which image
         "commands/train/preflight.py": 1,  # idle ranks
         "run/directory.py": 1,  # changes that leave the bits

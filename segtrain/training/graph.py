@@ -30,8 +30,7 @@ from segtrain.run.console import say
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.graph_trial import GraphTrial, copies, restore
 from segtrain.training.local import LocalStep
-from segtrain.training.rank_passes import passes_of
-from segtrain.training.state import TrainState
+from segtrain.training.state import TrainState, passes_of
 from segtrain.training.step import StepResult, StepTensors, TrainStep
 from segtrain.types import Batch
 

@@ -96,12 +96,3 @@ class RankPasses:
     def findings(self, saved: dict[str, Any] | None) -> list[str]:
         """Why bits may differ although they are promised (collective); saved: of a checkpoint."""
         return []
-
-
-def passes_of(train: TrainConfig) -> type[RankPasses]:
-    """The way of a config."""
-    if train.shares is None:
-        return RankPasses
-    from segtrain.training.share_passes import SharePasses
-
-    return SharePasses

@@ -22,8 +22,17 @@ from segtrain.training.losses import SegLoss
 from segtrain.training.optim.layers import InitialWeights, freeze_layers, make_initial_weights
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, may_be_captured
 from segtrain.training.optim.saved import check_finite, optimizer_fields, restore_optimizer
-from segtrain.training.rank_passes import RankPasses, passes_of
+from segtrain.training.rank_passes import RankPasses
 from segtrain.types import DropoutMasks, SegLogits
+
+
+def passes_of(train: TrainConfig) -> type[RankPasses]:
+    """How a rank makes its passes with this config."""
+    if train.shares is None:
+        return RankPasses
+    from segtrain.training.share_passes import SharePasses
+
+    return SharePasses
 
 
 class ModelWithLoss(nn.Module):

@@ -53,9 +53,8 @@ from segtrain.text import counted
 from segtrain.training.graph import GraphPlan, GraphStep, plan_graphs
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate
-from segtrain.training.rank_passes import passes_of
 from segtrain.training.receipt_meter import ReceiptMeter, StepMeter
-from segtrain.training.state import TrainState, make_state
+from segtrain.training.state import TrainState, make_state, passes_of
 from segtrain.training.step import TrainStep
 from segtrain.training.step_sync import StepSync
 from segtrain.training.ways import Requests, Way, way_of
