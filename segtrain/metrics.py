@@ -43,8 +43,8 @@ class Scores:
         columns = {"IoU": self.iou, "Dice": self.dice}
         classes = {
             f"{column}/{name}": value
-            for column, found in columns.items()
-            for name, value in zip(names, found, strict=True)
+            for column, of_classes in columns.items()
+            for name, value in zip(names, of_classes, strict=True)
         }
         values = {**self.means(), **classes}
         return {f"eval/{tag}": value for tag, value in values.items() if not math.isnan(value)}
@@ -138,8 +138,9 @@ class ConfusionMatrix:
         elif bool(table[-1].any() | table[:, -1].any()):
             highest, labels = self.num_classes - 1, label[label != IGNORE_INDEX]
             name, values = ("pred", pred) if table[:, -1].any() else ("label", labels)
-            found = values[values > highest].unique().tolist()[:10]
-            raise ValueError(f"{name}: expected 0 to {highest}, found {found}")
+            above = values[values > highest].unique().tolist()[:10]
+            raise ValueError(f"{name}: expected 0 to {highest}, found {above}")
+        # Without the row of ignored labels, and the row and column of values out of range.
         counts = table[1:-1, :-1]
         self.counts += counts
         return counts
@@ -188,9 +189,9 @@ class ConfusionMatrix:
         dist.wait_for_device(self.counts.device)
         labels, preds = self._out_of_range.tolist()
         highest = self.num_classes - 1
-        for name, found in (("label", labels), ("pred", preds)):
-            if found:
-                raise ValueError(f"{name}: expected 0 to {highest}, found {found} pixels above")
+        for name, number in (("label", labels), ("pred", preds)):
+            if number:
+                raise ValueError(f"{name}: expected 0 to {highest}, found {number} pixels above")
 
 
 def scores_from(
@@ -240,10 +241,12 @@ class Calibration:
     def update(self, probability: Tensor, pred: Tensor, label: Tensor) -> None:
         """Adds pixels; all of one shape: probability float in [0, 1], pred and label as above."""
         bins = probability.nan_to_num(0).mul(FINE_BINS).to(torch.int32)
+        # Right pixels are a row further. Ignored ones get a bin behind all others, which is
+        # dropped.
         bins.clamp_(0, FINE_BINS - 1).add_((pred == label).to(torch.int32), alpha=FINE_BINS)
         bins.masked_fill_(label == IGNORE_INDEX, 2 * FINE_BINS)
-        found = histogram(bins.flatten(), 2 * FINE_BINS + 1)[:-1]
-        self.counts += found.view(2, FINE_BINS).to(self.counts.device)
+        pixels = histogram(bins.flatten(), 2 * FINE_BINS + 1)[:-1]
+        self.counts += pixels.view(2, FINE_BINS).to(self.counts.device)
 
     def sum_over_ranks(self) -> None:
         """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
@@ -267,6 +270,7 @@ def reliability(counts: Tensor) -> list[ReliabilityBin]:
 
     Of `CurveCounts.counts` too: is a class there as often as its probability says?
     """
+    # Of curves, the counts of all classes together.
     wrong, right = counts.flatten(0, -3).sum(0).tolist() if counts.ndim > 2 else counts.tolist()
     total = sum(wrong) + sum(right)
     bins = []
@@ -307,7 +311,7 @@ def score_table(
         ((False, True), "left out of mPrecision, never predicted"),
     ):
         shown = [
-            printable(n, MAX_NAME) for n, one in zip(names, missing, strict=True) if one == kind
+            printable(n, MAX_NAME) for n, flags in zip(names, missing, strict=True) if flags == kind
         ]
         lines += [f"{words}: {', '.join(shown)}"] if shown else []
     return lines
@@ -366,6 +370,7 @@ def _histogram_without_wait(cells: Tensor, num_cells: int) -> Tensor:
     places.mul_(num_cells).add_(cells)
     table = torch.zeros(copies * num_cells, dtype=torch.int64, device=cells.device)
     one = torch.ones((), dtype=torch.int64, device=cells.device)
+    # Expanded: no ones are stored for each pixel.
     table.scatter_add_(0, places, one.expand(places.shape))
     return table.view(copies, num_cells).sum(0)
 

@@ -45,6 +45,7 @@ class BinaryCounts:
         if pred.shape != label.shape or pred.shape[-1] != num_classes:
             shapes = f"pred {tuple(pred.shape)}, label {tuple(label.shape)}"
             raise ValueError(f"expected (h, w, {num_classes}), got {shapes}")
+        # Five cells a class: two labels by two predictions, and ignored pixels, which are dropped.
         cells = (2 * label.to(torch.int32) + pred).masked_fill_(label == IGNORE_INDEX, 4)
         cells += torch.arange(0, 5 * num_classes, 5, dtype=torch.int32, device=cells.device)
         counts = histogram(cells.flatten(), 5 * num_classes).view(num_classes, 5)
@@ -88,17 +89,18 @@ class CurveCounts:
         probability: (K, h, w) float in [0, 1]. label: (h, w) uint8, or (h, w, K) where classes
         overlap.
         """
-        found = torch.empty_like(self.counts)
-        for k, one in enumerate(probability):  # one by one: K maps of bins would not fit
+        counts = torch.empty_like(self.counts)
+        for k, of_class in enumerate(probability):  # one by one: K maps of bins would not fit
             own = label if label.ndim == 2 else label[..., k]
-            bins = one.nan_to_num(0).mul(CURVE_BINS).to(torch.int32).clamp_(0, CURVE_BINS - 1)
+            bins = of_class.nan_to_num(0).mul(CURVE_BINS).to(torch.int32).clamp_(0, CURVE_BINS - 1)
             shows = own == (k if label.ndim == 2 else 1)
             bins.add_(shows.to(torch.int32), alpha=CURVE_BINS)
+            # A bin behind all others, which is dropped.
             bins.masked_fill_(own == IGNORE_INDEX, 2 * CURVE_BINS)
             pixels = histogram(bins.flatten(), 2 * CURVE_BINS + 1)[:-1]
-            found[k] = pixels.view(2, CURVE_BINS)
-        self.counts += found
-        return found
+            counts[k] = pixels.view(2, CURVE_BINS)
+        self.counts += counts
+        return counts
 
     def sum_over_ranks(self) -> None:
         """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
@@ -112,7 +114,8 @@ def average_precision(counts: Tensor) -> tuple[float, ...]:
     The sum of precision times growth of recall over all thresholds, as scikit-learn's
     average_precision_score of probabilities rounded down to 1/1024.
     """
-    found = []
+    ap = []
+    # From the highest threshold down: each sum is of all pixels that are predicted there.
     for absent, present in counts.flip(-1).cumsum(-1).tolist():
         hits = [0, *present]
         terms = (
@@ -120,8 +123,8 @@ def average_precision(counts: Tensor) -> tuple[float, ...]:
             for i, wrong in enumerate(absent)
             if hits[i + 1] > hits[i]
         )
-        found.append(ratio(math.fsum(terms), hits[-1]))
-    return tuple(found)
+        ap.append(ratio(math.fsum(terms), hits[-1]))
+    return tuple(ap)
 
 
 # Thresholds that are tried, and counted for each image: multiples of 1/64.
@@ -138,19 +141,22 @@ def best_thresholds(levels: Tensor) -> tuple[float, ...]:
 
     Of several the one next to 0.5, which is also that of a class without pixels.
     """
-    found = []
+    chosen = []
+    # Sums from the end, then back in the order of the levels.
     for absent, present in levels.flip(-1).cumsum(-1).flip(-1).tolist():
         # From the first level on, all pixels are predicted: that is no threshold.
         pairs = list(zip(present, absent, strict=True))[1:]
+        # IoU: hits / (all labelled pixels, which are present[0], and wrong ones).
         ious = [ratio(hits, present[0] + wrong) if present[0] else 0.0 for hits, wrong in pairs]
         equal = [i + 1 for i, iou in enumerate(ious) if iou == max(ious)]
-        found.append(min(equal, key=lambda i: abs(i - _LEVELS // 2)) / _LEVELS)
-    return tuple(found)
+        chosen.append(min(equal, key=lambda i: abs(i - _LEVELS // 2)) / _LEVELS)
+    return tuple(chosen)
 
 
 def counts_at(levels: Tensor, thresholds: Sequence[float]) -> Tensor:
     """Pixels by label and prediction at these thresholds, (..., K, 2, 2), of (..., K, 2, 64)."""
     first = torch.tensor([round(t * _LEVELS) for t in thresholds], device=levels.device)
+    # (K, 1, 64): the levels from the threshold of a class on.
     above = torch.arange(_LEVELS, device=levels.device) >= first.view(-1, 1, 1)
     predicted = (levels * above).sum(-1)
     return torch.stack([levels.sum(-1) - predicted, predicted], -1)

@@ -85,6 +85,7 @@ class DatasetGuard:
 
     def start(self, patience_s: float) -> None:
         """Starts to hash the labels; waits `patience_s` if they can be compared (collective)."""
+        # One rank of each machine: the others see the same files.
         if dist.local_rank() == 0:
             sizes = [split.pairs_per_hash for split in self._splits]
             self._hashing = LabelHashing(list(zip(self._sets, sizes, strict=True)))
@@ -114,9 +115,12 @@ class DatasetGuard:
             return self._poll(_POLL_S), give_up(time.monotonic() - start)
 
         gives_up = False
+        # Every round has two collectives. All ranks get the same answers, so they leave the loop
+        # together.
         while not (self._compared or gives_up):
             changes, gives_up = dist.run_on_rank0(poll)
             digests = dist.run_on_all_ranks(self._digest_here)
+            # Rank 0 may be done before another machine is.
             if changes is not None and "" not in digests:
                 _check_labels_alike(digests)
                 self._log_lines += [f"changed    {change}" for change in changes]
@@ -171,6 +175,7 @@ class DatasetGuard:
         """
         if self._hashing is None:
             return None
+        # Rank 0 has just waited in `_poll`.
         labels = self._hashing.result(0 if dist.is_main() else _POLL_S)
         return "" if labels is None else hashlib.sha256(repr(labels).encode()).hexdigest()
 
@@ -181,6 +186,7 @@ class DatasetGuard:
             if labels is not None:
                 splits = list(zip(self._splits, labels, self._sets, strict=True))
                 changes = self._accepted([label_difference(*split) for split in splits])
+                # From now on a checkpoint keeps the new hashes.
                 self._splits = tuple(replace(split, labels=new) for split, new, _ in splits)
                 self._label_changes = changes
         return self._label_changes
@@ -224,6 +230,7 @@ def eval_differences(
         yield lines
         return
     with closing(LabelHashing([(dataset, split.pairs_per_hash)])) as hashing:
+        # Threads hash while the caller uses these lines.
         yield lines
         (labels,) = hashing.result()
         yield _eval_lines([label_difference(split, labels, dataset)], is_meant)

@@ -83,6 +83,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     """Writes `checkpoint` to `path` atomically; raises as `write_temporary`."""
     with write_temporary(path, checkpoint) as (temporary, _):
         temporary.replace(path)
+        # Without this a power cut could undo the rename.
         files.sync_directory(path.parent)
 
 
@@ -139,8 +140,8 @@ def load(path: Path, *, verified: bool = False) -> Checkpoint:
     verified: the caller compares the SHA-256 of the file, so its CRC-32 are not compared here.
     """
     mistaken = {".yaml": "a config", ".yml": "a config"} | dict.fromkeys(IMAGE_SUFFIXES, "an image")
-    if found := mistaken.get(path.suffix.lower()):
-        raise CheckpointError(f"{path}: this is {found}; name a run directory or a checkpoint")
+    if kind := mistaken.get(path.suffix.lower()):
+        raise CheckpointError(f"{path}: this is {kind}; name a run directory or a checkpoint")
     try:
         if path.suffix == ".safetensors":
             return _load_exported(path)
@@ -232,6 +233,7 @@ def _parse(content: Any) -> Checkpoint:
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
+    # Fields that this version does not know are left out; those that are missing have defaults.
     fields = {key: content[key] for key in Checkpoint._fields if key in content}
     try:
         return _CHECKPOINT.validate_python(fields)

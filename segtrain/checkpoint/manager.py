@@ -70,6 +70,7 @@ class CheckpointManager:
     def keep(self, checkpoint: Checkpoint) -> None:
         """Writes step_N.pt and removes this run's oldest ones beyond the limit."""
         self._save(f"step_{checkpoint.step:07d}.pt", checkpoint)
+        # The user may have put a file of such a name here: it is not removed.
         own = [name for name in self._entries if _KEPT.fullmatch(name) and self._is_own(name)]
         for name in sorted(own, key=_step)[: -self.keep_limit]:
             try:
@@ -143,6 +144,7 @@ class CheckpointManager:
         unneeded = own - {BEST} if self._is_own(BEST) else own & {PREVIOUS}
         # last.pt goes last: until then the run can be resumed, or cleared again.
         for name in sorted(unneeded, key=lambda name: name == LAST):
+            # A file that was replaced since is not the run's any more, and stays.
             if self._is_own(name):
                 with files.os_errors_as(ExecutionError, what="cannot be removed"):
                     freed += (self.directory / name).stat().st_size
@@ -174,6 +176,7 @@ class CheckpointManager:
         path = self.directory / name
         self._check_lock()  # before a folder is made there
         with write_temporary(path, checkpoint) as (temporary, entry):
+            # Once more: the write may have taken minutes.
             self._check_sole_writer()
             # Until the files are renamed, old and new content are valid under both names.
             pending = {other: [known] for other, known in self._entries.items()}
@@ -189,17 +192,20 @@ class CheckpointManager:
                 if not self._is_own(keep_as):
                     _set_aside(self.directory / keep_as)
             self._manifest = manifest.write(self.directory, pending)
+            # The old file gets its second name first, so that with links the name is never missing.
             if keep_as is not None:
                 _also_call(path, self.directory / keep_as)
                 self._set_entry(keep_as, old)
             temporary.replace(path)
             self._set_entry(name, entry)
+            # Without this a power cut could undo the renames.
             files.sync_directory(self.directory)
         self._saved()
 
     def _check_sole_writer(self) -> None:
         """Refuses to write after another run has begun, or written, in the directory."""
         self._check_lock()
+        # A manifest that somebody has removed is no sign of another run.
         now = manifest.read_raw(self.directory)
         if now is not None and now != self._manifest:
             what = "another run has written checkpoints; this run stops before it replaces them"
@@ -244,12 +250,14 @@ def kept_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     entries = manifest.read_entries(directory)
     names = entries or {path.name: [] for path in directory.glob("*.pt")}
     own = [name for name in names if name in (LAST, PREVIOUS, BEST) or _KEPT.fullmatch(name)]
-    found = []
+    checkpoints = []
     for path in (directory / name for name in own):
         if os.path.lexists(path):
             known = entries.get(path.name)
-            found.append((known[-1].step if known else load(path).step, path))
-    return sorted(found, key=lambda pair: (pair[0], not _KEPT.fullmatch(pair[1].name), pair[1]))
+            checkpoints.append((known[-1].step if known else load(path).step, path))
+    return sorted(
+        checkpoints, key=lambda pair: (pair[0], not _KEPT.fullmatch(pair[1].name), pair[1])
+    )
 
 
 def _check_finite(checkpoint: Checkpoint, path: Path) -> None:
@@ -261,6 +269,7 @@ def _check_finite(checkpoint: Checkpoint, path: Path) -> None:
 
 def _also_call(path: Path, other: Path) -> None:
     """Gives a file a second name, in place of what had it; moves it where links are unsupported."""
+    # `os.link` does not replace a file, so the link first gets a temporary name.
     with files.temporary(other) as draft:
         try:
             os.link(path, draft)

@@ -56,6 +56,7 @@ def check_changes(
     try:
         check_fit(model, checkpoint.model, path)
     except CheckpointError:
+        # Which of these options has changed the shapes is not known here.
         guilty += ["data.classes:", "model.", "norm."]
     changes = config_differences(before, config)
     if known.num_classes != classes.num_classes:

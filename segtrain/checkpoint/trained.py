@@ -74,19 +74,19 @@ class LoadedModel(NamedTuple):
     @property
     def configs(self) -> list[Config]:
         """Those of the members, or its own."""
-        return [one.config for one in self.members] or [self.config]
+        return [member.config for member in self.members] or [self.config]
 
     @property
     def steps(self) -> str:
         """Those of the members, such as `400 + 400`, or its own."""
-        return " + ".join(str(one.step) for one in self.members or [self])
+        return " + ".join(str(member.step) for member in self.members or [self])
 
     @property
     def about(self) -> str:
         """Which weights it has, in words: `step 400`."""
         if not self.members:
             return f"step {self.step}"
-        each = first_of((f"{one.source} step {one.step}" for one in self.members), 5)
+        each = first_of((f"{member.source} step {member.step}" for member in self.members), 5)
         return f"mean probability of {len(self.members)} models: {each}"
 
     def zeros(self) -> list[str]:
@@ -111,24 +111,25 @@ def load_model(
         CheckpointError: there is no checkpoint, its weights do not fit its config, or the models
             of an ensemble do not fit together.
     """
-    sources = [one for source in (path, *others) for one in members_of(source)]
-    found = [_load_single(source, device) for source in sources]
-    if len(found) == 1:
-        return found[0]
-    first, files = found[0], [resolve(source).resolve() for source in sources]
-    for source, loaded, file in zip(sources, found, files, strict=True):
+    sources = [member for source in (path, *others) for member in members_of(source)]
+    models = [_load_single(source, device) for source in sources]
+    if len(models) == 1:
+        return models[0]
+    # By their files: a run and its best.pt are the same model.
+    first, files = models[0], [resolve(source).resolve() for source in sources]
+    for source, loaded, file in zip(sources, models, files, strict=True):
         problem = "named twice" if files.count(file) > 1 else _misfit(loaded, first)
         if problem:
             raise CheckpointError(f"{source}: no member of an ensemble with {path}: {problem}")
     mean = task_of(first.config.task).mean
-    model = Ensemble([one.model for one in found], mean).eval()
-    members = [Member(str(s), x.config, x.step) for s, x in zip(sources, found, strict=True)]
+    model = Ensemble([member.model for member in models], mean).eval()
+    members = [Member(str(s), x.config, x.step) for s, x in zip(sources, models, strict=True)]
     joined = first._replace(model=model, members=tuple(members))
-    if any(one.config.eval.thresholds for one in found):
+    if any(member.config.eval.thresholds for member in models):
         # Those of one member alone would hang on the order in which they are named.
-        each = [one.config.eval.thresholds_of(first.classes.num_classes) for one in found]
-        thresholds = tuple(sum(column) / len(found) for column in zip(*each, strict=True))
-        fits = any(one.fits_thresholds for one in found)
+        each = [member.config.eval.thresholds_of(first.classes.num_classes) for member in models]
+        thresholds = tuple(sum(column) / len(models) for column in zip(*each, strict=True))
+        fits = any(member.fits_thresholds for member in models)
         config = _with_thresholds(first.config, thresholds)
         joined = joined._replace(config=config, fits_thresholds=fits)
     if read_division(Path(path)) is None:
@@ -173,7 +174,7 @@ def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
             f"eval.thresholds: {len(thresholds)} numbers for {loaded.classes.num_classes} classes"
         )
     for key in _OF_IMAGES:
-        here, there = (getattr(one.config.data, key) for one in (loaded, first))
+        here, there = (getattr(side.config.data, key) for side in (loaded, first))
         if here != there:
             return f"data.{key} is {yaml_value(here)} here, {yaml_value(there)} there"
     return ""
@@ -187,6 +188,7 @@ def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
     file = resolve(path)
     checkpoint = load(file)
     config, classes = parse_experiment(checkpoint, file, needed=_OF_MODELS)
+    # Before the model is made: a config can ask for more memory than there is.
     check_sizes(checkpoint, config, classes, file)
     if os.environ.get("RANK", "0") == "0":  # once
         for line in plugins.changes(checkpoint.plugins or []):
@@ -195,6 +197,7 @@ def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
     load_weights(model, inference_weights(checkpoint), file)
     data, channels = parse_data(checkpoint, file), parse_channels(checkpoint, file)
     fitted = checkpoint.thresholds
+    # Thresholds that a user has set go before those that the training has fitted.
     fits = fitted is not None and config.eval.thresholds is None
     if fits:
         if len(fitted) != classes.num_classes:
@@ -231,9 +234,10 @@ def resolve(run_or_file: str | Path) -> Path:
     for file in (path / "checkpoints" / name for name in (BEST, LAST)):
         if file.is_file():
             return file
+        # There is something, and no file: a folder, or a link that leads nowhere.
         if os.path.lexists(file):
-            found = kind_of(file)
-            raise CheckpointError(f"{file}: expected a checkpoint, found {found}; move it away")
+            kind = kind_of(file)
+            raise CheckpointError(f"{file}: expected a checkpoint, found {kind}; move it away")
     if (path / CONFIG).is_file() and not is_run(path):
         raise CheckpointError(no_run(path))
     raise CheckpointError(f"{path}: no checkpoints/{BEST} or checkpoints/{LAST} in this directory")
@@ -311,14 +315,17 @@ def load_initial(
     except (ConfigError, ValidationError) as error:
         raise CheckpointError(f"{file}: damaged: its classes cannot be read") from error
     in_place = list(range(len(there)))
+    # Where the own classes are not known, equal numbers of classes are taken for equal classes.
     rows = _rows_by_name(there, class_names, file) if class_names else in_place
     if rows != in_place:
         lines.append(_class_line(there, class_names, rows))
     random = []
     for key in sorted(key for key in weights.keys() & own.keys() if ".classifier." in key):
         old, new = tuple(weights[key].shape), tuple(own[key].shape)
+        # Rows are those of classes only if they are as many as there are classes.
         if old[:1] != (len(there),) or new != (len(rows), *old[1:]):
             lines.append(f"init       {key} stays random: {old} there, {new} here")
+            # `load_weights` takes whole state dicts only, so the random rows stand in.
             weights[key] = own[key]
             random.append(key)
         elif rows != in_place:

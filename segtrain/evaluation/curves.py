@@ -36,6 +36,7 @@ class ClassCurve:
     @classmethod
     def of(cls, counts: Tensor) -> "ClassCurve":
         """counts: (2, 1024), those of a class in `CurveCounts.counts`."""
+        # Summed from the end: a pixel is predicted at the threshold of its bin and at all below.
         others, own = counts.cpu().numpy()[:, ::-1].cumsum(1)[:, ::-1]
         return cls(own, others + own)
 
@@ -56,6 +57,7 @@ class ClassCurve:
         recall and the highest precision. None: no threshold has it.
         """
         enough = (self.precision >= precision) & (self.recall >= recall)
+        # A threshold of 0 would predict every pixel.
         fitting = np.flatnonzero(enough[1:]) + 1
         other = self.recall if precision else self.precision
         # Of equal ones the highest threshold.
@@ -104,10 +106,10 @@ class CurveQuestion:
 
         counts: `CurveCounts.counts`.
         """
-        found = average_precision(counts)
-        mean = mean_of_present(found)
-        lines = [*table("class", names, {"AP": found}), f"mAP {percent(mean)}"]
-        json = {"mAP": or_none(mean), "AP": dict(zip(names, map(or_none, found), strict=True))}
+        ap = average_precision(counts)
+        mean = mean_of_present(ap)
+        lines = [*table("class", names, {"AP": ap}), f"mAP {percent(mean)}"]
+        json = {"mAP": or_none(mean), "AP": dict(zip(names, map(or_none, ap), strict=True))}
         if self.class_name is not None:
             of_class = ClassCurve.of(counts[list(names).index(self.class_name)])
             line, point = self._operating_point(of_class, task)
@@ -143,8 +145,8 @@ def curves_csv(counts: Tensor, names: Sequence[str]) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(CURVE_TITLES)
-    for name, one in zip(names, map(ClassCurve.of, counts), strict=True):
-        columns = one.precision, one.recall, one.hits, one.predicted
+    for name, of_class in zip(names, map(ClassCurve.of, counts), strict=True):
+        columns = of_class.precision, of_class.recall, of_class.hits, of_class.predicted
         for i, (precision, recall, *pixels) in enumerate(zip(*columns, strict=True)):
             if i:
                 values = ("" if math.isnan(x) else f"{x:.6f}" for x in (precision, recall))

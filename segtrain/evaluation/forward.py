@@ -52,14 +52,18 @@ class Forward:
             with autocast(dtype, x.device):
                 return function(x)
 
+        # Strides as well: kernels for another layout may compute other bits.
         shape = what, dtype, images.dtype, images.shape, images.stride()
         recorded = self._graphs.get(shape)
         if recorded is None and self._is_due(shape, images):
-            pool = next((one.graph.pool() for one in self._graphs.values()), None)
+            # All graphs use the memory of one pool: passes are replayed one after another, and what
+            # they give is cloned.
+            pool = next((earlier.graph.pool() for earlier in self._graphs.values()), None)
             try:
                 recorded = self._graphs[shape] = _RecordedPass(call, images, pool)
             except RuntimeError:  # out of memory, or an operation that waits: the plain way goes on
                 self._failed = True
+                # What was recorded goes too: its memory may be what is missing.
                 self._graphs.clear()
         return call(images) if recorded is None else recorded.replay(images)
 

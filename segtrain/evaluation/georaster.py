@@ -86,11 +86,15 @@ def predict_raster(
                 pixels = read_image([path], form, seen)
                 nowhere = np.zeros(pixels.shape[:2], np.uint8)
                 image, missing = ignore_missing(pixels, nowhere, form)
-                (found,) = predictor.label_maps([torch.from_numpy(image)], place=printable(path))
-                is_finite = is_finite and bool(found.is_finite)
-                part = stored(ignored_where(missing, found.label.cpu().numpy())[core])
+                (predicted,) = predictor.label_maps(
+                    [torch.from_numpy(image)], place=printable(path)
+                )
+                is_finite = is_finite and bool(predicted.is_finite)
+                part = stored(ignored_where(missing, predicted.label.cpu().numpy())[core])
+                # `like` is made below, before the first block is asked for.
                 if part.dtype != like.dtype:
                     raise ConfigError(f"task: gives {part.dtype}, and its dtype is {like.dtype}")
+                # All tiles of a TIFF have one size, so blocks at the edges are filled up.
                 block = np.zeros((BLOCK_PX, BLOCK_PX, *part.shape[2:]), part.dtype)
                 block[: part.shape[0], : part.shape[1]] = part
                 on_block(pixels)
@@ -129,7 +133,8 @@ def _write(
         if is_on_map(image, read_info(image)):
             copy_place(image, draft)
         # GDAL keeps there what the tags of a TIFF cannot say, and believes it before them.
-        aux, draft_aux = (one.with_name(f"{one.name}.aux.xml") for one in (path, draft))
+        aux, draft_aux = (file.with_name(f"{file.name}.aux.xml") for file in (path, draft))
+        # Removed before the map is replaced: the new map must never stand beside them.
         for kept in (".aux.xml", ".ovr", ".msk"):  # of an earlier map: overviews and a mask, too
             path.with_name(f"{path.name}{kept}").unlink(missing_ok=True)
         os.replace(draft, path)

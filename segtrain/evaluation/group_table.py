@@ -36,6 +36,7 @@ class ScoresByGroup:
         """images: (N, K, 3), as of `Records`. groups: of each image."""
         names, place = np.unique(np.array(groups, dtype=object), return_inverse=True)
         pixels = np.zeros((len(names), *images.shape[1:]), np.int64)
+        # Unlike `+=`, `add.at` adds every image of a group.
         np.add.at(pixels, place, images)
         right, both = pixels[..., RIGHT], pixels[..., LABELLED] + pixels[..., PREDICTED]
         with np.errstate(invalid="ignore"):
@@ -53,6 +54,7 @@ class ScoresByGroup:
             columns.append([title, *(percent(mean_of_present(x)) for x in present)])
             columns.append(["sd", *(percent(_deviation(x)) for x in present)])
         means = self._means(self.iou)
+        # A group in which no class has pixels has no score.
         judged = [i for i, mean in enumerate(means) if not math.isnan(mean)]
         worst = sorted(judged, key=means.__getitem__)[:_WORST]
         named = ", ".join(f"{printable(self.names[i])} {percent(means[i]).strip()}" for i in worst)
@@ -65,22 +67,23 @@ class ScoresByGroup:
     def to_dict(self) -> dict[str, Any]:
         """The scores for a JSON file; NaN becomes None."""
         scores = {"IoU": self.iou, "Dice": self.dice}
-        found = {}
-        for title, one in scores.items():
-            pairs = zip(self.classes, self._present(one)[:-1], strict=True)
-            found[title] = {
+        by_score = {}
+        for title, of_groups in scores.items():
+            # Without the last column, which is the mean of the classes.
+            pairs = zip(self.classes, self._present(of_groups)[:-1], strict=True)
+            by_score[title] = {
                 name: {"mean": or_none(mean_of_present(x)), "sd": or_none(_deviation(x))}
                 for name, x in pairs
             }
         rows = []
         for i, (name, number) in enumerate(zip(self.names, self.num_images, strict=True)):
             row: dict[str, Any] = {"group": name, "num_images": number}
-            for title, one in scores.items():
-                row[f"m{title}"] = or_none(mean_of_present(one[i].tolist()))
-                values = map(or_none, one[i].tolist())
+            for title, of_groups in scores.items():
+                row[f"m{title}"] = or_none(mean_of_present(of_groups[i].tolist()))
+                values = map(or_none, of_groups[i].tolist())
                 row[title] = dict(zip(self.classes, values, strict=True))
             rows.append(row)
-        return {"over_groups": found, "groups": rows}
+        return {"over_groups": by_score, "groups": rows}
 
     def _means(self, scores: np.ndarray) -> list[float]:
         """The mean of the classes of each group."""

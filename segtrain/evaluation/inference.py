@@ -80,15 +80,16 @@ def predict_labels(
     window's height of rows; several scales or another size need a map of the view.
     """
     forward = model if isinstance(model, Forward) else Forward(model)
+    # The kernels of the short way give labels and the highest probability, no others.
     needs_all = probabilities == "all" or rule is not None
     if not needs_all and _need_no_full_logits(forward.model, images, settings, out_sizes):
         return _labels_of_small(forward, images, settings, limits)
-    found: dict[int, LabelMap] = {}
+    maps: dict[int, LabelMap] = {}
     for index, tiles in score_tiles(forward, images, settings, out_sizes, limits, on_windows):
-        found[index] = settings.decoding.label_map(
+        maps[index] = settings.decoding.label_map(
             tiles, probabilities, rule, is_logits=settings.gives_logits
         )
-    return [found[i] for i in range(len(images))]
+    return [maps[i] for i in range(len(images))]
 
 
 def _need_no_full_logits(
@@ -107,6 +108,7 @@ def _need_no_full_logits(
         return False
     sizes = [image.shape[-2:] for image in images]
     views = [view_sizes(size, settings) for size in sizes]
+    # A single view, of the size of image and label, so that nothing is resized.
     as_they_are = views == [[size] for size in out_sizes] == [[size] for size in sizes]
     return as_they_are and kernels.takes(next(model.parameters()))
 
@@ -115,7 +117,7 @@ def _labels_of_small(
     forward: Forward, images: Sequence[Tensor], settings: InferenceSettings, limits: BatchLimits
 ) -> list[LabelMap]:
     """The predictions for whole images, each as large as its label, with probabilities."""
-    found: dict[int, LabelMap] = {}
+    maps: dict[int, LabelMap] = {}
     for chosen, batch in _batches(images, settings, limits):
         size = batch.shape[-2:]
         view = _normalized_view(forward, batch, size, settings)
@@ -123,8 +125,8 @@ def _labels_of_small(
         logits = enlarged(small, size, forward.model.head.stride, align_corners=False)
         assert logits is not None  # heads of a known stride have one that kernels take
         for i, label, probability in zip(chosen, *logits.labels(), strict=True):
-            found[i] = LabelMap(label, probability.isfinite().all(), probability)
-    return [found[i] for i in range(len(images))]
+            maps[i] = LabelMap(label, probability.isfinite().all(), probability)
+    return [maps[i] for i in range(len(images))]
 
 
 def predict_label(
@@ -167,7 +169,9 @@ def _batches(
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Images of one size, by their indices, and together, (N, C, H, W)."""
     for size in dict.fromkeys(image.shape[-2:] for image in images):
+        # Not only neighbours: the indices bring the results back into their order.
         equal = [i for i, image in enumerate(images) if image.shape[-2:] == size]
+        # Each view of a batch has all of its images, so the largest one decides.
         most = min(map(limits.of, view_sizes(size, settings)))
         for start in range(0, len(equal), most):
             chosen = equal[start : start + most]
@@ -201,6 +205,8 @@ def _slide(
         view = _normalized_view(forward, image, size, settings)
         return slide(logits, view, settings, most, on_windows)
 
+    # A single view at the size of the result: each tile leaves at once, and no map of the view is
+    # kept.
     if settings.num_views == 1 and sizes == [out_size]:
         yield from tiles(out_size)
         return
@@ -232,12 +238,13 @@ def _mean_of_views(
         return
     totals: list[Tensor] = []
     for scores in views:
+        # Views come one after another, and each is added up before the next is computed.
         totals = totals or [scores.new_zeros((scores.shape[1], *size)) for size in out_sizes]
-        for total, one, size in zip(totals, scores, out_sizes, strict=True):
-            for rows, tile in resized(one, size):
+        for total, score_map, size in zip(totals, scores, out_sizes, strict=True):
+            for rows, tile in resized(score_map, size):
                 is_logits = settings.mode == "whole"
                 total[:, rows] += settings.decoding.probabilities(tile, 0) if is_logits else tile
-        del scores, one  # before the next view is computed
+        del scores, score_map  # before the next view is computed
     for total, size in zip(totals, out_sizes, strict=True):
         yield resized(total.div_(settings.num_views), size)
 

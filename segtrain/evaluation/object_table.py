@@ -122,6 +122,7 @@ class ObjectTables:
                 if unit:
                     row.append(pixels * grid.area if grid else "")
                 if least:
+                    # Without a unit `min_area` counts pixels, whatever size a file says they have.
                     pixel = grid.area if least[1] and grid else 1
                     is_there = bool((areas * pixel >= least[0] * _ROUNDING).any())
                     row.append("yes" if is_there else "no")
@@ -131,6 +132,7 @@ class ObjectTables:
     def objects(self, sources: Sequence[PhotoFile]) -> list[list[Any]]:
         """A row for each object, below the titles."""
         unit = self._unit
+        # A size that the user gives has no map: its coordinates begin at the corner of the image.
         xy = [f"x_{unit}", f"y_{unit}"] if self.options.pixel_size else ["map_x", "map_y"]
         rows: list[list[Any]] = [
             [
@@ -145,8 +147,10 @@ class ObjectTables:
                 for i, (pixels, box, (x, y)) in enumerate(every, 1):
                     row = [source.name, name, i, pixels, x, y, *box]
                     if unit and grid:
+                        # Centres count from the middle of the first pixel, the map from its corner.
                         row += [pixels * grid.area, *grid.at(x + 0.5, y + 0.5)]
                         row += [box[2] * grid.width, box[3] * grid.height]
+                    # A file without a pixel size leaves the columns of lengths and areas empty.
                     rows.append(row + [""] * (len(rows[0]) - len(row)))
         return rows
 

@@ -48,7 +48,7 @@ def find_objects(label: np.ndarray, missing: np.ndarray, num_classes: int) -> Im
     objects = [_objects_of(shows(label, k)) for k in range(num_classes)]
     ignored = label == IGNORE_INDEX
     num_ignored = int((ignored if label.ndim == 2 else ignored.all(2)).sum())
-    pixels = np.array([one.pixels.sum() for one in objects], np.int64)
+    pixels = np.array([of_class.pixels.sum() for of_class in objects], np.int64)
     return ImageObjects(
         label.shape[:2], pixels, num_ignored, int(np.count_nonzero(missing)), objects
     )
@@ -57,11 +57,14 @@ def find_objects(label: np.ndarray, missing: np.ndarray, num_classes: int) -> Im
 def _objects_of(mask: np.ndarray) -> Objects:
     mask = mask.view(np.uint8)
     x, y, w, h = cv2.boundingRect(mask)
+    # Only the rectangle around the class: of many classes, most show little of an image.
     inside = mask[y : y + h, x : x + w]
     stats, centres = np.zeros((0, 5), np.int32), np.zeros((0, 2))
     if w:
-        found = cv2.connectedComponentsWithStats(inside, connectivity=8)
-        stats, centres = found[2][1:], found[3][1:] + np.array([x, y])
+        components = cv2.connectedComponentsWithStats(inside, connectivity=8)
+        # The first component is the background.
+        stats, centres = components[2][1:], components[3][1:] + np.array([x, y])
     boxes, pixels = stats[:, :4] + np.array([x, y, 0, 0]), stats[:, 4].astype(np.int64)
+    # `lexsort` sorts by its last key first: by row, then column; the others only decide ties.
     order = np.lexsort([*centres.T[::-1], pixels, boxes[:, 0], boxes[:, 1]])
     return Objects(pixels[order], boxes[order], centres[order])

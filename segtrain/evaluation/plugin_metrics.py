@@ -42,10 +42,10 @@ class PluginMetric:
         # In the order of the data set: the sum of floats depends on the order.
         ordered = sorted(pair for part in parts for pair in part)
         counts = [np.asarray(numbers) for _, numbers in ordered]
-        found = {f"{array.dtype.kind} {array.shape}" for array in counts}
-        if len(found) != 1 or counts[0].dtype.kind not in "if":
+        shapes = {f"{array.dtype.kind} {array.shape}" for array in counts}
+        if len(shapes) != 1 or counts[0].dtype.kind not in "if":
             what = "counts: expected integers or floats, of one shape for all images, found"
-            raise ConfigError(f"eval.metrics: {self.name}: {what} {first_of(sorted(found), 3)}")
+            raise ConfigError(f"eval.metrics: {self.name}: {what} {first_of(sorted(shapes), 3)}")
         scores = self._metric.scores(sum(counts))
         try:
             return {str(key): float(x) for key, x in scores.items()}

@@ -77,7 +77,8 @@ class Predictor:
         sizes = [(image.shape[0], image.shape[1]) for image in images]
         each = zip(map(self.settings.of, sizes), images, out_sizes or sizes, strict=True)
         maps: list[LabelMap] = []
-        for settings, alike in groupby(each, lambda one: one[0]):
+        # Only neighbours go together, so that the results stay in the order of the images.
+        for settings, alike in groupby(each, lambda item: item[0]):
             _, chosen, outs = zip(*alike, strict=True)
             maps += self._alike(settings, chosen, outs, place, **how)
         return maps
@@ -133,8 +134,10 @@ def for_scores(
     model: of a training, or `to_eval_precision` has changed it. mode_is_given: as of `for_photos`.
     at_once: images that this rank works on at the same time.
     """
+    # A mode that the user has set holds for all images, whether they fit or not.
     most = math.inf
     if not mode_is_given:
+        # What all ranks of this machine work on at the same time shares its memory.
         ranks = dist.local_world_size() * at_once
         most = fitting_pixels(model, device, num_classes, ranks)
     by_size = SettingsBySize.that_fit(usual, most)

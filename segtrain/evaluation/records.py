@@ -121,6 +121,7 @@ class Records:
         for i in order:
             sequence = sequences[i]
             gap = length[sequence] / _SEQUENCE_PART
+            # A near neighbour of an image that is chosen would show the same.
             if all(abs(i - other) >= gap for other in taken[sequence]):
                 chosen.append(i)
                 taken[sequence].append(i)
@@ -141,6 +142,7 @@ class Records:
         rows.writerow(distinct(titles))
         score, by_class = self.image_iou, self.class_iou
         right, labelled = (self.images[..., column].sum(1) for column in (RIGHT, LABELLED))
+        # Images without labels come last: NaN compares to nothing.
         for i in sorted(range(len(self.names)), key=lambda i: (math.isnan(score[i]), score[i])):
             accuracy = right[i] / labelled[i] if labelled[i] else math.nan
             values = [score[i], accuracy, int(labelled[i]), *by_class[i]]
@@ -165,6 +167,7 @@ class Records:
         np.savez_compressed(
             data, about=text, images=self.images, matrix=self.matrix, calibration=self.calibration
         )
+        # Not durable: another evaluation of best.pt computes the same.
         write_atomic(directory / EVALUATION, data.getvalue(), durable=False)
 
 
@@ -186,6 +189,7 @@ def load_records(directory: Path) -> Records | None:
         records = Records(about["about"], *(tuple(about[k]) for k in ("names", "classes")), *arrays)
         size, n = len(records.classes), len(records.names)
         shapes = [x.shape[:2] for x in arrays]
+        # Either classes exclude each other, or they overlap: two forms of counts.
         if shapes not in ([(n, size), (size, size), (2, FINE_BINS)], [(n, size), *2 * [(size, 2)]]):
             raise ValueError("sizes do not fit")
     except Exception as error:  # zipfile, numpy and json raise many kinds

@@ -132,17 +132,21 @@ def evaluate_dataset(
 
     has_left = False
     with suppress(StoppedError), bar, _evaluation_mode(predictor.model), ExitStack() as stack:
+        # True until all images are done: StoppedError leaves the block before its last line.
         has_left = True
         if at_once > 1:
             predicted = images.predicted_in_threads(groups, at_once)
         else:
             predicted = images.predicted(groups, num_threads)
+        # Closed in reverse order, also after an error: no thread may go on with images that nobody
+        # takes.
         finished = images.finished(stack.enter_context(closing(predicted)))
         stack.enter_context(closing(finished))
         done = stack.enter_context(closing(prefetch(call, finished, 1))) if callbacks else finished
         for i, _ in enumerate(done):  # the other ranks are about as far
             bar.update(whole * (i + 1) // mine - whole * i // mine)
         has_left = False
+    # Every rank comes here, whether it has left or not: none may wait for another.
     if any(dist.all_gather_object(has_left)):
         raise StoppedError
     num_by_windows = _warn_of_windows(images.num_by_windows, predictor.settings)
@@ -191,12 +195,13 @@ class _Images:
     def finished(self, predicted: Iterator[_Predicted]) -> Iterator[Prediction]:
         """Counts the pixels; yields the predictions once they are on the host."""
         for group, maps in self.predictor.transfer.late_to_host(map(self._count, predicted)):
-            for one, found in zip(group, maps, strict=True):
-                pixels = (x.numpy() for x in (one.image, one.label, found.label))
-                yield Prediction(one.index, *pixels)
+            for decoded, label_map in zip(group, maps, strict=True):
+                pixels = (x.numpy() for x in (decoded.image, decoded.label, label_map.label))
+                yield Prediction(decoded.index, *pixels)
 
     def _decode(self, index: int) -> _Decoded:
         image, label = self.dataset[index]
+        # Pinning is a copy, so the thread that decodes does it.
         pinned = (self.predictor.transfer.pinned(torch.from_numpy(x)) for x in (image, label))
         return _Decoded(index, *pinned)
 
@@ -206,19 +211,24 @@ class _Images:
 
     def _predict(self, group: list[_Decoded]) -> _Predicted:
         self._leave_if_asked()
-        images, by_size = [one.image for one in group], self.predictor.settings
+        images, by_size = [item.image for item in group], self.predictor.settings
         chosen = [by_size.of(tuple(image.shape[:2])) for image in images]
-        self.num_by_windows += sum(one.mode != by_size.usual.mode for one in chosen)
-        sizes = [tuple(one.label.shape[:2]) for one in group]
+        self.num_by_windows += sum(item.mode != by_size.usual.mode for item in chosen)
+        sizes = [tuple(item.label.shape[:2]) for item in group]
+        # Calibration needs the highest probability only; all of them take K times the memory.
         wanted = "highest" if self.counts.curves is None else "all"
         asked = {"probabilities": wanted, "on_windows": self._leave_if_asked}
         return group, self.predictor.label_maps(images, sizes, place="evaluation", **asked)
 
     def _count(self, predicted: _Predicted) -> _Predicted:
         group, maps = predicted
-        for one, found in zip(group, maps, strict=True):
-            self.counts.add(one.index, found, self.predictor.transfer.to_device(one.label))
-        return group, [found._replace(probability=None) for found in maps]  # not for the host
+        for decoded, label_map in zip(group, maps, strict=True):
+            self.counts.add(
+                decoded.index, label_map, self.predictor.transfer.to_device(decoded.label)
+            )
+        return group, [
+            label_map._replace(probability=None) for label_map in maps
+        ]  # not for the host
 
 
 def _warn_of_infinite(of_this_rank: Tensor, settings: InferenceSettings) -> None:

@@ -126,9 +126,9 @@ class InferenceSettings:
     def to_dict(self) -> dict[str, Any]:
         """The settings for JSON: `autocast` is the name of its dtype, or None."""
         autocast = None if self.autocast is None else str(self.autocast).removeprefix("torch.")
-        found = {**asdict(self), "autocast": autocast}
-        del found["task"]  # no question of how a prediction is made
-        return found
+        fields = {**asdict(self), "autocast": autocast}
+        del fields["task"]  # no question of how a prediction is made
+        return fields
 
     def describe(self) -> str:
         """One line for people: `sliding window 713x713, overlap 0.33; scale 1; with flip`."""
@@ -192,6 +192,7 @@ class SettingsBySize(NamedTuple):
         usual = InferenceSettings.from_config(config)
         if mode_is_given:
             return cls(usual, usual)
+        # Windows become larger than the training crop only if the user has not chosen their size.
         widened = usual.mode == "whole" and config.eval.crop_size is None
         large = _in_windows(usual, fitting_pixels) if widened else replace(usual, mode="slide")
         return cls(usual, large, MAX_WHOLE_PIXELS, fitting_pixels)
@@ -211,6 +212,7 @@ class SettingsBySize(NamedTuple):
         sides = view_size(size, self.usual.short_side_px, 1.0)
         scale = min(self.usual.scales)
         least = view_size(size, self.usual.short_side_px, scale)
+        # An image that is itself so small is no fault of a scale.
         if min(least) < _LEAST_VIEW_PX <= min(sides):
             raise ConfigError(
                 f"eval.scales: {scale:g} makes {least[0]}x{least[1]} pixels of an image of "
@@ -234,12 +236,14 @@ class SettingsBySize(NamedTuple):
         if self.usual == self.large:
             return self.usual.describe()
         windows = self.large.describe().partition(";")[0]
+        # `fitting_pixels` is of the largest view, and this of the image at scale 1.
         most = min(self.most_pixels, self.fitting_pixels / max(self.usual.scales) ** 2)
         return f"{self.usual.describe()}; above {most / 1e6:.1f} megapixels {windows}"
 
 
 def _in_windows(whole: InferenceSettings, fitting_pixels: float) -> InferenceSettings:
     height, width = (max(side, LARGE_WINDOW_PX) for side in whole.crop_size)
+    # Without the memory for such windows, those of the training crop.
     if height * width > fitting_pixels:
         height, width = whole.crop_size
     return replace(whole, mode="slide", crop_size=(height, width))

@@ -62,6 +62,8 @@ class SurfaceScores:
         unknown = prediction.label == IGNORE_INDEX
         for k in range(len(self._names)):
             ignored = unknown if unknown.ndim == 2 else unknown[..., k]
+            # The border of ignored pixels is the same in label and prediction. How much of it there
+            # is decides on a warning.
             beside_ignored = cv2.dilate(ignored.astype(np.uint8), _KERNEL)
             label = shows(prediction.label, k).astype(np.uint8)
             pred = (shows(prediction.pred, k) & ~ignored).astype(np.uint8)
@@ -80,8 +82,9 @@ class SurfaceScores:
         rows = [[*key, *pair] for key, pair in self._found.items()]
         parts = dist.all_gather_object([rows, self._near.tolist(), self._edges.tolist()])
         measured, near, edges = zip(*parts, strict=True)
+        # Each image is on one rank only, so no key comes twice.
         self._found = {(i, k): (*pair,) for part in measured for i, k, *pair in part}
-        self._near, self._edges = (np.sum(one, axis=0) for one in (near, edges))
+        self._near, self._edges = (np.sum(counts, axis=0) for counts in (near, edges))
 
     def lines(self) -> list[str]:
         """A table of the classes, and what to know about it."""
@@ -119,6 +122,7 @@ class SurfaceScores:
     def _by_class(self) -> dict[str, list[float]]:
         """Images and scores of each class, by their keys in JSON."""
         pairs: list[list[tuple[float, float]]] = [[] for _ in self._names]
+        # Sorted: the mean of floats depends on their order, which must not be that of the ranks.
         for (_, k), pair in sorted(self._found.items()):
             pairs[k].append(pair)
         distances, dices = ([[pair[i] for pair in own] for own in pairs] for i in (0, 1))
@@ -132,6 +136,7 @@ class SurfaceScores:
 
     def _measure(self, label: np.ndarray, pred: np.ndarray) -> tuple[float, float]:
         """Distance and surface Dice of two masks that are not empty."""
+        # All borders lie in the rectangle around both masks; the distances need no more.
         x, y, width, height = cv2.boundingRect(label | pred)
         masks = [mask[y : y + height, x : x + width] > 0 for mask in (label, pred)]
         borders = [mask & ~ndimage.binary_erosion(mask) for mask in masks]

@@ -51,7 +51,10 @@ class Transfer:
         self, predicted: tuple[T, Sequence[LabelMap]]
     ) -> tuple[T, list[LabelMap], "torch.cuda.Event"]:
         item, maps = predicted
-        copies = [LabelMap(*(x if x is None else self._copy(x) for x in found)) for found in maps]
+        copies = [
+            LabelMap(*(x if x is None else self._copy(x) for x in label_map)) for label_map in maps
+        ]
+        # Recorded behind the copies: when it is reached, all of them have arrived.
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
         return item, copies, copied

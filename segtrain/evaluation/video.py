@@ -34,6 +34,7 @@ def overlay_video(path: Path, output: Path, draw: Callable[[int, np.ndarray], np
     """
     with _opened(path) as video:
         number = max(0, int(video.get(cv2.CAP_PROP_FRAME_COUNT)))
+        # Some files do not say their rate.
         rate = video.get(cv2.CAP_PROP_FPS) or _DEFAULT_FPS
         num_done = damaged = 0
         with (
@@ -51,6 +52,8 @@ def overlay_video(path: Path, output: Path, draw: Callable[[int, np.ndarray], np
                     writer = cv2.VideoWriter(str(draft), code, rate, size)
                     if not writer.isOpened():
                         raise ExecutionError(f"{printable(output)}: cannot be written")
+                # The frames in between are damaged: the overlay before them is shown, or else the
+                # first one.
                 for _ in range(place - num_done):
                     writer.write(drawn if before is None else before)
                 writer.write(drawn)
@@ -59,6 +62,7 @@ def overlay_video(path: Path, output: Path, draw: Callable[[int, np.ndarray], np
                 num_done = place + 1
             if writer is None:
                 raise DataError(f"{printable(path)}: a video without frames")
+            # A file of OpenCV is complete only now.
             writer.release()
             # OpenCV says nothing of a full disk.
             written = cv2.VideoCapture(str(draft))

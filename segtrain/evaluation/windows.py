@@ -59,8 +59,10 @@ def slide(
     padded, top, left = _pad(view, settings.crop_size)
     padded_h, padded_w = padded.shape[-2:]
     tops, lefts = _grid((padded_h, padded_w), settings)
+    # Windows form a grid: the number of them over a pixel is the product of these two.
     over_rows = _times_covered(padded_h, tops, crop_h, view.device).view(1, -1, 1)
     over_columns = _times_covered(padded_w, lefts, crop_w, view.device).view(1, 1, -1)
+    # A generator: windows are cut out of the view batch by batch.
     windows = (padded[:, :, y : y + crop_h, x : x + crop_w] for y in tops for x in lefts)
     probs = _probabilities(logits, windows, batch_size, on_windows, settings)
     sums: Tensor | None = None  # of the rows start .. start + crop_h - 1
@@ -73,6 +75,7 @@ def slide(
         # No later window reaches the rows up to `end`. Those of the padding are left out.
         done = end - start
         mean = (sums[:, :done] / over_rows[:, start:end].to(sums)).div_(over_columns.to(sums))
+        # The other rows move up; the next windows begin where they do.
         sums = functional.pad(sums[:, done:], (0, 0, 0, done))
         first, last = max(start, top), min(end, top + height)
         if first < last:
@@ -101,6 +104,7 @@ def _probabilities(
         if settings.flip:
             probs += settings.decoding.probabilities(logits(batch.flip(-1))).flip(-1)
             probs /= 2
+        # Between batches a caller may leave by an exception, as an evaluation that is stopped.
         on_windows(len(some))
         yield from probs
 

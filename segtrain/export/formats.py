@@ -248,6 +248,7 @@ class _ArangeFrom(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Only counts from 0, as the models make them; all other calls stay as they are.
         if function is torch.arange and len(args) == 1 and kwargs.keys() <= {"device"}:
             return self.like.new_ones(args[0], dtype=torch.int64).cumsum(0) - 1
         return function(*args, **kwargs)
@@ -259,6 +260,7 @@ def quiet() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
+        # Exporters warn, print and log: each of these needs its own end.
         with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")
             yield

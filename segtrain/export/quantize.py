@@ -59,10 +59,10 @@ class FileModel(nn.Module):
     def forward(self, images: Tensor) -> SegLogits:
         """Logits (N, K, H, W) float32 of normalized images (N, C, H, W)."""
         size = images.shape[-2:]
-        found = self.run(self._as_stored(_resized(images, self.size or size)))
+        result = self.run(self._as_stored(_resized(images, self.size or size)))
         if self.graph.argmax:
-            found = functional.one_hot(found.long(), self.num_classes).movedim(-1, 1).float()
-        return SegLogits(_resized(found, size))
+            result = functional.one_hot(result.long(), self.num_classes).movedim(-1, 1).float()
+        return SegLogits(_resized(result, size))
 
     def _as_stored(self, images: Tensor) -> Tensor:
         """Normalized images in the form that the file takes."""
@@ -117,8 +117,10 @@ class Quantizer:
         size: tuple[int, int] | None,
     ) -> None:
         whole = {"mode": "whole", "scales": (1.0,), "flip": False}
+        # A file of one size takes whole images, resized to it: no windows, scales or mirror images.
         if size is not None:
             settings = replace(settings, **whole, short_side_px=None)
+        # The files compute in float32 and int8, whatever the training did.
         self.settings = replace(settings, autocast=None, tf32=False)
         self.graph, self.size, self.num_classes = graph, size, loaded.classes.num_classes
         self.task = task_of(loaded.config.task)
@@ -138,6 +140,7 @@ class Quantizer:
         import onnx
         from onnxruntime import quantization
 
+        # A generator: images are decoded as the calibration asks for them.
         inputs = ({"images": images.numpy()} for images in self._inputs(dataset, indices))
         with TemporaryDirectory() as folder, quiet():
             prepared = Path(folder) / "prepared.onnx"
@@ -147,6 +150,7 @@ class Quantizer:
                 quantization.quantize_static(
                     prepared,
                     output,
+                    # All that onnxruntime calls of a CalibrationDataReader; None is the end.
                     SimpleNamespace(get_next=lambda: next(inputs, None)),
                     quant_format=quantization.QuantFormat.QDQ,
                     op_types_to_quantize=_OPERATORS,
@@ -171,6 +175,7 @@ class Quantizer:
             onnx.helper.set_model_props(proto, about)
             onnx.save_model(proto, output)
             run = FORMATS["onnx"].read(output)
+            # It must run at every size; how much 8 bits cost is for `figures` to say.
             compared = [compare(run, self.graph, case) for case in cases(self.size)]
         for one in compared:
             problem = one.problem or (
@@ -190,15 +195,16 @@ class Quantizer:
         counts, same, labelled = [self.task.matrix(*about) for _ in files], 0, 0
         with ProgressBar(len(indices), 0, "score", enabled=True, unit="image") as bar:
             for image, label, place in _images(dataset, indices):
-                found = [
+                predictions = [
                     one.label_maps([image], [label.shape[:2]], place=place) for one in predictors
                 ]
-                a, b = (labels[0].label for labels in found)
+                a, b = (labels[0].label for labels in predictions)
                 for count, one in zip(counts, (a, b), strict=True):
                     count.update(one, label)
                 valid = label != IGNORE_INDEX
                 same, labelled = same + int((valid & (a == b)).sum()), labelled + int(valid.sum())
                 bar.update()
+        # The time is that of a single image, in the form in which the file gets it.
         images = next(self._inputs(dataset, indices))[:1]
         return Figures(
             mean_iou=tuple(count.scores().mean_iou for count in counts),
@@ -219,6 +225,7 @@ class Quantizer:
         """What a file is given for these images, batch by batch."""
         seen: list[Tensor] = []
 
+        # In the place of a file: keeps what it is given, and returns zeros of the right shape.
         def keep(images: Tensor) -> Tensor:
             seen.append(images)
             num, _, *size = images.shape

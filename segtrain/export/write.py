@@ -79,21 +79,22 @@ def compare(run: Run, graph: ExportModel, case: Case) -> Deviation:
         )
     expected = graph(images)
     try:
-        found = run(images)
+        result = run(images)
     except Exception as error:  # any runtime, any reason: the file does not work at this size
         # The end: before it TorchScript shows the graph it ran.
         reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
         return Deviation(case, float("nan"), 0.0, f"it does not run: {reason}")
-    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        what = f"{tuple(found.shape)} {found.dtype}, not {tuple(expected.shape)} {expected.dtype}"
+    if (result.shape, result.dtype) != (expected.shape, expected.dtype):
+        what = f"{tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
         return Deviation(case, float("nan"), 0.0, f"its result is {what}")
+    # All logits may be 0.
     scale = logits.abs().max().clamp_min(torch.finfo(logits.dtype).tiny)
     if not graph.argmax:
-        worst, agreement = (found - logits).abs().max(), graph.task.agreement(found, logits)
-    elif int(found.max()) >= logits.shape[1]:
-        return Deviation(case, float("nan"), 0.0, f"it gives the class {int(found.max())}")
+        worst, agreement = (result - logits).abs().max(), graph.task.agreement(result, logits)
+    elif int(result.max()) >= logits.shape[1]:
+        return Deviation(case, float("nan"), 0.0, f"it gives the class {int(result.max())}")
     else:  # how far the class lies below the best: rounding may swap almost equal ones
-        labels = found.long()
+        labels = result.long()
         worst = (logits.amax(1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)).max()
         agreement = (labels == logits.argmax(1)).float().mean()
     return Deviation(case, (worst / scale).item(), agreement.item())
@@ -136,6 +137,7 @@ def export_graph(
                     f"{output}: the {format} exporter of torch {torch.__version__} failed: "
                     f"{reason}; try {others}" + (", or --size" if size is None else "")
                 ) from error
+            # Still inside the block: after an error `output` is what it was before.
             compared = [compare(run, graph, case) for case in batches]
         if not all(comparison.passed for comparison in compared):
             raise ExecutionError(_refusal(output, format, compared))
@@ -202,19 +204,22 @@ def min_side_px(loaded: LoadedModel, format: str) -> int:
     models = [config.model for config in loaded.configs]
     # timm's stems of patches round sizes down, all other layers up.
     two_pixels = max(
-        2 * one.output_stride if one.backbone.startswith("timm/") else one.output_stride + 1
-        for one in models
+        2 * model.output_stride if model.backbone.startswith("timm/") else model.output_stride + 1
+        for model in models
     )
     return two_pixels if format == "pt2" else 1
 
 
 def _refusal(output: Path, format: str, compared: list[Deviation]) -> str:
     lines = [f"{output}: not written: the {format} file differs from the model"]
-    for one in compared:
-        if not one.passed:
-            far = f"max difference {one.difference:.1e} of the largest, {one.agreement:.2%} equal"
-            batch, height, width = one.case
-            lines.append(f"  at {height}x{width}, batch {batch}: {one.problem or far}")
+    for deviation in compared:
+        if not deviation.passed:
+            far = (
+                f"max difference {deviation.difference:.1e} of the largest, "
+                f"{deviation.agreement:.2%} equal"
+            )
+            batch, height, width = deviation.case
+            lines.append(f"  at {height}x{width}, batch {batch}: {deviation.problem or far}")
     return "\n".join([*lines, "  --size HEIGHT WIDTH writes a file for that one size"])
 
 
@@ -261,7 +266,9 @@ def _metadata(loaded: LoadedModel) -> dict[str, str]:
     return {
         "segtrain_version": __version__,
         "torch_version": torch.__version__,
-        "model": " + ".join(f"{one.model.arch} {one.model.backbone}" for one in loaded.configs),
+        "model": " + ".join(
+            f"{member.model.arch} {member.model.backbone}" for member in loaded.configs
+        ),
         "step": loaded.steps,
         **({"ensemble": loaded.about} if loaded.members else {}),
         "task": config.task,

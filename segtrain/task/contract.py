@@ -125,6 +125,7 @@ class Outcome(ABC):
         names: of the model's classes. classes: of the data. layout: `data.layout`.
         """
         scores = self.scalars(names).items()
+        # Tags are `metric/TASK/SCORE`; a report shows the last part.
         return Report(self.words(), {tag.rpartition("/")[2]: score for tag, score in scores})
 
     def fitted(self, given: tuple[float, ...] | None) -> tuple["Outcome", tuple[float, ...] | None]:

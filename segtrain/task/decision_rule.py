@@ -33,11 +33,14 @@ class DecisionRule:
             least = torch.tensor([self.thresholds[k] for k in chosen], dtype=probability.dtype)
             least = least.to(probability.device, non_blocking=True).view(-1, 1, 1)
             some = probability[chosen]
+            # A class that reaches its threshold has a quotient of at least 1; all others get 0.
             quotient, place = (some / least).masked_fill_(some < least, 0).max(0)
             others = probability.clone()
+            # Below every probability, so that `argmax` takes none of them.
             others[chosen] = -1
             named = torch.tensor(chosen, device=probability.device)[place]
             label = torch.where(quotient > 0, named, others.argmax(0))
+            # Who reaches a threshold need not reach `unknown_below`, too.
             is_sure |= quotient > 0
         return label.masked_fill_(~is_sure, IGNORE_INDEX).to(torch.uint8)
 

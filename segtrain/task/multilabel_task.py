@@ -72,6 +72,7 @@ class PresenceOutcome(ClassOutcome):
         if given is not None:
             return self, None
         thresholds = best_thresholds(levels_of(self.calibration.counts))
+        # Each image was counted at all of these thresholds, so none is predicted again.
         matrix = BinaryCounts(len(thresholds), self.levels.device)
         by_image = counts_at(self.levels, thresholds)  # (N, K, 2, 2)
         matrix.counts += by_image.sum(0)
@@ -121,6 +122,7 @@ class PresenceCounts(ClassCounts):
 
     def sum_over_ranks(self, num_by_windows: int) -> PresenceOutcome:
         """Those of all ranks (collective)."""
+        # Before the sums of `super`, which waits for the device at its end.
         dist.all_reduce_sum(self._levels)
         curves = self._calibration if self._asks_curves else None
         found = super().sum_over_ranks(num_by_windows)

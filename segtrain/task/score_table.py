@@ -107,20 +107,21 @@ class InstanceCounts:
             )
         # The official comparison: 1000 itself would be an instance of class 1, which is ignored.
         mask = instances > _IDS_PER_CLASS
-        ids, found = instances[mask], pred[mask]
+        ids, predicted = instances[mask], pred[mask]
         # Sorting them, as np.unique does, takes longer than all else here.
         pixels = np.bincount(ids)
         values = pixels.nonzero()[0]
         train_ids = np.array([self._train_id(int(v), path) for v in values], dtype=np.uint8)
+        # `_train_id` is asked once for each instance, and this table for each pixel.
         own_of = np.full(len(pixels), IGNORE_INDEX, np.uint8)
         own_of[values] = train_ids
         own = own_of[ids]
         judged = own != IGNORE_INDEX
-        ids, own, found = ids[judged], own[judged], found[judged]
+        ids, own, predicted = ids[judged], own[judged], predicted[judged]
         sizes = pixels[values]
         right_class, right_category = (
             np.bincount(ids[same], minlength=len(pixels))[values]
-            for same in (found == own, self._category[found] == self._category[own])
+            for same in (predicted == own, self._category[predicted] == self._category[own])
         )
         columns = [x.tolist() for x in (train_ids, sizes, right_class, right_category)]
         for train_id, size, *right in zip(*columns, strict=True):
@@ -233,13 +234,13 @@ class ScoreReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The scores for a JSON file; NaN becomes None, because JSON has no NaN."""
-        found = self.scores.to_dict(self.names)
-        found["calibration_error"] = or_none(self.calibration_error)
+        fields = self.scores.to_dict(self.names)
+        fields["calibration_error"] = or_none(self.calibration_error)
         if self.groups is not None:
-            found |= {name: or_none(value) for name, value in self.groups.means.items()}
-            for row, iiou in zip(found["classes"], self.groups.iiou, strict=True):
+            fields |= {name: or_none(value) for name, value in self.groups.means.items()}
+            for row, iiou in zip(fields["classes"], self.groups.iiou, strict=True):
                 row["iIoU"] = or_none(iiou)
-            found["categories"] = [
+            fields["categories"] = [
                 {"name": name, "IoU": or_none(iou), "iIoU": or_none(iiou)}
                 for name, iou, iiou in zip(
                     self.groups.categories,
@@ -249,8 +250,8 @@ class ScoreReport:
                 )
             ]
         if self.benchmark:
-            found["benchmark"] = {name: or_none(x) for name, x in self.benchmark.items()}
-        return found
+            fields["benchmark"] = {name: or_none(x) for name, x in self.benchmark.items()}
+        return fields
 
 
 def ade20k_scores(scores: Scores) -> dict[str, float]:

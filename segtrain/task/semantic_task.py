@@ -43,6 +43,7 @@ class OneClass(Decoding):
                 labels.append(highest.indices.to(torch.uint8))
             else:
                 labels.append(rule.label(tile.softmax(0) if is_logits else tile))
+            # It stays on the device: the host would have to wait for each tile.
             finite.append(highest.values.isfinite().all())
             if wanted == "highest":
                 known.append(of_highest(tile, highest.values) if is_logits else highest.values)
@@ -77,10 +78,12 @@ class ClassCounts(ImageCounts):
     def add(self, index: int, found: LabelMap, label: Tensor) -> None:
         """Counts image `index`; nothing waits for the device."""
         table = self._matrix.update(found.label, label)
+        # Right, labelled and predicted pixels: the diagonal, sums of rows, sums of columns.
         self._images[index] = torch.stack([table.diagonal(), table.sum(1), table.sum(0)], dim=1)
         if self.curves is not None:
             self.curves.update(found.probability, label)
         highest = found.probability
+        # Where curves are asked for, these are the probabilities of all classes.
         highest = highest if highest.ndim == 2 else highest.amax(0)
         self._calibration.update(highest, found.label, label)
         self.num_infinite += ~found.is_finite
@@ -173,4 +176,5 @@ def of_highest(logits: Tensor, highest: Tensor) -> Tensor:
     """The softmax of the highest logit of every pixel, (h, w), of `logits`, (K, h, w)."""
     rows = _CACHED_ROWS if logits.device.type == "cpu" else len(highest)
     parts = zip(logits.split(rows, 1), highest.split(rows), strict=True)
+    # 1 / sum of exp(x - highest) is the softmax of the highest, and cannot overflow.
     return torch.cat([(part - most).exp_().sum(0).reciprocal_() for part, most in parts])

@@ -53,11 +53,12 @@ class PresenceTargets(Targets):
 
     def loss_weight(self, labels: Tensor, class_weights: Tensor | None) -> Tensor:
         """The pixels of each class that are known, times its weight."""
+        # (K,): the pixels of each class that are not ignored.
         valid = (labels != IGNORE_INDEX).sum((0, 2, 3), dtype=torch.float64)
         return valid.sum() if class_weights is None else valid @ class_weights.double()
 
 
-_TARGETS = {one.name: one for one in (ClassTargets, PresenceTargets)}
+_TARGETS = {targets.name: targets for targets in (ClassTargets, PresenceTargets)}
 
 
 def targets_of(task: str) -> Targets:

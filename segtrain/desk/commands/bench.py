@@ -200,6 +200,8 @@ def _config(args: argparse.Namespace) -> Config:
     if config.train.is_asynchronous:
         way = config.train.parallel
         raise ConfigError(f"train.parallel: {way}: its processes do not share steps: use sync")
+    # Steps are taken three times: those that count, those without the graph, those with timed
+    # parts.
     steps = max(config.train.steps, _WARMUP + 3 * args.steps + _PROFILED)
     train = config.train.model_copy(update={"steps": steps})
     return config.model_copy(update={"train": train})
@@ -220,13 +222,16 @@ def _footprint(config: Config, device: torch.device, stack: ExitStack) -> Footpr
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
+        # Only what other programs leave free can be used, and of that the margin stays free.
         torch.cuda.set_per_process_memory_fraction((1 - MEMORY_MARGIN) * free / total, device)
     this, ready = _training(config, device, stack)
     steps = _Steps(this)
     # Until a step has been recorded, which takes memory.
     steps.take(EAGER_STEPS + 1 if isinstance(this.step, GraphStep) else 1)
     step_s = steps.take(2).step_s
+    # Only after the evaluation is the largest memory known.
     evaluate_largest(this, ready.eval_set)
+    # The first of them is this process, whose peak is added below.
     workers = sum(map(resident_bytes, descendants(os.getpid())[1:]))
     on_device = peak_bytes(device) if device.type == "cuda" else None
     mine = step_s, on_device, peak_bytes(torch.device("cpu")) + workers
@@ -239,10 +244,12 @@ def _training(config: Config, device: torch.device, stack: ExitStack) -> tuple[T
     notes: list[str] = []
     nowhere = Path(os.devnull)  # bench has no run directory that keeps the centroids
     ready = prepare(config, device, nowhere, notes, stack, hashes=False)
+    # Nothing is to be saved, so no request to stop is taken.
     step_sync = StepSync(lambda: False, overflow_allowed=config.train.precision == "float16")
     training = ready.training(config, device, step_sync)
     watch = host_watch(config, device, stack)
     this = Training(**training, last_step=config.train.steps, watch=watch)
+    # Ends the loader and its workers, also after an error.
     stack.callback(this.reopen)
     if dist.is_main() and notes:
         say("\n".join(notes))
@@ -280,6 +287,7 @@ def _measure(
     loader = max(1, this.num_workers()) / sample_s
     mine = [step_s, data_s, parted_s, parts, peak, peak_bytes(device), eager_s, loader]
     everywhere = dist.all_gather_object(mine)
+    # All figures of a step are those of one rank, the slowest: parts of several would not add up.
     slowest = max(everywhere, key=lambda values: values[0])
     return StepFigures(
         device=device_name(device),
@@ -323,6 +331,7 @@ class _Steps:
     ) -> _Taken:
         """Takes `number` (collective); `watch`: around them, after all ranks have come."""
         run, waited, made, images = self._run, 0.0, 0.0, 0
+        # All ranks begin together, and nothing of the steps before still runs on the device.
         dist.barrier()
         synchronize(run.device)
         with watch:
@@ -334,6 +343,7 @@ class _Steps:
                 waited += local.data_s
                 made += sum(batch.made_s for batch in local.batches)
                 images += sum(len(batch.names) or 1 for batch in local.batches)
+            # Steps are only queued on a CUDA device; the clock counts once they are done.
             synchronize(run.device)
             step_s = (time.perf_counter() - began) / number
             return _Taken(step_s, waited / number, made / images)

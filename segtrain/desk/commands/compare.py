@@ -45,32 +45,34 @@ def main(args: argparse.Namespace) -> int:
         if len(a) != 2:
             raise ConfigError("expected two runs, or several a side: compare A A2 --with B B2")
         a, b = a[:1], a[1:]
+    # First what was named, then what it stands for: a directory of seeds holds several runs.
     _refuse_both(a, b)
     runs = [named_runs(side) for side in (a, b)]
     _refuse_both(*runs)
+    # Before the scores are read: a missing one takes an evaluation, which may be long.
     for option, file in files.items():
         with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
             check_output(file, _FORMS[option][0])
     device = device_for(args.device)
     sides = [[evaluated_whole(path, device) for path in side] for side in runs]
     for side in sides:
-        different = set(differing_recipes([one.run.config for one in side])) - {"seed"}
+        different = set(differing_recipes([result.run.config for result in side])) - {"seed"}
         if different:
             raise ConfigError(
-                f"{first_of(one.run.directory for one in side)}: runs of one side may differ in "
-                f"their seed only, and these do in {first_of(sorted(different), 3)}"
+                f"{first_of(result.run.directory for result in side)}: runs of one side may "
+                f"differ in their seed only, and these do in {first_of(sorted(different), 3)}"
             )
-        seeds = Counter(one.run.config.seed for one in side)
+        seeds = Counter(result.run.config.seed for result in side)
         if again := [seed for seed, number in seeds.items() if number > 1]:
             raise ConfigError(
-                f"{first_of(one.run.directory for one in side)}: several of one side have seed "
-                f"{again[0]}, and would count as if they were independent: name one of them"
+                f"{first_of(result.run.directory for result in side)}: several of one side have "
+                f"seed {again[0]}, and would count as if they were independent: name one of them"
             )
     try:
-        found = compare(*([one.records for one in side] for side in sides), by=args.by)
+        found = compare(*([result.records for result in side] for side in sides), by=args.by)
     except ConfigError as error:
         raise ConfigError(f"{first_of([*a, *b], 4)}: {error}") from None
-    for line in comparison_lines(found, *([one.run for one in side] for side in sides)):
+    for line in comparison_lines(found, *([result.run for result in side] for side in sides)):
         print(line)
     folders = [path if path.is_dir() else path.parent for path in (a[0], b[0])]
     titles = [f"{x}: {path.resolve().name}" for x, path in zip("AB", folders, strict=True)]
@@ -101,7 +103,7 @@ _FORMS = {
 def _finite(value: Any) -> Any:
     """`value` for JSON: NaN, which it does not have, is null."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -57,6 +57,7 @@ def _facts() -> Iterator[tuple[str, str]]:
         memory = shutil.disk_usage(SHARED_MEMORY)
         yield "shared memory", f"{memory.free / 1e6:.0f} of {memory.total / 1e6:.0f} MB free"
     yield "C++ compiler", shutil.which(_COMPILER) or "none"
+    # torch itself may be what is missing.
     if library_version("torch") is not None:
         import torch
 
@@ -141,5 +142,6 @@ def missing_for_triton() -> str:
     named = os.environ.get("CC")
     if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
         return named or "a C compiler (gcc, clang, or what CC names)"
+    # Triton builds modules for Python, in C.
     header = Path(sysconfig.get_path("include"), "Python.h")
     return "" if header.is_file() else f"{header} (in Debian a part of python3-dev)"

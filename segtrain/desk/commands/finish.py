@@ -54,6 +54,7 @@ def branch(args: argparse.Namespace, *, resume: bool, alone: bool) -> Target:
     begun = load_config(config).schedule.finish_from
     if begun is None:
         raise ConfigError(f"{directory}: no branch (schedule.finish_from); choose another --output")
+    # The steps count from the checkpoint that the branch began with, also when it is resumed.
     args.set = [f"train.steps={begun + args.finish}", *args.set]
     return Target(config, directory)
 
@@ -120,6 +121,7 @@ def begin(
             for name in (ENVIRONMENT, run_directory.METRICS):
                 with suppress(FileNotFoundError):
                     files.write_atomic(directory / name, files.read_bytes(run / name))
+            # The run may have gone on since the checkpoint.
             drop_later(directory / run_directory.METRICS, saved.step, 0)
             run_directory.write_config(directory, config)
         for line in lines:
@@ -140,6 +142,7 @@ def _branch_config(
     if "optim.lr" not in given:
         _check_rate(before, step, lr)
     optim = before.optim.model_copy(update={"lr": lr, "lr_batch_size": None})
+    # The floor of the rate must not lie above the rate with which the branch begins.
     min_lr = min(before.schedule.min_lr, lr)
     schedule = ScheduleConfig(kind="constant", finish_from=step, min_lr=min_lr)
     config = before.model_copy(update={"optim": optim, "schedule": schedule})

@@ -69,6 +69,7 @@ def fitted(args: argparse.Namespace, source: Path, config: Config, num_ranks: in
     device = device_for(args.device).type
     limit = process_memory()
     num_bytes = available_memory()
+    # A limit of each process may be tighter than the memory of the machine.
     if limit is not None:
         num_bytes = min(num_bytes, num_ranks * limit)
     images = config.train.batch_size // config.train.accumulate_steps // num_ranks
@@ -112,6 +113,7 @@ def ways(config: Config, images: int, *, on_cuda: bool, lower: bool) -> Iterator
 
     images: the fewest that a rank has in a microbatch. lower: another precision is allowed.
     """
+    # Only levels that save more than that of the config.
     levels = _LEVELS[_LEVELS.index(config.model.recompute) + 1 :]
     exact: list[Way] = [{}, *({"model.recompute": level} for level in levels)]
     parts = config.train.virtual_ranks
@@ -159,22 +161,24 @@ def _try(
             return Trial(None, "", (about or [f"ended by {end}"])[-1].partition(";")[0])
         if code:
             raise ExecutionError("\n".join([f"--fit: {' '.join(command)} failed:", *said[-20:]]))
-        found = json.loads(result.read_text())
-    on_host, on_device = found["host_bytes"], found["device_bytes"]
+        figures = json.loads(result.read_text())
+    on_host, on_device = figures["host_bytes"], figures["device_bytes"]
     host = f"{on_host / _GIB:.2f} of {num_bytes / _GIB:.2f} GiB of host memory"
     needed = host if on_device is None else f"{on_device / _GIB:.2f} GiB of the GPU and {host}"
     spare = on_host <= (1 - MEMORY_MARGIN) * num_bytes
     problem = "" if spare else f"{host}, and {MEMORY_MARGIN:.0%} must stay free"
-    return Trial(found["step_s"], needed, problem)
+    return Trial(figures["step_s"], needed, problem)
 
 
 def _run(command: list[str], stderr: Any, limit: Callable[[], None]) -> int:
     """The exit code of `command`, which ends with this process, also by SIGTERM."""
+    # SIGTERM becomes SystemExit, so that `finally` ends the trial too.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, preexec_fn=limit)
     try:
         return process.wait()
     finally:
+        # Without effect on a process that has ended by itself.
         process.terminate()
         process.wait()
         signal.signal(signal.SIGTERM, before)
@@ -182,6 +186,8 @@ def _run(command: list[str], stderr: Any, limit: Callable[[], None]) -> int:
 
 def _lower_limits(num_bytes: int | None) -> None:
     """Lets this process have `num_bytes` of data, and leaves the margin of its own limits free."""
+    # The address space is lowered only where it is limited already: libraries reserve far more than
+    # they use.
     for kind, most in ((resource.RLIMIT_AS, None), (resource.RLIMIT_DATA, num_bytes)):
         soft, hard = resource.getrlimit(kind)
         limits = [] if soft == resource.RLIM_INFINITY else [int((1 - MEMORY_MARGIN) * soft)]

@@ -80,6 +80,8 @@ def main(args: argparse.Namespace) -> int:
         else:
             _check_trained(directory, config, division)
         write_experiment(directory, config)
+        # Last of what begins the folds: a directory that has it is resumed, any other is begun
+        # anew.
         write_record(directory / FOLDS, division)
         if code := _train(args, directory, config, division):
             say(f"to go on: segtrain folds {shlex.quote(str(directory))} --resume")
@@ -104,7 +106,9 @@ def _begin_or_resume(args: argparse.Namespace) -> tuple[Path, Config, Division |
     else:
         config = _scored_once(load_named(args), args.set)
         directory = place_of(args, "folds")
+        # CONFIG may be the directory of the folds, or the config that they were started with.
         division = read_division(directory) if args.resume else None
+    # Now, rather than after all trainings.
     if args.save_predictions:
         check_pictures("--save-predictions", args.save_predictions, (), config.data)
     if division is not None:
@@ -143,6 +147,7 @@ def _check_same(
 ) -> None:
     """Refuses options that are not those of `division`, or would change its weights."""
     there = {"-k": len(division.folds), "--by": division.by, "--all": division.all}
+    # None: not given, so not compared; `--resume` alone goes on with what there is.
     now = {"-k": args.number, "--by": args.by, "--all": args.all or None}
     there["--group"], now["--group"] = division.group, args.group and args.group.pattern
     differences = [
@@ -169,13 +174,14 @@ def _check_trained(directory: Path, config: Config, division: Division) -> None:
             continue
         resumed = Resumed(load(path), path)
         now, sets = _opened(directory, fold.run, config)
-        found = config_differences(parse_experiment(*resumed)[0], now)
+        differences = config_differences(parse_experiment(*resumed)[0], now)
+        # With `accept_changes` the guard tells what has changed; `check_same` below refuses it.
         guard = DatasetGuard(sets, now.data.root, resumed, accept_changes=True)
         with closing(guard):
             guard.start(math.inf)
             lines = guard.pop_log_lines()
-        found += [x.removeprefix("changed").strip() for x in lines if x.startswith("changed")]
-        check_same("folds", directory, [f"{fold.run}: {line}" for line in found])
+        differences += [x.removeprefix("changed").strip() for x in lines if x.startswith("changed")]
+        check_same("folds", directory, [f"{fold.run}: {line}" for line in differences])
 
 
 def _check_labels(directory: Path, config: Config, folds: Sequence[Fold]) -> None:
@@ -207,20 +213,23 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
     """
     data, number = config.data, args.number or NUMBER
     splits = [data.train_split, data.eval_split] if args.all else [data.train_split]
+    # An image may be in both splits; it counts once.
     pairs = list({p.image: p for split in splits for p in list_split(data, split).pairs}.values())
     root = data_root(data)
     labels_root = root / os.path.expanduser(data.labels_dir or "")
     boxes = boxes_of(pairs)
+    # Pairs of tiles that share pixels: no fold may train on one and be scored on the other.
     shared = list(overlapping(boxes))
     in_sequences = not shared and show_sequences([without_split(p.name) for p in pairs])
     by = "group" if args.group else args.by or ("sequence" if in_sequences else "image")
     if by == "image" and in_sequences:
         say("warning: --by image: the names show sequences, and neighbours will be in two folds")
     groups = _groups(by, args.group, pairs, root)
+    # Whole strips of a picture go into a fold, so that few tiles overlap those of other folds.
     if shared and by == "image":
         groups = _with_strips(groups, boxes, number)
     fold_of, unit = fold_of_each(groups, number), unit_of(by, groups)
-    found = []
+    new_folds = []
     for i in range(number):
         own = [j for j, at in enumerate(fold_of) if at == i]
         # What these images show, tiles of other folds show, too.
@@ -230,16 +239,16 @@ def _divide(args: argparse.Namespace, directory: Path, config: Config) -> Divisi
         _write_list(train, [pairs[j] for j in others], root, labels_root)
         listed = _write_list(evaluation, [pairs[j] for j in own], root, labels_root)
         images = {name: groups[j] for name, j in zip(listed, own, strict=True)}
-        found.append(Fold(run=f"fold_{i}", images=images))
+        new_folds.append(Fold(run=f"fold_{i}", images=images))
         in_groups = counted(len(set(images.values())), unit, f"{unit}s")
         units = "" if unit == "image" else f", {in_groups}"
         left = f"; {counted(len(beside), 'tile', 'tiles')} that overlap them left out of training"
         say(f"fold_{i}: {counted(len(own), 'image', 'images')}{units}{left if beside else ''}")
-    if len({name for fold in found for name in fold.images}) < len(pairs):
+    if len({name for fold in new_folds for name in fold.images}) < len(pairs):
         raise ConfigError("--all: both splits have images whose names differ in the suffix only")
-    _check_labels(directory, config, found)
+    _check_labels(directory, config, new_folds)
     group = args.group and args.group.pattern
-    return Division(by=by, group=group, all=args.all, folds=found)
+    return Division(by=by, group=group, all=args.all, folds=new_folds)
 
 
 def _groups(
@@ -260,12 +269,12 @@ def _groups(
 def _with_strips(groups: Sequence[str], boxes: Sequence[TileBox | None], number: int) -> list[str]:
     """The groups; tiles are of a strip of their picture, or of all of it if it fits in a fold."""
     sizes = Counter(box.mosaic for box in boxes if box is not None)
-    found = list(groups)
+    divided = list(groups)
     for i, (box, strip) in enumerate(zip(boxes, strips(boxes, number), strict=True)):
         if box is not None:
             is_small = number * sizes[box.mosaic] <= len(boxes)
-            found[i] = box.mosaic if is_small else f"{box.mosaic} {strip}"
-    return found
+            divided[i] = box.mosaic if is_small else f"{box.mosaic} {strip}"
+    return divided
 
 
 def fold_of_each(groups: Sequence[str], number: int) -> list[int]:
@@ -316,6 +325,7 @@ def _write_list(path: Path, pairs: Sequence[Pair], root: Path, labels_root: Path
     with files.os_errors_as(ExecutionError, path, "cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_atomic(path, text)
+    # Read it back as the training will: not every name can stand in a list.
     listing = list_pairs(path, root, labels_root)
     if listing.problems:
         raise ConfigError(f"folds list their images, and {listing.problems[0]}")
@@ -350,6 +360,7 @@ def _train(args: argparse.Namespace, directory: Path, config: Config, division: 
             options = _options(directory, fold.run, config.data.labels_dir)
             if code := run(fold.run, training_of(directory, fold.run, options)):
                 return code
+            # After each fold: a command that is resumed does not train it again.
             fold.finished = True
             write_record(directory / FOLDS, division)
         for fold in division.folds if args.save_predictions else ():
@@ -361,17 +372,17 @@ def _train(args: argparse.Namespace, directory: Path, config: Config, division: 
 
 def _score(directory: Path, config: Config, division: Division, device: torch.device) -> list[str]:
     """Joins the scores of all folds, writes what is known about them, and says it."""
-    found, joined = join_folds(directory, device)
+    results, joined = join_folds(directory, device)
     classes = joined.records.classes
     division.scores = {
         "interval": [or_none(bound) for bound in joined.interval[1:]],
-        "folds": {one.run.name: one.records.scores.to_dict(classes) for one in found},
+        "folds": {result.run.name: result.records.scores.to_dict(classes) for result in results},
         **joined.records.scores.to_dict(classes),
     }
     write_record(directory / FOLDS, division)
     lines = [*joined.words]
     if config.log.charts:
         with files.os_errors_as(ExecutionError, directory, "cannot be written"):
-            lines.append(f"report     {write_report(directory, found, device, joined=joined)}")
+            lines.append(f"report     {write_report(directory, results, device, joined=joined)}")
     predict = f"segtrain predict {shlex.quote(str(directory))} PHOTOS --output DIR"
     return [*lines, f"ensemble   {predict}"]

@@ -22,6 +22,7 @@ def main(args: argparse.Namespace) -> int:
         DataError: annotations or volumes that are wrong or do not fit their images.
     """
     sources = [*args.sources, *([args.images] if args.images else [])]
+    # The folder of the images may be one of the sources, too; it counts once.
     sources = list({path.resolve(): path for path in sources}.values())
     are_annotations = any(map(detect, sources))
     if are_annotations:
@@ -43,34 +44,42 @@ def main(args: argparse.Namespace) -> int:
         return EXIT_OK
     refuse_unused(vars(args), "axis group", "annotation files")
     how = {"attribute": args.attribute, "names": args.names}
-    found = read_annotations(args.sources, args.images, **how)
-    if (overlap := args.overlap or found.overlap) is None:
+    annotations = read_annotations(args.sources, args.images, **how)
+    if (overlap := args.overlap or annotations.overlap) is None:
         what = "differ in which region is on top"
-        raise ConfigError(f"{found.format} {what}: --overlap order, area or class says it for all")
-    label_maps.claim(args.output, found.folder, overwrite=args.overwrite)
-    pixels, images = label_maps.write_labels(found, args.output, overlap=overlap, jobs=args.jobs)
-    for line in found.notes:
+        raise ConfigError(
+            f"{annotations.format} {what}: --overlap order, area or class says it for all"
+        )
+    label_maps.claim(args.output, annotations.folder, overwrite=args.overwrite)
+    pixels, images = label_maps.write_labels(
+        annotations, args.output, overlap=overlap, jobs=args.jobs
+    )
+    for line in annotations.notes:
         say(f"warning: {line}")
-    ids = {name: i for i, name in enumerate(found.classes) if i or pixels[i]}
+    ids = {name: i for i, name in enumerate(annotations.classes) if i or pixels[i]}
     ids |= {"(ignored)": IGNORE_INDEX} if pixels[IGNORE_INDEX] else {}
     total = pixels.sum()
     if overlap == "keep":  # of all pixels: classes may share some
         ids = {name: i for name, i in ids.items() if i}
-        total = sum(height * width for height, width in (one.size for one in found.images))
+        total = sum(
+            height * width for height, width in (image.size for image in annotations.images)
+        )
     percentages = [f"{100 * pixels[i] / total:.3f} %" for i in ids.values()]
     shown = [str(images[i]) for i in ids.values()]
     columns = ["class", *ids], ["pixels", *percentages], ["images", *shown]
     print("\n".join(table_lines(columns)))
     print(
-        f"{counted(len(found.images), 'label', 'labels')} from {found.format}, overlaps by "
-        f"{overlap}: {printable(args.output)}/"
+        f"{counted(len(annotations.images), 'label', 'labels')} from {annotations.format}, "
+        f"overlaps by {overlap}: {printable(args.output)}/"
         f"{{{label_maps.LABELS},{label_maps.CLASSES},{label_maps.PAIRS}}}; "
-        f"images in {label_maps.PAIRS} are relative to {printable(found.folder)}"
+        f"images in {label_maps.PAIRS} are relative to {printable(annotations.folder)}"
     )
-    order = ",".join(found.classes[1:])
+    order = ",".join(annotations.classes[1:])
     print(printable(f"--names {shlex.quote(order)} gives another import the same ids"))
-    if found.is_one_format:  # else init asks which
-        both = os.path.commonpath([os.path.realpath(x) for x in (found.folder, *args.sources)])
+    if annotations.is_one_format:  # else init asks which
+        both = os.path.commonpath(
+            [os.path.realpath(x) for x in (annotations.folder, *args.sources)]
+        )
         names = f" --names {shlex.quote(','.join(args.names))}" if args.names else ""
         command = f"segtrain init {shlex.quote(both)}{names}"
         print(printable(f"next: {command} writes a config, with splits"))
@@ -80,5 +89,5 @@ def main(args: argparse.Namespace) -> int:
 def _refuse_volumes(sources: Sequence[Path]) -> None:
     """DataError: these, which are given beside annotations, hold volumes."""
     if volumes := slices.find_all(sources)[0] if sources else ():
-        places = printable(first_of(one.path for one in volumes))
+        places = printable(first_of(volume.path for volume in volumes))
         raise DataError(f"{places}: volumes and annotations are imported one after the other")

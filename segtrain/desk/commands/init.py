@@ -119,39 +119,43 @@ def write_experiment(
         val_list = Path(given.val) if isinstance(given.val, str) else None
         classes = None if given.task else given.names or ()
         how = {"threshold": given.threshold, "classes": classes}
-        found = survey(folder, val_list=val_list, **how)
-        if found.annotations and (not found.sets or given.labels in found.annotations):
-            labels, chosen = decisions.draw_annotations(found, output, given, jobs)
+        surveyed = survey(folder, val_list=val_list, **how)
+        if surveyed.annotations and (not surveyed.sets or given.labels in surveyed.annotations):
+            labels, chosen = decisions.draw_annotations(surveyed, output, given, jobs)
         else:
             refuse_unused(vars(given), "attribute", "labels that are pictures")
-            labels = decide.choose_labels(found, given)
-            labels = class_files.by_class(found, labels, given)
-            labels = label_values.count_values(folder, labels, found.images, found.legends, jobs)
-            as_turned = label_sets.compared_turned(folder, found.images, labels)
+            labels = decide.choose_labels(surveyed, given)
+            labels = class_files.by_class(surveyed, labels, given)
+            labels = label_values.count_values(
+                folder, labels, surveyed.images, surveyed.legends, jobs
+            )
+            as_turned = label_sets.compared_turned(folder, surveyed.images, labels)
             labels = decide.choose_orientation(labels, as_turned, given)
-            comparison = label_sets.compared(folder, found.images, labels)
-            decide.check_pairs(found, labels, comparison, given)
-            chosen = class_lists.choose_classes(found, labels, given)
-        if one_picture.is_one_picture(found, labels, given):
+            comparison = label_sets.compared(folder, surveyed.images, labels)
+            decide.check_pairs(surveyed, labels, comparison, given)
+            chosen = class_lists.choose_classes(surveyed, labels, given)
+        # A single picture can be divided only by its windows.
+        if one_picture.is_one_picture(surveyed, labels, given):
             ((path, files),) = labels.labels.items()
             file = (output if labels.kind == "annotations" else folder) / files[0]
             class_ids = class_ids_by_window(file, labels, chosen)
-            split = one_picture.choose_windows(found, path, chosen, given, class_ids)
+            split = one_picture.choose_windows(surveyed, path, chosen, given, class_ids)
         else:
-            split = splits.choose_splits(found, labels, given)
+            split = splits.choose_splits(surveyed, labels, given)
         machine = _machine()
-        seen = foreground.narrow_foreground(found, labels, chosen, split.train, output)
+        seen = foreground.narrow_foreground(surveyed, labels, chosen, split.train, output)
         images = (*split.train, *split.val)
-        pixels = recipe.choose_pixels(found, images, given, machine, seen)
+        pixels = recipe.choose_pixels(surveyed, images, given, machine, seen)
         options = recipe.choose_options(split, chosen, pixels, machine)
-        plan = decisions.Decisions(found, labels, chosen, split, options)
+        plan = decisions.Decisions(surveyed, labels, chosen, split, options)
         for line in _lines(plan, machine, given.missing):
             print(printable(line))
         for warning in decisions.write(plan, output, _command(folder, answers), jobs=jobs):
             print(printable(f"warning: {warning}"))
     except decide.UndecidedError as undecided:
+        # Only the pictures of the question stay: `_claim` accepts a folder that holds nothing else.
         shutil.rmtree(output, ignore_errors=True)
-        pictures = decisions.write_readings(found, labels, undecided.readings, output)
+        pictures = decisions.write_readings(surveyed, labels, undecided.readings, output)
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
         place = f"--output {shlex.quote(str(output))}, and"
         again = f"\n  segtrain init {shlex.quote(str(folder))} {place} one of them goes on"
@@ -202,6 +206,7 @@ def _machine() -> "Machine":
     cached = Path(torch.hub.get_dir(), "checkpoints", Path(url).name)
     if cached.is_file():
         return Machine(has_gpu, _WEIGHTS, has_bfloat16)
+    # One connection tells whether the weights could be downloaded.
     with suppress(OSError), socket.create_connection(_HOST, timeout=2):
         return Machine(has_gpu, _WEIGHTS, has_bfloat16)
     return Machine(has_gpu, None, has_bfloat16)
@@ -233,26 +238,28 @@ def _lines(plan: "Decisions", machine: "Machine", missing: str | None) -> list[s
         lines.append(f"labels     {what}")
     lines += [f"classes    {line}" for line in plan.classes.reasons]
     total = plan.classes.total or 1
-    for one in plan.classes.classes:
-        share = f" {one.pixels / total:7.2%}" if one.pixels else ""
-        lines.append(f"  {one.name:<20}{share}")
+    for class_info in plan.classes.classes:
+        share = f" {class_info.pixels / total:7.2%}" if class_info.pixels else ""
+        lines.append(f"  {class_info.name:<20}{share}")
     lines.append(
         f"splits     {len(plan.splits.train)} to train, {len(plan.splits.val)} to evaluate: "
         f"{plan.splits.reason}"
     )
     notes = [*plan.classes.warnings, *plan.splits.warnings, *survey.notes]
+    # A class that no training image shows is scored, and never learnt.
     if labels.shown_in:
         train = {image.path for image in plan.splits.train}
         shown = {value for value, where in labels.shown_in.items() if where & train}
         lost = [x.name for x in plan.classes.classes if x.pixels and not shown & {*x.values}]
         if lost:
             notes.append(f"no image to train on shows {first_of(lost)}")
+    # Test splits are often published without labels.
     others = [image for image in survey.images if image.split != "test"]
     without = [image.path for image in others if image.path not in labels.labels]
     if without:
-        found = counted(len(without), "image has no label", "images have no label")
+        lacking = counted(len(without), "image has no label", "images have no label")
         advice = "" if missing else "; --missing background if they show nothing else"
-        notes.append(f"{found}: {first_of(without, 3)}{advice}")
+        notes.append(f"{lacking}: {first_of(without, 3)}{advice}")
     if machine.weights is None:
         notes.append("no pretrained weights here and no network: a schedule for random weights")
     return lines + [f"warning: {note}" for note in notes]

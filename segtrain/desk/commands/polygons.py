@@ -22,10 +22,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--output {printable(args.output)}: exists; --overwrite replaces it")
     classes = label_format_of(args.label_format or "ids").class_file(args.classes)
     options = {"label_format": args.label_format, "simplify_m": args.simplify or 0.0}
-    found = write_polygons(find_label_maps(args.labels), classes, args.output, **options)
-    numbers = [f"{number}" for number, _ in found.values()]
-    areas = [f"{area:,.1f}" for _, area in found.values()]
-    columns = ["class", *found], ["polygons", *numbers], ["m2", *areas]
+    by_class = write_polygons(find_label_maps(args.labels), classes, args.output, **options)
+    numbers = [f"{number}" for number, _ in by_class.values()]
+    areas = [f"{area:,.1f}" for _, area in by_class.values()]
+    columns = ["class", *by_class], ["polygons", *numbers], ["m2", *areas]
     print("\n".join(table_lines(columns)))
-    print(f"{sum(number for number, _ in found.values())} polygons: {printable(args.output)}")
+    print(f"{sum(number for number, _ in by_class.values())} polygons: {printable(args.output)}")
     return EXIT_OK

@@ -49,8 +49,8 @@ def refuse_ranks() -> None:
 
 def place_of(args: argparse.Namespace, ending: str) -> Path:
     """The directory of the runs to begin: --output, or named after the config."""
-    found = Path(args.config)
-    name = found.parent.name if found.name == CONFIG else found.stem
+    path = Path(args.config)
+    name = path.parent.name if path.name == CONFIG else path.stem
     return args.output or Path("runs") / f"{name}_{ending}"
 
 
@@ -92,6 +92,7 @@ class Programs:
     """
 
     def __init__(self, gpus: Sequence[str | None]) -> None:
+        # A program takes a slot and puts it back; while there is none it waits.
         self._slots: SimpleQueue[str | None] = SimpleQueue()
         for slot in gpus:
             self._slots.put(slot)
@@ -116,6 +117,7 @@ class Programs:
         """
         gpus = self._slots.get()
         try:
+            # Under the lock: a signal either prevents this start, or reaches the process.
             with self._lock:
                 if self._received:
                     return signals.exit_code(self._received[-1])
@@ -133,6 +135,7 @@ class Programs:
                 self._started.append(process)
             tail: deque[str] = deque(maxlen=_TAIL)
             with process:
+                # Read to the end: a full pipe would stop the run.
                 for raw in process.stdout:
                     line = printable(raw.rstrip("\n"))
                     is_news = line.startswith(("train ", "warning:", "segtrain: warning:"))
@@ -143,9 +146,11 @@ class Programs:
         # A signal may come before the run can handle it, or when it has come to its step.
         if self._received and code <= EXIT_OK:
             return signals.exit_code(self._received[-1])
+        # A run that was stopped has no failure to show.
         if code and not self._received:
             for line in tail:
                 show(line)
+        # Killed by a signal that was not sent from here, such as where memory ran out.
         return EXIT_SYSTEM if code < 0 else code
 
 
@@ -158,6 +163,7 @@ def gpus_of_slots(at_once: int, device: str) -> list[str | None]:
     if at_once == 1 or not count:
         return [None] * at_once
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # By the names that this process was given: its device 0 may be another one of the machine.
     names = visible.split(",")[:count] if visible else [str(i) for i in range(count)]
     return [",".join(names[i::at_once]) or names[i % count] for i in range(at_once)]
 

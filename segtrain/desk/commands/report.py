@@ -33,24 +33,25 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--curves: serves only the report of one run")
     device = device_for(args.device)
     output = output or runs[0] / REPORT
+    # Now, rather than after an evaluation, which may be long.
     with os_errors_as(ConfigError, f"--output {output}", "cannot be written"):
         check_output(output, "<!DOCTYPE html>")
     if args.figures:
         with os_errors_as(ConfigError, f"--figures {args.figures}", "cannot make this folder"):
             args.figures.mkdir(parents=True, exist_ok=True)
     if folds:
-        found, joined = join_folds(folds[0], device, args.set)
+        results, joined = join_folds(folds[0], device, args.set)
     else:
         how = {"with_curves": args.curves}
-        found, joined = [evaluated(run, device, args.set, **how) for run in runs], None
+        results, joined = [evaluated(run, device, args.set, **how) for run in runs], None
     with os_errors_as(ExecutionError, output, "the report cannot be written"):
         if args.output is None:
-            write_report(runs[0], found, device, joined=joined)
+            write_report(runs[0], results, device, joined=joined)
         else:
-            write_output(output, report_page(found, device, joined=joined))
+            write_output(output, report_page(results, device, joined=joined))
     print(printable(output))
     if args.figures:
         with os_errors_as(ExecutionError, args.figures, "the figures cannot be written"):
-            write_figures(args.figures, found, joined=joined)
+            write_figures(args.figures, results, joined=joined)
         print(printable(args.figures))
     return EXIT_OK

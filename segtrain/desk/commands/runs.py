@@ -32,17 +32,19 @@ def main(args: argparse.Namespace) -> int:
         with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
             check_output(args.json, '[\n  {\n    "directory": ', "[]")
     folders = args.directories or [Path("runs")]
-    found = [summarize(directory) for directory in find_runs(folders)]
-    rows = [_COLUMNS, *map(_row, found)]
+    summaries = [summarize(directory) for directory in find_runs(folders)]
+    rows = [_COLUMNS, *map(_row, summaries)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    for name, *numbers, state in rows if found else ():
+    for name, *numbers, state in rows if summaries else ():
         cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
         print("  ".join([name.ljust(widths[0]), *cells, state]))
-    total = sum(one.num_bytes for one in found) / 1e9
-    print(f"{counted(len(found), 'run', 'runs')}, {total:.2f} GB")
+    total = sum(summary.num_bytes for summary in summaries) / 1e9
+    print(f"{counted(len(summaries), 'run', 'runs')}, {total:.2f} GB")
     if args.json:
         with os_errors_as(ExecutionError, args.json, "the list cannot be written"):
-            records = [{**asdict(one), "directory": str(one.directory)} for one in found]
+            records = [
+                {**asdict(summary), "directory": str(summary.directory)} for summary in summaries
+            ]
             write_output(args.json, json.dumps(records, indent=2) + "\n")
     return EXIT_OK
 
@@ -55,6 +57,8 @@ def _row(run: Summary) -> tuple[str, ...]:
     words = [run.state.value, *filter(None, [run.why])]
     if run.state in (State.STOPPED, State.FAILED):
         parent, what, where = run.directory.parent, "train", run.directory
+        # Runs of folds or seeds are resumed by that command, which trains the others and joins
+        # them.
         for command, file in (("folds", FOLDS), ("seeds", SEEDS)):
             if (parent / file).is_file():
                 what, where = command, parent
@@ -91,6 +95,7 @@ def _clear(directory: Path) -> int:
     directory = run_directory.named_run(directory)
     with run_directory.RunLock(directory, elsewhere=""):
         checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS)
+        # `clear` removes only files that `clean_up` has found to be the run's own.
         checkpoints.clean_up()
         if checkpoints.is_cleared():
             return 0

@@ -46,6 +46,7 @@ def main(args: argparse.Namespace) -> int:
             say(f"to go on: segtrain seeds {shlex.quote(str(directory))} --resume")
             return code
         print(*_table(config, seeds.runs), sep="\n")
+        # The report is of classes, which another task does not have.
         if config.log.charts and task_of(config.task).has_classes:
             device = device_for(args.device)
             page = report_page([evaluated(directory / x.run, device) for x in seeds.runs], device)
@@ -69,9 +70,11 @@ def _begin_or_resume(args: argparse.Namespace) -> tuple[Path, Config, Seeds]:
         config = load_config(directory / EXPERIMENT, args.set)
     else:
         config, directory = load_named(args), place_of(args, "seeds")
+        # CONFIG may be the directory of the runs, or the config that they were started with.
         seeds = read_seeds(directory) if args.resume else None
     if seeds is not None:
         there = len(seeds.runs)
+        # Further seeds may join; with fewer, runs that are there would not count.
         fewer = args.number is not None and args.number < there
         differences = [f"-n: {there} there, {args.number} now"] if fewer else []
         differences += config_differences(load_config(directory / EXPERIMENT), config)
@@ -95,13 +98,17 @@ def _train(args: argparse.Namespace, directory: Path, config: Config, seeds: See
     Finished ones are started too: `train` refuses a run of another config or of other data.
     """
     with in_turn(args, config) as run:
-        for one in seeds.runs:
-            if code := run(one.run, training_of(directory, one.run, [f"seed={one.seed}"])):
+        for seed_run in seeds.runs:
+            if code := run(
+                seed_run.run, training_of(directory, seed_run.run, [f"seed={seed_run.seed}"])
+            ):
                 return code
-            found = read_run(directory / one.run)
-            one.step, one.best = found.best or (None, None)
-            one.last = found.curves.get(config.eval.best_tag, ([], [None]))[1][-1]
-            one.finished = True
+            trained = read_run(directory / seed_run.run)
+            seed_run.step, seed_run.best = trained.best or (None, None)
+            # The last value of the curve; None where nothing was evaluated.
+            seed_run.last = trained.curves.get(config.eval.best_tag, ([], [None]))[1][-1]
+            seed_run.finished = True
+            # After each run, so that an interruption loses none of the scores.
             write_record(directory / SEEDS, seeds)
     return EXIT_OK
 
@@ -111,10 +118,10 @@ def _table(config: Config, runs: Sequence[SeedRun]) -> list[str]:
     by = printable(config.eval.best_name, MAX_NAME)
     return table_lines(
         [
-            ("run", *(one.run for one in runs), "mean ± sd"),
-            (f"best {by}", *_scores([one.best for one in runs])),
-            ("at step", *("-" if one.step is None else str(one.step) for one in runs), ""),
-            (f"last {by}", *_scores([one.last for one in runs])),
+            ("run", *(run.run for run in runs), "mean ± sd"),
+            (f"best {by}", *_scores([run.best for run in runs])),
+            ("at step", *("-" if run.step is None else str(run.step) for run in runs), ""),
+            (f"last {by}", *_scores([run.last for run in runs])),
         ]
     )
 

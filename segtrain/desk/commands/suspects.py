@@ -90,6 +90,7 @@ def main(args: argparse.Namespace) -> int:
     if loaded.classes.names != dataset.classes.names:
         (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
         raise DataError(f"{difference}; bring the class file of the training back")
+    # Names and sizes are compared at once. The labels are hashed beside the pass over the images.
     with closing(eval_differences(loaded, config.data, dataset)) as differences:
         lines = next(differences, [])
         num_threads = max(1, num_loader_workers(config.data))
@@ -102,9 +103,9 @@ def main(args: argparse.Namespace) -> int:
         lines += next(differences, [])
     for line in lines:
         print(line)
-    for place, one in enumerate(findings[:_LISTED], 1):
-        mark = "*" if one.suspect.stands_out else " "
-        print(f"{place:3} {mark} {printable(one.name, 80)}  {one.line}")
+    for place, card in enumerate(findings[:_LISTED], 1):
+        mark = "*" if card.suspect.stands_out else " "
+        print(f"{place:3} {mark} {printable(card.name, 80)}  {card.line}")
     _summarize(ranking, len(findings))
     source = f"{resolve(args.run).name}, {loaded.about}"
     print(f"measured by one pass of {source}; {BY_HEART}")
@@ -113,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
         write_output(output, page)
     print(printable(output))
     if args.exclude is not None:
-        excluded = [one for one in findings if one.suspect.stands_out]
+        excluded = [card for card in findings if card.suspect.stands_out]
         if excluded:
             with os_errors_as(ExecutionError, args.exclude, "the list cannot be written"):
                 write_output(args.exclude, _without(excluded, config, args.exclude))
@@ -126,18 +127,20 @@ def _findings(
     suspects: Sequence[Suspect], loaded: LoadedModel, dataset: SegDataset, device: torch.device
 ) -> list[SuspectCard]:
     """What the model says about the suspects, in their order."""
-    found: dict[int, SuspectCard] = {}
-    classes, suspect_at = dataset.classes, {one.index: one for one in suspects}
-    for one in predict_chosen(loaded, dataset, suspect_at, device):
-        suspect = suspect_at[one.index]
-        maps = one.label, one.pred, one.probability
+    cards: dict[int, SuspectCard] = {}
+    classes, suspect_at = dataset.classes, {image.index: image for image in suspects}
+    for image in predict_chosen(loaded, dataset, suspect_at, device):
+        suspect = suspect_at[image.index]
+        maps = image.label, image.pred, image.probability
         region = disputed(*maps)
-        pictures = [webp(_outlined(view, region)) for view in one.views(classes.palette)]
+        pictures = [webp(_outlined(view, region)) for view in image.views(classes.palette)]
         said = claims(*maps, classes.names, suspect.class_id)
         words = "; ".join(claim.words for claim in said)
         numbers = _numbers(suspect, classes.names)
-        found[one.index] = SuspectCard(suspect, dataset.name(one.index), numbers, words, pictures)
-    return [found[one.index] for one in suspects]
+        cards[image.index] = SuspectCard(
+            suspect, dataset.name(image.index), numbers, words, pictures
+        )
+    return [cards[image.index] for image in suspects]
 
 
 def _outlined(picture: np.ndarray, region: np.ndarray) -> np.ndarray:
@@ -161,7 +164,7 @@ def _numbers(suspect: Suspect, names: Sequence[str]) -> str:
 
 
 def _summarize(ranking: Ranking, shown: int) -> None:
-    outliers = [place for place, one in enumerate(ranking.suspects) if one.stands_out]
+    outliers = [place for place, suspect in enumerate(ranking.suspects) if suspect.stands_out]
     print(
         f"{len(outliers)} of {len(ranking.suspects)} images stand out (*): they score "
         f"{OUTLIER:g} or more; the others are next in rank"
@@ -185,7 +188,7 @@ def _page(
         run=str(run),
         cards=findings,
         num_images=len(dataset),
-        num_outliers=sum(one.stands_out for one in ranking.suspects),
+        num_outliers=sum(suspect.stands_out for suspect in ranking.suspects),
         outlier=OUTLIER,
         sure=SURE,
         unseen=ranking.unseen,
@@ -199,13 +202,14 @@ def _page(
 
 def _without(findings: Sequence[SuspectCard], config: Config, file: Path) -> str:
     """The config in YAML, without these images: a line each, the worst first."""
+    # Emptied, so that the YAML has one line to replace by lines with comments.
     emptied = config.data.model_copy(update={"train_exclude": ()})
     lines = [
         "  # The masks that stand out. Delete the lines of those that are right; then:",
         f"  # segtrain train {shlex.quote(printable(file))}",
         "  train_exclude:",
         *(f"  - {yaml_value(entry)}" for entry in config.data.train_exclude),
-        *(f"  - {yaml_value(one.name)}  # {one.line}" for one in findings),
+        *(f"  - {yaml_value(card.name)}  # {card.line}" for card in findings),
     ]
     text = config_to_yaml(config.model_copy(update={"data": emptied}))
     return text.replace("  train_exclude: []", "\n".join(lines), 1)

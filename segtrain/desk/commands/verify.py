@@ -85,6 +85,7 @@ def run_verify(args: argparse.Namespace) -> int:
     with group, float32_products(config.train), ExitStack() as stack:
         make_repeatable(config, device)
         receipts: dict[int, Receipt] = {}
+        # Rank 0 reads alone: the run may still write, and ranks could find different files.
         plan = dist.run_on_rank0(lambda: _plan(run, args.steps, config.train.steps, receipts))
         _replay(_set_up(run, config, device, StepSpan(*plan), receipts, stack))
     return EXIT_OK
@@ -129,6 +130,7 @@ def _plan(
         raise ConfigError(f"{path}: {none_yet}")
     first, last = steps
     oldest, newest = min(receipts), max(receipts)
+    # A first step behind all receipts is reported as missing below, not taken for an empty span.
     last = last or max(newest, first or 0)
     # Where receipts begin later than the run, its config was changed: what came before was another.
     kept = kept_checkpoints(run / run_directory.CHECKPOINTS)
@@ -209,6 +211,7 @@ def _set_up(
         data=ready.data,
         evaluated=start is not None and start.checkpoint.evaluated == ready.state.step,
     )
+    # Ends the loader and its workers, also after an error.
     stack.callback(replay.reopen)
     return replay
 
@@ -217,6 +220,7 @@ def _load_alike(path: Path, step: int) -> Resumed:
     """The checkpoint of `step`, which all ranks must find in this file (collective)."""
     loaded = []
 
+    # Ranks exchange only the step; each keeps the checkpoint that it has read.
     def load_here() -> int:
         loaded.append(load(path))
         return loaded[0].step
@@ -236,10 +240,12 @@ def _replay(this: Replay) -> None:
     steps = f"steps {plan.first}..{plan.last} of {this.directory}"
     ranks = f"{dist.world_size()} of at most {config.train.shares} ranks"
     _say(f"verify     {steps}, from {plan.start or 'the beginning'}, {ranks}")
+    # Hashes of all weights take time: only where the run's receipts have them, too.
     with_weights = {step for step, receipt in this.receipts.items() if receipt.weights is not None}
     meter = this.receipt_meter(with_weights.__contains__)
     this.parts = (meter,)
     _follow_evaluation(this)
+    # The receipt of the first step may hold the weights before it: they are gone after the step.
     following = this.receipts.get(state.step + 1)
     if following is not None and following.start is not None:
         meter.take_start()
@@ -250,12 +256,14 @@ def _replay(this: Replay) -> None:
             with this.around():
                 left = this.step(local)
                 result = this.step.done(local, left)
+            # The step has made a new state, from before its evaluation.
             this.evaluated = False
             for part in this.parts:
                 part.after_step(this, local, result)
             _compare(this, meter)
             bar.update()
             liveness.beat("training", state.step)
+        # A step acts on the flags of the one before; those of the last step are still unread.
         this.step_sync.check_finite()
     if state.step == config.train.steps and dist.is_main():
         _say(*weights_lines(state))
@@ -273,6 +281,7 @@ def _compare(this: Replay, meter: ReceiptMeter) -> None:
     """Compares the newest steps, if it is time to, then follows the run's evaluation."""
     plan, step = this.plan, this.state.step
     names = [name for kept_step, name in plan.kept if kept_step == step]
+    # As often as the run has written its receipts.
     if names or step == plan.last or step % this.config.log.every_steps == 0:
         receipts = meter.take_receipts()
         _end_if(this, lambda: _receipts_differ(this, receipts))
@@ -305,8 +314,8 @@ def _receipts_differ(this: Replay, receipts: Sequence[Receipt]) -> list[str]:
     for here in receipts:
         there = this.receipts.get(here.step)
         # Steps before the first one that was asked for may have none.
-        if there is not None and (found := receipt_differences(there, here, names)):
-            return [f"step {here.step} differs from its receipt", *found.values()]
+        if there is not None and (lines := receipt_differences(there, here, names)):
+            return [f"step {here.step} differs from its receipt", *lines.values()]
     return []
 
 
@@ -337,6 +346,7 @@ def _end_if(this: Replay, differ: Callable[[], list[str]]) -> None:
     lines = dist.run_on_rank0(differ)
     if not lines:
         return
+    # Changed data may be the cause. Their hashes are made meanwhile, and get some time to end.
     this.data.wait_for_hashes(lambda seconds: seconds > DATA_PATIENCE_S)
     lines += this.data.pop_log_lines()
     raise CheckpointError("\n  ".join([f"{this.directory}: {lines[0]}", *lines[1:]]))

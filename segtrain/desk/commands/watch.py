@@ -58,7 +58,10 @@ def main(args: argparse.Namespace) -> int:
             if args.once or not sys.stdout.isatty():
                 print(*lines, sep="\n")
                 break
+            # Cut to the terminal: a line that wraps would push all others down.
             shown = [f"{line[: size.columns]}{_END_OF_LINE}\n" for line in lines[: size.lines - 1]]
+            # Written over the last screen, and only the rest is cleared: to clear first would
+            # flicker.
             print(_HOME, *shown, _BELOW, sep="", end="", flush=True)
             time.sleep(args.every)
     return EXIT_OK
@@ -91,16 +94,19 @@ def screen(folders: Sequence[Path], now: float, width: int) -> list[str]:
     what = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     number = counted(len(runs), "run", "runs")
     lines = [f"{_clock(now, now)}  {number}{': ' if runs else ''}{what}"]
-    rows = [_row(*one, now) for one in zip(runs, signs, states, strict=True)]
+    rows = [_row(*entry, now) for entry in zip(runs, signs, states, strict=True)]
     if rows:
         table = table_lines(zip(_TITLES, *rows, strict=True))
-        words = [_state_words(*one, now) for one in zip(runs, signs, states, strict=True)]
+        words = [_state_words(*entry, now) for entry in zip(runs, signs, states, strict=True)]
         lines += map("  ".join, zip(table, ["state", *words], strict=True))
+    # The run itself was named, not a folder that holds only one.
     if [run.directory for run in runs] == [*folders]:
         (directory,) = folders
         metrics = tail(directory / run_directory.METRICS, sys.maxsize)
         for tag in ("train/loss", options_of(directory)[1].best_tag):
-            points = [one for one in points_of(metrics, tag.encode()) if math.isfinite(one[1])]
+            points = [
+                entry for entry in points_of(metrics, tag.encode()) if math.isfinite(entry[1])
+            ]
             if points:
                 lines += ["", *chart(printable(tag), points, width)]
     return lines
@@ -114,6 +120,7 @@ def read_signs(run: Summary) -> Signs:
     values = {tag: points[-1][1] for tag, points in newest.items() if points}
     silence_s = _AT_FIRST_S
     if len(steps := newest[_STEP_S]) > 1:
+        # The steps between the last two lines of the log, times the seconds of a step.
         silence_s = max(_LEAST_S, _TIMES * (steps[-1][0] - steps[-2][0]) * values[_STEP_S])
     saved, saved_step = _newest([folder / LAST]), 0
     logs = (run_directory.METRICS, run_directory.LOG, run_directory.RECEIPTS, run_directory.CONFIG)
@@ -122,6 +129,7 @@ def read_signs(run: Summary) -> Signs:
     with suppress(OSError, CheckpointError):
         entries = read_entries(folder)
         saved_step = max((entry.step for entry in entries.get(LAST, ())), default=0)
+        # A step may be saved before it is logged.
         at = max([at, *(entry.step for name in entries for entry in entries[name])])
     total, by = run.steps, options_of(here)[1]
     every, tag = by.every_steps, by.best_tag.encode()
@@ -130,6 +138,7 @@ def read_signs(run: Summary) -> Signs:
     holder = ""
     with suppress(OSError):
         holder = read_bytes(here / run_directory.LOCK, 1000).decode(errors="replace").strip()
+    # The lock file says `process PID on HOST`.
     host = holder.rpartition(" on ")[2]
     return Signs(values, silence_s, written, saved, saved_step, evaluates, host)
 
@@ -167,6 +176,7 @@ def chart(title: str, points: Sequence[tuple[int, float]], width: int) -> list[s
         accumulate((mean(x) if x else None for x in columns), lambda a, b: a if b is None else b)
     )
     low, high = min(means), max(means)
+    # In eighths of a row; the lowest value still shows one.
     eighths = [1 + round((x - low) / ((high - low) or 1) * (8 * _ROWS - 1)) for x in means]
     rows = [
         "".join(_BLOCKS[min(8, max(0, x - 8 * row))] for x in eighths).rstrip()

@@ -63,14 +63,15 @@ def predict_chosen(
     for index in sorted(set(indices)):
         image, label = dataset[index]
         pixels, place = torch.from_numpy(image), f"image {index} of {dataset.split}"
-        (found,) = predictor.label_maps(
+        (predicted,) = predictor.label_maps(
             [pixels], [label.shape[:2]], place=place, probabilities="highest"
         )
         image = as_rgb(image, dataset.form.value_range)
+        # The label decides the size: the pictures of a card lie over each other.
         if image.shape[:2] != label.shape[:2]:
             size = label.shape[1], label.shape[0]
             image = cv2.resize(image, size, interpolation=cv2.INTER_AREA)
-        maps = (x.cpu().numpy() for x in (found.label, found.probability.float()))
+        maps = (x.cpu().numpy() for x in (predicted.label, predicted.probability.float()))
         yield Predicted(index, image, label, *maps)
 
 
@@ -78,17 +79,18 @@ def draw_cards(
     loaded: LoadedModel, dataset: SegDataset, indices: Iterable[int], device: torch.device
 ) -> dict[int, Card]:
     """A card for each of these images, by this process alone."""
-    found: dict[int, Card] = {}
-    for one in predict_chosen(loaded, dataset, indices, device):
-        errors = webp(error_map(one.label, one.pred), smooth=False)
-        found[one.index] = Card(*map(webp, one.views(dataset.classes.palette)), errors)
-    return found
+    cards: dict[int, Card] = {}
+    for predicted in predict_chosen(loaded, dataset, indices, device):
+        errors = webp(error_map(predicted.label, predicted.pred), smooth=False)
+        cards[predicted.index] = Card(*map(webp, predicted.views(dataset.classes.palette)), errors)
+    return cards
 
 
 def webp(picture: np.ndarray, *, smooth: bool = True) -> bytes:
     """A small WebP file of an RGB picture; not smooth: in no colours but its own."""
     scale = _SIDE_PX / max(picture.shape[:2])
     size = [max(1, round(side * scale)) for side in picture.shape[1::-1]]
+    # Error maps keep their few colours, which a mean of pixels would mix.
     how = cv2.INTER_AREA if smooth and scale < 1 else cv2.INTER_NEAREST
     small = cv2.resize(picture, size, interpolation=how)
     ok, data = cv2.imencode(

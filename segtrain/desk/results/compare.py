@@ -110,12 +110,14 @@ def compare(a: Sequence[Records], b: Sequence[Records], *, by: str | None = None
     for other in (*a, *b):
         _check_same(a[0], other)
     units, unit, notes = _units(a[0].names, by)
-    sides = [np.stack([one.images for one in side]) for side in (a, b)]  # (runs, N, K, 3)
-    scores = tuple(tuple(_miou(one.sum(0)).item() for one in side) for side in sides)
+    sides = [np.stack([run.images for run in side]) for side in (a, b)]  # (runs, N, K, 3)
+    scores = tuple(tuple(_miou(run.sum(0)).item() for run in side) for side in sides)
 
     # (runs, U, K, 3), and the totals of each resample (R, runs, K, 3).
     grouped = [_sums_by(units, side) for side in sides]
     number = grouped[0].shape[1]
+    # Both sides get the same draws: the bootstrap is paired, and what makes an image hard for both
+    # models cancels.
     weights = _resamples(number)
     drawn = [np.einsum("ru,sukc->rskc", weights, side, optimize=True) for side in grouped]
     means = [_miou(totals).mean(1) for totals in drawn]
@@ -130,13 +132,16 @@ def compare(a: Sequence[Records], b: Sequence[Records], *, by: str | None = None
         if not math.isnan(now[1][k] - now[0][k])
     }
     seed_std, recipes = _with_seeds(value, models, scores, number)
+    # With several seeds a row has the interval of seeds and images, else that of the images.
     table = [TableRow("mIoU", scores, recipes or models)]
     for k, name in enumerate(a[0].classes):
         of_class = tuple(tuple(side[:, k].tolist()) for side in runs)
         if np.isfinite(np.concatenate(of_class)).any():
+            # Where a run has no pixels of a class, its row has scores and no difference.
             over_images = classes.get(name, Interval(math.nan, math.nan, math.nan))
             both = _with_seeds(over_images.value, over_images, of_class, number)[1]
             table.append(TableRow(name, of_class, both or over_images))
+    # The score of each side without one image, (N,). A large change is an image that decides.
     without = [_miou(side.sum(1, keepdims=True) - side).mean(0) for side in sides]
     influence = value - (without[1] - without[0])
     images = dict(zip(a[0].names, influence.tolist(), strict=True))
@@ -179,12 +184,14 @@ def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> l
     ranked = sorted(found.classes.items(), key=lambda one: -abs(one[1].value))
     if found.recipes is not None:  # the table of the classes has their seeds, too
         lines += table_lines(table_columns(found, ("A", "B")))
+    # With several seeds the table above shows all classes.
     for name, interval in ranked[:_SHOWN] if found.recipes is None else ():
         lines.append(f"class       {printable(name, 40)}: {interval}")
     most = sorted(found.images.items(), key=lambda one: -abs(one[1]))[:_SHOWN]
     for name, change in most:
         if change:
             lines.append(f"image       {printable(name, 80)}: {_points(change, 3)} points of B - A")
+    # Runs of one side differ in their seed only, so the first one stands for its side.
     different = differing_recipes([runs[0].config for runs in (a, b)])
     for key, (before, after) in different.items():
         lines.append(f"config      {key}: {yaml_value(before)} in A, {yaml_value(after)} in B")
@@ -198,7 +205,7 @@ def table_columns(found: Comparison, titles: Sequence[str]) -> list[list[str]]:
     """
     sides = [[_spread(row.scores[i]) for row in found.table] for i in (0, 1)]
     differences = [row.difference for row in found.table]
-    shown = ["-" if math.isnan(one.value) else str(one) for one in differences]
+    shown = ["-" if math.isnan(interval.value) else str(interval) for interval in differences]
     names = [row.name for row in found.table]
     columns = zip(("IoU in %", *titles, "B - A"), (names, *sides, shown), strict=True)
     return [[title, *cells] for title, cells in columns]
@@ -206,6 +213,7 @@ def table_columns(found: Comparison, titles: Sequence[str]) -> list[list[str]]:
 
 def verdict(found: Comparison, different: Collection[str]) -> str:
     """One sentence. different: the options in which the configs differ."""
+    # The interval as well: no resample tells the two apart.
     if found.recipes is None and tuple(found.models) == (0, 0, 0):
         return "there is no difference: the scores are equal, whichever images are drawn"
     better = "B" if found.models.value > 0 else "A"
@@ -255,6 +263,7 @@ def _units(names: Sequence[str], by: str | None) -> tuple[np.ndarray, str, tuple
     if by == "sequence" or (by is None and number >= LEAST_GROUPS and show_sequences(names)):
         return numbers, f"{what} of {images} images, paired", ()
     notes: tuple[str, ...] = ()
+    # With at least two images a sequence on average, these may be frames of videos.
     if number <= images / 2:
         notes = (
             f"the names show {what}: if the images are frames of a video, they are alike, and the "
@@ -287,14 +296,17 @@ def _with_seeds(
     and images add up; the degrees of freedom are those of Welch and Satterthwaite.
     """
     freedom = sum(len(side) - 1 for side in scores)
+    # With one run a side nothing tells how far a seed moves a score.
     if freedom == 0 or math.isnan(models.low):
         return None, None
     squares = sum(float(np.var(side)) * len(side) for side in scores)
     variance = squares / freedom
     of_seeds = variance * sum(1 / len(side) for side in scores)
     half = (models.high - models.low) / 2
+    # Read as an interval of Student's t, which gives back the variance.
     of_images = (half / stdtrit(number - 1, 0.5 + CONFIDENCE / 2)) ** 2
     total = of_seeds + of_images
+    # Without any variance the degrees of freedom would be 0 / 0.
     if total == 0:
         return 0.0, Interval(value, value, value)
     degrees = total**2 / (of_seeds**2 / freedom + of_images**2 / (number - 1))
@@ -304,9 +316,12 @@ def _with_seeds(
 
 def _interval(value: float, drawn: np.ndarray, number: int) -> Interval:
     """The widened percentile interval of resamples `drawn`, (R,), of `number` units."""
+    # A resample may hold no pixel of the class; it has no score then.
     drawn = drawn[np.isfinite(drawn)]
     if number < 2 or not len(drawn):
         return Interval(value, math.nan, math.nan)
+    # Quantiles of t for those of the normal distribution, and the root because a bootstrap's
+    # variance is too small by (n - 1) / n.
     quantile = stdtrit(number - 1, 0.5 - CONFIDENCE / 2) * math.sqrt(number / (number - 1))
     tail = ndtr(quantile)
     low, high = np.quantile(drawn, [tail, 1 - tail])
@@ -322,8 +337,9 @@ def _resamples(number: int) -> np.ndarray:
 def _sums_by(units: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """(runs, U, K, 3) float64: the sums of `counts`, (runs, N, K, 3), of each unit."""
     sums = np.zeros((len(counts), int(units.max()) + 1, *counts.shape[2:]))
-    for run, one in zip(sums, counts, strict=True):
-        np.add.at(run, units, one)
+    for run, per_image in zip(sums, counts, strict=True):
+        # Unlike `+=`, `add.at` adds a unit as often as its number occurs.
+        np.add.at(run, units, per_image)
     return sums
 
 

@@ -29,20 +29,20 @@ def receipt_differences(
 
     names: of the tensors of "gradients" and of "weights". sides: what to call both.
     """
-    found = {}
+    lines = {}
     if a.samples != b.samples:
-        found["samples"] = "samples: other names or another order: the data or their order changed"
+        lines["samples"] = "samples: other names or another order: the data or their order changed"
     if None not in (a.pixels, b.pixels) and a.pixels != b.pixels:
-        found["pixels"] = "pixels: the same samples, but other crops or labels"
+        lines["pixels"] = "pixels: the same samples, but other crops or labels"
     if None not in (a.start, b.start):
-        found["start"] = _packed(a, b, "start", names["weights"])
+        lines["start"] = _packed(a, b, "start", names["weights"])
     for field in ("loss", "aux_loss"):
-        found[field] = _number(a, b, field, sides)
-    found["gradients"] = _packed(a, b, "gradients", names["gradients"])
-    found["grad_norm"] = _number(a, b, "grad_norm", sides)
+        lines[field] = _number(a, b, field, sides)
+    lines["gradients"] = _packed(a, b, "gradients", names["gradients"])
+    lines["grad_norm"] = _number(a, b, "grad_norm", sides)
     for field in ("weights", "average") if None not in (a.weights, b.weights) else ():
-        found[field] = _packed(a, b, field, names["weights"])
-    return {field: line for field, line in found.items() if line}
+        lines[field] = _packed(a, b, field, names["weights"])
+    return {field: line for field, line in lines.items() if line}
 
 
 def checkpoint_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -51,10 +51,11 @@ def checkpoint_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     Those for inference have no optimizer, which is then not compared.
     """
     pairs = {"model": (a.model, b.model), "average": (a.average or {}, b.average or {})}
+    # A checkpoint for inference has no optimizer: equal models are then all that can be told.
     if a.optimizer is not None and b.optimizer is not None:
         pairs["optimizer"] = _moments(a.optimizer), _moments(b.optimizer)
         for field in ("weights", "held"):
-            pairs[f"start {field}"] = tuple((one.start or {}).get(field, {}) for one in (a, b))
+            pairs[f"start {field}"] = tuple((state.start or {}).get(field, {}) for state in (a, b))
     lines = [_tensors(what, *pair) for what, pair in pairs.items()]
     return [line for line in lines if line]
 
@@ -63,6 +64,7 @@ def _number(a: Receipt, b: Receipt, field: str, sides: tuple[str, str]) -> str:
     values = getattr(a, field), getattr(b, field)
     if values[0] == values[1]:
         return ""
+    # Nine digits for people, then the number exact to the bit.
     texts = [x and f"{float.fromhex(x):.9g} ({x})" for x in values]
     return f"{field}: {texts[0]} {sides[0]}, {texts[1]} {sides[1]}"
 
@@ -73,9 +75,9 @@ def _packed(a: Receipt, b: Receipt, field: str, names: Sequence[str]) -> str:
         return ""
     # What is nearest to the loss comes first in the backward pass.
     dtype, step = (GRADIENT, -1) if field == "gradients" else (WEIGHT, 1)
-    numbers = [list(enumerate(unpack(getattr(one, field), dtype)))[::step] for one in (a, b)]
+    numbers = [list(enumerate(unpack(getattr(side, field), dtype)))[::step] for side in (a, b)]
     named = (
-        {names[i] if i < len(names) else f"number {i + 1}": x for i, x in one} for one in numbers
+        {names[i] if i < len(names) else f"number {i + 1}": x for i, x in side} for side in numbers
     )
     return _tensors(field, *named)
 
@@ -84,6 +86,7 @@ def _moments(saved: Mapping[str, Any]) -> dict[str, Any]:
     """What an optimizer's state dict holds for each weight, by name."""
     names: dict[int, str] = {}
     for group in saved["param_groups"]:
+        # Without names a weight is called by its number.
         names |= zip(group["params"], group.get("param_names", group["params"]), strict=True)
     return {
         f"{kind} of {names[number]}": value

@@ -39,16 +39,17 @@ def join_folds(
         CheckpointError: folds are not trained to their ends, or were evaluated on other images.
         UserError: as `evaluated`.
     """
-    found = [evaluated(Path(run), device, overrides) for run in members_of(directory)]
+    results = [evaluated(Path(run), device, overrides) for run in members_of(directory)]
     division = read_division(directory)
     groups: dict[str, str] = {}  # of each name in the records
-    for fold, one in zip(division.folds, found, strict=True):
-        files_of = {n: n if n in fold.images else _WINDOW.sub("", n) for n in one.records.names}
+    for fold, result in zip(division.folds, results, strict=True):
+        # The division names files, but the records of a raster name its windows.
+        files_of = {n: n if n in fold.images else _WINDOW.sub("", n) for n in result.records.names}
         if set(files_of.values()) != fold.images.keys():
             raise CheckpointError(f"{directory / fold.run}: was evaluated on other images")
         groups |= {name: fold.images[file] for name, file in files_of.items()}
-    what = f"{len(found)} folds by {division.by}"
-    records = Records.joined([one.records for one in found], split=what, folds=what)
+    what = f"{len(results)} folds by {division.by}"
+    records = Records.joined([result.records for result in results], split=what, folds=what)
     interval = score_interval(records, [groups[name] for name in records.names])
     unit = unit_of(division.by, [x for fold in division.folds for x in fold.images.values()])
     units = counted(len(set(groups.values())), unit, f"{unit}s")
@@ -56,14 +57,14 @@ def join_folds(
     bounds = f"{low} to {high} ({CONFIDENCE:.0%}, over {units})"
     if math.isnan(interval.low):
         bounds = f"none over {units}: at least {LEAST_GROUPS} are needed"
-    scores = [100 * one.records.scores.mean_iou for one in found]
+    scores = [100 * result.records.scores.mean_iou for result in results]
     spread = f"mean {mean(scores):.2f}, standard deviation {stdev(scores):.2f}"
     words = [
         f"mIoU       {value} of all {len(groups)} images, each by the model that has not seen it",
         f"interval   {bounds}",
         f"folds      {', '.join(f'{score:.2f}' for score in scores)}: {spread}",
     ]
-    config: Config = found[0].run.config
+    config: Config = results[0].run.config
     if config.eval.every_steps and config.eval.every_steps < config.train.steps:
         words.append("note       each fold chose its best checkpoint by its score, which flatters")
-    return found, Joined(directory.resolve().name, records, words, interval)
+    return results, Joined(directory.resolve().name, records, words, interval)

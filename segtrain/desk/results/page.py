@@ -20,7 +20,7 @@ def render(template: str, **values: Any) -> str:
 def _templates() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    found = Environment(
+    environment = Environment(
         loader=PackageLoader("segtrain.desk.results"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -29,7 +29,7 @@ def _templates() -> Any:
         # Names come from files of strangers.
         finalize=lambda value: printable(value, len(value)) if type(value) is str else value,
     )
-    found.filters |= {
+    environment.filters |= {
         "percent": percent,
         "yaml": yaml_value,
         "duration": lambda seconds: str(timedelta(seconds=round(seconds))),
@@ -37,7 +37,7 @@ def _templates() -> Any:
         "webp": lambda data: "data:image/webp;base64," + base64.b64encode(data).decode(),
         "hex": lambda color: "#" + bytes(color).hex(),
     }
-    return found
+    return environment
 
 
 def percent(value: float | None) -> str:

@@ -74,6 +74,7 @@ def evaluated(
     loaded = load_model(directory, device=device)
     task_of(loaded.config.task).check_classes(str(directory))
     data = set_after_training(loaded.config, overrides, ("data.root",), source=str(directory)).data
+    # The file may hold the scores of another checkpoint than the best one.
     records, split = load_records(directory), data.eval_split
     fits = records is not None and records.about.get("step") == loaded.step
     # Training keeps the probabilities of all classes only where they overlap.
@@ -83,6 +84,7 @@ def evaluated(
         if fits and records.names != tuple(dataset.names):
             raise DataError(f"{data.root}: split {split} has other images than were scored")
     except UserError as error:
+        # Without images the page still has scores. Without both there is nothing to show.
         if not fits:
             raise
         say(f"warning: no pictures: {error}")
@@ -95,6 +97,7 @@ def evaluated(
         counted = CurveCounts(loaded.classes.num_classes, device) if with_curves else None
         records = evaluate(loaded, dataset, device, counted)
         curves = None if counted is None else counted.counts.cpu()
+    # Where classes overlap, the calibration counts are those of the curves.
     if records.calibration.ndim == 3:
         curves = torch.from_numpy(records.calibration)
     return Evaluated(run, records, loaded, dataset, curves)
@@ -130,21 +133,23 @@ def report_page(
     found: Sequence[Evaluated], device: torch.device, *, joined: Joined | None = None
 ) -> str:
     """The HTML of these runs; of one of them, or of folds that are `joined`, with pictures."""
-    runs, names = [one.run for one in found], _names(found)
-    scores = [one.records.scores for one in found]
+    runs, names = [result.run for result in found], _names(found)
+    scores = [result.records.scores for result in found]
     classes = found[0].records.classes
-    same_classes = all(one.records.classes == classes for one in found)
+    same_classes = all(result.records.classes == classes for result in found)
     records = _single(found, joined)
     figures = draw_figures(found, joined=joined)
     pictures = {}
-    if records and all(one.dataset and one.model for one in found):
+    if records and all(result.dataset and result.model for result in found):
         pictures = _pictures(records, partial(_cards, found, records, device))
     return render(
         "report.html",
         title=joined.title if joined else ", ".join(names),
         joined=joined,
         runs=list(zip(names, runs, found, scores, strict=True)),
-        errors=[calibration_error(torch.from_numpy(one.records.calibration)) for one in found],
+        errors=[
+            calibration_error(torch.from_numpy(result.records.calibration)) for result in found
+        ],
         classes=classes if same_classes else (),
         colors=found[0].model.classes.palette if found[0].model else (),
         confusion=figures.pop("confusion", ""),
@@ -156,6 +161,7 @@ def report_page(
             for key, values in _differing(runs).items()
             if not (joined and key.startswith("data."))  # the lists of the folds
         },
+        # The template refuses a name that is missing, so a page without pictures names them too.
         **{"cards": {}, "worst": [], "best": [], "of_class": {}, "left_out": False} | pictures,
     )
 
@@ -163,11 +169,11 @@ def report_page(
 def draw_figures(found: Sequence[Evaluated], *, joined: Joined | None = None) -> dict[str, str]:
     """The charts of the page, SVG by name; the confusion matrix is that of one run, or of folds."""
     names, records = _names(found), _single(found, joined)
-    figures = _curves({name: one.run for name, one in zip(names, found, strict=True)})
+    figures = _curves({name: result.run for name, result in zip(names, found, strict=True)})
     if records and records.matrix.ndim == 2:
         figures |= _precision_recall(found[0]) if len(found) == 1 else {}
         figures["confusion"] = charts.confusion_svg(records.matrix, records.classes)
-    counts = (torch.from_numpy(one.records.calibration) for one in found)
+    counts = (torch.from_numpy(result.records.calibration) for result in found)
     figures["reliability"] = charts.reliability_diagram(dict(zip(names, counts, strict=True)))
     return figures
 
@@ -226,9 +232,11 @@ def write_report(
 def _pictures(records: Records, draw: Callable[[set[int]], dict[int, Card]]) -> dict[str, Any]:
     """The cards to show, and which of them are the worst and best, of all and of each class."""
     worst, best = records.worst(_WORST), records.worst(_BEST, best=True)
+    # In a small split an image may be among the best and the worst.
     best = [i for i in best if i not in worst]
     of_class, class_iou = {}, records.scores.iou
     labelled = np.flatnonzero(records.images[..., LABELLED].any(0)).tolist()
+    # If not all classes can have pictures, those of lowest IoU have them.
     for k in sorted(labelled, key=class_iou.__getitem__)[:_CLASSES]:
         low, high = (records.worst(_OF_CLASS, by_class=k, best=best) for best in (False, True))
         of_class[records.classes[k]] = low, [i for i in high if i not in low]
@@ -246,10 +254,11 @@ def _cards(
 ) -> dict[int, Card]:
     """A card for each of these images of `records`, drawn with the run that has evaluated it."""
     cards = {}
-    for one in found:
-        here = {name: i for i, name in enumerate(one.records.names)}
+    for result in found:
+        # Each image is in one fold; `here` has its place in that fold's split.
+        here = {name: i for i, name in enumerate(result.records.names)}
         wanted = {here[name]: i for i in shown if (name := records.names[i]) in here}
-        drawn = draw_cards(one.model, one.dataset, wanted, device)
+        drawn = draw_cards(result.model, result.dataset, wanted, device)
         cards |= {wanted[i]: card for i, card in drawn.items()}
     return cards
 
@@ -272,8 +281,8 @@ def _curves(runs: dict[str, Run]) -> dict[str, str]:
         return {name: run.curves[tag] for name, run in runs.items() if tag in run.curves}
 
     wanted = {"train/loss": "loss", "eval/mIoU": "mIoU", "train/lr": "learning rate"}
-    found = {title: of(tag) for tag, title in wanted.items()}
-    return {title: charts.curves(title, lines) for title, lines in found.items() if lines}
+    by_title = {title: of(tag) for tag, title in wanted.items()}
+    return {title: charts.curves(title, lines) for title, lines in by_title.items() if lines}
 
 
 def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -57,7 +57,7 @@ class Run:
     def best(self) -> tuple[int, float] | None:
         """Step and score (eval.best) of the best evaluation; None before the first one."""
         steps, values = self.curves.get(self.config.eval.best_tag, ([], []))
-        return max(zip(steps, values, strict=True), key=lambda one: one[1], default=None)
+        return max(zip(steps, values, strict=True), key=lambda point: point[1], default=None)
 
     @property
     def training_s(self) -> float:
@@ -118,12 +118,12 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
     Raises:
         ConfigError: a folder is missing, or cannot be read.
     """
-    found: dict[Path, None] = {}
+    directories: dict[Path, None] = {}
     with os_errors_as(ConfigError):
         for folder in folders:
             below = (here for here, _ in walk(folder, hidden=False) if run_directory.is_run(here))
-            found |= dict.fromkeys(sorted(below))
-    return list(found)
+            directories |= dict.fromkeys(sorted(below))
+    return list(directories)
 
 
 def summarize(directory: Path) -> Summary:
@@ -140,12 +140,14 @@ def summarize(directory: Path) -> Summary:
     lines = metrics.splitlines()
     tags = b"time/step_s", by.best_tag.encode()
     seconds, evaluations = (list(points_of(lines, tag)) for tag in tags)
-    scores = [one for one in evaluations if not math.isnan(one[1])]
+    # With a NaN, `max` would depend on the order.
+    scores = [point for point in evaluations if not math.isnan(point[1])]
     step = max((step for step, _ in (*seconds, *evaluations)), default=0)
     evaluated = max((step for step, _ in evaluations), default=0)
     why = ""
     if run_directory.is_locked(directory):
         state = State.TRAINING
+    # The last step alone does not tell: a run may be killed before its last evaluation.
     elif evaluated and evaluated == steps:
         state = State.CLEARED if entries.keys() == {BEST} else State.COMPLETE
     else:
@@ -159,7 +161,7 @@ def summarize(directory: Path) -> Summary:
         why,
         step,
         steps,
-        max(scores, key=lambda one: one[1], default=None),
+        max(scores, key=lambda point: point[1], default=None),
         by.best_name,
         _training_s(seconds),
         num_bytes,
@@ -174,6 +176,7 @@ def read_run(directory: Path) -> Run:
     """
     if not run_directory.is_run(directory):
         raise ConfigError(run_directory.no_run(directory))
+    # To look at a run must not make the code of its plugins run.
     config = load_config(directory / run_directory.CONFIG, imports=False)
     environment: Any = {}
     with suppress(OSError, ValueError):  # only people read it
@@ -204,21 +207,22 @@ def departures(config: Config) -> dict[str, Any]:
 
 def differing_recipes(configs: Sequence[Config]) -> dict[str, list[Any]]:
     """As `differing`, without what does not change a model, such as where the data are."""
-    found = differing(configs)
-    return {key: v for key, v in found.items() if not key.startswith(run_directory.HARMLESS)}
+    options = differing(configs)
+    return {key: v for key, v in options.items() if not key.startswith(run_directory.HARMLESS)}
 
 
 def differing(configs: Sequence[Config]) -> dict[str, list[Any]]:
     """The options in which `configs` differ, with the value of each."""
     options = [run_directory.flat(config) for config in configs]
-    keys = sorted({key for one in options for key in one})
-    found = {key: [one.get(key) for one in options] for key in keys}
-    return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
+    keys = sorted({key for flattened in options for key in flattened})
+    by_key = {key: [flattened.get(key) for flattened in options] for key in keys}
+    return {key: values for key, values in by_key.items() if any(v != values[0] for v in values)}
 
 
 def disk_bytes(directory: Path) -> int:
     """What all files in `directory` and below it take."""
     files = (path for path in directory.rglob("*") if path.is_file())
+    # A link counts as itself: what it leads to may lie elsewhere, and be counted there.
     return sum(os.lstat(path).st_size for path in files)
 
 
@@ -248,6 +252,7 @@ def points_of(lines: Iterable[bytes], tag: bytes) -> Iterator[tuple[int, float]]
         before, has_tag, after = line.partition(mark)
         if has_tag and line.endswith(b"}"):  # not cut short
             with suppress(ValueError):  # a stranger's line
+                # The log writes the step as the first key of each line.
                 step = before.removeprefix(b'{"step": ').partition(b",")[0]
                 value = after.partition(b",")[0].rstrip(b"}")
                 yield int(step), math.nan if value == b"null" else float(value)
@@ -300,7 +305,7 @@ def _curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a last line cut short
         for tag, value in points:
-            steps, found = curves.setdefault(tag, ([], []))
+            steps, logged = curves.setdefault(tag, ([], []))
             steps.append(step)
-            found.append(value)
+            logged.append(value)
     return curves

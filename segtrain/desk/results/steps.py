@@ -108,10 +108,10 @@ def steps_lines(a: Path, b: Path) -> list[str]:
 def _cause_lines(causes: Sequence[Cause]) -> list[tuple[str, str]]:
     """A line for each cause, then what has none."""
     lines = [(cause.kind, cause.text) for cause in causes]
-    found = {cause.kind for cause in causes}
+    kinds = {cause.kind for cause in causes}
     equal = {"config": "", "data": ": classes, files by name and size, labels", "versions": ""}
     for kind, what in equal.items():
-        if kind not in found:
+        if kind not in kinds:
             lines.append((kind, f"equal{what}"))
     return lines
 
@@ -134,6 +134,8 @@ def _conclusion(first: First | str, causes: Sequence[Cause], sides: tuple[Side, 
 
 def _read(directory: Path) -> Side:
     run, receipts = read_run(directory), directory / run_directory.RECEIPTS
+    # Reversed, so that of equal steps the first one stays: step_N.pt, which a run that still trains
+    # does not replace.
     saved = dict(reversed(kept_checkpoints(directory / run_directory.CHECKPOINTS)))
     newest = (load(saved[max(saved)]), saved[max(saved)]) if saved else None
     found = read_receipts(receipts) if receipts.is_file() else {}
@@ -157,6 +159,7 @@ def _consequence(key: str, config: Config, *, is_of_recipe: bool) -> tuple[str, 
     # They change the order of sums, which shares fix.
     if key in ("train.compile", "train.split") and config.train.shares is None:
         return "rounding", "loss"
+    # The last prefix is empty, and fits every option.
     reach = next(_REACH[prefix] for prefix in _REACH if key.startswith(prefix))
     if key == "eval.every_steps" and config.norm.precise_batches is not None:
         reach = "weights"  # an evaluation leaves other statistics
@@ -197,20 +200,21 @@ def _file_change(split: str, one: SplitFingerprint, other: SplitFingerprint) -> 
 def _versions(a: Side, b: Side) -> Iterator[Cause]:
     """Versions, which may change anything; as `rounding`, what changes that alone."""
     pair = [side.run.environment for side in (a, b)]
-    libraries = [one.get("libraries") for one in pair]
+    libraries = [of_run.get("libraries") for of_run in pair]
     if None in libraries:
         yield Cause("versions", "not known: a run has lost its environment.json", None)
         return
-    versions = {name: [one.get(name) for one in libraries] for name in libraries[0]}
+    versions = {name: [of_run.get(name) for of_run in libraries] for name in libraries[0]}
     own = "segtrain", "segtrain_commit", "python", "git"
-    versions |= {name: [one.get(name) for one in pair] for name in own}
+    versions |= {name: [of_run.get(name) for of_run in pair] for name in own}
+    # With shares the bits do not depend on the number of ranks, so it is no cause.
     has_shares = a.run.config.train.shares and b.run.config.train.shares
-    devices = [list(map(str, one.get("devices") or ())) for one in pair]
-    ranks = ["" if has_shares else f"{len(one)} x " for one in devices]
+    devices = [list(map(str, of_run.get("devices") or ())) for of_run in pair]
+    ranks = ["" if has_shares else f"{len(of_run)} x " for of_run in devices]
     machines = {
-        "platform": [one.get("platform") for one in pair],
+        "platform": [of_run.get("platform") for of_run in pair],
         "devices": [
-            f"{n}{first_of(sorted({*one}))}" for n, one in zip(ranks, devices, strict=True)
+            f"{n}{first_of(sorted({*of_run}))}" for n, of_run in zip(ranks, devices, strict=True)
         ],
         "bits of a small step": [side.shares.get("arithmetic") for side in (a, b)],
     }
@@ -231,28 +235,31 @@ def _by_receipts(a: Side, b: Side) -> tuple[list[tuple[str, str]], First | str]:
 
     weights = list(a.newest[0].model) if a.newest else []
     names = {"gradients": list(a.shares.get("exponents", ())), "weights": weights}
+    # Lazy: receipts behind the first difference are never unpacked.
     each = ((s, receipt_differences(*pairs[s], names, ("in A", "in B"))) for s in pairs)
-    step, found = next(((s, found) for s, found in each if found), (0, {}))
-    if not found:
+    step, differences = next(((s, differences) for s, differences in each if differences), (0, {}))
+    if not differences:
+        # Receipts do not hold the moments of the optimizer; checkpoints do.
         step = max(pairs.keys() & a.saved.keys() & b.saved.keys(), default=0)
         changed = _saved_differences(a, b, step) if step else None
         if not changed:
             return lines, f"the runs are equal in every bit of steps {span}{but}"
-        found = {"weights": f"checkpoints: {'; '.join(changed)}"}
-    lines += [(f"step {step}", line) for line in found.values()]
+        differences = {"weights": f"checkpoints: {'; '.join(changed)}"}
+    lines += [(f"step {step}", line) for line in differences.values()]
 
     at_first = "none" if begun[0] == begun[1] else "unknown"
     before = "equal" if step > min(pairs) else at_first
-    return lines, _parted(step, found, pairs[step], before)
+    return lines, _parted(step, differences, pairs[step], before)
 
 
 def _parted(
     step: int, found: Mapping[str, str], pair: tuple[Receipt, Receipt], before: str
 ) -> First:
     """Where the runs part: in the fields `found` of these receipts."""
-    compared = {f for f in FIELDS if None not in (getattr(one, f) for one in pair)}
+    compared = {f for f in FIELDS if None not in (getattr(receipt, f) for receipt in pair)}
     numbers = [
-        {name: float.fromhex(getattr(one, name) or "nan") for name in _NUMBERS} for one in pair
+        {name: float.fromhex(getattr(receipt, name) or "nan") for name in _NUMBERS}
+        for receipt in pair
     ]
     field = next(f for f in FIELDS if f in found)
     return First(step, field, before, _sizes(*numbers), frozenset(compared - found.keys()))
@@ -318,11 +325,11 @@ def _by_checkpoints(a: Side, b: Side) -> tuple[list[tuple[str, str]], int, First
     """Lines, the last step of equal checkpoints, and the first where they differ; 0, None: none."""
     lines, equal = [], 0
     for step in sorted(a.saved.keys() & b.saved):
-        found = _saved_differences(a, b, step)
-        if found is None:
+        differences = _saved_differences(a, b, step)
+        if differences is None:
             continue
-        lines += [(f"step {step}", f"checkpoints: {x}") for x in found or ["equal"]]
-        if found:
+        lines += [(f"step {step}", f"checkpoints: {x}") for x in differences or ["equal"]]
+        if differences:
             return lines, equal, First(step, "weights", "unknown")
         equal = step
     return lines, equal, None
@@ -330,11 +337,14 @@ def _by_checkpoints(a: Side, b: Side) -> tuple[list[tuple[str, str]], int, First
 
 def _acts(cause: Cause, first: First) -> bool:
     """Whether a cause can have made the first difference."""
+    # Where the pixels are equal, the data are not to blame, except for the field that they change
+    # first.
     is_past = cause.kind == "data" and cause.reach != first.field and "pixels" in first.equal
     if cause.reach is None or is_past:
         return False
     if first.field not in _EVIDENCE and first.before != "none":
         return True  # through the weights that the steps before left
+    # FIELDS is in the order of computation: a cause acts on its own field and on those behind it.
     return FIELDS.index(cause.reach) <= FIELDS.index(first.field)
 
 
@@ -365,6 +375,7 @@ def _verdict(first: First, causes: Sequence[Cause], precision: str) -> str:
             return f"{kind}: {first_of(texts, 3, separator='; ')}; {where}"
     reasons = first_of((cause.text for cause in acting), 3, separator="; ")
     losses = [size for name, size in first.sizes.items() if name != "grad_norm"]
+    # Gradient norms scatter ten times as much. They count only where no loss differs.
     sizes = losses or [size / 10 for size in first.sizes.values()]
     can_round = first.field not in (*_EVIDENCE, "weights", "average")
     if can_round and all(size <= _ROUNDING.get(precision, _HALF) for size in sizes):

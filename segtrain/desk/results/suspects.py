@@ -96,15 +96,16 @@ def measure(
     number = len(dataset)
     sums = np.zeros((2, number, predictor.num_classes))
     bar = ProgressBar(number, 0, "measure", enabled=True, unit="image", last_line=False)
+    # Closed also after an error: threads decode images ahead.
     with bar, closing(prefetch(dataset.__getitem__, range(number), num_threads)) as decoded:
         for index, (image, label) in enumerate(decoded):
             place, pixels = f"image {dataset.name(index)}", torch.from_numpy(image)
-            (found,) = predictor.label_maps(
+            (predicted,) = predictor.label_maps(
                 [pixels], [label.shape[:2]], place=place, probabilities="all"
             )
-            if not found.is_finite:
+            if not predicted.is_finite:
                 raise CheckpointError(f"{place}: the scores of the model are not finite numbers")
-            sums[:, index] = class_sums(found.probability, label)
+            sums[:, index] = class_sums(predicted.probability, label)
             bar.update()
     return sums[0], sums[1]
 
@@ -115,10 +116,11 @@ def class_sums(probability: Tensor, label: np.ndarray) -> np.ndarray:
     probability: (K, h, w). label: (h, w) uint8 train ids, or IGNORE_INDEX.
     """
     classes = torch.from_numpy(label).to(probability.device, torch.int64)
+    # `gather` needs a class for ignored pixels. Their bin is cut off at the end.
     own = probability.gather(0, classes.clamp(max=len(probability) - 1).unsqueeze(0))
     losses = -own.clamp(min=_LEAST_PROBABILITY).log().cpu().numpy()
-    found = [np.bincount(label.ravel(), x, IGNORE_INDEX + 1) for x in (losses.ravel(), None)]
-    return np.stack(found)[:, : len(probability)]
+    sums = [np.bincount(label.ravel(), x, IGNORE_INDEX + 1) for x in (losses.ravel(), None)]
+    return np.stack(sums)[:, : len(probability)]
 
 
 def rank(losses: np.ndarray, pixels: np.ndarray) -> Ranking:
@@ -133,16 +135,16 @@ def rank(losses: np.ndarray, pixels: np.ndarray) -> Ranking:
         np.nan,
     )
     mean[:, np.isfinite(mean).sum(0) < LEAST_IMAGES] = np.nan
-    found = []
+    ranked = []
     if np.isfinite(mean).any():
         usual, scores = modified_z(mean, np.sqrt(pixels / np.maximum(whole, 1)))
         of_image = np.sqrt((np.nan_to_num(scores).clip(min=0) ** 2).sum(1))
         for i in np.flatnonzero(np.isfinite(scores).any(1)).tolist():
             k = int(np.nanargmax(scores[i]))
             numbers = map(float, (mean[i, k], usual[k]))
-            found.append(Suspect(i, float(of_image[i]), k, *numbers))
-    found.sort(key=lambda one: (-one.score, one.index))
-    return Ranking(found, len(mean) - len(found))
+            ranked.append(Suspect(i, float(of_image[i]), k, *numbers))
+    ranked.sort(key=lambda suspect: (-suspect.score, suspect.index))
+    return Ranking(ranked, len(mean) - len(ranked))
 
 
 def modified_z(mean: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -205,6 +207,7 @@ def best_shift(label: np.ndarray, pred: np.ndarray) -> Shift:
     """
     most = _SHIFT_PX
     height, width = label.shape
+    # Without a border as wide as the largest shift: all shifts compare the same pixels.
     inner = pred[most : height - most, most : width - most]
 
     def agreement(down: int, right: int) -> float:
@@ -214,6 +217,7 @@ def best_shift(label: np.ndarray, pred: np.ndarray) -> Shift:
 
     before = agreement(0, 0) if inner.size else 1.0
     best = Shift(0, 0, before, before)
+    # An image of at most 16 px a side has no such inner part.
     if not inner.size:
         return best
     coarse = range(-most, most + 1, 2)
@@ -223,7 +227,7 @@ def best_shift(label: np.ndarray, pred: np.ndarray) -> Shift:
             if (after := agreement(down, right)) > best.after:
                 best = Shift(down, right, before, after)
         near = [(best.down + y, best.right + x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
-        tried = [one for one in near if max(map(abs, one)) <= most]
+        tried = [offset for offset in near if max(map(abs, offset)) <= most]
     return best
 
 
@@ -242,11 +246,11 @@ def claims(
     shift = best_shift(label, pred)
     if shift.explains:
         return [_shift_claim(shift)]
-    found = sorted(_class_claims(label, pred, probability, names), key=lambda one: -one.share)
-    found = [one for one in found[:_MOST_CLAIMS] if one.share >= _LEAST_PART * found[0].share]
-    if sum(one.share for one in found) < _SLIGHT:
-        found.append(_unsure_claim(label, pred, probability, names, class_id))
-    return found
+    kept = sorted(_class_claims(label, pred, probability, names), key=lambda claim: -claim.share)
+    kept = [claim for claim in kept[:_MOST_CLAIMS] if claim.share >= _LEAST_PART * kept[0].share]
+    if sum(claim.share for claim in kept) < _SLIGHT:
+        kept.append(_unsure_claim(label, pred, probability, names, class_id))
+    return kept
 
 
 def _unsure_claim(
@@ -262,6 +266,7 @@ def _unsure_claim(
     words = f"of {name} the model predicts {1 - wrong.sum() / where.sum():.0%} as labelled"
     if wrong.any():
         other = int(np.bincount(pred[wrong]).argmax())
+        # From here on only the pixels of the class that it predicts there most often.
         wrong &= pred == other
         sure = probability[wrong].mean()
         words += f", {wrong.sum() / where.sum():.0%} as {names[other]} ({sure:.0%} sure)"
@@ -270,7 +275,9 @@ def _unsure_claim(
 
 def _shift_claim(shift: Shift) -> Claim:
     moves = ((shift.down, "down", "up"), (shift.right, "right", "left"))
-    way = " and ".join(f"{abs(px)} px {one if px > 0 else other}" for px, one, other in moves if px)
+    way = " and ".join(
+        f"{abs(px)} px {positive if px > 0 else negative}" for px, positive, negative in moves if px
+    )
     words = (
         f"shifted: moved {way} it would agree with the prediction on {shift.after:.1%} of the "
         f"pixels, now on {shift.before:.1%}"
@@ -289,6 +296,7 @@ def _class_claims(
 
     known = table((probability >= SURE) & (label != IGNORE_INDEX))
     wrong = table(disputed(label, pred, probability))
+    # (K, K): of the pixels of a class for which the model is sure, most are another class.
     mostly = wrong > 0.5 * known.sum(1, keepdims=True)
     swapped = mostly & mostly.T
     for a, b in np.argwhere(np.triu(swapped)).tolist():

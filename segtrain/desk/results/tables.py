@@ -32,7 +32,7 @@ def markdown_table(found: Comparison, titles: Sequence[str]) -> str:
 
 def latex_table(found: Comparison, titles: Sequence[str]) -> str:
     """The table as a `tabular` of LaTeX, which needs the package booktabs."""
-    escape = partial(re.sub, r".", lambda one: _LATEX.get(one[0], one[0]))
+    escape = partial(re.sub, r".", lambda matched: _LATEX.get(matched[0], matched[0]))
     names, *numbers = _columns(found, titles, escape)
     numbers = [[title, *map(_mathematics, cells)] for title, *cells in numbers]
     header, *rows = [f"{' & '.join(cells)} \\\\" for cells in zip(names, *numbers, strict=True)]

@@ -33,6 +33,7 @@ def main(args: argparse.Namespace) -> int:
     show_warnings(history.config)
     with RunLock(directory):
         write_experiment(directory, history.config)
+        # Before the first member trains: from here on `--resume` finds a population.
         write_record(directory / FILE, history)
         code = Population(directory, history, args).train()
     if code == EXIT_OK:
@@ -120,6 +121,7 @@ def _problem_of(key: str, config: Config) -> str | None:
     value = options[key]
     if type(value) is not float or value == 0:
         return f"is {value!r} here; expected a number with a fraction, not 0, such as optim.lr"
+    # One step of the search only. A later product may be refused; the option then stays as it is.
     for factor in FACTORS:
         try:
             with_options(config, {key: times(value, factor)})

@@ -70,6 +70,7 @@ class History(Record):
 
     def options_of(self, member: int, number: int) -> Options:
         """The options with which `member` trains in round `number`, counted from 0."""
+        # The last takeover before this round decides.
         for past in reversed(self.rounds[:number]):
             for takeover in past.exchange or ():
                 if takeover.member == member:
@@ -78,6 +79,7 @@ class History(Record):
         options = {key: values[key] for key in self.perturb}
         if member == 0:
             return options
+        # Stream 0 is for the beginning; the exchange after round `number` draws from number + 1.
         return perturbed(self.config, options, population_rng(self.config.seed, 0, member))
 
     def seeded(self, member: int, options: Options) -> dict[str, float]:
@@ -99,6 +101,7 @@ class History(Record):
             for member, row in past.rows.items():
                 if row.score is not None and row.score > kept[member][0]:
                     kept[member] = (row.score, past.step)
+            # All take over at once: a source counts with what it had before the exchange.
             before = list(kept)
             for takeover in past.exchange or ():
                 kept[takeover.member] = before[takeover.source]
@@ -114,15 +117,15 @@ def with_options(config: Config, options: Options) -> Config:
 
 def perturbed(config: Config, options: Options, rng: np.random.Generator) -> Options:
     """Each option times 0.8 or 1.2; it stays as it is where `config` refuses the product."""
-    found = dict(options)
+    varied = dict(options)
     for key, value in options.items():
         changed = times(value, FACTORS[rng.integers(len(FACTORS))])
         try:
-            with_options(config, found | {key: changed})
+            with_options(config, varied | {key: changed})
         except ConfigError:
             continue
-        found[key] = changed
-    return found
+        varied[key] = changed
+    return varied
 
 
 def times(value: float, factor: float) -> float:
@@ -145,6 +148,7 @@ def decide(history: History, number: int) -> list[Takeover]:
     worst = {*ranking[-quarter:], *(i for i in ranking if scores[i] == -math.inf)}
     takeovers = []
     for member in sorted(worst) if best else ():
+        # A stream of its own: the draw does not depend on how many others take over.
         rng = population_rng(history.config.seed, number + 1, member)
         source = best[rng.integers(len(best))]
         if scores[source] > scores[member]:

@@ -63,6 +63,7 @@ class Population:
             if not run_directory.has_saved(run := self._run(member)):  # it would be trained anew
                 what = "its checkpoints have been removed; put them back"
                 raise CheckpointError(f"{run}: {what}, or start a new population by --output")
+        # These have diverged and taken nothing over: the round has no score of them.
         for member in set(members) - set(going_on):
             self._record(member, number, EXIT_NON_FINITE)
 
@@ -79,6 +80,7 @@ class Population:
         with ThreadPoolExecutor(len(self._gpus)) as pool:
             futures = {pool.submit(train, member): member for member in going_on}
             try:
+                # Only this thread writes the history, as members come to their ends.
                 for future in as_completed(futures):
                     if (code := future.result()) is not None:
                         self._record(futures[future], number, code)
@@ -123,11 +125,13 @@ class Population:
             return
         last = history.alone or this is history.rounds[-1]
         takeovers = [] if last else record.decide(history, number)
-        for one in takeovers:
-            config = with_options(history.config, history.seeded(one.member, one.options))
-            loser, winner = self._run(one.member), self._run(one.source)
+        for takeover in takeovers:
+            config = with_options(history.config, history.seeded(takeover.member, takeover.options))
+            loser, winner = self._run(takeover.member), self._run(takeover.source)
             take_over(loser, winner, config, step=this.step)
             say(f"step {this.step}  {loser.name} takes over from {winner.name}")
+        # Only when all is done: an exchange that is interrupted is decided again, with the same
+        # result.
         this.exchange = takeovers
         write_record(self._directory / FILE, history)
 
@@ -140,7 +144,7 @@ def score(run: Path, step: int, tag: str = "eval/mIoU") -> float | None:
     path = run / run_directory.METRICS
     try:
         lines = map(files.parse_json, files.read_bytes(path).splitlines())
-        scores = [one[tag] for one in lines if one["step"] == step and tag in one]
+        scores = [line[tag] for line in lines if line["step"] == step and tag in line]
         return scores[-1]
     except (OSError, ValueError, LookupError, TypeError):
         raise ExecutionError(f"{path}: has no {tag} of step {step}") from None
@@ -156,6 +160,7 @@ def take_over(loser: Path, winner: Path, config: Config, *, step: int) -> None:
     step: that of the winner's last.pt; CheckpointError if it is of another.
     """
     source, target = (run / run_directory.CHECKPOINTS for run in (winner, loser))
+    # Neither of the two may train meanwhile.
     with RunLock(loser), RunLock(winner):
         known = manifest.read_entries(source)
         if step not in [entry.step for entry in known.get(LAST, ())]:
