@@ -100,7 +100,7 @@ def screen(folders: Sequence[Path], now: float, width: int) -> list[str]:
         words = [_state_words(*entry, now) for entry in zip(runs, signs, states, strict=True)]
         lines += map("  ".join, zip(table, ["state", *words], strict=True))
     # The run itself was named, not a folder that holds only one.
-    if [run.directory for run in runs] == [*folders]:
+    if len(folders) == 1 and [run.directory for run in runs] == [*folders]:
         (directory,) = folders
         metrics = tail(directory / run_directory.METRICS, sys.maxsize)
         for tag in ("train/loss", options_of(directory)[1].best_tag):
