@@ -110,8 +110,8 @@ class Predictor:
         pixels, missing = self._checked(image)
         with self._lock:
             images, asked = [torch.from_numpy(pixels)], {"probabilities": probabilities}
-            (found,) = self._ready.predictor.label_maps(images, place="image", **asked)
-            label, is_finite, probability = (x if x is None else x.cpu() for x in found)
+            (maps,) = self._ready.predictor.label_maps(images, place="image", **asked)
+            label, is_finite, probability = (x if x is None else x.cpu() for x in maps)
         if not is_finite:
             raise NonFiniteError(
                 "image: its scores are not finite, so a prediction would mean nothing; if they "
@@ -143,6 +143,8 @@ class Predictor:
             )
         form = form_of(data)._replace(dtype=set_dtype(image.dtype))
         form.check()
+        # torch.from_numpy refuses negative strides, as of [..., ::-1], and warns of read-only
+        # arrays.
         image = np.require(image, form.dtype, ["C", "W"])
         if form.dtype.kind == "f":
             image = np.where(np.isfinite(image), image, np.float32(np.nan))
@@ -195,6 +197,7 @@ def train(
             text = config_to_yaml(
                 override_config(config, overrides, source="config", imports_from=Path())
             )
+            # The overrides are in the file already.
             source, overrides = str(Path(folder, "config.yaml")), ()
             Path(source).write_text(text)
         else:
@@ -239,10 +242,13 @@ def _run(command: Sequence[str], *, made: str) -> None:
                     for line in process.stdout:
                         print(line, end="", flush=True)
                         text = line.rstrip("\n")
+                        # The last lines in a row that begin with a command's name are the message
+                        # of its error.
                         message = [*message, text] if _NAME.match(text) else []
                     process.wait()
                     break
                 except KeyboardInterrupt:
+                    # The training saves its state first. Its lines are read until it ends.
                     interrupted = True
                     process.send_signal(SIGINT)
         except BaseException:
@@ -251,6 +257,7 @@ def _run(command: Sequence[str], *, made: str) -> None:
     code = process.returncode
     kinds = ConfigError, DataError, CheckpointError, NonFiniteError, ExecutionError
     by_code = {kind.exit_code: kind for kind in (*kinds, MemoryLimitError)}
+    # If the training ended with an error of its own, that is raised instead.
     if interrupted and code not in by_code:
         raise KeyboardInterrupt
     if code == 0:

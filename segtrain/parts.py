@@ -86,11 +86,13 @@ def backward(
     thread = _Thread(images.device, model)
     _try(model, loss, images, labels, thread)
 
+    # At least one: a rank without images takes part in the collectives, too.
     num_parts = max(1, min(parts, len(images)))
     leaves, nesting = tree_flatten((images, labels))
     cut = zip(*(leaf.tensor_split(num_parts) for leaf in leaves), strict=True)
     calls = [partial(_part, model, loss, tree_unflatten(part, nesting), thread) for part in cut]
     layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
+    # Groups of `norm.images` need to know how many images lie in each part of each rank.
     grouped, where = any(layer.images for layer in layers), nullcontext()
     if grouped:
         where = placed(dist.all_gather_object([len(i) for i in images.tensor_split(num_parts)]))
@@ -144,6 +146,7 @@ def _part(model: nn.Module, loss: Loss, pair: tuple[Tensor, Any], thread: _Threa
         with thread.autocast():
             total, weight = _sum_and_weight(loss, model(images), labels)
         weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
+        # All parts of all ranks wait here: a loss is divided by the weight of the whole batch.
         whole, weights = dist.all_reduce_sum(torch.stack([total.detach().double(), weight]))
         scale = torch.where(weights == 0, 0.0, 1 / weights)
         (total * scale).backward()
@@ -153,9 +156,11 @@ def _part(model: nn.Module, loss: Loss, pair: tuple[Tensor, Any], thread: _Threa
 @torch.no_grad()
 def _sum_over_ranks(parameters: list[nn.Parameter], before: list[Tensor | None]) -> None:
     """Sums the gradients over the ranks and adds those from `before` (collective)."""
+    # What no rank has a gradient of keeps its None, as after a backward pass of the whole batch.
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
     used = dist.all_reduce_sum(used.to(parameters[0].device)).tolist()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    # One collective for each dtype instead of one for each parameter.
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         alike = [grad for grad in grads if grad.dtype == dtype]
         total = dist.all_reduce_sum(torch.cat([grad.flatten() for grad in alike]))
@@ -255,6 +260,7 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
     if len(images) == 0 or (before.modes == modes and not is_due):
         return
     x = images[:2].detach()
+    # Four different images, also of a batch of one or two: flipped and shifted copies.
     x = torch.cat([x, x.flip(-1), x.roll(1, -1), x.roll(2, -1)])[:4]
     x = (x if x.is_floating_point() else x.float()).requires_grad_()
     norms = [m for m in model.modules() if isinstance(m, SyncBatchNorm) and m.training]
@@ -262,6 +268,8 @@ def _try(model: nn.Module, loss: Loss, images: Tensor, labels: Any, thread: _Thr
     calls = [partial(_try_part, model, loss, x, labels, slot, thread) for slot in range(2)]
     try:
         for norm in norms:
+            # By its running statistics a norm couples no images; `_scaled` then replaces its
+            # output.
             norm.training = False
         with changed_state(model) as changed:
             is_decided, _ = VirtualRanks(2).run(calls)
@@ -329,12 +337,12 @@ def _try_part(
 
 
 def _sum_and_weight(loss: Loss, outputs: Any, labels: Any) -> tuple[Tensor, Tensor | float]:
-    found = loss(outputs, labels)
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
-        return found
+    returned = loss(outputs, labels)
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor):
+        return returned
     raise ValueError(
         "loss: expected a sum, as a tensor, and its weight, such as cross_entropy(..., "
-        f"reduction='sum') and the number of valid pixels; got a {type(found).__name__}"
+        f"reduction='sum') and the number of valid pixels; got a {type(returned).__name__}"
     )
 
 
@@ -347,8 +355,8 @@ def _try_loss(loss: Loss, outputs: Any, labels: Any) -> bool:
     """
     number = max(map(len, tree_leaves(labels)), default=0)
     alone = [_values(loss, outputs, labels, [0], [i]) for i in range(number)]
-    usable = [i for i, one in enumerate(alone) if one.isfinite().all() and one[1] != 0]
-    if alone and not any(one.isfinite().all() for one in alone):
+    usable = [i for i, values in enumerate(alone) if values.isfinite().all() and values[1] != 0]
+    if alone and not any(values.isfinite().all() for values in alone):
         raise ValueError(
             "loss: not finite for any image of the batch: return a sum, which is 0 where no pixel "
             "is valid, and what to divide it by"
@@ -359,6 +367,7 @@ def _try_loss(loss: Loss, outputs: Any, labels: Any) -> bool:
     # A model that has learnt nothing costs the same in each image, which a mean leaves as it is.
     mixed = tree_map(_mixed, outputs)
     counts = {i: _num_used(loss, mixed, labels, i) or 0 for i in usable}
+    # A mean differs most from a sum for images that have the fewest and the most valid pixels.
     i, j = min(usable, key=counts.__getitem__), max(usable, key=counts.__getitem__)
     if counts[i] < counts[j] and _compare_images(loss, mixed, labels, i, j, counts[i], counts[j]):
         return True
@@ -427,6 +436,7 @@ def _num_used(loss: Loss, outputs: Any, labels: Any, image: int) -> int | None:
 def _half_ignored(labels: Any, image: int) -> Iterator[Tensor]:
     """On the host, the labels of an image, and with half of its pixels as what losses ignore."""
     if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+        # What most data sets and what torch's losses ignore.
         for value in (255, -100):
             if labels.dtype.is_signed or (value > 0 and labels.dtype != torch.bool):
                 pair = labels[[image, image]].cpu()

@@ -104,6 +104,8 @@ def register(
     Raises:
         ConfigError: another plugin has the name, or its options take any key.
     """
+    # The module that calls this, not `made.__module__`: it may register what a library has.
+    # `partial` of the names below has no frame of its own.
     module = sys._getframe(1).f_globals.get("__name__", "__main__")
 
     def add(made: Any) -> Any:
@@ -124,6 +126,7 @@ def _add(
     source = _paths.get(module, module)
     shown = f"{kind} {printable(name, MAX_NAME)}"
     before = _plugins.get((kind, name))
+    # The same source may register again, as after a reload: the newer one counts.
     if before is not None and before.source != source:
         what = f"{source} and {before.source} both register it"
         raise ConfigError(f"{shown}: {what}; leave one out of plugins, or rename it")
@@ -152,6 +155,7 @@ def _sha256_of(module: str) -> str:
     )
     if top is None or not top.endswith("__init__.py"):
         return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    # All files of the package: the plugin may call any of them.
     root, digest = Path(top).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -182,7 +186,8 @@ def load(source: str, folder: Path | None = None) -> str:
             _loaded.setdefault(full, "")
     except Exception as error:  # foreign code may raise anything
         raise ConfigError(_cannot(full, error)) from error
-    if not any(f"{one.source}.".startswith(f"{full}.") for one in _plugins.values()):
+    # With the modules below it, since a package may register in those.
+    if not any(f"{plugin.source}.".startswith(f"{full}.") for plugin in _plugins.values()):
         _loaded.pop(full, None)
         known = ", ".join(GROUPS)
         raise ConfigError(f"{full}: registers nothing by segtrain.plugins ({known})")
@@ -199,18 +204,20 @@ def _import_file(path: str) -> None:
     name = f"segtrain_plugin_{re.sub(r'[^A-Za-z0-9]', '_', Path(path).stem)}_{place}"
     module = ModuleType(name)
     module.__file__ = path
+    # Before it runs: `register` looks the source up here, and dataclasses look for their module.
     _paths[name], _loaded[path], sys.modules[name] = path, sha256, module
     _forget(path)  # the bytes before
     try:
         exec(compile(source, path, "exec"), module.__dict__)
     except BaseException:
+        # Half of a module must not stay, neither imported nor with what it has registered.
         del _loaded[path], sys.modules[name]
         _forget(path)
         raise
 
 
 def _forget(source: str) -> None:
-    for key in [key for key, one in _plugins.items() if one.source == source]:
+    for key in [key for key, plugin in _plugins.items() if plugin.source == source]:
         del _plugins[key]
 
 
@@ -250,7 +257,7 @@ def stand_in(kind: str, name: str, source: str = "", sha256: str = "") -> Plugin
 
 def names(kind: str) -> list[str]:
     """The names of the imported plugins of a kind."""
-    return sorted(name for one, name in _plugins if one == kind)
+    return sorted(name for plugin_kind, name in _plugins if plugin_kind == kind)
 
 
 def find(kind: str, name: str) -> Plugin | None:
@@ -261,18 +268,18 @@ def find(kind: str, name: str) -> Plugin | None:
     """
     if (kind, name) in _plugins:
         return _plugins[kind, name]
-    found = list(entry_points(group=GROUPS[kind], name=name))
-    if not found:
+    points = list(entry_points(group=GROUPS[kind], name=name))
+    if not points:
         return None
-    if len(found) > 1:
-        owners = first_of(one.dist.name if one.dist else one.value for one in found)
+    if len(points) > 1:
+        owners = first_of(point.dist.name if point.dist else point.value for point in points)
         raise ConfigError(f"{kind} {name}: several installed packages offer it: {owners}")
     try:
-        made = found[0].load()
+        made = points[0].load()
     except Exception as error:  # foreign code may raise anything
-        raise ConfigError(_cannot(f"{kind} {name} ({found[0].value})", error)) from error
+        raise ConfigError(_cannot(f"{kind} {name} ({points[0].value})", error)) from error
     if (kind, name) not in _plugins:  # it does not register itself
-        _add(kind, name, made, found[0].module, None, frozenset(), frozenset())
+        _add(kind, name, made, points[0].module, None, frozenset(), frozenset())
     return _plugins[kind, name]
 
 
@@ -294,18 +301,20 @@ def missing(records: Iterable[dict[str, Any]], needed: Container[str] = GROUPS) 
         ConfigError: as `find`.
     """
     lines = []
-    for one in records:
-        is_kind = one["kind"] in GROUPS
-        if is_kind and find(one["kind"], one["name"]) is not None:
+    for record in records:
+        # A checkpoint comes from anywhere: it may name a kind that does not exist here.
+        is_kind = record["kind"] in GROUPS
+        if is_kind and find(record["kind"], record["name"]) is not None:
             continue
-        if is_kind and one["kind"] not in needed:
-            stand_in(*(one[key] for key in ("kind", "name", "source", "sha256")))
+        if is_kind and record["kind"] not in needed:
+            stand_in(*(record[key] for key in ("kind", "name", "source", "sha256")))
             continue
         # A stranger's words, on one line.
-        said = {key: printable(str(value), MAX_NAME) for key, value in one.items()}
-        given = option_of(one["source"])
+        said = {key: printable(str(value), MAX_NAME) for key, value in record.items()}
+        given = option_of(record["source"])
         way = f"if you trust that code, give {given}, or where it lies now"
-        if re.fullmatch(r"[\w.-]+( [\w.+!-]+)?", one["package"] or ""):
+        # Only what has the form of a package and its version is suggested for installing.
+        if re.fullmatch(r"[\w.-]+( [\w.+!-]+)?", record["package"] or ""):
             way = f"install {said['package']}, or give {given}"
         what = f"needs the {said['kind']} '{said['name']}' of a plugin that is not imported here"
         lines.append(f"{what} (SHA-256 {said['sha256'][:12]}...); {way}")
@@ -323,10 +332,10 @@ def option_of(source: object) -> str:
 def changes(records: Iterable[dict[str, Any]]) -> list[str]:
     """A line for each plugin whose code is not that of the checkpoint."""
     lines = []
-    for one in records:
-        here = _plugins.get((one["kind"], one["name"]))
-        if here is not None and here.sha256 != one["sha256"]:
-            before, now = (printable(x[:12], MAX_NAME) for x in (one["sha256"], here.sha256))
+    for record in records:
+        here = _plugins.get((record["kind"], record["name"]))
+        if here is not None and here.sha256 != record["sha256"]:
+            before, now = (printable(x[:12], MAX_NAME) for x in (record["sha256"], here.sha256))
             where = f"{here.kind} {here.name} of {here.source}"
             lines.append(f"plugins: the code of {where}: SHA-256 {before}... there, {now}... now")
     return lines

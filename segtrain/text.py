@@ -27,6 +27,8 @@ def printable(text: object, limit: int = MAX_LINE) -> str:
     """
     shown = str(text)
     cut = len(shown) > limit
+    # Before escaping, so that a long text costs no more than a short one. What escapes add is cut
+    # at the end.
     shown = shown[:limit]
     if not shown.isprintable():
         shown = "".join(c if c.isprintable() else _escaped(c) for c in shown)
@@ -44,8 +46,8 @@ def printable_lines(text: str, limit: int = _MAX_LINES) -> list[str]:
 
 def scheme_of(text: str) -> str:
     """`s3://` of an address such as `s3://bucket/run`; empty for the name of a file or folder."""
-    found = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
-    return found[0] if found else ""
+    match = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
+    return match[0] if match else ""
 
 
 def without_password(address: str) -> str:
@@ -77,16 +79,17 @@ def distinct(names: Iterable[str], key: Callable[[str], str] = str) -> list[str]
     >>> distinct(["a", "b", "a", "a_2"])
     ['a', 'b', 'a_3', 'a_2']
     """
-    found: dict[str, str] = {}
+    taken: dict[str, str] = {}
     names = list(names)
     given = {key(name) for name in names}
     for name in names:
         number, free = 1, name
-        while key(free) in found or (number > 1 and key(free) in given):
+        # A number that is made up must not take a name that comes later as it is.
+        while key(free) in taken or (number > 1 and key(free) in given):
             number += 1
             free = f"{name}_{number}"
-        found[key(free)] = free
-    return list(found.values())
+        taken[key(free)] = free
+    return list(taken.values())
 
 
 def counted(number: int, one: str, many: str) -> str:

@@ -201,7 +201,7 @@ class EvalConfig(Section):
     def _mistakes(self) -> Iterator[str]:
         if len(set(self.best_classes)) < len(self.best_classes):
             yield "best: expected each class once"
-        if len({one.name for one in self.metrics}) < len(self.metrics):
+        if len({metric.name for metric in self.metrics}) < len(self.metrics):
             yield "metrics: expected each name once"
 
     @property
@@ -389,7 +389,8 @@ class Config(Section):
     def _best_mistakes(self) -> Iterator[str]:
         """A score of a plugin that no evaluation of the training finds."""
         name, metrics = self.eval.best_metric, self.eval.metrics
-        known = [one.name for one in metrics] + [self.task] * self.has_own_task
+        # Scores of a plugin's task go by the name of the task.
+        known = [metric.name for metric in metrics] + [self.task] * self.has_own_task
         if name is not None and name not in known:
             yield f"eval.best: no metric {printable(name, MAX_NAME)} in eval.metrics; name it there"
         if name is None and self.has_own_task:
@@ -402,6 +403,7 @@ class Config(Section):
         train, norm = self.train, self.norm
         if not norm.is_batch_norm:
             return
+        # A microbatch: its images share statistics unless norm.images says otherwise.
         images = train.batch_size // train.accumulate_steps
         if 1 in (images, norm.images) and self.model.pools_globally:
             yield (
@@ -425,6 +427,7 @@ class Config(Section):
                 f"schedule.warmup_steps: {schedule.warmup_steps} must be smaller than train.steps, "
                 f"{steps}; set both, such as schedule.warmup_steps={steps // 20}"
             )
+        # min_lr is compared with the rate that the training really has.
         scale = 1.0 if optim.lr_batch_size is None else self.train.batch_size / optim.lr_batch_size
         if schedule.min_lr > optim.lr * scale:
             words = "" if optim.lr_batch_size is None else " as scaled to train.batch_size"
@@ -488,6 +491,7 @@ def wrong_units(config: Config) -> list[str]:
             f"data.mean: it and data.std are needed, {channels} numbers each, where data.channels "
             f"is {channels}; 'segtrain data stats' prints them"
         ]
+    # A mean of zeros says nothing about units.
     wrong = {"mean": any(mean) and max(map(abs, mean)) <= 1, "std": max(std) < 1}
     return [
         f"data.{key}: {list(values)} is in units of 0..1, and pixels are 0..255 here; "
@@ -505,7 +509,7 @@ def changed_normalization(trained: Config, config: Config) -> list[str]:
     wrong = {line.partition(":")[0]: line for line in wrong_units(config)}
     lines = []
     for key in changed:
-        here, there = (show(getattr(one, key)) for one in (now, before))
+        here, there = (show(getattr(section, key)) for section in (now, before))
         line = wrong.get(f"data.{key}")
         note = f"note: data.{key}: {here} here, {there} in the training"
         lines.append(f"warning: {line}" if line else note)

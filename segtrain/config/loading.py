@@ -108,6 +108,7 @@ def override_config(
     source: where the config came from, such as a checkpoint, for messages.
     imports_from: as in `parse_config`.
     """
+    # A copy: `_set` changes it, and the caller keeps the mapping.
     data = config.model_dump() if isinstance(config, Config) else deepcopy(dict(config))
     return _checked(Document(source, data, {}, ()), overrides, imports_from=imports_from)
 
@@ -134,10 +135,12 @@ def _checked(
         places = {p: place for p, place in places.items() if p[: len(path)] != path}
         for length in range(len(path), 0, -1):  # the sections too, where the file has none
             places.setdefault(path[:length], KeyPlace((1, i), f"--set {dotted(path)}"))
+    # Paths on a command line start in the working directory, not beside the file.
     if "plugins" in given_keys(overrides):
         imports_from = imports_from and Path()
     if imports_from is not None:
         context = TO_BE_TRAINED
+    # Before the check, which looks the names of plugins up.
     failed = _import_plugins(data, imports_from)
     checked = failed or validate(Config, data, hints=FOREIGN_KEYS, context=context)
     if isinstance(checked, list):
@@ -148,6 +151,7 @@ def _checked(
         # A value that was refused is missing from the data, which is no second mistake.
         refused = [m.path for m in mistakes if m.path]
         mistakes += [m for m in checked if not any(_overlap(m.path, path) for path in refused)]
+    # What segtrain wrote holds no misspelt keys: an unknown one is of another version.
     if version is not None:
         note = f"; segtrain {printable(version, 20)} wrote this file"
         note += "" if version == __version__ else f", and this is {__version__}"
@@ -173,13 +177,14 @@ def _import_plugins(data: dict[str, Any], folder: Path | None) -> list[Mistake]:
     listed = data.get("plugins")
     if not isinstance(listed, list | tuple) or not all(isinstance(x, str) and x for x in listed):
         return []  # pydantic says what is wrong with it
-    found, mistakes = [], []
+    sources, mistakes = [], []
     for i, source in enumerate(listed):
         try:
-            found.append(source if folder is None else plugins.load(source, folder))
+            sources.append(source if folder is None else plugins.load(source, folder))
         except ConfigError as error:
             mistakes.append(Mistake(("plugins", i), str(error)))
-    data["plugins"] = found
+    # By full paths: the config of a run is read again from another folder.
+    data["plugins"] = sources
     return mistakes
 
 

@@ -113,6 +113,7 @@ def _place(mistake: Mistake, places: Mapping[KeyPath, KeyPlace], source: str) ->
     """Its own line, else its key, else a related key, else a section around it, else the file."""
     if mistake.line is not None:
         return line_of(source, mistake.line)
+    # The innermost section first.
     parents = (mistake.path[:length] for length in range(len(mistake.path) - 1, 0, -1))
     paths = (mistake.path, *mistake.related, *parents)
     return next((places[path] for path in paths if path in places), KeyPlace((0, 0), source))
@@ -158,14 +159,14 @@ def validate(
     except ValidationError as error:
         errors = error.errors()
     mistakes: dict[Mistake, None] = {}  # in order, each once
-    paths = [_written(one["loc"], data) for one in errors]
-    for path, one in zip(paths, errors, strict=True):
+    paths = [_written(details["loc"], data) for details in errors]
+    for path, details in zip(paths, errors, strict=True):
         inside = [e for p, e in zip(paths, errors, strict=True) if p[: len(path)] == path]
-        has_items = any(len(e["loc"]) > len(one["loc"]) for e in inside)
+        has_items = any(len(e["loc"]) > len(details["loc"]) for e in inside)
         # A list whose items are wrong counts as empty too, and as no word of a union.
-        if one["type"] not in ("too_short", "literal_error", "string_type") or not has_items:
-            same = [e for e in inside if e["input"] is one["input"]]
-            mistakes |= dict.fromkeys(_describe(one, same, path, model, hints or {}))
+        if details["type"] not in ("too_short", "literal_error", "string_type") or not has_items:
+            same = [e for e in inside if e["input"] is details["input"]]
+            mistakes |= dict.fromkeys(_describe(details, same, path, model, hints or {}))
     return list(mistakes)
 
 
@@ -193,11 +194,11 @@ def _describe(
     elif kind == TOLD:
         yield Mistake(loc, error["msg"])
     else:
-        messages = [one["msg"] for one in same]
+        messages = [details["msg"] for details in same]
         for pattern, words in _WORDS:
             messages = [re.sub(pattern, words, message) for message in messages]
         # "deeplabv3+" is the usual name of deeplabv3plus, and another network than deeplabv3.
-        expected = " ".join(one.get("ctx", {}).get("expected", "") for one in same)
+        expected = " ".join(details.get("ctx", {}).get("expected", "") for details in same)
         choices = re.findall("'([^']*)'", expected)
         hint = did_you_mean(str(error["input"]).replace("+", "plus"), choices)
         message = " or ".join(dict.fromkeys(messages)).replace(" or must be ", " or ")
@@ -206,16 +207,18 @@ def _describe(
 
 def _written(loc: KeyPath, data: Any) -> KeyPath:
     """`loc` without the names that pydantic gives to the types of a union."""
-    found = []
+    written = []
     for part in loc:
         with suppress(KeyError, IndexError, TypeError):
             data = data[part]
-            found.append(part)
-    return tuple(found)
+            written.append(part)
+    return tuple(written)
 
 
 def _from_validator(line: str, path: KeyPath, model: type[BaseModel]) -> Mistake:
     """The mistake in a validator's `key: message`; the message may name further keys."""
+    # Words of the message that are keys: if its own key is written nowhere, the line of one of
+    # these is shown.
     words = re.findall(r"[a-z_]+(?:\.[a-z_]+)*", line)
     paths = [(*path, *word.split(".")) for word in words]
     keys = [key for key in paths if key[-1] in _fields(model, key[:-1])]
@@ -270,6 +273,7 @@ def _unknown_key(loc: KeyPath, model: type[BaseModel], hints: Mapping[str, str])
         return f"unknown key; {hints[key]}"
     if key in model.model_fields:
         return f"unknown key; did you mean {key}?"
+    # Nothing similar in this section: perhaps the key belongs to another one.
     elsewhere: dict[str, str] = {}
     for name in reversed(model.model_fields):  # of keys in several sections the first is shown
         elsewhere |= {key: f"{name}.{key}" for key in _fields(model, (name,))}

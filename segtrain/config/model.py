@@ -115,9 +115,11 @@ class ModelConfig(Section):
             served = self.recompute == "blocks" and not self.backbone.startswith("timm/")
             yield from self._no_effect("recompute", served, f"backbone {self.backbone}")
             return
+        # The first stage has stride 4, and each further one doubles it.
         reach = 2 ** (self.num_stages + 1)
         if self.output_stride > reach:
             yield f"output_stride: num_stages {self.num_stages} ends at stride {reach}"
+        # As in `models.resnet.DEPTHS`, whose module imports torch.
         blocks = 2 if self.backbone == "resnet18" else 3
         if self.multi_grid is not None and len(self.multi_grid) != blocks:
             yield (

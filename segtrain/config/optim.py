@@ -31,11 +31,11 @@ _INDEX = re.compile(r"(-?\d{1,9})|(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8}))?"
 def parse_slice(text: str) -> tuple[str, tuple[int | slice, ...]] | None:
     """The name of a weight and the index in `NAME[:, 2:4, -1]`; None: it has another form."""
     whole = _SLICE.fullmatch(text)
-    parts = [_INDEX.fullmatch(one.strip()) for one in whole[2].split(",")] if whole else []
+    parts = [_INDEX.fullmatch(index.strip()) for index in whole[2].split(",")] if whole else []
     if whole is None or None in parts:
         return None
     numbers = [[None if x is None else int(x) for x in part.groups()] for part in parts]
-    return whole[1], tuple(slice(*rest) if one is None else one for one, *rest in numbers)
+    return whole[1], tuple(slice(*rest) if index is None else index for index, *rest in numbers)
 
 
 class LayerRule(Section):

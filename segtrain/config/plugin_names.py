@@ -49,6 +49,7 @@ class PluginName:
             (first, *_) = error.errors()
             if first["type"] != "literal_error" or not isinstance(value, str):
                 raise
+            # The word may be a plugin's. Any other error, such as a number, is pydantic's to tell.
             is_own, expected = False, first["ctx"]["expected"]
         try:
             # Of segtrain's own names nobody looks for a package.
@@ -67,6 +68,7 @@ class PluginName:
         if is_own or plugin is not None:
             return value
         hint = did_you_mean(value, plugins.names(self.kind))
+        # A misspelt name of segtrain's own: pydantic lists the right ones.
         if expected and not hint and did_you_mean(value, expected.replace("'", "").split(", ")):
             return check(value)  # raises again
         words = f"{expected}, or " if expected else ""
@@ -91,13 +93,14 @@ class PluginOptions:
     def __get_pydantic_json_schema__(
         self, _: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        found = (plugins.registered(self.kind, name) for name in plugins.names(self.kind))
-        models = [one.options for one in found if one and one.options is not None]
+        registered = (plugins.registered(self.kind, name) for name in plugins.names(self.kind))
+        models = [plugin.options for plugin in registered if plugin and plugin.options is not None]
         schemas = [handler(model.__pydantic_core_schema__) for model in models]
         other = {"type": "object" if self.plain else "null"}
         return {"anyOf": [*schemas, other]} if schemas else other
 
     def _check(self, value: Any, info: ValidationInfo) -> Any:
+        # Also None if that option was refused: then nothing is said of its options.
         name = info.data.get(self.key)
         plugin = None if name is None else plugins.registered(self.kind, name)
         model = None if plugin is None else plugin.options
@@ -113,7 +116,8 @@ class PluginOptions:
         checked = validate(model, value or {})
         if isinstance(checked, list):
             errors = [
-                {"type": _told(one.message), "loc": one.path, "input": None} for one in checked
+                {"type": _told(mistake.message), "loc": mistake.path, "input": None}
+                for mistake in checked
             ]
             raise ValidationError.from_exception_data("options", errors)
         return checked.model_dump() if self.plain else checked
@@ -122,18 +126,18 @@ class PluginOptions:
 def named_plugins(section: BaseModel) -> Iterator[tuple[str, Plugin]]:
     """The plugins that a section names, with the option that does."""
     for key, field in type(section).model_fields.items():
-        for one in field.metadata:
-            if isinstance(one, PluginName):
-                plugin = plugins.registered(one.kind, getattr(section, key))
+        for marker in field.metadata:
+            if isinstance(marker, PluginName):
+                plugin = plugins.registered(marker.kind, getattr(section, key))
                 if plugin is not None:
                     yield key, plugin
 
 
 def all_plugins(section: BaseModel) -> list[Plugin]:
     """The plugins that a section and those in it name, each once."""
-    found = [plugin for _, plugin in named_plugins(section)]
+    named = [plugin for _, plugin in named_plugins(section)]
     for _, value in section:
         for inner in value if isinstance(value, tuple) else (value,):
             if isinstance(inner, BaseModel):
-                found += all_plugins(inner)
-    return list(dict.fromkeys(found))
+                named += all_plugins(inner)
+    return list(dict.fromkeys(named))

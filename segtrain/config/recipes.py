@@ -46,6 +46,7 @@ def find(text: str) -> FoundConfig:
     shipped = _shipped().get(text)
     is_folder = os.path.isdir(text)  # Path's own methods raise at names that are too long
     if os.path.exists(text) and not is_folder:
+        # The name is segtrain's too, so the user is told which of the two it is.
         note = f"using the file {text} in this folder, not segtrain's config of this name"
         return FoundConfig(Path(text), note if shipped else "")
     if shipped is not None:

@@ -131,11 +131,12 @@ class Section(BaseModel):
                     mistakes += self._no_effect(word, False, f"{key} {plugin.name}")
         for name in names:
             for keys, needed in NEEDS.get(name, {}).items():
-                named = (chosen.get(one.partition("=")[0]) for one in needed.split())
+                named = (chosen.get(need.partition("=")[0]) for need in needed.split())
                 by = [plugin for plugin in named if plugin]
                 if not all(plugin.is_here for plugin in by):
                     continue  # nobody knows what it uses
                 used = {key for plugin in by for key in plugin.uses}
+                # A plugin may use an option that needs one of segtrain's own kinds otherwise.
                 left = " ".join(key for key in keys.split() if key not in used)
                 mistakes += self._no_effect(left, *self._has_one(needed))
             for keys, beside, why in CONFLICTS.get(name, ()):
@@ -158,13 +159,13 @@ class Section(BaseModel):
 
     def _has_one(self, needed: str) -> tuple[bool, str]:
         """Whether one of the options has what it needs; and all of them with their values."""
-        found, shown = False, {}
-        for one in needed.split():
-            key, _, wanted = one.partition("=")
+        is_met, shown = False, {}
+        for need in needed.split():
+            key, _, wanted = need.partition("=")
             value, _ = self._look_up(key)
             shown[key] = f"{key} {_plain(value)}"
-            found = found or (_plain(value) == wanted if wanted else bool(value))
-        return found, " and ".join(shown.values())
+            is_met = is_met or (_plain(value) == wanted if wanted else bool(value))
+        return is_met, " and ".join(shown.values())
 
     def _conflicts(self, keys: str, beside: str, why: str) -> Iterator[str]:
         if not self._is_chosen(beside):
@@ -172,7 +173,7 @@ class Section(BaseModel):
         other = beside.partition("=")[0]
         for key in filter(self._is_chosen, keys.split()):
             key, _, _ = key.partition("=")
-            value, against = (_plain(self._look_up(one)[0]) for one in (key, other))
+            value, against = (_plain(self._look_up(each)[0]) for each in (key, other))
             yield f"{key}: {value} cannot go with {other} {against}: {why}; remove one of them"
 
     def _is_chosen(self, text: str) -> bool:

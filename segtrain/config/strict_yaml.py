@@ -48,7 +48,7 @@ class Document(NamedTuple):
 
     @property
     def places(self) -> dict[KeyPath, KeyPlace]:
-        """`lines` for `mistakes.report`."""
+        """`lines` for `messages.report`."""
         return {path: line_of(self.source, line) for path, line in self.lines.items()}
 
 
@@ -87,8 +87,8 @@ def scan_yaml(text: str, *, source: str, example: str = "") -> Document:
     if root is None:
         raise ConfigError(f"{source}: is empty; {expected}")
     if not isinstance(root, yaml.MappingNode):
-        found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-        raise ConfigError(f"{source}:{_line(root)}: {found} at the top; {expected}")
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        raise ConfigError(f"{source}:{_line(root)}: {kind} at the top; {expected}")
     builder = _Builder()
     data = builder.mapping(root, ())
     return Document(source, data, builder.lines, tuple(builder.mistakes))
@@ -113,6 +113,7 @@ def parse_value(text: str, *, source: str) -> Any:
         raise ConfigError(f"{source}: {error.args[1]}") from None
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
+    # Text such as `"a": 1` begins with a quote too, and is a mapping.
     if root is None or (isinstance(root, yaml.MappingNode) and not root.flow_style):
         raise ConfigError(f"{source}: expected one value, got {printable(text, MAX_SHOWN)}")
     builder = _Builder()
@@ -141,6 +142,7 @@ def foreign_yaml(text: str, *, as_text: bool = False) -> Any:
             if getattr(event, "anchor", None) or getattr(event, "tag", None):
                 raise ValueError("anchors, aliases and tags are not allowed")
             if isinstance(event, yaml.ScalarEvent):
+                # In a mapping, keys and values take turns.
                 is_key = isinstance(open_nodes[-1], _Pairs) and len(open_nodes[-1]) % 2 == 0
                 is_text = as_text or is_key or bool(event.style)  # quotes or a block
                 open_nodes[-1].append(event.value if is_text else _lenient(event.value))
@@ -190,6 +192,7 @@ def plain_value(text: str) -> str | int | float | bool | None:
     if not is_int and not _FLOAT.match(text):
         return text
     number = int(text) if is_int else float(text)
+    # float() makes infinity of 1e999.
     if abs(number) == float("inf"):
         raise ValueError(f"{text} is too large for a number")
     return number
@@ -202,6 +205,7 @@ class _StructureError(Exception):
 class _Loader(yaml.SafeLoader):
     """Composes nodes; refuses features that hide what a file says, and guesses no types."""
 
+    # Emptied: `plain_value` alone decides what text without quotes means.
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (the name is PyYAML's)
     depth = 0
 
@@ -212,6 +216,7 @@ class _Loader(yaml.SafeLoader):
         if (tag := getattr(event, "tag", None)) is not None:
             tag = printable(tag.replace("tag:yaml.org,2002:", "!!"), 40)
             self._refuse(event, f"tags such as {tag} are not allowed; put text in quotes")
+        # PyYAML composes by recursion, which a file of brackets would drive beyond Python's stack.
         if self.depth == _MAX_DEPTH:
             self._refuse(event, f"nested deeper than {_MAX_DEPTH} levels")
         self.depth += 1
@@ -284,6 +289,7 @@ class _Builder:
             self.lines[child_path] = _line(key_node)
             num_mistakes = len(self.mistakes)
             value = self.value(child, child_path)
+            # A refused value is left out, so that no later check tells of it again.
             if all(mistake.path != child_path for mistake in self.mistakes[num_mistakes:]):
                 mapping[key] = value
         return mapping

@@ -138,6 +138,7 @@ def walk(folder: Path, *, hidden: bool) -> Iterator[tuple[Path, list[str]]]:
         for here, folders, names in os.walk(links.pop(0), onerror=fail):
             real = os.path.realpath(here)
             if real in seen:
+                # os.walk goes on with what is left in this list.
                 folders.clear()
                 continue
             seen.add(real)
@@ -175,6 +176,7 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
+        # The content before the name: a crash between them leaves the old file.
         draft.replace(path)
         if durable:
             sync_directory(path.parent)
@@ -218,6 +220,7 @@ def check_output(path: Path, *begins: str) -> None:
     folder = Path(os.path.realpath(path)).parent  # of what a link leads to, which is written
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    # realpath gives a link only where links lead in a circle.
     if os.path.islink(os.path.realpath(path)):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     if not (path.exists() or os.access(folder, os.W_OK)):

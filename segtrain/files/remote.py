@@ -42,8 +42,8 @@ class Store:
         def listed(fs: Any, path: str) -> list[str]:
             return [name.removeprefix(path).removeprefix("/") for name in fs.find(path)]
 
-        found = self._do("", listed)
-        return [name for name in found if not {"", ".", ".."} & set(name.split("/"))]
+        names = self._do("", listed)
+        return [name for name in names if not {"", ".", ".."} & set(name.split("/"))]
 
     def read(self, name: str) -> bytes:
         """The bytes of an object."""
@@ -72,6 +72,7 @@ class Store:
         if anew:
             protocol = scheme_of(self.url).removesuffix("://")
             fsspec.get_filesystem_class(protocol).clear_instance_cache()
+        # A listing from before would not show what others have written since.
         options: dict[str, Any] = {"use_listings_cache": False}
         if scheme_of(self.url) in ("s3://", "s3a://"):
             limits = {"connect_timeout": _CONNECT_S, "read_timeout": _SILENT_S}
@@ -91,6 +92,7 @@ class Store:
         """What `work` returns, tried again while it fails for reasons that may pass."""
         place = printable(f"{self.url}/{name}".rstrip("/"), 300)
         path, has_failed = "", False
+        # None stands for the last attempt, whose error is raised.
         for wait_s in (*WAITS_S, None):
             try:
                 fs, path = self._open(name, anew=has_failed)
@@ -106,6 +108,8 @@ class Store:
                 if isinstance(error, OSError) and error.errno in _FULL:
                     what = "this disk is full; SEGTRAIN_CACHE names another folder"
                     raise ExecutionError(f"{place}: {what}") from error
+                # The second attempt reads the credentials anew: they may have been renewed in the
+                # meantime.
                 if _is_refusal(error) and (has_failed or wait_s is None):
                     way_out = "renew the credentials, or ask for the permission"
                     what = f"{place}: access is refused ({reason}); {way_out}"

@@ -125,6 +125,7 @@ class SegModel(nn.Module):
             return run_together([head.conv for head in heads], joined)
 
         xs = recomputed(convolved, *features) if self.recompute else convolved(*features)
+        # Masks come in the order of the heads.
         steps = zip(heads, xs, masks[: len(heads)], strict=True)
         return SegLogits(*(head.classifier(x, mask) for head, x, mask in steps))
 
@@ -165,6 +166,8 @@ def build_model(
     """
     backbone = build_backbone(model, norm=norm)
     if in_channels != RGB_CHANNELS:
+        # Before weights are loaded: `pretrained` fits kernels for RGB to the channels that it
+        # meets.
         set_channels(backbone, in_channels)
     options = {"num_classes": num_classes, "norm": norm}
     head = plugins.choose("head", model.arch, MODELS)(model, backbone.channels, **options)
@@ -172,9 +175,10 @@ def build_model(
         what = f"expected a segtrain.models.blocks.Head, found {type(head).__name__}"
         raise ConfigError(f"model.arch: {model.arch}: {what}")
     aux_head = AuxHead(model, backbone.channels, **options) if model.aux_head else None
+    # Unless features are stretched, each logit lies over whole pixels: `Head.stride` of them.
     if not (model.align_corners or form_of(model).stretch):
-        for one in (head, aux_head) if model.aux_head else (head,):
-            one.strides = getattr(backbone, "strides", None)
+        for each_head in (head, aux_head) if model.aux_head else (head,):
+            each_head.strides = getattr(backbone, "strides", None)
     return SegModel(
         backbone,
         head,

@@ -134,6 +134,7 @@ def plan_stages(
     reached, dilation = stem_stride, 1
     for stride in strides:
         previous = dilation
+        # The stride that is left out becomes dilation, so that kernels still see as far.
         if stride > 1 and reached == output_stride:
             dilation, stride = dilation * stride, 1
         reached *= stride
@@ -175,6 +176,7 @@ def is_channels_last(x: Tensor) -> bool:
     """Whether the channels of a pixel lie side by side; False in a graph, which plans memory."""
     if torch.compiler.is_compiling():
         return False
+    # With one channel both memory formats have such strides.
     return x.stride(1) == 1 and x.shape[1] > 1
 
 

@@ -53,6 +53,7 @@ class ASPP(nn.Module):
         )
         between = depthwise_rates if form_of(model).separable_norm else ()
         self.depthwise_norms = nn.ModuleList(norm(in_channels) for _ in between)
+        # With `separable` the depthwise kernels are 3x3 and dilated, and these only mix channels.
         kernel = 1 if model.separable else 3
         dilated = [conv2d(in_channels, width, kernel, dilation=rate) for rate in rates]
         self.convs = nn.ModuleList(
@@ -67,6 +68,7 @@ class ASPP(nn.Module):
 
     def branches(self, x: Tensor) -> Tensor:
         """The branches of (N, in_channels, h, w), concatenated: the input of `project`."""
+        # All but the first, 1x1, and the last, which takes the global mean.
         dilated = [x] * (len(self.convs) - 2)
         if self.depthwise:
             dilated = [conv(x) for conv in self.depthwise]
@@ -74,6 +76,7 @@ class ASPP(nn.Module):
             dilated = norm_relu_together(zip(dilated, self.depthwise_norms, strict=True))
         inputs = [x, *dilated, x.mean((2, 3), keepdim=True)]
         convolved = [conv(y) for conv, y in zip(self.convs, inputs, strict=True)]
+        # All norms in one call, so that they share a collective for their statistics.
         *local, pooled = norm_relu_together(zip(convolved, self.norms, strict=True))
         return concatenated([*local, pooled.expand_as(local[0])])
 
@@ -144,6 +147,7 @@ class DeepLabV3PlusHead(Head):
         if self.aspp_conv is not None:
             high = self.aspp_conv(high)
         size, strides = low.shape[-2:], self.strides
+        # One value of ASPP covers so many of the low-level features a side; None: it is stretched.
         stride = None if strides is None else strides.out // strides.low
         high = enlarge(high, size, stride, align_corners=self.align_corners)
         joined = torch.cat([low, high], dim=1)

@@ -23,6 +23,7 @@ def make_norm(config: NormConfig) -> NormFactory:
     if config.kind == "frozen":
         return partial(FrozenBatchNorm2d, **options)
     if config.images != "all":
+        # Left out otherwise: the defaults of the layer are statistics of all images.
         options |= {"images": config.images, "running": config.running}
     return partial(SyncBatchNorm2d, **options)
 

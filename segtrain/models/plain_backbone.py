@@ -64,6 +64,8 @@ class PlainBackbone(nn.Module):
 def _measured(network: nn.Module, model: ModelConfig) -> tuple[list[int], list[int], int, bool]:
     """Strides and channels of the maps, which one is of stride 4, and whether sizes round up."""
     try:
+        # On the meta device nothing is computed: it tells shapes alone, and the network stays as it
+        # is.
         shapes = copy.deepcopy(network).to("meta", torch.float32).eval()
         with torch.no_grad():
             even, odd = (
@@ -92,6 +94,7 @@ def _measured(network: nn.Module, model: ModelConfig) -> tuple[list[int], list[i
     if strides[-1] != model.output_stride:
         what = f"its last map is of stride {strides[-1]}, and model.output_stride is"
         raise _wrong(model.backbone, f"{what} {model.output_stride}; the two must be equal")
+    # Odd sizes show whether maps have ceil(size / stride) values; if not, they are stretched.
     rounds_up = all(
         shape[2:] == tuple(-(-side // stride) for side in _ODD)
         for shape, stride in zip(odd, strides, strict=True)

@@ -101,8 +101,8 @@ def read_weights(path: Path) -> Any:
         CheckpointError: no such file; it is damaged; it holds more than tensors and plain data.
     """
     if not path.is_file():
-        found = f"found {kind_of(path)}" if path.exists() else "no such file"
-        raise CheckpointError(f"{path}: expected a file of weights, {found}")
+        there = f"found {kind_of(path)}" if path.exists() else "no such file"
+        raise CheckpointError(f"{path}: expected a file of weights, {there}")
     try:
         return torch_file.read(path)
     except pickle.UnpicklingError:
@@ -122,8 +122,8 @@ def plain_state(content: Any, source: object) -> State:
         CheckpointError: it is no dict of names and plain tensors.
     """
     if not isinstance(content, Mapping) or not content:
-        found = type(content).__name__
-        raise CheckpointError(f"{source}: expected a state dict, found {found}")
+        kind = type(content).__name__
+        raise CheckpointError(f"{source}: expected a state dict, found {kind}")
     plain = {k for k, v in content.items() if isinstance(k, str) and torch_file.is_plain(v)}
     foreign = [key for key in content if key not in plain]
     if foreign:
@@ -162,8 +162,10 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
 
 def _without_prefixes(state: State) -> tuple[State, list[str]]:
     """The tensors under the backbone's own keys, and the keys of a segmentation model's heads."""
+    # DistributedDataParallel puts it before every key.
     if all(key.startswith("module.") for key in state):
         state = {key.removeprefix("module."): value for key, value in state.items()}
+    # A backbone alone, such as a classifier of ImageNet.
     if not any(key.startswith("backbone.") for key in state):
         return state, []
     heads = [key for key in state if key.startswith(_HEADS)]
@@ -176,6 +178,7 @@ def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> P
     if not hasattr(backbone, "classifier_keys"):
         what = "does not say how its weights lie in files (segtrain/models/__init__.py)"
         raise ConfigError(f"model.pretrained: {type(backbone).__name__} {what}")
+    # Backbones around a network of another library keep it one level deeper than its files do.
     weights = getattr(backbone, "weights", backbone)
     wanted = weights.state_dict()
     leave_out, random = backbone.classifier_keys, []

@@ -92,6 +92,7 @@ def adaptive_avg_pools(x: Tensor, bins: Sequence[int]) -> list[Tensor]:
     """
     rows = [_cells(x.shape[-2], b, x.device) for b in bins]  # (b, H) each
     columns = [_cells(x.shape[-1], b, x.device) for b in bins]  # (b, W) each
+    # Half precision would round the sum of many pixels.
     with without_autocast(x.device):
         wide = at_least_float32(x)
         if is_channels_last(x):
@@ -102,6 +103,7 @@ def adaptive_avg_pools(x: Tensor, bins: Sequence[int]) -> list[Tensor]:
             for row, column, part in zip(rows, columns, sums.split(list(bins), dim=1), strict=True):
                 area = row.sum(1, keepdim=True) * column.sum(1)  # (b, b)
                 cells = (column.to(wide.dtype) @ part) / area.unsqueeze(2)  # (N, b, b, C)
+                # A view that is channels-last, as the input is.
                 pooled.append(cells.to(x.dtype).permute(0, 3, 1, 2))
             return pooled
         sums = wide @ torch.cat(columns).to(wide.dtype).mT  # (N, C, H, sum(bins))
@@ -117,5 +119,6 @@ def _cells(size: int, bins: int, device: torch.device) -> Tensor:
     pixel = torch.arange(size, device=device)
     cell = torch.arange(bins, device=device).unsqueeze(1)
     start = cell * size // bins
+    # Rounded up: neighbouring cells may share a pixel.
     stop = ((cell + 1) * size + (bins - 1)) // bins
     return (pixel >= start) & (pixel < stop)

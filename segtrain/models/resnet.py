@@ -77,6 +77,8 @@ class _ConvChain(nn.Module):
 
     def run_chain(self, x: Tensor) -> tuple[Tensor, nn.Module]:
         """The input of the last norm, and this norm."""
+        # A norm waits for the next convolution: with `recompute` norm, ReLU and convolution are one
+        # operation. The last norm is the caller's, which may have a shortcut to add.
         x, norm = self.conv1(x), self.bn1
         for i in range(2, self._length + 1):
             conv = getattr(self, f"conv{i}")
@@ -169,6 +171,7 @@ class ResNet(_ConvChain):
     def forward(self, images: Tensor) -> Features:
         """Features of normalized images (N, 3, H, W)."""
         low = self.layer1(self.again(self._stem, images))
+        # `aux` is the stage before the last, of however many there are.
         aux, out = low, self.layer2(low)
         if self._num_stages > 2:
             aux, out = out, self.layer3(out)

@@ -67,6 +67,7 @@ class TimmBackbone(nn.Module):
     @property
     def classifier_keys(self) -> tuple[str, ...]:
         """The keys of timm's whole network that this backbone does not have."""
+        # Only keys are asked for: no weight is drawn or stored.
         with torch.device("meta"):
             whole = _timm().create_model(_timm_name(self.name), exportable=False)
         return tuple(whole.state_dict().keys() - self.weights.state_dict().keys())
@@ -85,6 +86,7 @@ def fetch(name: str, spec: str) -> tuple[str, dict[str, Tensor]]:
         OSError: they cannot be downloaded.
     """
     timm, arch = _timm(), _timm_name(name)
+    # timm's names of weights are NETWORK.TAG.
     known = [full.partition(".")[2] for full in timm.list_pretrained(f"{arch}.*")]
     if spec not in (*known, "DEFAULT"):
         names = ", ".join(known) or "none"
@@ -156,6 +158,7 @@ def _has_strides(network: nn.Module) -> bool:
 
     Raises an error unless images of odd sizes give features of the channels promised.
     """
+    # Shapes without computing anything; the network itself stays as it is.
     shapes = copy.deepcopy(network).to("meta").eval()
     features = shapes(torch.empty(2, 3, 65, 97, device="meta"))
     info = network.feature_info
@@ -174,6 +177,7 @@ def replace_norms(network: nn.Module, norm: NormFactory, name: str) -> None:
         ConfigError: a layer has running statistics of another kind.
     """
     made = type(norm(1))
+    # Lists, since layers are exchanged on the way.
     for parent_name, parent in list(network.named_modules()):
         for child_name, layer in list(parent.named_children()):
             if type(layer) is made:

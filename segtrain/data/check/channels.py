@@ -65,14 +65,20 @@ def channels_from_json(text: str) -> Channels:
 
 def measure_channels(dataset: SegDataset) -> Channels:
     """Reads a sample of the images; DataError: one cannot be read."""
+    # The step is rounded up: at most _SAMPLES images, spread over the whole split.
     indices = range(len(dataset))[:: -(-len(dataset) // _SAMPLES)]
-    found = list(prefetch(partial(_values, dataset), indices, _THREADS))
-    means, stds = (np.array([getattr(one, key) for one in found]) for key in ("means", "stds"))
+    samples = list(prefetch(partial(_values, dataset), indices, _THREADS))
+    means, stds = (
+        np.array([getattr(sample, key) for sample in samples]) for key in ("means", "stds")
+    )
     is_known = ~np.isnan(means)
+    # A channel without any value in an image is NaN there, and does not count.
     count = np.maximum(is_known.sum(0), 1)
     mean = np.where(is_known, means, 0).sum(0) / count
     between = np.where(is_known, means - mean, 0) ** 2
     within = np.where(is_known, stds, 0) ** 2
+    # The variance of all pixels is that of the images' means plus the mean of those within images.
+    # Each image counts alike, whatever its size.
     std = np.sqrt((between + within).sum(0) / count)
     spread = np.sqrt(between.sum(0) / np.maximum(count - 1, 1))
     moments = (tuple(x.tolist()) for x in (mean, std, spread))
@@ -89,25 +95,29 @@ def channel_findings(images: Sequence[ImageValues], trained: Channels) -> Iterat
     from scipy.optimize import linear_sum_assignment
 
     mean, std, spread = map(np.array, (trained.mean, trained.std, trained.spread))
+    # `near` is the unit in which orders of channels are compared, `far` the limit for a channel
+    # where it is. _LEAST keeps the division finite for a channel that is constant.
     near = np.maximum.reduce([spread, std * _OF_DEVIATION / 2, np.full_like(std, _LEAST)])
     far = _SPREADS * np.maximum.reduce([spread, std * _OF_DEVIATION, np.full_like(std, _LEAST)])
     orders: dict[tuple[int, ...], list[str]] = {}
     strange: list[str] = []
-    for one in images:
-        means = np.array(one.means)
+    for image in images:
+        means = np.array(image.means)
         if means.shape != mean.shape or np.isnan(means).any():
             continue
         costs = ((means - mean[:, None]) / near[:, None]) ** 2  # (channel there, channel here)
+        # The cheapest assignment tells whether the same bands come in another order.
         _, order = linear_sum_assignment(costs)
         as_is, best = (
             np.sqrt(costs.diagonal().mean()),
             np.sqrt(costs[range(len(order)), order].mean()),
         )
+        # Both must hold: a bad fit alone may be another scene or sensor.
         if as_is > _BAD_FIT and best * _BETTER < as_is:
-            orders.setdefault(tuple((order + 1).tolist()), []).append(one.name)
+            orders.setdefault(tuple((order + 1).tolist()), []).append(image.name)
         elif (np.abs(means - mean) > far).any():
-            strange.append(one.name)
-    others = [one for one in images if one.form.scaling != trained.scaling]
+            strange.append(image.name)
+    others = [image for image in images if image.form.scaling != trained.scaling]
     if others:
         here, there = (scaling_words(x) for x in (others[0].form.scaling, trained.scaling))
         text = (
@@ -115,7 +125,7 @@ def channel_findings(images: Sequence[ImageValues], trained: Channels) -> Iterat
             f"those of the training what the numbers mean ({here} here, {there} there); numbers "
             "are taken as they are stored"
         )
-        yield Finding("warning", "", "scales", text, {"": [one.name for one in others]})
+        yield Finding("warning", "", "scales", text, {"": [image.name for image in others]})
     for order, names in orders.items():
         which = counted(len(names), "image fits", "images fit")
         text = (

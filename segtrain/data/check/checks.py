@@ -92,6 +92,7 @@ class CheckResult:
         """The lines of a table: a class a line; of each split, its pixels and its images."""
         columns = [["class", *self.class_names]]
         for scan in self.scans:
+            # At least 1, so that a split without valid pixels has shares of 0.
             shares = 100 * scan.pixels / np.maximum(scan.valid, 1)
             percentages = [f"{share:.3f} %" for share in shares]
             columns.append([f"{scan.split} pixels", *percentages])
@@ -125,14 +126,17 @@ def check_data(data: DataConfig, jobs: int | None = None) -> CheckResult:
     classes = labels.class_file(data.classes)
     findings: list[Finding] = []
     datasets = []
+    # One split may serve both purposes. Then it is read once.
     for split in dict.fromkeys((data.train_split, data.eval_split)):
         try:
-            found, dataset = _open(data, split, classes)
+            early_findings, dataset = _open(data, split, classes)
         except DataError as error:
+            # The other split is checked all the same, so that one call tells of both.
             findings.append(Finding("error", split, "split", str(error)))
             continue
-        findings += found
+        findings += early_findings
         datasets.append(dataset)
+    # One pool for both splits: its processes are started once.
     with process_pool(num_processes(sum(map(len, datasets)), jobs)) as pool:
         scans = [scan_split(dataset, pool, compare=True) for dataset in datasets]
     for scan in scans:
@@ -141,7 +145,7 @@ def check_data(data: DataConfig, jobs: int | None = None) -> CheckResult:
         findings += copy_findings(*(dataset.names for dataset in datasets))
         findings += _tile_findings(*datasets)
     findings += shared_image_findings(scans, is_one_split=data.train_split == data.eval_split)
-    form = next((one.form for one in datasets if one.split == data.train_split), RGB)
+    form = next((opened.form for opened in datasets if opened.split == data.train_split), RGB)
     return CheckResult(classes.name, classes.names, scans, findings, form)
 
 
@@ -156,6 +160,7 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
     """
     if train.split == evaluation.split:
         return [ONE_SPLIT, *check_split(train)]
+    # A window of a raster is an image of its own: two windows of a file may be in two splits.
     trained = {(pair.image, pair.window) for pair in train.pairs}
     in_both = [x.image for x in evaluation.pairs if (x.image, x.window) in trained]
     findings = [
@@ -166,7 +171,7 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
     warnings = [finding.lines()[0] for finding in findings]
     if other := other_bands(evaluation.form.bands, train.form.bands):
         raise DataError(f"split {printable(evaluation.split)!r}: {other}")
-    scalings = [one.form.scaling for one in (train, evaluation)]
+    scalings = [dataset.form.scaling for dataset in (train, evaluation)]
     if scalings[0] != scalings[1]:
         said = " and ".join(map(scaling_words, scalings))
         warnings.append(
@@ -183,6 +188,7 @@ def check_split(dataset: SegDataset) -> list[str]:
     """
     if dataset.is_packed:
         return []
+    # Headers first: what is wrong with any pair is said before an image is decoded.
     headers, depths = _check_headers(dataset)
     scan = _scan_sample(dataset, depths)
     scan.places["scales"] = headers.places["scales"]  # of all images
@@ -190,9 +196,9 @@ def check_split(dataset: SegDataset) -> list[str]:
     if not _can_tell_train_ids(dataset):
         kinds = kinds - {"train ids"}
     classes = dataset.labels.meant(dataset.classes)
-    found = [finding for finding in split_findings(scan, classes) if finding.kind in kinds]
-    refuse_errors(found)
-    return [_warning_line(finding) for finding in found]
+    findings = [finding for finding in split_findings(scan, classes) if finding.kind in kinds]
+    refuse_errors(findings)
+    return [_warning_line(finding) for finding in findings]
 
 
 def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Finding], SegDataset]:
@@ -200,17 +206,19 @@ def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Findin
     if data.pack is not None:
         dataset = open_dataset(data, split)
         return [Finding("warning", split, "pack", line) for line in dataset.warnings], dataset
+    # Not `open_dataset`, which raises where files are missing: here that is a finding.
     listing = scan_layout(data, split)
     dataset = dataset_of(listing, data, split, classes)
-    found = [Finding("warning", split, "files", note) for note in listing.notes]
+    findings = [Finding("warning", split, "files", note) for note in listing.notes]
     if problems := listing.problems:
         text = f"{counted(len(problems), 'file is', 'files are')} missing or named wrongly"
-        found.append(Finding("error", split, "files", text, dict.fromkeys(problems, ())))
-    return found, dataset
+        findings.append(Finding("error", split, "files", text, dict.fromkeys(problems, ())))
+    return findings, dataset
 
 
 def _split_line(scan: SplitScan) -> str:
     """Such as "train: 8 pairs of 96x128 to 100x128, 2.5% of the pixels ignored"."""
+    # Where classes overlap, of the class of which most pixels are known.
     total = int(scan.valid.max()) + scan.ignored_pixels
     ignored = f", {scan.ignored_pixels / total:.1%} of the pixels ignored" if total else ""
     size = ""
@@ -234,8 +242,8 @@ def _check_headers(dataset: SegDataset) -> tuple[SplitScan, list[int]]:
     scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
     read = partial(_read_headers, num_classes=scan.pixels.size, labels=dataset.labels)
     depths = []
-    for found, depth in prefetch(read, dataset.pairs, IO_THREADS):
-        scan.add(found)
+    for pair_scan, depth in prefetch(read, dataset.pairs, IO_THREADS):
+        scan.add(pair_scan)
         depths.append(depth)
     refuse_errors(file_findings(scan))
     return scan, depths
@@ -267,20 +275,22 @@ def _read_headers(pair: Pair, num_classes: int, labels: LabelFormat) -> tuple[Sp
 
 def _tile_findings(train: SegDataset, evaluation: SegDataset) -> Iterator[Finding]:
     """About tiles to evaluate on that show what tiles to train on show, too."""
+    # A pack may be here without its files, whose headers tell where tiles lie.
     if train.is_packed:
         return
     pairs = [*train.pairs, *evaluation.pairs]
+    # Indices below len(train) are of the training. One overlap of each tile is enough.
     shared = {b: a for a, b in overlapping(boxes_of(pairs)) if a < len(train) <= b}
     if shared:
-        found = [
+        overlaps = [
             f"{printable(pairs[b].name)} and {printable(pairs[a].name)}" for b, a in shared.items()
         ]
-        what = counted(len(found), "tile to evaluate on shows", "tiles to evaluate on show")
+        what = counted(len(overlaps), "tile to evaluate on shows", "tiles to evaluate on show")
         text = (
             f"{what} what tiles to train on show, too: the scores will be too good; leave tiles "
             "out that overlap, as segtrain init does"
         )
-        yield Finding("warning", "", "tiles", text, {"": found})
+        yield Finding("warning", "", "tiles", text, {"": overlaps})
 
 
 def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
@@ -293,8 +303,9 @@ def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
     indices = dict.fromkeys([*_spread(range(len(dataset))), *_spread(deep)])
     work = partial(scan_pair, classes=classes, form=dataset.form, labels=dataset.labels)
     scan = SplitScan(dataset.split, len(dataset), classes.num_classes)
-    for found in prefetch(work, (dataset.pairs[i] for i in indices), _DECODING_THREADS):
-        scan.add(found)
+    for pair_scan in prefetch(work, (dataset.pairs[i] for i in indices), _DECODING_THREADS):
+        scan.add(pair_scan)
+    # With fewer classes no label can show as many, so nothing is searched.
     if classes.num_classes >= dataset.labels.least_shown:
         _look_for_second_class(scan, dataset, scanned=indices)
     return scan
@@ -310,6 +321,7 @@ def _look_for_second_class(
     """
     enough = dataset.labels.least_shown
     for i, pair in enumerate(dataset.pairs):
+        # Before each label: of most data sets the sample already shows enough.
         if np.count_nonzero(scan.pixels) >= enough or scan.unknown or scan.places["unreadable"]:
             return
         if i not in scanned:
@@ -324,7 +336,7 @@ def _can_tell_train_ids(dataset: SegDataset) -> bool:
     only one class has a larger raw id, 150. A sample may well lack it.
     """
     classes = dataset.classes
-    telling = sum(min(one.ids) >= classes.num_classes for one in classes.classes)
+    telling = sum(min(seg_class.ids) >= classes.num_classes for seg_class in classes.classes)
     return dataset.label_format == "ids" and telling >= _MIN_TELLING * classes.num_classes
 
 

@@ -25,7 +25,9 @@ _MOST_WITHOUT_CLASS = 0.5
 
 def refuse_errors(findings: Iterable[Finding]) -> None:
     """Raises DataError if there are errors, with all of them."""
-    lines = [line for found in findings if found.severity == "error" for line in found.lines()]
+    lines = [
+        line for finding in findings if finding.severity == "error" for line in finding.lines()
+    ]
     if lines:
         raise DataError("\n".join(lines))
 
@@ -54,15 +56,15 @@ def file_findings(scan: SplitScan) -> Iterator[Finding]:
     yield from _counted("error", scan.split, "sizes", scan.places["sizes"], *words)
     words = "label lies", "labels lie", f"elsewhere on the map than the image; {SAME_EXTENT}"
     yield from _counted("error", scan.split, "places", scan.places["map places"], *words)
-    if len(found := scan.places["scales"]) > 1:
+    if len(scalings := scan.places["scales"]) > 1:
         # A file may only have lost what it says.
-        severity = "warning" if () in found else "error"
+        severity = "warning" if () in scalings else "error"
         text = (
             "images say by different scales or offsets what their numbers mean, and the numbers are"
             " taken as they are stored; gdal_translate -unscale applies them"
         )
         yield Finding(
-            severity, scan.split, "scales", text, {scaling_words(s): x for s, x in found.items()}
+            severity, scan.split, "scales", text, {scaling_words(s): x for s, x in scalings.items()}
         )
 
 
@@ -84,19 +86,21 @@ def copy_findings(train: Sequence[str], evaluation: Sequence[str]) -> Iterator[F
     """About images to evaluate on whose names say that they are copies of images to train on."""
     names = [without_split(name) for name in (*train, *evaluation)]
     sources = sources_of(names)
+    # `sources` has those of both splits: zip stops after the training's.
     there = dict(zip(sources, range(len(train)), strict=False))
-    found = []
+    copies = []
     for i, name in enumerate(evaluation, start=len(train)):
         k = there.get(sources[i])
+        # Equal names tell nothing: both splits may number their images alike.
         if k is not None and names[k] != names[i]:
-            found.append(f"{printable(name)} of {printable(train[k])}")
+            copies.append(f"{printable(name)} of {printable(train[k])}")
     words = (
         "image to evaluate on is a copy",
         "images to evaluate on are copies",
         "of images to train on, flipped or otherwise changed: the scores will be too good; "
         "segtrain init and segtrain folds keep copies together",
     )
-    yield from _counted("warning", "", "copies", {"": found}, *words)
+    yield from _counted("warning", "", "copies", {"": copies}, *words)
 
 
 def both_splits(names: Sequence[str]) -> Iterator[Finding]:
@@ -122,6 +126,7 @@ def _counted(
 
 
 def _unknown_values(scan: SplitScan, classes: ClassFile) -> Finding:
+    # Ids are whole numbers, colours are tuples.
     if not isinstance(next(iter(scan.unknown)), tuple):
         text = unknown_ids(scan.values or scan.unknown, classes)
     else:
@@ -147,6 +152,7 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
             f"classes that occur: {first_of(present) or 'none'}; all other pixels are ignored: "
             "check ids and ignore_ids in the class file"
         )
+        # 255 is ignored unless the file says otherwise, so such a mask shows one class.
         if set(scan.values) == {0, 255}:
             text += "; for a 0/255 mask give the foreground `ids: [255]` and set `ignore_ids: []`"
         yield Finding("error", scan.split, "one class", text)
@@ -174,6 +180,7 @@ def _rim_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     total = scan.pixels.sum()
     only, too = [], []
     for i, name in enumerate(classes.names):
+        # What occurs in a single image may be drawn that way.
         if scan.images[i] > 1 and is_blend(scan.blended[i], scan.pixels[i], total):
             only.append(printable(name, MAX_NAME))
         elif scan.images[i] > 1 and is_lining(
@@ -239,6 +246,7 @@ def _palette_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
 
 def _contradiction(palette: Palette, classes: ClassFile) -> str:
     """Which indices have the `color` that the class file gives another class; empty if none."""
+    # Only colours that the file gives: a default is segtrain's own choice, and contradicts nobody.
     owner = {classes.palette[i]: i for i in classes.given_colors}
     wrong = []
     for index, color in palette.items():
@@ -261,6 +269,8 @@ def _moved_color(labels: Mapping[str, Palette]) -> str:
         index_of = {color: i for i, color in palette.items()}
         for i, here in palette.items():
             other, there = first.setdefault(i, (name, here))
+            # Another colour alone is no mistake. The old colour at another index shows that indices
+            # moved.
             if there != here and there in index_of:
                 return (
                     f"labels have the same colours at different indices: {list(there)} is {i} in "

@@ -65,11 +65,17 @@ def find_darkness(images: Sequence[ImageValues], split: str = "") -> Finding | N
 
     An error where it is with all: nothing can be learned from them.
     """
-    images = [one for one in images if not math.isnan(one.peak)]
-    deep = [one for one in images if one.form.dtype == np.uint16 and one.form.value_range is None]
-    lost = [one for one in deep if one.peak_255 < _DARK_16_BIT]
+    # The peak is NaN of an image without any value, which is neither dark nor bright.
+    images = [image for image in images if not math.isnan(image.peak)]
+    # With a data.value_range the user has said which number is white.
+    deep = [
+        image
+        for image in images
+        if image.form.dtype == np.uint16 and image.form.value_range is None
+    ]
+    lost = [image for image in deep if image.peak_255 < _DARK_16_BIT]
     if lost:
-        peak = max(int(one.peak) for one in lost)
+        peak = max(int(image.peak) for image in lost)
         bits = max(peak.bit_length(), 1)
         which = counted(len(lost), "image of 16 bits uses", "images of 16 bits use")
         text = (
@@ -78,14 +84,15 @@ def find_darkness(images: Sequence[ImageValues], split: str = "") -> Finding | N
             "dark"
         )
         severity = "error" if len(lost) == len(deep) else "warning"
-        return Finding(severity, split, "faint", text, {"": [one.name for one in lost]})
-    peak = max((one.peak_255 for one in images), default=_DARK)
+        return Finding(severity, split, "faint", text, {"": [image.name for image in lost]})
+    # The default is not below the limit: without images nothing is dark.
+    peak = max((image.peak_255 for image in images), default=_DARK)
     if peak < _DARK:
         text = (
             f"nothing in the images is brighter than {peak:.3g} of 255: are they labels, or values "
             "of another unit such as 0..1? Set data.value_range to what they hold"
         )
-        return Finding("error", split, "faint", text, {"": [one.name for one in images]})
+        return Finding("error", split, "faint", text, {"": [image.name for image in images]})
     return None
 
 
@@ -93,7 +100,9 @@ def photo_findings(images: Sequence[ImageValues]) -> Iterator[Finding]:
     """What tells that images to predict hold other values than those of the training."""
     if dark := find_darkness(images):
         yield dark
-    far = [one.name for one in images if one.outside > _MOSTLY_OUTSIDE and not one.form.clip]
+    far = [
+        image.name for image in images if image.outside > _MOSTLY_OUTSIDE and not image.form.clip
+    ]
     if names := far:
         low, high = images[0].form.limits
         which = counted(len(names), "image has", "images have")
@@ -114,21 +123,22 @@ def value_findings(images: Sequence[ImageValues], split: str) -> Iterator[Findin
     if not images:
         return
     try:
+        # Without known limits the shares at white and outside mean nothing.
         images[0].form.check()
     except DataError as error:
-        spans = [span for one in images for span in one.spans]
+        spans = [span for image in images for span in image.spans]
         seen = f"{min(low for low, _ in spans):g} to {max(high for _, high in spans):g}"
         yield Finding("error", split, "range", f"{error}; seen are {seen}")
         return
     if dark := find_darkness(images, split):
         yield dark
-    if dropped := [one.name for one in images if one.loses_band]:
+    if dropped := [image.name for image in images if image.loses_band]:
         words = "image has a fourth band that varies", "images have a fourth band that varies"
         end = ", and it is dropped: if it is more than transparency, set data.channels: 4"
         text = counted(len(dropped), *words) + end
         yield Finding("warning", split, "dropped band", text, {"": dropped})
     low, high = images[0].form.limits
-    white, outside = np.mean([(one.white, one.outside) for one in images], axis=0).tolist()
+    white, outside = np.mean([(image.white, image.outside) for image in images], axis=0).tolist()
     if images[0].form.clip:  # meant to lie outside
         pass
     elif white > _MANY_WHITE:
@@ -136,14 +146,14 @@ def value_findings(images: Sequence[ImageValues], split: str) -> Iterator[Findin
             f"{white:.1%} of the samples are {high:g}, the top of their range: were larger values "
             "cut off when the files were made? Then make them again"
         )
-        names = [one.name for one in images if one.white > _MANY_WHITE]
+        names = [image.name for image in images if image.white > _MANY_WHITE]
         yield Finding("warning", split, "white", text, {"": names})
     elif outside > _MANY_OUTSIDE:
         text = (
             f"{outside:.1%} of the samples are outside of data.value_range, [{low:g}, {high:g}]; "
             "segtrain data stats prints what they hold"
         )
-        names = [one.name for one in images if one.outside > _MANY_OUTSIDE]
+        names = [image.name for image in images if image.outside > _MANY_OUTSIDE]
         yield Finding("warning", split, "outside", text, {"": names})
     if span := _common_span(images):
         text = (
@@ -160,12 +170,15 @@ def _common_span(images: Sequence[ImageValues]) -> ValueRange | None:
     Photographs too may all reach black and white, but not in each channel, and where they are white
     many pixels are. A stretched image has that value at its brightest pixel.
     """
+    # A set: `others` is empty if all images have the same span.
     (span, *others) = {
-        (min(low for low, _ in one.spans), max(high for _, high in one.spans)) for one in images
+        (min(low for low, _ in image.spans), max(high for _, high in image.spans))
+        for image in images
     }
-    channels = {span for one in images for span in one.spans}
-    is_chance = len(channels) > 1 and any(one.white > _FEW_WHITE for one in images)
-    is_kept = len(images) >= _MIN_STRETCHED and all(one.keeps_all for one in images)
+    channels = {span for image in images for span in image.spans}
+    is_chance = len(channels) > 1 and any(image.white > _FEW_WHITE for image in images)
+    # After lossy compression the extremes are not those that were written.
+    is_kept = len(images) >= _MIN_STRETCHED and all(image.keeps_all for image in images)
     return span if is_kept and not others and not is_chance and span[0] < span[1] else None
 
 

@@ -115,6 +115,7 @@ class SplitScan:
         self.contacts += pair.contacts
         self.absent += pair.absent
         self.ignored_pixels += pair.ignored_pixels
+        # Not in place: the first pair brings the number of channels.
         self.moments = self.moments + pair.moments
         self.sample += pair.sample
         self.sizes.update(pair.sizes)
@@ -186,11 +187,14 @@ class SplitScan:
     ) -> None:
         """Adds a label of `num_pixels` with this many `pixels` (K,) of each class."""
         if num_valid is None:
+            # Where classes overlap each has known pixels of its own; the class with most of them
+            # counts.
             num_valid = int((pixels + self.absent).max() if self.absent.any() else pixels.sum())
         self.pixels += pixels
         self.images += pixels > 0
         self.pixels_beside += (pixels > 0) * num_valid
         self.ignored_pixels += num_pixels - num_valid
+        # Unknown values are an error of their own, which says more.
         if not num_valid and not self.unknown:
             self.places["all ignored"][""].append(name)
 
@@ -214,6 +218,7 @@ def scan_split(
     """
     total = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
     sample_size = max(_MIN_SAMPLE, _SAMPLE // len(dataset)) if measure else 0
+    # This goes to the processes with their pairs, so it does not hold the data set.
     settings = {"classes": dataset.classes, "form": dataset.form, "sample_size": sample_size}
     if isinstance(dataset, PackedDataset):
         settings |= {"shards": dataset.shards, "compare": compare and dataset.source_is_there}
@@ -233,6 +238,8 @@ def scan_pair(
     """What one pair holds; sample_size: see `SplitScan.add_image`."""
     scan = SplitScan("", 1, classes.num_classes)
     try:
+        # A file is read once, for the header, the pixels and the hash; of a raster only the window
+        # is read.
         contents = None if pair.window else [read_bytes(path) for path in pair.images]
         is_jpeg = any(content.startswith(_JPEG) for content in contents or ())
         # Others are decoded side by side.
@@ -244,8 +251,10 @@ def scan_pair(
         info = first.info
         if contents is None:  # many windows may be blank
             contents = [repr(pair.window).encode(), image.tobytes()]
+        # Equal digests in both splits tell that an image is in both.
         digest = hashlib.blake2b(b"".join(contents), digest_size=16).digest()
         loses_band = not pair.bands and drops_alpha(info, form.channels)
+        # An alpha channel that is the same everywhere tells nothing.
         loses_band = loses_band and bool(np.ptp(first.pixels()[..., -1]))
         # Windows of one raster may well have the same least and largest value.
         keeps_all = info.lossless and pair.window is None
@@ -255,6 +264,7 @@ def scan_pair(
     else:
         scan.add_image(image, values, digest, info.orientation, sample_size)
         scan.places["scales"][info.scaling].append(pair.name)
+    # Also of an image that cannot be read, so that one scan names both files.
     scan.add(scan_label(pair, classes, labels, scan.sizes))
     scan.compare_places(pair)
     return scan
@@ -262,17 +272,18 @@ def scan_pair(
 
 def _moments(image: np.ndarray) -> np.ndarray:
     """The `SplitScan.moments` of an image (H, W, C), NaN where a channel has no value."""
-    found = []
+    band_moments = []
     for band in np.moveaxis(image, 2, 0):
         if image.dtype.kind == "f":
             valid = band[~np.isnan(band)].astype(np.float64)
-            found.append((valid.size, float(valid.sum()), float(valid @ valid)))
+            band_moments.append((valid.size, float(valid.sum()), float(valid @ valid)))
         else:
             counts = np.bincount(band.ravel())
             values = np.arange(counts.size)
-            found.append(tuple(int(counts @ values**power) for power in (0, 1, 2)))
-    moments = np.empty((3, len(found)), object)
-    moments[:] = np.array(found, object).T
+            band_moments.append(tuple(int(counts @ values**power) for power in (0, 1, 2)))
+    # Python's numbers: sums over a split of whole numbers neither overflow nor round.
+    moments = np.empty((3, len(band_moments)), object)
+    moments[:] = np.array(band_moments, object).T
     return moments
 
 
@@ -282,15 +293,15 @@ def scan_label(
     """What the label of one pair holds. image_sizes: of its image, if that could be read."""
     scan = SplitScan("", 1, classes.num_classes)
     try:
-        found = labels.count(pair.label, classes, pair.window)
+        counts = labels.count(pair.label, classes, pair.window)
         if not labels.has_classes:  # each number of a pixel is known, or none
-            found.num_valid = int(found.pixels.max())
+            counts.num_valid = int(counts.pixels.max())
     except DataError as error:
         scan.add_unreadable(pair.label, error)
         return scan
-    scan.add_counts(pair.name, found)
+    scan.add_counts(pair.name, counts)
     for size in image_sizes:
-        scan.compare_sizes(pair, size, found.size)
+        scan.compare_sizes(pair, size, counts.size)
     return scan
 
 
@@ -320,10 +331,12 @@ def _scan_packed(
         scan.add_unreadable(shards.path(packed), error)
         return scan
     image, label = split_rows(shards.rows(packed), packed.width, form)
+    # Of the files, not of the packed rows, so that it does not depend on the decoder.
     digest = hashlib.sha256("".join(file.sha256 for file in packed.images).encode()).digest()
     # What the files are was checked when they were packed.
     values = image_values(image, form, pair.name)
     scan.add_image(image, values, digest, packed.orientation, sample_size)
+    # The slice leaves out IGNORE_INDEX, 255: there are at most 255 classes, from 0.
     pixels = np.bincount(label.ravel(), minlength=256)[: classes.num_classes]
     scan.add_label(pair.name, pixels, label.size)
     return scan

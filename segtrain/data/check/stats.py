@@ -63,6 +63,7 @@ def positive_weights(scan: SplitScan) -> list[float]:
 
     To 4 digits; 1 for a class that does not occur.
     """
+    # A class that is everywhere gets one pixel without it: the config refuses a weight of 0.
     pairs = zip(scan.absent.tolist(), scan.pixels.tolist(), strict=True)
     return [float(f"{max(absent, 1) / there:.4g}") if there else 1.0 for absent, there in pairs]
 
@@ -90,7 +91,7 @@ class SplitStats:
     def seen(self) -> tuple[float, float]:
         """The least and the largest value of all images."""
         lows, highs = zip(
-            *(s for one in self.scan.values_of_images for s in one.spans), strict=True
+            *(s for image in self.scan.values_of_images for s in image.spans), strict=True
         )
         return min(lows), max(highs)
 
@@ -136,6 +137,7 @@ class SplitStats:
         num_valid, weights = numbers["valid_pixels"], numbers.get("class_weights", {})
         shares = 100 * scan.pixels / np.maximum(scan.valid, 1)
         height, width = numbers["mean_size"]
+        # `measure` has refused a split without valid pixels.
         ignored = scan.ignored_pixels / (num_valid + scan.ignored_pixels)
         columns = [
             ["class", *self.class_names],
@@ -192,8 +194,11 @@ def measure(
     dataset = open_dataset(data, split)
     with process_pool(num_processes(len(dataset), jobs)) as pool:
         scan = scan_split(dataset, pool, measure=True)
-    found = split_findings(scan, dataset.labels.meant(dataset.classes))
-    refuse_errors(one for one in found if one.kind in ("unreadable", "sizes", "values"))
+    findings = split_findings(scan, dataset.labels.meant(dataset.classes))
+    # Only what leaves pixels out of the statistics. `data check` is for other findings.
+    refuse_errors(
+        finding for finding in findings if finding.kind in ("unreadable", "sizes", "values")
+    )
     if not scan.pixels.any():
         raise DataError(f"split {printable(scan.split)!r}: no label has a pixel of any class")
     if beta is None:

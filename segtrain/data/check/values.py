@@ -58,8 +58,10 @@ def image_values(
     left_out = 0 if form.dtype == np.uint8 else _LEFT_OUT
     if image.dtype.kind == "f":
         samples = [band[~np.isnan(band)] for band in np.moveaxis(image, 2, 0)]
+        # Sums of millions of values lose digits in float32.
         wide = [band.astype(np.float64) if band.size else np.full(1, np.nan) for band in samples]
         moments = [(band.mean(), band.std()) for band in wide]
+        # A band without values gets a zero, since min, max and quantiles need one.
         samples = [band if band.size else np.zeros(1, np.float32) for band in samples]
         spans = tuple((float(band.min()), float(band.max())) for band in samples)
         every = np.concatenate(samples)
@@ -71,6 +73,7 @@ def image_values(
         spans = tuple((float(values[0]), float(values[-1])) for values in used)
         every = counts.sum(axis=0)
         above = np.cumsum(every[::-1])[::-1]  # samples of at least 0, 1, 2, ...
+        # The largest value that more samples reach than are left out.
         peak = float(np.flatnonzero(above > int(image.size * left_out))[-1])
         values, size = np.arange(every.size), image.shape[0] * image.shape[1]
         means = counts @ values / size
@@ -87,9 +90,9 @@ def image_values(
 
 def joined_values(blocks: Sequence[ImageValues]) -> ImageValues:
     """Of an image by blocks of equal size: those of the brightest; of shares and means the mean."""
-    brightest = max(blocks, key=lambda one: -math.inf if math.isnan(one.peak) else one.peak)
-    white, outside = np.mean([(one.white, one.outside) for one in blocks], axis=0).tolist()
-    means = np.array([one.means for one in blocks])
+    brightest = max(blocks, key=lambda block: -math.inf if math.isnan(block.peak) else block.peak)
+    white, outside = np.mean([(block.white, block.outside) for block in blocks], axis=0).tolist()
+    means = np.array([block.means for block in blocks])
     known = np.maximum((~np.isnan(means)).sum(0), 1)
     means = np.where(np.isnan(means).all(0), np.nan, np.nansum(means, 0) / known)
     return brightest._replace(white=white, outside=outside, means=tuple(means.tolist()))
@@ -99,8 +102,8 @@ def _histogram(image: np.ndarray) -> np.ndarray:
     """Samples of each value in each channel of an image (H, W, C) uint8 or uint16, (C, values)."""
     whole, size = np.ascontiguousarray(image), np.iinfo(image.dtype).max + 1
     channels = range(image.shape[2])
-    found = [cv2.calcHist([whole], [c], None, [size], [0, size]).ravel() for c in channels]
-    return np.stack(found).astype(np.float64)
+    histograms = [cv2.calcHist([whole], [c], None, [size], [0, size]).ravel() for c in channels]
+    return np.stack(histograms).astype(np.float64)
 
 
 def suggested_range(form: ImageForm, percentiles: Sequence[float], largest: float) -> ValueRange:

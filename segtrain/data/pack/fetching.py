@@ -38,6 +38,7 @@ def fetch_shards(url: str, pack: Pack, sha256: str, wanted: Set[int]) -> Path:
     with cache_failures():
         folder.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
+        # Another process may fetch meanwhile: each shard is looked for once more before its turn.
         absent = [number for number in wanted if not _is_there(folder, pack, number)]
         if absent and os.environ.get("LOCAL_RANK", "0") == "0":
             size = sum(pack.shards[number].num_bytes for number in absent) / 1e9

@@ -162,14 +162,15 @@ def read_pack(place: str) -> tuple[Pack, str]:
                 "data pack, or read the files themselves (data.pack: null)"
             ) from None
     try:
-        found = parse_json(raw)
-        content = found["pack"]
+        manifest = parse_json(raw)
+        content = manifest["pack"]
+        # The version before the hash: others may hash in another way.
         if content["format"] != FORMAT:
             other = "a pack of another version of segtrain; make it again"
             raise DataError(f"{printable(path)}: {other}")
-        if found["sha256"] != sha256_of(content):
+        if manifest["sha256"] != sha256_of(content):
             raise ValueError("its hash differs")
-        return _ADAPTER.validate_python(content), found["sha256"]
+        return _ADAPTER.validate_python(content), manifest["sha256"]
     except (ValidationError, ValueError, LookupError, TypeError):  # also JSON that is not ours
         raise DataError(f"{printable(path)}: damaged; {REPAIR}") from None
 
@@ -178,8 +179,8 @@ def check_shard(directory: Path, shard: Shard) -> None:
     """Raises DataError if this shard is missing or has another size."""
     path = directory / shard.name
     with os_errors_as(DataError, path):
-        found = path.stat().st_size
-    if found != shard.num_bytes:
+        size = path.stat().st_size
+    if size != shard.num_bytes:
         raise DataError(
-            f"{printable(path)}: a shard of {found} bytes, expected {shard.num_bytes}; {REPAIR}"
+            f"{printable(path)}: a shard of {size} bytes, expected {shard.num_bytes}; {REPAIR}"
         )

@@ -74,6 +74,7 @@ def dataset_of(
     listing: Listing, data: DataConfig, split: str, classes: ClassFile, *, labelled: bool = True
 ) -> SegDataset:
     """The files of `listing` as a data set; rasters are cut into windows."""
+    # Before neighbours, which are refused for windows.
     pairs = split_rasters(listing.pairs, data, labelled=labelled)
     pairs = with_neighbour_files(pairs, data.neighbours) if data.neighbours else pairs
     return SegDataset(
@@ -108,12 +109,14 @@ def _open_packed(
         )
     is_there, warnings = _check_source(data, split, packed.images, labelled=labelled)
     if scheme_of(place):
+        # Only the shards that hold images of this split.
         directory = fetch_shards(place, pack, sha256, {image.shard for image in packed.images})
     else:
         directory = Path(place)
         for shard in pack.shards:
             check_shard(directory, shard)
     root = Path(os.path.expanduser(data.root))
+    # From the manifest: the files whose headers would tell need not be here.
     known = {"dtype": np.dtype(pack.dtype), "bands": pack.bands, "scaling": pack.scaling}
     form = form_of(data)._replace(**known)
     return PackedDataset(
@@ -149,6 +152,7 @@ def _other_options(
         for name, (before, now) in pairs.items()
         if before != now
     ]
+    # Only differences that change the labels count, not those in colours of pictures.
     old = class_file_from_json(pack.classes)
     return changes + class_differences(old, classes, told_by(data.label_format))[0]
 
@@ -169,9 +173,11 @@ def _check_source(
     sources = [file for image in images for file in (image.files if labelled else image.images)]
     paths = [root / file.name for file in sources]
     states = list(prefetch(_state, zip(paths, sources, strict=True), IO_THREADS))
+    # All of them: the pack was taken along without its files.
     if set(states) == {_GONE}:
         what = f"{pack}: its files are not in data.root {printable(data.root)}"
         if _has_images(data, split):
+            # Other images in their place: either data.root or the pack is the wrong one.
             raise DataError(f"{what}, which holds others; {_WAY_OUT}")
         return False, [f"{what}: changes since they were packed are not noticed"]
     by_state = defaultdict(list)
@@ -179,10 +185,12 @@ def _check_source(
         by_state[state].append((path, file))
     touched = by_state[_TOUCHED]
     if len(touched) <= _MAX_HASHED:
+        # Another time may come from a copy. Only other bytes are a change.
         by_state[_CHANGED] += [file for file in touched if not has_content(*file)]
         touched = []
     problems = [f"{printable(p)}: {what}" for what in (_GONE, _CHANGED) for p, _ in by_state[what]]
     if labelled and not problems:
+        # Files that were added show only when the split is listed again.
         problems = _other_names(data, split, images)
     if problems:
         raise DataError(first_lines(f"{pack}, split {split!r}: {_WAY_OUT}", problems))

@@ -95,6 +95,8 @@ class PackedDataset(SegDataset):
         self.form.check()
         packed = self.images[index]
         rows = self.shards.rows(packed)
+        # At the first access only: the CRC reads the whole image, and a crop needs some of its
+        # rows.
         if not self._seen[index]:
             self.shards.check(packed)
             self._seen[index] = 1
@@ -122,6 +124,7 @@ class PackedDataset(SegDataset):
 def row_bytes(width: int, form: ImageForm) -> int:
     """Of a packed row: the pixels of the image, then the train ids, up to a whole sample."""
     size = form.dtype.itemsize
+    # In samples. Minus twice rounds the bytes of the label up to whole ones.
     return (width * form.channels - (-width // size)) * size
 
 
@@ -129,6 +132,7 @@ def packed_rows(image: np.ndarray, label: np.ndarray, form: ImageForm) -> np.nda
     """The rows of an image (H, W, C) with its label (H, W) uint8, (H, `row_bytes`) uint8."""
     height, width = label.shape
     rows = np.zeros((height, row_bytes(width, form)), np.uint8)
+    # Views of the empty rows are filled: writing and reading share one layout.
     packed_image, packed_label = split_rows(rows, width, form)
     packed_image[:], packed_label[:] = image, label
     return rows

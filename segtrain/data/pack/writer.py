@@ -101,6 +101,7 @@ def write_pack(
         if names and _UNFINISHED not in names:
             other = f"holds {printable(names[0])}, which is no pack"
             raise DataError(f"{printable(directory)}: {other}; choose an empty folder by --output")
+        # Of a run that was interrupted.
         for shard in directory.glob("[0-9]*.safetensors"):
             shard.unlink()
         (directory / _UNFINISHED).touch()
@@ -116,6 +117,7 @@ def write_pack(
         if problems := [result for result in images if isinstance(result, str)]:
             title = f"{printable(directory)}: not finished; repair these and run the command again"
             raise DataError(first_lines(title, problems))
+        # One list for all splits, of which each takes as many as it has.
         rest = iter(images)
         pack = Pack(
             format=FORMAT,
@@ -136,6 +138,8 @@ def write_pack(
             bands=form.bands,
             scaling=form.scaling,
         )
+        # The rows before the manifest: after a loss of power it must not describe rows that are
+        # gone.
         for shard in shards:
             with (directory / shard.name).open("rb") as file:
                 os.fsync(file.fileno())
@@ -177,6 +181,7 @@ def _lay_out(
         text = json.dumps(tensors, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         header = len(text).to_bytes(8, "little") + text
+        # The last start is the end of the data.
         shard = Shard(_shard_name(len(shards)), len(header) + starts.pop())
         for start in starts:
             places.append(PackedRows(shapes[len(places)], len(shards), len(header) + start))
@@ -218,6 +223,7 @@ def _fill_one(
     rows = packed_rows(image, label, form)
     if rows.shape != place.shape:
         return f"{printable(pair.image)}: changed while it was packed; run the command again"
+    # Each image has bytes of its own, so processes fill a shard side by side without a lock.
     with files.open_regular(directory / _shard_name(place.shard), "r+b") as file:
         file.seek(place.offset)
         file.write(rows.data)

@@ -121,8 +121,9 @@ class ClassFile:
         One that keeps label maps at 8 bits, if there is one.
         """
         most = max(IGNORE_INDEX, *self.write_ids)
-        taken = {i for one in self.classes for i in one.ids}
+        taken = {i for seg_class in self.classes for i in seg_class.ids}
         if self.overlapping:
+            # In the band of a class 0 means that it is absent.
             taken.add(0)
         small = [i for i in (*self.ignore_ids, *range(IGNORE_INDEX, -1, -1)) if i <= most]
         return next(i for i in (*small, *range(1 << 16)) if i not in taken)
@@ -157,6 +158,7 @@ def class_differences(
     told_by: what labels are read by. If it is "ids", colours only change pictures. If it is
         "colors", ids only change the label maps that segtrain writes. Else both are harmless.
     """
+    # Of other classes, ids and colours are not worth comparing.
     if before.names != now.names:
         pairs = zip_longest(before.names, now.names)
         i, pair = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
@@ -220,6 +222,7 @@ def class_file_from_json(text: str) -> ClassFile:
     """
     stored = _StoredClassFile.model_validate_json(text)
     resolved = _resolve(stored, stored.name, overlapping=stored.overlapping)
+    # A checkpoint has a colour for each class, and not which of them the file gave.
     classes = replace(resolved, given_colors=frozenset())
     if problems := [finding.message for finding in _repeated(classes)]:
         raise ConfigError("; ".join(problems))
@@ -249,6 +252,7 @@ def _known_files() -> dict[str, Path]:
 
 def _find(name_or_path: str) -> Path:
     path = Path(os.path.expanduser(name_or_path))  # Path.expanduser raises for unknown users
+    # A bare word names a file that comes with segtrain; a path has a folder or a suffix.
     if path.name == name_or_path and not path.suffix:
         known = _known_files()
         if name_or_path in known:
@@ -304,11 +308,12 @@ def parse_class_file(
     document = scan_yaml(text, source=printable(path), example=_EXAMPLE)
     mistakes, data = list(document.mistakes), document.data
     if isinstance(data.get("classes"), list):
-        entries = [{"name": one} if isinstance(one, str) else one for one in data["classes"]]
+        entries = [{"name": item} if isinstance(item, str) else item for item in data["classes"]]
         data = {**data, "classes": entries}
     hint = f"expected a list 'classes' in the order of the ids, such as '{_EXAMPLE}'"
     entry = validate(_ClassFileEntry, data, hints={"names": hint})
     if isinstance(entry, list):
+        # A value that was refused is missing from the data, which is no second mistake.
         refused = {mistake.path for mistake in document.mistakes}
         mistakes += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
     elif not mistakes:
@@ -344,6 +349,7 @@ def _resolve(entry: _ClassFileEntry, name: str, *, overlapping: bool) -> ClassFi
     if ignore_ids is None and overlapping:
         ignore_ids = ()  # 255 is the class in many masks: the file must say what it means
     if ignore_ids is None:
+        # In a 0/255 mask 255 is the foreground.
         is_class = any(IGNORE_INDEX in c.ids for c in classes)
         ignore_ids = () if is_class else (IGNORE_INDEX,)
     used = {color for c in classes for color in c.label_colors}

@@ -42,10 +42,13 @@ def prefetch(function: Callable[[T], R], items: Iterable[T], num_threads: int) -
         try:
             waiting.extend(pool.submit(function, item) for item in islice(left, 1))
         except Exception as error:
+            # `items` may be a generator that fails. The results before its error come first.
             waiting.append(Future())
             waiting[-1].set_exception(error)
 
     try:
+        # One more than there are threads: a thread that is done has work while its result waits for
+        # the caller.
         for _ in range(num_threads + 1):
             submit_next()
         while waiting:
@@ -87,6 +90,7 @@ def for_each_pair(
         ExecutionError: a process was killed.
     """
     results = map(function, pairs) if pool is None else pool.map(function, pairs, chunksize=_CHUNK)
+    # A terminal is redrawn, a log file gets a new line each time.
     every_s = 0.1 if sys.stderr.isatty() else 15
     options = {"unit": "pair", "leave": False, "delay": every_s, "mininterval": every_s}
     try:
@@ -98,5 +102,6 @@ def for_each_pair(
         ) from error
     except BaseException:
         if pool is not None:
+            # Ctrl-C, or a caller that leaves early: what has not begun is dropped.
             pool.shutdown(wait=False, cancel_futures=True)
         raise

@@ -84,6 +84,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         if not self.labelled:
             return image, labels.ignored(image.shape[:2], self.classes)
         label = labels.read(pair.label, self.classes, pair.window)
+        # The format of a plugin may return anything: its own `ignored` says which type and bands
+        # are right.
         like = labels.ignored((1, 1), self.classes)
         if (label.dtype, label.shape[2:]) != (like.dtype, like.shape[2:]):
             bands = "".join(f", {size}" for size in like.shape[2:])

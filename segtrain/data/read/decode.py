@@ -92,6 +92,7 @@ def printed_lines(begin: str | tuple[str, ...] = "") -> Iterator[list[str]]:
     """
     lines: list[str] = []
     with _printing, TemporaryFile() as file:
+        # The descriptor, not sys.stderr: libraries in C write to it.
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
@@ -121,6 +122,7 @@ def decode_by_opencv(data: bytes, path: str | Path, flags: int) -> np.ndarray:
     """The pixels of a PNG or JPEG as `flags` of cv2.imdecode ask; a damaged file is refused."""
     if data.startswith(_PNG):
         _check_png(data, path)
+    # The last end of an image must stand behind the last start of a scan.
     elif data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
         raise DataError(f"{printable(path)}: the JPEG is cut off: its end marker is missing")
     try:

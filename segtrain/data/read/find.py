@@ -108,8 +108,8 @@ def split_folder(root: Path, kind: str, split: str) -> Path:
     if folder.exists():
         return folder
     is_file = split.endswith(".txt")
-    found = _visible(existing_folder(root, kind), files=is_file)
-    splits = there_are("splits", [path.stem if is_file else path.name for path in found])
+    entries = _visible(existing_folder(root, kind), files=is_file)
+    splits = there_are("splits", [path.stem if is_file else path.name for path in entries])
     raise DataError(f"{printable(folder)}: no split {split.removesuffix('.txt')!r}; {splits}")
 
 
@@ -118,8 +118,8 @@ def existing_folder(root: Path, name: str) -> Path:
     folder = root / name
     if folder.is_dir():
         return folder
-    found = [path.name for path in _visible(root, files=False)]
-    there = there_are(f"folders in {printable(root)}", found)
+    folders = [path.name for path in _visible(root, files=False)]
+    there = there_are(f"folders in {printable(root)}", folders)
     raise DataError(f"{printable(folder)}: no such folder; {there}")
 
 
@@ -135,12 +135,12 @@ def there_are(what: str, names: Sequence[str]) -> str:
 
 def files_by_name(folder: Path, suffixes: Sequence[str], end: str = "") -> dict[str, list[Path]]:
     """Files below `folder` with one of `suffixes`, by their name without `end` and suffix."""
-    found: dict[str, list[Path]] = {}
+    by_name: dict[str, list[Path]] = {}
     for file in visible_files(folder):
         stem, suffix = os.path.splitext(file)
         if suffix.lower() in suffixes and stem.endswith(end):
-            found.setdefault(stem.removesuffix(end), []).append(folder / file)
-    return found
+            by_name.setdefault(stem.removesuffix(end), []).append(folder / file)
+    return by_name
 
 
 def one_name(files: Sequence[Path]) -> str:
@@ -184,6 +184,7 @@ def match_folders(
     Raises:
         DataError: there are no images.
     """
+    # With the formats that no reader has, so that such images are reported instead of lost.
     pictures = files_by_name(images_dir, IMAGE_SUFFIXES + _OTHER_IMAGES, image_end)
     images = {
         name: readable
@@ -202,6 +203,7 @@ def match_folders(
             return Listing([], [_none_of(labels_dir, "labels (JPEG changes ids) as", kinds)])
     pairs, problems, missing = [], [], []
     for name, files in images.items():
+        # Of two files with one name only the user knows which is meant.
         problems += filter(None, map(one_name, (files, labels.get(name, []))))
         if name in labels:
             pairs.append(Pair(files[0], labels[name][0], name))
@@ -215,6 +217,7 @@ def match_folders(
     if extra := sorted(file for name in labels.keys() - images.keys() for file in labels[name]):
         words = "label has no image and is not used", "labels have no image and are not used"
         notes.append(f"{counted(len(extra), *words)}: {first_of(extra, _FEW)}")
+    # Missing labels last: there may be thousands, and only the first lines are shown.
     return Listing(pairs, problems + missing, notes)
 
 
@@ -229,5 +232,5 @@ def case_clashes(names: Iterable[str]) -> list[str]:
 
 def _none_of(folder: Path, what: str, ending: str) -> str:
     """Why there are no files `*ending` below `folder`."""
-    found = first_of(visible_files(folder), _FEW) or "no files"
-    return f"{printable(folder)}: expected {what} *{ending}, found {found}"
+    files = first_of(visible_files(folder), _FEW) or "no files"
+    return f"{printable(folder)}: expected {what} *{ending}, found {files}"

@@ -81,19 +81,21 @@ def tile_boxes(
         rows and columns, which do not tell how far tiles overlap.
     """
     headers = [_Header(*each) for each in zip(names, sizes, places, strict=True)]
-    found: list[TileBox | None] = [_on_the_map(one) for one in headers]
+    # Georeferences first: they state places, at which names only hint.
+    boxes: list[TileBox | None] = [_on_the_map(header) for header in headers]
     for pattern, orders in _FORMS:
         alike: dict[str, list[_Named]] = defaultdict(list)  # pictures whose names differ in numbers
-        for i, one in enumerate(headers):
-            match = None if found[i] else pattern.fullmatch(one.name)
+        for i, header in enumerate(headers):
+            # What a georeference, or a form before this one, has told stands.
+            match = None if boxes[i] else pattern.fullmatch(header.name)
             if match is not None:
                 mosaic, rest = (match["mosaic"] or ""), match["rest"].rstrip(")")
                 numbers = tuple(int(x) for x in match.groups()[1:-1])
                 alike[re.sub(r"\d+", "0", mosaic)].append(_Named(i, mosaic + rest, numbers))
         for named in alike.values():
             for i, box in _placed(named, orders, headers, pixels).items():
-                found[i] = box
-    return found
+                boxes[i] = box
+    return boxes
 
 
 def boxes_of(pairs: Sequence[Pair]) -> list[TileBox | None]:
@@ -101,21 +103,21 @@ def boxes_of(pairs: Sequence[Pair]) -> list[TileBox | None]:
 
     Headers are read only where a name or a TIFF may tell a place.
     """
-    found = [pair.window and _box_of_window(pair) for pair in pairs]
+    boxes = [pair.window and _box_of_window(pair) for pair in pairs]
     of_tiff = (pair.image.suffix.lower() in _TIFF and pair.window is None for pair in pairs)
     if not (any(of_tiff) or any(_may_be_tile(pair.name) for pair in pairs)):
-        return found
+        return boxes
     headers = list(prefetch(_header_or_none, pairs, IO_THREADS))
     known = [i for i, header in enumerate(headers) if header is not None]
-    boxes = tile_boxes(
+    of_known = tile_boxes(
         [headers[i].name for i in known],
         [headers[i].size for i in known],
         [headers[i].place for i in known],
         lambda k: read_values(pairs[known[k]].image),
     )
-    for i, box in zip(known, boxes, strict=True):
-        found[i] = box
-    return found
+    for i, box in zip(known, of_known, strict=True):
+        boxes[i] = box
+    return boxes
 
 
 def _box_of_window(pair: Pair) -> TileBox:
@@ -138,9 +140,11 @@ def _on_the_map(header: _Header) -> TileBox | None:
     if header.place is None:
         return None
     (a, b, x, d, e, y), crs = header.place
+    # A picture that is rotated or sheared on the map has no box along its axes.
     if b or d or not (a and e):
         return None
     top, left = y / e, x / a
+    # Images of one coordinate system and one pixel size are parts of one picture.
     mosaic = f"map {crs.to_string() if crs else ''} {a:.6g} {e:.6g}"
     height, width = header.size
     return TileBox(mosaic, top, left, top + height, left + width)
@@ -160,12 +164,13 @@ def _placed(
 
     Empty: they are no tiles, or have no pixels in common.
     """
-    numbers = np.array([one.numbers for one in named])
-    sizes = np.array([headers[one.i].size for one in named])
+    numbers = np.array([tile.numbers for tile in named])
+    sizes = np.array([headers[tile.i].size for tile in named])
+    # Counts of rows and columns differ by 1, places in pixels by the distance of tiles.
     counts = [_least_gap(named, axis) == 1 for axis in (0, 1)]
     if len(orders[0]) == 2 and any(counts):  # rows, but columns in pixels: clips and frames
         return _counted(named, orders, headers, pixels) if all(counts) else {}
-    found, best = {}, 1.0
+    best_boxes, best = {}, 1.0
     for order in orders:
         starts, ends = numbers[:, order[:2]], numbers[:, order[2:]]
         # Names may say the last pixel, or the size.
@@ -173,25 +178,26 @@ def _placed(
         if {0} not in over and {-1} not in over:
             continue
         boxes = [
-            TileBox(one.mosaic, top, left, top + height, left + width)
-            for one, (top, left), (height, width) in zip(
+            TileBox(tile.mosaic, top, left, top + height, left + width)
+            for tile, (top, left), (height, width) in zip(
                 named, starts.tolist(), sizes.tolist(), strict=True
             )
         ]
+        # In the right order, the parts where two tiles overlap show the same pixels.
         moved, still, scale = _differences(boxes, lambda k: grey_of(pixels(named[k].i)))
         # Two numbers say less than a box of the image's size.
         most = min(_NOISE * scale, still / 3) if not ends.size else still
         if moved < most and moved / still < best:
-            best, found = moved / still, {x.i: y for x, y in zip(named, boxes, strict=True)}
-    return found
+            best, best_boxes = moved / still, {x.i: y for x, y in zip(named, boxes, strict=True)}
+    return best_boxes
 
 
 def _least_gap(named: Sequence[_Named], axis: int) -> int:
     """The least difference of the numbers at `axis` within a picture; 0: there is none."""
     of: dict[str, set[int]] = defaultdict(set)
-    for one in named:
-        of[one.mosaic].add(one.numbers[axis])
-    return min((b - a for found in of.values() for a, b in pairwise(sorted(found))), default=0)
+    for tile in named:
+        of[tile.mosaic].add(tile.numbers[axis])
+    return min((b - a for numbers in of.values() for a, b in pairwise(sorted(numbers))), default=0)
 
 
 def _differences(
@@ -220,11 +226,11 @@ def _differences(
     return moved, still, scale
 
 
-def _common(one: TileBox, other: TileBox) -> tuple[int, int]:
+def _common(tile: TileBox, other: TileBox) -> tuple[int, int]:
     """The height and width of what two tiles show both."""
     return (
-        int(min(one.bottom, other.bottom) - max(one.top, other.top)),
-        int(min(one.right, other.right) - max(one.left, other.left)),
+        int(min(tile.bottom, other.bottom) - max(tile.top, other.top)),
+        int(min(tile.right, other.right) - max(tile.left, other.left)),
     )
 
 
@@ -240,29 +246,30 @@ def _counted(
     begin with the end of the one before.
     """
     by_mosaic: dict[str, list[_Named]] = defaultdict(list)
-    for one in named:
-        by_mosaic[one.mosaic].append(one)
-    found = {}
+    for tile in named:
+        by_mosaic[tile.mosaic].append(tile)
+    boxes = {}
     for mosaic, tiles in by_mosaic.items():
-        rows, columns = ({one.numbers[axis] for one in tiles} for axis in (0, 1))
+        rows, columns = ({tile.numbers[axis] for tile in tiles} for axis in (0, 1))
         grid = len(rows) * len(columns)
         if min(len(rows), len(columns)) < 2 or len(tiles) < max(_LEAST_TILES, _FILLED * grid):
             continue
         best = -1
         for order in orders:
-            at = {(one.numbers[order[0]], one.numbers[order[1]]): one.i for one in tiles}
+            at = {(tile.numbers[order[0]], tile.numbers[order[1]]): tile.i for tile in tiles}
             shared = [_shared_by_neighbours(at, axis, headers, pixels) for axis in (0, 1)]
             if (overlaps := sum(x > 0 for x in shared)) <= best:
                 continue
             best = overlaps
+            # Tiles at the edge may be smaller, so the largest one tells the distance.
             steps = [
                 max(headers[i].size[axis] for i in at.values()) - shared[axis] for axis in (0, 1)
             ]
             for (row, column), i in at.items():
                 top, left = row * steps[0], column * steps[1]
                 height, width = headers[i].size
-                found[i] = TileBox(mosaic, top, left, top + height, left + width)
-    return found
+                boxes[i] = TileBox(mosaic, top, left, top + height, left + width)
+    return boxes
 
 
 def _shared_by_neighbours(
@@ -281,11 +288,13 @@ def _shared_by_neighbours(
     return median(shared) if shared else 0.0
 
 
-def _shared_px(one: np.ndarray, other: np.ndarray, axis: int) -> int:
+def _shared_px(tile: np.ndarray, other: np.ndarray, axis: int) -> int:
     """How many rows (axis 0) or columns at the end of a tile begin the next one; 0: none."""
-    a, b = (np.moveaxis(grey_of(x).astype(np.float32), axis, 0)[:, ::4] for x in (one, other))
+    # The axis to be searched comes first; across it every fourth pixel is enough.
+    a, b = (np.moveaxis(grey_of(x).astype(np.float32), axis, 0)[:, ::4] for x in (tile, other))
     if a.shape[1] != b.shape[1]:
         return 0
+    # A tile of one grey level has no deviation to divide by.
     scale = max(float(np.std(a)), 1e-6)
     best, shared = np.inf, 0
     for number in range(_LEAST_OVERLAP_PX, int(_MOST_OVERLAP * min(len(a), len(b)))):

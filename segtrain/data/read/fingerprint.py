@@ -90,7 +90,7 @@ def hash_files(dataset: SegDataset, root: str) -> SplitFingerprint:
         pair = dataset.pairs[index]
         files = zip(dataset.source_bytes(index), (*pair.images, pair.label), strict=True)
         named = ((num_bytes, os.fsencode(path).removeprefix(prefix)) for num_bytes, path in files)
-        return b"".join(b"%d %s\0" % one for one in named)
+        return b"".join(b"%d %s\0" % entry for entry in named)
 
     hash_block = partial(_hash_block, names_and_sizes)
     files = tuple(prefetch(hash_block, _blocks(len(dataset), size), IO_THREADS))
@@ -132,6 +132,7 @@ class LabelHashing:
             DataError: a label cannot be read.
         """
         futures = [future for split in self._splits for future in split]
+        # Returns at the first error too: it is raised before the other labels are hashed.
         _, left = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
         for future in futures:
             if future.done() and (error := future.exception()):
@@ -144,6 +145,7 @@ class LabelHashing:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _digest(self, dataset: SegDataset, index: int) -> bytes:
+        # A block that runs while `close` is called ends after its file; nobody asks for its hash.
         return b"" if self._stopped.is_set() else dataset.hashed_label(index).digest
 
 

@@ -100,6 +100,7 @@ def place_of(path: Path, info: Info) -> MapPlace | None:
     if not is_on_map(path, info):
         return None
     with opened_raster(path) as raster:
+        # rasterio gives the identity for a file that states no transform.
         has_place = not raster.transform.is_identity
         return MapPlace(tuple(raster.transform)[:6], raster.crs) if has_place else None
 
@@ -127,13 +128,14 @@ def other_place(image: MapPlace | None, label: MapPlace | None) -> str:
     """
     if image is None or label is None:
         return ""
-    ours, theirs = (one.crs and one.crs.to_epsg() for one in (image, label))
+    ours, theirs = (map_place.crs and map_place.crs.to_epsg() for map_place in (image, label))
     if ours and theirs and ours != theirs:
         return f"coordinate system EPSG:{theirs} instead of EPSG:{ours}"
-    to_map, other = (np.array(one.to_map).reshape(2, 3) for one in (image, label))
+    to_map, other = (np.array(map_place.to_map).reshape(2, 3) for map_place in (image, label))
     steps = to_map[:, :2]
     if (np.abs(other[:, :2] - steps) > _SAME_SCALE * np.abs(steps).max()).any():
         return "pixels of another size or direction"
+    # Pixels without an area are no unit for an offset.
     if np.linalg.det(steps) == 0:
         return ""
     offset = np.linalg.solve(steps, other[:, 2] - to_map[:, 2])
@@ -156,18 +158,21 @@ def unit_m(place: MapPlace, size: tuple[int, int]) -> tuple[float, str]:
     (height, width), to_map = size, np.array(place.to_map).reshape(2, 3)
     ends = [(0, 0), (width, 0), (0, height), (width, height), (width / 2, height / 2)]
     starts = np.array(ends) @ to_map[:, :2].T + to_map[:, 2]
+    # A square at each place goes to a projection of equal areas, whose area shows how true the map
+    # is there.
     square = np.array([(0, 0), (1, 0), (1, 1), (0, 1)]) * _SQUARE_M / metres
     corners = (starts[:, None] + square).reshape(-1, 2)  # (5 * 4, 2)
     try:
         with damage_named("areas", "projection"):
-            found = geo_library("areas").warp.transform(crs, EQUAL_AREA, *corners.T)
+            projected = geo_library("areas").warp.transform(crs, EQUAL_AREA, *corners.T)
     except DataError:
         return 0.0, "its projection has no areas on Earth"
-    x, y = np.array(found).reshape(2, -1, 4)
+    x, y = np.array(projected).reshape(2, -1, 4)
     with np.errstate(invalid="ignore"):  # infinite where the projection does not hold
         ground = np.abs((x * np.roll(y, -1, 1) - np.roll(x, -1, 1) * y).sum(1)) / 2
     times = ground / _SQUARE_M**2
     worst = times[np.argmax(np.abs(times - 1))]
+    # Written this way round, NaN is too far off as well.
     if not abs(worst - 1) <= MOST_OFF:
         return 0.0, f"areas on Earth are {worst:.3g} times those of its projection there"
     return metres, ""

@@ -64,6 +64,7 @@ class ImageForm(NamedTuple):
     def fill(self) -> tuple[float, ...]:
         """The stored values, in the dtype, of a pixel that is zero after normalization."""
         low, high = self.limits
+        # The mean is in units of 0..255 and the pixel in stored ones.
         values = (low + value * ((high - low) / 255) for value in self.mean)
         if self.dtype.kind == "f":
             return tuple(values)
@@ -131,6 +132,7 @@ def read_image(
     ]
     if problem := other_sizes([file.info for file in files]):
         raise DataError(f"{printable(paths[0])}: {problem}")
+    # The names of bands are not compared where an image is spread over several files.
     if problem := other_bands(files[0].info.bands, form.bands if len(paths) == 1 else ()):
         raise DataError(f"{printable(paths[0])}: {problem}; gdal_translate -b orders them")
     # Of several files none becomes RGB by itself.
@@ -139,6 +141,7 @@ def read_image(
     image = bands[0] if len(bands) == 1 else np.concatenate(bands, axis=2)
     if image.shape[2] != form.channels:
         raise DataError(_other_channels(paths, image.shape[2], form.channels))
+    # Without a value are pixels of which all files say so: in one band the number may be a value.
     if form.dtype.kind == "u" and all(part is not None for part in missing):
         nowhere = np.logical_and.reduce(missing)
         image = np.where(nowhere, np.float32(np.nan), image) if nowhere.any() else image
@@ -160,6 +163,7 @@ def ignore_missing(
         label = np.where(nowhere, label.dtype.type(ignored(label)), label)
     if image.dtype.kind == form.dtype.kind:
         return image, label
+    # Whole numbers, read as floats because of missing pixels.
     return np.rint(image).astype(form.dtype), label
 
 
@@ -203,8 +207,9 @@ def drops_alpha(info: Info, channels: int | None) -> bool:
 
 def num_channels(info: Info, wanted: int) -> int:
     """How many channels an image in one file with this header has where `wanted` are wanted."""
-    found = 3 if info.palette else info.channels - drops_alpha(info, wanted)
-    return 3 if (found, wanted) == (1, 3) else found
+    count = 3 if info.palette else info.channels - drops_alpha(info, wanted)
+    # Grey becomes RGB where three channels are wanted.
+    return 3 if (count, wanted) == (1, 3) else count
 
 
 def _values(
@@ -221,11 +226,13 @@ def _values(
             f"{printable(path)}: the image is {info.dtype}, and others of the data set, or of the "
             f"training, are {dtype}; convert all to one type"
         )
+    # The common case: OpenCV itself makes RGB of grey and palette files and drops alpha.
     if channels == 3 and info.depth <= 8 and image_formats.is_png_or_jpeg(path):
         rgb = decode.decode_by_opencv(file.content, path, cv2.IMREAD_COLOR_RGB)
         return decode.checked_pixels(rgb, info._replace(channels=3), path), None
     with np.errstate(over="ignore"):  # float64 beyond float32 is infinite
         pixels = file.pixels().astype(dtype, copy=False)
+    # Before anything is spread or dropped: the number for no data is one of the stored numbers.
     missing = _missing(pixels, file)
     if dtype.kind == "f" and missing is not None:
         pixels[missing] = np.nan
@@ -260,6 +267,7 @@ def _missing(pixels: np.ndarray, file: image_formats.StoredFile) -> np.ndarray |
             with np.errstate(over="ignore"):
                 missing |= pixels == pixels.dtype.type(info.no_data)
     elif info.no_data is not None:
+        # Alpha is no band that could hold the number.
         bands = pixels[..., : info.channels - info.alpha]
         missing = (bands == bands.dtype.type(info.no_data)).all(axis=2, keepdims=True)
     elif info.alpha and is_on_map(file.path, info):  # as GDAL writes where a raster has no value

@@ -105,9 +105,10 @@ def open_stored(
         return StoredFile(path, info, None, window)
     if math.prod(info.size) > max_pixels:
         raise too_large(path, max_pixels)
+    # Labels of overlapping classes may have more bands than images have channels.
     if info.channels > max(MAX_CHANNELS, max_channels):
-        found = f"{info.channels} channels; at most {max_channels} are read"
-        raise DataError(f"{printable(path)}: {found}")
+        what = f"{info.channels} channels; at most {max_channels} are read"
+        raise DataError(f"{printable(path)}: {what}")
     return StoredFile(path, info, content, None)
 
 
@@ -155,11 +156,14 @@ def _png_or_jpeg(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
     if info.channels == 3:
         depth = cv2.IMREAD_ANYDEPTH if info.depth == 16 else 0
         return decode.decode_by_opencv(data, path, depth | cv2.IMREAD_COLOR_RGB)
+    # A grey JPEG.
     if not info.lossless:
         return decode.decode_by_opencv(data, path, cv2.IMREAD_GRAYSCALE)
+    # Grey and palette files. OpenCV would give the colours of a palette instead of its indices.
     if info.channels == 1:
         return decode.decode_png_ids(data, path)
     bgra = decode.decode_by_opencv(data, path, cv2.IMREAD_UNCHANGED)
+    # Of grey with alpha OpenCV makes four channels too, and the three colours are equal.
     return bgra[..., [2, 1, 0, 3] if info.channels == 4 else [0, 3]]
 
 
@@ -195,11 +199,13 @@ def _pillow_reader(
             size, orientation = (image.height, image.width), decode.exif_orientation(image)
             lossless = image.format in ("PNG", "BMP", "GIF", "PPM")
             depth = 16 if mode[0] == "I" else 1 if mode == "1" else 8
+            # Pillow's mode is the same for 2, 4 and 8 bits.
             if image.format == "PNG":
                 file.seek(decode.PNG_DEPTH_AT)
                 depth = file.read(1)[0]
             elif image.format == "WEBP":
                 lossless = _is_lossless_webp(file)
+        # A letter for each channel in L, LA, RGB and RGBA; the other modes have one channel.
         channels = len(mode) if mode[0] in "LR" else 1
         dtype = np.dtype(np.uint16 if depth == 16 else np.uint8)
         alpha = mode in ("LA", "RGBA")
@@ -207,8 +213,8 @@ def _pillow_reader(
 
     def pixels(file: IO[bytes], path: str | Path, info: Info) -> np.ndarray:
         with _picture(file, path, formats) as image:
-            found = np.array(image.convert("RGB") if image.mode == "RGBX" else image)
-            return found.astype(info.dtype, copy=False)
+            array = np.array(image.convert("RGB") if image.mode == "RGBX" else image)
+            return array.astype(info.dtype, copy=False)
 
     def palette(file: IO[bytes], path: str | Path) -> Palette:
         with _picture(file, path, formats) as image:
@@ -224,6 +230,7 @@ def _is_lossless_webp(file: IO[bytes]) -> bool:
     while len(head := file.read(8)) == 8:
         if head[:3] == b"VP8" and head[:4] != b"VP8X":
             return head[:4] == b"VP8L"
+        # RIFF pads a chunk to an even number of bytes, which its size does not count.
         size = int.from_bytes(head[4:], "little")
         file.seek(size + size % 2, io.SEEK_CUR)
     return False
@@ -241,6 +248,7 @@ def _jpeg2000_info(file: IO[bytes], path: str | Path) -> Info:
     head = file.read(_JPEG2000_HEADER_BYTES)
     siz = head[head.find(_JPEG2000_START) + len(_JPEG2000_START) :]
     channels = int.from_bytes(siz[36:38])
+    # A byte for each channel: its bits minus 1, and 0x80 where numbers are signed.
     components = siz[38 : 38 + 3 * channels : 3]
     if not components or len(set(components)) != 1 or components[0] >= 16:
         what = "expected channels of one type, unsigned and of at most 16 bits"
@@ -262,6 +270,7 @@ def _jpeg2000(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
 
 def _npy_info(file: IO[bytes], path: str | Path) -> Info:
     with damage_named(path):
+        # Another version is a KeyError, which `damage_named` reports.
         read = {
             (1, 0): np.lib.format.read_array_header_1_0,
             (2, 0): np.lib.format.read_array_header_2_0,

@@ -121,6 +121,7 @@ class LabelFormat(ABC):
         """What reads these labels with `value` ignored, even if a class has it; None: as it is."""
         if value is None:
             return self, classes
+        # A class without an id stays: the positions of those behind it are their train ids.
         kept = (replace(c, ids=tuple({*c.ids} - {value})) for c in classes.classes)
         ignored = *classes.ignore_ids, int(value)
         return self, replace(classes, classes=tuple(kept), ignore_ids=ignored)
@@ -153,6 +154,8 @@ class Ids(LabelFormat):
         values = count_ids(label)
         arrays = np.zeros((4, classes.num_classes), np.int64)
         pixels, blended, thin, contacts = arrays
+        # Resizing with interpolation leaves wrong ids between two others: in wide rims, or in thin
+        # lines.
         on_rims, in_lines = (count_ids(label[blended_pixels(label, side)]) for side in (5, 3))
         across = contacts_across(label)
         train_id_of, unknown = self.meant(classes).train_id_of, {}
@@ -223,6 +226,7 @@ class Colors(LabelFormat):
         """The classes, and the colours that none has."""
         colors = raw_label.read_colors(path, window)
         label = map_colors(colors, classes)
+        # -1 is a colour that the class file does not name, which `unknown` counts.
         at_blend = label[blended_pixels(colors) & (label >= 0)]
         pixels, blended = (
             np.bincount(ids, minlength=256)[: classes.num_classes]
@@ -281,5 +285,6 @@ def label_format_of(name: str) -> LabelFormat:
 
 def told_by(name: str) -> str:
     """`LabelFormat.told_by` of a format, also of one whose plugin is not imported."""
+    # The stand-in of a plugin that is not imported is a function without `told_by`.
     plugin = plugins.registered("label_format", name)
     return getattr(LABEL_FORMATS.get(name) or (plugin and plugin.made), "told_by", "")

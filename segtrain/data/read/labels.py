@@ -48,13 +48,13 @@ def bands_to_presence(bands: np.ndarray, path: str | Path, class_file: ClassFile
         DataError: numbers in a band that mean nothing there.
     """
     label = np.empty(bands.shape, np.uint8)
-    for k, one in enumerate(class_file.classes):
+    for k, entry in enumerate(class_file.classes):
         raw = np.ascontiguousarray(bands[..., k])
         raw = raw if raw.dtype in (np.uint8, np.uint16) else raw.astype(np.uint16)
         table, known = _id_tables(tuple(presence_of(class_file, k).items()))
         if not _looked_up(raw, known).all():
             found = {i: n for i, n in count_ids(raw).items() if not known[i]}
-            raise DataError(f"{printable(path)}: {unknown_in_band(found, one.name, class_file)}")
+            raise DataError(f"{printable(path)}: {unknown_in_band(found, entry.name, class_file)}")
         label[..., k] = _looked_up(raw, table)
     return label
 
@@ -146,6 +146,7 @@ def _listed(counts: dict[int, int] | dict[str, int]) -> str:
     return first_of((f"{value} ({n} pixels)" for value, n in counts.items()), _MAX_SHOWN)
 
 
+# All labels of a split ask for the same tables.
 @lru_cache(maxsize=8)
 def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
     """Train id and "is known" of every 16-bit raw id, two (65536,) uint8."""
@@ -155,6 +156,7 @@ def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np
     return train_ids, known
 
 
+# A table takes 32 MB, so few are kept.
 @lru_cache(maxsize=2)
 def _color_table(meanings: tuple[tuple[Color, ...], ...], ignored: Color | None) -> np.ndarray:
     """Train id of every 24-bit colour, -1 where there is none, (2**24,) int16.

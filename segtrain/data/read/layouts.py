@@ -87,11 +87,13 @@ def scan_layout(data: DataConfig, split: str, *, labelled: bool = True) -> Listi
         try:
             listings = [scan(root, data, part, labelled) for part in parts]
         except DataError as error:
+            # What the folder seems to hold often explains why the layout does not fit.
             error.args = (with_recognized(str(error), root),)
             raise
     listing = listings[0] if len(parts) == 1 else _join_listings(parts, listings)
     if data.train_exclude and split == data.train_split:
         listing = _without_excluded(listing, data)
+    # With problems the listing itself says why it is empty.
     if not listing.pairs and not listing.problems:
         raise DataError(f"{printable(root)}, split {split!r}: no images in it")
     return listing
@@ -171,6 +173,7 @@ def _mirrored(
     """
     images_dir = split_folder(root, *images)
     labels_dir = split_folder(root, *labels) if labelled else None
+    # In one folder each label would be an image too.
     if labels_dir is not None and images_dir.resolve() == labels_dir.resolve():
         raise DataError(
             f"{printable(images_dir)}: images and labels lie in one folder; "
@@ -206,18 +209,21 @@ def _cityscapes(root: Path, data: DataConfig, split: str, labelled: bool) -> Lis
 
 def _camvid(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
     images, labels = ("images", split), ("labels", split)
+    # CamVid is spread in two forms: images/SPLIT and labels/SPLIT, or SPLIT beside SPLITannot or
+    # SPLIT_labels.
     if (root / split).is_dir() and not (root / "images").is_dir():
         original = f"{split}_labels"
         images = split, ""
         labels = (original if (root / original).is_dir() else f"{split}annot"), ""
     # The label of 0001TP_006690.png is 0001TP_006690_L.png where it has the original 32 colours.
     folder = root.joinpath(*labels)
-    found = files_by_name(folder, LABEL_SUFFIXES) if folder.is_dir() else []
-    is_original = bool(found) and all(name.endswith("_L") for name in found)
+    files = files_by_name(folder, LABEL_SUFFIXES) if folder.is_dir() else []
+    is_original = bool(files) and all(name.endswith("_L") for name in files)
     return _mirrored(root, labelled, images, labels, label_end="_L" if is_original else "")
 
 
 def _ade20k(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
+    # The published folders are called training and validation.
     if not (root / "images" / split).is_dir():
         long = {"train": "training", "val": "validation", "test": "testing"}
         split = long.get(split, split)
@@ -266,8 +272,8 @@ def _voc_labels(root: Path, names: Sequence[str]) -> tuple[Path, dict[str, list[
     """
     existing = [n for n in ("SegmentationClass", "SegmentationClassAug") if (root / n).is_dir()]
     folders = [existing_folder(root, n) for n in existing or ["SegmentationClass"]]
-    found = [(folder, files_by_name(folder, LABEL_SUFFIXES)) for folder in folders]
-    return min(found, key=lambda pair: sum(name not in pair[1] for name in names))
+    candidates = [(folder, files_by_name(folder, LABEL_SUFFIXES)) for folder in folders]
+    return min(candidates, key=lambda pair: sum(name not in pair[1] for name in names))
 
 
 LAYOUTS: Choices[FolderLayout] = Choices(

@@ -45,7 +45,7 @@ def list_pairs(path: Path, root: Path, labels_root: Path) -> Listing:
     if not path.is_file():
         texts = sorted(file.name for suffix in ("txt", "csv") for file in root.glob(f"*.{suffix}"))
         raise DataError(f"{printable(path)}: no such list file; {there_are('text files', texts)}")
-    found: dict[str, Pair] = {}
+    listed: dict[str, Pair] = {}
     first_user: dict[str, str] = {}  # of each label
     problems, shared = [], []
 
@@ -75,30 +75,32 @@ def list_pairs(path: Path, root: Path, labels_root: Path) -> Listing:
             problem = problem or file_problem(root, image, IMAGE_SUFFIXES)
         problem = problem or file_problem(labels_root, label, LABEL_SUFFIXES)
         name = images[0].rpartition(".")[0] if images else ""
+        # Any file of an image may name its window; two that differ are refused below.
         window = next(iter(windows), None)
         name += window.ending if window else ""
         if len(windows) > 1:
             problem = problem or f"{printable(images[0])}: its files have different windows"
-        if not problem and name in found:
+        if not problem and name in listed:
             problem = f"{printable(images[0])}: already listed, or another image of this name"
         if problem:
             problems.append(f"{printable(path)}:{line}: {problem}")
             continue
         first, *bands = (root / image for image in images)
-        found[name] = Pair(first, labels_root / label, name, tuple(bands), window)
+        listed[name] = Pair(first, labels_root / label, name, tuple(bands), window)
+        # Windows of one label are meant to share its file.
         if window is None and name != (user := first_user.setdefault(label, name)):
             shared.append(f"{labels_root / label} by {user} and {name}")
     # As a rule a line was copied and changed in one column.
     notes = [f"labels are used by several images: {first_of(shared, 3)}"] if shared else []
-    return Listing(list(found.values()), problems, [*notes, *case_clashes(found)])
+    return Listing(list(listed.values()), problems, [*notes, *case_clashes(listed)])
 
 
 def _window_of(image: str) -> Window | None:
     """The window that the name of a file ends with; None: it does not."""
-    found = _WINDOW.search(image)
-    if found is None or found.end() < len(image):
+    match = _WINDOW.search(image)
+    if match is None or match.end() < len(image):
         return None
-    left, top, width, height = map(int, found.groups())
+    left, top, width, height = map(int, match.groups())
     return Window(top, left, height, width)
 
 
@@ -112,6 +114,7 @@ def list_text(pairs: Iterable[Pair], root: Path, labels_root: Path) -> str:
     for pair in pairs:
         first, *bands = (image.relative_to(root).as_posix() for image in pair.images)
         # A line that begins with # would be left out.
+        # `list_pairs` normalizes the path, so this prefix is gone when the list is read.
         first = f"./{first}" if first.startswith("#") else first
         first += pair.window.fragment if pair.window else ""
         table.writerow([first, *bands, pair.label.relative_to(labels_root).as_posix()])
@@ -162,6 +165,7 @@ def _images_and_label(text: str) -> tuple[list[str], str, str]:
     >>> _images_and_label("images/1.png, ../labels/1.png")[2]
     "'../labels/1.png': '..' is not allowed"
     """
+    # Commas in quotes and in windows separate no columns.
     unquoted = _WINDOW.sub("", _QUOTED.sub("", text))
     delimiter = "\t" if "\t" in unquoted else "," if "," in unquoted else " "
     reader = csv.reader([text], delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -172,9 +176,9 @@ def _images_and_label(text: str) -> tuple[list[str], str, str]:
     # A name that was cut at a blank has parts without suffix.
     is_cut = len(columns) > 2 and not all(posixpath.splitext(column)[1] for column in columns)
     if len(columns) < 2 or not all(columns) or is_cut:
-        found = counted(len(columns), "column", "columns")
+        shown = counted(len(columns), "column", "columns")
         problem = (
-            f"expected image and label, found {found}; "
+            f"expected image and label, found {shown}; "
             "separate names that hold blanks by a tab or put them in double quotes"
         )
         return [], "", problem

@@ -43,7 +43,7 @@ def with_neighbour_files(pairs: Sequence[Pair], number: int) -> list[Pair]:
     def names_in(folder: Path) -> set[str]:
         return {path.name for path in folder.iterdir()}
 
-    found, num_there = [], 0
+    with_bands, num_there = [], 0
     for pair in pairs:
         if pair.window is not None or pair.bands:
             what = "data.neighbours: expected whole images in one file each"
@@ -54,10 +54,12 @@ def with_neighbour_files(pairs: Sequence[Pair], number: int) -> list[Pair]:
             other = -1 if last is None else int(last[0]) + step
             name = stem if other < 0 else f"{stem[: last.start()]}{other:0{len(last[0])}d}"
             there = other >= 0 and f"{name}{pair.image.suffix}" in names_in(pair.image.parent)
+            # Beyond the ends the slice itself stands in, so that all images have equally many
+            # channels.
             bands.append(pair.image.with_stem(name) if there else pair.image)
             num_there += there
-        found.append(pair._replace(bands=tuple(bands)))
+        with_bands.append(pair._replace(bands=tuple(bands)))
     if pairs and not num_there:
         what = "no image has a neighbour, as z0006 and z0007 are"
         raise DataError(f"data.neighbours: {what}: {printable(pairs[0].image)}")
-    return found
+    return with_bands

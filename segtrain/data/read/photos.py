@@ -32,6 +32,7 @@ def read_photo(path: Path, form: ImageForm) -> Photo:
     Raises:
         DataError: missing, unreadable, damaged, too large, or of a refused kind.
     """
+    # Read once: the header and the pixels are then of the same bytes.
     _, info, content, _ = open_stored(path)
     form = form_of_info(info, form, path)
     image = read_image([path], form, contents=[content], max_pixels=MAX_PHOTO_PIXELS)
@@ -46,9 +47,9 @@ def form_of_file(path: Path, form: ImageForm) -> ImageForm:
 def form_of_info(info: Info, form: ImageForm, path: Path) -> ImageForm:
     """As `form_of_file`, of a header that is read; path: for messages."""
     form = form._replace(dtype=set_dtype(info.dtype), scaling=info.scaling)
-    if (found := num_channels(info, form.channels)) != form.channels:
+    if (count := num_channels(info, form.channels)) != form.channels:
         raise DataError(
-            f"{printable(path)}: {found} channels, and the model was trained on {form.channels}: "
+            f"{printable(path)}: {count} channels, and the model was trained on {form.channels}: "
             "it needs the same bands in the same order"
         )
     try:
@@ -81,34 +82,35 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[PhotoF
     Raises:
         DataError: an input is missing, of another format, or a folder without images.
     """
-    found: list[PhotoFile] = []
+    photos: list[PhotoFile] = []
     others: list[Path] = []
     problems, suffixes = [], (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
     kinds = " ".join(suffixes)
     for given in map(Path, inputs):
-        place, num_before = printable(given), len(found)
+        place, num_before = printable(given), len(photos)
         if not given.exists():
             problems.append(f"{place}: no such file or folder")
         elif not given.is_dir():
-            found.append(PhotoFile(given, given.stem))
+            photos.append(PhotoFile(given, given.stem))
             if given.suffix.lower() not in suffixes:
                 problems.append(f"{place}: expected an image or a video ({kinds})")
         else:
             for path in _files_below(given, output):
                 if path.suffix.lower() in suffixes:
                     name = path.relative_to(given).with_suffix("").as_posix()
-                    found.append(PhotoFile(path, name))
+                    photos.append(PhotoFile(path, name))
                 elif path.name[0] != ".":
                     others.append(path)
-            if len(found) == num_before:
+            if len(photos) == num_before:
                 problems.append(f"{place}: no images ({kinds}) in it, except in --output")
     if problems:
         raise DataError(first_lines("input", problems))
     skipped = f"skipped {counted(len(others), 'file', 'files')}: {first_of(others)}"
-    return _with_unique_names(found), skipped if others else ""
+    return _with_unique_names(photos), skipped if others else ""
 
 
 def _files_below(folder: Path, output: Path) -> Iterator[Path]:
+    # Resolved on both sides: a link is no other folder.
     output = output.resolve()
     with os_errors_as(DataError):
         for here, names in walk(folder, hidden=True):
@@ -116,10 +118,10 @@ def _files_below(folder: Path, output: Path) -> Iterator[Path]:
             yield from (file for file in files if not file.resolve().is_relative_to(output))
 
 
-def _with_unique_names(found: Iterable[PhotoFile]) -> list[PhotoFile]:
+def _with_unique_names(photos: Iterable[PhotoFile]) -> list[PhotoFile]:
     sources: dict[Path, PhotoFile] = {}
     taken: set[str] = set()
-    for path, name in found:
+    for path, name in photos:
         place = path.parent.resolve() / path.name  # links of a store of equal files are images too
         if place in sources:
             continue

@@ -44,7 +44,7 @@ def _refuse(option: str, output: Path, folders: Sequence[Path], example: str) ->
 def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) -> list[Path]:
     """The folders that are searched to any depth and contain some of `targets`."""
     root = Path(os.path.expanduser(data.root))
-    found = []
+    folders = []
     for split in (part for whole in splits for part in split_parts(data, whole)):
         for name in LAYOUTS[data.layout].folders(root, data, split):
             folder = root / name
@@ -52,12 +52,13 @@ def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]
                 # images_dir may be ".", and runs often lie in the data set's folder.
                 folder /= split
             if any(target.is_relative_to(folder.resolve()) for target in targets):
-                found.append(folder)
-    return found
+                folders.append(folder)
+    return folders
 
 
 def _listed(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) -> list[Path]:
     """The folders among `targets` that hold files named by a list file."""
+    # A list names single files: only their folders are at risk, not all that lies below these.
     folders: set[Path] = set()
     for split in splits if data.layout == "list" else ():
         with suppress(DataError):  # what cannot be read needs no protection

@@ -28,9 +28,10 @@ def windows(size: tuple[int, int], side: int = WINDOW_PX) -> list[Window]:
     """Windows of about equal size, at most `side` high and wide, that cover (height, width)."""
     edges = []
     for length in size:
+        # Windows of equal size: otherwise the last one could be a strip narrower than any crop.
         count = math.ceil(length / side)
         edges.append([round(i * length / count) for i in range(count + 1)])
-    rows, columns = (list(pairwise(one)) for one in edges)
+    rows, columns = (list(pairwise(positions)) for positions in edges)
     return [Window(y, x, end - y, right - x) for y, end in rows for x, right in columns]
 
 
@@ -44,24 +45,25 @@ def split_rasters(pairs: Sequence[Pair], data: DataConfig, *, labelled: bool = T
             image or is too large, or `data.short_side_px` is set.
     """
     sizes = prefetch(_size_to_split, pairs, IO_THREADS)
-    found: list[Pair] = []
+    split_pairs: list[Pair] = []
     for pair, size in zip(pairs, sizes, strict=True):
         if size is None:
-            found.append(pair)
+            split_pairs.append(pair)
             continue
         refuse_short_side(pair.image, data.short_side_px)
         if pair.window is not None:
             _check_window(pair.window, size, pair.image)
+        # Windows are cut from both, so the label must have windows that can be read, too.
         label = read_info(pair.label) if labelled else None
         if label is not None and (label.size != size or not is_tiff(pair.label)):
             what = f"the label of a raster of {size[0]}x{size[1]} must be a TIFF of that size"
             raise DataError(f"{printable(pair.label)}: {what}")
-        found += (
+        split_pairs += (
             [pair]
             if pair.window is not None
-            else [pair._replace(name=pair.name + one.ending, window=one) for one in windows(size)]
+            else [pair._replace(name=pair.name + box.ending, window=box) for box in windows(size)]
         )
-    return found
+    return split_pairs
 
 
 def _size_to_split(pair: Pair) -> tuple[int, int] | None:

@@ -37,10 +37,12 @@ def read_raw_label(
     file = _opened(path, problem_of_ids, window, content)
     pixels, info = with_no_data_id(file.pixels(), file.info.no_data), file.info
     raw = np.ascontiguousarray(pixels[..., 0])
+    # A grey label that was saved as RGB has three equal channels, and its ids are intact.
     if (pixels[..., 1 : info.channels - info.alpha] != pixels[..., :1]).any():
         what = f"the label is RGB, expected one channel of class ids; {_COLOR_WORDS}"
         raise DataError(f"{printable(path)}: {what}")
     if info.alpha:
+        # For its error alone: the ids are in the first channel.
         decode.opaque(pixels, path)
     if raw.dtype in (np.uint8, np.uint16):
         return raw
@@ -49,6 +51,7 @@ def read_raw_label(
         what = f"{raw.dtype} from {low} to {high}, expected whole numbers of 0..{_MAX_ID}"
         repair = "give pixels to ignore an id, and list it under ignore_ids in the class file"
         raise DataError(f"{printable(path)}: the label holds {what}; {repair}")
+    # The smaller type where it is enough: ids of 8 bits are looked up faster.
     return raw.astype(np.uint8 if high <= 255 else np.uint16)
 
 
@@ -66,7 +69,9 @@ def with_no_data_id(stored: np.ndarray, no_data: float | None) -> np.ndarray:
     """
     if marked_value(no_data) == no_data:
         return stored
+    # NaN equals nothing, not even itself.
     missing = np.isnan(stored) if np.isnan(no_data) else stored == stored.dtype.type(no_data)
+    # 65535 has no place in int16, which such labels often are.
     wide = np.float64 if stored.dtype.kind == "f" else np.int64
     return np.where(missing, wide(_MAX_ID), stored)
 
@@ -99,6 +104,7 @@ def read_numbers(
         raise DataError(f"{printable(path)}: the label has {what}")
     numbers = stored.astype(np.float32)
     if info.no_data is not None:
+        # Compared as stored: in float32 another number may round to the same.
         numbers[stored == info.no_data] = np.nan
     if np.isinf(numbers).any():
         raise DataError(
@@ -112,6 +118,7 @@ def read_colors(
 ) -> np.ndarray:
     """The colours of a label, (H, W, 3) uint8 RGB; a pixel that is not opaque is an error."""
     file = _opened(path, problem_of_colors, window, content)
+    # A PNG may mark colours as transparent without an alpha channel, which this decoder sees.
     if Path(path).suffix.lower() == ".png":
         return decode.decode_png_colors(file.content, path)
     pixels = file.pixels()
@@ -151,8 +158,8 @@ def problem_of_bands(info: Info, num_classes: int) -> str:
         return problem
     if info.channels == num_classes and not info.palette and info.dtype.kind in "bu":
         return ""
-    found = "a palette" if info.palette else f"{info.channels} channels of {info.dtype}"
-    return f"the label has {found}; expected a band of 8 bits for each of {num_classes} classes"
+    what = "a palette" if info.palette else f"{info.channels} channels of {info.dtype}"
+    return f"the label has {what}; expected a band of 8 bits for each of {num_classes} classes"
 
 
 def _problem_of_any(info: Info) -> str:

@@ -46,6 +46,7 @@ def recognize(folder: Path) -> str:
     signs: dict[str, str] = {}
     try:
         for here, names in islice(walk(folder, hidden=False), _MOST_FOLDERS):
+            # LabelMe writes NAME.json beside the image NAME.
             stems = {os.path.splitext(name)[0] for name in names if _is_image(name)}
             for name in names:
                 stem, suffix = os.path.splitext(name)
@@ -62,12 +63,12 @@ def recognize(folder: Path) -> str:
                 break
     except OSError:
         return ""  # the message that this line follows is about something else
-    found = [counted(n, f"{end} file", f"{end} files") for end, n in suffixes.most_common()]
-    found += [f"{what} ({printable(path)})" for what, path in signs.items()]
-    if not found:
+    facts = [counted(n, f"{end} file", f"{end} files") for end, n in suffixes.most_common()]
+    facts += [f"{what} ({printable(path)})" for what, path in signs.items()]
+    if not facts:
         return ""
     make = f"segtrain init {shlex.quote(str(folder))}"
-    return f"{printable(folder)} holds {first_of(found, 8)}; {printable(make)} makes a config of it"
+    return f"{printable(folder)} holds {first_of(facts, 8)}; {printable(make)} makes a config of it"
 
 
 def _is_image(name: str) -> bool:

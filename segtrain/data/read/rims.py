@@ -40,10 +40,12 @@ def contacts_across(label: np.ndarray) -> np.ndarray:
     >>> contacts_across(np.array([[0, 1, 3, 3, 0]]))
     array([0, 1, 2, 0])
     """
+    # A contact counts for each id between its two: +1 above the lower one, -1 at the higher one,
+    # then a running sum.
     steps = np.zeros(int(label.max()) + 2, np.int64)
-    for one, other in ((label[:, 1:], label[:, :-1]), (label[1:], label[:-1])):
-        differs = one != other
-        ends = np.sort([one[differs].astype(np.int64), other[differs]], axis=0)
+    for here, other in ((label[:, 1:], label[:, :-1]), (label[1:], label[:-1])):
+        differs = here != other
+        ends = np.sort([here[differs].astype(np.int64), other[differs]], axis=0)
         for place, sign in ((ends[0] + 1, 1), (ends[1], -1)):
             steps += sign * np.bincount(place, minlength=len(steps))
     return steps.cumsum()[:-1]
@@ -69,5 +71,6 @@ def blended_pixels(label: np.ndarray, side: int = _SIDE) -> np.ndarray:
     inside = (low < channels) & (channels < high)
     if label.ndim == 2:
         return inside
+    # A channel that is constant around the pixel does not speak against a blend of two colours.
     flat = low == high
     return inside.any(axis=2) & (inside | flat).all(axis=2)

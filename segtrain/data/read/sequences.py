@@ -37,14 +37,15 @@ def places_of(names: Sequence[str]) -> list[FramePlace]:
     [FramePlace(sequence='drive_', number=7), FramePlace(sequence='park', number=None)]
     """
     backwards = [name[::-1] for name in names]
+    # Digits stay with the number: 10 and 20 have the 0 in common.
     common = os.path.commonprefix(backwards)[::-1].lstrip(digits)  # noqa: RUF071 - of letters
-    found = []
+    places = []
     for name in names:
         stem = name.removesuffix(common)
         number = re.search(r"(\d+)\D*$", stem)
         sequence = stem[: number.start()] if number else stem
-        found.append(FramePlace(sequence, int(number[1]) if number else None))
-    return found
+        places.append(FramePlace(sequence, int(number[1]) if number else None))
+    return places
 
 
 def sequences_of(names: Sequence[str]) -> list[str]:
@@ -55,7 +56,7 @@ def sequences_of(names: Sequence[str]) -> list[str]:
 def without_split(name: str) -> str:
     """`name` without folders such as train and val, in which a sequence may be divided."""
     *folders, last = PurePosixPath(name).parts
-    return "/".join([*(one for one in folders if one.lower() not in SPLIT_WORDS), last])
+    return "/".join([*(folder for folder in folders if folder.lower() not in SPLIT_WORDS), last])
 
 
 def show_sequences(names: Sequence[str]) -> bool:
@@ -101,31 +102,33 @@ def shared_sequences(train: Sequence[str], evaluation: Sequence[str]) -> list[Sh
     for sequence in ours.keys() & theirs.keys():
         here, there = ours[sequence], theirs[sequence]
         joined = sorted({*here, *there})
+        # A number that is in both splits says that each counts from its own start.
         if len(joined) == len(here) + len(there):
             step = _step(joined)
             reach[sequence] = max(1, step, _NEAR * (joined[-1] - joined[0]))
             by_name[sequence] = step > 1 or bool(_FRAME_WORDS.search(sequence))
-    found = []
+    shared = []
     for i, (sequence, number) in enumerate(of_evaluation):
         if number is None or sequence not in reach:
             continue
         here = ours[sequence]
         at = bisect(here, number)
+        # Numbers are sorted, so only those on both sides can be nearest.
         nearest = min(here[max(0, at - 1) : at + 1], key=lambda other: abs(other - number))
         if abs(nearest - number) <= reach[sequence]:
-            found.append(
+            shared.append(
                 Shared(i, index[FramePlace(sequence, nearest)], sequence, by_name[sequence])
             )
-    return found
+    return shared
 
 
 def _numbers(places: Sequence[FramePlace]) -> Mapping[str, list[int]]:
     """The numbers of each sequence, ascending."""
-    found: dict[str, set[int]] = defaultdict(set)
+    by_sequence: dict[str, set[int]] = defaultdict(set)
     for sequence, number in places:
         if number is not None:
-            found[sequence].add(number)
-    return {sequence: sorted(numbers) for sequence, numbers in found.items()}
+            by_sequence[sequence].add(number)
+    return {sequence: sorted(numbers) for sequence, numbers in by_sequence.items()}
 
 
 def _step(numbers: Sequence[int]) -> int:

@@ -44,11 +44,11 @@ def groups_of(pattern: re.Pattern[str], paths: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: it finds nothing in one of them.
     """
-    found = [pattern.search(path) for path in paths]
-    if missing := [path for path, match in zip(paths, found, strict=True) if match is None]:
+    matches = [pattern.search(path) for path in paths]
+    if missing := [path for path, match in zip(paths, matches, strict=True) if match is None]:
         what = f"{counted(len(missing), 'image has', 'images have')} no group: {first_of(missing)}"
         raise ConfigError(f"--group {pattern.pattern}: {what}")
-    return [" ".join(map(str, match.groups() or [match.group()])) for match in found]
+    return [" ".join(map(str, match.groups() or [match.group()])) for match in matches]
 
 
 def source_of(name: str) -> str:
@@ -74,15 +74,16 @@ def sources_of(names: Sequence[str]) -> list[str]:
     >>> sources_of(["a_flip", "a", "b (1)", "b (2)", "c", "c (1)"])
     ['a', 'a', 'b (1)', 'b (2)', 'c', 'c']
     """
-    found = list(map(source_of, names))
-    there = set(found)
-    for i, source in enumerate(found):
+    sources = list(map(source_of, names))
+    # Before any is changed: `photo (2)` is a copy only where `photo` itself is there.
+    there = set(sources)
+    for i, source in enumerate(sources):
         bare = re.sub(r" ?\(\d+\)$", "", source)
-        found[i] = bare if bare in there else source
-    sizes = Counter(found)
+        sources[i] = bare if bare in there else source
+    sizes = Counter(sources)
     return [
         source if 1 < sizes[source] <= _MOST_COPIES and len(sizes) > 1 else name
-        for name, source in zip(names, found, strict=True)
+        for name, source in zip(names, sources, strict=True)
     ]
 
 
@@ -115,5 +116,5 @@ def stems_of(names: Sequence[str]) -> list[str]:
 
 
 def _stem(name: str) -> str:
-    found = _SUBJECT.fullmatch(name) or _COUNTED.fullmatch(name)
-    return found[1] if found else name
+    match = _SUBJECT.fullmatch(name) or _COUNTED.fullmatch(name)
+    return match[1] if match else name

@@ -51,6 +51,7 @@ def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
     with damage_named(path, "TIFF"), tifffile.TiffFile(file, is_ome=False) as tiff:
         pictures = [s for s in tiff.series if not s.keyframe.subfiletype & (_REDUCED | _MASK)]
         page = pictures[0].keyframe
+        # An axis of length 1 makes no further picture.
         axes = "".join(a for a, n in zip(pictures[0].axes, pictures[0].shape, strict=True) if n > 1)
         others = set(axes) - {"Y", "X"}
         # The pages of OME would be taken for bands: its axes are not read here.
@@ -63,8 +64,8 @@ def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
             problem = f"a stack of slices ({which}); segtrain data import FILE makes images of them"
         elif len(pictures) > 1 or len(others) > 1 or others - _BAND_AXES:
             shape = "x".join(map(str, pictures[0].shape))
-            found = f"{len(pictures)}" if len(pictures) > 1 else f"{shape} ({pictures[0].axes})"
-            problem = f"the TIFF has several pictures: {found}; store each in a file of its own"
+            shown = f"{len(pictures)}" if len(pictures) > 1 else f"{shape} ({pictures[0].axes})"
+            problem = f"the TIFF has several pictures: {shown}; store each in a file of its own"
         elif page.photometric not in (_MINISWHITE, _MINISBLACK, _RGB, _PALETTE) and not (
             page.photometric == _YCBCR and page.compression in _JPEG
         ):
@@ -84,10 +85,11 @@ _SCALING = re.compile(
 
 
 def read_header(file: IO[bytes], path: str | Path) -> Info:
-    """As `formats.read_info`."""
+    """As `image_formats.read_info`."""
     with opened_tiff(file, path) as picture:
         page = picture.keyframe
         sizes = dict(zip(picture.axes, picture.shape, strict=True))
+        # `opened_tiff` has refused other axes than those of bands.
         channels = math.prod(sizes.values()) // (sizes["Y"] * sizes["X"])
         orientation = page.tags.valueof("Orientation", 1)
         return Info(
@@ -101,7 +103,7 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
             page.compression in _LOSSLESS,
             _no_data(page),
             any(code in page.tags for code in _GEO_TAGS),
-            any(one.keyframe.subfiletype & _MASK for one in page.parent.series),
+            any(series.keyframe.subfiletype & _MASK for series in page.parent.series),
             _scaling(page),
             _band_names(page, channels),
         )
@@ -109,15 +111,16 @@ def read_header(file: IO[bytes], path: str | Path) -> Info:
 
 def _scaling(page: Any) -> Scaling:
     """The `Info.scaling`."""
-    found = _SCALING.findall(str(page.tags.valueof("GDAL_METADATA")))
-    items = [(role.lower(), float(number), int(band or 0)) for band, role, number in found]
+    matches = _SCALING.findall(str(page.tags.valueof("GDAL_METADATA")))
+    items = [(role.lower(), float(number), int(band or 0)) for band, role, number in matches]
+    # True is 1 and False is 0: a scale of 1 and an offset of 0 change nothing, and are left out.
     return tuple(item for item in items if item[1] != (item[0] == "scale"))
 
 
 def _band_names(page: Any, channels: int) -> tuple[str, ...]:
     """The `Info.bands`."""
-    found = _NAME.findall(str(page.tags.valueof("GDAL_METADATA")))
-    names = {int(i): printable(unescape(name).strip(), MAX_NAME) for i, name in found}
+    matches = _NAME.findall(str(page.tags.valueof("GDAL_METADATA")))
+    names = {int(i): printable(unescape(name).strip(), MAX_NAME) for i, name in matches}
     return tuple(names.values()) if [*names] == [*range(channels)] else ()
 
 
@@ -139,12 +142,13 @@ def _no_data(page: Any) -> float | None:
 
 
 def _white_high(page: Any, values: Any) -> Any:
+    # White is stored as 0. Pillow and OpenCV invert such files, too.
     is_inverted = page.photometric == _MINISWHITE and page.dtype.kind in "bu"
     return (1 << page.bitspersample) - 1 - values if is_inverted else values
 
 
 def read_pixels(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
-    """As `formats.read_stored`."""
+    """As `image_formats.read_stored`."""
     with opened_tiff(file, path) as picture:
         size = file.seek(0, io.SEEK_END)
         for page in picture.pages:
@@ -153,6 +157,7 @@ def read_pixels(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
             # tifffile would fill the rest with zeros.
             if len(starts) != len(counts) or max(ends, default=0) > size:
                 raise DataError(f"{printable(path)}: the TIFF is cut off")
+        # One thread: callers read several files at a time already.
         return channels_last(picture.asarray(maxworkers=1), picture)
 
 
@@ -169,7 +174,7 @@ def channels_last(pixels: np.ndarray, picture: Any, axes: str = "") -> np.ndarra
 
 
 def read_colors(file: IO[bytes], path: str | Path) -> Palette:
-    """As `formats.read_palette`."""
+    """As `image_formats.read_palette`."""
     with opened_tiff(file, path) as picture:
         colors = picture.keyframe.colormap  # (3, 2^bits) uint16
         return [] if colors is None else [tuple(c) for c in (colors >> 8).T.tolist()]
@@ -184,6 +189,8 @@ def read_stored_window(path: str | Path, window: Window, info: Info) -> np.ndarr
         rows = slice(window.top, window.top + window.height)
         columns = slice(window.left, window.left + window.width)
         with opened_tiff(file, path) as picture:
+            # Set where the pixels lie together and uncompressed: a map of the file reads the window
+            # alone. Else the tiles or strips are decoded that the window touches.
             if picture.dataoffset is not None:
                 order = picture.keyframe.parent.byteorder
                 dtype = np.dtype(picture.dtype).newbyteorder(order)
@@ -202,9 +209,11 @@ def _page_window(page: Any, file: Any, rows: slice, columns: slice) -> np.ndarra
     """The part (h, w, samples) of a page, from the tiles or strips that it touches."""
     key = page.keyframe
     size = (rows.stop - rows.start, columns.stop - columns.start)
-    found = np.full((*size, key.samplesperpixel), key.nodata, key.dtype)
+    # A sparse file lacks tiles, whose pixels are these.
+    pixels = np.full((*size, key.samplesperpixel), key.nodata, key.dtype)
     tables = {}
     if page.jpegtables is not None or key.jpegheader is not None:
+        # Tiles in JPEG share tables that stand once in the page.
         tables = {"jpegtables": page.jpegtables, "jpegheader": key.jpegheader}
     for index in _segments(key, rows, columns):
         offset, count = page.dataoffsets[index], page.databytecounts[index]
@@ -219,12 +228,12 @@ def _page_window(page: Any, file: Any, rows: slice, columns: slice) -> np.ndarra
         )
         y, end = max(top, rows.start), min(top + height, rows.stop)
         x, right = max(left, columns.start), min(left + width, columns.stop)
-        found[
+        pixels[
             y - rows.start : end - rows.start,
             x - columns.start : right - columns.start,
             plane : plane + samples,
         ] = segment[0, y - top : end - top, x - left : right - left]
-    return found
+    return pixels
 
 
 def _segments(page: Any, rows: slice, columns: slice) -> Iterator[int]:
@@ -236,4 +245,5 @@ def _segments(page: Any, rows: slice, columns: slice) -> Iterator[int]:
     for plane in range(planes):
         for y in range(rows.start // tile[0], (rows.stop - 1) // tile[0] + 1):
             for x in range(columns.start // tile[1], (columns.stop - 1) // tile[1] + 1):
+                # Tiles are numbered row by row, and one plane after the other.
                 yield (plane * down + y) * across + x

@@ -33,6 +33,8 @@ def overlapping(boxes: Sequence[TileBox | None]) -> Iterator[tuple[int, int]]:
     for i, box in enumerate(boxes):
         if box is None:
             continue
+        # Cells as large as the largest tile: what overlaps a box is in its cell or in one beside
+        # it.
         row, column = int(box.top // side), int(box.left // side)
         for down in (-1, 0, 1):
             for right in (-1, 0, 1):
@@ -55,7 +57,7 @@ def strips(
     >>> strips([TileBox("a", 0, x, 64, x + 64) for x in (0, 48, 96, 144)] + [None], 2)
     [0, 0, 1, 1, None]
     """
-    found: list[int | None] = [None] * len(boxes)
+    strip_of: list[int | None] = [None] * len(boxes)
     by_mosaic: dict[str, list[int]] = defaultdict(list)
     for i, box in enumerate(boxes):
         if box is not None:
@@ -66,7 +68,8 @@ def strips(
             for start, end in ((1, 3), (2, 4))
         )
         start = side or (1 if height >= width else 2)
+        # Of starts, not of tiles: tiles that begin at one place stay together.
         places = sorted({boxes[i][start] for i in tiles})
         for i in tiles:
-            found[i] = places.index(boxes[i][start]) * number // len(places)
-    return found
+            strip_of[i] = places.index(boxes[i][start]) * number // len(places)
+    return strip_of

@@ -31,9 +31,10 @@ _FILLED = re.compile(r"Corrupt JPEG data: (\d+) extraneous bytes before marker 0
 _MOST_FILLED = 16  # bytes
 _PATIENT, _SERIES, _KIND = "0010|0020", "0020|000e", "0028|0004"
 _THICKNESS, _POSITION, _TURN, _SPACING = "0018|0050", "0020|0032", "0020|0037", "0028|0030"
+# nibabel's words for the units of a header; others are taken for millimetres.
+_UNITS = {"micron": "µm", "meter": "m"}
 # Steps between slices, and the corners of an image and its label, may differ by these fractions of
 # a voxel. Axes with spacings this close are equally coarse.
-_UNITS = {"micron": "µm", "meter": "m"}
 _STEP, _CORNER, _COARSER = 0.05, 0.1, 1.01
 # Files round direction cosines and spacings to six digits and more.
 _ROUNDED = 1e-4
@@ -108,7 +109,7 @@ def find_volumes(source: Path, *, stacks: bool = False) -> tuple[list[VolumeFile
 
     DataError: a folder cannot be read, or a DICOM file is damaged.
     """
-    found: list[VolumeFile] = []
+    volumes: list[VolumeFile] = []
     others: list[Path] = []
     alone: list[Path] = []
     series: dict[tuple[Path, str], list[tuple[Path, str]]] = defaultdict(list)
@@ -122,8 +123,9 @@ def find_volumes(source: Path, *, stacks: bool = False) -> tuple[list[VolumeFile
             relative = path.relative_to(source) if is_folder else Path(path.name)
             name = relative.as_posix().removesuffix(path.name[-len(kind) :] if kind else "")
             if kind in _NIFTI or (stacks and kind in _TIFF and _num_pages(path) > 1):
-                found.append(VolumeFile(path, name, (path,)))
+                volumes.append(VolumeFile(path, name, (path,)))
             elif kind not in IMAGE_SUFFIXES and path.is_file():
+                # Names of DICOM files often have no suffix, or a number: the content tells.
                 if not _is_dicom(path):
                     others.append(path)
                 elif (header := _header_of(path)) is None:
@@ -136,12 +138,13 @@ def find_volumes(source: Path, *, stacks: bool = False) -> tuple[list[VolumeFile
         single = source.stem if _suffix(source) in (".dcm", ".ima") else source.name
         name = folder.relative_to(source).as_posix() if is_folder else single
         name = folder.name if name == "." else name
+        # A folder may hold several series.
         name += f"_{number}" if folders.count(folder) > 1 else ""
         paths = tuple(path for path, _ in members)
-        found.append(VolumeFile(folder, name, paths, members[0][1]))
+        volumes.append(VolumeFile(folder, name, paths, members[0][1]))
     alone = sorted([*alone, *(path for path in others if path.parent in folders)])
     what = counted(len(alone), "file is of no volume", "files are of no volume")
-    return found, [f"warning: {what}, and left out: {first_of(alone, 5)}"] if alone else []
+    return volumes, [f"warning: {what}, and left out: {first_of(alone, 5)}"] if alone else []
 
 
 def _num_pages(path: Path) -> int:
@@ -199,6 +202,7 @@ def load_volume(file: VolumeFile) -> Any:
     if dtype.kind not in "uif" or len(shape) < 3 or any(n != 1 for n in shape[3:]):
         what = f"expected a volume of single numbers, found {'x'.join(map(str, shape))} {dtype}"
         raise DataError(f"{printable(file.path)}: {what}; store each volume in a file of its own")
+    # Further axes are of length 1 here.
     return image if len(shape) == 3 else image.slicer[(..., *[0] * (len(shape) - 3))]
 
 
@@ -211,6 +215,7 @@ def _load_series(file: VolumeFile) -> Any:
     positions = np.stack([_numbers(x, _POSITION, 0, 0, 0) for x in headers])
     along = turns[0].reshape(2, 3)
     normal = np.cross(*along)
+    # Names may be in any order; the position along the normal is what orders slices.
     order = np.argsort(positions @ normal, kind="stable")
     names = [printable(file.files[i].name) for i in order]
     grids = [[x.GetSize()[:2] for x in headers], spacings, turns]
@@ -245,6 +250,7 @@ def _uneven(positions: np.ndarray, names: Sequence[str]) -> str:
     """Where slices at (N, 3), in order, are not at even steps; empty: they are."""
     steps = np.diff(positions, axis=0)
     lengths = np.linalg.norm(steps, axis=1)
+    # Without zeros, which are the majority where several slices lie at each place.
     usual = float(np.median(lengths[lengths > 0])) if lengths.any() else 0.0
     twice = np.flatnonzero(lengths <= _STEP * usual)
     if len(twice):
@@ -296,7 +302,7 @@ def coarsest_axis(image: Any) -> int:
     """The axis, after the turn to RAS+, with the largest spacing; z where none is coarser."""
     spacing = _spacing(_turned(image))
     axis = int(np.argmax(spacing))
-    others = [one for i, one in enumerate(spacing) if i != axis]
+    others = [step for i, step in enumerate(spacing) if i != axis]
     return axis if spacing[axis] > _COARSER * max(others) else 2
 
 
@@ -313,6 +319,7 @@ def slice_dtype(file: VolumeFile) -> np.dtype:
     if file.is_tiff:
         return read_tiff_stack(file).pixels.dtype
     data = load_volume(file).dataobj
+    # A scale makes floats of whole numbers.
     has_scale = (getattr(data, "slope", 1), getattr(data, "inter", 0)) != (1, 0)
     return np.dtype(np.float32) if has_scale else _kept(data.dtype)
 
@@ -331,6 +338,8 @@ def read_stack(file: VolumeFile, image: Any, axis: int) -> Stack:
     voxels = voxels.astype(_kept(voxels.dtype), copy=False)
     spacing = _spacing(turned)
     columns, rows = (spacing[i] for i in range(3) if i != axis)
+    # Of the two axes left, the first gives columns and the second rows. RAS+ counts upwards and
+    # images count downwards, so the rows are reversed.
     pixels = np.moveaxis(voxels, axis, 0).transpose(0, 2, 1)[:, ::-1]
     ids = tuple(f"{AXES[axis]}{i:04d}" for i in range(len(pixels)))
     unit = _UNITS.get(turned.header.get_xyzt_units()[0], "mm")
@@ -343,6 +352,7 @@ def write_label_volume(path: Path, labels: np.ndarray, image: Any, axis: int) ->
     axis: as of `read_stack`.
     """
     nibabel = nifti_library()
+    # What `read_stack` did, undone in reverse order.
     voxels = np.moveaxis(labels[:, ::-1].transpose(0, 2, 1), 0, axis)
     from_ras = nibabel.orientations.axcodes2ornt("RAS")
     to_file = nibabel.io_orientation(image.affine)
@@ -350,6 +360,7 @@ def write_label_volume(path: Path, labels: np.ndarray, image: Any, axis: int) ->
     voxels = nibabel.orientations.apply_orientation(voxels, turn)
     header = image.header.copy()
     header.set_data_dtype(labels.dtype)
+    # The range of grey levels to show, which is that of the image.
     header["cal_min"] = header["cal_max"] = 0
     nibabel.save(type(image)(np.ascontiguousarray(voxels), image.affine, header), path)
 
@@ -368,6 +379,7 @@ def read_tiff_stack(file: VolumeFile) -> Stack:
             raise DataError(f"{place}: expected one stack in one file")
         stored, axes = series.asarray(), series.axes
         spacing, unit = _tiff_spacing(tiff)
+    # Axes that count slices: time, depth, and pages without a known meaning (Q, I).
     counted = [axis for axis in axes if axis in "TZQI"]
     if set(axes) - set("TZQICSYX") or len(counted) - len({*counted}):
         raise DataError(f"{place}: axes {axes}; store stacks of z and t, with channels at most")
@@ -393,13 +405,13 @@ def _tiff_spacing(tiff: Any) -> tuple[tuple[float, float, float] | None, str]:
     """Of slices, rows and columns, as ImageJ or OME says it, and its unit; None: neither does."""
     if tiff.is_ome:
         return _ome_spacing(tiff.ome_metadata)
-    found = tiff.imagej_metadata or {}
+    metadata = tiff.imagej_metadata or {}
     resolution = [tiff.pages.first.tags.valueof(f"{axis}Resolution") for axis in "YX"]
-    if "spacing" not in found or not all(x and x[0] for x in resolution):
+    if "spacing" not in metadata or not all(x and x[0] for x in resolution):
         return None, ""
     rows, columns = (x[1] / x[0] for x in resolution)
-    unit = str(found.get("unit", "")).replace("\\u00B5", "µ") or "pixels"
-    return (float(found["spacing"]), rows, columns), unit
+    unit = str(metadata.get("unit", "")).replace("\\u00B5", "µ") or "pixels"
+    return (float(metadata["spacing"]), rows, columns), unit
 
 
 def _ome_spacing(text: str) -> tuple[tuple[float, float, float] | None, str]:
@@ -419,7 +431,7 @@ def _ome_spacing(text: str) -> tuple[tuple[float, float, float] | None, str]:
 def other_grid(image: Stack, label: Stack) -> str:
     """Why a label does not lie on the voxels of its image; empty: it does."""
     if image.pixels.shape[:3] != label.pixels.shape[:3] or image.ids != label.ids:
-        shapes = ("x".join(map(str, one.pixels.shape[:3])) for one in (label, image))
+        shapes = ("x".join(map(str, stack.pixels.shape[:3])) for stack in (label, image))
         return "label of {} voxels, image of {} (slices x rows x columns)".format(*shapes)
     if image.place is None or label.place is None:
         return ""
@@ -427,6 +439,7 @@ def other_grid(image: Stack, label: Stack) -> str:
     sliced = AXES.index(image.ids[0][0])
     number, rows, columns = image.pixels.shape[:3]
     lengths = np.insert([columns, rows], sliced, number)
+    # Two affine maps of a box differ most at one of its corners.
     ends = np.array([(*corner, 1) for corner in np.ndindex(2, 2, 2)], float)
     ends[:, :3] *= lengths
     moved = np.abs(ends @ (image.place - label.place).T).max()

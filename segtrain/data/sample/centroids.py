@@ -62,15 +62,15 @@ def label_centroids(label: np.ndarray, tile_px: int) -> list[int]:
 
     Tiles come row by row, the classes of a tile in order. Ignored pixels are no class.
     """
-    found = []
+    numbers = []
     for top in range(0, label.shape[0], tile_px):
         for left in range(0, label.shape[1], tile_px):
             tile = label[top : top + tile_px, left : left + tile_px]
             counts = cv2.calcHist([tile], [0], None, [256], [0, 256]).ravel()[:IGNORE_INDEX]
             for class_id in np.flatnonzero(counts).tolist():
                 row, column = _centroid(tile == class_id)
-                found += [class_id, top + row, left + column]
-    return found
+                numbers += [class_id, top + row, left + column]
+    return numbers
 
 
 def _centroid(mask: np.ndarray) -> tuple[int, int]:
@@ -122,6 +122,7 @@ def measure_centroids(
     """
     key = _key(dataset, tile_px)
     known = _read(path, key) if dist.is_main() else {}
+    # Other ranks have nothing to measure, and go straight to the loop in which all meet.
     indices = range(len(dataset)) if dist.is_main() else ()
     pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="centroids")
     measure = partial(_measure, dataset, tile_px, known)
@@ -131,17 +132,19 @@ def measure_centroids(
             pass
     finally:
         pool.shutdown(cancel_futures=True)
-    found = [label.result() for label in labels]
-    table = _table([numbers for _, numbers in found])
+    by_label = [label.result() for label in labels]
+    table = _table([numbers for _, numbers in by_label])
 
     def write() -> int:
-        measured = dict(found)
+        measured = dict(by_label)
+        # Nothing is written where every label was known already.
         if len(table) and measured.keys() != known.keys() and keep(Centroids(table)):
             content = {"key": key, "sha256": _hash_of(measured), "labels": measured}
             with files.os_errors_as(ExecutionError, path, "cannot be written"):
                 files.write_atomic(path, json.dumps(content))
         return len(table)
 
+    # Every rank learns the number of rows: a broadcast needs tensors of one shape.
     num_rows = dist.run_on_rank0(write)
     if num_rows == 0:
         raise DataError(f"split {dataset.split!r}: data.class_uniform: no label shows any class")
@@ -158,8 +161,8 @@ def _measure(
     label = dataset.hashed_label(index)
     digest = label.digest.hex()
     # A label without classes is known by an empty list.
-    found = known[digest] if digest in known else label_centroids(label.read(), tile_px)
-    return digest, found
+    numbers = known[digest] if digest in known else label_centroids(label.read(), tile_px)
+    return digest, numbers
 
 
 def _are_done(labels: Sequence[Future]) -> bool:
@@ -170,9 +173,9 @@ def _are_done(labels: Sequence[Future]) -> bool:
     return not left
 
 
-def _table(found: Sequence[list[int]]) -> np.ndarray:
+def _table(by_label: Sequence[list[int]]) -> np.ndarray:
     """The table of `Centroids` from what `label_centroids` found in each label."""
-    parts = [np.array(numbers, np.int32).reshape(-1, 3) for numbers in found]
+    parts = [np.array(numbers, np.int32).reshape(-1, 3) for numbers in by_label]
     images = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
     rows = np.concatenate([np.empty((0, 3), np.int32), *parts])
     table = np.column_stack([rows[:, 0], images, rows[:, 1:]])
@@ -188,9 +191,9 @@ def _key(dataset: SegDataset, tile_px: int) -> str:
 def _read(path: Path, key: str) -> Measured:
     """What the file holds for `key`; nothing if it is missing, damaged or for another key."""
     with suppress(OSError, ValueError, LookupError, TypeError):  # also JSON that is not ours
-        found = files.parse_json(files.read_bytes(path))
-        if [found["key"], found["sha256"]] == [key, _hash_of(found["labels"])]:
-            return found["labels"]
+        content = files.parse_json(files.read_bytes(path))
+        if [content["key"], content["sha256"]] == [key, _hash_of(content["labels"])]:
+            return content["labels"]
     return {}
 
 

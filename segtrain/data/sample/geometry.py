@@ -84,6 +84,7 @@ class Span(NamedTuple):
         first, last = 0, self.largest_start
         if point is not None:
             last = min(math.floor(point), last)
+            # The first start from which the content still reaches the point.
             behind = math.floor(point - self.content * self.size / self.scaled) + 1
             first = max(0, min(behind, last))
         start = int(rng.integers(first, last + 1))
@@ -260,6 +261,7 @@ def _warp(
     x, y = width - 1, height - 1
     corners = matrix @ np.array([[0, x, 0, x], [0, 0, y, y], [1, 1, 1, 1]])  # (2, 4)
     limit = np.array(source.shape[1::-1])  # (width, height), as cv2 orders them
+    # The region under the crop, and a pixel or two around it for the interpolation.
     first = np.clip(np.floor(corners.min(axis=1)).astype(int) - 1, 0, limit - 1)
     last = np.clip(np.ceil(corners.max(axis=1)).astype(int) + 2, first + 1, limit)
     # warpAffine may use fixed point: passing only the region keeps coordinates small.

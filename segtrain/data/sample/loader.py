@@ -149,6 +149,7 @@ class TrainLoader:
         if isinstance(batch, UserError):
             self.close()
             raise batch
+        # Of a part without positions the image only gave shape and types.
         return batch if next(self._indices) else batch.empty()
 
     def _next(self) -> Batch | UserError | None:
@@ -180,7 +181,7 @@ class _SentStream(Dataset):
 
     def __init__(self, stream: TrainStream) -> None:
         transforms = [plugins.registered("transform", name) for name in plugins.names("transform")]
-        self._sources, self._records = plugins.loaded(), [one.record() for one in transforms]
+        self._sources, self._records = plugins.loaded(), [plugin.record() for plugin in transforms]
         try:
             self._pickled = pickle.dumps(stream)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -189,6 +190,8 @@ class _SentStream(Dataset):
 
     @cached_property
     def _stream(self) -> TrainStream:
+        # In the worker, at its first batch. Plugins come first: the pickled stream names what they
+        # define.
         for source in self._sources:
             plugins.load(source)
         for change in plugins.changes(self._records):

@@ -56,6 +56,7 @@ class ClassUniform:
         """What sample `number` of the stream shows instead of its image; None: that image stays."""
         epoch, index = divmod(number, num_images)
         before, after = (self._picks_before(e * num_images) for e in (epoch, epoch + 1))
+        # Slots are a permutation of the epoch's samples, of which the first ones are class-uniform.
         slot = int(_slots(stream_seed, epoch, num_images)[index])
         return self._pick(stream_seed, before + slot) if slot < after - before else None
 
@@ -73,6 +74,7 @@ class ClassUniform:
     def _pick(self, stream_seed: int, number: int) -> Pick:
         """Class-uniform sample `number` of the run, counted from 0 in the order of its slots."""
         classes = list(self.centroids.by_class)
+        # The classes take turns; then each goes through its centroids, in a new order every time.
         turn, index = divmod(number, len(classes))
         class_id = classes[index]
         rows = self.centroids.by_class[class_id]
@@ -104,6 +106,7 @@ def draw_partner(
     if num_images == 1:
         return Pick(0)
     index = int(rng.integers(num_images - 1))
+    # One of the others, each equally likely: numbers from `avoid` on move up by one.
     return Pick(index + (index >= avoid))
 
 
@@ -240,6 +243,8 @@ class TrainStream(Dataset):
         if source.pasted is None:
             return self.transform(*self.dataset.view(index), source.rng, point=point)
         crop = self.transform.crop(*self.dataset.view(index), source.rng, point=point)
+        # The partner draws from a generator of its own, so the crop is the same with and without
+        # it.
         (other, point), rng, _ = source.pasted
         partner = self.transform.crop(*self.dataset.view(other), rng, point=point)
         crop = paste_classes(crop, partner, rng)

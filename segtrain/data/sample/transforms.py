@@ -111,12 +111,14 @@ def draw_placement(
     """
     height, width = label.shape[:2]
     unit = short_side_px / min(height, width) if short_side_px else 1.0
+    # The order of the draws is part of what a seed means: another order gives other crops.
     scale = unit * rng.uniform(*augment.scale_range)
     rotated = augment.rotate_deg > 0 and rng.random() < _ROTATE_PROB
     angle_deg = rng.uniform(-augment.rotate_deg, augment.rotate_deg) if rotated else 0.0
     flip = bool(rng.random() < augment.flip_prob)
     turned = augment.quarter_turn_prob > 0 and rng.random() < augment.quarter_turn_prob
     turns = int(rng.integers(1, 4)) if turned else 0
+    # An odd number of turns exchanges the sides again, so the crop has its size.
     crop_h, crop_w = augment.crop_size if turns % 2 == 0 else augment.crop_size[::-1]
     placement = Placement(
         rows=Span(height, max(1, round(height * scale)), crop_h),
@@ -131,6 +133,7 @@ def draw_placement(
             placement = placement._replace(angle_deg=0.0)
         target = placement.turned(point)
     placement = placement.moved(rng, target)
+    # A crop that holds the whole image shows the same classes wherever it lies.
     movable = placement.rows.largest_start > 0 or placement.columns.largest_start > 0
     if augment.max_class_share < 1 and movable:
         for _ in range(_MAX_REDRAWS):
