@@ -46,9 +46,11 @@ def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
             drawn = annotation.get("segmentation")
             if not drawn:
                 findings.no_region("box", place)
+            # Run lengths, as of a crowd.
             elif isinstance(drawn, dict):
                 image.regions.append(Region.of_mask(name, _mask(drawn, image.size), image.size))
             else:
+                # Numbers without inner brackets are a single polygon.
                 outlines = drawn if isinstance(drawn[0], list) else [drawn]
                 image.regions.append(Region.of_outlines(name, *outlines))
             used.add(name)

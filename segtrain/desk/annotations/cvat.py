@@ -33,5 +33,6 @@ def _region(shape: ElementTree.Element, size: tuple[int, int]) -> Region:
     if shape.tag == "polygon":
         return Region.of_outlines(name, shape.attrib["points"].replace(";", ",").split(","))
     top, left, *within = (int(shape.attrib[key]) for key in ("top", "left", "height", "width"))
+    # Run lengths fill the box of the mask, not the image.
     mask = mask_of_runs([int(run) for run in shape.attrib["rle"].split(",")], tuple(within))
     return Region.of_mask(name, mask, size, top, left)

@@ -26,14 +26,15 @@ def in_degrees(shape: Any, crs: Any, place: object) -> Any:
 
     rings = [shapely.Polygon(shape.exterior), *map(shapely.Polygon, shape.interiors)]
     outer, *holes = (_unrolled(shapely.orient_polygons(ring), crs, place) for ring in rings)
+    # Each ring is unrolled by itself: a hole may lie a whole turn beside its outline.
     turns = [shapely.affinity.translate(hole, x) for hole in holes for x in (-360, 0, 360)]
-    found = shapely.difference(outer, shapely.union_all(turns)) if holes else outer
-    left, _, right, _ = found.bounds
+    unrolled = shapely.difference(outer, shapely.union_all(turns)) if holes else outer
+    left, _, right, _ = unrolled.bounds
     parts = []
     for turn in range(int((left + 180) // 360), int((right + 180) // 360) + 1):
         around = shapely.box(-180 + 360 * turn, -90, 180 + 360 * turn, 90)
-        inside = shapely.get_parts(shapely.intersection(found, around))
-        parts += [shapely.affinity.translate(one, -360 * turn) for one in inside if one.area]
+        inside = shapely.get_parts(shapely.intersection(unrolled, around))
+        parts += [shapely.affinity.translate(part, -360 * turn) for part in inside if part.area]
     # Of a ring around a pole the ends meet but for rounding.
     whole = parts[0] if len(parts) == 1 else shapely.union_all(parts, grid_size=_GRID_DEGREES)
     return shapely.orient_polygons(whole)
@@ -49,6 +50,7 @@ def _unrolled(ring: Any, crs: Any, place: object) -> Any:
         lon, lat = map(np.array, geo_library(place).warp.transform(crs, DEGREES, *points.T))
         if not (np.isfinite(lon) & np.isfinite(lat)).all():
             raise DataError(f"{printable(place)}: reaches out of what its projection maps")
+        # The shorter way round, which is right for short edges.
         turn = (np.diff(lon) + 180) % 360 - 180
         length = np.hypot(*np.diff(points, axis=0).T) * unit
         if crs.is_geographic:
@@ -57,6 +59,7 @@ def _unrolled(ring: Any, crs: Any, place: object) -> Any:
             long = (length > EDGE_M) | ((np.abs(turn) > _EDGE_TURN_DEGREES) & (length > _LEAST_M))
         if not long.any():
             break
+        # Halved until all are short: a straight edge there is a curve in degrees.
         middles = (points[:-1] + points[1:])[long] / 2
         points = np.insert(points, np.flatnonzero(long) + 1, middles, axis=0)
     lon = lon[0] + np.concatenate([[0.0], turn.cumsum()])

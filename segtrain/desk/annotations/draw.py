@@ -34,6 +34,7 @@ def draw(annotated: Annotated, classes: Sequence[str], overlap: Overlap) -> np.n
     drawn = [_packed(region, annotated.size) for region in annotated.regions]
     if overlap == "keep":
         bands = np.zeros((*annotated.size, len(classes) - 1), np.uint8)
+        # What is to be ignored comes last, over all classes.
         for i in sorted(range(len(drawn)), key=lambda i: regions[i] == IGNORE_INDEX):
             here = masks.decode(drawn[i]) != 0
             if regions[i] == IGNORE_INDEX:
@@ -46,6 +47,7 @@ def draw(annotated: Annotated, classes: Sequence[str], overlap: Overlap) -> np.n
         "area": lambda i: (-int(masks.area(drawn[i])), i),
         "class": lambda i: (regions[i], i),
     }[overlap]
+    # Column by column, as pycocotools decodes masks.
     label = np.zeros(annotated.size, np.uint8, order="F")
     for i in sorted(range(len(drawn)), key=rank):
         label[masks.decode(drawn[i]) != 0] = regions[i]

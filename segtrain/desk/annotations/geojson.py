@@ -57,10 +57,10 @@ def read(
     geo_library(path)
     import shapely
 
-    found = json.loads(read_text(path))
-    features = found["features"] if found["type"] == "FeatureCollection" else [found]
-    names = _class_names(path, [one.get("properties") or {} for one in features], attribute)
-    system = _system(found)
+    content = json.loads(read_text(path))
+    features = content["features"] if content["type"] == "FeatureCollection" else [content]
+    names = _class_names(path, [entry.get("properties") or {} for entry in features], attribute)
+    system = _system(content)
     is_geographic = geo_library(path).crs.CRS.from_user_input(system).is_geographic
     regions = []
     for i, (feature, name) in enumerate(zip(features, names, strict=True)):
@@ -76,6 +76,7 @@ def read(
         except shapely.errors.ShapelyError as error:
             findings.refuse(place, error)
             continue
+        # Edges as they stand in the file: what follows may cut a long one into short ones.
         drawn = list(_polygons(shape)) if is_geographic else []
         if not shape.is_valid:
             findings.note(place, "an outline crosses itself: inside is what it goes round once")
@@ -116,13 +117,15 @@ def _class_names(
     ValueError: several properties may name the class.
     """
     seen: dict[str, list[str]] = {}
-    for key, value in chain.from_iterable(one.items() for one in properties):
+    for key, value in chain.from_iterable(of_feature.items() for of_feature in properties):
         if isinstance(value, str | int):
             seen.setdefault(key, []).append(str(value))
     called = [key for key in seen if key.casefold() in _CLASS_WORDS]
     key = attribute or (called[0] if len(called) == 1 else None)
+    # A property whose values repeat is a class; one that differs everywhere may be an id.
     if key is None and len(seen) == 1 and len(values := next(iter(seen.values()))) > len({*values}):
         (key,) = seen
+    # --attribute none, where no property has that name; or no feature has any.
     if key == _NONE not in seen or not (seen or key):
         return [path.stem.partition(".")[0]] * len(properties)
     if key not in seen:
@@ -131,7 +134,7 @@ def _class_names(
             f"which property names the class? {ways or 'there is none'}; choose by --attribute, "
             f"or --attribute {_NONE}: all are one class"
         )
-    values = (one.get(key) for one in properties)
+    values = (of_feature.get(key) for of_feature in properties)
     return [str(value) if isinstance(value, str | int) else None for value in values]
 
 
@@ -139,6 +142,7 @@ def _system(found: dict[str, Any]) -> str:
     """The coordinate system that the file says; ValueError: one that GDAL would fetch."""
     crs = found.get("crs")
     name = str(crs["properties"]["name"]) if crs else DEGREES
+    # GDAL would open a URL or a file that is named here: only codes are passed on.
     if not name.startswith(_SYSTEMS):
         raise ValueError(f"crs {name}: expected a code such as EPSG:32633")
     return name
@@ -149,10 +153,11 @@ def moved(shape: Any, system: Any, other: Any) -> Any:
     import shapely
 
     rasterio = geo_library("outlines")
-    source, target = (rasterio.crs.CRS.from_user_input(one) for one in (system, other))
+    source, target = (rasterio.crs.CRS.from_user_input(given) for given in (system, other))
     if source == target:
         return shape
     edge = _EDGE_DEGREES if source.is_geographic else EDGE_M / source.linear_units_factor[1]
+    # With more points first, since an edge that is straight here is a curve there.
     parts = shapely.segmentize(shape, edge)
     return shapely.geometry.shape(rasterio.warp.transform_geom(source, target, parts))
 
@@ -176,6 +181,7 @@ def place_on_map(
     import shapely
 
     regions = [region for image in read for region in image.regions]
+    # A tree, since most outlines lie far from most rasters.
     tree = shapely.STRtree([shapely.Polygon(x.polygons[0], x.holes) for x in regions])
     files = [file for file in visible_files(folder) if file.lower().endswith(IMAGE_SUFFIXES)]
     rasters = {file: found for file in files if (found := _raster(folder / file)) is not None}
@@ -184,6 +190,7 @@ def place_on_map(
         drawn = []
         for i, near in _nearby(tree, raster.around):
             shape = _in_pixels(moved(near, DEGREES, raster.system), raster.to_map)
+            # `around` is larger than the raster: what lies beside it only is left out.
             if shape.intersection(shapely.box(0, 0, *raster.size[::-1])).area > 0:
                 used.add(i)
                 for outer, *holes in _polygons(shape):
@@ -208,8 +215,8 @@ def _nearby(tree: Any, around: Any) -> Iterator[tuple[int, Any]]:
     import shapely
 
     turned = {turn: shapely.affinity.translate(around, -turn) for turn in (-360, 0, 360)}
-    found = {turn: tree.query(box, predicate="intersects") for turn, box in turned.items()}
-    for i, turn in sorted((i, turn) for turn, all_ in found.items() for i in all_.tolist()):
+    hits = {turn: tree.query(box, predicate="intersects") for turn, box in turned.items()}
+    for i, turn in sorted((i, turn) for turn, all_ in hits.items() for i in all_.tolist()):
         near = shapely.intersection(tree.geometries[i], turned[turn])
         yield i, shapely.affinity.translate(near, turn)
 
@@ -256,7 +263,8 @@ def write_label(
     ids = {name: i for i, name in enumerate(classes)} | {IGNORED: IGNORE_INDEX}
     shapes = [(shapely.Polygon(x.polygons[0], x.holes), ids[x.name]) for x in image.regions]
     if overlap != "order":
-        shapes.sort(key=lambda one: -one[0].area if overlap == "area" else one[1])
+        # The later covers the earlier: by area the smaller, or by class the later.
+        shapes.sort(key=lambda pair: -pair[0].area if overlap == "area" else pair[1])
     assert image.size is not None  # place_on_map has filled it in
     height, width = image.size
     rows = max(1, _STRIP_PX // width)
@@ -267,6 +275,7 @@ def write_label(
     profile |= {"compress": "deflate", "tiled": True, "BIGTIFF": "IF_SAFER"}
     path.parent.mkdir(parents=True, exist_ok=True)
     with rasterio.open(path, "w", **profile) as file:
+        # A raster may be larger than the memory.
         for top in range(0, height, rows):
             size = (min(rows, height - top), width)
             strip = rasterio.features.rasterize(

@@ -52,6 +52,7 @@ def claim(output: Path, images: Path, *, overwrite: bool) -> None:
         if found and _DRAFT not in found and not overwrite:
             raise ConfigError(f"{place}: holds labels already; --overwrite replaces them")
         for path in (output / name for name in found):
+            # Of a link only the link goes, and not what it points to.
             path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
 
 
@@ -101,6 +102,7 @@ def write_labels(
         table.writerow([name, label])
     head = f"# drawn by segtrain data import from {found.format} annotations\nclasses:\n"
     with os_errors_as(ExecutionError, what="cannot be written"):
+        # The draft goes last: as long as it is there, the import counts as unfinished.
         write_atomic(output / CLASSES, head + classes)
         write_atomic(output / PAIRS, pairs.getvalue())
         (draft / LABELS).rename(output / LABELS)

@@ -25,8 +25,9 @@ def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
     images = []
     for task in parse_json(read_text(path)):
         with findings.refusing(place := f"{path}: task {task['id']}"):
-            done = [one for one in task["annotations"] if not one.get("was_cancelled")]
-            done = [one for one in done if one.get("ground_truth")] or done
+            # Of several annotators the one that is marked as ground truth counts.
+            done = [entry for entry in task["annotations"] if not entry.get("was_cancelled")]
+            done = [entry for entry in done if entry.get("ground_truth")] or done
             if len(done) > 1:
                 raise ValueError("several annotations; mark one as ground truth, or keep one")
             if done:
@@ -88,6 +89,7 @@ def _unpacked(packed: bytes, size: tuple[int, int]) -> np.ndarray:
     Raises:
         ValueError: the runs do not fill `size` exactly.
     """
+    # First of all: a few bytes of runs may ask for any number of values.
     check_pixels(size)
     bits, at = "".join(f"{byte:08b}" for byte in packed), 0
 

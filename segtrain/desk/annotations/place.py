@@ -39,30 +39,30 @@ def place_images(
             name = file.rpartition("/")[2]
             for key in (name, _uploaded(name)):
                 by_name.setdefault(key, []).append(file)
-    found: dict[str, Annotated] = {}
+    by_file: dict[str, Annotated] = {}
     for image in images:
         file, problem = _file_of(image, folder, by_name)
         if problem:
             findings.refuse(image.place or image.name, problem)
-        elif file in found:
-            both = f"{found[file].source} and {image.source}"
+        elif file in by_file:
+            both = f"{by_file[file].source} and {image.source}"
             findings.refuse(file, f"is annotated twice, in {both}; keep one annotation")
         else:
-            found[file] = image._replace(name=file, path=folder / file)
-    files = sorted({file for files in by_name.values() for file in files} - found.keys())
+            by_file[file] = image._replace(name=file, path=folder / file)
+    files = sorted({file for files in by_name.values() for file in files} - by_file.keys())
     if others_are_empty:
-        kinds = {_folder_and_suffix(file): image.source for file, image in found.items()}
+        kinds = {_folder_and_suffix(file): image.source for file, image in by_file.items()}
         for file in files:
             if source := kinds.get(_folder_and_suffix(file)):
-                found[file] = Annotated(source, file, None, [], path=folder / file)
+                by_file[file] = Annotated(source, file, None, [], path=folder / file)
     placed = []
-    for image, problem in prefetch(_fitted, found.values(), _THREADS):
+    for image, problem in prefetch(_fitted, by_file.values(), _THREADS):
         if problem:
             findings.refuse(image.name, problem)
         else:
             checked = (_checked(region, image, findings) for region in image.regions)
             placed.append(image._replace(regions=[region for region in checked if region]))
-    return placed, len([file for file in files if file not in found])
+    return placed, len([file for file in files if file not in by_file])
 
 
 def _folder_and_suffix(file: str) -> tuple[Path, str]:
@@ -78,6 +78,7 @@ def _file_of(image: Annotated, folder: Path, by_name: dict[str, list[str]]) -> t
     parts = [x for x in PurePosixPath(image.name.replace("\\", "/")).parts if x not in "/.."]
     base = parts[-1] if parts else ""
     own = _UPLOAD.sub("", base)
+    # As it is called, without the digits of an upload, or as Label Studio has stored it.
     named = by_name.get(base) or by_name.get(own) or by_name.get(_uploaded(own), [])
     files = [file for file in named if _is_end(parts[:-1], file.split("/")[:-1])]
     ranks = [_nearness(folder / file, image.source) for file in files]
@@ -155,6 +156,8 @@ def _checked_polygons(
             continue
         is_near = (points >= -_MARGIN * sides) & (points <= (1 + _MARGIN) * sides)
         touches = (points.max(axis=0) > 0).all() and (points.min(axis=0) < sides).all()
+        # Fractions beyond the image are pixels by mistake. Pixels may lie far out if they touch the
+        # image.
         fits = is_near.all() if image.are_fractions else np.isfinite(points).all() and touches
         if not fits:
             problem = "outside of the image: drawn on another one, or in another size or unit"

@@ -45,10 +45,10 @@ def find_label_maps(inputs: Sequence[Path]) -> list[Path]:
     Raises:
         DataError: a folder has none, or several of one name lie on the map.
     """
-    found: list[Path] = []
+    maps: list[Path] = []
     for given in inputs:
         if not given.is_dir():
-            found.append(given)
+            maps.append(given)
             continue
         named = files_by_name(given, LABEL_SUFFIXES)
         if not named:
@@ -57,8 +57,10 @@ def find_label_maps(inputs: Sequence[Path]) -> list[Path]:
             placed = [file for file in files if is_on_map(file, read_info(file))]
             if problem := one_name(placed):
                 raise DataError(problem)
-            found += placed or files[:1]
-    return [*{os.path.realpath(file): file for file in found}.values()]
+            # Where none lies on the map, `write_polygons` refuses the first.
+            maps += placed or files[:1]
+    # A file with two names, as by a link, would be written twice.
+    return [*{os.path.realpath(file): file for file in maps}.values()]
 
 
 def write_polygons(
@@ -89,6 +91,7 @@ def write_polygons(
     with os_errors_as(ExecutionError, output, "cannot be written"), temporary(output) as draft:
         with draft.open("w", encoding="utf-8") as file:
             file.write('{"type": "FeatureCollection", "features": [')
+            # Feature by feature: no more than one outline is in memory.
             for path in labels:
                 for feature in _features(path, classes, label_format, simplify_m):
                     name = feature["properties"]["class"]
@@ -119,11 +122,13 @@ def _features(
     label = _read_label(path, classes, label_format)
     named = dict(enumerate(classes.names))
     shown = [i for i, name in named.items() if name.casefold().strip("_") != BACKGROUND]
+    # Classes that overlap have a band each, and are gone through one by one.
     for ids in [label] if label.ndim == 2 else (_ids_of(label, i) for i in shown):
         options = {"mask": np.isin(ids, shown), "connectivity": 4, "transform": transform}
         for geometry, train_id in rasterio.features.shapes(ids, **options):
             on_map = shapely.geometry.shape(geometry)
             if simplify_m:
+                # In metres, since a degree of longitude is shorter than one of latitude.
                 metres = _metres(on_map, crs)
                 on_ground = shapely.transform(on_map, lambda xy, by=metres: xy * by)
                 on_ground = shapely.simplify(on_ground, simplify_m)
@@ -155,10 +160,10 @@ def _read_label(path: Path, classes: ClassFile, label_format: str | None) -> np.
     if size is None:
         return labels.read(path, classes)
     label = labels.ignored(size, classes)
-    for one in windows(size):
-        rows = slice(one.top, one.top + one.height)
-        columns = slice(one.left, one.left + one.width)
-        label[rows, columns] = labels.read(path, classes, one)
+    for window in windows(size):
+        rows = slice(window.top, window.top + window.height)
+        columns = slice(window.left, window.left + window.width)
+        label[rows, columns] = labels.read(path, classes, window)
     return label
 
 
@@ -179,6 +184,7 @@ def _area_m2(on_map: Any, there: Any, crs: Any) -> float:
 def _metres(on_map: Any, crs: Any) -> np.ndarray:
     """How many metres on the ground a unit of the system is in x and y, amid an outline."""
     x, y = on_map.centroid.coords[0]
+    # A small step in x and one in y, measured on the ground.
     step = 1e-5 if crs.is_geographic else 1.0
     there = geo_library("outlines").warp.transform(crs, DEGREES, [x, x + step, x], [y, y, y + step])
     (lon, *lons), (lat, *lats) = there

@@ -136,7 +136,7 @@ def detect(source: Path) -> dict[str, list[Path]]:
     Raises:
         DataError: one of them cannot be read.
     """
-    found: dict[str, list[Path]] = {kind: [] for kind in FORMATS}
+    by_format: dict[str, list[Path]] = {kind: [] for kind in FORMATS}
     with os_errors_as(DataError):
         files = [source]
         if source.resolve(strict=True).is_dir():
@@ -144,8 +144,8 @@ def detect(source: Path) -> dict[str, list[Path]]:
             files = [file for file in files if not file.name.startswith(_OTHER_FILES)]
         for file in files:
             if kind := _format_of(file):
-                found[kind].append(file)
-    return {kind: files for kind, files in found.items() if files}
+                by_format[kind].append(file)
+    return {kind: files for kind, files in by_format.items() if files}
 
 
 def roi_files(files: Iterable[Path]) -> list[Path]:
@@ -166,8 +166,10 @@ def _format_of(path: Path) -> str | None:
     if not kinds:
         return None
     with os_errors_as(DataError, path), open_regular(path) as file:
+        # Both ends: some tools write the key that tells the format last.
         text = file.read(_SNIFFED_BYTES)
         file.seek(max(len(text), path.stat().st_size - _SNIFFED_BYTES))
+        # Some editors begin UTF-8 with a mark.
         text = text.removeprefix(b"\xef\xbb\xbf") + file.read(_SNIFFED_BYTES)
     return next((k for k in kinds if re.match(FORMATS[k].pattern, text, re.DOTALL)), None)
 
@@ -213,6 +215,7 @@ def read_annotations(
         else:
             are_empty = others_are_empty or formats[0].others_are_empty
             placed, unnamed = place_images(read, folder, findings, others_are_empty=are_empty)
+    # After images are placed: only classes of regions that are left are used.
     classes = _classes(declared, placed, findings, names or ())
     if not read and not findings.problems:
         findings.refuse(first_of(sources, 3), "no annotated images in it")
@@ -223,17 +226,17 @@ def read_annotations(
         image._replace(regions=[r._replace(name=classes[r.name]) for r in image.regions])
         for image in placed
     ]
-    found = tuple(name for name in dict.fromkeys(classes.values()) if name != IGNORED)
+    class_names = tuple(name for name in dict.fromkeys(classes.values()) if name != IGNORED)
     if names is not None:
-        found = _in_order(names, found, named)
-    overlaps = {one.overlap for one in formats}
+        class_names = _in_order(names, class_names, named)
+    overlaps = {form.overlap for form in formats}
     overlap = overlaps.pop() if len(overlaps) == 1 else None
-    return AnnotationSet(kinds, found, named, folder, overlap, lines(findings.notes), on_map)
+    return AnnotationSet(kinds, class_names, named, folder, overlap, lines(findings.notes), on_map)
 
 
 def _files_by_format(sources: Sequence[Path]) -> dict[str, list[Path]]:
     """The files of `sources`; several formats if they can stand beside each other."""
-    found: dict[str, list[Path]] = {}
+    by_kind: dict[str, list[Path]] = {}
     for source in sources:
         parts = detect(source)
         if not parts:
@@ -243,11 +246,12 @@ def _files_by_format(sources: Sequence[Path]) -> dict[str, list[Path]]:
             both = "; ".join(f"{kind}: {first_of(files, 2)}" for kind, files in parts.items())
             raise DataError(f"annotations of several formats; name the files of one: {both}")
         for kind, files in parts.items():
-            found[kind] = list(dict.fromkeys([*found.get(kind, []), *files]))
-    alone = [kind for kind in found if FORMATS[kind].on_map or FORMATS[kind].others_are_empty]
-    if alone and len(found) > 1:
-        raise DataError(f"annotations of {' and '.join(found)}; import those of {alone[0]} alone")
-    return found
+            by_kind[kind] = list(dict.fromkeys([*by_kind.get(kind, []), *files]))
+    # These say something of images that they do not name, which another format may name.
+    alone = [kind for kind in by_kind if FORMATS[kind].on_map or FORMATS[kind].others_are_empty]
+    if alone and len(by_kind) > 1:
+        raise DataError(f"annotations of {' and '.join(by_kind)}; import those of {alone[0]} alone")
+    return by_kind
 
 
 def _read_files(
@@ -261,6 +265,7 @@ def _read_files(
         with findings.refusing(file):
             names, of_file = FORMATS[kind].read(file, findings, **options)
             texts = [*names, *(x.name for image in of_file for x in (image, *image.regions))]
+            # Files of strangers may hold numbers or null in the place of names.
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError("expected text as the names of images and classes")
             declared += names
@@ -300,6 +305,7 @@ def _classes(
             if name in used:
                 findings.note(f"class {name!r}", "ignored, as its name says")
             continue
+        # `_background_`, as LabelMe has it, is the background.
         key = " ".join(name.split()).casefold()
         key = BACKGROUND if key.strip("_") == BACKGROUND else key
         classes[name] = first.setdefault(key, name)
@@ -340,6 +346,7 @@ def _note_doubts(
         if not image.regions:
             findings.note(image.name, "no region, so all of it is background")
     polygons = [polygon for image in images for r in image.regions for polygon in r.polygons]
+    # Boxes are exported as polygons, too.
     if polygons and all(map(_is_rectangle, polygons)):
         findings.note("every outline", "is a rectangle; boxes of a detector train wrong")
 

@@ -66,6 +66,7 @@ class Region(NamedTuple):
         height, width = mask.shape
         if min(top, left) < 0 or top + height > size[0] or left + width > size[1]:
             raise ValueError(f"{height}x{width} px at {left}, {top} do not lie in the image")
+        # pycocotools takes masks column by column.
         whole = np.zeros(size, np.uint8, order="F")
         whole[top : top + height, left : left + width] = mask != 0
         return cls(name, mask=mask_library().encode(whole)["counts"])
@@ -77,6 +78,7 @@ class Region(NamedTuple):
         total, ends = size[0] * size[1], self.runs.cumsum(axis=1)  # (R, 2): begin and end
         if ends[-1, 1] > total:
             raise ValueError(f"a run ends at pixel {ends[-1, 1]}, but the image has {total}")
+        # Lengths outside and inside in turn, as COCO has them.
         counts = np.diff(ends.ravel(), prepend=0, append=total).tolist()
         packed = mask_library().frPyObjects({"size": list(size), "counts": counts}, *size)
         return self._replace(mask=packed["counts"], runs=None)
@@ -126,6 +128,7 @@ class Findings:
             yield
         except (ValueError, DataError) as error:
             self.refuse(place, error)
+        # A KeyError is a LookupError, too, but its text is the key alone.
         except KeyError as error:
             self.refuse(place, f"has no {error}")
         # Another form than expected.
@@ -134,6 +137,7 @@ class Findings:
 
     def no_region(self, kind: str, place: object) -> None:
         """Refuses or notes a shape that is no polygon and no mask."""
+        # An object with a box alone would be missing in the label; a line has no area anyway.
         if kind in _BOXES:
             self.refuse(place, "boxes are no masks: segtrain trains on outlines")
         elif kind in WITHOUT_AREA:

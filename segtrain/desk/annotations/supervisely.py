@@ -61,7 +61,7 @@ def _classes(path: Path) -> list[str]:
     for folder in path.parents[1:3]:
         if (folder / "meta.json").is_file():
             classes = parse_json(read_text(folder / "meta.json"))["classes"]
-            return [one["title"] for one in classes if one.get("shape") not in WITHOUT_AREA]
+            return [entry["title"] for entry in classes if entry.get("shape") not in WITHOUT_AREA]
     return []
 
 
@@ -86,6 +86,8 @@ def _mask(text: str, size: tuple[int, int]) -> np.ndarray:
     """The mask (h, w) of a packed PNG: its alpha, or its one channel; ValueError: damaged."""
     unpacking = zlib.decompressobj()
     try:
+        # A short text may unpack to gigabytes: no more is unpacked than a PNG of the image can
+        # have.
         most = size[0] * size[1] * _PNG_PIXEL_BYTES + _PNG_BYTES
         png = unpacking.decompress(base64.b64decode(text), most)
     except zlib.error as error:

@@ -37,13 +37,13 @@ def read(
         ConfigError: several hold something, and none was chosen.
     """
     file = parse_json(read_text(path))
-    found = file.get("_via_img_metadata", file)  # of a project, or exported alone
-    regions = [region for image in found.values() for _, region in entries(image["regions"])]
+    metadata = file.get("_via_img_metadata", file)  # of a project, or exported alone
+    regions = [region for image in metadata.values() for _, region in entries(image["regions"])]
     attribute = attribute or _only_attribute(path, regions)
     if regions and attribute is None:
         findings.note(path, f"no attribute names a class, so all regions are {_ONLY_CLASS!r}")
     images = []
-    for image in found.values():
+    for image in metadata.values():
         drawn = []
         for i, region in entries(image["regions"]):
             with findings.refusing(place := f"{path}: {image['filename']}: regions[{i}]"):
@@ -53,6 +53,7 @@ def read(
                 else:
                     drawn.append(Region.of_outlines(_class_of(region, attribute), outline))
         images.append(Annotated(path, image["filename"], None, drawn))
+    # Only a project declares its attributes; the options of one are classes, in its order.
     known = file.get("_via_attributes", {}).get("region", {}).get(attribute, {})
     return list(known.get("options", ())), images
 

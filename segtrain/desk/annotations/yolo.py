@@ -29,12 +29,13 @@ def read(path: Path, findings: Findings) -> tuple[list[str], list[Annotated]]:
         if not file.lower().endswith(IMAGE_SUFFIXES):
             continue
         beside = file.rpartition(".")[0] + ".txt"
-        above, found, below = f"/{beside}".rpartition("/images/")
-        label = f"{above}/labels/{below}"[1:] if found else beside
+        above, separator, below = f"/{beside}".rpartition("/images/")
+        label = f"{above}/labels/{below}"[1:] if separator else beside
         if label in files or beside in files:
             label = label if label in files else beside
             regions = _regions(root / label, names, findings)
-        elif found and label.rpartition("/")[0] in folders:
+        # Beside labelled images: without a file there is no object on it.
+        elif separator and label.rpartition("/")[0] in folders:
             regions = []
         else:
             continue  # an image of something else
@@ -51,12 +52,12 @@ def _class_names(path: Path) -> dict[int, str]:
         if isinstance(names, str):
             raise ValueError
         pairs = names.items() if isinstance(names, dict) else enumerate(names)
-        found = {int(number): name for number, name in pairs}
+        by_number = {int(number): name for number, name in pairs}
     except (LookupError, TypeError, ValueError):
         raise ValueError("expected `names`, a list of class names") from None
     if "kpt_shape" in content:
         raise ValueError("kpt_shape: key points, which are no outlines")
-    return found
+    return by_number
 
 
 def _regions(path: Path, names: dict[int, str], findings: Findings) -> list[Region]:

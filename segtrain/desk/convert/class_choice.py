@@ -54,6 +54,7 @@ def choose_classes(
         raise CheckpointError(f"the classifier has one channel, a sigmoid; {what}")
     if spec is None and class_order is not None:
         raise ConfigError("--class-order: needs --classes, which gives the new order")
+    # Names that a known class file has need no file of their own.
     spec = spec or _equal_known(plan.class_names)
     if spec is None and len(plan.class_names) == plan.num_classes:
         return _stored(plan, own)
@@ -109,6 +110,7 @@ def _compare(there: Sequence[str], here: Sequence[str], option: str) -> list[str
     theirs, ours = plain_names(there), plain_names(here)
     if not there or theirs == ours:
         return []
+    # The same names in another order would score each class as another one.
     if sorted(theirs) == sorted(ours):
         raise ConfigError(
             f"{option}: the file stores the same {len(here)} classes in another order; "

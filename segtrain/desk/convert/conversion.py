@@ -59,6 +59,7 @@ class Conversion:
         """The same model without its auxiliary head, whose tensors are left out."""
         found = {k: v for k, v in self.found.items() if not k.startswith("model.aux_")}
         theirs = (f"{theirs}." for ours, theirs in self.keys.items() if ours.startswith("aux_head"))
+        # The tensors are in the file still: each needs a reason why it has no place.
         left_out = {**self.left_out, **dict.fromkeys(theirs, "--set model.aux_head=false")}
         return replace(self, found={**found, "model.aux_head": False}, left_out=left_out)
 
@@ -70,6 +71,7 @@ class Conversion:
         >>> plan.their_key("backbone.stages.0.conv.weight"), plan.their_key("head.bias")
         ('encoder.layer1.conv.weight', 'decode_head.bias')
         """
+        # The first row that fits counts, so exact names stand before those with `*`.
         for ours, theirs in self.keys.items():
             if match := re.match(re.escape(ours).replace(r"\*", r"(\d+)") + r"\.", key):
                 if match.groups():
@@ -141,6 +143,7 @@ def resnet_name(state: State, prefix: str) -> str:
             ResNet are found not to fit later.
     """
     depths = tuple(count_children(state, f"{prefix}layer{i + 1}.") for i in range(4))
+    # Only blocks of three convolutions have a conv3.
     bottleneck = f"{prefix}layer1.0.conv3.weight" in state
     for name, known in DEPTHS.items():
         if known == (depths, bottleneck):
@@ -165,6 +168,7 @@ def aspp(state: State, theirs: str, *, separable: tuple[str, str] | None = None)
 
     separable: the names of the depthwise and of the 1x1 convolution of a dilated branch.
     """
+    # In the last branch the pooling is 0: convolution and norm are 1 and 2, and not 0 and 1.
     last = count_children(state, f"{theirs}.convs.") - 1
     keys = {
         "head.aspp.convs.0": f"{theirs}.convs.0.0",

@@ -89,6 +89,7 @@ def detect(state: State, beside: Mapping[str, Any], ignored: Sequence[str] = ())
 
 def _marker(keys: Sequence[str]) -> tuple[str, str]:
     """The key of `PROGRAMS` that one of `keys` ends in, and what stands before it."""
+    # Before `PROGRAMS`, whose markers some of these files have, too.
     for part, what in _OTHERS.items():
         if any(re.search(part, f".{key}") for key in keys):
             raise CheckpointError(f"by its keys this is a file of {what}, so it is not converted")
@@ -140,6 +141,8 @@ def make_config(plan: Conversion, classes: str, overrides: Sequence[str]) -> Con
         what = "the file describes a model that segtrain lacks"
         raise CheckpointError(f"{what}: {first_problem(error)}") from None
     config = override_config(config, overrides, source="the converted model")
+    # What is assumed may be changed. What shapes decide may not: the weights would not fit, or fit
+    # and predict something else.
     for key, decided in plan.found.items():
         if (chosen := _option(config, key)) != decided:
             what = f"the keys and shapes of the file say {yaml_value(decided)}"
@@ -188,6 +191,7 @@ def translate(found: Recognized, wanted: State) -> tuple[dict[str, Tensor], list
         theirs = found.plan.their_key(key)
         tensor = found.state.get(theirs)
         if tensor is None and key.endswith("num_batches_tracked"):
+            # A counter, which some files lack and evaluation does not read.
             weights[key] = torch.zeros(own.shape, dtype=own.dtype)
         elif tensor is None:
             none = f"{key}, which {found.plan.source} does not have"
@@ -263,6 +267,7 @@ def convert_file(
         model, translated = load_plan(found, choice, config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    # Before the checkpoint, which names it.
     if choice.text is not None:
         with os_errors_as(ExecutionError, choice.spec, "cannot be written"):
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -288,10 +293,12 @@ def load_plan(found: Recognized, choice: Choice, config: Config) -> tuple[SegMod
         CheckpointError: not all of it fits, or a number is not finite.
     """
     norm = make_inference_norm(config.norm)
+    # Without memory, which is taken once all weights fit.
     with torch.device("meta"):
         model = build_model(config.model, num_classes=choice.classes.num_classes, norm=norm)
     weights, lines = translate(found, model.state_dict())
     for key, value in weights.items():
+        # The channels of the head, and of the auxiliary one.
         if choice.order is not None and ".classifier." in key:
             weights[key] = value[choice.order]
     load_weights(model.to_empty(device="cpu"), weights, Path("the converted weights"))

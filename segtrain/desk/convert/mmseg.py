@@ -82,24 +82,25 @@ def plan(state: State, beside: Mapping[str, Any]) -> Conversion:
 
 
 def _backbone(state: State) -> Options:
-    found = {"model.variant": "mmseg", "model.backbone": resnet_name(state, "backbone.")}
+    options = {"model.variant": "mmseg", "model.backbone": resnet_name(state, "backbone.")}
     # In ResNetV1d 0 is the pooling, which has no weights.
     pooled = "backbone.layer2.0.downsample.2.weight" in state
     if pooled or "backbone.stem.0.weight" in state:
-        found["model.stem"] = "32-32-64-avgpool" if pooled else "32-32-64"
-    return found
+        options["model.stem"] = "32-32-64-avgpool" if pooled else "32-32-64"
+    return options
 
 
 def _head(state: State) -> tuple[Options, Keys, dict[str, Rotation]]:
     theirs = "decode_head.aspp_modules"
     width = size(state, "decode_head.bottleneck.conv.weight")
-    found: Options = {"model.head_channels": width}
+    options: Options = {"model.head_channels": width}
     if _PYRAMID_KEY in state:
         levels = count_children(state, "decode_head.psp_modules.")
         branch, features = size(state, _PYRAMID_KEY), size(state, _PYRAMID_KEY, 1)
+        # This is the default width of a branch, so that the option stays unset.
         if branch != features // levels:
-            found["model.ppm_channels"] = branch
-        return found | {"model.arch": "pspnet"}, KEYS, {}
+            options["model.ppm_channels"] = branch
+        return options | {"model.arch": "pspnet"}, KEYS, {}
     separable = f"{theirs}.1.depthwise_conv.conv.weight" in state
     last, dilated = count_children(state, f"{theirs}."), ".pointwise_conv" if separable else ""
     keys = {
@@ -111,15 +112,15 @@ def _head(state: State) -> tuple[Options, Keys, dict[str, Rotation]]:
     }
     # It concatenates [global mean, 1x1, dilated]; the mean comes last here.
     rotate = Rotation(1, width)
-    found["model.separable"] = separable
+    options["model.separable"] = separable
     if "decode_head.sep_bottleneck.0.depthwise_conv.conv.weight" not in state:
-        return found | {"model.arch": "deeplabv3"}, keys, {"head.conv.conv.weight": rotate}
+        return options | {"model.arch": "deeplabv3"}, keys, {"head.conv.conv.weight": rotate}
     low = size(state, "decode_head.c1_bottleneck.conv.weight")
-    found |= {"model.arch": "deeplabv3plus", "model.low_level_channels": low}
+    options |= {"model.arch": "deeplabv3plus", "model.low_level_channels": low}
     rotations = {
         "head.aspp.project.conv.weight": rotate,
         # And [ASPP, low-level]: every channel of the depthwise convolution moves with its norm.
         "head.decoder.0.depthwise.": Rotation(0, width),
         "head.decoder.0.pointwise.conv.weight": Rotation(1, width),
     }
-    return found, keys, rotations
+    return options, keys, rotations

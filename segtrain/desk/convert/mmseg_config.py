@@ -107,6 +107,7 @@ def stated(meta: Mapping[str, Any], found: Options) -> dict[str, Any]:
         assumed = "the options of its model, images and labels (reduce_zero_label) are assumed"
         return {"notes": (f"warning: the config in the file cannot be read ({config}): {assumed}",)}
     model = config["model"]
+    # Some configs have test_cfg beside the model.
     sections = {
         name: model.get(name) or config.get(name) or {} for name in _KEYS if name != "model"
     }
@@ -152,6 +153,8 @@ def _parsed(text: str) -> Config | str:
         for node in ast.parse(text).body:
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)]):
+                    # Assigned anew, perhaps by something that cannot be read: the old value is
+                    # wrong.
                     values.pop(name, None)
                     with suppress(ValueError, TypeError):  # no literal
                         values[name] = _literal(node.value)
@@ -238,9 +241,9 @@ def _test_steps(config: Config) -> list[dict[str, Any]] | None:
     loader, data = config.get("test_dataloader"), config.get("data")
     test = data.get("test") if isinstance(data, dict) else None
     for place in (loader, test, {"pipeline": config.get("test_pipeline")}):
-        found = [steps for steps in _values(place, "pipeline") if isinstance(steps, tuple)]
-        if found:
-            different = [steps for i, steps in enumerate(found) if steps not in found[:i]]
+        pipelines = [steps for steps in _values(place, "pipeline") if isinstance(steps, tuple)]
+        if pipelines:
+            different = [steps for i, steps in enumerate(pipelines) if steps not in pipelines[:i]]
             return [step for steps in different for step in _flattened(steps)]
     return None
 
@@ -294,6 +297,7 @@ def _images(
             warnings.append(f"the test pipeline has {short(step)}, which is not converted")
     if own.get("mean") is not None or own.get("bgr_to_rgb"):
         normalizations.append((own.get("mean"), own.get("std"), own.get("bgr_to_rgb")))
+    # Pipeline and preprocessor may both normalize, or neither does.
     if len(normalizations) != 1 or normalizations[0][2] is not True:
         expected = "expected one normalization, with RGB images (to_rgb or bgr_to_rgb)"
         found = f"found {len(normalizations)}: {short(normalizations)}"
@@ -326,9 +330,9 @@ def _window(test: dict[str, Any]) -> tuple[Options, list[str]]:
 
 def _drops_zero(config: Config) -> bool:
     """reduce_zero_label: id 0 of the labels is ignored, and class i has id i + 1."""
-    found = list(_values(config, "reduce_zero_label"))
-    if True in found or False in found:
-        return True in found
+    flags = list(_values(config, "reduce_zero_label"))
+    if True in flags or False in flags:
+        return True in flags
     return not _ZERO_IS_IGNORED.isdisjoint(v for v in _values(config, "type") if type(v) is str)
 
 

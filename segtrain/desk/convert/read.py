@@ -57,6 +57,7 @@ def read_file(path: Path, entry: str | None = None) -> TensorFile:
         CheckpointError: no such file; it holds more than tensors and plain data, which could run
             code; no state dict, or several and no `entry`.
     """
+    # `_Inert` stands for these names: torch accepts the file, and nothing of theirs is called.
     with safe_globals(_RUNNER):
         content = read_weights(path)
     if not isinstance(content, Mapping):
@@ -75,6 +76,7 @@ def read_file(path: Path, entry: str | None = None) -> TensorFile:
     entry = entry if entry is not None else next(iter(entries))
     state = entries[entry]
     if entry:
+        # The config and the names of classes, where a trainer stores them.
         beside = {key: value for key, value in content.items() if value is not state}
     else:
         beside = {CONFIG_JSON: _config_json(path)} if path.suffix == ".safetensors" else {}

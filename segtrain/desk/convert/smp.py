@@ -100,6 +100,8 @@ def _stated(config: dict[str, Any], found: Options) -> Options:
         raise CheckpointError("\n  ".join([f"{what}; {repair}", *problems]))
     options: Options = {}
     if "encoder_output_stride" in config:
+        # The stride of the last stage that is kept: a shallower encoder does not reach the
+        # config's.
         smallest = 2 ** (found["model.num_stages"] + 1)
         options["model.output_stride"] = min(config["encoder_output_stride"], smallest)
     if "decoder_atrous_rates" in config:
@@ -151,6 +153,7 @@ def _pspnet(state: State) -> Conversion:
 
 
 def _deeplabv3(state: State) -> Conversion:
+    # Older versions number the parts of the decoder, later ones name them.
     old = "decoder.0.convs.0.0.weight" in state
     where, conv, norm = ("0", "1", "2") if old else ("aspp", "conv", "bn")
     where = f"decoder.{where}"

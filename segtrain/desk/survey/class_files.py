@@ -33,16 +33,19 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
     if labels.classes or labels.kind != "ids":
         refuse_unused(vars(answers), "instances", f"{labels.pattern}: no numbers of objects")
     elif answers.instances is not None:
+        # Values number objects: all but 0 are the one class.
         labels = replace(labels, classes=("foreground",), class_of={}, values={}, numbered=True)
     if answers.threshold is not None:
         if labels.kind != "two" and not labels.classes:
             held = f"{labels.pattern}: {contents.KINDS[labels.kind]}"
             refuse_unused(vars(answers), "threshold", held)
         labels = replace(labels, threshold=answers.threshold)
+    # masks/scratch/1.png and masks/dent/2.png: one mask an image, whose name says the class.
     if _shows_one_class(labels) and (words := _class_words(labels)):
         labels = _divided(labels, words, answers)
     if answers.missing:
         labels = _with_missing(survey, labels)
+    # Of several classes --names chooses; of one it is the name, which `choose_classes` takes.
     if answers.names is not None and labels.classes not in ((), ("foreground",)):
         labels = _chosen(labels, answers.names)
     if answers.task is None:
@@ -72,6 +75,7 @@ def _class_words(labels: LabelSet) -> dict[str, str]:
     """
     files = [file for found in labels.labels.values() for file in found]
     patterns = sorted(set(labels.pattern_of.values()))
+    # `differing_words` has a word for each pattern, or none at all.
     words = dict(zip(patterns, differing_words(patterns), strict=False))
     if words:
         found = {file: words[labels.pattern_of[file]] for file in files}
@@ -84,6 +88,7 @@ def _class_words(labels: LabelSet) -> dict[str, str]:
 
 def _last_folder(file: str) -> str:
     folders = PurePosixPath(file).parts[:-1]
+    # crack of masks/crack/train/1.png.
     return next((x for x in reversed(folders) if not _is_no_class(x)), "")
 
 
@@ -103,6 +108,8 @@ def _divided(labels: LabelSet, words: Mapping[str, str], answers: Answers) -> La
         or words[file] in PurePosixPath(image).parts[:-1]
         for image, file in sample
     )
+    # MVTec has images in test/hole/ and masks in ground_truth/hole/: the folder is a class there.
+    # Elsewhere it may be a place, so it is asked.
     if 2 * beside > len(sample):
         if answers.names is None:
             raise UndecidedError(
@@ -113,6 +120,7 @@ def _divided(labels: LabelSet, words: Mapping[str, str], answers: Answers) -> La
                     Reading("places, with one class", names_option((BACKGROUND, "foreground"))),
                 ],
             )
+        # Names of other classes answer that the folders are places.
         if not {*answers.names} <= {BACKGROUND, *classes}:
             return labels
     numbers = {word: number for number, word in enumerate(classes, start=1)}
@@ -142,6 +150,7 @@ def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
     def is_like(image: Image) -> bool:
         place = PurePosixPath(image.path)
         is_kept = image.split != "test" or "test" in splits
+        # Of the kind of images that have labels.
         is_beside = place.suffix.lower() in suffixes or place.parent in folders
         is_other = image.path in copies or _is_mask_of_one(image.name, names)
         return is_kept and is_beside and not is_other
@@ -155,8 +164,8 @@ def _copies(survey: Survey, labels: LabelSet) -> set[str]:
     return {
         other
         for pair in survey.similar
-        for one, other in (pair, pair[::-1])
-        if one in labels.labels and PurePosixPath(one).stem == PurePosixPath(other).stem
+        for labelled, other in (pair, pair[::-1])
+        if labelled in labels.labels and PurePosixPath(labelled).stem == PurePosixPath(other).stem
     }
 
 
@@ -177,12 +186,14 @@ def _chosen(labels: LabelSet, names: Sequence[str]) -> LabelSet:
             f"--names: {first_of(unknown)}: no such class; the files show {there} (--names chooses "
             "and orders them; rename files or folders, or names in classes.yaml)"
         )
+    # Masks of "void" and the like stay, whatever is chosen: their pixels must not become
+    # background.
     kept = [*wanted, *(x for x in labels.classes if says_no_class(x) and x not in wanted)]
     numbers = {labels.classes.index(name) + 1: i for i, name in enumerate(kept, start=1)}
     class_of = {file: numbers[k] for file, k in labels.class_of.items() if k in numbers}
     files = {
-        image: tuple(file for file in found if file in class_of)
-        for image, found in labels.labels.items()
+        image: tuple(file for file in of_image if file in class_of)
+        for image, of_image in labels.labels.items()
     }
     return replace(labels, labels=files, classes=tuple(kept), class_of=class_of)
 
@@ -200,8 +211,8 @@ def _ordered(names: Sequence[str]) -> list[str]:
         if wrong or sorted(ids.values()) != [*range(1, len(ids) + 1)]:
             raise ConfigError(f"--names {','.join(names)}: expected an id for each name, from 1 on")
         return sorted(ids, key=ids.__getitem__)
-    found = [name for i, name in enumerate(names) if not (i == 0 and name == BACKGROUND)]
-    if len(set(found)) < len(found) or not found:
-        what = counted(len(found), "class", "classes")
+    wanted = [name for i, name in enumerate(names) if not (i == 0 and name == BACKGROUND)]
+    if len(set(wanted)) < len(wanted) or not wanted:
+        what = counted(len(wanted), "class", "classes")
         raise ConfigError(f"--names {','.join(names)}: {what}, each must be named once")
-    return found
+    return wanted

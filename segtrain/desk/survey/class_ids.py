@@ -22,6 +22,7 @@ def class_ids_by_window(
     """Reads a part of a label as `class_ids` has it."""
     if is_tiff(file):
         return partial(class_ids, file, labels, classes)
+    # Other files cannot be read in part: they are read once, and windows are cut from that.
     whole = class_ids(file, labels, classes)
     return lambda x: whole[x.top : x.top + x.height, x.left : x.left + x.width]
 
@@ -30,11 +31,12 @@ def class_ids(
     file: Path, labels: LabelSet, classes: Classes, window: Window | None = None
 ) -> np.ndarray:
     """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
-    found = contents.values_of(file, labels.kind, window, labels.threshold)
-    ids = {packed(v): i for i, one in enumerate(classes.classes) for v in one.values}
+    values = contents.values_of(file, labels.kind, window, labels.threshold)
+    ids = {packed(v): i for i, class_info in enumerate(classes.classes) for v in class_info.values}
     ids |= {packed(v): IGNORE_INDEX for v in classes.ignored}
+    # A search among the few known values: colours as numbers reach 2 ** 24, too many for a table.
     known = np.array(sorted(ids))
-    at = np.searchsorted(known, found).clip(max=len(known) - 1)
-    if (known[at] != found).any():
+    at = np.searchsorted(known, values).clip(max=len(known) - 1)
+    if (known[at] != values).any():
         raise DataError(f"{file}: its values have changed since they were counted")
     return np.array([ids[value] for value in known.tolist()], np.uint8)[at]

@@ -65,7 +65,7 @@ class Classes:
     @property
     def total(self) -> int:
         """The pixels that shares of classes are of."""
-        return self.all_pixels or sum(one.pixels for one in self.classes)
+        return self.all_pixels or sum(class_info.pixels for class_info in self.classes)
 
 
 class _Known(NamedTuple):
@@ -103,19 +103,22 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
             f"numbers of objects, greys (--threshold 128), or no labels of classes; at most "
             f"{MOST_CLASSES} classes"
         )
+    # Names first: the colours of a list tell which colours are shades of them.
     source, named = named_values(survey.legends, labels, answers)
     meaning = meanings(labels, list(named), answers)
     known = _Known(labels, answers, source, named, sorted(set(meaning.values())))
+    # Before values become classes: those between two others may come from interpolation.
     _check_blends(known)
     ignored, reasons = _ignored(known)
     if labels.kind == "first":
         reasons.append(f"labels hold {KINDS['first']}")
     left = [value for value in known.there if value not in ignored]
+    # Where there is a list, a value that it does not name is never a class unasked.
     if named and not named.keys() >= set(left):
         raise _unnamed(known, ignored, left)
     names, reason, warnings = _names(known, ignored, left)
     if survey.legends and not source and answers.names is None:
-        others = first_of(one.source for one in survey.legends)
+        others = first_of(legend.source for legend in survey.legends)
         warnings = [*warnings, f"names of classes that do not fit the labels: {others}"]
     shown = [name for value, name in names.items() if value in left]
     if len(shown) < 2:
@@ -123,6 +126,7 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
         if answers.threshold is not None:
             what += f"; --threshold {answers.threshold:g} is about masks in grey levels"
         raise DataError("\n  ".join([f"{place}: {what}", *reasons, reason]))
+    # Of each value the others that count as it.
     shades = {v: [s for s, main in meaning.items() if v == main != s] for v in (*names, *ignored)}
     reasons += _about_shades(labels, shades)
     colors = _colors(names, named, labels.palette)
@@ -154,6 +158,7 @@ def _by_file(survey: Survey, labels: LabelSet, answers: Answers) -> Classes:
     if labels.overlapping:
         return _overlapping(survey, labels, kept[1:], answers)
     if answers.names is not None and is_one:
+        # --names lesion is short for background,lesion.
         given = answers.names if len(answers.names) > 1 else ("background", *answers.names)
         names = _given(given, 2, "a background and what the files show")
     how = "in files of their own"
@@ -162,7 +167,7 @@ def _by_file(survey: Survey, labels: LabelSet, answers: Answers) -> Classes:
         "them shows is background"
     )
     if labels.claimed:
-        total = sum(one.pixels for one in labels.values.values())
+        total = sum(facts.pixels for facts in labels.values.values())
         reason += (
             f"; {labels.claimed / total:.2%} of the pixels are in several: the smaller area "
             "counts, and --task multilabel keeps all"
@@ -172,12 +177,13 @@ def _by_file(survey: Survey, labels: LabelSet, answers: Answers) -> Classes:
         reasons.append(f"ignored: {first_of(labels.classes[i - 1] for i in without)}, by name")
     if empty := [labels.classes[i - 1] for i in numbers if i not in (*shown, *background)]:
         reasons.append(f"no class: {first_of(empty)}, whose files show nothing")
-    found = []
+    classes = []
     for i, name in zip(kept, names, strict=True):
+        # Files of a class called background show what none of the others shows.
         values = (i,) if i else (0, *background)
         pixels = sum(labels.values[v].pixels for v in values if v in labels.values)
-        found.append(Class(name, values, None, pixels))
-    return Classes(tuple(found), tuple(without), tuple(reasons))
+        classes.append(Class(name, values, None, pixels))
+    return Classes(tuple(classes), tuple(without), tuple(reasons))
 
 
 def _overlapping(
@@ -210,12 +216,13 @@ def _overlapping(
         reasons.append(f"images without a file of a class do not show it: {first_of(without)}")
     if labels.void:
         reasons.append(f"ignored: {first_of(labels.classes[i - 1] for i in labels.void)}, by name")
-    found = [
+    classes = [
         Class(name, (i,), None, labels.values[i].pixels)
         for i, name in zip(kept, names, strict=True)
     ]
+    # All pixels of the images: classes that overlap may sum up to more or to less.
     pixels = sum(math.prod(size) for size in sizes)
-    return Classes(tuple(found), (IGNORE_INDEX,), tuple(reasons), all_pixels=pixels)
+    return Classes(tuple(classes), (IGNORE_INDEX,), tuple(reasons), all_pixels=pixels)
 
 
 # The stages, alike for ids and colours
@@ -232,17 +239,19 @@ def _ignored(known: _Known) -> tuple[list[Value], list[str]]:
                 f"{first_of(map(word, there), 20)}"
             )
         return sorted(answers.ignore), []
-    ignored = sorted(v for v, one in named.items() if one.means_no_class)
+    ignored = sorted(v for v, entry in named.items() if entry.means_no_class)
     shown = first_of(f"{word(v)} ({named[v].name})" for v in ignored)
     reasons = [f"ignored: {shown}, by name"] if ignored else []
     if known.has_ids:
         marked = [v for v in there if v in labels.no_data and v not in named]
+        # The mark says no data, but 0 is the background of many labels.
         if 0 in marked:
             raise _class_or_not(labels, "GDAL_NODATA of the files is 0", 0)
         ignored += marked
         reasons += [f"ignored: {v}: GDAL_NODATA of the files" for v in marked]
         left = [v for v in there if v not in ignored]
         unsure = [v for v in left if v not in named]
+        # The highest value of the type: 65535 in 16 bits, as 255 in 8.
         last = _LAST_OF_16_BITS if _LAST_OF_16_BITS in unsure else 255
         if reason := _why_no_data(labels, left, unsure, last, has_names=bool(named)):
             ignored.append(last)
@@ -260,7 +269,7 @@ def _check_blends(known: _Known) -> None:
     if known.answers.ignore is not None:
         return
     facts = known.labels.values
-    total = sum(one.pixels for one in facts.values())
+    total = sum(value_facts.pixels for value_facts in facts.values())
     blends = tuple(
         v
         for v in known.there
@@ -330,7 +339,7 @@ def _names(
         reason = f"names from the command line, in the order of the {what}"
         return dict(zip(left, names, strict=True)), reason, []
     if named:
-        names = {v: one.name for v, one in named.items() if v not in ignored}
+        names = {v: entry.name for v, entry in named.items() if v not in ignored}
         absent = first_of(name for v, name in names.items() if v not in left)
         warnings = [f"no label shows {absent}"] if absent else []
         return names, f"names and {what} from {source}", warnings
@@ -351,12 +360,12 @@ def _names(
 
 
 def _about_shades(labels: LabelSet, shades: Mapping[Value, Sequence[Value]]) -> Iterator[str]:
-    for color, found in shades.items():
-        if found:
-            pixels = sum(labels.values[shade].pixels for shade in found)
-            shown = first_of(map(word, found), 3)
-            number = counted(len(found), "shade", "shades")
-            most = max(distance(color, shade) for shade in found)
+    for color, its_shades in shades.items():
+        if its_shades:
+            pixels = sum(labels.values[shade].pixels for shade in its_shades)
+            shown = first_of(map(word, its_shades), 3)
+            number = counted(len(its_shades), "shade", "shades")
+            most = max(distance(color, shade) for shade in its_shades)
             how = f"{pixels} pixels, at most {most} off in a channel, counted as it"
             yield f"{number} of {word(color)}, {how}: {shown}"
 
@@ -383,10 +392,12 @@ def _why_no_data(
             raise _class_or_not(labels, found, border)
         return ""
     others = [v for v in values if v != last]
+    # 0 and 255 alone are a mask, whose foreground is 255.
     if last not in unsure or others in ([], [0]):
         return ""
     if others == [0, 1]:
         files = [labels.values[v].files for v in (1, last)]
+        # Perhaps no file holds both: some masks have 1 for the foreground, others 255.
         if sum(files) <= sum(map(len, labels.labels.values())):
             raise DataError(
                 f"{labels.pattern}: {files[1]} labels hold 0 and {last}, {files[0]} others 0 and "
@@ -396,6 +407,7 @@ def _why_no_data(
     if len(others) > 1 and labels.values[last].pixels > _MOST_NO_DATA * total:
         found = f"the labels hold {first_of(values)}, and {last} is most of them"
         raise _class_or_not(labels, found, last)
+    # A list leaves it out, or it lies around objects as a thin border, as in VOC.
     if has_names or labels.values[last].rim >= _THIN * labels.values[last].pixels:
         return "beside other ids it means no data, as in VOC and Cityscapes"
     areas = sorted(labels.values[v].pixels for v in values)
@@ -439,15 +451,15 @@ def _colors(
 
     None: there is none, or a class before it has it.
     """
-    found: dict[Value, Color | None] = {}
+    color_of: dict[Value, Color | None] = {}
     for value in values:
         color = named[value].color if value in named else None
         if not isinstance(value, int):
             color = value
         elif color is None and value < len(palette) and len(set(palette)) > 1:
             color = palette[value]
-        found[value] = None if color in found.values() else color
-    return found
+        color_of[value] = None if color in color_of.values() else color
+    return color_of
 
 
 def _given(names: tuple[str, ...], number: int, what: str) -> tuple[str, ...]:

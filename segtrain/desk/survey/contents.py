@@ -116,9 +116,10 @@ def label_facts(folder: Path, file: str, threshold: float | None = None) -> Labe
     if len(kinds) > 1:
         raise DataError(f"{path}: ids and colours in one raster; cut it into tiles")
     values: dict[Value, ValueFacts] = {}
-    for value, found in (pair for part in parts for pair in part.values.items()):
+    for value, facts in (pair for part in parts for pair in part.values.items()):
         before = values.get(value)
-        values[value] = found if before is None else before.added(found)._replace(files=1)
+        # Windows are parts of one file, which counts once.
+        values[value] = facts if before is None else before.added(facts)._replace(files=1)
     return parts[0]._replace(size=size, values=values, **known)
 
 
@@ -130,6 +131,7 @@ def read_label(path: Path, window: Window | None = None) -> np.ndarray:
     file = image_formats.open_stored(path, window)
     stored = with_no_data_id(file.pixels(), file.info.no_data)
     if file.info.alpha and stored.dtype.kind in "ui":
+        # Only where every pixel is wholly drawn, or not at all: half of a value is none.
         alpha = stored[..., -1:]
         if ((alpha == 0) | (alpha == np.iinfo(stored.dtype).max)).all():
             stored = stored[..., :-1] * (alpha > 0)
@@ -161,7 +163,7 @@ def read_label_part(path: Path) -> np.ndarray:
 def middle_window(path: Path) -> Window | None:
     """The window of a raster that stands for it; None: the file is read at once."""
     size = raster_size(path)
-    return None if size is None else (found := windows(size))[len(found) // 2]
+    return None if size is None else (parts := windows(size))[len(parts) // 2]
 
 
 def label_values(stored: np.ndarray, kind: Kind, threshold: float | None = None) -> np.ndarray:
@@ -217,6 +219,7 @@ def painted(
     """
     shown = [(shows_object(path, threshold), number) for path, number in files]
     label, claimed = np.zeros(size, np.int32), np.zeros(size, bool)
+    # Larger areas first, so that smaller ones lie on them; what means no class comes last.
     for where, number in sorted(shown, key=lambda x: (x[1] in void, -np.count_nonzero(x[0]))):
         if number not in void:
             claimed |= where & (label != 0) & (label != number)
@@ -248,6 +251,7 @@ def presence(
 def _kind(stored: np.ndarray, path: Path) -> Kind:
     """What the pixels may be, if areas are flat."""
     channel = _single(stored)
+    # JPEG blurs values: black and white are told apart still, ids and colours are not.
     if path.suffix.lower() in LOSSY:
         return "two" if channel is not None and _has_two_values(channel) else "picture"
     if channel is not None:
@@ -257,6 +261,7 @@ def _kind(stored: np.ndarray, path: Path) -> Kind:
     top, is_color = stored.max(), stored.dtype == np.uint8 and without_alpha(stored).shape[2] == 3
     if top > 0 and ((stored == 0) | (stored == top)).all():
         is_red = is_color and top > 1  # or green, or blue: an area of one class
+        # One channel of each pixel is not 0: a channel for each class.
         if (np.count_nonzero(stored, axis=2) == 1).all() and not is_red:
             return "onehot"
     # As SYNTHIA's.
@@ -346,7 +351,7 @@ def image_facts(paths: Sequence[Path]) -> ImageFacts:
     if nan.all():
         raise DataError(f"{paths[0]}: all pixels are NaN")
     facts = (f(pixels, axis=0) for f in (np.nanmin, np.nanmax, np.nanmean, np.nanstd))
-    return ImageFacts(*(tuple(one.tolist()) for one in facts), has_nan=bool(nan.any()))
+    return ImageFacts(*(tuple(numbers.tolist()) for numbers in facts), has_nan=bool(nan.any()))
 
 
 def read_bands(paths: Sequence[Path]) -> np.ndarray:
@@ -367,6 +372,7 @@ def alignment(stored: np.ndarray, label: np.ndarray) -> float:
         return float("nan")
     grey = grey_of(stored)
     slope = np.abs(cv2.Sobel(grey, cv2.CV_32F, 1, 0)) + np.abs(cv2.Sobel(grey, cv2.CV_32F, 0, 1))
+    # The pixel above, and the one to the left, of each change.
     border = np.zeros(grey.shape, bool)
     border[:-1] |= (label[1:] != label[:-1]).any(axis=2)
     border[:, :-1] |= (label[:, 1:] != label[:, :-1]).any(axis=2)

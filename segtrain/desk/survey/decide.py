@@ -72,7 +72,7 @@ class UndecidedError(ConfigError):
     """Two readings fit; `readings` says which."""
 
     def __init__(self, what: str, readings: Sequence[Reading]) -> None:
-        ways = [f"  {one.words}: {one.option}" for one in readings]
+        ways = [f"  {reading.words}: {reading.option}" for reading in readings]
         super().__init__("\n".join([what, *ways]))
         self.readings = tuple(readings)
 
@@ -97,11 +97,11 @@ def default_names(values: Sequence[Value]) -> list[str]:
 def shares_of(labels: LabelSet, values: Sequence[Value]) -> str:
     """How much of the labels these values are, in words."""
     total = sum(facts.pixels for facts in labels.values.values())
-    found = [(word(v), labels.values[v]) for v in values]
+    shown = [(word(v), labels.values[v]) for v in values]
     return ", ".join(
         f"{value}: {facts.pixels / total:.2%} of the pixels, in "
         f"{counted(facts.files, 'file', 'files')}"
-        for value, facts in found
+        for value, facts in shown
     )
 
 
@@ -117,42 +117,49 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
     """
     sets = list(survey.sets)
     if answers.labels is not None:
-        sets = [found for one in sets if (found := _restricted(one, answers.labels))]
+        sets = [found for label_set in sets if (found := _restricted(label_set, answers.labels))]
         if not sets:
-            there = first_of(one.pattern for one in survey.sets) or "none"
+            there = first_of(label_set.pattern for label_set in survey.sets) or "none"
             raise ConfigError(f"--labels {answers.labels}: no such labels; found {there}")
     if not sets:
         found = f"{survey.root}: {len(survey.images)} images, and no labels that belong to them"
         hint = "image and label share a part of their names: a.jpg with a.png or a_mask.png"
         raise DataError("\n  ".join([found, *survey.notes, hint]))
+    # Numbers of objects, as gtFine/*_instanceIds.png, where there are other labels, too.
     for is_other in (is_instances, _is_named_instances):
-        sets = [one for one in sets if not is_other(one)] or sets
-    for one in list(sets):
+        sets = [label_set for label_set in sets if not is_other(label_set)] or sets
+    for label_set in list(sets):
         # Of two that say the same, ids are exact whatever a palette looks like.
-        others = [o for o in sets if frozenset((one.pattern, o.pattern)) in survey.equal_sets]
-        if any(o.kind == "ids" or one.kind != "ids" for o in others):
-            sets.remove(one)
-    for i, one in enumerate(sets):
-        colors = (found for pair, found in survey.equal_sets.items() if one.pattern in pair)
-        sets[i] = replace(one, twin=next(filter(None, colors), {}))
+        others = [o for o in sets if frozenset((label_set.pattern, o.pattern)) in survey.equal_sets]
+        if any(o.kind == "ids" or label_set.kind != "ids" for o in others):
+            sets.remove(label_set)
+    for i, label_set in enumerate(sets):
+        # The colours of a set that was dropped still tell a known data set, as KITTI's
+        # semantic_rgb/.
+        colors = (found for pair, found in survey.equal_sets.items() if label_set.pattern in pair)
+        sets[i] = replace(label_set, twin=next(filter(None, colors), {}))
+    # train_masks/ and val_masks/ label different images: one set.
     sets = _joined(sets, always=answers.labels is not None)
-    most = max(len(one.labels) for one in sets)
-    sets = [one for one in sets if 10 * len(one.labels) >= most]
+    # Some stray files beside the labels of nearly all images raise no question.
+    most = max(len(label_set.labels) for label_set in sets)
+    sets = [label_set for label_set in sets if 10 * len(label_set.labels) >= most]
     if answers.labels is None:
+        # Labels of test images alone cannot be trained on.
         test = {image.path for image in survey.images if image.split == "test"}
-        sets = [one for one in sets if one.labels.keys() - test] or sets
+        sets = [label_set for label_set in sets if label_set.labels.keys() - test] or sets
     if len(sets) > 1:
         ways = [
             Reading(
-                f"{one.pattern} ({len(one.labels)} images, {len(one.values)} values)",
-                f"--labels {shlex.quote(one.pattern)}",
-                labels=one,
+                f"{label_set.pattern} ({len(label_set.labels)} images, "
+                f"{len(label_set.values)} values)",
+                f"--labels {shlex.quote(label_set.pattern)}",
+                labels=label_set,
             )
-            for one in sets
+            for label_set in sets
         ]
         # Those that `label_sets` would take together.
         words = differing_words(x.pattern for x in survey.sets if len(x.values) < 3)
-        if words and all(len(one.values) < 3 for one in sets):
+        if words and all(len(label_set.values) < 3 for label_set in sets):
             one_each = "classes, whose masks show nearly the same; the smaller area counts"
             ways.append(Reading(one_each, names_option(words)))
             ways.append(Reading("classes, of which a pixel may have several", "--task multilabel"))
@@ -170,18 +177,21 @@ def _restricted(labels: LabelSet, wanted: str) -> LabelSet | None:
         return labels
 
     def fits(file: str, part: str) -> bool:
+        # A folder with all below it, or a part of the name.
         below = file.startswith(f"{part}/") or f"/{part}/" in f"/{file}"
         return below or fnmatchcase(file, f"*{part}*" if "*" not in part else part)
 
     kept = {
-        image: found
+        image: fitting
         for image, files in labels.labels.items()
-        if (found := tuple(file for file in files if any(fits(file, part) for part in parts)))
+        if (fitting := tuple(file for file in files if any(fits(file, part) for part in parts)))
     }
     if not kept:
         return None
+    # Still several files an image, for classes or objects.
     if any(len(files) > 1 for files in kept.values()):
         return replace(labels, labels=kept)
+    # One file is left, as of masks/car/ alone: a plain mask, and no set of classes.
     pattern = wanted if len(labels.classes) > 1 else labels.pattern
     return replace(labels, pattern=pattern, labels=kept, classes=())
 
@@ -191,34 +201,36 @@ def _joined(sets: Sequence[LabelSet], *, always: bool) -> list[LabelSet]:
 
     always: even if neither their folders nor what surrounds the names are alike, but for splits.
     """
-    found: list[LabelSet] = []
-    for one in sorted(sets, key=lambda one: -len(one.labels)):
-        for i, other in enumerate(found):
-            alike = (one.kind, one.classes) == (other.kind, other.classes)
-            alike = alike and (always or _have_alike_names(one, other))
-            if alike and not one.labels.keys() & other.labels.keys():
-                found[i] = replace(
+    joined: list[LabelSet] = []
+    # The largest first: its pattern leads the name.
+    for label_set in sorted(sets, key=lambda label_set: -len(label_set.labels)):
+        for i, other in enumerate(joined):
+            alike = (label_set.kind, label_set.classes) == (other.kind, other.classes)
+            alike = alike and (always or _have_alike_names(label_set, other))
+            if alike and not label_set.labels.keys() & other.labels.keys():
+                joined[i] = replace(
                     other,
-                    pattern=f"{other.pattern}, {one.pattern}",
-                    pattern_of=_patterns(other) | _patterns(one),
-                    labels={**other.labels, **one.labels},
-                    values={**one.values, **other.values},
-                    class_of={**one.class_of, **other.class_of},
+                    pattern=f"{other.pattern}, {label_set.pattern}",
+                    pattern_of=_patterns(other) | _patterns(label_set),
+                    labels={**other.labels, **label_set.labels},
+                    values={**label_set.values, **other.values},
+                    class_of={**label_set.class_of, **other.class_of},
                 )
                 break
         else:
-            found.append(one)
-    return found
+            joined.append(label_set)
+    return joined
 
 
 def _patterns(labels: LabelSet) -> dict[str, str]:
     """The pattern of each file."""
-    files = (file for found in labels.labels.values() for file in found)
+    files = (file for of_image in labels.labels.values() for file in of_image)
     return {file: labels.pattern_of.get(file, labels.pattern) for file in files}
 
 
 def _have_alike_names(*sets: LabelSet) -> bool:
     """Whether folders or names are the same without words of splits."""
+    # train/masks/*.png and val/masks/*.png, or train_masks/*.png and val_masks/*.png.
     parts = []
     for one in sets:
         *folders, name = one.pattern.split(", ")[0].split("/")
@@ -226,10 +238,12 @@ def _have_alike_names(*sets: LabelSet) -> bool:
             [w for x in part for w in words_of(x) if not split_of(w)] for part in (folders, [name])
         )
         parts.append([*words])
+    # Words of folders are compared with each other, and words of names.
     return any(one == other for one, other in zip(*parts, strict=True))
 
 
 def _is_named_instances(labels: LabelSet) -> bool:
+    # SegmentationObject/ of VOC, *_instanceIds.png of Cityscapes.
     words = re.findall("[a-z]+", labels.pattern.lower())
     other = {"segmentationobject", "object", "objects", "inst", "panoptic"}
     return any(word in other or word.startswith("instance") for word in words)
@@ -237,6 +251,7 @@ def _is_named_instances(labels: LabelSet) -> bool:
 
 def is_instances(labels: LabelSet) -> bool:
     """Whether values look like `class * 1000 + number`, or numbers of objects."""
+    # Cityscapes: 24003 is a person (class 24), the one with the number 3.
     ids = [value for value in labels.values if isinstance(value, int)]
     return len(ids) > MOST_CLASSES or sum(value >= 1000 for value in ids) > len(ids) / 2
 
@@ -253,11 +268,13 @@ def choose_orientation(labels: LabelSet, scores: tuple[float, float], answers: A
     if not labels.unclear:
         refuse_unused(vars(answers), "exif", "images that EXIF leaves, and labels whose sizes tell")
         return labels
-    said, (stored, turned) = answers.exif, scores
-    if said is None and abs(stored - turned) > _SHIFTED:
-        said = "stored" if stored > turned else "turned"
-    if said == "stored" or (said == "turned" and not labels.classes):
-        return replace(labels, upright=said == "turned")
+    answer, (stored, turned) = answers.exif, scores
+    # NaN, where no edges could be compared, is never larger: then it is asked.
+    if answer is None and abs(stored - turned) > _SHIFTED:
+        answer = "stored" if stored > turned else "turned"
+    # Masks of several files are painted on the pixels as stored, and cannot be turned.
+    if answer == "stored" or (answer == "turned" and not labels.classes):
+        return replace(labels, upright=answer == "turned")
     upright = "; else store the pixels upright, and masks for them" if labels.classes else ""
     shown = replace(labels, labels={path: labels.labels[path] for path in sorted(labels.unclear)})
     ways = [Reading("the pixels as stored", "--exif stored", labels=shown)]
@@ -298,7 +315,8 @@ def check_pairs(survey: Survey, labels: LabelSet, found: EdgeScores, answers: An
                 Reading("classes", ignore_option([])),
             ],
         )
-    is_named = any(one.value == 0 for legend in survey.legends for one in legend.classes)
+    # A list of classes that names 0 has answered the question.
+    is_named = any(entry.value == 0 for legend in survey.legends for entry in legend.classes)
     if found.black > _BLACK and 0 in labels.values and answers.ignore is None and not is_named:
         raise UndecidedError(
             f"{labels.pattern}: 0 lies where images are black ({shares_of(labels, [0])}): no data, "

@@ -82,6 +82,7 @@ def write(plan: Decisions, output: Path, command: str, *, jobs: int | None) -> l
     label_format = _label_format(plan)
     with os_errors_as(ExecutionError, output, "cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
+        # First, because drawing takes the palette from it.
         write_atomic(output / CLASSES, _class_file(plan, label_format))
         if label_format is None and plan.labels.kind != "annotations":
             _draw(plan, output, jobs)
@@ -97,13 +98,16 @@ def write(plan: Decisions, output: Path, command: str, *, jobs: int | None) -> l
 def _label_format(plan: Decisions) -> str | None:
     """`data.label_format`; None: training cannot read the labels as they are, so they are drawn."""
     labels = plan.labels
+    # (): an image without a file shows background alone, so its label is drawn.
     if labels.classes or labels.kind not in ("ids", "colors") or () in labels.labels.values():
         return None
+    # They lie on the picture as viewers turn it; training reads pixels as stored.
     if labels.upright:
         return None
     if labels.kind == "colors" and len(plan.classes.ignored) > 1:
         return None  # a class file can ignore one colour
     file = plan.survey.root / next(iter(labels.labels.values()))[0]
+    # Of a PNG training cannot read a window alone.
     if plan.splits.train[0].window and not is_tiff(file):
         return None
     info = image_formats.read_info(file)
@@ -116,15 +120,15 @@ def _class_file(plan: Decisions, label_format: str | None) -> str:
     classes = plan.classes
     lines = [*(f"# {printable(line)}" for line in classes.reasons), "classes:"]
     total, overlapping = classes.total, plan.labels.overlapping
-    for one in classes.classes:
-        entry: dict[str, object] = {"name": one.name}
-        if one.color is not None:
-            entry["color"] = list(one.color)
+    for class_info in classes.classes:
+        entry: dict[str, object] = {"name": class_info.name}
+        if class_info.color is not None:
+            entry["color"] = list(class_info.color)
         if label_format == "ids" or (plan.labels.kind == "annotations" and not overlapping):
-            entry["ids"] = list(one.values)
-        elif label_format == "colors" and len(one.values) > 1:
-            entry["more_colors"] = [list(value) for value in one.values[1:]]
-        share = f"  # {one.pixels / total:.2%} of the pixels" if total else ""
+            entry["ids"] = list(class_info.values)
+        elif label_format == "colors" and len(class_info.values) > 1:
+            entry["more_colors"] = [list(value) for value in class_info.values[1:]]
+        share = f"  # {class_info.pixels / total:.2%} of the pixels" if total else ""
         lines.append(f"  - {yaml_value(entry)}{share}")
     if label_format == "colors":
         lines += [f"ignore_color: {list(color)}" for color in classes.ignored]
@@ -143,6 +147,7 @@ def _pair_list(plan: Decisions, images: Sequence[Image], *, is_drawn: bool) -> s
     rows = csv.writer(text, delimiter="\t", lineterminator="\n")
     for image in images:
         if plan.labels.kind == "annotations":
+            # Labels are named relative to data.labels_dir.
             label = plan.labels.labels[image.path][0].removeprefix(f"{LABELS}/")
         else:
             label = (
@@ -177,7 +182,7 @@ def _config(plan: Decisions, here: Path, label_format: str | None, command: str)
         options.append(Option("data.label_format", "bands", "a band a class"))
     options += plan.options
     for section in Config.model_fields:
-        of_section = [one for one in options if one.key.startswith(f"{section}.")]
+        of_section = [entry for entry in options if entry.key.startswith(f"{section}.")]
         lines += [f"{section}:"] if of_section else []
         for option in of_section:
             line = f"  {option.key.removeprefix(f'{section}.')}: {yaml_value(option.value)}"
@@ -210,27 +215,30 @@ def draw_annotations(
     files = survey.annotations[kinds[0]]
     how = {"attribute": answers.attribute, "names": answers.names}
     how["others_are_empty"] = answers.missing is not None
-    found = read_annotations(files, survey.root, **how)
+    annotations = read_annotations(files, survey.root, **how)
     claim(output, survey.root, overwrite=True)
-    overlap = found.overlap if answers.task is None else "keep"
-    pixels, _ = write_labels(found, output, overlap=overlap, jobs=jobs)
+    overlap = annotations.overlap if answers.task is None else "keep"
+    pixels, _ = write_labels(annotations, output, overlap=overlap, jobs=jobs)
+    # The lists of this folder, train.txt and val.txt, take its place.
     (output / PAIRS).unlink()
     classes = [
         Class(name, (i,), None, int(pixels[i]))
-        for i, name in enumerate(found.classes)
+        for i, name in enumerate(annotations.classes)
         if i or (pixels[0] and overlap != "keep")
     ]
-    pattern = f"{first_of((file.relative_to(survey.root) for file in files), 2)} ({found.format})"
+    pattern = (
+        f"{first_of((file.relative_to(survey.root) for file in files), 2)} ({annotations.format})"
+    )
     keeps = overlap == "keep"
-    files = label_files(found, keeps=keeps)
-    labels = {image.name: (file,) for image, file in zip(found.images, files, strict=True)}
+    files = label_files(annotations, keeps=keeps)
+    labels = {image.name: (file,) for image, file in zip(annotations.images, files, strict=True)}
     reason = f"drawn from {pattern}, overlaps by {overlap}"
     made = LabelSet(pattern, "annotations", labels, {}, overlapping=keeps)
     total = 0
     if keeps:
         reason = f"drawn from {pattern}, each class by itself"
-        total = sum(math.prod(image.size) for image in found.images)
-    reasons, notes = (reason,), tuple(found.notes)
+        total = sum(math.prod(image.size) for image in annotations.images)
+    reasons, notes = (reason,), tuple(annotations.notes)
     return made, Classes(tuple(classes), (IGNORE_INDEX,), reasons, notes, all_pixels=total)
 
 
@@ -256,19 +264,20 @@ def _draw_one(
     files = labels.labels[image.path]
     if labels.overlapping:
         number = len(labels.classes)
-        found = labels.class_files(root, image.path)
-        bands = contents.presence(found, image.size, number, labels.void, labels.threshold)
-        chosen = [one.values[0] - 1 for one in classes.classes]
+        class_files = labels.class_files(root, image.path)
+        bands = contents.presence(class_files, image.size, number, labels.void, labels.threshold)
+        # The bands of the classes that are kept, in their order; files may show more.
+        chosen = [class_info.values[0] - 1 for class_info in classes.classes]
         write_bands(folder / _drawn_name(image, labels), bands[..., chosen])
         return
     if not files and not labels.classes:  # --missing background
         drawn = np.full(image.size, _train_id_of(classes, 0), np.uint8)
     elif labels.classes:
-        found = labels.class_files(root, image.path)
-        numbers, _ = contents.painted(found, image.size, labels.void, labels.threshold)
+        class_files = labels.class_files(root, image.path)
+        numbers, _ = contents.painted(class_files, image.size, labels.void, labels.threshold)
         train_ids = np.full(len(labels.classes) + 1, IGNORE_INDEX, np.uint8)
-        for i, one in enumerate(classes.classes):
-            train_ids[[*one.values]] = i
+        for i, class_info in enumerate(classes.classes):
+            train_ids[[*class_info.values]] = i
         drawn = train_ids[numbers]
     else:
         drawn = class_ids(root / files[0], labels, classes)
@@ -288,8 +297,8 @@ def _drawn_name(image: Image, labels: LabelSet) -> str:
 
 
 def _train_id_of(classes: Classes, value: Value) -> int:
-    found = (i for i, one in enumerate(classes.classes) if value in one.values)
-    return next(found, IGNORE_INDEX)
+    train_ids = (i for i, class_info in enumerate(classes.classes) if value in class_info.values)
+    return next(train_ids, IGNORE_INDEX)
 
 
 # What training will see
@@ -300,12 +309,19 @@ def _contact_sheet(plan: Decisions, training: SegDataset) -> np.ndarray:
     labels, palette = plan.labels, training.classes.palette
     shown = spread(range(len(training)), _SHOWN)
     shown_in = {value for value, facts in labels.values.items() if facts.example}
-    rare = [one for one in plan.classes.classes if one.pixels and one.values[0] in shown_in]
+    rare = [
+        class_info
+        for class_info in plan.classes.classes
+        if class_info.pixels and class_info.values[0] in shown_in
+    ]
     if rare:
-        example = labels.values[min(rare, key=lambda one: one.pixels).values[0]].example
+        example = labels.values[
+            min(rare, key=lambda class_info: class_info.pixels).values[0]
+        ].example
         owner = next(path for path, files in labels.labels.items() if example in files)
         image = plan.survey.root.resolve() / owner
         at = next((i for i, pair in enumerate(training.pairs) if pair.image == image), None)
+        # An image that shows the rarest class takes the place of the last one.
         shown = shown if at in (None, *shown) else [at, *shown[:-1]]
     columns = []
     for i in shown:
@@ -313,9 +329,9 @@ def _contact_sheet(plan: Decisions, training: SegDataset) -> np.ndarray:
         pixels = as_rgb(image, training.form.value_range)
         columns.append(np.vstack([_cell(pixels), _cell(overlay(pixels, label, palette, 0.6))]))
     row = np.hstack(columns)
-    names = [printable(one.name, MAX_NAME) for one in plan.classes.classes]
+    names = [printable(class_info.name, MAX_NAME) for class_info in plan.classes.classes]
     if not (labels.classes or labels.kind == "annotations"):
-        values = [first_of(map(word, one.values), 1) for one in plan.classes.classes]
+        values = [first_of(map(word, class_info.values), 1) for class_info in plan.classes.classes]
         names = [f"{name} ({value})" for name, value in zip(names, values, strict=True)]
     return np.vstack([row, legend(names, palette, row.shape[1])])
 
@@ -334,9 +350,12 @@ def _value_warnings(training: SegDataset) -> list[str]:
     """What is odd about the values of some images, as `segtrain data check` says it."""
     classes = training.labels.meant(training.classes)
     scan = SplitScan("", len(training), classes.num_classes)
+    # A sample: `segtrain data check` reads all images.
     for pair in spread(training.pairs, _SAMPLE):
         scan.add(scan_pair(pair, training.classes, training.form, training.labels))
-    return [one.text for one in split_findings(scan, classes) if one.kind in _ABOUT_VALUES]
+    return [
+        finding.text for finding in split_findings(scan, classes) if finding.kind in _ABOUT_VALUES
+    ]
 
 
 # Pictures of a question
@@ -358,7 +377,7 @@ def write_readings(
         example = next((shown.values[v].example for v in reading.marked if v in shown.values), None)
         owners = (path for path, files in shown.labels.items() if example in files)
         owner = next(owners, next(iter(shown.labels)))
-        image = next(one for one in survey.images if one.path == owner)
+        image = next(candidate for candidate in survey.images if candidate.path == owner)
         cells = [_cell(_stretched(survey.root, image))]
         if shown.kind != "annotations":  # whose labels are gone
             file = survey.root / shown.labels[owner][0]
@@ -384,9 +403,9 @@ def _stretched(root: Path, image: Image) -> np.ndarray:
 
 def _marked(label: np.ndarray, values: Sequence[Value], mark: Color) -> np.ndarray:
     """The label in colours of its values, or grey with those of `values` in the colour `mark`."""
-    found, which = np.unique(label, return_inverse=True)
-    colors = np.array(default_palette(256), np.uint8)[np.arange(len(found)) % 256]
+    present, which = np.unique(label, return_inverse=True)
+    colors = np.array(default_palette(256), np.uint8)[np.arange(len(present)) % 256]
     if values:
         colors[:] = colors.mean(axis=1, keepdims=True) // 2 + 64
-        colors[np.isin(found, [packed(value) for value in values])] = mark
+        colors[np.isin(present, [packed(value) for value in values])] = mark
     return colors[which.reshape(label.shape)]

@@ -75,21 +75,21 @@ class FileName(NamedTuple):
     @property
     def split(self) -> str | None:
         """train, val or test, if a folder says so."""
-        found = {split for word in self.folders if (split := split_of(word))}
-        if found == {"train", "val"}:  # train_val
+        splits = {split for word in self.folders if (split := split_of(word))}
+        if splits == {"train", "val"}:  # train_val
             return "train"
-        return found.pop() if len(found) == 1 else None
+        return splits.pop() if len(splits) == 1 else None
 
 
 @lru_cache(maxsize=4096)
 def words_of(text: str) -> tuple[str, ...]:
     """Words in lower case: `imagesTr` and `img_dir` have two each, `labelIds` is one."""
-    found = []
+    words = []
     for word in re.findall(r"[A-Za-z0-9]+", text):
         is_known = word.lower() in ROLE_WORDS
         spaced = word if is_known else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", word)
-        found += spaced.lower().split()
-    return tuple(found)
+        words += spaced.lower().split()
+    return tuple(words)
 
 
 def split_of(word: str) -> str | None:
@@ -127,6 +127,7 @@ def parse_names(paths: Sequence[str]) -> list[FileName]:
     places = [PurePosixPath(path) for path in paths]
     kinds = [(str(place.parent), place.suffix.lower()) for place in places]
     parts = [("", place.stem, "") for place in places]  # beginning, core, end
+    # One beginning and one end a turn: of 001_gtFine_labelIds first _labelIds, then _gtFine.
     for _ in range(_MOST_AFFIXES):
         parts = _without_affixes(kinds, parts)
     patterns = [
@@ -140,6 +141,7 @@ def parse_names(paths: Sequence[str]) -> list[FileName]:
     splits = _splits_of_stems(places)
     names = []
     for place, pattern, core in zip(places, patterns, cores, strict=True):
+        # Image and label differ in words of roles, but must agree in those of splits.
         words = {*words_of(str(place.parent)), *splits.get(place, ())}
         names.append(
             FileName(
@@ -155,11 +157,12 @@ def parse_names(paths: Sequence[str]) -> list[FileName]:
 
 def _splits_of_stems(places: Sequence[PurePosixPath]) -> dict[PurePosixPath, tuple[str]]:
     """The split of each name, of folders in which all names begin with one, and with several."""
-    found: dict[PurePosixPath, dict[PurePosixPath, str | None]] = defaultdict(dict)
+    by_folder: dict[PurePosixPath, dict[PurePosixPath, str | None]] = defaultdict(dict)
     for place in places:
         first, *_ = (*words_of(place.stem), "")
-        found[place.parent][place] = split_of(first)
-    said = [splits for splits in found.values() if len({*splits.values()}) > 1]
+        by_folder[place.parent][place] = split_of(first)
+    # train_1.bmp and val_1.bmp in one folder; if all begin with test_, it says nothing.
+    said = [splits for splits in by_folder.values() if len({*splits.values()}) > 1]
     return {
         place: (split,)
         for splits in said
@@ -179,7 +182,7 @@ def _without_affixes(
     starts, ends = list(map(_start_of, cores)), list(map(_end_of, cores))
     common_starts = _common_starts(kinds, starts)
     common_ends = _common_ends(kinds, cores, ends) - _ends_of_images(kinds, parts, ends)
-    found = []
+    shortened = []
     for kind, (before, core, after), start, end in zip(kinds, parts, starts, ends, strict=True):
         if not _is_role(start) and (kind, start) not in common_starts:
             start = ""
@@ -187,26 +190,26 @@ def _without_affixes(
             end = ""
         if start and len(start) + len(end) > len(core):  # they overlap
             end = ""
-        found.append((before + start, core[len(start) : len(core) - len(end)], end + after))
-    return found
+        shortened.append((before + start, core[len(start) : len(core) - len(end)], end + after))
+    return shortened
 
 
 def _common_starts(kinds: Sequence[_FolderKind], starts: Sequence[str]) -> set[_Affix]:
     """The beginnings that nearly all names of a kind have, but for those of scenes."""
     sizes = Counter(kinds)
     folders = Counter(PurePosixPath(folder).name for folder in {folder for folder, _ in kinds})
-    found = set()
+    common = set()
     for (kind, start), number in Counter(zip(kinds, starts, strict=True)).items():
         is_common = sizes[kind] > 2 and number >= _COMMON_START * sizes[kind]
         # Of a scene, such as zurich/zurich_001, which its image has too.
         name = PurePosixPath(kind[0]).name
         is_scene = folders[name] > 1 and words_of(start) == words_of(name)
         if is_common and not is_scene:
-            found.add((kind, start))
+            common.add((kind, start))
     # Of a class that few images show, as in the folders of the others.
-    beside = {(_siblings(kind), start) for kind, start in found}
+    beside = {(_siblings(kind), start) for kind, start in common}
     small = {key for key in zip(kinds, starts, strict=True) if sizes[key[0]] <= 2}
-    return found | {(kind, start) for kind, start in small if (_siblings(kind), start) in beside}
+    return common | {(kind, start) for kind, start in small if (_siblings(kind), start) in beside}
 
 
 def _common_ends(
@@ -250,6 +253,7 @@ def _ends_of_images(
         stem = (before + core + after).lower()
         stems.add(stem)
         wholes[kind].add((before + core).lower())
+        # All beginnings that end at a sign: p2, p2_z07 and p2_z07_liver.
         for end in re.finditer(r"(?=[_\-. ])|$", stem):
             beginnings[stem[: end.start()]].add(kind)
     votes: dict[_Affix, list[bool]] = defaultdict(list)
@@ -257,24 +261,26 @@ def _ends_of_images(
         if not end or _is_role(end) or any(map(split_of, words_of(end))):
             continue
         whole, bare = (before + core).lower(), (before + core.removesuffix(end)).lower()
+        # Another folder has 1_flip or 1_flip_mask: the end is of the image. But where only
+        # another folder has a 1, 1_car is of a class.
         goes_on = bool(beginnings[whole] - {kind})
         is_of_another = bare in stems and bare not in wholes[kind]
         votes[kind, end].append(goes_on and not is_of_another)
-    return {key for key, found in votes.items() if sum(found) > len(found) / 2}
+    return {key for key, ballot in votes.items() if sum(ballot) > len(ballot) / 2}
 
 
 def _start_of(stem: str) -> str:
     """`img_` of `img_001`, `img` of `img001`; "" if it begins with a number."""
-    found = re.match(r"[A-Za-z][A-Za-z0-9]*[_\-. ]+(?=.)|[A-Za-z]+(?=\d)|[A-Za-z]+$", stem)
-    return found[0] if found else ""
+    matched = re.match(r"[A-Za-z][A-Za-z0-9]*[_\-. ]+(?=.)|[A-Za-z]+(?=\d)|[A-Za-z]+$", stem)
+    return matched[0] if matched else ""
 
 
 def _end_of(stem: str) -> str:
     """`_mask` of `001_mask`, `mask` of `001mask`; "" if it ends with a number alone."""
-    found = re.search(
+    matched = re.search(
         r"(?<=.)[_\-. ]+(?=[^_\-. ]*[A-Za-z])[A-Za-z0-9]+$|(?<=\d)[A-Za-z]{2,}$|^[A-Za-z]+$", stem
     )
-    return found[0] if found else ""
+    return matched[0] if matched else ""
 
 
 def _is_role(affix: str) -> bool:
@@ -286,7 +292,7 @@ def are_photos(images: Sequence[FileName]) -> list[bool]:
     """Whether words that they do not share call each a photo: no picture of depth or heat."""
     words = [{*words_of(image.pattern.replace("*", " "))} for image in images]
     shared = set.intersection(*words)
-    return [not _PHOTO_WORDS.isdisjoint(one - shared) for one in words]
+    return [not _PHOTO_WORDS.isdisjoint(own - shared) for own in words]
 
 
 def band_words(text: str) -> tuple[str, ...]:

@@ -51,6 +51,7 @@ def narrow_foreground(
         values = contents.read_bands([survey.root / file for file in image.files])[..., 0]
         found = _foreground(survey.root, image, labels, classes, drawn)
         if found.shape == values.shape:
+            # Percentiles need no more pixels than this.
             step = max(1, values.size // _MOST_PX)
             is_valid = ~np.isnan(values.ravel()[::step])
             pixels.append(values.ravel()[::step][is_valid].astype(np.float64))
@@ -65,7 +66,7 @@ def narrow_foreground(
     low, high = float(f"{ends[:, 0].min():.6g}"), float(f"{ends[:, 1].max():.6g}")
     if not 0 < high - low < _NARROW * np.ptp(np.concatenate(pixels)):
         return None
-    clipped = [one.clip(low, high) for one in pixels if one.size]
+    clipped = [of_image.clip(low, high) for of_image in pixels if of_image.size]
     facts = [ImageFacts((low,), (high,), (x.mean(),), (x.std(),), False) for x in clipped]
     return Foreground((low, high), tuple(facts))
 
@@ -86,6 +87,6 @@ def _foreground(
     window = contents.middle_window(root / image.path)
     ids = class_ids(folder / files[0], labels, classes, window)
     ids = to_stored(ids, image.orientation) if labels.upright else ids
-    names = [one.name.casefold().strip("_") for one in classes.classes]
+    names = [class_info.name.casefold().strip("_") for class_info in classes.classes]
     beside = [i for i, x in enumerate(classes.classes) if 0 in x.values or names[i] == "background"]
     return np.where(np.isin(ids, beside), IGNORE_INDEX, ids)

@@ -86,7 +86,7 @@ def with_headers(
     """
     name_of, unclear = {name.path: name for name in names}, []
     further = {band for bands in matches.bands.values() for band in bands}
-    found, unreadable, twins, turned = [], [], [], []
+    readable, unreadable, twins, turned = [], [], [], []
     for name in names:
         if name.path in further:
             continue
@@ -96,6 +96,7 @@ def with_headers(
         except DataError as error:
             unreadable.append(str(error))
             continue
+        # A photo beside depth or infrared is chosen; two photos, as of two dates, need a list.
         first, *others = file_names.are_photos([name_of[path] for path in files])
         is_the_photo = first and not any(others)
         if len(files) > 1 and not _are_bands(infos, is_the_photo):
@@ -106,7 +107,7 @@ def with_headers(
         if infos[0].orientation != 1:
             turned.append(name.path)
         folders = PurePosixPath(name.path).parent.parts
-        found.append(
+        readable.append(
             Image(
                 files=files,
                 size=infos[0].size,
@@ -115,6 +116,7 @@ def with_headers(
                 dtype=str(infos[0].dtype),
                 split=name.split,
                 scene="/".join(x for x in folders if not all(map(_is_said, words_of(x)))),
+                # 0016e5_ of 0016E5_00390.png, as CamVid has it.
                 sequence=re.sub(r"\d+\D*$", "", name.core),
                 map_place=place_of(folder / files[0], infos[0]),
                 orientation=infos[0].orientation,
@@ -125,13 +127,13 @@ def with_headers(
             f"{folder}: several pictures for one label: {first_of(unclear, 3)}; move the others "
             "elsewhere, or name image and label by a list"
         )
-    _check_bands(folder, names, found)
+    _check_bands(folder, names, readable)
     note_all(notes, unreadable, "image is left out", "images are left out")
     what = "label fits", "labels fit"
     note_all(notes, twins, *(f"{one} several pictures, the first is used" for one in what))
     what = "an EXIF orientation, which is ignored: pixels count as stored"
     note_all(notes, turned, f"image carries {what}", f"images carry {what}")
-    return found
+    return readable
 
 
 def _are_bands(infos: Sequence[Info], is_the_photo: bool) -> bool:
@@ -140,6 +142,7 @@ def _are_bands(infos: Sequence[Info], is_the_photo: bool) -> bool:
     is_the_photo: whether the first alone is called a photo; one in colour is whole.
     """
     first, *others = infos
+    # t0_B02.tif and t0_B03.tif have a channel each. A photo in colour beside infrared is whole.
     have_one_form = all(
         (x.size, x.dtype, x.channels) == (first.size, first.dtype, 1) for x in others
     )
@@ -170,18 +173,19 @@ def _is_said(word: str) -> bool:
 
 def facts_of(folder: Path, images: Sequence[Image], notes: list[str]) -> dict[str, ImageFacts]:
     """Facts about a sample of the images, spread over all; what is wrong with others: a note."""
-    found, problems, odd = {}, [], []
+    facts, problems, odd = {}, [], []
     for image in spread(images, _SAMPLE):
         try:
+            # libjpeg prints what is wrong in the middle of a file, and goes on.
             with printed_lines(OF_DAMAGE) as said:
-                found[image.path] = contents.image_facts([folder / path for path in image.files])
+                facts[image.path] = contents.image_facts([folder / path for path in image.files])
         except DataError as error:
             problems.append(str(error))
         odd += [image.path] if said else []
     note_all(notes, problems, "image is damaged", "images are damaged")
     what = "damaged in the middle, as libjpeg says; data check finds all such"
     note_all(notes, odd, f"image is {what}", f"images are {what}")
-    return found
+    return facts
 
 
 def similar_images(
@@ -197,6 +201,7 @@ def similar_images(
     rows = np.stack([thumbnails.thumbnail(folder / image.path) for image in chosen])  # (N, pixels)
     pairs = set()
     for start in range(0, len(rows), 512):
+        # In blocks, which need less memory than all pairs at once.
         alike = rows[start : start + 512] @ rows.T
         # The nearest ones only: of images of one colour all are alike.
         nearest = np.argsort(-alike, axis=1)[:, : _NEAREST + 1]
@@ -205,9 +210,10 @@ def similar_images(
             first, second = sorted((start + int(i), int(nearest[i, rank])))
             if first != second:
                 pairs.add((chosen[first].path, chosen[second].path))
+    # Neighbours by name against neighbours in a random order: in a video the former are more alike.
     order = np.random.default_rng(0).permutation(len(rows))
     beside, apart = (
-        float(np.median((one[1:] * one[:-1]).sum(axis=1))) if len(rows) > 2 else 0.0
-        for one in (rows, rows[order])
+        float(np.median((vectors[1:] * vectors[:-1]).sum(axis=1))) if len(rows) > 2 else 0.0
+        for vectors in (rows, rows[order])
     )
     return frozenset(pairs), len(images) == len(chosen) and beside > apart + _ALIKE_BESIDE

@@ -112,6 +112,7 @@ def label_sets(
     words = differing_words(binary)
     known = {x.partition("=")[0].lower() for x in classes or ()}
     are_said = classes is None or {x.lower() for x in words} <= known
+    # Masks of two people show nearly the same: two labels of one thing, and not two classes.
     differ = are_said or not words or not _show_the_same(folder, *binary.values())
     if words and _share_images(binary.values()) and differ:
         yield _together(binary, words)
@@ -135,15 +136,18 @@ def _sets_by_form(
         return all(_is_binary(facts[pattern]) for pattern in patterns)
 
     sets = _grouped(labels, lambda image, label: _form(pattern_of[label], image))
+    # Several files for an image: one for each class, or one for each object.
     for form, by_image in list(sets.items()):
         if not _several(by_image):
             continue
         if are_binary(by_image) and _are_named_by_class(by_image):
             # masks/s01/liver.png is of masks/liver.png
             sets |= _grouped(by_image, lambda _, x, form=form: form.replace("*", _stem(x)))
+        # 0a1b/masks/*.png beside 0a1b/images/0a1b.png: objects, which stay together.
         elif are_binary(by_image) and _have_own_folders(by_image):
             continue
         else:
+            # By the whole pattern without splits: `_form` has kept one folder only.
             sets |= _grouped(by_image, lambda _, label: file_names.form_of(pattern_of[label]))
         del sets[form]
     for form, by_image in list(sets.items()):
@@ -158,11 +162,11 @@ def _grouped(
     labels: Mapping[str, Sequence[str]], form_of: Callable[[str, str], str]
 ) -> dict[str, _ByImage]:
     """The labels of each image, by their form, which `form_of` tells of image and label."""
-    found: dict[str, dict[str, tuple[str, ...]]] = defaultdict(lambda: defaultdict(tuple))
+    by_form: dict[str, dict[str, tuple[str, ...]]] = defaultdict(lambda: defaultdict(tuple))
     for image, files in labels.items():
         for label in files:
-            found[form_of(image, label)][image] += (label,)
-    return {form: dict(by_image) for form, by_image in found.items()}
+            by_form[form_of(image, label)][image] += (label,)
+    return {form: dict(by_image) for form, by_image in by_form.items()}
 
 
 def _sample_of(
@@ -188,12 +192,12 @@ def _together(sets: Mapping[str, _ByImage], classes: tuple[str, ...]) -> LabelSe
 
 def _of_one_kind(form: str, by_image: _ByImage, sample: Sequence[LabelFacts]) -> LabelSet:
     """The set of these labels, whose kind is that of most files in the sample."""
-    found = [one for one in sample if one.kind != "picture"]
+    usable = [file for file in sample if file.kind != "picture"]
     return LabelSet(
         pattern=form,
-        kind=Counter(one.kind for one in found).most_common(1)[0][0],
+        kind=Counter(file.kind for file in usable).most_common(1)[0][0],
         labels=by_image,
-        values=total_values(one.values for one in found),
+        values=total_values(file.values for file in usable),
         classes=("foreground",) if _several(by_image) else (),
     )
 
@@ -234,6 +238,7 @@ def differing_words(forms: Iterable[str]) -> tuple[str, ...]:
     parts = [re.split(r"[/_\-.* ]+", form) for form in forms]
     if len({len(part) for part in parts}) != 1:
         return ()
+    # masks/car/*.png and masks/road/*.png differ in the second word alone.
     columns = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
     return columns[0] if len(columns) == 1 else ()
 
@@ -242,8 +247,8 @@ def differing_words(forms: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_binary(facts: Sequence[LabelFacts]) -> bool:
-    found = [set(one.values) for one in facts if one.kind in ("ids", "two")]
-    return bool(found) and all(len(values | {0}) <= 2 for values in found)
+    value_sets = [set(file.values) for file in facts if file.kind in ("ids", "two")]
+    return bool(value_sets) and all(len(values | {0}) <= 2 for values in value_sets)
 
 
 def _stem(path: str) -> str:
@@ -254,6 +259,7 @@ def _are_named_by_class(by_image: _ByImage) -> bool:
     """Whether names of files come again and again, one for each class: `liver`, not `mask_1`."""
     images = Counter(_stem(label).lower() for files in by_image.values() for label in {*files})
     words = {re.sub(r"[\d_\-. ]", "", stem) for stem in images}
+    # liver.png in each folder, or class_1.png; but not mask_1.png, which numbers objects.
     is_word = len(words) == len(images) and all(stem[:1].isalpha() for stem in images)
     return 2 * len(images) <= images.total() and (is_word or words <= {"class", "label"})
 
@@ -275,7 +281,7 @@ def _have_one_folder(by_image: _ByImage) -> bool:
 
 def _share_images(sets: Iterable[_ByImage]) -> bool:
     """Whether many images have labels in several of the sets."""
-    images = Counter(image for one in sets for image in one)
+    images = Counter(image for by_image in sets for image in by_image)
     return images.total() > 1.2 * len(images)
 
 
@@ -326,9 +332,10 @@ def _pairs_of_values(*paths: Path) -> np.ndarray | None:
         return None
     if stored[0].shape[:2] != stored[1].shape[:2]:
         return None
-    stored = [contents.without_alpha(one) for one in stored]
-    numbers = [len(_pixel_values(one)) for one in stored]
+    stored = [contents.without_alpha(pixels) for pixels in stored]
+    numbers = [len(_pixel_values(pixels)) for pixels in stored]
     both = _pixel_values(np.dstack(stored))
+    # More pairs than values in either label: their areas differ, and not only the values.
     if max(numbers) < len(both):
         return None
     if min(numbers) == len(both):
@@ -336,8 +343,8 @@ def _pairs_of_values(*paths: Path) -> np.ndarray | None:
     # In a picture in colours, several ids without a class may be black together.
     channels = stored[numbers.index(min(numbers))].shape[2]
     fewer = both[:, :channels] if numbers[0] < numbers[1] else both[:, -channels:]
-    found, count = np.unique(fewer, axis=0, return_counts=True)
-    are_black = channels > 1 and not found[count > 1].any()
+    distinct, count = np.unique(fewer, axis=0, return_counts=True)
+    are_black = channels > 1 and not distinct[count > 1].any()
     return both if are_black else None
 
 
@@ -384,13 +391,14 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeSco
             scores = _edge_scores(label, own, {"the next": before, "the previous": after})
             numbers = _numbers(label) if labels.kind == "ids" else None
             seen.append(_EdgeFacts(scores, *_black_and_zero(own, label), numbers))
+    # Each comparison has its median over all images: a single picture proves little.
     medians = {}
     for words in seen[0].scores if seen else ():
-        known = [one.scores[words] for one in seen if not np.isnan(one.scores[words])]
+        known = [facts.scores[words] for facts in seen if not np.isnan(facts.scores[words])]
         if known:
             medians[words] = float(np.median(known))
-    black, zeros = sum(one.black for one in seen), sum(one.zeros for one in seen)
-    are_numbered = _are_numbered([one.numbers for one in seen])
+    black, zeros = sum(facts.black for facts in seen), sum(facts.zeros for facts in seen)
+    are_numbered = _are_numbered([facts.numbers for facts in seen])
     return EdgeScores(medians, black / zeros if zeros else 0.0, are_numbered)
 
 
@@ -404,7 +412,7 @@ def compared_turned(folder: Path, images: Sequence[Image], labels: LabelSet) -> 
                 label = contents.read_label_part(folder / file)
                 ways = label, to_stored(label, image.orientation)
                 scores.append([contents.alignment(own, way) for way in ways])
-    told = [one for one in scores if not np.isnan(one).any()]
+    told = [pair for pair in scores if not np.isnan(pair).any()]
     if not told:
         return math.nan, math.nan
     stored, turned = np.median(told, axis=0).tolist()
@@ -459,4 +467,5 @@ def _are_numbered(numbers: Sequence[tuple[int, int] | None]) -> bool:
     if not numbers or None in numbers:
         return False
     most, areas = zip(*numbers, strict=True)
+    # Images show the same classes often, but seldom the same number of objects.
     return len(set(most)) > 1 and max(most) > 2 and sum(areas) <= _AREAS * sum(most)

@@ -44,11 +44,14 @@ def count_values(
         read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
     if not labels.classes and () not in labels.labels.values():
         read = _by_palettes(read, legends)
+    # One file in colours means that greys of the others are colours, too: 7 is (7, 7, 7).
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     kind = "colors" if is_colored else labels.kind
     found = [(*names, facts) for names, facts in zip(files, read, strict=True)]
+    # In a file for each class all kinds of masks are one: 0 and 1, 0 and 255, or a JPEG.
     shows_one = labels.classes and not (labels.numbered or is_colored)
     kinds = {"ids", "two"} if shows_one else {kind}
+    # Masks of several files are painted at the size of the image as stored, and never turned.
     sizes_say = _are_upright(found, by_path)
     upright = bool(sizes_say) and not labels.classes
     # Labels of background alone lie alike either way.
@@ -68,6 +71,7 @@ def count_values(
                 counts.append({value: count})
                 shown_in[value].add(image)
         values = dict(sorted(total_values(counts).items()))
+    # The longest one: some palettes end at the last value of their file.
     palette = max((facts.palette for facts in read), key=len, default=())
     palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
     no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
@@ -82,11 +86,12 @@ def _by_palettes(read: list[LabelFacts | str], legends: Sequence[Legend]) -> lis
     """
     shown = [{} if isinstance(facts, str) else _shown(facts) for facts in read]
     pairs = {pair for colors in shown for pair in colors.items()}
+    # An index with two colours: each file has a palette of its own.
     differ = len({value for value, _ in pairs}) < len(pairs)
     are_named = any(
-        all(len(nearest(color, [c.color for c in one.classes])) == 1 for _, color in pairs)
-        for one in legends
-        if one.has_colors
+        all(len(nearest(color, [c.color for c in legend.classes])) == 1 for _, color in pairs)
+        for legend in legends
+        if legend.has_colors
     )
     if not (differ and are_named and all(map(_is_shown, read))):
         return read
@@ -130,6 +135,7 @@ def _with_painted(
         number: ValueFacts(pixels, 0, len(shown_in[number]), example.get(number, ""))
         for number, pixels in sorted(totals.items())
     }
+    # A class that others cover wholly would be in no label.
     hidden = [name for i, name in enumerate(labels.classes, 1) if not totals[i]]
     if hidden and claimed and not labels.overlapping:
         raise DataError(

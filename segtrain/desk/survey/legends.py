@@ -47,7 +47,7 @@ def named_values(
     if legend is None:
         return "", {}
     if labels.kind == "colors":
-        return legend.source, {one.color: one for one in legend.classes}
+        return legend.source, {entry.color: entry for entry in legend.classes}
     return legend.source, {c.value: c for c in sorted(legend.classes, key=lambda c: c.value)}
 
 
@@ -57,9 +57,11 @@ def _for_colors(legends: Sequence[Legend], labels: LabelSet) -> Legend | None:
     known = list(_known_colors(labels)) if len(pixels) >= _MIN_KNOWN_COLORS else []
     for legend in (*legends, *known):
         if legend.has_colors:
-            colors = [one.color for one in legend.classes]
-            near = sum(n for c, n in pixels.items() if any(is_close(c, one) for one in colors))
-            shown = sum(any(is_close(c, one) for c in pixels) for one in colors)
+            colors = [listed.color for listed in legend.classes]
+            near = sum(
+                n for c, n in pixels.items() if any(is_close(c, listed) for listed in colors)
+            )
+            shown = sum(any(is_close(c, listed) for c in pixels) for listed in colors)
             fits = near >= (_FITS_KNOWN if legend in known else _FITS) * sum(pixels.values())
             if fits or (legend not in known and shown >= _SHOWN * len(colors)):
                 return legend
@@ -71,22 +73,24 @@ def _known_colors(labels: LabelSet) -> Iterator[Legend]:
         if name == "voc" and "segmentationclass" not in labels.pattern.lower():
             continue  # annotation tools draw other classes in these colours too
         file = _known_file(name)
-        has_own = all(not one.more_colors for one in file.classes)
+        has_own = all(not entry.more_colors for entry in file.classes)
         if has_own and len(file.given_colors) == file.num_classes:
-            classes = [NamedClass(one.name, None, one.color) for one in file.classes]
+            classes = [NamedClass(entry.name, None, entry.color) for entry in file.classes]
             yield Legend(f"the known classes of {name}", tuple(classes))
 
 
 def _for_ids(legends: Sequence[Legend], labels: LabelSet, values: set[int]) -> Legend | None:
     """The list that fits the values, with a value for each class."""
-    by_train_ids = [found for one in legends if (found := one.by_train_ids())]
+    # Lists of Cityscapes number classes twice: for *_labelIds.png and for *_labelTrainIds.png.
+    by_train_ids = [renumbered for legend in legends if (renumbered := legend.by_train_ids())]
     if "trainid" in labels.pattern.lower():
         legends = by_train_ids or legends
     elif "labelid" not in labels.pattern.lower():
         legends = [*legends, *by_train_ids]
-    fitting = [fit for one in legends if (fit := _with_values(one, values, labels))]
+    fitting = [fit for legend in legends if (fit := _with_values(legend, values, labels))]
+    # Lists of the folder come before known data sets.
     fitting = _agreeing(fitting, values) or _known_ids(labels, values)
-    lists = [one for one in legends if not (one.has_values or one.has_colors)]
+    lists = [legend for legend in legends if not (legend.has_values or legend.has_colors)]
     if lists and not fitting:
         ordered = sorted(values)
         names = names_option(default_names(ordered))
@@ -104,7 +108,8 @@ def _for_ids(legends: Sequence[Legend], labels: LabelSet, values: set[int]) -> L
 def _with_values(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:
     """The list with a value for each class; None: it does not fit the values of the labels."""
     if legend.has_values:
-        known = {one.value for one in legend.classes}
+        known = {entry.value for entry in legend.classes}
+        # Half of its classes are on the labels, or it names all that they hold.
         return legend if 2 * len(known & values) >= len(known) or values <= known else None
     if legend.has_colors and (class_of := _classes_by_palette(legend, labels)):
         return _valued(legend.source, class_of.values(), class_of)
@@ -116,21 +121,23 @@ def _classes_by_palette(legend: Legend, labels: LabelSet) -> dict[int, NamedClas
 
     Empty if not all of the palette's values have one of their own.
     """
-    by_color = {one.color: one for one in reversed(legend.classes)}
+    by_color = {entry.color: entry for entry in reversed(legend.classes)}
     colors = {v: labels.palette[v] for v in sorted(labels.values) if v < len(labels.palette)}
+    # Shades count: a palette may be a little off the list.
     near = {v: nearest(color, list(by_color)) for v, color in colors.items()}
-    is_clear = all(len(found) == 1 for found in near.values())
-    is_own = len({found[0] for found in near.values() if found}) == len(near)
-    return {v: by_color[found[0]] for v, found in near.items()} if is_clear and is_own else {}
+    is_clear = all(len(close) == 1 for close in near.values())
+    is_own = len({close[0] for close in near.values() if close}) == len(near)
+    return {v: by_color[close[0]] for v, close in near.items()} if is_clear and is_own else {}
 
 
 def _placed(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:
     """A list without values: its classes count from 0, or from 1 if the labels say so."""
-    number, two = len(legend.classes), sorted(values)
+    number, ordered = len(legend.classes), sorted(values)
     plain = {v for v in values if v != 255 or number > 255}
-    if len(two) == 2 and two[0] == 0 and number <= 2:  # a mask, whatever its foreground is
+    # crack alone in classes.txt, and masks of 0 and 255: the background goes without saying.
+    if len(ordered) == 2 and ordered[0] == 0 and number <= 2:  # a mask, whatever its foreground is
         background = [NamedClass("background")] if number == 1 else []
-        return _valued(legend.source, [*background, *legend.classes], two)
+        return _valued(legend.source, [*background, *legend.classes], ordered)
     from_0, from_1 = plain <= set(range(number)), plain <= set(range(1, number + 1))
     if not plain or (len(values) == number > 2 and plain != values and from_0):
         return None  # as many values as names: 255 may be the last of them
@@ -155,24 +162,25 @@ def _placed(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None
 
 def _valued(source: str, classes: Iterable[NamedClass], values: Iterable[int]) -> Legend:
     pairs = zip(classes, values, strict=True)
-    return Legend(source, tuple(one._replace(value=value) for one, value in pairs))
+    return Legend(source, tuple(entry._replace(value=value) for entry, value in pairs))
 
 
 def _agreeing(fitting: list[Legend], values: set[int]) -> list[Legend]:
     """The lists, if they say the same; else those that name every value, if these do."""
-    whole = [one for one in fitting if values <= {c.value for c in one.classes} | {0, 255}]
-    for found in (fitting, whole or fitting):
-        if len({tuple((c.name, c.value) for c in one.classes) for one in found}) <= 1:
-            return found
+    whole = [legend for legend in fitting if values <= {c.value for c in legend.classes} | {0, 255}]
+    for lists in (fitting, whole or fitting):
+        if len({tuple((c.name, c.value) for c in legend.classes) for legend in lists}) <= 1:
+            return lists
     raise UndecidedError(
-        f"several files name the classes differently: {first_of(one.source for one in fitting)}",
-        [Reading(one.source, _options(one, values)) for one in fitting],
+        "several files name the classes differently: "
+        f"{first_of(legend.source for legend in fitting)}",
+        [Reading(legend.source, _options(legend, values)) for legend in fitting],
     )
 
 
 def _options(legend: Legend, values: set[int]) -> str:
     """The options that say of labels of these values what the list says."""
-    named = {one.value: one for one in legend.classes}
+    named = {entry.value: entry for entry in legend.classes}
     without = {v for v in values if (named[v].means_no_class if v in named else v == 255)}
     left = sorted(values - without)
     names = [named[v].name if v in named else default_names([v])[0] for v in left]
@@ -184,10 +192,11 @@ def _known_ids(labels: LabelSet, values: set[int]) -> list[Legend]:
     for part, name in _KNOWN_PATTERNS.items():
         file = _known_file(name)
         colors = {value: c.color for c in file.classes for value in c.ids if value in labels.twin}
+        # By colours, where an equal set in colours lies beside the ids, as in KITTI.
         is_own = len(colors) >= _MIN_KNOWN_COLORS and colors.items() <= labels.twin.items()
         if part in labels.pattern.lower() or is_own:
             named = [NamedClass(c.name, value) for c in file.classes for value in c.ids]
             ignored = [NamedClass(f"id {value}", value, None, True) for value in file.ignore_ids]
-            if values <= {one.value for one in (*named, *ignored)}:
+            if values <= {entry.value for entry in (*named, *ignored)}:
                 return [Legend(f"the known classes of {name}", (*named, *ignored))]
     return []

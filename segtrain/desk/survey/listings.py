@@ -29,11 +29,11 @@ def with_splits(
 ) -> tuple[str, list[Image]]:
     """What says the splits, and the images with them: list files, else folders."""
     sources = _chosen_lists(folder, lists, _by_name(images))
-    found = _splits_of_lists(sources, images, notes)
-    if set(found.values()) == {"val"} and 2 * len(found) < len(images):
-        found = dict.fromkeys(range(len(images)), "train") | found  # fastai's valid.txt
-    if len(set(found.values())) > 1:
-        marked = [replace(x, split=found.get(i, "unlisted")) for i, x in enumerate(images)]
+    splits = _splits_of_lists(sources, images, notes)
+    if set(splits.values()) == {"val"} and 2 * len(splits) < len(images):
+        splits = dict.fromkeys(range(len(images)), "train") | splits  # fastai's valid.txt
+    if len(set(splits.values())) > 1:
+        marked = [replace(x, split=splits.get(i, "unlisted")) for i, x in enumerate(images)]
         return ", ".join(sources), marked
     has_folders = len({image.split for image in images} - {None}) > 1
     return ("folders" if has_folders else ""), images
@@ -53,16 +53,20 @@ def _chosen_lists(
     """The lists that say the splits, by their paths; all are of one folder."""
     by_folder: dict[PurePosixPath, dict[str, _SplitList]] = defaultdict(dict)
     for path in map(PurePosixPath, lists):
-        found = _split_list(folder / path, by_name)
-        if found is not None:
-            by_folder[path.parent][str(path)] = found
+        split_list = _split_list(folder / path, by_name)
+        if split_list is not None:
+            by_folder[path.parent][str(path)] = split_list
     if not by_folder:
         return {}
-    task = max(by_folder, key=lambda one: _fitness(one, by_folder[one].values()))
+    # VOC has lists for each task: ImageSets/Segmentation names fewer images than Main, but counts.
+    task = max(by_folder, key=lambda parent: _fitness(parent, by_folder[parent].values()))
     chosen = by_folder[task]
     stems = {path: PurePosixPath(path).stem for path in chosen}
+    # trainval.txt repeats what train.txt and val.txt say.
     if {"train", "val"} <= {*stems.values()}:
-        chosen = {path: found for path, found in chosen.items() if stems[path] != "trainval"}
+        chosen = {
+            path: split_list for path, split_list in chosen.items() if stems[path] != "trainval"
+        }
     return chosen
 
 
@@ -83,7 +87,7 @@ def _fitness(task: PurePosixPath, lists: Iterable[_SplitList]) -> tuple[bool, in
 
     Whether it is called after labels (ImageSets/Segmentation), then how many images it names.
     """
-    named = {i for one in lists for i in one.indices}
+    named = {i for split_list in lists for i in split_list.indices}
     return bool(file_names.LABEL_WORDS & set(file_names.words_of(task.name))), len(named)
 
 
@@ -91,16 +95,16 @@ def _splits_of_lists(
     sources: Mapping[str, _SplitList], images: Sequence[Image], notes: list[str]
 ) -> dict[int, str]:
     """The split of each image by index, the last one that a list says; oddities go to `notes`."""
-    found: dict[int, str] = {}
+    splits: dict[int, str] = {}
     for path, (split, indices, lost) in sources.items():
         if lost:
             lines = counted(lost, "line names", "lines name")
             notes.append(f"{path}: {lines} no image, or several")
-        twice = [images[i].name for i in indices if found.get(i, split) != split]
+        twice = [images[i].name for i in indices if splits.get(i, split) != split]
         if twice:
             notes.append(f"{path} and another list name the same images: {first_of(twice, 3)}")
-        found |= dict.fromkeys(indices, split)
-    return found
+        splits |= dict.fromkeys(indices, split)
+    return splits
 
 
 def split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:
@@ -115,11 +119,11 @@ def split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:
 
 
 def _by_name(images: Sequence[Image]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = defaultdict(list)
+    by_name: dict[str, list[int]] = defaultdict(list)
     for i, image in enumerate(images):
         for key in {image.name.lower(), PurePosixPath(image.name).name.lower()}:
-            found[key].append(i)
-    return found
+            by_name[key].append(i)
+    return by_name
 
 
 class _Files:
@@ -131,12 +135,13 @@ class _Files:
         by_name: dict[str, set[str]] = defaultdict(set)
         for path in paths:
             by_name[PurePosixPath(path).name.lower()].add(path)
-        self._by_name = {name: found.pop() for name, found in by_name.items() if len(found) == 1}
+        # A bare name that two files have says nothing.
+        self._by_name = {name: files.pop() for name, files in by_name.items() if len(files) == 1}
 
     def __getitem__(self, listed: str) -> str | None:
         """The file that is meant, perhaps by its name alone; None: none is, or several are."""
-        found = _place_of(listed, self._by_path)
-        return found or self._by_name.get(PurePosixPath(listed).name)
+        path = _place_of(listed, self._by_path)
+        return path or self._by_name.get(PurePosixPath(listed).name)
 
 
 def listed_pairs(
@@ -149,10 +154,11 @@ def listed_pairs(
     """
     pictures, masks = _Files(images), _Files(labels)
     crowded = Counter(PurePosixPath(path).parent for path in lists)
-    found: dict[str, tuple[str, str]] = {}
+    label_of: dict[str, tuple[str, str]] = {}
     for path in map(PurePosixPath, lists):
         words = file_names.words_of(path.stem)
         is_list = any(map(file_names.split_of, words)) or not _LIST_WORDS.isdisjoint(words)
+        # labels/0001.txt beside 0002.txt and many more, as YOLO has them.
         if not is_list and crowded[path.parent] > _MOST_TABLES:
             continue  # a file for each image
         lines = list(map(_cells, _lines_of(folder / path)))
@@ -160,14 +166,14 @@ def listed_pairs(
         if not is_list and len(pairs) < max(2, len(lines) / 2):
             continue  # it is about something else
         for image, label in pairs:
-            before, where = found.setdefault(image, (label, str(path)))
+            before, where = label_of.setdefault(image, (label, str(path)))
             if before != label:
                 raise ConfigError(
                     f"{folder}: {image} has the label {before} in {where} and {label} in {path}; "
                     "keep the list that is right"
                 )
-    tables = sorted({where for _, where in found.values()})
-    return {image: label for image, (label, _) in found.items()}, ", ".join(tables)
+    tables = sorted({where for _, where in label_of.values()})
+    return {image: label for image, (label, _) in label_of.items()}, ", ".join(tables)
 
 
 def _cells(line: str) -> list[str]:
@@ -183,12 +189,13 @@ def _pairs_of(
     """
     header = [file_names.words_of(cell) for cell in lines[0]] if lines else []
     roles = [known for cell in header for known in _ROLES if known & {*cell}]
+    # images/1.png and masks/1.png: a cell `1.png` may be either, so the header says which is first.
     swapped = roles[:2] == [file_names.LABEL_WORDS, file_names.IMAGE_WORDS]
     for cells in lines:
-        found = [(x, y) for cell in cells if any((x := pictures[cell], y := masks[cell]))]
-        if len(found) < 2:
+        named = [(x, y) for cell in cells if any((x := pictures[cell], y := masks[cell]))]
+        if len(named) < 2:
             continue
-        (image, first), (other, label) = found[:2]
+        (image, first), (other, label) = named[:2]
         if image and label and not (swapped and first and other):
             yield image, label
         elif first and other:
@@ -201,6 +208,7 @@ def _place_of(listed: str, known: Mapping[str, str]) -> str | None:
     >>> _place_of("/home/ann/voc/images/1.jpg", {"images/1.jpg": "images/1.JPG"})
     'images/1.JPG'
     """
+    # From the whole path to the bare name.
     parts = PurePosixPath(listed).parts
     ends = ("/".join(parts[i:]) for i in range(len(parts)))
     return next((known[end] for end in ends if end in known), None)
@@ -216,7 +224,9 @@ def _lines_of(path: Path) -> Iterator[str]:
 def _listed(path: Path, by_name: Mapping[str, list[int]]) -> Iterator[int | None]:
     """The image that each line names; None for a line that names none, or several."""
     for line in _lines_of(path):
+        # Further columns are labels, or the -1 and 1 of VOC's lists of objects.
         first = re.split(r"[\t,; ]", line)[0].lower()
+        # VOC lists names without a suffix, others whole paths.
         plain = str(PurePosixPath(first).with_suffix("")) if "." in first else first
         keys = (plain, PurePosixPath(plain).name)
         candidates = next((by_name[key] for key in keys if key in by_name), [])

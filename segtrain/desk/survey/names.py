@@ -60,22 +60,23 @@ class Legend(NamedTuple):
     @property
     def has_values(self) -> bool:
         """Whether the file gives the values in labels."""
-        return all(one.value is not None for one in self.classes)
+        return all(entry.value is not None for entry in self.classes)
 
     @property
     def has_colors(self) -> bool:
         """Whether the file gives a colour of its own to each class; void and such may share one."""
-        kept = {one.color for one in self.classes if one.means_no_class}
-        kept = [*kept, *(one.color for one in self.classes if not one.means_no_class)]
+        # Void classes may share a colour with each other, but not with a class that is trained.
+        kept = {entry.color for entry in self.classes if entry.means_no_class}
+        kept = [*kept, *(entry.color for entry in self.classes if not entry.means_no_class)]
         return None not in kept and len(set(kept)) == len(kept)
 
     def by_train_ids(self) -> "Legend | None":
         """The classes with their train ids as values; None: the file has none, or the same."""
         known: dict[int, NamedClass] = {}
-        for one in self.classes:
-            if one.train_id is not None and 0 <= one.train_id < _NO_TRAIN_ID:
-                known.setdefault(one.train_id, one._replace(value=one.train_id))
-        if all(known.get(one.train_id, one).value == one.value for one in self.classes):
+        for entry in self.classes:
+            if entry.train_id is not None and 0 <= entry.train_id < _NO_TRAIN_ID:
+                known.setdefault(entry.train_id, entry._replace(value=entry.train_id))
+        if all(known.get(entry.train_id, entry).value == entry.value for entry in self.classes):
             return None
         return Legend(f"{self.source} (train ids)", tuple(known[i] for i in sorted(known)))
 
@@ -91,9 +92,10 @@ def read_legend(path: Path, source: str) -> Legend | None:
         classes = list(parse(decoded(content))) if parse else []
     except (OSError, ValueError, RecursionError, csv.Error):
         return None
+    # A guess, since any bytes can be read so: it is named beside the file.
     if _encoding(content) == _OF_WINDOWS:
         source = f"{source} (not UTF-8: read as Windows-1252)"
-    names = [one.name for one in classes]
+    names = [entry.name for entry in classes]
     fits = 1 <= len(names) <= _MAX_CLASSES and all(names) and len(set(names)) == len(names)
     return Legend(source, tuple(classes)) if fits else None
 
@@ -134,9 +136,10 @@ def _parser(stem: str, suffix: str) -> Callable[[str], Iterable[NamedClass]] | N
     if suffix in (".csv", ".txt") and stem.endswith(_TABLES):
         return lambda text: _colored_lines(text) or _table(text)
     if suffix == ".csv" and _ABOUT_CLASSES.search(stem):  # statistics have no colours
-        return lambda text: [one for one in _table(text) if one.color]
+        return lambda text: [entry for entry in _table(text) if entry.color]
     if suffix in (".yaml", ".yml"):
         return _yaml
+    # Only names that are about classes: annotations and settings are JSON, too.
     if suffix == ".json" and _ABOUT_CLASSES.search(stem):
         return lambda text: _of_json(parse_json(text)) or _of_mapping(parse_json(text))
     if suffix == ".json" and stem in _OTHER_JSON:
@@ -159,13 +162,14 @@ def color_of(value: Any) -> Color | None:
 def _lines(text: str) -> list[NamedClass]:
     """`road`, `0 road`, `0: road` or `road 0` a line; `lane 1` and `lane 2` are names."""
     lines = [line for x in text.splitlines() if (line := x.strip()) and line[0] != "#"]
-    found = []
+    classes = []
     for line in lines:
         name, (value,) = _numbers_before(line, 1) or _numbers_behind(line, 1) or (line, [None])
-        found.append(NamedClass(name, value))
-    is_mixed = len({one.value is None for one in found}) > 1
-    is_unique = len({one.name for one in found}) == len(found)
-    return found if is_unique and not is_mixed else [NamedClass(line) for line in lines]
+        classes.append(NamedClass(name, value))
+    # If only some have a number, or names repeat without it, it is a part of the name.
+    is_mixed = len({entry.value is None for entry in classes}) > 1
+    is_unique = len({entry.name for entry in classes}) == len(classes)
+    return classes if is_unique and not is_mixed else [NamedClass(line) for line in lines]
 
 
 def _labelmap(text: str) -> Iterator[NamedClass]:
@@ -178,16 +182,16 @@ def _labelmap(text: str) -> Iterator[NamedClass]:
 
 def _colored_lines(text: str) -> list[NamedClass]:
     """`64 128 64 Animal`, `Animal,64,128,64` or `0 Animal 64 128 64` in each line; else nothing."""
-    found = []
+    classes = []
     for line in filter(None, map(str.strip, text.splitlines())):
         if before := _numbers_before(line, 3):
-            found.append(NamedClass(before[0], None, color_of(before[1])))
+            classes.append(NamedClass(before[0], None, color_of(before[1])))
         elif after := _numbers_behind(line, 3):
             name, (value,) = _numbers_before(after[0], 1) or (after[0], [None])
-            found.append(NamedClass(name, value, color_of(after[1])))
+            classes.append(NamedClass(name, value, color_of(after[1])))
         elif not line.startswith("#"):
             return []
-    return found if all(one.color for one in found) else []
+    return classes if all(entry.color for entry in classes) else []
 
 
 # By strip and not by regular expressions, which need the square or the cube of a line's length.
@@ -224,6 +228,7 @@ def _table(text: str) -> list[NamedClass]:
     """A table with a header: a name, and a value or three colours."""
     entries = []
     lines = text.splitlines()
+    # Excel writes semicolons where the comma is the decimal sign.
     delimiter = max(",;\t", key="".join(lines[:1]).count)
     for row in csv.DictReader(lines, restval="", delimiter=delimiter):
         cells = {str(key).strip().lower(): str(cell).strip() for key, cell in row.items()}
@@ -235,6 +240,7 @@ def _table(text: str) -> list[NamedClass]:
 
 def _yaml(text: str) -> list[NamedClass]:
     content = foreign_yaml(text)
+    # Configs of many programs are YAML, and have lists of other things.
     known = {"names", "classes"} & content.keys() if isinstance(content, dict) else ()
     return _of_json({key: content[key] for key in known})
 
@@ -242,20 +248,20 @@ def _yaml(text: str) -> list[NamedClass]:
 def _of_json(content: Any) -> list[NamedClass]:
     """The first list or mapping of classes in it."""
     if isinstance(content, list):
-        if all(isinstance(one, str) or type(one) is int for one in content):
-            return [NamedClass(str(one)) for one in content]
-        return _of_entries(content) if all(isinstance(one, dict) for one in content) else []
+        if all(isinstance(item, str) or type(item) is int for item in content):
+            return [NamedClass(str(item)) for item in content]
+        return _of_entries(content) if all(isinstance(item, dict) for item in content) else []
     if isinstance(content, dict):
         for key in ("categories", "classes", "labels", "label", "names", "colors", "palette"):
             inner = content.get(key)
-            if found := _of_mapping(inner) if isinstance(inner, dict) else _of_json(inner):
-                return found
+            if classes := _of_mapping(inner) if isinstance(inner, dict) else _of_json(inner):
+                return classes
     return []
 
 
 def _of_entries(entries: Sequence[Mapping[str, Any]]) -> list[NamedClass]:
     """Entries with a name, and perhaps an id and a colour."""
-    found = []
+    classes = []
     for entry in entries[:_MAX_CLASSES]:
         plain = {str(key).lower(): value for key, value in entry.items()}
         name = next((plain[k] for k in _NAME_KEYS if isinstance(plain.get(k), str)), None)
@@ -265,30 +271,33 @@ def _of_entries(entries: Sequence[Mapping[str, Any]]) -> list[NamedClass]:
         value = next((plain[k] for k in _ID_KEYS if type(plain.get(k)) is int), (ids or [None])[0])
         train_id = next((plain[k] for k in _TRAIN_ID_KEYS if type(plain.get(k)) is int), None)
         color = next((c for k in _COLOR_KEYS if (c := color_of(plain.get(k)))), None)
+        # Mapillary's config, and Cityscapes' table of labels.
         left_out = plain.get("evaluate") is False or plain.get("ignoreineval") is True
-        found.append(NamedClass(name, value, color, left_out, train_id))
-    return found
+        classes.append(NamedClass(name, value, color, left_out, train_id))
+    return classes
 
 
 def _of_mapping(mapping: Any) -> list[NamedClass]:
     """`{name: value}`, `{value: name}`, `{name: colour}`, `{colour: name}` or `{value: {name}}`."""
-    found = []
+    classes = []
     pairs = mapping.items() if isinstance(mapping, dict) else ()
     of_values = all(re.fullmatch(r"\d+", str(key)) for key, _ in pairs)  # names may be numbers too
     for key, value in pairs:
         number = int(key) if re.fullmatch(r"\d+", str(key)) else None
         if number is not None and (isinstance(value, str) or (of_values and type(value) is int)):
-            found.append(NamedClass(str(value), number))
+            classes.append(NamedClass(str(value), number))
         elif number is not None and isinstance(value, dict) and _of_entries([value]):
-            found.append(_of_entries([value])[0]._replace(value=number))
+            classes.append(_of_entries([value])[0]._replace(value=number))
         elif isinstance(value, str) and str(key).startswith("#") and color_of(str(key)):
-            found.append(NamedClass(value, None, color_of(str(key))))
+            classes.append(NamedClass(value, None, color_of(str(key))))
         elif type(value) is int:
-            found.append(NamedClass(str(key), value, None, str(key).lower() == "ignore"))
+            # nnU-Net calls so what is not labelled.
+            classes.append(NamedClass(str(key), value, None, str(key).lower() == "ignore"))
         elif isinstance(value, list) and len(value) == 1 and type(value[0]) is int:
-            found.append(NamedClass(str(key), value[0]))
+            # nnU-Net has lists for regions of several values; of one value it is a class.
+            classes.append(NamedClass(str(key), value[0]))
         elif number is None and (color := color_of(value)):
-            found.append(NamedClass(str(key), None, color))
+            classes.append(NamedClass(str(key), None, color))
         else:
             return []
-    return found
+    return classes

@@ -58,9 +58,11 @@ def choose_windows(
     """
     image = next(image for image in survey.images if image.path == path)
     share = answers.val if isinstance(answers.val, float) else DEFAULT_VAL
+    # A grid over the picture: strips begin and end at its lines.
     edges = [[round(i * side / _CELLS) for i in range(_CELLS + 1)] for side in image.size]
     counts = _counts(edges, class_ids, len(classes.classes))
     width = max(1, round(share * _CELLS))
+    # A strip of rows or one of columns, whichever costs less.
     costs = [best_span(counts.sum(1 - axis), width, 1) for axis in (0, 1)]
     axis = int(costs[1] < costs[0])
     length, first, last = edges[axis], costs[axis][1], costs[axis][1] + width
@@ -68,6 +70,7 @@ def choose_windows(
     before, after = (0, length[max(0, first - 1)]), (length[min(_CELLS, last + 1)], length[-1])
     parts = []
     for spans in ((before, after), (between,)):
+        # Windows without any class teach nothing, and cannot be scored.
         every = (x for span in spans for x in _windows(span, axis, image.size))
         parts.append([x for x in every if (class_ids(x) != IGNORE_INDEX).any()])
     train, val = parts
@@ -82,7 +85,7 @@ def choose_windows(
     apart = f"{gap} px{_in_metres(gap, axis, image)} from the nearest window to train on"
     reason = f"{counted(len(val), 'window', 'windows')}, {what}, {apart} (--val)"
     kept, tried = sides(counts.sum(1 - axis), first, width, 1)[0], counts.sum((0, 1))
-    names = [one.name for one in classes.classes]
+    names = [class_info.name for class_info in classes.classes]
     lost = [name for i, name in enumerate(names) if tried[i] and not kept[i]]
     warning = f"no window to train on shows {first_of(lost)}"
     images = ([replace(image, window=x, size=x[2:]) for x in part] for part in parts)
@@ -95,19 +98,20 @@ def _windows(span: tuple[int, int], axis: int, size: tuple[int, int]) -> Iterato
     if start == end:
         return
     area = (end - start, size[1]) if axis == 0 else (size[0], end - start)
-    for one in windows(area, SIDE_PX):
-        place = {"top": one.top + start} if axis == 0 else {"left": one.left + start}
-        yield one._replace(**place)
+    for window in windows(area, SIDE_PX):
+        place = {"top": window.top + start} if axis == 0 else {"left": window.left + start}
+        yield window._replace(**place)
 
 
 def _counts(edges: list[list[int]], class_ids: ClassIds, num_classes: int) -> np.ndarray:
     """How many pixels of each cell show each class, (cells, cells, K)."""
     counts = np.zeros((_CELLS, _CELLS, num_classes), np.int64)
     for y, (top, bottom) in enumerate(pairwise(edges[0])):
+        # A row of cells is read at once.
         row = class_ids(Window(top, 0, bottom - top, edges[1][-1]))
         for x, (left, right) in enumerate(pairwise(edges[1])):
-            found = row[:, left:right].ravel()
-            counts[y, x] = np.bincount(found, minlength=256)[:num_classes]
+            ids = row[:, left:right].ravel()
+            counts[y, x] = np.bincount(ids, minlength=256)[:num_classes]
     return counts
 
 
@@ -121,6 +125,7 @@ def best_span(counts: np.ndarray, width: int, gap: int) -> tuple[tuple[int, int,
     every = counts.sum(0)
 
     def cost(first: int) -> tuple[int, int, float]:
+        # A tuple, so that a class lost to training outweighs all else.
         trained, evaluated = sides(counts, first, width, gap)
         lost, unseen = (int(((every > 0) & (x == 0)).sum()) for x in (trained, evaluated))
         unlike = evaluated / max(1, every.sum()) - every / max(1, every.sum()) * width / len(counts)

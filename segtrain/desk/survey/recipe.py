@@ -82,27 +82,33 @@ def choose_pixels(
     facts = [survey.facts[image.path] for image in images if image.path in survey.facts]
     numbers = sorted({image.channels for image in images})
     channels = answers.channels or _channels(survey, images, numbers)
-    usable = [found for one in facts if (found := _in_channels(one, channels))]
+    # Images that cannot be read in so many channels say nothing of the scale.
+    usable = [found for sample in facts if (found := _in_channels(sample, channels))]
     if not usable:
         raise ConfigError(f"--channels {channels}: the images have {first_of(numbers)}")
     found = ImageForm(channels, set_dtype(np.dtype(dtype)))
     options = [Option("data.channels", channels, "as the files hold")] if channels != 3 else []
     if dtype != "uint8":
-        low, high = min(min(one.low) for one in usable), max(max(one.high) for one in usable)
+        low, high = (
+            min(min(sample.low) for sample in usable),
+            max(max(sample.high) for sample in usable),
+        )
         scale = _value_range(np.dtype(dtype), low, high)
         reason = f"{dtype}; seen in {len(usable)} images: {low:g} to {high:g}"
         if foreground is not None:
             scale = foreground.value_range
-            usable = [_in_channels(one, channels) for one in foreground.facts]
+            usable = [_in_channels(sample, channels) for sample in foreground.facts]
             reason = (
                 "percentiles 0.5 and 99.5 of each class, as nnU-Net clips CT; seen are "
                 f"{low:g} to {high:g}"
             )
+        # Whole numbers have the range of their type unless the config says another.
         if scale != found.limits or found.dtype.kind == "f":
             found = found._replace(value_range=scale)
             options.append(Option("data.value_range", list(scale), reason))
         if foreground is not None:
             options.append(Option("data.clip", True, "values beyond the range become its ends"))
+    # Pretrained weights go on with the statistics that they were trained with.
     if channels == 3 and machine.weights and dtype == "uint8":
         mean, std = _IMAGENET.values()
         reason = "those of the pretrained weights (ImageNet)"
@@ -118,6 +124,7 @@ def _channels(survey: Survey, images: Sequence[Image], numbers: list[int]) -> in
         return 3  # grey becomes RGB, as pretrained weights expect
     if any(image.alpha for image in images) and numbers[-1] <= 4:
         sample = [image.path for image in images if image.alpha and image.path in survey.facts]
+        # Not all images have it, or it never varies: then it says nothing.
         if numbers != [4] or all(survey.facts[path].std[-1] == 0 for path in sample):
             return 3
         raise UndecidedError(
@@ -150,6 +157,7 @@ def _in_channels(facts: ImageFacts, channels: int) -> ImageFacts | None:
 
 def _value_range(dtype: np.dtype, low: float, high: float) -> tuple[float, float]:
     """The range that becomes 0..255; whole numbers of n bits are from 0 to 2^n - 1."""
+    # 12 bits in files of 16 bits: 0 to 4095.
     if dtype.kind in "ui" and low >= 0:
         return 0.0, float(2 ** max(8, int(high).bit_length()) - 1)
     if low >= 0 and high <= 1:
@@ -161,14 +169,15 @@ def _statistics(
     facts: Sequence[ImageFacts], form: ImageForm
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel, in units of 0..255."""
-    means, stds = (np.array([getattr(one, key) for one in facts]) for key in ("mean", "std"))
+    means, stds = (np.array([getattr(sample, key) for sample in facts]) for key in ("mean", "std"))
     mean = means.mean(axis=0)
+    # The variance of all images together: within them, and between their means.
     std = np.sqrt((stds**2 + means**2).mean(axis=0) - mean**2)
     low, high = form.limits
     factor = 255 / (high - low)
     return tuple(
-        tuple(round(max(float(x), least), 3) for x in found)
-        for found, least in (((mean - low) * factor, -np.inf), (std * factor, 1e-3))
+        tuple(round(max(float(x), least), 3) for x in channel_values)
+        for channel_values, least in (((mean - low) * factor, -np.inf), (std * factor, 1e-3))
     )
 
 
@@ -179,7 +188,7 @@ def _sample_sizes(image: Image) -> list[tuple[int, int]]:
     """The sizes of what training takes for an image: of a raster, its windows."""
     if math.prod(image.size) <= MAX_PIXELS:
         return [image.size]
-    return [(one.height, one.width) for one in windows(image.size)]
+    return [(window.height, window.width) for window in windows(image.size)]
 
 
 def choose_options(
@@ -189,6 +198,7 @@ def choose_options(
     samples = [size for image in splits.train for size in _sample_sizes(image)]
     heights, widths = zip(*samples, strict=True)
     sizes = int(median(heights)), int(median(widths))
+    # Of a raster each window counts as an image.
     count = len(samples)
     batch = 8 if count >= 8 else max(2, count)
     passes, least, most = (100, 2000, 40_000) if machine.has_gpu else (30, 300, 1500)
@@ -236,8 +246,8 @@ def _model_options(sizes: tuple[int, int], machine: Machine) -> Iterator[Option]
     else:
         yield Option("model.backbone", "resnet18", "no GPU here: a small network")
     if machine.weights:
-        found = "ImageNet; found on this machine or the network"
-        yield Option("model.pretrained", machine.weights, found)
+        reason = "ImageNet; found on this machine or the network"
+        yield Option("model.pretrained", machine.weights, reason)
     if min(sizes) < 320:
         yield Option("model.output_stride", 8, "8: small images")
     else:
@@ -264,7 +274,8 @@ def _loss_options(classes: Classes) -> Iterator[Option]:
         dice = "each class counts as much, however few its pixels"
         yield Option("loss.also", [{"kind": "dice_linear"}], dice)
         return
-    pixels = np.array([one.pixels for one in classes.classes], dtype=float)
+    pixels = np.array([class_info.pixels for class_info in classes.classes], dtype=float)
+    # A class without a pixel has no frequency.
     if 0 < _UNBALANCED * pixels.min() <= pixels.max():
         weights = 1 / np.log(1.02 + pixels / pixels.sum())
         weights = np.minimum(weights / weights.mean(), _LARGEST_WEIGHT)

@@ -53,6 +53,7 @@ def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict
         DataError: so many colours, that labels were smoothed; or one is as close to two classes.
         UndecidedError: colours differ by a shade, and both are frequent.
     """
+    # Whoever names or ignores values has looked at them.
     if answers.ignore is answers.names is None:
         if _is_smoothed_mask(labels):
             raise _smoothed(labels, "values between 0 and 255", "make them 0 or 255")
@@ -63,21 +64,22 @@ def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict
         return {value: value for value in labels.values}
     colors = sorted(labels.values, key=lambda color: -labels.values[color].pixels)
     main = named or _frequent(labels, colors, answers)
-    found = {}
+    meaning = {}
     for color in colors:
+        # A colour that --ignore names is no shade of a class.
         is_own = color in (answers.ignore or ())
         near = [] if is_own else nearest(color, main)
         if len(near) > 1:
             raise _between(labels, color, near)
-        found[color] = near[0] if near else color
-    if named and len({*found.values()} - {*named}) > _SMOOTHED and answers.ignore is None:
+        meaning[color] = near[0] if near else color
+    if named and len({*meaning.values()} - {*named}) > _SMOOTHED and answers.ignore is None:
         raise _smoothed(labels, "colours", "save masks without that")
-    return found
+    return meaning
 
 
 def _between(labels: LabelSet, color: Color, near: Sequence[Color]) -> DataError:
     facts = labels.values[color]
-    places = " and ".join(f"{distance(one, color)} of {word(one)}" for one in near[:2])
+    places = " and ".join(f"{distance(rival, color)} of {word(rival)}" for rival in near[:2])
     return DataError(
         f"{labels.pattern}: {word(color)} ({facts.pixels} pixels, as in {facts.example}) is within "
         f"{places}: as near to two classes; give it the exact colour of one, or leave it out "
@@ -114,7 +116,7 @@ def _frequent(labels: LabelSet, colors: Sequence[Color], answers: Answers) -> li
     main: list[Color] = []
     clash: tuple[Color, ...] = ()
     for color in colors:
-        near = next((one for one in main if is_close(one, color)), None)
+        near = next((candidate for candidate in main if is_close(candidate, color)), None)
         if near is None or pixels[color] > _RARE * pixels[near]:
             main.append(color)
             clash = clash or (() if near is None else (near, color))

@@ -69,14 +69,14 @@ class _Written(NamedTuple):
 
 def find_all(sources: Sequence[Path]) -> tuple[list[VolumeFile], list[str]]:
     """The volumes among `sources`, and what to say; empty: they are annotations, or nothing."""
-    found: list[VolumeFile] = []
+    volume_files: list[VolumeFile] = []
     notes: list[str] = []
     for source in sources:
         start = f"{source.name}/" if len(sources) > 1 and source.is_dir() else ""
         there, said = find_volumes(source, stacks=True)
-        found += [one._replace(name=start + one.name) for one in there]
+        volume_files += [volume._replace(name=start + volume.name) for volume in there]
         notes += said
-    return found, notes
+    return volume_files, notes
 
 
 def import_volumes(
@@ -101,6 +101,7 @@ def import_volumes(
     cases, lines = _cases(found, group)
     number, dtype = _axis(cases, axis), _common_dtype(cases)
     _claim(output, overwrite=overwrite)
+    # Until all slices are written: half an import would train as a small data set.
     draft = output / _DRAFT
     write = partial(_write_case, folder=draft, axis=number, dtype=dtype)
     with os_errors_as(ExecutionError, output, "cannot be written"):
@@ -117,10 +118,10 @@ def import_volumes(
         for path in draft.iterdir():
             path.rename(output / path.name)
         draft.rmdir()
-    lines += [f"warning: {note}" for note in {one.note for one in written} if note]
+    lines += [f"warning: {note}" for note in {volume.note for volume in written} if note]
     along = "z or t" if all(x.image.is_tiff for x in cases) else AXES[number]
     what = counted(len(cases), "volume", "volumes")
-    total = sum(len(one.ids) for one in written)
+    total = sum(len(volume.ids) for volume in written)
     lines.append(f"{total} slices along {along} of {what}: {printable(output)}")
     return lines
 
@@ -133,6 +134,7 @@ def _claim(output: Path, *, overwrite: bool) -> None:
         there = {path.name: path for path in output.iterdir()}
         if others := there.keys() - {IMAGES, LABELS, NAMES, _DRAFT, *LISTS}:
             raise ConfigError(f"{place}: holds {first_of(sorted(others), 3)}; name a new folder")
+        # What an interrupted import has left may go.
         if there and _DRAFT not in there and not overwrite:
             raise ConfigError(f"{place}: holds slices already; --overwrite replaces them")
         for path in there.values():
@@ -143,9 +145,11 @@ def _cases(
     found: Sequence[VolumeFile], group: re.Pattern[str] | None
 ) -> tuple[list[_Case], list[str]]:
     """Which volumes are labels, and whose."""
+    # With a suffix, as names of pictures have one.
     by_path = {f"{x.name}{'.tif' if x.is_tiff else '.nii'}": x for x in found}
     if len(by_path) < len(found):
         raise DataError("several volumes have one name; import them one by one")
+    # imagesTr/p01.nii and labelsTr/p01.nii are told apart and paired as pictures are.
     names = parse_names(list(by_path))
     of_pattern: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -166,6 +170,7 @@ def _cases(
         raise DataError(f"no label fits a volume by its name: {first_of(sorted(by_path), 4)}")
     alone = [image.path for image in images if image.path not in matches.labels]
     made = [path for x, paths in of_pattern.items() if roles[x] == "made" for path in paths]
+    # No preview by its name, so it was meant as a label.
     unlike = [path for path in made if MADE_WORDS.isdisjoint(words_of(path))]
     if unlike and not matches.labels:
         raise DataError(_why_no_ids(by_path[unlike[0]]))
@@ -220,6 +225,7 @@ def _without_roles(name: str) -> str:
 def _facts(file: VolumeFile) -> LabelFacts:
     """Whether the middle slice of a volume looks like ids."""
     stack = _read(file, None)
+    # At the ends of a volume there is often nothing.
     middle = stack.pixels[len(stack.pixels) // 2]
     is_flat = (middle[:, 1:] == middle[:, :-1]).mean() > _FLAT and middle.shape[2] == 1
     is_ids = is_flat and not _other_number(middle) and len(np.unique(middle)) <= _MOST_IDS
@@ -230,6 +236,7 @@ def _other_number(pixels: np.ndarray) -> str:
     """A number that is no id from 0 to 65535, if there is one; empty: all can be rounded to ids."""
     numbers = np.unique(pixels)
     ids = np.round(numbers)
+    # Half a step is fine only if no two numbers become one id.
     near = _HALF_STEP if len(np.unique(ids)) == len(ids) else _LAST_DIGITS
     strange = numbers[~((np.abs(numbers - ids) <= near) & (ids >= 0) & (ids < _MOST_CLASSES))]
     return f"{strange[0]:g}" if len(strange) else ""
@@ -258,13 +265,13 @@ def _axis(cases: Sequence[_Case], axis: str | None) -> int:
         refuse_unused({"axis": axis}, "axis", "TIFF stacks, which say no place in a patient")
     if axis is not None:
         return AXES.index(axis)
-    found = {AXES[volumes.coarsest_axis(volumes.load_volume(file))] for file in files}
-    if len(found) > 1:
+    axes = {AXES[volumes.coarsest_axis(volumes.load_volume(file))] for file in files}
+    if len(axes) > 1:
         raise ConfigError(
-            f"volumes are coarsest along {first_of(sorted(found))}; slices of all have to show "
+            f"volumes are coarsest along {first_of(sorted(axes))}; slices of all have to show "
             "the same: --axis z cuts all across the body, x and y from the side and the front"
         )
-    return AXES.index(found.pop()) if found else 2
+    return AXES.index(axes.pop()) if axes else 2
 
 
 def _common_dtype(cases: Sequence[_Case]) -> np.dtype:
@@ -276,6 +283,8 @@ def _common_dtype(cases: Sequence[_Case]) -> np.dtype:
 def _groups(files: Sequence[VolumeFile]) -> list[str]:
     """What stays on one side of the split: a patient, as DICOM, a folder or a name says."""
     names = [without_times(file.name) for file in files]
+    # The first folder with a number, as of a patient, if all volumes lie in such folders, and not
+    # in one alone.
     folders = [
         next((x for x in PurePosixPath(name).parts[:-1] if any(map(str.isdecimal, x))), "")
         for name in names
@@ -294,6 +303,7 @@ def _write_case(case: _Case, folder: Path, axis: int, dtype: np.dtype) -> _Writt
     options |= {"planarconfig": "contig"} if image.pixels.shape[3] > 1 else {}
     if image.spacing is not None and image.unit in _PER_CM:  # pixels a centimetre
         per_cm = _PER_CM[image.unit]
+        # Of x and y: the first spacing is that between slices.
         options["resolution"] = tuple(per_cm / x for x in image.spacing[:0:-1])
         options["resolutionunit"] = "CENTIMETER"
     (folder / IMAGES / case.name).mkdir(parents=True)
@@ -332,19 +342,22 @@ def _write_labels(case: _Case, label: Stack, folder: Path) -> np.ndarray:
 
 def _split(written: Sequence[_Written]) -> tuple[list[str], list[str], str]:
     """Slices to train and to evaluate on, and why; all of a patient are on one side."""
-    names = [[f"{one.case.name}/{x}" for x in one.ids] for one in written]
-    said = [one.case.split for one in written]
-    groups = [one.case.group for one in written]
+    names = [[f"{volume.case.name}/{x}" for x in volume.ids] for volume in written]
+    said = [volume.case.split for volume in written]
+    groups = [volume.case.group for volume in written]
     evaluated = "val" if "val" in said else "test"
+    # The folders' own splits, else whole patients, else a part of the only volume.
     if "train" in said and evaluated in said:
         sides, reason = said, f"the folders' train and {evaluated}"
-        others = [one.case.name for one in written if one.case.split not in ("train", evaluated)]
+        others = [
+            volume.case.name for volume in written if volume.case.split not in ("train", evaluated)
+        ]
         if others:
             what = counted(len(others), "volume is", "volumes are")
             reason += f"; {what} in no list: {first_of(others, 3)}"
     elif len({*groups}) > 1:
         chosen = chosen_groups(
-            [x for x, one in zip(groups, names, strict=True) for _ in one], DEFAULT_VAL
+            [x for x, volume in zip(groups, names, strict=True) for _ in volume], DEFAULT_VAL
         )
         sides = [evaluated if x in chosen else "train" for x in groups]
         what = counted(len(chosen), "patient or volume", "patients or volumes")
@@ -354,7 +367,7 @@ def _split(written: Sequence[_Written]) -> tuple[list[str], list[str], str]:
     else:
         return _split_one(written[0], names[0])
     train, val = (
-        [x for side, one in zip(sides, names, strict=True) if side == wanted for x in one]
+        [x for side, volume in zip(sides, names, strict=True) if side == wanted for x in volume]
         for wanted in ("train", evaluated)
     )
     return train, val, reason

@@ -47,6 +47,7 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
             "label; training and evaluation need one each at least"
         )
     train, val, reason = [], [], ""
+    # Splits that are there count, unless --val is a fraction, by which all are divided anew.
     if survey.split_source and not isinstance(answers.val, float):
         train, val, reason = _given(survey, images)
         if not any(labels.labels[image.path] for image in train):  # good parts alone, as MVTec's
@@ -68,13 +69,14 @@ def _given(survey: Survey, images: Sequence[Image]) -> tuple[list[Image], list[I
         by_split[image.split].append(image)
     train = by_split.pop("train", [])
     val_name = "val" if by_split["val"] else "test"
+    # Labels of val and test alone: val is divided, and test stays apart.
     if not train and by_split["val"] and by_split["test"]:
         return [], by_split["val"], ""
     val = by_split.pop(val_name, []) if train else []
     unused = "".join(
-        f"; {len(found)} of {name or 'no split'} are not used"
-        for name, found in by_split.items()
-        if found
+        f"; {len(of_split)} of {name or 'no split'} are not used"
+        for name, of_split in by_split.items()
+        if of_split
     )
     return train, val, f"the splits of {survey.split_source}: train and {val_name}{unused}"
 
@@ -111,6 +113,7 @@ class _Division(NamedTuple):
         num_lost, not_evaluated = (len(_lost(labels, images, part)) for part in (train, val))
         cost = (num_lost + not_evaluated / 2) / max(1, len(labels.shown_in))
         cost += 1 - len(train) / len(images)
+        # Tiles that overlap are better than nothing to train on.
         return cls(train or others, val, how, left_out, num_lost, cost)
 
 
@@ -122,6 +125,7 @@ def _divided(
     Unless training would lose a class by it, as where a folder of images is one.
     """
     share = answers.val if isinstance(answers.val, float) else DEFAULT_VAL
+    # A test split of the folder is kept for the test, if anything else is left.
     rest = [image for image in images if image.split != "test"]
     unused = len(images) - len(rest) if len(rest) > 1 else 0
     images = rest if unused else images
@@ -131,6 +135,7 @@ def _divided(
         groups = list(map(key, images))
         few = chosen_groups(groups, share)
         more = few | _with_rare_classes(labels, images, key, few)
+        # Each tile to evaluate on costs those that overlap it: fewer groups may lose less.
         for chosen in (more, few) if pairs else (more,):
             is_val = [group in chosen for group in groups]
             tried.append(_Division.of(labels, images, how, is_val, pairs))
@@ -150,8 +155,10 @@ def _divided(
 def chosen_groups(groups: Sequence[str], share: float) -> set[str]:
     """The groups to evaluate on: about this share of the images; groups: that of each image."""
     sizes = Counter(groups)
+    # By a hash, so that no order of names decides, and equal names give equal splits.
     order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     chosen, size = set(), 0
+    # The last group is always left to train on.
     for name in order[:-1]:
         if size + sizes[name] / 2 <= max(share * len(groups), 1):
             chosen.add(name)
@@ -161,7 +168,7 @@ def chosen_groups(groups: Sequence[str], share: float) -> set[str]:
 
 def _lost(labels: LabelSet, images: Sequence[Image], train: Sequence[Image]) -> list[Value]:
     """The values that images show, and none to train on."""
-    here, kept = ({image.path for image in found} for found in (images, train))
+    here, kept = ({image.path for image in part} for part in (images, train))
     return [value for value, where in labels.shown_in.items() if where & here and not where & kept]
 
 
@@ -174,6 +181,7 @@ def _with_rare_classes(
     all that the group shows can be trained on without it.
     """
     added: set[str] = set()
+    # The rarest class first: it has the fewest groups to choose from.
     by_count = sorted(labels.shown_in.items(), key=lambda item: (len(item[1]), str(item[0])))
     for _, where in by_count:
         groups = sorted({key(image) for image in images if image.path in where})
@@ -222,7 +230,9 @@ def _groupings(
     alike = _alike(survey, images)
     sizes = Counter(alike.values())
     first: dict[str, str] = {}
+    # The first image of each group with the others, to join named groups that share copies.
     same = [(first.setdefault(group, path), path) for path, group in alike.items()]
+    # Tiles that overlap hang together all over the picture: only bands of it can be divided.
     if _shared_pixels(survey, images) and max(sizes.values()) > len(images) / 2:
         for side in (None, 1, 2):
             for turn in range(_BANDS):
@@ -238,6 +248,7 @@ def _groupings(
     if _MIN_GROUPS <= len(sizes) < len(images) and max(sizes.values()) <= len(images) / 2:
         yield lambda image: alike[image.path], "copies and like images kept together"
     if survey.similar or survey.moving:
+        # Frames of one video: a fifth of them in a row.
         ordered = sorted(images, key=lambda image: image.place)
         size = max(1, len(images) // 5)
         fifths = {image.path: i // size for i, image in enumerate(ordered)}
@@ -261,6 +272,7 @@ def _joined(group_of: Mapping[str, str], pairs: Iterable[tuple[str, str]]) -> di
     parent: dict[str, str] = {}
 
     def root(group: str) -> str:
+        # Union-find: each step shortens the way to the root.
         while (above := parent.setdefault(group, group)) != group:
             parent[group] = group = parent[above]
         return group
@@ -283,7 +295,7 @@ def _overlapping(
     """The tiles to train on that show what tiles to evaluate on show, too; pairs: that overlap."""
     trained, evaluated = ({image.path for image in part} for part in (train, val))
     both = {two for pair in pairs for two in (pair, pair[::-1])}
-    return {one for one, other in both if one in trained and other in evaluated}
+    return {tile for tile, other in both if tile in trained and other in evaluated}
 
 
 def _bands(survey: Survey, images: Sequence[Image], side: int | None, turn: int) -> dict[str, str]:
@@ -292,10 +304,10 @@ def _bands(survey: Survey, images: Sequence[Image], side: int | None, turn: int)
     None: along the longer side of the picture. turn: which band is called the first.
     """
     boxes = [survey.tiles.get(image.path) for image in images]
-    found = zip(images, strips(boxes, _BANDS, side), strict=True)
+    placed = zip(images, strips(boxes, _BANDS, side), strict=True)
     return {
         image.path: image.path if strip is None else f"band {(strip + turn) % _BANDS}"
-        for image, strip in found
+        for image, strip in placed
     }
 
 
@@ -303,6 +315,7 @@ def _leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
     """A warning if many images to evaluate on have a near-duplicate among those to train on."""
     pairs = set(survey.similar)
     if survey.moving:
+        # Neighbours in a video are nearly alike, whether the sample of thumbnails shows it or not.
         frames = pairwise(sorted(survey.images, key=lambda image: image.place))
         pairs |= {(a.path, b.path) for a, b in frames if a.place[:2] == b.place[:2]}
     names = [image.name for image in (*train, *val)]
@@ -313,12 +326,12 @@ def _leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
     copies |= _of_divided_sequences(train, val)
     trained = {image.path for image in train}
     near = copies | {b for pair in pairs for a, b in (pair, pair[::-1]) if a in trained}
-    found = [image for image in val if image.path in near]
-    if len(found) * 3 < len(val):
+    leaked = [image for image in val if image.path in near]
+    if len(leaked) * 3 < len(val):
         return ""
     return (
-        f"{len(found)} of {len(val)} images to evaluate on have a near-duplicate or a neighbour "
-        f"among those to train on, such as {found[0].path}: scores will be too good; keep "
+        f"{len(leaked)} of {len(val)} images to evaluate on have a near-duplicate or a neighbour "
+        f"among those to train on, such as {leaked[0].path}: scores will be too good; keep "
         "sequences together"
     )
 
@@ -337,14 +350,19 @@ def _of_divided_sequences(train: Sequence[Image], val: Sequence[Image]) -> set[s
 def _named_groups(images: Sequence[Image]) -> Iterator[tuple[dict[str, str], str, int]]:
     """The group of each image by its name, by path; what they are; how few are a division."""
     keys: dict[str, Callable[[Image], str]] = {
+        # zurich of images/train/zurich/1.png.
         "scenes": lambda image: image.scene,
+        # 0016e5_ of 0016E5_00390.png, as CamVid has it.
         "sequences": lambda image: f"{image.scene}/{image.sequence}",
+        # p01 of p01_t1.png, which `stems_of` makes of it.
         "patients, by names with a counter": lambda image: image.name,
     }
     for what, key in keys.items():
         names = list(map(key, images))
         groups = stems_of(names)
         number = len({*groups})
+        # `stems_of` has taken off a counter, as of p01_t1 and p01_t2. Names that tell so clearly
+        # may divide from two groups on.
         are_counted = number < len({*names})
         if are_counted or _MIN_GROUPS <= number <= len(images) / 2:
             of_one = dict(zip((image.path for image in images), groups, strict=True))

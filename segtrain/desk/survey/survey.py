@@ -82,18 +82,20 @@ def survey(
     notes: list[str] = []
     lists = [path for path in others if path.endswith(SUFFIXES)]
     pattern_of = {name.path: name.pattern for name in label_names}
+    # What a list says counts, whatever names say.
     listed, pair_source = listed_pairs(folder, lists, image_names, label_names)
     _check_listed(folder, lists, names, samples, {*listed})
     if listed:
         matches = pairing.with_pairs(matches, image_names, listed, pattern_of)
     images = with_headers(folder, image_names, matches, listed, notes)
+    # Images that cannot be read are left out, and their labels with them.
     there = {image.path for image in images}
     kept = {path: files for path, files in matches.labels.items() if path in there}
     matches = matches._replace(labels=kept)
     facts = facts_of(folder, images, notes)
     if not facts:
         raise DataError(f"{folder}: no image can be read; {first_of(notes)}")
-    if any(one.has_nan for one in facts.values()):
+    if any(image_facts.has_nan for image_facts in facts.values()):
         notes.append("pixels of images without a value (NaN or GDAL_NODATA) count as no data")
     if val_list is None:
         split_source, images = with_splits(folder, images, lists, notes)
@@ -163,8 +165,9 @@ def _check_listed(
     DataError: there are such images.
     """
     roles = _roles(samples)
-    why = {pattern: next((x.why for x in found if x.why), "") for pattern, found in samples.items()}
+    why = {pattern: next((x.why for x in facts if x.why), "") for pattern, facts in samples.items()}
     images = [x for x in names if roles[x.pattern] == "image" and x.path not in labelled]
+    # Not called a preview, so it is meant as a label, and cannot be read as one.
     unread = {
         x.path: why[x.pattern]
         for x in names
@@ -216,11 +219,13 @@ def matched(
     images = [name for name in names if roles[name.pattern] == "image"]
     labels = [name for name in names if roles[name.pattern] == "label"]
     matches = pairing.match(images, labels)
+    # Names with more structure, where plain ones pair less than half of the images: nnU-Net's
+    # case_001_0000.png, or s1/B02.tif with a folder for each scene.
     for other_way in (pairing.match_channels, pairing.match_scenes):
         if len(matches.labels) < len(images) / 2 and (matches.alone or matches.unclear):
-            renamed, found = other_way(images, labels)
-            if len(found.labels) > len(matches.labels):
-                images, matches = renamed, found
+            renamed, other_matches = other_way(images, labels)
+            if len(other_matches.labels) > len(matches.labels):
+                images, matches = renamed, other_matches
     return roles, images, labels, matches
 
 
@@ -237,17 +242,19 @@ def _samples(
     shared = _shared({name.pattern for name in names})
     by_form: dict[str, list[FileName]] = defaultdict(list)
     for name in names:
+        # train/ and val/, or s01/ and s02/, hold the same kind of files: one sample is enough.
         by_form[file_names.form_of(name.pattern)].append(name)
-    found: dict[str, list[LabelFacts]] = {}
+    by_pattern: dict[str, list[LabelFacts]] = {}
     for members in by_form.values():
         facts: list[LabelFacts] = []
         for name in spread(members, SAMPLE):
+            # A damaged file tells no kind. It is named where all files are read.
             with suppress(DataError):
                 is_label = _called(name.pattern, shared) == {"label"}
                 cut = threshold if is_label else None
                 facts.append(contents.label_facts(folder, name.path, cut))
-        found |= dict.fromkeys((name.pattern for name in members), facts)
-    return found
+        by_pattern |= dict.fromkeys((name.pattern for name in members), facts)
+    return by_pattern
 
 
 def _roles(samples: Mapping[str, Sequence[LabelFacts]]) -> dict[str, str]:
@@ -275,21 +282,25 @@ def _role(pattern: str, facts: Sequence[LabelFacts], shared: Set[str]) -> str:
     A label must look like one: what is called so and does not was made for people, or blurred.
     shared: words that say nothing.
     """
-    either = _called(pattern, shared)
-    if "made" in either:
+    called = _called(pattern, shared)
+    # Previews and predictions look like labels or images: their name counts, before all else.
+    if "made" in called:
         return "made"
-    like_label = sum(one.kind != "picture" for one in facts) > len(facts) / 2
-    if "label" in either and (like_label or "image" not in either):
+    like_label = sum(file.kind != "picture" for file in facts) > len(facts) / 2
+    if "label" in called and (like_label or "image" not in called):
         return "label" if like_label else "made"
-    return "image" if "image" in either or not like_label else "label"
+    # Without a word for labels: a label if it looks like one, unless it is called an image.
+    return "image" if "image" in called or not like_label else "label"
 
 
 def _called(pattern: str, shared: Set[str]) -> set[str]:
     """The roles that the name and the nearest folder of a pattern say; made: one that any says."""
     said = []  # the roles that the words of the name and of each folder say, from the nearest on
+    # masks/crack/1_rgb.png: the name says an image; of its folders crack says nothing, and masks
+    # says a label.
     for part in reversed(pattern.split("/")):
         words = set(_words(part)) - shared
         said.append({role for role, known in _ROLES.items() if words & known})
     name, *folders = said
-    either = name | next(filter(None, folders), set())
-    return either | ({"made"} & set().union(*said))
+    called = name | next(filter(None, folders), set())
+    return called | ({"made"} & set().union(*said))

@@ -71,6 +71,7 @@ class Canvas:
         for corners in self._corners(points):
             cv2.fillPoly(self.image, [corners], rgb, cv2.LINE_AA, _SHIFT)
             if label is not None:
+                # Edges are smooth in the image alone: ids have no values in between.
                 cv2.fillPoly(self.label, [corners], label, cv2.LINE_8, _SHIFT)
                 value = label if self.instance is None else 1000 * label + self.instance
                 cv2.fillPoly(self.instances, [corners], value, cv2.LINE_8, _SHIFT)
@@ -83,6 +84,7 @@ class Canvas:
 
     def sees_front(self, face: np.ndarray) -> bool:
         """Whether the corners (N, 3) run clockwise in the image."""
+        # The shoelace formula; y points down, so an area above 0 is clockwise.
         x, y = self.camera.project(face).T
         return float(x[:-1] @ y[1:] - y[:-1] @ x[1:] + x[-1] * y[0] - y[-1] * x[0]) > 0
 

@@ -52,6 +52,7 @@ def plan_ground(rng: Rng) -> Ground:
             (rng.uniform(3.0, 5.0), SIDEWALK, walk),
             (yard * rng.uniform(3.0, 6.0), TERRAIN, grass),
         ):
+            # Strips stay in the order of x: to the left each is put before the others.
             edge += side * width
             edges.append(edge)
             strips.insert(len(strips) if side > 0 else 0, (label, color))

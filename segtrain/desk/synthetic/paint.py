@@ -68,6 +68,7 @@ def building(canvas: Canvas, rng: Rng, x: float, z: float, length: float, height
     floor, bay = rng.uniform(2.8, 3.6) / height, rng.uniform(1.8, 4.0)
     tall, wide = rng.uniform(0.4, 0.65) * floor, rng.uniform(0.35, 0.8)
     for i, face in _solid(canvas, block, BOX, wall, BUILDING).items():
+        # BOX has three edges: faces 3 and 4 are the flanks.
         flank = i > 2
         canvas.fill(panels(face, 0, 0, 1, 0.9 * floor), base * (0.8 if flank else 0.95))
         count = int((length if flank else width) / bay)
@@ -120,6 +121,7 @@ def person(canvas: Canvas, rng: Rng, x: float, z: float) -> None:
         arm = [(shoulder, neck), (hand, hip), (hand - side * 0.13, hip), (shoulder, neck - 0.2)]
         canvas.fill(facing(np.array(leg), x, 0, z), trousers, PERSON)
         canvas.fill(facing(np.array(arm), x, 0, z), coat * 0.85, PERSON)
+    # After the limbs, whose ends it covers.
     shoulders = [(1, neck - 0.05), (0.5, neck), (-0.5, neck), (-1, neck - 0.05)]
     torso = np.array([(-0.8, hem), (0.8, hem), *shoulders]) * (broad, 1)
     canvas.fill(facing(torso, x, 0, z), coat, PERSON)
@@ -155,6 +157,7 @@ def _vehicle(
         if i in panes:
             canvas.fill(panels(face, 0.08, 0.1, 0.92, 0.9), glass)
         elif i in (0, last):
+            # Edge 0 is the front, with white lamps; the last one is the rear.
             left = np.array((0.04, 0.76))
             canvas.fill(panels(face, left, 0.5, left + 0.2, 0.8), _RED_LAMP if i else _WHITE_LAMP)
         elif i > last:

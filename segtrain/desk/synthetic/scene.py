@@ -54,6 +54,8 @@ def draw_scene(rng: Rng, size: tuple[int, int]) -> Scene:
         things += _on_pavement(rng, side, kerb)
     paint_sky(canvas, rng, air)
     paint_ground(canvas, rng, ground)
+    # Far things first: near ones are painted over them. The backdrop is behind all that stands on
+    # the street.
     for row in (backdrop, things):
         for number, thing in enumerate(sorted(row, key=lambda thing: -thing.z)):
             canvas.instance = number if thing.painter in _WITH_INSTANCES else None
@@ -66,6 +68,7 @@ def draw_scene(rng: Rng, size: tuple[int, int]) -> Scene:
 
 def _plots(rng: Rng, side: int, front: float) -> list[Thing]:
     """Houses and bushes along one side of the street, beyond x = `front`."""
+    # One house behind all others closes the street.
     skyline = Thing(paint.building, side * rng.uniform(0, 12), 90.0, (10.0, rng.uniform(6, 22)))
     things = [skyline]
     z, green_share = rng.uniform(-5, 1), rng.choice((0.1, 0.3))
