@@ -341,6 +341,18 @@ def test_a_value_that_the_class_file_does_not_explain_is_refused(tmp_path, text,
     assert (read[2, :2] == [1, IGNORE_INDEX]).all()
 
 
+def test_a_value_of_more_than_16_bits_is_no_other_value(tmp_path):
+    """65537 would be 1 in 16 bits."""
+    bands = np.zeros((4, 6, 2), np.uint32)
+    bands[1, 1] = 1
+    np.save(tmp_path / "a.npy", bands)
+    assert (label_format_of("bands").read(tmp_path / "a.npy", classes()) == bands).all()
+    bands[2, :3, 1] = 65537
+    np.save(tmp_path / "a.npy", bands)
+    with pytest.raises(DataError, match=r"in the band of blue: 65537 \(3 pixels\)"):
+        label_format_of("bands").read(tmp_path / "a.npy", classes())
+
+
 @pytest.mark.parametrize("text", ["[0]}]", "[7]}]\nignore_ids: [7]"])
 def test_a_class_file_that_contradicts_itself_is_refused(text):
     with pytest.raises(ConfigError, match=r"[07] is also an id in the band of red"):

@@ -58,6 +58,13 @@ def row(*folders, name="run"):
     return dict(zip(titles, cells, strict=True))
 
 
+def test_runs_that_are_named_one_by_one_are_a_table_without_curves(made):
+    runs = sorted([made(name="a"), made(name="b")])
+    lines = screen(runs, NOW, 80)
+    assert lines[0].endswith("2 runs: 2 stopped")
+    assert len(lines) == 1 + 1 + len(runs)
+
+
 def test_speed_and_the_time_that_is_left_are_of_the_newest_lines(made):
     run = made(saved=25)
     with (run / "metrics.jsonl").open("a") as file:
