@@ -120,6 +120,20 @@ def test_lists_of_splits_are_those_of_the_task(folder, capsys):
         assert sorted(pair.image.stem for pair in pairs) == list(images)
 
 
+def test_a_dot_in_a_listed_name_begins_no_suffix(folder):
+    """`img.v2` is not img.png, which is there, too."""
+    names = ["img", *(f"img.v{i}" for i in range(9))]
+    for i, name in enumerate(names):
+        pixels, classes = scene(i)
+        save(folder / f"images/{name}.png", pixels)
+        save(folder / f"labels/{name}.png", classes)
+    (folder / "train.txt").write_text("\n".join(names[:7]))
+    (folder / "val.txt").write_text("\n".join(names[7:]))
+    _, config = labels_of(init(folder))
+    for pairs, listed in zip(parts(config), (names[:7], names[7:]), strict=True):
+        assert sorted(pair.image.stem for pair in pairs) == listed
+
+
 @pytest.mark.parametrize("start", ["", "C:\\work\\data\\"])
 def test_a_list_may_pair_images_and_labels(folder, start):
     """Against their names, and where these have nothing in common; as another machine wrote it."""
@@ -370,7 +384,7 @@ smooth_colors = with_list(TABLE, "class_dict.csv", lambda x: cv2.blur(COLORS[x],
 see_through = labelled(lambda classes: np.dstack([COLORS[classes], 80 * classes]))
 below_0 = labelled(lambda classes: classes.astype(np.int16) - 1, label="labels/{}.npy")
 BAD = [
-    (shifted, "fit the previous image better than their own"),
+    (shifted, "fit the next image better than their own"),
     (other_size, "labels/3.png: 60x80, image 64x80"),
     (cut_off("labels/3.png", -30), "labels/3.png: damaged"),
     (no_labels, "8 pictures look like labels, but have no image: labels/s.png"),

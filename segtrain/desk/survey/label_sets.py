@@ -388,7 +388,7 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeSco
             label = contents.read_label_part(pairs[i][1])
             if labels.upright:
                 label = to_stored(label, compared[i].orientation)
-            scores = _edge_scores(label, own, {"the next": before, "the previous": after})
+            scores = _edge_scores(label, own, {"the previous": before, "the next": after})
             numbers = _numbers(label) if labels.kind == "ids" else None
             seen.append(_EdgeFacts(scores, *_black_and_zero(own, label), numbers))
     # Each comparison has its median over all images: a single picture proves little.

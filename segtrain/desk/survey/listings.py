@@ -228,6 +228,7 @@ def _listed(path: Path, by_name: Mapping[str, list[int]]) -> Iterator[int | None
         first = re.split(r"[\t,; ]", line)[0].lower()
         # VOC lists names without a suffix, others whole paths.
         plain = str(PurePosixPath(first).with_suffix("")) if "." in first else first
-        keys = (plain, PurePosixPath(plain).name)
+        # As it stands comes first: `img.v2` has no suffix, and is not img.png.
+        keys = [key for name in (first, plain) for key in (name, PurePosixPath(name).name)]
         candidates = next((by_name[key] for key in keys if key in by_name), [])
         yield candidates[0] if len(candidates) == 1 else None
