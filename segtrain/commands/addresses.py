@@ -21,7 +21,7 @@ def fetch_runs(args: argparse.Namespace) -> None:
     """Puts folders of this machine in the place of the addresses of runs in `args`."""
     for key in ("config", "checkpoint", "source", "runs", "others", "output"):
         if isinstance(value := getattr(args, key, None), list):
-            setattr(args, key, [_fetched(args, key, one) for one in value])
+            setattr(args, key, [_fetched(args, key, entry) for entry in value])
         elif value is not None:
             setattr(args, key, _fetched(args, key, value))
 
@@ -39,7 +39,7 @@ def _fetched(args: argparse.Namespace, key: str, value: Any) -> Any:
     directory = run_folder(url, begins=begins, one_of=one_of)
     if key != "output" and not is_run(directory):
         raise ConfigError(f"{url}: no run is there")
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ:  # ranks would repeat what their launcher has said
         say(f"{url}: on this machine {directory}")
-    found = directory / slash.strip("/") / file
-    return found if key in ("runs", "output") else str(found)
+    path = directory / slash.strip("/") / file
+    return path if key in ("runs", "output") else str(path)

@@ -15,10 +15,10 @@ from segtrain.text import say
 
 def load_named(args: argparse.Namespace) -> Config:
     """The config that the command line names; `args.config` becomes the path of its file."""
-    found = find_config(args.config)
-    if found.note:
-        say(found.note)
-    args.config = str(found.path)
+    named = find_config(args.config)
+    if named.note:
+        say(named.note)
+    args.config = str(named.path)
     return load_config(args.config, args.set)
 
 

@@ -89,14 +89,16 @@ def run_eval(args: argparse.Namespace) -> int:
     config, loaded = asked.config, asked.loaded
     with ExitStack() as stack:
         stack.enter_context(process_group(asked.device, timeout_s=config.train.timeout_s))
+        # Only now can the ranks compare what each has opened.
         _check_same_step(args.checkpoint, loaded.steps)
         # What differs from the training; for labels that are still hashed, at the end.
-        found = _differences(loaded, config, asked.dataset, no_labels=args.no_labels)
-        differences = stack.enter_context(closing(found))
+        lines = _differences(loaded, config, asked.dataset, no_labels=args.no_labels)
+        differences = stack.enter_context(closing(lines))
         if dist.is_main():
             for line in (*next(differences), *_warnings(asked)):
                 text.say(line)
         result = _count(asked)
+        # All that ranks do together is done. The labels that were hashed meanwhile are told last.
         if dist.is_main():
             report = result.outcome.report(
                 loaded.classes.names,
@@ -165,7 +167,8 @@ def _open(args: argparse.Namespace) -> _Asked:
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
     surfaces = None if args.surface is None else SurfaceScores(names, args.surface)
     chosen = () if args.no_labels else config.eval.metrics
-    metrics = [PluginMetric(one, names) for one in chosen]
+    metrics = [PluginMetric(metric, names) for metric in chosen]
+    # Before the evaluation: after it, it is too late to ask for another name.
     _check_files(args)
     return _Asked(
         args=args,
@@ -212,13 +215,15 @@ def _count(asked: _Asked) -> _Result:
     )
     num_threads = max(1, num_loader_workers(config.data))
     evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
-    measured = [one for one in (asked.instances, asked.surfaces) if one is not None]
-    callbacks = [*asked.writers, *(one.add for one in (*measured, *asked.metrics))]
+    measured = [measure for measure in (asked.instances, asked.surfaces) if measure is not None]
+    callbacks = [*asked.writers, *(measure.add for measure in (*measured, *asked.metrics))]
     outcome = evaluate(asked.dataset, callbacks=callbacks, curves=asked.curves)
-    further = {one.name: one.scores() for one in asked.metrics}
-    for one in measured:
-        one.sum_over_ranks()
+    further = {measure.name: measure.scores() for measure in asked.metrics}
+    # All ranks were asked for the same, so these sums match.
+    for measure in measured:
+        measure.sum_over_ranks()
     records = Records.of(outcome, asked.dataset, asked.settings, loaded.step)
+    # On all ranks: the images are predicted once more, by all of them.
     if args.worst:
         _draw_worst(args, asked.task, asked.dataset, records, evaluate)
     return _Result(outcome, records, further)
@@ -232,9 +237,9 @@ def _answers(asked: _Asked, result: _Result) -> list["_Answer"]:
         answers.append(_Answer("curves", *told))
     groups = asked.groups
     by_group = groups and ScoresByGroup.of(result.records.images, groups, names)
-    for key, found in (("by_group", by_group), ("surfaces", asked.surfaces)):
-        if found:
-            answers.append(_Answer(key, found.lines(), found.to_dict()))
+    for key, scores in (("by_group", by_group), ("surfaces", asked.surfaces)):
+        if scores:
+            answers.append(_Answer(key, scores.lines(), scores.to_dict()))
     return answers + ([_of_plugins(result.further)] if result.further else [])
 
 
@@ -263,11 +268,11 @@ def _write_files(
 ) -> None:
     args = asked.args
     if args.json:
-        found = _json(
+        table = _json(
             args.checkpoint, asked.loaded, asked.config, asked.dataset, report, result.outcome
         )
-        found |= {answer.key: answer.found for answer in answers}
-        _write(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
+        table |= {answer.key: answer.found for answer in answers}
+        _write(args.json, json.dumps(table, indent=2, allow_nan=False) + "\n")
     if args.per_image:
         _write(args.per_image, result.records.table())
     if args.curves:
@@ -284,7 +289,7 @@ def _draw_worst(
     """Predicts the worst images once more, and draws them (collective)."""
     chosen = Chosen(dataset, sorted(records.worst(args.worst)))
     draw = partial(_write_overlay, args.overlays, task, dataset, chosen.indices)
-    evaluate(chosen, callbacks=[lambda one: draw(chosen.original(one))])
+    evaluate(chosen, callbacks=[lambda sample: draw(chosen.original(sample))])
     if dist.is_main():
         what = f"{len(chosen.indices)} worst images (neighbours of a sequence count once)"
         say(f"overlays of the {what}: {args.overlays}")
@@ -300,8 +305,8 @@ class _Answer(NamedTuple):
 
 def _of_plugins(further: Mapping[str, Mapping[str, float]]) -> _Answer:
     """The scores of `eval.metrics`, by the names of the metrics."""
-    lines = [f"{name}: {key} {x:g}" for name, found in further.items() for key, x in found.items()]
-    json = {name: {k: or_none(x) for k, x in found.items()} for name, found in further.items()}
+    lines = [f"{name}: {key} {x:g}" for name, own in further.items() for key, x in own.items()]
+    json = {name: {k: or_none(x) for k, x in own.items()} for name, own in further.items()}
     return _Answer("metrics", lines, json)
 
 
@@ -352,13 +357,13 @@ def _json(
 
 def _members_alone(loaded: LoadedModel, records: Records | None) -> dict[str, float]:
     """The mIoU of each member of an ensemble whose run has kept that of the same evaluation."""
-    found = {}
+    scores = {}
     for member in loaded.members if records else ():
         with suppress(UserError):  # a damaged file; the score of the ensemble stands without it
             own = load_records(resolve(member.source).parent.parent)
             if own and own.is_like(records, step=member.step):
-                found[member.source] = own.scores.mean_iou
-    return found
+                scores[member.source] = own.scores.mean_iou
+    return scores
 
 
 def _groups(
@@ -433,10 +438,10 @@ def _differences(
         yield before
         yield []
         return
-    with closing(eval_differences(loaded, config.data, dataset)) as found:
-        before += next(found, [])
+    with closing(eval_differences(loaded, config.data, dataset)) as differences:
+        before += next(differences, [])
         yield [*before, *_seen_in_training(loaded, config.data, dataset)]
-        yield next(found, [])
+        yield next(differences, [])
 
 
 def _seen_in_training(loaded: LoadedModel, data: DataConfig, dataset: SegDataset) -> list[str]:
@@ -449,9 +454,9 @@ def _seen_in_training(loaded: LoadedModel, data: DataConfig, dataset: SegDataset
         root = data.root if own.root == loaded.config.data.root else own.root
         with suppress(UserError):  # its data are not here any more
             pairs = list_split(own.model_copy(update={"root": root}), own.train_split).pairs
-            if found := images & {os.path.realpath(pair.image) for pair in pairs}:
+            if common := images & {os.path.realpath(pair.image) for pair in pairs}:
                 members.append(member.source)
-                seen |= found
+                seen |= common
     if not seen:
         return []
     what = f"{len(seen)} of {counted(len(images), 'image', 'images')} of split {dataset.split}"

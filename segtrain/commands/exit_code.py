@@ -84,8 +84,8 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
         signals.follow_launcher()
     try:
         with _with_place(*args):
-            for one in args:
-                fetch_runs(one)
+            for parsed in args:
+                fetch_runs(parsed)
             for source in getattr(args[0], "plugin", ()) if args else ():
                 plugins.load(source)
             if isinstance(command, str):
@@ -119,7 +119,7 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
         _discard_stdout()
         say(f"cannot write: {(error.strerror or str(error)).lower()}")
         code = EXIT_SYSTEM
-    finally:
+    finally:  # after an error that is raised on, too
         if is_rank:
             write_exit_status(code, consequence=consequence)
     # A rank that stopped because it was asked to has not failed, and is not to be started again.

@@ -151,36 +151,36 @@ def _write_int8(
     ExecutionError: it costs more than --max-loss; then there is no new file.
     """
     num_images = args.images or _NUM_IMAGES
-    chosen = [sorted(spread(len(one), min(num_images, len(one)))) for one in (training, scored)]
+    chosen = [sorted(spread(len(data), min(num_images, len(data)))) for data in (training, scored)]
     counted = [
-        f"{len(indices)} of the {len(one)} images of split {one.split}"
-        for one, indices in zip((training, scored), chosen, strict=True)
+        f"{len(indices)} of the {len(data)} images of split {data.split}"
+        for data, indices in zip((training, scored), chosen, strict=True)
     ]
     print(f"calibrating int8 on {counted[0]}, spread evenly", flush=True)
     with replaced(output) as draft:
         quantizer.write(source, draft, training, chosen[0])
-        found = quantizer.figures((source, draft), scored, chosen[1])
-        print("\n".join(_int8_table(found)))
+        figures = quantizer.figures((source, draft), scored, chosen[1])
+        print("\n".join(_int8_table(figures)))
         print(f"mIoU of {counted[1]}: {quantizer.settings.describe()}", flush=True)
         most = _MAX_LOSS if args.max_loss is None else args.max_loss
-        if not found.loss <= most:  # a NaN too
+        if not figures.loss <= most:  # a NaN too
             raise ExecutionError(
-                f"{output}: not written: the mIoU falls by {found.loss:.1f} points, and {most:g} "
+                f"{output}: not written: the mIoU falls by {figures.loss:.1f} points, and {most:g} "
                 "are allowed; --max-loss allows more, --images calibrates on more images"
             )
 
 
-def _int8_table(found: Figures) -> list[str]:
-    height, width = found.size
+def _int8_table(figures: Figures) -> list[str]:
+    height, width = figures.size
     columns = [
         ("file", "float", "int8"),
-        ("mIoU", *map(percent, found.mean_iou)),
-        ("ms", *(f"{x:.1f}" for x in found.milliseconds)),
-        ("MiB", *(f"{x:.1f}" for x in found.mebibytes)),
+        ("mIoU", *map(percent, figures.mean_iou)),
+        ("ms", *(f"{x:.1f}" for x in figures.milliseconds)),
+        ("MiB", *(f"{x:.1f}" for x in figures.mebibytes)),
     ]
     return [
         *table_lines(columns),
-        f"{found.agreement:.2%} of the labelled pixels get the same class; ms: median of "
+        f"{figures.agreement:.2%} of the labelled pixels get the same class; ms: median of "
         f"{NUM_RUNS} runs of an image of {height}x{width} by onnxruntime on this CPU",
     ]
 

@@ -62,10 +62,11 @@ def write_page(directory: Path, device: Any) -> None:
     try:
         from segtrain.desk.results.report import evaluated, write_report
 
-        found = [evaluated(directory, device)]
-        console.say(f"report     {write_report(directory, found, device)}")
+        runs = [evaluated(directory, device)]
+        console.say(f"report     {write_report(directory, runs, device)}")
     except ModuleNotFoundError as error:
         console.say(f"warning: no report: {error.name} is not installed")
+    # Training has ended well by now: a chart that fails must not make it look otherwise.
     except Exception as error:
         again = f"segtrain report {run_directory.word_for(directory)}"
         console.say(f"warning: no report ({type(error).__name__}: {error}); try {again}")

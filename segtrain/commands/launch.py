@@ -45,6 +45,7 @@ def adopt_environment() -> bool:
             return False
         environ.update(slurm.variables(environ))
         return True
+    # Half of a group would wait for ranks that nobody has started.
     missing = [name for name in _GROUP_VARIABLES if name not in environ]
     if missing:
         raise ConfigError(

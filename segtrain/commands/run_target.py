@@ -48,11 +48,11 @@ def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
 
 def _of_config(text: str, output: Path | None) -> Target:
     """A config, whose run has its name unless `output` is given."""
-    found = find_config(text)
-    name = found.path.stem
-    if found.path.name == run_directory.CONFIG:  # of `segtrain init`: the folder has the name
-        name = found.path.parent.name or name
-    return Target(found.path, output or Path("runs") / name, found.note)
+    named = find_config(text)
+    name = named.path.stem
+    if named.path.name == run_directory.CONFIG:  # of `segtrain init`: the folder has the name
+        name = named.path.parent.name or name
+    return Target(named.path, output or Path("runs") / name, named.note)
 
 
 def _no_config(text: str, run: Path, new: Path) -> ConfigError:

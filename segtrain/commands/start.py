@@ -66,6 +66,7 @@ def main(args: argparse.Namespace) -> int:
             config = _refined(args, target, options)
         if starts_ranks:
             return launch.start_ranks(args, num_ranks)
+    # Only now, since it imports torch: a launcher of ranks has returned by here.
     from segtrain.commands.train.loop import run
 
     request = _request(args, config, target.directory, resume=resume)

@@ -45,11 +45,11 @@ def summarize(
 
     done: of each kind of input its name, the folder below `output`, and the notes.
     """
-    notes = [note for _, _, found in done for note in found]
+    notes = [note for _, _, of_kind in done for note in of_kind]
     values = [note.values for note in notes if note.values is not None]
-    for what, where, found in done:
-        num_done = sum(not note.problem for note in found)
-        print(f"{num_done} of {len(found)} {what}: {printable(output)}/{where}")
+    for what, where, of_kind in done:
+        num_done = sum(not note.problem for note in of_kind)
+        print(f"{num_done} of {len(of_kind)} {what}: {printable(output)}/{where}")
     if num_in_parts := sum(note.in_parts for note in notes):
         print(f"{num_in_parts} of them too large to be predicted as a whole: in parts")
     if turned := sum(note.turned for note in notes):

@@ -89,6 +89,7 @@ def group_size(group: Group | None = None) -> int:
 def group_rank() -> int:
     """The row of `all_gather` that is this rank's: its number among all, virtual ones counted."""
     virtual = virtual_ranks.current()
+    # Alone, `all_gather` has no rows of other processes.
     number = 0 if current().alone else rank()
     return number if virtual is None else virtual.number(number)
 
@@ -106,6 +107,7 @@ def node_ranks() -> tuple[int, ...]:
             "cannot tell which ranks are on this machine: set LOCAL_RANK and LOCAL_WORLD_SIZE in "
             "the environment, as torchrun does"
         )
+    # Launchers number the ranks of a machine in one row.
     first = rank() - local_rank()
     return tuple(range(first, first + local_world_size()))
 
@@ -132,6 +134,7 @@ def group_of(ranks: tuple[int, ...] | None) -> Group | None:
         return None
     if rank() not in ranks:
         raise ValueError(f"rank {rank()} asks for a group it does not belong to: {list(ranks)}")
+    # All ranks have the default group, unless the user has given another group of all.
     if ranks == tuple(range(world_size())):
         return _groups[ranks] if ranks in _groups and _is_made(ranks) else None
     if len(ranks) == 1:
@@ -153,10 +156,11 @@ def make_groups(wanted: Iterable[tuple[int, ...]]) -> None:
     """
     if not is_distributed():
         return
+    # A group of one rank sends nothing, and that of all exists.
     others = [ranks for ranks in wanted if rank() in ranks and 1 < len(ranks) < world_size()]
     missing = [ranks for ranks in others if not _is_made(ranks)]
     # Also those that this rank does not belong to: NCCL waits for all ranks, in the same order.
-    for ranks in sorted({tuple(ranks) for found in all_gather_object(missing) for ranks in found}):
+    for ranks in sorted({tuple(ranks) for asked in all_gather_object(missing) for ranks in asked}):
         # Without a timeout it would be torch's own, half an hour for gloo.
         group = torch_dist.new_group(list(ranks), timeout=_timeout)
         if rank() in ranks:
@@ -221,6 +225,7 @@ def release_recordings() -> None:
 
 def leave_groups() -> None:
     """Destroys all groups. NCCL waits until all ranks have come here (collective)."""
+    # First what refers to the groups: with a graph left, NCCL would wait for ever.
     release_recordings()
     use_shared_sum(None)
     _groups.clear()
@@ -231,6 +236,7 @@ def leave_groups() -> None:
 def abort_groups() -> None:
     """Leaves all groups after an error, without waiting for what other ranks have not done."""
     release_recordings()
+    # NCCL's own leaving would wait for the other ranks.
     if is_distributed() and torch_dist.get_backend() == "nccl":
         torch_dist.distributed_c10d._abort_process_group()
     leave_groups()  # gloo has nothing to abort: this closes its connections
@@ -258,6 +264,7 @@ def all_reduce_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
     if virtual is None:
         return _sum_processes(tensor, group)
 
+    # The last thread to arrive speaks for all of this process: it alone meets other processes.
     ways = partial(_sum_processes, group=group), partial(ordered_sum, group=group)
     # Each virtual rank gets its own copy, so in-place edits cannot leak.
     return tensor.copy_(virtual.meet(tensor, lambda parts: virtual.add_up(parts, *ways)))
@@ -278,6 +285,7 @@ def ordered_sum(parts: Tensor, shares: Sequence[int], group: Group | None = None
     >>> ordered_sum(parts, [3]).item(), (parts[0] + (parts[1] + parts[2])).item()
     (0.6000000000000001, 0.6)
     """
+    # Not `torch.sum`, whose brackets are torch's to choose.
     first, *others = _gather_parts(parts, shares, group)
     total = first.clone()
     for part in others:
@@ -291,7 +299,7 @@ def _gather_parts(parts: Tensor, shares: Sequence[int], group: Group | None = No
         return parts
     if group is not None:
         shares = [shares[rank] for rank in group_ranks(group)]
-    # All ranks must send equally much.
+    # All ranks must send equally much: ranks with fewer shares add rows, which are cut off below.
     most = max(shares)
     padded = parts.new_zeros(most, *parts.shape[1:])
     padded[: len(parts)] = parts
@@ -323,6 +331,7 @@ def _note_exchange() -> None:
 
 def _sum_processes(tensor: Tensor, group: Group | None) -> Tensor:
     if _num_processes(group) > 1:
+        # Before the exchange: `HostWatch` asks how long ago this rank began the last one.
         _note_exchange()
         if (shared := _sharing_memory(tensor, group)) is not None:
             return shared.add(tensor)
@@ -332,6 +341,7 @@ def _sum_processes(tensor: Tensor, group: Group | None) -> Tensor:
 
 def _sharing_memory(tensor: Tensor, group: Group | None) -> "SharedSum | None":
     """What exchanges `tensor` through shared memory; None: the backend does it."""
+    # Its slots are those of all ranks; all must decide alike, by what is the same on all of them.
     shared = None if group is not None or torch.compiler.is_compiling() else _shared_sum
     return shared if shared is not None and shared.takes(tensor) else None
 
@@ -377,6 +387,7 @@ def _gather_processes(tensor: Tensor, group: Group | None = None) -> Tensor:
 def send(value: Any, tensor: Tensor, to: int) -> None:
     """Sends `value`, as JSON, and a tensor on the CPU to rank `to`; RuntimeError: it is gone."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    # The length comes first: whoever receives must give memory of the right size.
     for part in (torch.tensor([len(data)]), data, tensor):
         torch_dist.send(part, to)
 
@@ -398,6 +409,8 @@ def go_on_with(ranks: Sequence[int]) -> None:
     """
     if len(ranks) == world_size():
         return
+    # Both are of the group that is left below. The store still has its keys, with the addresses of
+    # ranks that are gone, so the new group gets a prefix of its own.
     number, store = ranks.index(rank()), torch_dist.distributed_c10d._get_default_store()
     store = torch_dist.PrefixStore("-".join(map(str, ranks)), store)
     leave_groups()
@@ -466,10 +479,11 @@ def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
     device = torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
 
     def gathered(values: Tensor) -> Tensor:
-        found = _gather_processes(values.to(device), group)
-        wait_for_device(device)
-        return found.cpu()
+        joined = _gather_processes(values.to(device), group)
+        wait_for_device(device)  # with a limit, which `cpu` does not have
+        return joined.cpu()
 
+    # All ranks must send equally much, so the lengths go first; JSON may end in spaces.
     longest = int(gathered(torch.tensor([len(data)])).max())
     padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
     rows = gathered(padded.unsqueeze(0))  # (ranks, longest)
@@ -490,6 +504,7 @@ def run_on_all_ranks(function: Callable[[], Any]) -> list[Any]:
         value = function()
     except UserError as error:
         kind, value = type(error).__name__, str(error)
+    # Ranks that succeeded come here too, and so learn of the error.
     replies = all_gather_object([kind, value])
     for kind, message in replies:
         if kind is not None:

@@ -56,15 +56,18 @@ def run_ranks(command: Sequence[str], num_ranks: int, *, max_restarts: int = 0) 
     """
     with tempfile.TemporaryDirectory(prefix="segtrain-", ignore_cleanup_errors=True) as directory:
         folder = Path(directory)
+        # The ranks share the cores; by default each would take all of them.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.num_cores() // num_ranks)))
         os.environ |= {FOLDER_VARIABLE: str(folder), signals.LAUNCHER: str(os.getpid())}
         signal.signal(signal.SIGUSR1, lambda *_: _signal_ranks(signal.SIGUSR1, folder))
         signals.raise_on_stop_signal(_StopSignal, kill=partial(_kill_ranks, folder))
         failures, stopped_by, watchdog = {}, None, Watchdog(folder)
+        # Filled by `_run`, so that a signal that comes at any point finds what was started.
         ranks: list[Popen] = []
         try:
             with watchdog:
                 failures = _run(command, num_ranks, max_restarts, folder, ranks)
+                # The ranks have ended: a signal from here on must not change how the run ended.
                 signals.ignore_stop_signals()
         except _StopSignal as stop:
             stopped_by = stop.number
@@ -90,6 +93,7 @@ def _run(
         ranks.clear()
         _start(command, num_ranks, ranks)
         failures = _wait(ranks)
+        # At most once, by the variable, and not at the cost of a restart that the user allowed.
         if failures and WITHOUT_GRAPHS not in os.environ and asked_without_graphs(folder):
             os.environ[WITHOUT_GRAPHS] = "1"
         elif failures and max_restarts > 0:
@@ -118,6 +122,7 @@ def _wait(ranks: Sequence[Popen]) -> dict[int, int]:
     while not failures and any(rank.poll() is None for rank in ranks):
         time.sleep(_POLL_S)
         failures = {number: rank.returncode for number, rank in enumerate(ranks) if rank.poll()}
+    # Once more: the last ranks may have ended after that look at them.
     failures = {number: rank.returncode for number, rank in enumerate(ranks) if rank.poll()}
     if failures:
         _end(ranks, signal.SIGTERM, _BEREAVED_S)
@@ -126,6 +131,7 @@ def _wait(ranks: Sequence[Popen]) -> dict[int, int]:
 
 def _end(ranks: Sequence[Popen], number: int, limit_s: float) -> None:
     """Sends signal `number` to the ranks that run, and after `limit_s` SIGKILL."""
+    # All get the signal before any is waited for: ranks stop after the same step, together.
     until = time.monotonic() + limit_s
     for rank in ranks:
         rank.send_signal(number)  # does nothing to one that has been waited for
@@ -133,7 +139,7 @@ def _end(ranks: Sequence[Popen], number: int, limit_s: float) -> None:
         while rank.poll() is None and time.monotonic() < until:
             time.sleep(_POLL_S)
     for rank in ranks:
-        rank.kill()
+        rank.kill()  # nothing to one that has been waited for
         rank.wait()
 
 
@@ -181,6 +187,8 @@ def exit_code_of(
     killed: the ranks that the watchdog killed.
     trained: they had steps to save.
     """
+    # What a rank has told itself comes first; then a signal to all, deaths without a word, ranks
+    # that hung, ranks that stopped; last, ranks that lost others without any cause here.
     for status in statuses:
         if status.code not in (None, EXIT_OK, *_STOPPED) and not status.consequence:
             return status.code  # the first cause; its rank has printed it
@@ -197,7 +205,8 @@ def exit_code_of(
         if not have_saved:
             say(signals.word_for(stopped_by))
         return signals.exit_code(stopped_by)
-    # One that fails while its process ends has written that all is well.
+    # A death without a word is the cause, and what other ranks lost by it the consequence. One that
+    # fails while its process ends has written that all is well.
     explained = {status.rank for status in statuses if status.code not in (None, EXIT_OK)}
     explained |= {rank.rank for rank in killed}
     for rank, code in failures.items():

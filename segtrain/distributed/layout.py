@@ -35,9 +35,11 @@ def divide(total: int, split: Split, least: int = 0) -> list[int]:
     """
     whole = sum(split)
     counts = [total * weight // whole for weight in split]
+    # Integers only: rounding could give another number of images on another machine.
     by_remainder = sorted(range(len(split)), key=lambda rank: -(total * split[rank] % whole))
     for rank in by_remainder[: total - sum(counts)]:
         counts[rank] += 1
+    # From the rank that has most to the one that has least, as long as there is enough for all.
     while min(counts) < least <= total // len(counts):
         counts[counts.index(max(counts))] -= 1
         counts[counts.index(min(counts))] += 1
@@ -94,8 +96,9 @@ class Layout:
                 cut = _cut(whole, divide(len(whole), split))
                 rows = [_cut(mine, _evenly(len(mine), virtual_ranks)) for mine in cut]
             else:
-                cut, ends = _cut(whole, _evenly(len(whole), shares)), shares_of_ranks(shares, split)
-                rows = [cut[sum(ends[:rank]) : sum(ends[: rank + 1])] for rank in ranks]
+                # The cut comes first and knows nothing of ranks; they only take whole shares.
+                cut, held = _cut(whole, _evenly(len(whole), shares)), shares_of_ranks(shares, split)
+                rows = [cut[sum(held[:rank]) : sum(held[: rank + 1])] for rank in ranks]
             self.parts.append(rows)
         self.everywhere = [self.sizes(0, rank) for rank in ranks]
 

@@ -147,6 +147,7 @@ def asked_without_graphs(root: Path) -> bool:
 
 def is_first_to_print(message: str) -> bool:
     """Whether no other rank of this machine has asked for `message`, so that it appears once."""
+    # Creating a file is atomic: of several ranks only one succeeds.
     try:
         (_attempt_folder() / f"{zlib.crc32(message.encode()):08x}.said").touch(exist_ok=False)
     except FileExistsError:
@@ -194,9 +195,11 @@ class Watchdog(Watch):
     def _look(self) -> None:
         with suppress(OSError):  # a cleaner of /tmp may have removed it
             self._folder.mkdir(mode=0o700, exist_ok=True)
+        # Another attempt has other processes: what is known of the last one's no longer counts.
         current = _last_attempt(self._folder)
         if current != self._attempt:
             self._attempt, self._timed_out_at, self.killed = current, None, []
+        # A rank that failed as a consequence has missed another one; the clock starts with it.
         statuses = read_exit_statuses(self._folder)
         if self._timed_out_at is None and any(status.consequence for status in statuses):
             self._timed_out_at = time.monotonic()
@@ -244,7 +247,7 @@ class HostWatch(Watch):
             self._since = None
 
     def _look(self) -> None:
-        since = self._since
+        since = self._since  # read once: the main thread may end the step meanwhile
         if since is not None:
             waited_s = time.monotonic() - max(since, self._last_exchange())
             if waited_s > self._limit_s:
@@ -253,6 +256,7 @@ class HostWatch(Watch):
 
 def _give_up(waited_s: float) -> None:
     """Ends this process as one that has lost the others; nothing else can end the wait."""
+    # The launcher speaks for its ranks, and blames the one that hangs.
     if has_launcher():
         write_exit_status(EXIT_SYSTEM, consequence=True)
     else:
@@ -275,7 +279,7 @@ def defer_abort(abort: Callable[[], None], code: int = EXIT_INTERNAL) -> None:
     code: with which the process ends if `abort` does not, unless `deferred_abort` knows it.
     """
     global _deferred
-    deferred_abort()
+    deferred_abort()  # only one is kept, so an earlier one runs now
     begun, done, exit_code = threading.Event(), threading.Event(), [code]
 
     def limit() -> None:
@@ -329,6 +333,7 @@ def left_within(limit_s: float, leave: Callable[[], None]) -> bool:
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():
+        # When Python ends, it gets ABORT_LIMIT_S more; then the process ends all the same.
         defer_abort(thread.join, EXIT_OK)
         return False
     if errors:

@@ -92,8 +92,8 @@ _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def _numbers(file: Path) -> dict[str, int]:
     """The numbers in a file of /proc, in its units; none if there is no such file."""
     with suppress(OSError):
-        found = re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE)
-        return {name: int(number) for name, number in found}
+        pairs = re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE)
+        return {name: int(number) for name, number in pairs}
     return {}
 
 
@@ -176,6 +176,7 @@ def process_pool(processes: int) -> AbstractContextManager[ProcessPoolExecutor |
 def is_alive(pid: int) -> bool:
     """Whether process `pid` exists and is not a zombie."""
     try:
+        # The state comes after the name, which stands in parentheses and may hold any character.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
@@ -183,16 +184,17 @@ def is_alive(pid: int) -> bool:
 
 def children(pid: int) -> list[int]:
     """The processes that `pid` has started and that still belong to it, sorted."""
+    # The kernel lists the children of each thread apart.
     try:
         lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:
         return []
-    return sorted(int(child) for found in lists for child in found.split())
+    return sorted(int(child) for line in lists for child in line.split())
 
 
 def descendants(pid: int) -> list[int]:
     """`pid`, its children, their children and so on."""
-    return [pid, *(found for child in children(pid) for found in descendants(child))]
+    return [pid, *(process for child in children(pid) for process in descendants(child))]
 
 
 def address_toward(host: str, port: int) -> str | None:
@@ -212,14 +214,14 @@ def address_toward(host: str, port: int) -> str | None:
 
 def addresses() -> dict[str, str]:
     """The IPv4 address of each network interface that has one, by its name."""
-    found = {}
+    by_name = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
             with suppress(OSError):  # this interface has no IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                by_name[name] = socket.inet_ntoa(answer[20:24])
+    return by_name
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>

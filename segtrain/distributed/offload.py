@@ -64,6 +64,7 @@ class CudaCopies:
     def to_host(self, tensor: Tensor) -> OnHost:
         """A copy of `tensor` on the host."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        # The copy must not begin before the values are computed.
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor.detach(), non_blocking=True)

@@ -89,6 +89,7 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         LostRanksError: other ranks did not come, or their connection was lost.
         ExecutionError: this machine has no network interface for them.
     """
+    # The connections of a group that failed before in this process: now they may go.
     liveness.deferred_abort()
     if "RANK" not in os.environ or dist.is_distributed():
         try:
@@ -102,6 +103,7 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         torch.cuda.set_device(device)
         for name, value in _NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
+    # Before the group is made, which reads the variables that these set.
     _choose_interface()
     timeout = timedelta(seconds=timeout_s * (_NCCL_FACTOR if is_cuda else 1))
     dist.use_timeout(timeout, wait_s=timeout_s)
@@ -126,6 +128,7 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
                 dist.use_shared_sum(_open_shared_sum(timeout_s))
             yield
     except BaseException:
+        # Later: NCCL may wait in it, and the error must be told before.
         liveness.defer_abort(dist.abort_groups)
         raise
     _leave(device)
@@ -164,12 +167,15 @@ def _store_of_attempt(timeout: timedelta) -> dict[str, Any]:
     store, rank, size = next(torch_dist.rendezvous("env://", timeout=timeout))
     mine, call = uuid.uuid4().hex, "segtrain/attempt"
     name = mine
+    # Rank 0 publishes a name, gathers a word from each rank under it, and publishes all words.
     if rank == 0:
         store.set(call, mine)
         there = [store.get(f"{mine}/{other}") for other in range(1, size)]
         store.set(f"{mine}/all", b" ".join(there))
     until = time.monotonic() + timeout.total_seconds()
     while rank != 0:
+        # It may be the name of an attempt before, whose rank 0 is dead. Then this rank's word is
+        # not among those that it gathered, and the loop asks again.
         name = store.get(call).decode()
         store.set(f"{name}/{rank}", mine)
         if store.check([f"{name}/all"]) and mine.encode() in store.get(f"{name}/all").split():
@@ -188,10 +194,10 @@ def _explained(*, in_set_up: bool) -> Iterator[None]:
     except LostRanksError as error:
         raise LostRanksError(f"{error}, {liveness.describe()}") from error
     except RuntimeError as error:
-        found = meaning(error, in_set_up=in_set_up)
-        if found is None:
+        user_error = meaning(error, in_set_up=in_set_up)
+        if user_error is None:
             raise
-        raise found from error
+        raise user_error from error
 
 
 def meaning(error: RuntimeError, *, in_set_up: bool) -> UserError | None:
@@ -253,11 +259,13 @@ def _open_shared_sum(timeout_s: float) -> SharedSum | None:
             return SharedSum.create(size)
 
     mine, path = None, dist.run_on_rank0(create)
+    # The same on all ranks, so all leave here, or none.
     if path is None:
         return None
     with suppress(OSError):  # a rank in another container does not see the file
         mine = SharedSum(path, dist.rank(), size, timeout_s=timeout_s)
     all_can = all(dist.all_gather_object(mine is not None))
+    # All have opened it by now. Without a name, nothing stays behind whatever ends the ranks.
     if dist.is_main():
         os.unlink(path)
     if mine is not None and not all_can:

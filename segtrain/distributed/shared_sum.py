@@ -52,6 +52,7 @@ class SharedSum:
     def __init__(self, path: str, rank: int, size: int, *, timeout_s: float) -> None:
         self.rank, self.size, self._timeout_s = rank, size, timeout_s
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # Held until the process ends, however it does: a lock that others can take tells a death.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = np.frombuffer(mmap.mmap(self._file, _num_bytes(size)), np.uint8)
         heads = memory[: size * _HEAD_BYTES].view(np.int64).reshape(size, -1)
@@ -99,16 +100,20 @@ class SharedSum:
             LostRanksError: another rank has ended or does not come.
             RuntimeError: another rank has a tensor of another length.
         """
+        # A copy: the slots are written again in the next sum but one.
         return torch.from_numpy(self._exchange(tensor).copy())
 
     def _exchange(self, tensor: torch.Tensor) -> np.ndarray:
         """The slots of all ranks, (size, n), once each holds its values of `tensor`."""
         values = tensor.detach().view(-1).numpy()
+        # Two buffers are enough. A rank that writes one again has waited for the sum in between,
+        # which all ranks announce only after they have read the sum before it.
         self._count += 1
         buffer = self._count % 2
         slots = self._slots[buffer].view(values.dtype)[:, : values.size]  # (size, n)
         kinds = self._kinds[buffer]
         slots[self.rank] = values
+        # Length and type in one number: ranks that differ in either must not add up bytes.
         kinds[self.rank] = kind = values.size * len(_DTYPES) + _DTYPES.index(tensor.dtype)
         self._announced[self.rank] = self._count  # last: the others may read from here on
         self._wait()
@@ -124,6 +129,7 @@ class SharedSum:
     def _wait(self) -> None:
         """Returns when all ranks have announced their numbers."""
         began = checked = time.perf_counter()
+        # No lock and no wake-up: each rank looks for itself, less often the longer it waits.
         while self._announced.min() < self._count:
             now = time.perf_counter()
             if now - began < self._spin_s:

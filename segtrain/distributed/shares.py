@@ -67,6 +67,7 @@ class Shares(RankSums):
         threads give other bits. Several shares at a time use the cores instead; on a GPU one is
         enough.
         """
+        # Asked before the number becomes 1, and remembered: a process may make several states.
         at_once = 1 if device.type == "cuda" else _threads_at_start()
         torch.set_num_threads(1)
         return cls(counts, at_once)

@@ -54,6 +54,7 @@ class SignalFlags:
         self.signal = number
         if number == signal.SIGINT and is_first:
             _tell(STOPPING)
+        # The launcher is dead, and the other ranks may be too: saving together may never end.
         if _launcher is not None and os.getppid() != _launcher:
             signal.alarm(_ORPHAN_S)  # SIGALRM has no handler, so it ends the process
 
@@ -142,6 +143,7 @@ def follow_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     die_with_parent()
+    # In this order: a death after the call sends the signal, one before it shows here.
     if os.getppid() != _launcher:  # the launcher died before the kernel was asked
         os._exit(EXIT_TERMINATED)
 

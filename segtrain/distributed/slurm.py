@@ -28,6 +28,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     if missing:
         raise ConfigError(f"environment: of srun's variables {', '.join(missing)} are missing")
     job, step = number(environ, "SLURM_JOB_ID"), number(environ, "SLURM_STEP_ID")
+    # The same on all nodes without a word between them; 16 steps of a job have ports of their own.
     port = 20_000 + (job * 16 + step) % 20_000
     return {
         "RANK": str(number(environ, "SLURM_PROCID")),

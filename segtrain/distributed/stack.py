@@ -83,6 +83,7 @@ def stack_of_ranks() -> DeviceStack:
 
 def verdict_of_ranks(stack: DeviceStack) -> Verdict | None:
     """What the machines know of `stack`: the worst; proven only if all know it (collective)."""
+    # Machines have caches of their own, and all ranks must decide alike.
     known = dist.all_gather_object(stack.verdict())
     bad = next((verdict for verdict in known if verdict in ("differs", "silent")), None)
     return bad or (None if None in known else "proven")
@@ -90,8 +91,8 @@ def verdict_of_ranks(stack: DeviceStack) -> Verdict | None:
 
 def kept_verdicts() -> list[tuple[DeviceStack, Verdict]]:
     """All that this machine's cache holds."""
-    found = [_read(path) for path in sorted(cache_folder(_FOLDER).glob("*.json"))]
-    return [(stack, verdict) for stack, verdict in found if stack and verdict]
+    pairs = [_read(path) for path in sorted(cache_folder(_FOLDER).glob("*.json"))]
+    return [(stack, verdict) for stack, verdict in pairs if stack and verdict]
 
 
 def _read(path: Path) -> tuple[DeviceStack | None, Verdict | None]:

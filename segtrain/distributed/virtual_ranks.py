@@ -52,6 +52,7 @@ class VirtualRanks:
 
         def work(slot: int) -> None:
             _this_thread.group, _this_thread.slot = self, slot
+            # Waits, runs up to a meeting or its end, and there lets the next thread start.
             try:
                 self._wait(slot)
                 results[slot] = functions[slot]()
@@ -117,6 +118,7 @@ class VirtualRanks:
         self._parts[slot] = part
         if self._arrive():
             # Not under the lock: Ctrl-C must get through while this waits for other processes.
+            # Nor needed: all other threads wait at their gates until the first ones are opened.
             self._combined = combine(self._parts)
             self._arrived = 0
             self._open_first()
@@ -128,8 +130,10 @@ class VirtualRanks:
         with self._lock:
             self._arrived += 1
             last, following = self._arrived == self.num_slots, self._arrived - 1 + self._at_once
+        # `at_once` threads began; each that arrives hands its place to the next one in order.
         if following < self.num_slots:
             self._gates[following].release()
+        # All end, or all meet. Otherwise some call a sum that others do not: ranks would hang.
         ended = [i for i, done in enumerate(self._done) if done]
         if last and 0 < len(ended) < self.num_slots:
             raise RuntimeError(f"virtual ranks {ended} have ended, the others wait for them")
@@ -145,6 +149,7 @@ class VirtualRanks:
             raise _OtherFailedError
 
     def _fail(self, error: BaseException) -> None:
+        # First the error, then the gates: a thread that wakes must see why.
         with self._lock:
             if self._error is None:
                 self._error = error

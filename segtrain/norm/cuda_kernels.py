@@ -54,6 +54,7 @@ def packed_moments(xs: Sequence[Tensor]) -> Tensor:
     values = torch.cat(pieces)
     sizes = [2 * x.shape[1] + 1 for x in xs]
     whole = torch.empty_like(values, dtype=torch.float64)
+    # Each vector is [mean, var, 1] of a layer; times the number of values it can be added up.
     for x, part, out in zip(
         xs, values.split_with_sizes(sizes), whole.split_with_sizes(sizes), strict=True
     ):
@@ -158,7 +159,7 @@ def constant(values: Sequence[float], dtype: torch.dtype, device: torch.device) 
         made = torch.empty(len(values), dtype=dtype, device=device)
         for slot, value in zip(made.unbind(), values, strict=True):
             slot.fill_(value)
-        # What is made while a graph is captured exists only in the graph.
+        # What is made while a graph is captured exists only in the graph, so it is not kept.
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return made
         if len(_constants) >= _MOST_CONSTANTS:

@@ -90,6 +90,7 @@ class _SyncBatchNorms(torch.autograd.Function):
         statistics = [t for layer in moments for t in layer]
         ctx.save_for_backward(*(t for layer in layers for t in layer[:3]), *statistics)
         ctx.eps, ctx.sharing = eps, sharing
+        # Otherwise autograd would make zeros for the statistics, which never have a gradient.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*statistics)
         return (*_normalized(layers, moments, sharing), *statistics)
@@ -99,7 +100,7 @@ class _SyncBatchNorms(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         saved, num = ctx.saved_tensors, len(ctx.eps)
         layers, moments = _as_layers(saved, ctx.eps), _as_moments(saved[3 * num :])
-        del saved
+        del saved  # `_norm_gradients` frees the inputs while this rank waits for others
         # An output that nobody used has no gradient; its sums are zeros like a rank's without x.
         dense_grads = [
             torch.zeros_like(layer.x) if grad is None else dense_like(grad, layer.x)
@@ -143,6 +144,7 @@ class _NormReLUConv(torch.autograd.Function):
         device, dtype = x.device.type, kernel.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
+        # Autocast is off in the backward pass, which must convolve in the same type.
         ctx.compute_dtype = dtype
         ctx.save_for_backward(layer.x, weight, bias, kernel, *statistics)
         ctx.mark_non_differentiable(*statistics)
@@ -156,6 +158,7 @@ class _NormReLUConv(torch.autograd.Function):
         x, weight, bias, kernel, *statistics = ctx.saved_tensors
         moments = _as_moments(statistics)
         layers = [NormInput(x, weight, bias, ctx.eps)]
+        # By the moments that were saved, so no rank is asked again.
         (z,) = _normalized(layers, moments, ctx.sharing)
         F.relu_(z)
         stride, padding, dilation, groups = ctx.geometry
@@ -199,6 +202,7 @@ def _global_moments(xs: Sequence[Tensor], sharing: Sharing) -> list[Moments]:
     """The moments of every layer for one group of images after another, by one all_reduce."""
     local = _kernels_for(xs[0])
     xs = sharing.cut(xs)
+    # One vector, one sum: waiting for the ranks costs more than the few numbers.
     whole = once(lambda: sharing.sum(local.packed_moments(xs)))
     parts = whole.split_with_sizes([2 * x.shape[1] + 1 for x in xs])
     wide = [torch.promote_types(x.dtype, torch.float32) for x in xs]
@@ -228,13 +232,15 @@ def _norm_gradients(
         sums.append(local.backward_sums(grads[i], x, weights[i % num], mean, inv_stds[-1]))
         # A virtual rank does not keep its input on the device while it waits for the others.
         parked.append(offload(x))
+    # From here on `parked` alone has the inputs.
     layers.clear()
     xs.clear()
     del x
     # Also if this rank needs no gradient of x: the others would wait for it.
     totals = sharing.sum(local.packed_sums(sums)).split_with_sizes(
-        [2 * one.mean.numel() for one in moments]
+        [2 * group.mean.numel() for group in moments]
     )
+    # What is left needs no other rank: layer by layer, of each all groups of images.
     results: list[Tensor | None] = []
     for k in range(num):
         needs_x, needs_weight, needs_bias = needed[3 * k : 3 * k + 3]

@@ -84,6 +84,7 @@ class _FusedNorms(torch.autograd.Function):
             statistics += [mean, var, part[-1]]
             saved += [x, mean, inv_std, weight, bias, part[-1]]
         if plan.joined:
+            # The second layer has no output: what it gives is added to that of the first.
             shortcut = norm.normalized(layers.pop()._replace(activation="none"))
         elif shortcut is not None:
             shortcut = dense_like(shortcut, xs[0])

@@ -63,6 +63,7 @@ def contribution(batch: SeenBatch, running: Running, zeros: Tensor) -> Tensor:
     for number, (mean, var, count) in batch.led.items():
         has_values = (count >= 1).double()
         if running == "pooled":
+            # The count is a tensor here, which the host must not read.
             total[:-1] += packed(mean, var, 1) * count
         elif running != "first" or number == 0:
             later = batch.num_groups - 1 - number if running == "sequential" else 0

@@ -70,11 +70,13 @@ def groups_of(images: int, parts: Parts, rank: int, slot: int) -> Groups:
         raise ValueError(f"{total} images cannot be divided into groups of {images}")
     ends = list(accumulate(map(sum, parts)))  # of each rank
     starts = [0, *ends[:-1]]
+    # While a border between ranks cuts a group, the rank beyond it belongs to these too.
     low, high = rank, rank
     while starts[low] % images:
         low -= 1
     while ends[high] % images:
         high += 1
+    # The groups that some border between parts cuts: each is a row in the sum.
     inside = accumulate((n for sizes in parts[low : high + 1] for n in sizes), initial=starts[low])
     shared = sorted({end // images for end in inside if end % images})
 
@@ -162,6 +164,7 @@ class Sharing(NamedTuple):
         if self.groups is None:
             return dist.all_reduce_sum(vectors, self.process_group)
         _, _, _, rows, num_rows, *_ = self.groups
+        # The same number on all of `groups.ranks`, so none waits for one that returns here.
         if num_rows == 0:
             return vectors
         mine = vectors.view(len(rows), -1)
@@ -171,5 +174,5 @@ class Sharing(NamedTuple):
                 sent[row] = vector
         # With 0 added, the sign of a zero does not tell how many parts there were.
         total = dist.all_reduce_sum(sent, self.process_group) + 0.0
-        found = [v if row is None else total[row] for v, row in zip(mine, rows, strict=True)]
-        return torch.stack(found).flatten()
+        sums = [v if row is None else total[row] for v, row in zip(mine, rows, strict=True)]
+        return torch.stack(sums).flatten()

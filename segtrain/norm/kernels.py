@@ -106,6 +106,7 @@ def _moments_by_runs(x: Tensor) -> tuple[Tensor, Tensor]:
     neighbouring pixels as separate channels, and the runs are merged in float64.
     """
     pixels = x.movedim(1, -1).reshape(-1, x.shape[1])
+    # At least so many runs; rather some more, if then no pixels are left over.
     fewest = -(-len(pixels) // _RUN)
     equal = (num for num in range(fewest, 8 * fewest) if len(pixels) % num == 0)
     num_runs = next(equal, fewest)
@@ -119,6 +120,7 @@ def _moments_by_runs(x: Tensor) -> tuple[Tensor, Tensor]:
         return mean, var
     share = len(rest) / len(pixels)
     rest_var, rest_mean = torch.var_mean(rest.double(), dim=0, correction=0)
+    # Two parts of different sizes (Chan et al.): the gap of their means adds to the variance.
     gap = rest_mean - mean
     return mean + share * gap, torch.lerp(var, rest_var, share) + share * (1 - share) * gap * gap
 

@@ -121,6 +121,7 @@ def convert(
                 "2 or 3 dimensions, then at most modules that it holds; what this class computes "
                 "would be lost"
             )
+    # By layer: one that is used in several places must stay one.
     done: dict[nn.Module, nn.Module] = {}
     asked = {"process_group": process_group, "images": images, "running": running}
     sharing = {} if (process_group, images, running) == (None, None, "pooled") else asked
@@ -200,6 +201,7 @@ def _computes_as(layer: nn.Module, base: type[_BatchNorm]) -> bool:
     twin = base(layer.num_features, layer.eps, 0.3, layer.affine, layer.track_running_stats)
     for tensor in twin.double().state_dict().values():
         tensor.copy_(1 + numbers(*tensor.shape) / 2)
+    # A copy with parameters and modules of its own: the trial must leave the layer as it is.
     trial = copy.copy(layer)
     own = {name: vars(copy.deepcopy(twin))[name] for name in ("_parameters", "_buffers")}
     inside = {
@@ -211,10 +213,10 @@ def _computes_as(layer: nn.Module, base: type[_BatchNorm]) -> bool:
     for trial.training in (True, False):
         twin.training = trial.training
         try:
-            found = type(layer).forward(trial, x.clone())
+            output = type(layer).forward(trial, x.clone())
             wanted = _apply_inside(trial, None, twin(x.clone()))
         except (AssertionError, AttributeError, RuntimeError):
             return False
-        if not torch.allclose(found, wanted, equal_nan=True):
+        if not torch.allclose(output, wanted, equal_nan=True):
             return False
     return all(map(torch.allclose, trial.buffers(recurse=False), twin.buffers()))

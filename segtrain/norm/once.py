@@ -19,8 +19,10 @@ def once(compute: Callable[[], Tensor]) -> Tensor:
 
     Do not write into it.
     """
+    # Outside of checkpointing each pass sends for itself.
     if torch.compiler.is_compiling() or getattr(_here, "sums", None) is None:
         return compute()
+    # The second pass asks in the order of the first.
     if isinstance(_here.sums, Iterator):
         return next(_here.sums)
     _here.sums.append(compute())

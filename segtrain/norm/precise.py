@@ -89,10 +89,12 @@ def _accumulate(
 def _set(layers: list[_BatchNorm], sums: _Sums, parts: RankSums) -> None:
     """One collective for all layers; those that saw no value on any rank keep what they had."""
     sizes = [2 * layer.num_features + 1 for layer in layers]
+    # All ranks must send equally many numbers, also for a layer that no batch here has reached.
     for mine in sums:
         for layer, size in zip(layers, sizes, strict=True):
             mine.setdefault(layer, layer.running_mean.new_zeros(size, dtype=torch.float64))
     whole = parts.sum([torch.cat([mine[layer] for layer in layers]) for mine in sums])
+    # The host reads the counts below, and without a limit would wait for a lost rank for ever.
     dist.wait_for_device(whole.device)
     for layer, part in zip(layers, whole.split(sizes), strict=True):
         mean, var, count = unpacked_moments(part)

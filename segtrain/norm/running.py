@@ -49,7 +49,7 @@ class _LayerBatches(NamedTuple):
     @classmethod
     def of(cls, replicas: Sequence[SyncBatchNorm]) -> Self:
         """Of a layer, the first, and its replicas, of which each slot has called one at most."""
-        by_slot = {slot: seen for one in replicas for slot, seen in one._seen.items()}
+        by_slot = {slot: seen for replica in replicas for slot, seen in replica._seen.items()}
         return cls(replicas[0], by_slot)
 
     @property
@@ -76,8 +76,9 @@ class _LayerBatches(NamedTuple):
                 "does so); for statistics of many batches use segtrain.norm.precise_statistics"
             )
         zeros = layer.running_mean.new_zeros(2 * layer.num_features + 2, dtype=torch.float64)
-        found = [contribution(batch, layer.running, zeros) for batch in seen]
-        return found + [zeros] * (self.num_batches - len(seen))
+        sent = [contribution(batch, layer.running, zeros) for batch in seen]
+        # All slots must send equally many numbers.
+        return sent + [zeros] * (self.num_batches - len(seen))
 
 
 @torch.no_grad()
@@ -102,15 +103,16 @@ def sync_running_stats(module: nn.Module, *others: nn.Module, parts: RankSums = 
     if not with_replicas or not current().tracked:
         return
     of_layers = [_LayerBatches.of(layers) for layers in with_replicas]
-    found = 1 + max((slot for one in of_layers for slot in one.by_slot), default=0)
+    num_slots = 1 + max((slot for seen in of_layers for slot in seen.by_slot), default=0)
     # Every slot sends the same numbers of values: layer after layer, and of each batch after batch.
     rows = [
-        torch.cat([part for one in of_layers for part in one.contributions(slot)])
-        for slot in range(parts.slots(found))
+        torch.cat([part for seen in of_layers for part in seen.contributions(slot)])
+        for slot in range(parts.slots(num_slots))
     ]
     total = parts.sum(rows)
 
-    layers = [one.layer for one in of_layers for _ in range(one.num_batches)]
+    # In the order of the numbers in a row; a layer that was called twice is here twice.
+    layers = [seen.layer for seen in of_layers for _ in range(seen.num_batches)]
     sizes = [2 * layer.num_features + 2 for layer in layers]
     for layer, part in zip(layers, total.split(sizes), strict=True):
         move = move_from(part, layer.running)

@@ -120,6 +120,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return self._evaluate(input)
+        # Ranks may differ in this: kernels send the same vectors as the last way below.
         if fit_kernels([(input, self)]):
             return by_kernels([(input, self)], "none")[0]
         if self.images is None and dist.group_size(self._group()) == 1:
@@ -158,27 +159,28 @@ class SyncBatchNorm(_BatchNorm):
                 "sync_running_stats(model) on all ranks after every backward pass"
             )
 
-    def _track(self, found: list[Moments], groups: Groups | None) -> None:
+    def _track(self, by_group: list[Moments], groups: Groups | None) -> None:
         """Lets the running statistics follow a batch, now or later.
 
-        found: the statistics of each of its `groups` that has images here; if `groups` is None, one
-            element, of all its images.
+        by_group: the statistics of each of its `groups` that has images here; if `groups` is None,
+            one element, of all its images.
         """
         if self.running_mean is None or not is_tracked():
             return
         if groups is not None:
-            self._remember(found, groups)
+            self._remember(by_group, groups)
         elif virtual_ranks.slot() == 0:  # virtual ranks share the layer and see the same statistics
-            self._follow(*found)
+            self._follow(*by_group)
 
-    def _remember(self, found: list[Moments], groups: Groups) -> None:
+    def _remember(self, by_group: list[Moments], groups: Groups) -> None:
         """Keeps the statistics of the groups that begin here for `sync_running_stats`.
 
         Every rank, or virtual rank, with images of a group has found the same ones. The one with
         its first image leads the group: it alone adds them.
         """
-        # `groups.first` is the number of found[0] in the batch; `groups.led`: places in `found`.
-        led = {groups.first + i: found[i] for i in groups.led}
+        # `groups.first` is the number of by_group[0] in the batch; `groups.led`: places in it.
+        led = {groups.first + i: by_group[i] for i in groups.led}
+        # A list for each slot: threads of virtual ranks add to their own only.
         seen = SeenBatch(groups.count, led, self.momentum)
         self._seen.setdefault(virtual_ranks.slot(), []).append(seen)
 
@@ -271,8 +273,8 @@ def synchronized(pairs: Sequence[tuple[Tensor, SyncBatchNorm]]) -> list[Tensor]:
     if any(other != sharing for other in others):
         raise ValueError(f"different numbers of images: {[len(x) for x, _ in pairs]}")
     outputs, moments = sync_batch_norms(inputs, sharing)
-    for (_, layer), found in zip(pairs, moments, strict=True):
-        layer._track(found, sharing.groups)
+    for (_, layer), by_group in zip(pairs, moments, strict=True):
+        layer._track(by_group, sharing.groups)
     return outputs
 
 
@@ -287,8 +289,8 @@ def by_kernels(
         layer._check_input_dim(x)
     inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
     ys, moments = fused.fused_norms(inputs, pairs[0][1]._group(), activation, **options)
-    for (_, layer), found in zip(pairs, moments, strict=True):
-        layer._track([found], None)
+    for (_, layer), batch in zip(pairs, moments, strict=True):
+        layer._track([batch], None)  # `fit_kernels` takes no groups of images
     return ys
 
 

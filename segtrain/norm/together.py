@@ -30,6 +30,7 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
         return by_kernels(pairs, "none")
     if _are_alike(pairs):
         layer = pairs[0][1]
+        # Without other ranks there is no sum to save, and each layer takes torch's batch norm.
         if layer.images or dist.group_size(layer._group()) > 1:
             return synchronized(pairs)
     return [layer(x) for x, layer in pairs]
@@ -91,6 +92,7 @@ def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
     if not _is_plain(norm) or _has_hooks(conv):
         return conv(F.relu(norm(x), inplace=True))
     norm._check_input_dim(x)
+    # The backward pass of `norm_relu_conv2d` has no term for a bias, and no other padding.
     assert conv.bias is None
     assert conv.padding_mode == "zeros"
     geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)

@@ -48,6 +48,7 @@ def tracked_together() -> Iterator[None]:
     waiting: list[tuple[_BatchNorm, Moments]] = []  # layers, each with a batch's moments
     with passing(waiting=waiting):
         yield
+    # Not in a `finally`: after an exception the moments may be of half a pass.
     while waiting:
         # A layer that was called twice follows its batches one after another.
         now: dict[_BatchNorm, Moments] = {}
@@ -80,6 +81,7 @@ def _follow(layers: Sequence[_BatchNorm], batches: Sequence[Moments]) -> None:
     has_values = counts >= 1
     torch._foreach_add_([layer.num_batches_tracked for layer in layers], list(has_values.long()))
     momenta = constant([layer.momentum for layer in layers], mean.dtype, mean.device)
+    # A weight of 0 leaves a layer as it is whose batch had no values on any rank.
     weight = along(momenta * has_values)
     var = unbiased(torch.cat(variances), along(counts))
     for name, batch in (("running_mean", mean), ("running_var", var)):

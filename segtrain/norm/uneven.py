@@ -26,6 +26,7 @@ def until_all_end(
     iterator, end = iter(batches), object()
     while True:
         batch = next(iterator, end)
+        # How many ranks have a batch; all read the same number, and so end together.
         if not dist.all_reduce_sum(torch.tensor(float(batch is not end), device=device)):
             return
         yield empty if batch is end else batch

@@ -42,11 +42,11 @@ def reliability_diagram(counts: Mapping[str, Tensor]) -> str:
     """
     figure, axes = _axes(_SQUARE_INCHES)
     axes.plot([0, 1], [0, 1], color=_INK, lw=0.8, ls=":")
-    for (name, one), color in zip(counts.items(), _colors(len(counts)), strict=True):
-        bins = reliability(one)
+    for (name, tally), color in zip(counts.items(), _colors(len(counts)), strict=True):
+        bins = reliability(tally)
         x, y = [b.confidence for b in bins], [b.accuracy for b in bins]
         sizes = [4 + 60 * b.share for b in bins]
-        axes.plot(x, y, color=color, lw=1.2, label=f"{name}: error {calibration_error(one):.3f}")
+        axes.plot(x, y, color=color, lw=1.2, label=f"{name}: error {calibration_error(tally):.3f}")
         axes.scatter(x, y, s=sizes, color=color)
     axes.set(title="reliability", xlabel="probability of the prediction", ylabel="part right")
     axes.set(xlim=(0, 1), ylim=(0, 1))

@@ -56,6 +56,7 @@ class ProgressBar:
         unit: str = "step",
         last_line: bool = True,
     ) -> None:
+        # On a terminal the bar shows it already.
         self._say = log_only if sys.stderr.isatty() else say
         self._bar = tqdm(
             total=total,

@@ -49,6 +49,7 @@ class RunLock:
     def __enter__(self) -> Self:
         """Locks the directory; ConfigError if another run uses it or it cannot be written."""
         # If there is a lock file already, a killed run made the directory.
+        # Whoever made the directory removes it at the end, if nothing was put there.
         self._made = not self._directory.exists() or self._path.exists()
         self._lock()
         # A run that ended just now may have removed the file before it was locked here.
@@ -92,7 +93,8 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # the directory was deleted meanwhile, or is not empty
-            # Another run may have begun in a directory of the same name.
+            # Another run may have begun in a directory of the same name. Removed while the lock is
+            # held: a run that locks the file now finds that it is gone, and makes another.
             if files.is_same_file(self._handle, self._path):
                 self._path.unlink()
                 if self._made:
@@ -236,7 +238,7 @@ def no_run(path: Path) -> str:
     if not (path / CONFIG).is_file():
         return f"{path}: expected the directory of a run"
     name, folders = path.resolve().name, dict.fromkeys((path / "runs", Path("runs")))
-    runs = [found for f in folders for found in sorted(f.glob(f"{escape(name)}*")) if is_run(found)]
+    runs = [near for f in folders for near in sorted(f.glob(f"{escape(name)}*")) if is_run(near)]
     what = f"{path}: expected a run, found an experiment, which has no weights"
     if runs:
         return f"{what}; instead of it give {first_of(map(str, runs))}"

@@ -120,14 +120,14 @@ def named_runs(paths: Iterable[Path]) -> list[Path]:
     Raises:
         ConfigError: no run is there, or a seed is not trained to its end.
     """
-    found: list[Path] = []
+    named: list[Path] = []
     for path in paths:
         if (seeds := read_seeds(path)) is None:
-            found.append(path if read_division(path) else named_run(path))
+            named.append(path if read_division(path) else named_run(path))
             continue
-        if left := [one.run for one in seeds.runs if not one.finished]:
+        if left := [each.run for each in seeds.runs if not each.finished]:
             what = f"not trained to the end: {first_of(left)}"
             again = f"segtrain seeds {shlex.quote(printable(path))} --resume"
             raise ConfigError(f"{path}: {what}; go on with {again}")
-        found += [named_run(path / one.run) for one in seeds.runs]
-    return list(dict.fromkeys(found))
+        named += [named_run(path / each.run) for each in seeds.runs]
+    return list(dict.fromkeys(named))

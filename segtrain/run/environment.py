@@ -82,10 +82,10 @@ def own_commit(home: Path = _HOME) -> str | None:
     if top is not None and Path(top).resolve() == home.parent:
         return _git("-C", str(home), "rev-parse", f"--short={_DIGITS}", "HEAD")
     try:
-        found = distribution(home.name)
-        if Path(found.locate_file(home.name)).resolve() != home:
+        installed = distribution(home.name)
+        if Path(installed.locate_file(home.name)).resolve() != home:
             return None  # of another copy
-        origin = files.parse_json(found.read_text("direct_url.json") or "")
+        origin = files.parse_json(installed.read_text("direct_url.json") or "")
         return printable(origin["vcs_info"]["commit_id"])[:_DIGITS]
     except (PackageNotFoundError, OSError, ValueError, KeyError, TypeError):
         return None

@@ -98,7 +98,7 @@ class RunLog:
         """
         if not self.enabled or self._begun:
             return
-        self._describe()
+        self._describe()  # first: if it raises, all other files stay as they were
         self._begun = True
         step, evaluated = self._steps
         for name, newest in ((METRICS, step), (RECEIPTS, 0 if self._changed else step)):
@@ -149,6 +149,7 @@ class RunLog:
 
     def _write_waiting(self) -> None:
         self._check_not_deleted()
+        # What fails below is not tried again: the board is given up then.
         waiting, self._waiting = self._waiting, []
         if self._board is None:
             # Slow to import, and only rank 0 needs it.
@@ -184,6 +185,7 @@ class RunLog:
         try:
             call(*args)
         except OSError as error:
+            # Before it is said: `say` writes to the log, too, and would come here again.
             self._failed.add(what)
             say(f"warning: {what} cannot be written any more, training goes on: {error}")
 

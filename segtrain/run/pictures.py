@@ -108,6 +108,7 @@ def overlay(
     """
     colors = colorize(label, palette)
     mixed = cv2.addWeighted(image, 1 - alpha, colors, alpha, 0)
+    # Blended with black they would be dimmed: the image is put back there.
     clear = (colors == BLACK).all(axis=2)  # ignored pixels are black too
     mixed[clear] = image[clear]
     return mixed
@@ -169,6 +170,7 @@ def panel(
         "prediction": overlay(image, pred, palette, alpha=0.6),
         "errors": error_map(label, pred),
     }
+    # A gap after each part but the last.
     gap = np.full((height, _GAP_PX, 3), WHITE, dtype=np.uint8)
     row = np.hstack([x for part in parts.values() for x in (part, gap)][:-1])
     headers = [_header([printable(title, 2 * MAX_NAME)], row.shape[1], step_px=0)] if title else []

@@ -62,8 +62,8 @@ def read_receipts(path: Path) -> dict[int, Receipt]:
         OSError: it cannot be read.
     """
     lines = read_bytes(path).decode(errors="replace").splitlines(keepends=True)
-    found = [_parse(line) for line in lines if line.endswith("\n")]
-    return {receipt.step: receipt for receipt in filter(None, found)}
+    receipts = [_parse(line) for line in lines if line.endswith("\n")]
+    return {receipt.step: receipt for receipt in filter(None, receipts)}
 
 
 def _parse(line: str) -> Receipt | None:

@@ -48,11 +48,14 @@ def run_folder(url: str, *, begins: bool = False, one_of: Sequence[str] = ()) ->
     """
     store, directory = Store(url), cached_run(url)
     with files.cache_failures(), _locked(directory):
+        # Again, if the run is put there while it is fetched.
         for _ in range(_ATTEMPTS):
             if is_locked(directory):
                 return directory
             theirs, ours = _manifest_at(store), manifest.read_raw(directory / CHECKPOINTS)
             known = origin_of(directory).get("manifests", [])
+            # It has saved since it was fetched or put. Then it is used as it is here, if what is at
+            # the address comes from here; otherwise the run has gone on elsewhere, too.
             has_gone_on = ours not in (None, theirs) and _hash(ours) not in known[:1]
             if theirs is None or begins or has_gone_on:
                 own = [] if begins else [*known, _hash(ours or b"")]
@@ -173,6 +176,7 @@ class RunUpload:
             raise ExecutionError(f"{self._failure}; this one stops before it replaces that")
         with suppress(FileNotFoundError):  # nothing is saved yet
             shot = self._links()
+            # The thread takes what waits; a shot that it has not taken is out of date now.
             with self._lock:
                 left, self._waiting = self._waiting, shot
             if left is not None:
@@ -216,6 +220,7 @@ class RunUpload:
             for path in [] if folder.name == CHECKPOINTS else [folder / name for name in names]:
                 name, now = path.relative_to(self._directory).as_posix(), path.stat()
                 self._put_file(path, name, (now.st_size, now.st_mtime_ns))
+        # 1. A manifest that lists old files and new ones: whichever a reader finds is listed.
         both = {
             name: list(dict.fromkeys([*self._listed.get(name, ()), *new.get(name, ())]))
             for name in {*self._listed, *new}
@@ -223,9 +228,12 @@ class RunUpload:
         (shot / "both").mkdir()
         between, last = manifest.write(shot / "both", both), files.read_bytes(shot / MANIFEST)
         self._known = list(dict.fromkeys([*self._known, _hash(between), _hash(last)]))
+        # Written down before it is put: after a death in between, what is there must not look like
+        # that of another run.
         _write_origin(self._directory, store.url, self._known)
         store.put(shot / "both" / MANIFEST, _LISTED)
         self._listed = both
+        # 2. The checkpoints. 3. The manifest of these alone; then old ones may go.
         for name in sorted(path.name for path in shot.glob("*.pt")):
             self._put_file(shot / name, f"{CHECKPOINTS}/{name}", new[name][-1])
         _check_own(store, _manifest_at(store), self._known, self._directory)

@@ -94,12 +94,12 @@ class _Mlflow:
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
         if (place := os.environ.get("MLFLOW_EXPERIMENT_ID")) is None:
-            found = self._client.get_experiment_by_name(name)
-            place = self._client.create_experiment(name) if found is None else found.experiment_id
+            known = self._client.get_experiment_by_name(name)
+            place = self._client.create_experiment(name) if known is None else known.experiment_id
         self.id = self._client.create_run(place, run_name=directory.resolve().name).info.run_id
         keep(self.id)
         options = [(key, str(value)[: self._VALUE]) for key, value in flat(config).items()]
-        params = [self._entities.Param(*one) for one in options]
+        params = [self._entities.Param(*option) for option in options]
         for start in range(0, len(params), self._PARAMS):
             self._client.log_batch(self.id, params=params[start : start + self._PARAMS])
 
@@ -163,6 +163,7 @@ class Trackers:
         status: FINISHED, FAILED or KILLED.
         """
         senders, self._senders = self._senders, ()
+        # All are asked before the first is waited for: they share the time.
         for sender in senders:
             sender.put(lambda tracker: tracker.finish(results or {}, files, status))
             sender.put(None)
@@ -230,4 +231,4 @@ class Sender(threading.Thread):
 
 def _mlflow_name(tag: str) -> str:
     """`tag` in letters that MLflow takes; different tags stay different."""
-    return re.sub(r"[^\w\-. :/]|_(?=x[0-9a-f]+_)", lambda found: f"_x{ord(found[0]):x}_", tag)
+    return re.sub(r"[^\w\-. :/]|_(?=x[0-9a-f]+_)", lambda match: f"_x{ord(match[0]):x}_", tag)

@@ -57,9 +57,12 @@ class ExactGradientSum:
     ) -> None:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(parameters), list(parameters.values())
+        # In the order of `_parameters`: a parameter and its copies have one index.
         self._replicas = [[p for p in r.parameters() if p.requires_grad] for r in replicas]
+        # The threads of all shares add to the same sums.
         self._locks = [threading.Lock() for _ in parameters]
-        # The most bits of one share's values, and those of the largest one in the next step.
+        # The most bits of one share's values, and those of the largest one in the next step. The
+        # sum of n values takes up to bit_length(n - 1) bits more than one: 3 for 8 shares.
         self._most_bits = _SUM_BITS - (sum(shares) * microbatches - 1).bit_length()
         self._target_bits = self._most_bits - _ROOM_BITS
         self._used: set[str] | None = None  # names of the parameters that get a gradient
@@ -133,10 +136,12 @@ class ExactGradientSum:
             if self._begun[index]:
                 self._sums[index].add_(scaled.to(torch.int64))
             else:
+                # Nobody has cleared the sum of the step before. The copy truncates, as `to` does.
                 self._sums[index].copy_(scaled)
             self._begun[index] = True
             largest = self._largest_views[index]
             torch.maximum(largest, torch.maximum(-low, high), out=largest)
+        # Only now that it is added: the call may send the bucket, if this gradient was the last.
         self._sender.arrived(self._bucket_of[index], parameter)
 
     @torch.no_grad()
@@ -149,17 +154,18 @@ class ExactGradientSum:
         Raises:
             RuntimeError: parameters got a gradient on some ranks or in some steps only.
         """
-        found = {name for name, begun in zip(self._names, self._begun, strict=True) if begun}
+        with_grad = {name for name, begun in zip(self._names, self._begun, strict=True) if begun}
         if self._used is None:
-            compare_ranks(found)
-            self._used = found
-        if found != self._used:
+            compare_ranks(with_grad)
+            self._used = with_grad
+        if with_grad != self._used:
             self._largest.fill_(torch.inf)  # only this rank sees it; NaN stops all ranks
         self._sender.finish()
         # NaN compares as not smaller.
         largest = torch.where(self._largest < _INFINITE, self._largest, torch.inf)
         largest = dist.all_gather(largest).amax(0)
-        compare_steps(found, self._used)
+        # After the collectives, so that no rank waits for one that has raised here.
+        compare_steps(with_grad, self._used)
         length = _bit_length(largest)
         bits, finite = length + self._exponents, largest.isfinite().all()
         fallen = (bits < self._target_bits - _FALL_BITS) & (self._exponents < _EXPONENTS[1])
@@ -175,6 +181,7 @@ class ExactGradientSum:
             for i, parameter in enumerate(self._parameters):
                 if self._begun[i]:
                     parameter.grad = self._sums[i].to(parameter.dtype).mul_(inverse[i])
+        # From here on the new exponents hold, also for the step that is computed again.
         self._exponents = exponents
         self._start_step()
         return not repeat
@@ -186,6 +193,8 @@ def replica(module: nn.Module) -> nn.Module:
     Parameters and buffers share their memory with those of `module`. Two threads that worked with
     the same parameters would add to one `grad` at the same time.
     """
+    # What `deepcopy` finds in the memo it takes as it is: buffers themselves, and new parameters
+    # on the memory of the old ones.
     memo: dict[int, Tensor] = {id(buffer): buffer for buffer in module.buffers()}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)

@@ -84,7 +84,8 @@ class GradientSum:
         if self._used is None:
             compare_ranks(found)
             self._used = found
-        # Only this rank sees the mismatch; NaN in the last bucket stops all ranks.
+        # Only this rank sees the mismatch; NaN in the last bucket stops all ranks. The error comes
+        # after the sums, for which the other ranks wait.
         sender.finish(spoil=found != self._used)
         compare_steps(found, self._used)
 
@@ -99,6 +100,7 @@ class Bucket:
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
     ) -> None:
         self.parameters = parameters
+        # -(-a // b) rounds up.
         sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes), dtype=dtype, requires_grad=False)
         # The strides are those that autograd gives to gradients, channels-last ones for example.
@@ -116,6 +118,7 @@ class Bucket:
             elif parameter.grad is not view:
                 moves.append((view, parameter.grad))
                 parameter.grad = view
+        # One call for the whole bucket instead of a copy for each gradient.
         if moves:
             torch._foreach_copy_(*zip(*moves, strict=True))
 
@@ -153,7 +156,8 @@ class BucketSender:
             if self._missing is None:
                 return
             self._missing[bucket] -= 1
-            # The last bucket is for `finish`, which knows whether all is well.
+            # From the first bucket on, even if a later one is complete before: all ranks must start
+            # the sums in one order. The last is for `finish`, which knows whether all is well.
             while len(self._waits) < len(self._buckets) - 1 and not self._missing[len(self._waits)]:
                 self._send()
 
@@ -187,6 +191,7 @@ def make_buckets(
     """
     groups: list[list[nn.Parameter]] = []
     for parameter in reversed(parameters):
+        # len(groups) is 0 only for the first parameter, for which no limit counts.
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
         last = groups[-1] if groups else []
         fits = sum(p.nbytes for p in last) + parameter.nbytes <= limit

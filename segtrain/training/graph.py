@@ -101,6 +101,8 @@ class GraphStep:
         if self._is_off:
             return self.eager(local)
         shape = local.shape
+        # All ranks count alike, since their shapes change after the same steps; so the collectives
+        # of a recording meet those of other recordings.
         if self._seen[shape] < EAGER_STEPS:
             self._seen[shape] += 1
             return self.eager(local)
@@ -130,7 +132,8 @@ class GraphStep:
         A rank alone that goes on without would compute the same sums, but by kernels that NCCL may
         choose otherwise outside of a graph.
         """
-        pool, failure = next((one.graph.pool() for one in self._graphs.values()), None), None
+        # Graphs are replayed one at a time, so all may use the same memory for what they compute.
+        pool, failure = next((each.graph.pool() for each in self._graphs.values()), None), None
         try:
             with worker_failures():  # torch raises them here too
                 self._graphs[local.shape] = _Recorded(self.eager, self._state, local, pool)
@@ -143,10 +146,10 @@ class GraphStep:
             forget_batches(self._state.model)
             self.eager.step_sync.drop_flags()
         # Out of the handler, whose traceback holds the memory of what was recorded.
-        found = dist.all_gather_object(failure)
-        failed = next((rank for rank, what in enumerate(found) if what is not None), None)
+        failures = dist.all_gather_object(failure)
+        failed = next((rank for rank, what in enumerate(failures) if what is not None), None)
         if failed is not None:
-            why = f"rank {failed}: a step cannot be recorded as a CUDA graph ({found[failed]})"
+            why = f"rank {failed}: a step cannot be recorded as a CUDA graph ({failures[failed]})"
             self._go_on_without(why)
         return failed is None
 
@@ -167,10 +170,12 @@ class GraphStep:
             return left, copies([left.losses, left.grad_norm, left.flags, *changed])
 
         before, runs = copies(changed), []
+        # Twice: where kernels add in no fixed order, the distance of two runs is the measure.
         for _ in range(2):
             runs.append(outcome(self.eager(local)))
             restore(changed, before)
         with trial.limited():
+            # The state is that of before, so the step can still be taken as it is.
             if not self._record(local):
                 return self.eager(local)
             trial.replays()
@@ -178,6 +183,7 @@ class GraphStep:
         why = trial.settle(before, [numbers for _, numbers in runs], replayed)
         if why is not None:
             self._go_on_without(why)
+            # Instead of what the replay has done: the step as its first run left it.
             left, numbers = runs[0]
             restore(changed, numbers[-len(changed) :])
         return left
@@ -194,6 +200,7 @@ class _Recorded:
     """One graph, with the tensors that it reads and writes."""
 
     def __init__(self, step: TrainStep, state: TrainState, local: LocalStep, pool: Any) -> None:
+        # Tensors that stay where they are: `replay` writes the images and numbers of a step there.
         self._inputs = _copy(local)
         self._state, self._places = state, _places(state)
         self._slots, self._addresses = state.optimizer.state, self._now()
@@ -215,7 +222,8 @@ class _Recorded:
         """One update, by the images and numbers of `local`."""
         torch._foreach_copy_(list(self._inputs.tensors()), list(local.tensors()))
         self.graph.replay()
-        # The next replay writes over them; logs read them later.
+        # The next replay writes over them; logs read them later. There is no digest: steps with
+        # shares are never recorded.
         losses, grad_norm, flags, digest = self._left
         return StepTensors(losses.clone(), grad_norm.clone(), flags.clone(), digest)
 

@@ -45,6 +45,8 @@ class GraphTrial:
         """Inside, this process ends after the limit."""
         over = threading.Event()
 
+        # In a thread: a replay that hangs keeps the main one in the driver, where nothing can be
+        # raised.
         def wait() -> None:
             if not over.wait(self._limit_s):
                 self._end()
@@ -66,6 +68,7 @@ class GraphTrial:
             self.stack.keep("silent")
             what = "a step that was recorded as a CUDA graph did not come back within"
         message = f"{what} {self._limit_s:.0f} s; {report(self.stack)}"
+        # All ranks of a machine run into the limit; the launcher's folder tells who speaks.
         has_launcher = liveness.has_launcher()
         if not has_launcher or liveness.is_first_to_print(message):
             say(message)
@@ -81,12 +84,15 @@ class GraphTrial:
 
         Arguments as for `compared`. The same on all ranks.
         """
-        found = dist.all_gather_object(compared(before, runs, replayed))
-        others = [(rank, *one) for rank, one in enumerate(found) if one[0] != "proven"]
+        outcomes = dist.all_gather_object(compared(before, runs, replayed))
+        others = [(rank, *pair) for rank, pair in enumerate(outcomes) if pair[0] != "proven"]
         # What is known of one rank counts more than that another cannot tell.
-        rank, verdict, why = min(others, key=lambda one: one[1] is None, default=(0, "proven", ""))
+        rank, verdict, why = min(
+            others, key=lambda pair: pair[1] is None, default=(0, "proven", "")
+        )
         if verdict is None:  # the next start tries again
             return f"rank {rank}: {why}"
+        # Each machine has a cache of its own.
         if dist.local_rank() == 0:
             self.stack.keep(verdict)
         return f"rank {rank}: {why}; {report(self.stack)}" if others else None
@@ -111,29 +117,31 @@ def compared(
     before: what the step changes, as it was. runs, replayed: the same tensors afterwards, behind
         other results.
     """
-    one, other = runs
-    if all(map(same_bits, one, other)):
-        wrong = sum(not same_bits(a, b) for a, b in zip(one, replayed, strict=True))
-        what = f"a replay left {wrong} of {len(one)} tensors with other bits"
+    first, second = runs
+    if all(map(same_bits, first, second)):
+        wrong = sum(not same_bits(a, b) for a, b in zip(first, replayed, strict=True))
+        what = f"a replay left {wrong} of {len(first)} tensors with other bits"
         return ("differs", what) if wrong else ("proven", "")
-    others = len(one) - len(before)
-    spread, found = (_distance(before, one[others:], x[others:]) for x in (other, replayed))
+    others = len(first) - len(before)
+    spread, apart = (_distance(before, first[others:], x[others:]) for x in (second, replayed))
+    # `not <=` instead of `>`: a distance may be NaN, which is no agreement.
     if not spread <= _MOST_SPREAD:
         what = f"two runs of a step differ by {spread:.0e} of what it changes"
         return None, f"{what}: train.deterministic=true lets a replay be compared with them"
-    if not found <= min(max(_SPREADS * spread, _LITTLE), _MUCH):
-        what = f"a replay differs by {found:.0e} of what a step changes, two runs by {spread:.0e}"
+    if not apart <= min(max(_SPREADS * spread, _LITTLE), _MUCH):
+        what = f"a replay differs by {apart:.0e} of what a step changes, two runs by {spread:.0e}"
         return "differs", what
     return "proven", ""
 
 
-def _distance(before: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """|other - one| / |one - before|, the median of all tensors of floating-point numbers."""
+def _distance(before: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """|second - first| / |first - before|, the median of all tensors of floating-point numbers."""
     parts = []
-    for start, a, b in zip(before, one, other, strict=True):
+    for start, a, b in zip(before, first, second, strict=True):
         if a.is_floating_point():
             moved = (a.double() - start.double()).norm().item()
             apart = (b.double() - a.double()).norm().item()
+            # A tensor that the step left alone: 0 if the other did too, else infinitely far.
             parts.append(apart / moved if moved else apart and math.inf)
     return math.nan if any(map(math.isnan, parts)) else statistics.median(parts)
 

@@ -63,8 +63,10 @@ class StepNumbers(NamedTuple):
         numbers: lr and toward.
         """
         values = torch.tensor([*numbers, *requests], dtype=torch.float64)
+        # Only a copy from pinned memory lets the host run on.
         if device.type == "cuda":
             values = values.pin_memory().to(device, non_blocking=True)
+        # Requests are on the device in any case: they ride in a sum over the ranks.
         if not tensors:
             return cls(*numbers, values[len(numbers) :])
         return cls(*values[: len(numbers)].unbind(), values[len(numbers) :])
@@ -153,10 +155,10 @@ def _dropout_masks(
     for layer, channels in enumerate(state.model.dropout_channels):
         mask = None
         if channels is not None:
+            # Of the whole batch, on every rank: an image has its mask whoever computes it.
             whole = seed.dropout_mask(config.seed, state.step, layer, channels=channels, **shape)
             mask = whole[list(indices)]
             if device.type == "cuda":
-                # Only a copy from pinned memory lets the host run on.
                 mask = mask.pin_memory().to(device, non_blocking=True)
         masks.append(mask)
     return DropoutMasks(*masks)

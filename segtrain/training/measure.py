@@ -63,6 +63,7 @@ class PartClock:
         start_sum = dist.start_sum
         for name, function in senders.items():
             setattr(dist, name, timed(function))
+        # What it returns waits for the end of the sum, and is clocked too.
         dist.start_sum = lambda tensor: timed(timed(start_sum)(tensor))
         _running_clock = self
         try:
@@ -131,12 +132,14 @@ def matmul_peak(device: torch.device, train: TrainConfig) -> float:
     side = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     a @ b
+    # All begin together, so that ranks on one machine compete as they do in a step.
     dist.barrier()
     synchronize(device)
     began, count, seconds = time.perf_counter(), 0, 0.0
     while seconds < _PEAK_SECONDS:
         a @ b
         count += 1
+        # The host must not run ahead: it would queue products long after the time is over.
         if device.type == "cpu" or count % 10 == 0:
             synchronize(device)
             seconds = time.perf_counter() - began
@@ -174,7 +177,7 @@ def busy_share(
         profiler.export_chrome_trace(str(trace))
     if device.type != "cuda":
         return None
-    kernels = [(one.time_range.start, one.time_range.end) for one in device_work(profiler)]
+    kernels = [(event.time_range.start, event.time_range.end) for event in device_work(profiler)]
     return covered(kernels) / 1e6 / seconds
 
 

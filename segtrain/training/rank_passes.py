@@ -42,7 +42,8 @@ class RankPasses:
         self.gradients: Any = self._sum_of_gradients(train)
 
     def _sum_of_gradients(self, train: TrainConfig) -> Any:
-        # Virtual ranks have a backward pass each, so their gradients wait for the end.
+        # Virtual ranks have a backward pass each, so their gradients wait for the end. Processes
+        # that train without waiting for each other add up nothing: an empty list makes no buckets.
         summed = [] if train.is_asynchronous else self._model.named_parameters()
         return GradientSum(summed, overlap=train.virtual_ranks == 1)
 
@@ -68,6 +69,7 @@ class RankPasses:
 
     def run(self, work: Callable[[nn.Module, Any], T], parts: Sequence[Any]) -> list[T]:
         """What `work(module, part)` returns of each part, in its thread (collective)."""
+        # The default `lambda part=part` binds this part: the loop goes on before a thread runs.
         group = VirtualRanks(len(parts))
         return group.run([lambda part=part: work(self._wrapped, part) for part in parts])
 

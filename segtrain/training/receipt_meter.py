@@ -66,6 +66,7 @@ class StepMeter:
             raise ValueError("no step to read")
         numbers, self._earlier = [*self._earlier, *map(_numbers, results)], []
         means = sum(numbers) / len(numbers)
+        # With a limit: `tolist` alone would wait for a lost rank for ever.
         dist.wait_for_device(self._device)
         loss, aux_loss, grad_norm = means.tolist()
         now = time.perf_counter()
@@ -123,6 +124,7 @@ class ReceiptMeter(Part):
     def after_step(self, run: Any, local: LocalStep, result: StepResult) -> None:
         """Takes in the step that was just done."""
         self._results.append(result)
+        # On rank 0 alone: all have the same weights, and hashing them waits for the device.
         if dist.is_main() and self._weights_due(result.step):
             self._weights[result.step] = weights_fields(self._state)
 
@@ -132,6 +134,7 @@ class ReceiptMeter(Part):
         weights, self._weights = self._weights, {}
         if not results:
             return []
+        # All ranks take part in this sum; what follows is work of rank 0.
         pixels = _pixels(results)
         if not dist.is_main():
             return []
@@ -159,6 +162,7 @@ def _pixels(results: Sequence[StepResult]) -> list[str | None]:
     """The field `pixels` of the receipts, the sum of the ranks' mod 2**64 (collective)."""
     if results[0].pixels is None:
         return [None] * len(results)
+    # As int64, which torch can add: in two's complement the sum wraps to the same 64 bits.
     sums = np.array([result.pixels % 2**64 for result in results], np.uint64).view(np.int64)
     sums = dist.all_reduce_sum(torch.from_numpy(sums).to(results[0].loss.device))
     dist.wait_for_device(sums.device)

@@ -32,10 +32,13 @@ class SharePasses(RankPasses):
         device = next(model.parameters()).device
         self.sums = Shares.of_this_rank(layout.shares, device)
         self.at_once = self.sums.at_once
+        # Before the parent's constructor, which makes the sum of gradients from these. They are set
+        # to training here: `state.model.train()` does not reach them.
         replicas = [replica(wrapped).train() for _ in range(self.sums.slots(0))]
         self._replicas = replicas
         super().__init__(model, wrapped, train, layout)
         self.followed = replicas
+        # After `of_this_rank`, which has set torch to one thread: others would round otherwise.
         self.arithmetic = fingerprint(device, train)
 
     def _sum_of_gradients(self, train: TrainConfig) -> ExactGradientSum:
@@ -66,6 +69,7 @@ class SharePasses(RankPasses):
 
     def run(self, work: Callable[[nn.Module, Any], T], parts: Sequence[Any]) -> list[T]:
         """Each by its replica."""
+        # A share has its replica, and so its gradients, whichever thread is first.
         pairs = zip(self._replicas, parts, strict=True)
         return self.sums.run([lambda pair=pair: work(*pair) for pair in pairs])
 
@@ -105,9 +109,9 @@ class SharePasses(RankPasses):
         """Of ranks, or a checkpoint, with another processor, device or version."""
         digits = dist.all_gather_object(self.arithmetic)
         others = [str(rank) for rank, other in enumerate(digits) if other != digits[0]]
-        found = []
+        findings = []
         if others:
-            found.append(f"ranks {', '.join(others)} compute other bits than rank 0")
+            findings.append(f"ranks {', '.join(others)} compute other bits than rank 0")
         if saved and saved.get("arithmetic") != digits[0]:
-            found.append("this machine computes other bits than the one that trained")
-        return [f"{one} (other processor, device or version)" for one in found]
+            findings.append("this machine computes other bits than the one that trained")
+        return [f"{finding} (other processor, device or version)" for finding in findings]

@@ -64,6 +64,7 @@ class ModelWithLoss(nn.Module):
             return self._recomputed(images, labels, dropout)
         with autocast(self.autocast_dtype, images.device):
             logits = self._logits(images, dropout)
+        # Outside of autocast: losses choose their precision themselves.
         return self.criterion(logits, labels)
 
     def _recomputed(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
@@ -81,6 +82,7 @@ class ModelWithLoss(nn.Module):
     def _logits(self, images: Tensor, dropout: DropoutMasks) -> SegLogits:
         """Those of the model, not made at full size where kernels do without."""
         model = self.model
+        # Hooks run only where the model itself is called; `small_logits` passes them by.
         if not (self._by_kernels and takes(images)) or _has_hooks(model):
             return model(images, dropout)
         small, size = model.small_logits(images, dropout), images.shape[-2:]
@@ -111,7 +113,8 @@ def share_weights(model: nn.Module) -> None:
     """
     state = model.state_dict()
     layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in state.items()]
-    if len({str(one) for one in dist.all_gather_object(layout)}) > 1:
+    # Before the broadcasts, which would not match with tensors of other sizes.
+    if len({str(theirs) for theirs in dist.all_gather_object(layout)}) > 1:
         raise ConfigError(
             "the ranks have different models; start all ranks with the same config and version of "
             "segtrain"
@@ -189,6 +192,8 @@ def make_state(
         ConfigError: optim.layers or optim.new_weight_decay do not fit the model.
     """
     train, optim = config.train, config.optim
+    # The order matters: replicas and optimizer refer to the tensors that the model has after it was
+    # moved, and the weights at the start are those that all ranks have.
     freeze_layers(model, optim, None if resumed else loaded)
     model.to(device, dtype_of(train)).to(memory_format=torch.channels_last)
     share_weights(model)
@@ -212,6 +217,7 @@ def make_state(
     if capturable is None:
         capturable = may_be_captured(model, config, device)
     layout = Layout.of(train, split_of(train, dist.world_size()))
+    # Now, not in the first forward pass: all ranks must make all groups, in the same order.
     with placed(layout.everywhere):
         make_groups(model)
     return TrainState(

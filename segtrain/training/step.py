@@ -75,6 +75,7 @@ class TrainStep:
     def local(self, batches: Sequence[Batch], data_s: float = 0.0) -> LocalStep:
         """The next step, from this rank's batch of each microbatch."""
         about = {"requests": self.step_sync.requests(), "data_s": data_s}
+        # The copies run beside the step before, which the device may still be computing.
         with self._copies.copying() as arrived:
             local = local_step(self._state, batches, self._config, self._device, **about)
             arrived += local.tensors()
@@ -84,6 +85,7 @@ class TrainStep:
         """One update."""
         state, config, sync = self._state, self._config, self.step_sync
         is_first, self._is_first = self._is_first, False
+        # The first call is always one of plain kernels: a CUDA graph records a later one.
         if is_first:
             state.model.train()
         with state.passes.watched() if is_first else nullcontext():
@@ -101,6 +103,7 @@ class TrainStep:
         """
         state = self._state
         state.step += 1
+        # The flags of this step are on their way; what is read now is from the step before.
         self.step_sync.record(state.step, left.flags, local.names)
         about = local.lr, local.data_s, left.digest, local.pixels
         return StepResult(state.step, *left.losses, left.grad_norm, *about)
@@ -118,6 +121,7 @@ def gradient(
     a second time; running statistics then stay.
     """
     passes, weights, again = state.passes, _loss_weights(state, parts), False
+    # Exact sums decide alike on all ranks whether to go round again, so the collectives match.
     while True:
         losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
         with untracked() if again else nullcontext():
@@ -127,6 +131,7 @@ def gradient(
                 collected = passes.gradients.collected(last=i == len(parts) - 1)
                 with placed(state.layout.everywhere), collected, tracked_together():
                     about = weight, numbers, step_sync
+                    # Parts in threads of their own meet in every sum; a whole one needs none.
                     if passes.are_whole(len(sizes)):
                         objective, means = forward(state, state.wrapped, part, *about)
                         with span(BACKWARD):
@@ -134,6 +139,7 @@ def gradient(
                     else:
                         means = _in_threads(state, part.split(sizes), *about)
                 losses += means * weight
+            # One sum for all microbatches, after the last backward pass.
             sync_running_stats(*passes.followed, parts=passes.sums)
         if passes.gradients.finish():
             state.initial_weights.hold_gradients(state.model)
@@ -168,6 +174,7 @@ def forward(
 def update(state: TrainState, numbers: StepNumbers, clip_grad_norm: float | None) -> Tensor:
     """Moves the weights by the gradients, which it frees; returns the gradients' norm ()."""
     set_learning_rate(state.optimizer, numbers.lr)
+    # Before the norm is taken: the limit of clipping is one of gradients without the loss scale.
     state.scaler.unscale_(state.optimizer)
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -175,6 +182,7 @@ def update(state: TrainState, numbers: StepNumbers, clip_grad_norm: float | None
         nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, grad_norm)
     state.scaler.step(state.optimizer)
     state.scaler.update()
+    # None, not zeros: sums of gradients tell by it which parameters got one in a step.
     state.optimizer.zero_grad(set_to_none=True)
     if state.average is not None:
         state.average.update(state.model, numbers.toward)
@@ -202,6 +210,7 @@ def _in_threads(
                 objective.backward()
         return means
 
+    # Each thread returns the means over all parts of all ranks, so one of them is enough.
     return state.passes.run(work, parts)[0]
 
 
@@ -209,6 +218,7 @@ def _loss_weights(state: TrainState, parts: Sequence[LocalMicrobatch]) -> list[T
     """What the mean losses of each microbatch count in the loss of the step, () (collective)."""
     if len(parts) == 1:
         return [torch.ones((), dtype=torch.float64, device=parts[0].labels.device)]
+    # Pixels, not microbatches, are the unit: the mean loss of a step is over all its valid pixels.
     sums = _valid_pixels(state, [part.labels for part in parts])
     whole = sums.sum()
     return list((sums / torch.where(whole == 0, 1.0, whole)).unbind())
@@ -222,9 +232,9 @@ def _valid_pixels(state: TrainState, labels: Sequence[Tensor]) -> Tensor:
     criterion = state.criterion
 
     def weights(stored: Sequence[Tensor]) -> Tensor:
-        return torch.stack([criterion.label_weight(criterion.labels(one)) for one in stored])
+        return torch.stack([criterion.label_weight(criterion.labels(each)) for each in stored])
 
     passes = state.passes
     # Of each part, its labels in all microbatches.
-    cut = [passes.cut(one, i) for i, one in enumerate(labels)]
+    cut = [passes.cut(each, i) for i, each in enumerate(labels)]
     return passes.sums.sum([weights(part) for part in zip(*cut, strict=True)])

@@ -65,6 +65,7 @@ class StepSync:
 
     def take_flags(self, grad_norm: Tensor) -> Tensor:
         """The flags of the microbatches since the last call, and of the gradient, (5,)."""
+        # Nothing is sent for it: the gradient is a sum over ranks already, the same on all.
         bad_gradient = (~grad_norm.isfinite()).double()
         flags = torch.cat([torch.stack(self._microbatch_flags).sum(0), bad_gradient.view(1)])
         self._microbatch_flags.clear()
@@ -119,6 +120,8 @@ class StepSync:
         return due
 
     def _act(self, step: int, flags: "_Readback", names: list[str]) -> None:
+        # But for `bad_here` these are sums over all ranks, or made from such, so all ranks take the
+        # same branch below. They must: `_message` is collective.
         bad_losses, bad_here, *requests, bad_gradient = flags.read(self._timeout_s)
         if bad_losses:
             raise NonFiniteError(_message(step, names if bad_here else [], "the loss"))
@@ -128,6 +131,7 @@ class StepSync:
         if self._overflows > MAX_OVERFLOWS:
             what = f"the gradient overflows float16 since {self._overflows} steps: it"
             raise NonFiniteError(_message(step, names, what))
+        # Each microbatch carries the requests once more, so the number says nothing.
         self.ask(*(number > 0 for number in requests))
 
 
@@ -158,6 +162,7 @@ class LateVote:
     def __call__(self, yes: bool) -> bool:
         """The same on all ranks (collective)."""
         vote = torch.zeros(1, dtype=torch.float64, device=self._device)
+        # A kernel instead of a copy from the host, which would wait for the device.
         if yes:
             vote.fill_(1.0)
         before, self._pending = self._pending, _Readback(dist.all_reduce_sum(vote))

@@ -54,15 +54,15 @@ def main(args: argparse.Namespace) -> int:
     # The user names the images, and read_photo has a bound of its own.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     output, overwrite = Path(args.output), args.overwrite
-    found, lines = _by_kind(args.inputs, output)
-    names = [source.name for sources in found.values() for source in sources]
+    by_kind, lines = _by_kind(args.inputs, output)
+    names = [source.name for sources in by_kind.values() for source in sources]
     pictures.check_output(output, names, overwrite=overwrite)
     tables = TableOptions(args.table, args.objects, args.pixel_size, args.min_area)
     tables.check()
-    _refuse_unhonoured(_given(args), found)
+    _refuse_unhonoured(_given(args), by_kind)
     ready = _ready(args)
     if ready.config.data.neighbours:
-        _refuse_unhonoured(["data.neighbours"], found)
+        _refuse_unhonoured(["data.neighbours"], by_kind)
     classes = ready.loaded.classes
     task = task_of(ready.config.task)
     names_shown, palette = task.key(classes)
@@ -73,7 +73,8 @@ def main(args: argparse.Namespace) -> int:
     tint = pictures.make_tint(names_shown, palette, opacity, args.clear)
     job = Job(ready, output, names, tint, overwrite, args.probabilities, args.frames, tables)
     _check_data(job)
-    for kind, sources in found.items():
+    # All are checked before the first is predicted.
+    for kind, sources in by_kind.items():
         kind.check(job, sources)
     print_about(ready)
     for line in lines:
@@ -81,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     pictures.write_legend(output, names_shown, palette, task.ids(classes))
     done = [
         (kind.several, kind.written(job), kind.predict(job, sources))
-        for kind, sources in found.items()
+        for kind, sources in by_kind.items()
     ]
     summarize(ready, done, output)
     return EXIT_OK
@@ -89,16 +90,16 @@ def main(args: argparse.Namespace) -> int:
 
 def _by_kind(inputs: Sequence[Path], output: Path) -> tuple[_Found, list[str]]:
     """The sources of each kind that is there, photos first, and lines about other files."""
-    found: dict[Kind, list[Any]] = {}
+    by_kind: dict[Kind, list[Any]] = {}
     lines: list[str] = []
     if volumes := _kind("volume"):
-        found[volumes], inputs, lines = volumes.take(inputs, output)
+        by_kind[volumes], inputs, lines = volumes.take(inputs, output)
     sources, skipped = find_images(inputs, output) if inputs else ([], "")
     kinds = [*filter(None, map(_kind, _KINDS))]
-    found |= {kind: [] for kind in kinds}
+    by_kind |= {kind: [] for kind in kinds}
     for source in sources:
-        found[next(kind for kind in kinds if kind.is_own(source))].append(source)
-    there = {kind: found[kind] for kind in reversed(found) if found[kind]}
+        by_kind[next(kind for kind in kinds if kind.is_own(source))].append(source)
+    there = {kind: by_kind[kind] for kind in reversed(by_kind) if by_kind[kind]}
     return there, [*lines, *filter(None, [skipped])]
 
 
@@ -122,13 +123,14 @@ def _given(args: argparse.Namespace) -> list[str]:
     return [option for option, value in said.items() if value]
 
 
-def _refuse_unhonoured(options: Iterable[str], found: _Found) -> None:
+def _refuse_unhonoured(options: Iterable[str], by_kind: _Found) -> None:
     """ConfigError for an option without an effect on the sources, or on some where it must."""
     for option in options:
-        without = [kind for kind in found if option not in kind.honours]
-        if not without or (option not in _OF_ALL and len(without) < len(found)):
+        without = [kind for kind in by_kind if option not in kind.honours]
+        # Most options may serve some inputs only; those of _OF_ALL must serve each.
+        if not without or (option not in _OF_ALL and len(without) < len(by_kind)):
             continue
-        paths = first_of(source.path for kind in without for source in found[kind])
+        paths = first_of(source.path for kind in without for source in by_kind[kind])
         such = " and ".join(kind.such for kind in without)
         ways = [kind.instead[option] for kind in without if option in kind.instead]
         ways += [_SEES_SLICES] if option == "data.neighbours" else []

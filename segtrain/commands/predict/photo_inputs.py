@@ -130,19 +130,20 @@ def predict_images(
     notes: list[Notes] = []
 
     def photos() -> Iterator[DecodedPhoto]:
-        for i, (source, (found, note)) in enumerate(zip(sources, decoded, strict=True)):
+        for i, (source, (result, note)) in enumerate(zip(sources, decoded, strict=True)):
             notes.append(note)
-            if found is None:
+            if result is None:
                 bar.update()
             else:
-                yield DecodedPhoto(i, source, *found, settings.of(found[0].shape[:2]))
+                yield DecodedPhoto(i, source, *result, settings.of(result[0].shape[:2]))
 
     def finished() -> Iterator[_Finished]:
         wanted = "all" if probabilities else "none"
         groups = groups_of(photos(), predictor.limits.num_images)
         predicted = ((group, _predict(predictor, group, wanted)) for group in groups)
-        for group, found in transfer.late_to_host(predicted):
-            for photo, (label, is_finite, probability) in zip(group, found, strict=True):
+        # One group late: while the device computes the next, this one is copied and written.
+        for group, result in transfer.late_to_host(predicted):
+            for photo, (label, is_finite, probability) in zip(group, result, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(
                     is_finite=bool(is_finite.numpy()),
                     in_parts=photo.settings.mode != settings.usual.mode,
@@ -150,10 +151,11 @@ def predict_images(
                 yield _finished(photo, label, probability, form)
                 bar.update()
 
-    def write(found: _Finished) -> None:
-        _write(ready, output, tint, probabilities, found)
-        on_label(found.source, found.label, found.missing)
+    def write(result: _Finished) -> None:
+        _write(ready, output, tint, probabilities, result)
+        on_label(result.source, result.label, result.missing)
 
+    # Three stages side by side: threads decode, this thread predicts, threads write.
     with bar, closing(decoded), closing(prefetch(write, finished(), _THREADS)) as written:
         for _ in written:
             pass
@@ -177,10 +179,10 @@ def _write(
     output: Path,
     tint: pictures.Tint,
     probabilities: str | None,
-    found: _Finished,
+    result: _Finished,
 ) -> None:
     """Writes all files of a prediction, and removes those that an earlier one has left."""
-    source, image, label, known, _ = found
+    source, image, label, known, _ = result
     classes, task = ready.loaded.classes, task_of(ready.config.task)
     drawn = task.pictures(classes, label)
     _, palette = task.key(classes)
@@ -208,6 +210,7 @@ def groups_of(photos: Iterable[DecodedPhoto], most: int) -> Iterator[list[Decode
     """Neighbouring images with the same settings, up to `most`, whose views may share batches."""
     group: list[DecodedPhoto] = []
     for photo in photos:
+        # Views of other settings or types cannot lie in one batch.
         new = photo.settings, photo.pixels.dtype
         if group and new != (group[0].settings, group[0].pixels.dtype):
             yield group

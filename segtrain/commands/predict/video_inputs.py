@@ -42,6 +42,7 @@ class Videos:
             if shared := [name for name in job.names if name.startswith(f"{source.name}/")]:
                 what = f"{printable(source.name)} is a video, and {first_of(shared, 1)} an image"
                 raise ConfigError(f"--frames: {what}; predict them into two directories")
+            # Frames of an earlier, longer video would stay among the new ones.
             if (old := _old_frames(job, source)) and not job.overwrite:
                 repair = "choose another directory or pass --overwrite"
                 raise ConfigError(f"--output {first_of(old, 1)}: exists already; {repair}")
@@ -67,9 +68,9 @@ def _predict_video(job: Job, source: PhotoFile, path: Path) -> Notes:
 
     def draw(number: int, frame: np.ndarray) -> np.ndarray:
         nonlocal is_finite
-        (found,) = job.ready.predictor.label_maps([torch.from_numpy(frame)], place=file)
-        is_finite = is_finite and bool(found.is_finite)
-        label = found.label.cpu().numpy()
+        (label_map,) = job.ready.predictor.label_maps([torch.from_numpy(frame)], place=file)
+        is_finite = is_finite and bool(label_map.is_finite)
+        label = label_map.label.cpu().numpy()
         if job.frames:
             stored = job.task.stored(job.classes, label)
             name = f"{source.name}/{number:06d}"

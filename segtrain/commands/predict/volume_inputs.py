@@ -86,19 +86,20 @@ def _split_inputs(
     notes: list[str] = []
     place = output.resolve()
     for given in inputs:
-        found, said = find_volumes(Path(given))
-        found = [x for x in found if not x.path.resolve().is_relative_to(place)]
-        if found and any(x.lower().endswith(IMAGE_SUFFIXES) for x in _files_below(given, output)):
+        inside, said = find_volumes(Path(given))
+        # A folder may hold the output of an earlier call, whose volumes are no input.
+        inside = [x for x in inside if not x.path.resolve().is_relative_to(place)]
+        if inside and any(x.lower().endswith(IMAGE_SUFFIXES) for x in _files_below(given, output)):
             what = "holds volumes and images; name one kind of them by its files or folder"
             raise DataError(f"{printable(given)}: {what}")
-        volumes += found
+        volumes += inside
         notes += said
-        others += [] if found else [given]
+        others += [] if inside else [given]
     paths: dict[str, Path] = {}
-    for one in volumes:
-        if (other := paths.setdefault(one.name, one.path)) != one.path:
-            both = f"{printable(other)} and {printable(one.path)}"
-            what = f"both predictions would be {one.name}{ENDING}"
+    for volume in volumes:
+        if (other := paths.setdefault(volume.name, volume.path)) != volume.path:
+            both = f"{printable(other)} and {printable(volume.path)}"
+            what = f"both predictions would be {volume.name}{ENDING}"
             raise DataError(f"{both}: {what}; name the folder above both")
     return volumes, others, notes
 
@@ -129,6 +130,7 @@ def _predict_volume(
     channels = 2 * data.neighbours + 1
     form = form_of_info(Info(size, channels, stack.pixels.dtype), ready.form, file.path)
     ids = pictures.raw_ids(ready.loaded.classes)
+    # The whole volume is in memory, its labels too; only the slices go to the device in turn.
     labels = np.zeros((number, *size), ids.dtype)
     values, is_finite = [], True
     at_once = predictor.limits.num_images
@@ -146,15 +148,16 @@ def _predict_volume(
                 values.append(image_values(stored, form, place))
                 seen.append(ignore_missing(stored, np.zeros(size, np.uint8), form))
             images = [torch.from_numpy(np.ascontiguousarray(pixels)) for pixels, _ in seen]
-            found = predictor.label_maps(images, place=place)
-            for i, (one, (_, missing)) in enumerate(zip(found, seen, strict=True), start=start):
-                is_finite = is_finite and bool(one.is_finite)
-                labels[i] = ids[np.maximum(one.label.cpu().numpy(), missing)]
+            maps = predictor.label_maps(images, place=place)
+            for i, (each, (_, missing)) in enumerate(zip(maps, seen, strict=True), start=start):
+                is_finite = is_finite and bool(each.is_finite)
+                # `missing` is IGNORE_INDEX, the largest, where there is no value, else 0.
+                labels[i] = ids[np.maximum(each.label.cpu().numpy(), missing)]
                 bar.update()
     output.parent.mkdir(parents=True, exist_ok=True)
     with temporary(output, ENDING) as draft:
         write_label_volume(draft, labels, image, axis)
-        draft.replace(output)
+        draft.replace(output)  # a file that is there is whole
     step = "" if stack.spacing is None else f", {stack.spacing[0]:.3g} {stack.unit} apart"
     along = f"{place}: {number} slices of {size[0]}x{size[1]} along {AXES[axis]}{step}"
     return joined_values(values), is_finite, along

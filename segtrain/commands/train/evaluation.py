@@ -46,6 +46,7 @@ def evaluate(run: TrainRun) -> bool:
     A signal to stop ends the evaluation at once: then it has told nothing, the run stops, and its
     resumption evaluates again. Returns whether the evaluation came to its end. Collective.
     """
+    # Weights that are not known to be finite must not be scored, and perhaps kept as the best.
     save.settle(run)
     config, step, log = run.config, run.state.step, run.log
     liveness.beat("evaluation", step)
@@ -58,20 +59,23 @@ def evaluate(run: TrainRun) -> bool:
         return False
     outcome, run.thresholds = outcome.fitted(config.eval.thresholds)
     names, split = run.eval_set.classes.names, run.eval_set.split
+    # Before `save_best`: the checkpoint is to say that this step has been evaluated.
     is_first, run.evaluated = run.evaluated == 0, step
     scalars = outcome.scalars(names) | further
     by, score, lines = _chosen_score(config.eval, outcome, scalars, names, split)
     if is_first:
         log.lines([*outcome.warnings(names, split), *lines])
     scalars[config.eval.best_tag] = score
+    # A line of metrics.jsonl is known as an evaluation by one of these tags.
     if OF_EVALUATIONS[0] not in scalars:
         scalars[OF_EVALUATIONS[1]] = score
     log.scalars(step, scalars)
     if log.enabled and config.log.charts and (chart := outcome.chart(names)) is not None:
         log.picture(step, "eval/confusion", chart)
+    # All ranks come here: each has drawn some of the pictures.
     _show(run, pictures)
     better = is_better(score, run.best)
-    if better:
+    if better:  # on all ranks, which have the same score and keep the same best one
         run.best = {"step": step, "by": by, "score": score}
         if dist.is_main():
             run.checkpoints.save_best(save.checkpoint_of(run))
@@ -99,8 +103,8 @@ def _chosen_score(
         return outcome.best(by, names, split)
     if by.best_tag not in scalars:
         tags = (tag.partition("/") for tag in scalars)
-        found = first_of(name for kind, _, name in tags if kind == "metric")
-        what = f"no score {printable(by.best, MAX_NAME)} was found, only {found}"
+        known = first_of(name for kind, _, name in tags if kind == "metric")
+        what = f"no score {printable(by.best, MAX_NAME)} was found, only {known}"
         raise ConfigError(f"eval.best: {what}")
     score = scalars[by.best_tag]
     return Best(by.best_name, score if math.isfinite(score) else math.nan)
@@ -163,6 +167,7 @@ def evaluate_largest(run: Training, eval_set: SegDataset) -> None:
         whole = [i for i in indices if by_size.of(sizes[i]) == settings]
         return sorted({max(group, key=work) for group in (indices, whole) if group})
 
+    # So many copies that every rank computes as many at a time as it ever will.
     copies = dist.world_size() * run.state.passes.at_once * (settings.batch_size or 1)
     samples = [eval_set[i] for i in dist.run_on_rank0(largest)]
     _evaluated(run, [sample for sample in samples for _ in range(copies)])
@@ -190,8 +195,8 @@ def is_better(score: float, best: dict[str, Any] | None) -> bool:
 
 def _show(run: TrainRun, pictures: dict[int, str]) -> None:
     """Logs the pictures of all ranks in the order of the data set (collective)."""
-    found = [pair for each in dist.all_gather_object(list(pictures.items())) for pair in each]
-    for index, text in sorted(found) if run.log.enabled else ():
+    drawn = [pair for each in dist.all_gather_object(list(pictures.items())) for pair in each]
+    for index, text in sorted(drawn) if run.log.enabled else ():
         picture = np.array(Image.open(BytesIO(b64decode(text))))
         run.log.picture(run.state.step, f"eval/{index}", picture)
 
@@ -236,6 +241,7 @@ def take_precise_statistics(
     def images_of_batches() -> Iterator[Any]:
         """Those of each microbatch, as `precise_statistics` takes them."""
         for i, batch in enumerate(run.loader(step, step + num_batches)):
+            # All ranks have as many batches, and stop before the same one.
             if vote(stop()):
                 raise StoppedError
             yield passes.batch(batch.images.to(run.device), i % train.accumulate_steps)

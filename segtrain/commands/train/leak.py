@@ -32,12 +32,12 @@ def leak_warning(train: SegDataset, evaluation: SegDataset) -> list[str]:
         return []
     shared = shared_sequences(train.names, evaluation.names)
     least = max(1, _LEAST_PART * len(evaluation))
-    named = [one for one in shared if one.by_name]
+    named = [pair for pair in shared if pair.by_name]
     if len(named) >= least:
         shared = named
     elif len(shared) < least or not _are_alike(shared, train, evaluation):
         return []
-    images = first_of((evaluation.name(one.index) for one in shared), 1)
+    images = first_of((evaluation.name(pair.index) for pair in shared), 1)
     return [
         f"{len(shared)} of {len(evaluation)} images to evaluate on ({images}) continue sequences "
         f"of the training split, such as {train.name(shared[0].nearest)}: the score will be too "
@@ -57,8 +57,9 @@ def _are_alike(shared: Sequence[Shared], train: SegDataset, evaluation: SegDatas
         return np.stack(list(small))  # (S, 256), rows of length 1
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        one = thumbnails(evaluation, [each.index for each in chosen])
-        other = thumbnails(train, [each.nearest for each in chosen])
-    beside = np.median((one * other).sum(1))
-    apart = np.median((one * np.roll(other, len(other) // 2, axis=0)).sum(1))
+        images = thumbnails(evaluation, [each.index for each in chosen])
+        nearest = thumbnails(train, [each.nearest for each in chosen])
+    # Rows of length 1: their products are cosines. Half the sample away there is no neighbour.
+    beside = np.median((images * nearest).sum(1))
+    apart = np.median((images * np.roll(nearest, len(nearest) // 2, axis=0)).sum(1))
     return bool(1 - beside < _CLOSER * (1 - apart))

@@ -61,12 +61,14 @@ def train(run: TrainRun) -> None:
     for local in run.batches():
         with run.around():
             left = run.step(local)
+            # Acts on the step before this one: what the device computes now is not waited for.
             result = run.step.done(local, left)
         with run.watched():  # what they read may wait for the device
             for part in run.parts:
                 part.after_step(run, local, result)
         if _is_due(run):
             _between(run)
+        # After all that a step may hang in, so a launcher can tell the last step that came through.
         liveness.beat("training", run.state.step)
 
 
@@ -78,7 +80,8 @@ def begin(run: TrainRun) -> bool:
         run.log.lines(lines)
         return False
     dist.run_on_rank0(lambda: run.checkpoints.check_space(save.checkpoint_of(run)))
-    # From here on there is something to save.
+    # From here on there is something to save. A signal before ends the process at once; a rank that
+    # ends from here on without another status did not end in good order.
     run.signal_flags.install()
     if has_launcher():
         write_exit_status(None)
@@ -116,7 +119,7 @@ def _between(run: TrainRun) -> None:
     """Evaluates and saves, and does not count the time that it takes."""
     began = time.perf_counter()
     _keep_cadences(run)
-    run.way.go_on(run)
+    run.way.go_on(run)  # ways whose steps have no common sums wait for each other here
     run.step_log.go_on(run, began)
 
 
@@ -137,7 +140,7 @@ def finish(run: TrainRun) -> None:
     if run.evaluated < state.step:
         if not evaluate(run):
             return
-        save.save(run)
+        save.save(run)  # once more: now it knows the score
     if run.receipts is not None and dist.is_main():
         run.log.lines(weights_lines(state))
     if state.step < config.train.steps:  # a callback asked for it
@@ -172,8 +175,8 @@ def _count_unlogged(run: TrainRun) -> None:
     with suppress(OSError):  # there is no file yet
         receipts = read_receipts(run.directory / run_directory.RECEIPTS)
     if all(number in receipts for number in unlogged):
-        for one in (receipts[number] for number in unlogged):
-            numbers = one.loss, "nan" if one.aux_loss is None else one.aux_loss, one.grad_norm
+        for each in (receipts[number] for number in unlogged):
+            numbers = each.loss, "nan" if each.aux_loss is None else each.aux_loss, each.grad_norm
             run.step_log.meter.update_earlier(*map(float.fromhex, numbers))
 
 
@@ -187,6 +190,7 @@ def _keep_cadences(run: TrainRun) -> None:
     if evaluation_due:
         # Save first: an evaluation may take longer than a scheduler waits before it kills the run.
         save.save(run)
+        # Saving reads the newest flags, which may tell that a rank was asked to stop.
         was_cut = run.step_sync.stopped or not evaluate(run)
     save_due = keep_due or evaluation_due or run.falls_on(checkpoint.every_steps)
     # After an evaluation that was cut short, the resumption comes here again.
@@ -210,6 +214,7 @@ def _is_due(run: TrainRun) -> bool:
 def _leave(run: TrainRun) -> int:
     """The exit code after a signal, which may have reached one rank only (collective)."""
     numbers = dist.all_gather_object(run.signal_flags.signal)
+    # All leave with one code, that of the lowest rank that got a signal.
     number = next(number for number in numbers if number is not None)
     where = f"after step {run.state.step}, which is saved"
     run.log.lines([f"stopped by {Signals(number).name} {where}; go on with --resume"])

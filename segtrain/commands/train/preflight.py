@@ -52,8 +52,9 @@ def check_alike(config: Config) -> None:
         for key, x in mine.items()
         if x != first.get(key)
     ]
-    if found := next(filter(None, dist.all_gather_object(differing)), None):
-        raise ConfigError("\n  ".join(["the ranks were started with different configs", *found]))
+    # Gathered, so that rank 0, which differs from nobody, fails too.
+    if lines := next(filter(None, dist.all_gather_object(differing)), None):
+        raise ConfigError("\n  ".join(["the ranks were started with different configs", *lines]))
 
 
 def check_experiment(
@@ -90,10 +91,10 @@ def check_experiment(
         _device_memory_finding(config, num_classes, device),
         _shared_memory_finding(config, train_set.form, train_set.label_bytes),
     )
-    found = dist.all_gather_object(here)
-    if finding := next((device for device, _ in found if device is not None), None):
+    everywhere = dist.all_gather_object(here)
+    if finding := next((device for device, _ in everywhere if device is not None), None):
         raise MemoryLimitError(finding)
-    if finding := next((shared for _, shared in found if shared is not None), None):
+    if finding := next((shared for _, shared in everywhere if shared is not None), None):
         raise ConfigError(finding)
     # 3. Files and augmentations; rank 0 reads the files for all.
     extra_transforms(config.augment, train_set.form)

@@ -35,10 +35,12 @@ def settle(run: TrainRun) -> None:
         ConfigError, DataError: as `DatasetGuard.wait_for_hashes`.
     """
     run.flush_receipts()
+    # The flags of the newest step are read a step later otherwise; here the host waits for them.
     run.step_sync.check_finite()
     _check_weights(run.state)
 
     def stopping(seconds: float) -> bool:
+        # A run that was asked to stop may be killed soon: it saves without the rest of the hashes.
         asked = run.step_sync.stopped or run.signal_flags.stop_requested()
         return asked and seconds > STOP_PATIENCE_S
 
@@ -51,6 +53,7 @@ def settle(run: TrainRun) -> None:
 
 def _check_weights(state: TrainState) -> None:
     """Raises NonFiniteError, on all ranks, for an update that finite gradients made infinite."""
+    # All ranks have the same weights, so all raise, or none.
     values = [x for x in state.model.state_dict().values() if x.is_floating_point()]
     if not torch.stack([x.isfinite().all() for x in values]).all():
         raise NonFiniteError(

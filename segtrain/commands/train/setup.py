@@ -142,6 +142,7 @@ def prepare(
     saved = None if known is None else known.checkpoint.shares
     notes += [f"warning: {finding}" for finding in state.passes.findings(saved)]
     way = way_of(config.train)
+    # After the weights are there and before the first step: some ways move them to shared memory.
     way.prepare(state.model)
     notes += way.lines(config.train, dist.world_size())
     graphs = plan_graphs(config, state, device)
@@ -235,7 +236,8 @@ def _load_initial(
         return initial.lines, [name for name in names if name not in initial.random]
     if config.model.pretrained is None:
         return [], []
-    # The first rank of each machine downloads the file, then the others find it.
+    # The first rank of each machine downloads the file, then the others find it. Every rank comes
+    # to one barrier: the first ones after they have loaded, the others before.
     if dist.local_rank() != 0:
         dist.barrier()
     report = load_backbone(model.backbone, config.model.pretrained, progress=dist.is_main())
@@ -293,7 +295,7 @@ def class_uniform_sampling(
         TILE_PX,
         directory / run_directory.CENTROIDS,
         device=device,
-        keep=lambda found: keep and (resumed is None or found.sha256() == before),
+        keep=lambda measured: keep and (resumed is None or measured.sha256() == before),
     )
     sampling = ClassUniform(centroids, fraction=data.class_uniform)
     if before in (None, centroids.sha256()):
@@ -387,11 +389,13 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     """
     request = replace(request, resume=any(dist.all_gather_object(request.resume)))
     config, directory, device = request.config, request.directory, request.device
+    # Before anything else: ranks with other configs could differ in the collectives that follow.
     check_alike(config)
     make_repeatable(config, device)
 
     # 1. The run directory belongs to this run alone.
     lock, notes = RunLock(directory, patience_s=request.lock_patience_s), []
+    # `run_on_rank0` lets a refusal of rank 0 end all ranks, with its message.
     dist.run_on_rank0(lambda: _take_directory(request, lock, stack))
     folder = directory / run_directory.CHECKPOINTS
     hooks = {"check_lock": lock.check, "saved": request.saved}
@@ -440,6 +444,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         way=way,
         thresholds=saved and saved.thresholds,
     )
+    # The stack ends in reverse order: the bar first, then the loader, then data and lock.
     stack.callback(run.reopen), stack.callback(run.step_log.close)
     # 6. What goes along with the steps.
     _add_parts(run)
@@ -458,6 +463,7 @@ def _open_log(
     """The log, with the first lines and `notes` in it (collective)."""
     config, directory, state = request.config, request.directory, ready.state
     devices = dist.all_gather_object(device_name(request.device))
+    # Before the description is written, which would hide how the directory was edited.
     earlier = dist.run_on_rank0(lambda: _lines_on_earlier_run(request, resumed, changes))
     describe = partial(run_directory.write_description, directory, config, devices)
     if resumed is None:
@@ -519,6 +525,7 @@ def _find_checkpoint(
             )
         return path and path.name, problems
 
+    # Rank 0 looks, and all load what it names, so that none goes on from another checkpoint.
     name, problems = dist.run_on_rank0(newest)
     notes += [f"warning: {problem}" for problem in problems]
     if name is None:

@@ -46,6 +46,7 @@ class StepLog(Part):
 
     def write(self, run: Any) -> None:
         """Logs the means over the steps since the line before."""
+        # On all ranks, after the same steps: receipts are gathered from all of them.
         self._values = self.meter.read() | run.way.scalars()
         run.log.scalars(run.state.step, self._values)
         run.flush_receipts()

@@ -58,6 +58,7 @@ class Training:
                 began = time.perf_counter()
                 if self._loader is None:
                     self._loader = self.loader(self.state.step, self.last_step)
+                # One for each microbatch.
                 batches = [next(self._loader) for _ in self.state.layout.parts]
                 data_s = time.perf_counter() - began
                 with self.watched():  # a device that hangs lets no copy through
@@ -76,6 +77,7 @@ class Training:
     def around(self) -> Iterator[None]:
         """Around what a step computes: the watch, and all parts' `around`."""
         with ExitStack() as stack:
+            # The watch is the outermost: it covers all that waits inside.
             stack.enter_context(self.watched())
             for part in self.parts:
                 stack.enter_context(part.around(self))

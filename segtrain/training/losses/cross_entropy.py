@@ -111,5 +111,6 @@ class BoundaryRelaxation(PixelMean):
     def _classes_near(self, labels: Tensor, num_classes: int) -> Tensor:
         """(N, K, H, W) bool: whether a pixel in the window has the class."""
         classes = torch.arange(num_classes, device=labels.device).view(1, -1, 1, 1)
-        found = (labels.unsqueeze(1) == classes).float()
-        return F.max_pool2d(found, 3, stride=1, padding=1) > 0
+        one_hot = (labels.unsqueeze(1) == classes).float()  # (N, K, H, W), all 0 where ignored
+        # What pooling pads with is less than 0: outside of the crop there is no class.
+        return F.max_pool2d(one_hot, 3, stride=1, padding=1) > 0

@@ -83,15 +83,15 @@ class Overlap:
         """(3, K): sum(p g), sum(p^2) or sum(p), and sum(g) of each class."""
         p = at_least_float32(logits).sigmoid()
         truth, valid = labels == 1, labels != IGNORE_INDEX
-        found = p.square() if self._squared else p
-        return torch.stack([_by_class(x) for x in (p * truth, found * valid, truth)])
+        predicted = p.square() if self._squared else p
+        return torch.stack([_by_class(x) for x in (p * truth, predicted * valid, truth)])
 
     def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The mean of the classes that labels show."""
-        hits, found, labelled = totals  # (K,) each
+        hits, predicted, labelled = totals  # (K,) each
         present = labelled > 0
-        # hits + a (labelled - hits) + b (found - hits), where a + b = 1.
-        whole = self._missed * labelled + (1 - self._missed) * found
+        # hits + a (labelled - hits) + b (predicted - hits), where a + b = 1.
+        whole = self._missed * labelled + (1 - self._missed) * predicted
         part = hits / torch.where(present, whole, 1.0)
         return ((1 - part) * present).sum() / present.sum().clamp(min=1)
 

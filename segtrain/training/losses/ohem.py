@@ -64,12 +64,14 @@ def _limit_of_largest(values: Tensor, kept: float) -> Tensor:
     integer, bits = (torch.int32, 31) if values.dtype == torch.float32 else (torch.int64, 63)
     keys = values.abs().view(integer).masked_fill(values == -math.inf, -1).sort().values
     limit, wanted = keys.new_zeros(()), kept
+    # The same number of rounds, and of sums, on all ranks, whatever their values.
     for shift in reversed(range(0, bits, _DIGIT_BITS)):
         num_digits = 1 << min(_DIGIT_BITS, bits - shift)
         digits = torch.arange(num_digits, dtype=integer, device=keys.device)
         edges = limit + (digits << shift)
         at_least = dist.all_reduce_sum((len(keys) - torch.searchsorted(keys, edges)).double())
         if isinstance(wanted, float):
+            # In the first round `at_least[0]` counts all values but those of -inf.
             wanted = (kept * at_least[0]).floor().clamp(min=1)
         digit = ((at_least >= wanted).sum(dtype=integer) - 1).clamp(min=0)
         limit = limit + (digit << shift)

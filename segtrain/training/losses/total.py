@@ -163,6 +163,7 @@ class SegLoss:
         sums: of this rank; totals: of all ranks. For the value of the loss use `means`.
         """
         parts = []
+        # Without an auxiliary head there is a weight too many.
         for weight, local, total in zip((1.0, self.aux_weight), sums, totals, strict=False):
             # The value is that of the total; the gradient goes to this rank's sums.
             part = weight * local

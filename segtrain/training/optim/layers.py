@@ -90,8 +90,8 @@ def _settings(name: str, parameter: nn.Parameter, optim: OptimConfig, *, is_old:
 
 def _of_rules(key: str, name: str, optim: OptimConfig, default: Any) -> Any:
     """What the rules set for `name`; of two that set the same, the later one counts."""
-    found = [getattr(rule, key) for rule in optim.layers if matches(rule, name)]
-    return next((value for value in reversed(found) if value is not None), default)
+    values = [getattr(rule, key) for rule in optim.layers if matches(rule, name)]
+    return next((value for value in reversed(values) if value is not None), default)
 
 
 def _is_undecayed(name: str, parameter: nn.Parameter, optim: OptimConfig) -> bool:
@@ -126,8 +126,8 @@ def freeze_layers(
     modules = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
     for number, rule in enumerate(optim.layers):
         for pattern in rule.names:
-            one = rule.model_copy(update={"names": (pattern,)})
-            if not any(matches(one, name) for name in names):
+            single = rule.model_copy(update={"names": (pattern,)})
+            if not any(matches(single, name) for name in names):
                 hint = did_you_mean(pattern.replace("*", "").strip("."), modules)
                 raise ConfigError(
                     f"optim.layers[{number}].names: {printable(pattern, MAX_NAME)} fits no weight "
@@ -148,6 +148,7 @@ def freeze_layers(
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
+    # A list, because the modules change on the way.
     for path, layer in list(model.named_modules()):
         own = list(layer.parameters(recurse=False))
         if isinstance(layer, _BatchNorm) and own and not any(p.requires_grad for p in own):
@@ -272,11 +273,12 @@ def _fitting_slice(where: str, text: str, model: nn.Module) -> tuple[str, tuple[
         raise ConfigError(f"{where}: this weight is frozen by another rule; remove one of the two")
     if len(index) > len(shape):
         raise ConfigError(f"{where}: {len(index)} indices for a weight of shape {shape}")
-    for one, size in zip(index, shape, strict=False):
-        bounds = (one.start, one.stop) if isinstance(one, slice) else (one, one + (one >= 0))
+    for at, size in zip(index, shape, strict=False):
+        # A number is checked as the slice of one element: 2 as 2:3. A negative one needs no end.
+        bounds = (at.start, at.stop) if isinstance(at, slice) else (at, at + (at >= 0))
         if any(bound is not None and not -size <= bound <= size for bound in bounds):
             raise ConfigError(f"{where}: out of range for a weight of shape {shape}")
-        if isinstance(one, slice) and not range(*one.indices(size)):
+        if isinstance(at, slice) and not range(*at.indices(size)):
             raise ConfigError(f"{where}: an empty slice of a weight of shape {shape}")
     return name, index
 

@@ -74,12 +74,14 @@ class Muon(torch.optim.Optimizer):
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
             by_size.setdefault(min(weight.flatten(1).shape), []).append(weight)
+        # Matrices of one smaller side go through the iterations together.
         for alike in by_size.values():
             velocities = [self.state[weight]["momentum_buffer"] for weight in alike]
             grads = [weight.grad for weight in alike]
             torch._foreach_lerp_(velocities, grads, 1 - _MOMENTUM)
             ahead = torch._foreach_lerp(grads, velocities, _MOMENTUM)
-            steps = orthogonalized([one.flatten(1) for one in ahead])
+            steps = orthogonalized([u.flatten(1) for u in ahead])
+            # A rate on the device is multiplied apart: the host does not read it.
             if isinstance(group["lr"], Tensor):
                 torch._foreach_mul_(steps, [-_RMS * math.sqrt(max(s.shape)) for s in steps])
                 torch._foreach_mul_(steps, group["lr"])
@@ -126,7 +128,8 @@ def orthogonalized(matrices: Sequence[Tensor]) -> list[Tensor]:
     kernels of 3x3 have nine times as many columns as rows.
     """
     norms = torch.stack(torch._foreach_norm(matrices)).clamp(min=_LEAST_NORM)
-    xs = [one / norm for one, norm in zip(matrices, norms, strict=True)]
+    xs = [matrix / norm for matrix, norm in zip(matrices, norms, strict=True)]
+    # Lying, so that x x' has the smaller side.
     xs = [x.T if x.shape[0] > x.shape[1] else x for x in xs]
     # (n, rows, rows), symmetric; all factors commute
     gram, product = torch.stack([x @ x.T for x in xs]), None
@@ -135,5 +138,7 @@ def orthogonalized(matrices: Sequence[Tensor]) -> list[Tensor]:
         factor.diagonal(dim1=1, dim2=2).add_(_A)
         product = factor if product is None else factor @ product
         gram = factor @ gram @ factor if left else None
-    steps = [one @ x for one, x in zip(product, xs, strict=True)]
-    return [s if s.shape == one.shape else s.T for s, one in zip(steps, matrices, strict=True)]
+    steps = [matrix @ x for matrix, x in zip(product, xs, strict=True)]
+    return [
+        s if s.shape == matrix.shape else s.T for s, matrix in zip(steps, matrices, strict=True)
+    ]

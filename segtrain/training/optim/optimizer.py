@@ -45,6 +45,7 @@ class WeightAverage:
         pairs = list(zip(average, newest, strict=True))
         mine, theirs = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
         foreach_lerp_(mine, theirs, toward)
+        # Counts of batches have no mean: the newest is kept.
         counters = [pair for pair in pairs if not pair[0].is_floating_point()]
         if counters:  # num_batches_tracked
             torch._foreach_copy_(*zip(*counters, strict=True))
@@ -138,6 +139,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> N
     """Sets every group's rate to `lr` times its multiplier."""
     for group in optimizer.param_groups:
         rate = lr * group["lr_mult"]
+        # A tensor is written to, not replaced: a CUDA graph reads it where it was.
         if not isinstance(group["lr"], Tensor):
             group["lr"] = rate
         elif isinstance(rate, Tensor):
@@ -158,6 +160,7 @@ def _pull(
     optim = config.optim
     for group in optimizer.param_groups:
         rate = group["pull"]
+        # As torch's own decay: a weight without a gradient stays where it is.
         weights = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not rate or not weights:
             continue

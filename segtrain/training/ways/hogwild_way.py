@@ -56,6 +56,7 @@ def shared_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     if dist.is_main():
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor)
+    # Nobody reads the memory, or updates it, before rank 0 has filled it.
     dist.barrier()
     return copies
 
@@ -163,6 +164,7 @@ class Hogwild(Way):
 
     def after_step(self, run: Any, local: LocalStep, result: StepResult) -> None:
         """Tells the other processes."""
+        # Each rank writes its own element only, so no lock is needed.
         self._steps[dist.rank()] = result.step
 
     def go_on(self, run: Any) -> None:
@@ -187,6 +189,7 @@ class Hogwild(Way):
         Raises:
             NonFiniteError: a loss or gradient of this process was not finite.
         """
+        # A request is kept until all meet: a source may answer only once.
         requests = zip(self._requests, self._wanted, strict=True)
         self._wanted = [requested() or before for requested, before in requests]
         if any(self._wanted):
@@ -195,8 +198,11 @@ class Hogwild(Way):
         is_here = step == self._next if self._next is not None else asked
         if not is_here:
             return False
+        # Alone: its message would otherwise gather the images of ranks that are not here yet.
         with dist.alone():
             self.step_sync.check_finite()
+        # A process that is behind leaves the loop, takes its steps up to `_next` and comes back;
+        # the others wait for it in the next gather. So all call it equally often.
         while True:
             steps, *wanted = zip(*dist.all_gather_object([step, *self._wanted]), strict=True)
             self._next = max(steps)

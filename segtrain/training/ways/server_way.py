@@ -112,6 +112,7 @@ class Server(_End):
         self._idle: list[int] = []  # wait for an order
         self._at_work: dict[int, tuple[int, int]] = {}  # part, and the updates of its weights
         self._arrived: dict[int, _Gradient] = {}  # wait for their update
+        # Threads that wait for gradients write; the main thread alone reads, and owns all else.
         self._mail: SimpleQueue[tuple[int, Any, Tensor]] = SimpleQueue()
         self._handed = self._updates = self._until = 0  # parts; all meet after step `_until`
         self._wanted = [False] * 2
@@ -124,19 +125,20 @@ class Server(_End):
             NonFiniteError: a worker's loss or gradient was not finite.
             LostRanksError: no worker is left.
         """
-        state, found, norms = self._state, [], []
+        state, gradients, norms = self._state, [], []
         for _ in range(self._parts):
-            one = self._take()
-            found += [] if one is None else [one]
-            if one is not None and self._config.train.staleness:
-                norms.append(self._update([one], local.numbers))
+            grad = self._take()
+            gradients += [] if grad is None else [grad]
+            if grad is not None and self._config.train.staleness:
+                norms.append(self._update([grad], local.numbers))
         if not self._config.train.staleness:
-            found.sort(key=lambda one: one.part)
-            norms.append(self._update(found, local.numbers))
+            # Whoever sent first: in the order of parts the mean has the same bits in every run.
+            gradients.sort(key=lambda grad: grad.part)
+            norms.append(self._update(gradients, local.numbers))
         if state.average is not None:
             state.average.update(state.model, local.numbers.toward)
-        losses = torch.tensor([one.losses for one in found], dtype=torch.float64)
-        means = (losses * _shares(found).unsqueeze(1)).sum(0)
+        losses = torch.tensor([grad.losses for grad in gradients], dtype=torch.float64)
+        means = (losses * _shares(gradients).unsqueeze(1)).sum(0)
         flags = torch.zeros(5, dtype=torch.float64)
         return StepTensors(means, torch.stack(norms).mean(), flags, None)
 
@@ -149,6 +151,7 @@ class Server(_End):
         """Whether all meet after `step`: then no part has been handed out that is not done."""
         if step < self._until:
             return False
+        # No part is out now, so every worker waits for an order, and this one reaches all.
         ranks = [0, *sorted(self._workers)]
         for worker in ranks[1:]:
             self._order(worker, True, step, self._wanted, ranks)
@@ -161,6 +164,7 @@ class Server(_End):
         """All workers wait for a part (collective)."""
         dist.barrier()
         step = self._state.step
+        # The next step after which the config asks for more than training; requests may come first.
         self._until = next(n for n in count(step + 1) if n >= run.last_step or run.is_due(n))
         self._handed, self._idle, self._wanted = step * self._parts, [*self._workers], [False] * 2
 
@@ -168,19 +172,21 @@ class Server(_End):
         """The next gradient to apply; None: its worker has died."""
         while True:
             self._hand_out()
+            # The oldest weights first: each update makes the other gradients older by one.
             worker = min(self._arrived, key=lambda rank: self._arrived[rank].fetched, default=None)
             if worker is not None and self._keeps_bound(worker):
                 self._idle.append(worker)
                 return self._arrived.pop(worker)
             worker, said, values = self._mail.get()  # signals are handled meanwhile
             part, fetched = self._at_work.pop(worker)
+            # The part of a worker that died is over too: the step must not wait for it.
             if said is None:
                 self._lose(worker)
                 return None
-            one = _Gradient(*said)._replace(part=part, fetched=fetched, values=values)
-            self._arrived[worker] = one
-            self._want(one.wanted)
-            if one.is_bad:
+            grad = _Gradient(*said)._replace(part=part, fetched=fetched, values=values)
+            self._arrived[worker] = grad
+            self._want(grad.wanted)
+            if grad.is_bad:
                 where = f"step {part // self._parts + 1}: the loss or the gradient of rank {worker}"
                 raise NonFiniteError(f"{where} is not finite; it names its images")
 
@@ -190,12 +196,13 @@ class Server(_End):
         self._want([requested() for requested in self._requests])
         if any(self._wanted):  # after the steps that have begun
             self._until = min(self._until, max(step + 1, -(-self._handed // self._parts)))
+        # With staleness 0 a part of the next step would be computed by weights that are to change.
         last = self._until if self._config.train.staleness else step + 1
         while self._idle and self._handed < last * self._parts:
             worker = self._idle.pop(0)
             try:
                 self._order(worker, False, self._handed)
-            except RuntimeError:
+            except RuntimeError:  # it has died; another worker gets this part
                 self._lose(worker)
                 continue
             self._at_work[worker] = self._handed, self._updates
@@ -209,6 +216,7 @@ class Server(_End):
 
     def _read(self, worker: int) -> None:
         """Waits for a gradient; None is said where the worker has died, or timed out."""
+        # Memory of its own: several gradients may be on their way.
         values, said = _empty(self._sent), None
         with suppress(RuntimeError):
             said = dist.receive(values, worker)
@@ -220,21 +228,25 @@ class Server(_End):
         The others can follow one after another, the oldest first.
         """
         bound, others = self._config.train.staleness, [x for _, x in self._at_work.values()]
-        others += [one.fetched for rank, one in self._arrived.items() if rank != worker]
+        others += [grad.fetched for rank, grad in self._arrived.items() if rank != worker]
         ages = (self._updates + i - fetched for i, fetched in enumerate(sorted(others), start=1))
         return bound == 0 or all(age <= bound for age in ages)
 
-    def _update(self, found: Sequence[_Gradient], numbers: StepNumbers) -> Tensor:
+    def _update(self, gradients: Sequence[_Gradient], numbers: StepNumbers) -> Tensor:
         """Moves weights and running statistics by the mean of gradients; returns its norm."""
-        mean = sum(one.values * share for one, share in zip(found, _shares(found), strict=True))
-        used = map(any, zip(*(one.used for one in found), strict=True))
+        mean = sum(
+            grad.values * share for grad, share in zip(gradients, _shares(gradients), strict=True)
+        )
+        # Without a gradient of any part, a weight must have none: torch would decay it otherwise.
+        used = map(any, zip(*(grad.used for grad in gradients), strict=True))
         parts = _cut(mean, self._weights)
         for weight, part, is_used in zip(self._weights, parts, used, strict=True):
             weight.grad = torch.empty_like(weight).copy_(part) if is_used else None
-        for one in found:
-            self._ages.append(self._updates - one.fetched)
-            statistics = iter(_cut(one.values, self._sent)[len(self._weights) :])
-            for layer, batches in zip(self._norms, one.batches, strict=True):
+        for grad in gradients:
+            self._ages.append(self._updates - grad.fetched)
+            statistics = iter(_cut(grad.values, self._sent)[len(self._weights) :])
+            # One batch after the other, as in a process that computes them in turn.
+            for layer, batches in zip(self._norms, grad.batches, strict=True):
                 layer.move_running(next(statistics), next(statistics), batches > 0)
         self._updates += 1
         # The average of the weights goes on once a step.
@@ -264,14 +276,15 @@ class Worker(_End):
         """Sends the gradient of a part to the server."""
         state, sync = self._state, self.step_sync
         state.model.train()
+        # From 0, so that it tells how many batches this part is to the layer.
         for layer in self._norms:
             layer.num_batches_tracked.zero_()
         losses = gradient(state, local.microbatches, local.numbers, sync)
         batches = [layer.num_batches_tracked.item() for layer in self._norms]
         if max(batches, default=0) > 1:
             raise ConfigError("train.parallel: server: a norm layer has two batches in a step")
-        found = [torch.zeros_like(x) if x.grad is None else x.grad for x in self._weights]
-        grad_norm = nn.utils.get_total_norm(found)
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self._weights]
+        grad_norm = nn.utils.get_total_norm(grads)
         flags = sync.take_flags(grad_norm)
         labels = state.criterion.labels(local.microbatches[0].labels)
         said = _Gradient(
@@ -282,7 +295,7 @@ class Worker(_End):
             used=[weight.grad is not None for weight in self._weights],
             batches=batches,
         )
-        dist.send(said, _joined([*found, *self._sent[len(found) :]]), 0)
+        dist.send(said, _joined([*grads, *self._sent[len(grads) :]]), 0)
         state.optimizer.zero_grad(set_to_none=True)
         return StepTensors(losses, grad_norm, flags, None)
 
@@ -303,6 +316,7 @@ class Worker(_End):
     def _obey(self) -> bool:
         """Waits for an order; false: it is a part to compute."""
         values, state = _empty(self._fetched), self._state
+        # Weights come with every order, also where all meet: then all have the server's.
         meets, number, *about = dist.receive(values, 0)
         with torch.no_grad():
             torch._foreach_copy_(self._fetched, _cut(values, self._fetched))
@@ -326,9 +340,9 @@ class Worker(_End):
             self._obey()
 
 
-def _shares(found: Sequence[_Gradient]) -> Tensor:
+def _shares(gradients: Sequence[_Gradient]) -> Tensor:
     """What each gradient counts in their mean, by the weight of its labels."""
-    weights = torch.tensor([one.weight for one in found], dtype=torch.float64)
+    weights = torch.tensor([grad.weight for grad in gradients], dtype=torch.float64)
     return weights / weights.sum().clamp(min=torch.finfo(torch.float64).tiny)
 
 
