@@ -374,10 +374,10 @@ def _gather_processes(tensor: Tensor, group: Group | None = None) -> Tensor:
     size = _num_processes(group)
     if size == 1:
         return tensor
+    _note_exchange()
     if (shared := _sharing_memory(tensor, group)) is not None:
         gathered = shared.gather(tensor)
     else:
-        _note_exchange()
         # As a vector, which all backends split alike.
         gathered = tensor.new_empty(size * tensor.numel())
         torch_dist.all_gather_into_tensor(gathered, tensor.flatten(), group=group)

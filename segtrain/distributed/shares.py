@@ -56,9 +56,6 @@ class Shares(RankSums):
     def __init__(self, counts: tuple[int, ...], at_once: int) -> None:
         self.counts, self.at_once = counts, at_once
 
-    counts: tuple[int, ...]
-    at_once: int
-
     @classmethod
     def of_this_rank(cls, counts: tuple[int, ...], device: torch.device) -> "Shares":
         """Of so many on each rank. From here on a thread of Python has one of torch.

@@ -122,9 +122,11 @@ class ExactGradientSum:
             for parameters in self._replicas
             for i, parameter in enumerate(parameters)
         ]
-        yield
-        for hook in hooks:
-            hook.remove()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
         # The gradient is left alone: where a parameter was only reshaped and added, autograd still

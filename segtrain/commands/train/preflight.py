@@ -92,7 +92,7 @@ def check_experiment(
         _shared_memory_finding(config, train_set.form, train_set.label_bytes),
     )
     everywhere = dist.all_gather_object(here)
-    if finding := next((device for device, _ in everywhere if device is not None), None):
+    if finding := next((memory for memory, _ in everywhere if memory is not None), None):
         raise MemoryLimitError(finding)
     if finding := next((shared for _, shared in everywhere if shared is not None), None):
         raise ConfigError(finding)
