@@ -115,9 +115,9 @@ def write_config(path: Path, options: dict[str, Any]) -> Path:
 
 def train(config: Path, directory: Path, resume: bool = False, **options: Any) -> int:
     """The whole `segtrain train` of one rank, without the launcher."""
-    from segtrain.commands.train.loop import run
-    from segtrain.commands.train.setup import TrainRequest
     from segtrain.config import load_config
+    from segtrain.trainer.loop import run
+    from segtrain.trainer.setup import TrainRequest
 
     # A process of a fork server would have one of its own for the loader's workers.
     multiprocessing.set_start_method(None, force=True)
@@ -193,10 +193,10 @@ def signalled_in_evaluation(
     where: "predict_labels"; or "batches", for those of norm.precise_batches instead of images.
     Returns also how many of them this rank has begun. From the signal on, each takes 0.3 s.
     """
-    from segtrain.commands.train.training import Training
     from segtrain.distributed import collectives as dist
     from segtrain.distributed import liveness
-    from segtrain.evaluation import predictor
+    from segtrain.inference import predictor
+    from segtrain.trainer.training import Training
 
     begun = []
 
@@ -228,7 +228,7 @@ def signalled_in_evaluation(
 
 def killed_in_evaluation(config: Path, directory: Path) -> str | None:
     """As `train` without resuming; ends before its first evaluation, and returns "killed"."""
-    from segtrain.commands.train import loop
+    from segtrain.trainer import loop
 
     def die(_: Any) -> None:
         raise KeyboardInterrupt
@@ -290,8 +290,8 @@ def trained_bits(config: Path, directory: Path) -> dict[str, Any]:
     Nothing is saved, which would take most of the time of a short run.
     """
     from segtrain.checkpoint.manager import CheckpointManager
-    from segtrain.commands.train import loop, save
     from segtrain.distributed import collectives as dist
+    from segtrain.trainer import loop, save
 
     whole, found = loop.train, {}
 

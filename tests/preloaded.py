@@ -32,7 +32,7 @@ def fork_server() -> Any:
     libraries = ["albumentations", "matplotlib.backends.backend_agg", "torch.utils.tensorboard"]
     libraries += ["torch._inductor", "torch._dynamo"]
     launcher = "segtrain.distributed.launcher"
-    context.set_forkserver_preload(["segtrain.commands.train.loop", launcher, *libraries])
+    context.set_forkserver_preload(["segtrain.trainer.loop", launcher, *libraries])
     return context
 
 
@@ -139,9 +139,9 @@ def _command(
 ) -> None:
     """Becomes the command, and in its forks the ranks."""
     from segtrain import cli
-    from segtrain.commands.train import training
     from segtrain.distributed import launcher
     from segtrain.models import precision
+    from segtrain.trainer import training
 
     precision._convolution_s = same_seconds
     os.setsid()

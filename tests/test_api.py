@@ -26,7 +26,7 @@ BY_WINDOWS = ["eval.mode=slide", "eval.crop_size=[33, 41]"]
 FOREVER = {"steps": 100_000}
 
 
-STARTED = pytest.param(subprocess.Popen, marks=pytest.mark.slow("api", "cli", "commands"))
+STARTED = pytest.param(subprocess.Popen, marks=pytest.mark.slow("api", "cli", "trainer"))
 
 
 @pytest.fixture(scope="module", params=[PipedFork, STARTED], ids=["forked", "started"])

@@ -9,13 +9,13 @@ from memory import LiveBytes
 from test_inference import WAYS, TinyModel, settings
 
 from segtrain.config import load_config
-from segtrain.evaluation import settings as evaluation_settings
-from segtrain.evaluation import windows
-from segtrain.evaluation.inference import predict_label, predict_labels
-from segtrain.evaluation.scoring import group_size
-from segtrain.evaluation.settings import BatchLimits, batch_limits, fitting_pixels
-from segtrain.evaluation.windows import num_windows
+from segtrain.inference import settings as evaluation_settings
+from segtrain.inference import windows
+from segtrain.inference.class_scores import predict_label, predict_labels
+from segtrain.inference.settings import BatchLimits, batch_limits, fitting_pixels
+from segtrain.inference.windows import num_windows
 from segtrain.models import build_model
+from segtrain.score.scoring import group_size
 from segtrain.types import SegLogits
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

@@ -61,7 +61,7 @@ def test_help_and_a_wrong_config_import_nothing_heavy(tmp_path):
 def test_steps_wait_for_no_import_of_what_comes_after_them():
     """The report and its statistics take a second to import."""
     later = {"scipy", "matplotlib", "jinja2", "tensorboard", "torch._dynamo", "torch._inductor"}
-    code = f"import sys, segtrain.commands.train.loop; print({later!r} & set(sys.modules))"
+    code = f"import sys, segtrain.trainer.loop; print({later!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -158,7 +158,7 @@ def test_a_mean_in_units_of_0_to_1_is_a_warning_where_a_run_has_begun_with_it(
     config, lab, monkeypatch
 ):
     run = lab.folder / "run"
-    monkeypatch.setattr("segtrain.commands.train.loop.run", lambda *_, **__: 7)
+    monkeypatch.setattr("segtrain.trainer.loop.run", lambda *_, **__: 7)
     write_description(run, load_config(config, [WRONG_UNIT]), ["cpu"])
     (run / "checkpoints").mkdir()
     (run / "checkpoints/last.pt").touch()

@@ -163,7 +163,7 @@ def test_each_task_of_a_batch_script_trains_or_goes_on(
     assert cli._parser().parse_args(job.log.splitlines()[0].split()).requeue
 
 
-@pytest.mark.slow("commands", "distributed")
+@pytest.mark.slow("commands", "trainer", "distributed")
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("script", ["slurm_array.sh", "slurm_nodes.sh"])
 def test_a_job_goes_on_after_its_time(run_ranks, tmp_path, script):

@@ -12,10 +12,10 @@ from test_predict import CLASSES, NO_VALUE_255, photo, read, run, save, save_tif
 from torch import nn
 
 from segtrain.errors import ConfigError
-from segtrain.evaluation.curves import ClassCurve, CurveQuestion
-from segtrain.evaluation.predictor import for_scores
-from segtrain.evaluation.scoring import evaluate_dataset
+from segtrain.inference.predictor import for_scores
 from segtrain.one_vs_rest import CURVE_BINS, CurveCounts, average_precision
+from segtrain.score.curves import ClassCurve, CurveQuestion
+from segtrain.score.scoring import evaluate_dataset
 from segtrain.task.decision_rule import rule_of
 from segtrain.task.tasks import task_of
 from segtrain.types import IGNORE_INDEX, SegLogits

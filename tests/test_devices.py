@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from segtrain.commands.train.setup import make_repeatable
 from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
@@ -14,6 +13,7 @@ from segtrain.distributed import liveness, process_group
 from segtrain.distributed import machine as machine_module
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError
+from segtrain.trainer.setup import make_repeatable
 
 DUPLICATE = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:77, invalid usage (run \
 with NCCL_DEBUG=WARN for details), NCCL version 2.27.5

@@ -17,18 +17,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.checkpoint.ready import ReadyModel
-from segtrain.commands.predict import photo_inputs
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.image import RGB
 from segtrain.data.read.image_formats import Info
 from segtrain.data.read.photos import Photo, PhotoFile
-from segtrain.evaluation import scoring
-from segtrain.evaluation import settings as evaluation_settings
-from segtrain.evaluation.predictor import Predictor, for_scores
-from segtrain.evaluation.scoring import evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
+from segtrain.inference import settings as evaluation_settings
+from segtrain.inference.predictor import Predictor, for_scores
+from segtrain.inference.settings import InferenceSettings, SettingsBySize
 from segtrain.metrics import ConfusionMatrix
+from segtrain.predict import photo_inputs
 from segtrain.run.pictures import Tint
+from segtrain.score import scoring
+from segtrain.score.scoring import evaluate_dataset
 from segtrain.types import SegLogits
 
 K = 5

@@ -243,7 +243,7 @@ def test_scores_say_their_precision_and_which_images_went_by_windows(
     command, cityscapes, know_the_colors, monkeypatch
 ):
     know_the_colors(config_of(cityscapes, mode="whole"), load_class_file("cityscapes"))
-    monkeypatch.setattr("segtrain.evaluation.predictor.fitting_pixels", lambda *_: 0)
+    monkeypatch.setattr("segtrain.inference.predictor.fitting_pixels", lambda *_: 0)
     found = command("eval.precision=bfloat16")["inference"]
     assert (found["mode"], found["images_by_windows"]) == ("whole", len(NAMES))
     assert found["precision"] == found["autocast"] == "bfloat16"

@@ -12,15 +12,15 @@ from torch import nn
 from segtrain.data.read.classes import load_class_file
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
-from segtrain.evaluation import predictor as predictor_module
-from segtrain.evaluation import scoring as dataset_module
-from segtrain.evaluation.predictor import for_scores
-from segtrain.evaluation.scoring import evaluate_dataset, shard
-from segtrain.evaluation.settings import InferenceSettings
-from segtrain.evaluation.surfaces import SurfaceScores
+from segtrain.inference import predictor as predictor_module
+from segtrain.inference.predictor import for_scores
+from segtrain.inference.settings import InferenceSettings
 from segtrain.metrics import ConfusionMatrix
 from segtrain.one_vs_rest import CurveCounts
 from segtrain.run.console import ProgressBar
+from segtrain.score import scoring as dataset_module
+from segtrain.score.scoring import evaluate_dataset, shard
+from segtrain.score.surfaces import SurfaceScores
 from segtrain.task.score_table import InstanceCounts, group_scores
 from segtrain.types import IGNORE_INDEX, SegLogits
 

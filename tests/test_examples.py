@@ -13,7 +13,7 @@ HOME = Path(segtrain.__file__).parent
 PROMPT = ">>>"
 # Where a reader would otherwise have to run the code in his head.
 ROOMS = {
-    *("data", "desk", "distributed", "evaluation", "norm", "training"),
+    *("data", "desk", "distributed", "inference", "norm", "training"),
     *("metrics", "text"),
 }
 LEAST = 20

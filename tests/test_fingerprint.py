@@ -312,7 +312,7 @@ def test_changed_data_that_are_meant_are_told_and_kept(run_ranks, data, run, tmp
 
 def slow_labels(step, function, *args):
     """Labels can be read only after `step` updates of this process."""
-    from segtrain.commands.train import save, setup
+    from segtrain.trainer import save, setup
 
     go_on, read, done = threading.Event(), dataset_module.read_bytes, []
 

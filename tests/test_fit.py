@@ -14,12 +14,12 @@ import pytest
 from experiments import experiment, losses, train, write_config, write_data
 from PIL import Image
 
-from segtrain.commands.train import evaluation
 from segtrain.config import load_config, parse_config
 from segtrain.desk.commands import fit
 from segtrain.desk.commands.fit import Trial, fitted, ways
 from segtrain.errors import EXIT_MEMORY, ConfigError, ExecutionError, MemoryLimitError
-from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
+from segtrain.inference.settings import InferenceSettings, SettingsBySize
+from segtrain.trainer import evaluation
 
 DATA = "data: {layout: folders, root: none, classes: none}\n"
 NORM, BLOCKS = ({"model.recompute": level} for level in ("norm", "blocks"))
@@ -164,7 +164,7 @@ def test_out_of_memory_is_one_message(run_ranks, monkeypatch, tmp_path, data, mo
 
 
 def unforeseen(config, directory, more_mb):
-    from segtrain.commands.train import preflight
+    from segtrain.trainer import preflight
 
     preflight.training_finding = lambda *_: None
     return limited_training(config, directory, more_mb)

@@ -14,9 +14,9 @@ from experiments import bits, last, small, write_config, write_data
 from segtrain.desk.commands.folds import fold_of_each
 from segtrain.desk.results.compare import score_interval
 from segtrain.errors import ConfigError
-from segtrain.evaluation.records import Records
 from segtrain.metrics import ConfusionMatrix
 from segtrain.run.division import read_division
+from segtrain.score.records import Records
 from segtrain.types import IGNORE_INDEX
 
 SEQUENCES = ("a1", "b 2", "#c3", "d4", "e5")  # with four frames each

@@ -7,8 +7,8 @@ import torch
 from replays import Recorded
 from torch import nn
 
-from segtrain.evaluation import forward
-from segtrain.evaluation.forward import EAGER_PASSES, Forward
+from segtrain.inference import forward
+from segtrain.inference.forward import EAGER_PASSES, Forward
 from segtrain.types import SegLogits
 
 PASSES = EAGER_PASSES + 3

@@ -66,7 +66,7 @@ def test_after_an_error(begun, tmp_path):
     assert "illegal memory access" in command.errors
 
 
-@pytest.mark.slow("training", "distributed", "commands")
+@pytest.mark.slow("training", "distributed", "commands", "trainer")
 def test_at_the_end_of_bench(begun):
     assert "step  " in ended(begun("--steps", 3, command="bench"))
 

@@ -203,7 +203,7 @@ def test_the_cause_of_a_failed_recording_is_told_and_not_its_consequence():
 
 
 # Whole commands; test_graph_agreement.py has the same among threads.
-SLOW = pytest.mark.slow("training", "distributed", "commands")
+SLOW = pytest.mark.slow("training", "distributed", "commands", "trainer")
 LAUNCHED = {"steps": 6, "batch_size": 4}
 
 

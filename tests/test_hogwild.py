@@ -9,12 +9,12 @@ import torch
 from experiments import curve, experiment, last, refusal, sections, train, write_config
 from processes import Command, save_and_stop
 
-from segtrain.commands.train.preflight import check_experiment, start_lines
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import batch_findings
 from segtrain.errors import ConfigError, LostRanksError
+from segtrain.trainer.preflight import check_experiment, start_lines
 from segtrain.training.step_sync import StepSync
 from segtrain.training.ways import by_process
 from segtrain.training.ways.hogwild_way import Hogwild, shared_copies

@@ -370,7 +370,7 @@ def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, lab
     predict = ("predict", run, root / "images/val", "--output", root / "p")
     lab.done(*predict)
     assert len(list((root / "p").rglob("*.png"))) == 3 * 3 + 1
-    monkeypatch.setattr("segtrain.commands.predict.raster_inputs.MAX_PHOTO_PIXELS", 100)
+    monkeypatch.setattr("segtrain.predict.raster_inputs.MAX_PHOTO_PIXELS", 100)
     monkeypatch.setattr("segtrain.data.read.raster._MIN_BYTES", 0)
     lab.done(*predict, "--overwrite")
     for path in (root / "p/labels").glob("*.tif"):

@@ -4,11 +4,11 @@ from torch import nn
 from torch.nn import functional
 
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
-from segtrain.evaluation import windows
-from segtrain.evaluation.forward import Forward
-from segtrain.evaluation.inference import predict_label, score_tiles
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
-from segtrain.evaluation.windows import slide, window_starts
+from segtrain.inference import windows
+from segtrain.inference.class_scores import predict_label, score_tiles
+from segtrain.inference.forward import Forward
+from segtrain.inference.settings import BatchLimits, InferenceSettings, SettingsBySize
+from segtrain.inference.windows import slide, window_starts
 from segtrain.models.blocks import normalize
 from segtrain.types import SegLogits
 

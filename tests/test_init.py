@@ -51,7 +51,7 @@ def parts(config):
 
 
 BLANK = np.zeros((1, 1, 3), np.uint8)
-SLOW = pytest.mark.slow("desk", "data", "commands", "config", "files")
+SLOW = pytest.mark.slow("desk", "data", "commands", "trainer", "config", "files")
 # Each has a relative among the other conventions.
 RELATED = {
     *("mask_beside_the_image", "colors_by_a_labelmap", "grey_in_three_channels"),

@@ -16,11 +16,11 @@ import yaml
 from covering import covering, pairs_of
 from experiments import bits, experiment, logged, train, write_config
 
-from segtrain.commands.train.preflight import _split_warnings, start_lines
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import shares
+from segtrain.trainer.preflight import _split_warnings, start_lines
 from segtrain.training import state as training_state
 from segtrain.training.exact_sum import ExactGradientSum
 
@@ -219,7 +219,7 @@ class Trained(NamedTuple):
 def trained(config, directory, way, resume):
     """Trains to the end on this rank, without saving, which takes most of a short run."""
     from segtrain.checkpoint.manager import CheckpointManager
-    from segtrain.commands.train import loop, save
+    from segtrain.trainer import loop, save
 
     found, finish = [], loop.finish
 

@@ -201,7 +201,7 @@ def test_a_damaged_image_is_named_once_with_exit_code_3(tmp_path):
 
 @pytest.mark.fault(88)
 @pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow("commands", "distributed"))]
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow("commands", "trainer", "distributed"))]
 )
 def test_training_needs_no_standard_streams_or_language_and_runs_nothing_of_the_folder(
     tmp_path, ranks
@@ -285,7 +285,7 @@ def test_ranks_do_not_search_the_current_folder():
     assert interpreter() == [sys.executable, "-P"]
 
 
-@pytest.mark.slow("commands", "distributed")
+@pytest.mark.slow("commands", "trainer", "distributed")
 @pytest.mark.parametrize(("dies", "steps"), [("a rank", 40), ("torchrun", 3000)])
 def test_torchrun_starts_ranks_again_once_and_they_end_with_it(tmp_path, data, dies, steps):
     options = small(data, train={"steps": steps}, checkpoint={"every_steps": 2})

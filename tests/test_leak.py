@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from segtrain.commands.train.leak import leak_warning
 from segtrain.data.read.sequences import shared_sequences, show_sequences
+from segtrain.trainer.leak import leak_warning
 
 RNG = np.random.default_rng(0)
 

@@ -41,9 +41,9 @@ LEAVES = {
     "doctor": (["desk.commands.doctor"], []),
     "finish": (["desk.commands.finish"], []),
     "fit": (["desk.commands.fit"], []),
-    "rasters": (["commands.predict.raster_inputs"], []),
-    "videos": (["commands.predict.video_inputs", "evaluation.video"], []),
-    "volumes": (["commands.predict.volume_inputs"], []),
+    "rasters": (["predict.raster_inputs"], []),
+    "videos": (["predict.video_inputs", "predict.video"], []),
+    "volumes": (["predict.volume_inputs"], []),
     "hogwild": (["training.ways.hogwild_way"], []),
     "server": (["training.ways.server_way"], []),
 }
@@ -101,7 +101,7 @@ def test_nothing_that_stays_imports_a_leaf(imports, leaf):
 
 
 # What is imported with the command or the step, before anything is chosen; thousands of lines.
-MOST_LINES = {"training.step": 10, "commands.train.loop": 31, "commands.predict": 20.5}
+MOST_LINES = {"training.step": 10, "trainer.loop": 31, "predict": 20.5}
 
 
 @pytest.mark.parametrize("start", MOST_LINES)
@@ -131,7 +131,7 @@ for command in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow("desk", "commands", "cli")
+@pytest.mark.slow("desk", "commands", "trainer", "cli")
 def test_without_any_leaf_the_rest_trains_to_the_same_bits(tmp_path):
     """And their commands say that they are not there."""
     home = shutil.copytree(

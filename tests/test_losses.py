@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from experiments import experiment, unread, write_config
 
-from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import LossConfig, load_config, parse_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
@@ -19,6 +18,7 @@ from segtrain.distributed.shares import ShareThreads
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.errors import ConfigError
 from segtrain.norm import placed
+from segtrain.trainer.preflight import check_experiment
 from segtrain.training.losses import LOSSES, LossOptions, SegLoss
 from segtrain.training.losses.total import MULTILABEL_LOSSES
 from segtrain.training.step_sync import StepSync

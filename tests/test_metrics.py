@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from segtrain.evaluation.records import scores_csv
 from segtrain.metrics import (
     Calibration,
     ConfusionMatrix,
@@ -16,6 +15,7 @@ from segtrain.metrics import (
     score_table,
     thin_classes,
 )
+from segtrain.score.records import scores_csv
 from segtrain.types import IGNORE_INDEX
 
 NAMES = ["road", "sky", "car"]

@@ -26,9 +26,8 @@ from segtrain.data.read.classes import load_class_file, parse_class_file
 from segtrain.data.read.label_formats import label_format_of
 from segtrain.desk.results.runs import summarize
 from segtrain.errors import CheckpointError, ConfigError, DataError
-from segtrain.evaluation import georaster
-from segtrain.evaluation.inference import InferenceSettings, predict_labels
-from segtrain.evaluation.settings import BatchLimits
+from segtrain.inference.class_scores import InferenceSettings, predict_labels
+from segtrain.inference.settings import BatchLimits
 from segtrain.metrics import calibration_error
 from segtrain.models.ensemble import Ensemble
 from segtrain.one_vs_rest import (
@@ -39,6 +38,7 @@ from segtrain.one_vs_rest import (
     levels_of,
     scores_of,
 )
+from segtrain.predict import georaster
 from segtrain.run.pictures import mask_names
 from segtrain.task.targets import targets_of
 from segtrain.task.tasks import task_of
@@ -471,7 +471,7 @@ def test_a_raster_in_parts_has_the_bands_of_the_same_image_at_once(
     tifffile.imwrite(tmp_path / "a.tif", np.ascontiguousarray(image), photometric="rgb")
     words = "predict", learnt / "run", tmp_path / "a.tif", "--output"
     lab.done(*words, tmp_path / "whole")
-    monkeypatch.setattr("segtrain.commands.predict.raster_inputs.MAX_PHOTO_PIXELS", 1000)
+    monkeypatch.setattr("segtrain.predict.raster_inputs.MAX_PHOTO_PIXELS", 1000)
     monkeypatch.setattr("segtrain.data.read.raster._MIN_BYTES", 0)
     monkeypatch.setattr(georaster, "BLOCK_PX", 64)
     lab.done(*words, tmp_path / "parts")
@@ -481,7 +481,7 @@ def test_a_raster_in_parts_has_the_bands_of_the_same_image_at_once(
     assert (parts == whole).all()
 
 
-@pytest.mark.slow("export", "one_vs_rest", "evaluation")
+@pytest.mark.slow("export", "one_vs_rest", "score", "inference")
 def test_the_exported_graph_gives_the_logits_and_the_file_says_how_to_use_them(
     learnt, lab, tmp_path
 ):

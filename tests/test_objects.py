@@ -8,10 +8,10 @@ from scipy import ndimage
 from test_predict import CLASSES, NO_VALUE_255, photo, run, save, save_tiff, write_video
 from test_raster import GEO
 
-from segtrain.commands.predict import raster_inputs
 from segtrain.errors import ConfigError, DataError
-from segtrain.evaluation.objects import find_objects
-from segtrain.evaluation.pixel_size import grid_of
+from segtrain.predict import raster_inputs
+from segtrain.predict.objects import find_objects
+from segtrain.predict.pixel_size import grid_of
 from segtrain.types import IGNORE_INDEX
 
 __all__ = ["run"]  # a fixture

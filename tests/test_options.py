@@ -199,7 +199,7 @@ def shown(lab, config, run, *words):
     return lines, curves, files, bits(last(run))
 
 
-@pytest.mark.slow("training", "commands")
+@pytest.mark.slow("training", "commands", "trainer")
 @pytest.mark.parametrize("name", [name for name in SECOND if name not in ELSEWHERE])
 def test_an_option_set_alone_is_seen_or_refused(config, first, lab, name):
     if not first:

@@ -9,8 +9,8 @@ from torch import nn
 
 from segtrain.config import TrainConfig
 from segtrain.errors import ConfigError
-from segtrain.evaluation import predictor
-from segtrain.evaluation.settings import InferenceSettings, check_eval_precision
+from segtrain.inference import predictor
+from segtrain.inference.settings import InferenceSettings, check_eval_precision
 from segtrain.models import precision
 from segtrain.models.precision import (
     _convolution_s,

@@ -12,18 +12,17 @@ import torch
 from PIL import Image
 from torch import nn
 
-from segtrain import cli
+from segtrain import cli, predict
 from segtrain.checkpoint import ready
 from segtrain.checkpoint.trained import LoadedModel
-from segtrain.commands import predict
-from segtrain.commands.predict import raster_inputs
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.georeference import place_of
 from segtrain.data.read.image_formats import read_info
 from segtrain.errors import ConfigError, DataError, ExecutionError, MemoryLimitError
-from segtrain.evaluation import settings
-from segtrain.evaluation.video import overlay_video
+from segtrain.inference import settings
+from segtrain.predict import raster_inputs
+from segtrain.predict.video import overlay_video
 from segtrain.run.pictures import write_stored
 from segtrain.task.tasks import task_of
 from segtrain.types import SegLogits

@@ -23,11 +23,11 @@ from test_export import (
 from torch import nn
 
 from segtrain.commands import export as command
-from segtrain.evaluation.inference import InferenceSettings
-from segtrain.evaluation.predictor import for_scores
 from segtrain.export import formats
 from segtrain.export.quantize import FileModel, Quantizer
 from segtrain.export.write import graph_of
+from segtrain.inference.class_scores import InferenceSettings
+from segtrain.inference.predictor import for_scores
 from segtrain.models.deeplab import DeepLabV3PlusHead
 from segtrain.types import IGNORE_INDEX, SegLogits
 

@@ -16,10 +16,10 @@ from segtrain.data.read.image_formats import open_stored
 from segtrain.data.read.raster import windows
 from segtrain.desk.survey.contents import image_facts, label_facts
 from segtrain.errors import DataError
-from segtrain.evaluation import georaster as raster_prediction
-from segtrain.evaluation.georaster import predict_raster
-from segtrain.evaluation.predictor import Predictor
-from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
+from segtrain.inference.predictor import Predictor
+from segtrain.inference.settings import InferenceSettings, SettingsBySize
+from segtrain.predict import georaster as raster_prediction
+from segtrain.predict.georaster import predict_raster
 from segtrain.types import SegLogits
 
 SIZE = 200, 330

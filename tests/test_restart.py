@@ -73,7 +73,7 @@ def busy(tmp_path_factory, data):
     return write_config(tmp_path_factory.mktemp("busy") / "c.yaml", options)
 
 
-SLOW = pytest.mark.slow("commands", "distributed")
+SLOW = pytest.mark.slow("commands", "trainer", "distributed")
 
 
 @SLOW

@@ -22,7 +22,9 @@ from segtrain.desk.results.compare import compare, comparison_lines, verdict
 from segtrain.desk.results.report import evaluated, report_page
 from segtrain.desk.results.runs import departures, differing, read_run
 from segtrain.errors import ConfigError, DataError
-from segtrain.evaluation.records import (
+from segtrain.run import charts
+from segtrain.run.directory import EVALUATION
+from segtrain.score.records import (
     LABELLED,
     RIGHT,
     Records,
@@ -30,8 +32,6 @@ from segtrain.evaluation.records import (
     scores_csv,
     sequences_of,
 )
-from segtrain.run import charts
-from segtrain.run.directory import EVALUATION
 
 
 def records(scores, names, classes=2):

@@ -79,8 +79,8 @@ def test_a_run_killed_at_a_random_step_ends_with_the_weights_of_one_left_alone(
 
 def killed_at(where, step, config, directory, resume):
     """Trains in this process, which ends by SIGKILL at a place that can be told exactly."""
-    from segtrain.commands.train import evaluation
     from segtrain.files import manifest
+    from segtrain.trainer import evaluation
 
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -116,7 +116,7 @@ DEATHS = (
 )
 
 
-@pytest.mark.slow("commands", "checkpoint", "files", "training", "data", "run")
+@pytest.mark.slow("commands", "trainer", "checkpoint", "files", "training", "data", "run")
 @pytest.mark.fault(1, 3, 45, 46)
 def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, forkserver, tmp_path, data):
     """With augmentation, dropout, averaged weights and two loader workers.
@@ -195,7 +195,7 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
 )
 def test_a_score_of_nan_is_never_the_best(score, best, better):
     """NaN is the score of a split that shows no class; older checkpoints have it as the best."""
-    from segtrain.commands.train.evaluation import is_better
+    from segtrain.trainer.evaluation import is_better
 
     before = None if best is None else {"step": 1, "by": "mIoU", "score": best}
     assert is_better(score, before) == better
@@ -303,8 +303,8 @@ def in_a_directory_made_anew(config, directory):
 
     The other one ends without a file of its own, and so takes an empty directory with it.
     """
-    from segtrain.commands.train import loop
     from segtrain.run.directory import RunLock
+    from segtrain.trainer import loop
 
     steps = loop.train
 

@@ -18,18 +18,18 @@ from experiments import (
 )
 from processes import Command, free_port, save_and_stop, with_signal
 
-from segtrain.commands.train import loop
-from segtrain.commands.train.preflight import check_experiment, start_lines
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import batch_findings
 from segtrain.errors import ConfigError
+from segtrain.trainer import loop
+from segtrain.trainer.preflight import check_experiment, start_lines
 from segtrain.training.ways import server_way as server
 from segtrain.training.ways import way_of
 
 STEPS = 3
-SLOW = pytest.mark.slow("training", "distributed", "commands")
+SLOW = pytest.mark.slow("training", "distributed", "commands", "trainer")
 
 
 def config(data, directory, name="c.yaml", every_steps=None, norm=None, loss=None, **options):

@@ -210,6 +210,6 @@ def test_shares_are_asked_for_once_in_the_step():
     assert found == {
         "training/state.py": 1,
         "distributed/layout.py": 2,  # who computes which image
-        "commands/train/preflight.py": 1,  # idle ranks
+        "trainer/preflight.py": 1,  # idle ranks
         "run/directory.py": 1,  # changes that leave the bits
     }

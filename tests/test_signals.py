@@ -10,12 +10,12 @@ from experiments import last, refusal, small, stopped_after, train, write_config
 from preloaded import LOADER_START
 from processes import GONE_WITHIN_S, Command, free_port, left_after, run_python
 
-from segtrain.commands.train import loop
 from segtrain.desk.results.runs import State, summarize
 from segtrain.distributed.machine import children, descendants, is_alive, process_pool
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import SignalFlags, exit_code
 from segtrain.errors import LostRanksError
+from segtrain.trainer import loop
 
 
 @pytest.mark.fault(8)
@@ -77,7 +77,7 @@ def test_nohup_is_obeyed(handlers):
 @pytest.mark.parametrize(
     ("number", "rank", "code"),
     [
-        pytest.param(signal.SIGHUP, 0, 143, marks=pytest.mark.slow("commands", "distributed")),
+        pytest.param(signal.SIGHUP, 0, 143, marks=pytest.mark.slow("trainer", "distributed")),
         (signal.SIGINT, 1, 130),
     ],
 )

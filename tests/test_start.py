@@ -12,9 +12,9 @@ from experiments import bits, last, small, train, unread, write_config
 from test_verify import change_checkpoint, verify
 
 from segtrain.checkpoint.format import load
-from segtrain.commands.train.setup import _load_initial
 from segtrain.config import ModelConfig, load_config
 from segtrain.models import build_backbone, build_model
+from segtrain.trainer.setup import _load_initial
 from segtrain.training.optim.schedule import learning_rate
 
 FROZEN = "backbone.layer1.0"

@@ -8,7 +8,7 @@ import pytest
 from scipy import ndimage
 from test_evaluate import cityscapes, command, know_the_colors
 
-from segtrain.evaluation.surfaces import SurfaceScores, near_border
+from segtrain.score.surfaces import SurfaceScores, near_border
 from segtrain.task.prediction import Prediction
 from segtrain.types import IGNORE_INDEX
 

@@ -138,7 +138,7 @@ def test_other_versions_of_libraries_are_told_once_at_a_resumption(run_ranks, tm
     assert json.loads(path.read_text())["libraries"]["torch"] == now
 
 
-@pytest.mark.slow("cli", "commands", "distributed", "desk", "text")
+@pytest.mark.slow("cli", "commands", "trainer", "distributed", "desk", "text")
 @pytest.mark.fault(87, 88)
 def test_no_network_no_terminal_and_no_language_are_needed(tmp_path, no_network):
     """The names of the classes are not written in plain letters, the output is."""

@@ -11,7 +11,7 @@ from experiments import unread
 from segtrain.desk.results.compare import compare, comparison_lines
 from segtrain.desk.results.runs import Run
 from segtrain.desk.results.tables import latex_table, markdown_table
-from segtrain.evaluation.records import Records
+from segtrain.score.records import Records
 
 NAMES = ("R&D_50% #1", r"a|b\c", "[x]* <i>^~{$}", "Straße `q`", "never")
 IMAGES = 12

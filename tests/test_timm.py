@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from experiments import experiment, write_config
 from torch import nn
 
-from segtrain.commands.train.setup import _other_normalization
 from segtrain.config import LayerRule, ModelConfig, OptimConfig, load_config, override_config
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import build_backbone, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d, convert
+from segtrain.trainer.setup import _other_normalization
 from segtrain.training.optim.layers import freeze_layers
 
 # The smallest of a family each.

@@ -67,7 +67,7 @@ def done(machines, where, places, *words, torchrun=False):
 
 @pytest.mark.parametrize(
     "torchrun",
-    [False, pytest.param(True, marks=pytest.mark.slow("commands", "distributed"))],
+    [False, pytest.param(True, marks=pytest.mark.slow("commands", "trainer", "distributed"))],
 )
 def test_one_rank_on_each_of_two_machines_trains_as_one_process(
     run_ranks, machines, tmp_path, data, torchrun

@@ -482,7 +482,7 @@ def test_neighbours_are_bands_of_images_and_of_slices(slices_of_three):
                 np.testing.assert_array_equal(image[..., band], volume[place])
 
 
-@pytest.mark.slow("data", "commands")
+@pytest.mark.slow("data", "commands", "predict")
 def test_volumes_are_predicted_with_the_neighbours_of_slices(slices_of_three, tmp_path, capsys):
     nib = pytest.importorskip("nibabel")
     root, model = slices_of_three, tmp_path / "run"

@@ -72,9 +72,9 @@ def reversed_losses(directory: Path, chosen: tuple[str, ...]) -> list[float]:
     """Of a run in this process with the images of each batch in reverse order."""
     import torch
 
-    from segtrain.commands.train import loop, setup
     from segtrain.config import load_config
     from segtrain.distributed.layout import Layout
+    from segtrain.trainer import loop, setup
 
     original = Layout.positions
     Layout.positions = lambda self, rank: [mine[::-1] for mine in original(self, rank)]

@@ -10,8 +10,8 @@ from segtrain.checkpoint.trained import LoadedModel, load_model
 from segtrain.config import Config
 from segtrain.config.loading import given_keys
 from segtrain.data.read.image import ImageForm, form_of
-from segtrain.evaluation.predictor import Predictor, for_photos
-from segtrain.evaluation.settings import set_after_training
+from segtrain.inference.predictor import Predictor, for_photos
+from segtrain.inference.settings import set_after_training
 from segtrain.models.memory import check_windows
 from segtrain.models.precision import to_eval_precision
 

@@ -523,7 +523,7 @@ COMMANDS = (
     ),
     Command(
         "predict",
-        "commands.predict:main",
+        "predict:main",
         "segment images of any size, and videos: label maps, colour maps and overlays",
         _SOURCE,
         _argument("inputs", "image, video, or folder of them", "INPUT", _path, nargs="+"),

@@ -40,15 +40,9 @@ from segtrain.errors import (
     ExecutionError,
     UserError,
 )
-from segtrain.evaluation.curves import CURVE_TITLES, CurveQuestion, curves_csv
-from segtrain.evaluation.group_table import ScoresByGroup
-from segtrain.evaluation.plugin_metrics import PluginMetric
-from segtrain.evaluation.predictor import for_scores
-from segtrain.evaluation.records import Records, load_records
-from segtrain.evaluation.scoring import Chosen, evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings, set_after_training
-from segtrain.evaluation.surfaces import SurfaceScores
 from segtrain.files import os_errors_as
+from segtrain.inference.predictor import for_scores
+from segtrain.inference.settings import InferenceSettings, set_after_training
 from segtrain.metrics import or_none, percent
 from segtrain.models.memory import check_windows
 from segtrain.models.norms import describe_norm
@@ -67,6 +61,12 @@ from segtrain.run.pictures import (
     write_png,
     write_stored,
 )
+from segtrain.score.curves import CURVE_TITLES, CurveQuestion, curves_csv
+from segtrain.score.group_table import ScoresByGroup
+from segtrain.score.plugin_metrics import PluginMetric
+from segtrain.score.records import Records, load_records
+from segtrain.score.scoring import Chosen, evaluate_dataset
+from segtrain.score.surfaces import SurfaceScores
 from segtrain.task.contract import Outcome, Report, Task
 from segtrain.task.prediction import Prediction
 from segtrain.task.score_table import InstanceCounts

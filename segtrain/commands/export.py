@@ -8,8 +8,6 @@ from tempfile import TemporaryDirectory
 from segtrain.checkpoint.trained import LoadedModel, load_model
 from segtrain.data import SegDataset, open_dataset
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.evaluation.inference import InferenceSettings
-from segtrain.evaluation.settings import set_after_training
 from segtrain.export.formats import ONNX_OPSET, require_onnx
 from segtrain.export.quantize import NUM_RUNS, Figures, Quantizer
 from segtrain.export.write import (
@@ -22,6 +20,8 @@ from segtrain.export.write import (
     replaced,
 )
 from segtrain.files import check_utf8, kind_of
+from segtrain.inference.class_scores import InferenceSettings
+from segtrain.inference.settings import set_after_training
 from segtrain.metrics import percent
 from segtrain.run.pictures import spread
 from segtrain.task.tasks import task_of

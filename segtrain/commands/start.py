@@ -21,7 +21,7 @@ from segtrain.run.trackers import check_installed
 from segtrain.text import say
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from segtrain.commands.train.setup import TrainRequest
+    from segtrain.trainer.setup import TrainRequest
 
 # A file server gives the locks of a machine that has died free after 90 s.
 _LOCK_PATIENCE_S = 120.0
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
         if starts_ranks:
             return launch.start_ranks(args, num_ranks)
     # Only now, since it imports torch: a launcher of ranks has returned by here.
-    from segtrain.commands.train.loop import run
+    from segtrain.trainer.loop import run
 
     request = _request(args, config, target.directory, resume=resume)
     upload = upload_of(target.directory)
@@ -105,8 +105,8 @@ def _request(
     args: argparse.Namespace, config: Config, directory: Path, *, resume: bool
 ) -> "TrainRequest":
     """What this process is to train."""
-    from segtrain.commands.train.setup import TrainRequest
     from segtrain.distributed.process_group import device_for
+    from segtrain.trainer.setup import TrainRequest
 
     return TrainRequest(
         config,

@@ -21,10 +21,10 @@ from torch.nn import functional
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.data.read.dataset import SegDataset
 from segtrain.errors import ExecutionError, UserError
-from segtrain.evaluation.inference import InferenceSettings
-from segtrain.evaluation.predictor import Predictor, for_scores
 from segtrain.export.formats import FORMATS, ExportModel, Run, quiet
 from segtrain.export.write import cases, compare
+from segtrain.inference.class_scores import InferenceSettings
+from segtrain.inference.predictor import Predictor, for_scores
 from segtrain.metrics import ratio
 from segtrain.run.console import ProgressBar
 from segtrain.task.tasks import task_of

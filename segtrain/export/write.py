@@ -18,9 +18,9 @@ from segtrain.checkpoint.format import experiment_fields, plugin_fields
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.data.check.channels import channels_to_json
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
-from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, Case, ExportModel, Run, quiet
 from segtrain.files import os_errors_as, temporary
+from segtrain.inference.class_scores import InferenceSettings
 from segtrain.models.stem import RGB_CHANNELS
 from segtrain.task.tasks import task_of
 from segtrain.text import first_of

@@ -75,7 +75,7 @@ class Report(NamedTuple):
 
 
 class ClassCountsByImage(NamedTuple):
-    """What a record keeps, see `segtrain.evaluation.records.Records`."""
+    """What a record keeps, see `segtrain.score.records.Records`."""
 
     images: Tensor
     matrix: Tensor

@@ -10,7 +10,7 @@ from segtrain.training.step import StepResult
 class Part:
     """One of them, on each rank; it has those of these methods that it needs.
 
-    run: the training (`commands.train.training.Training`).
+    run: the training (`trainer.training.Training`).
     """
 
     def around(self, run: Any) -> AbstractContextManager[object]:

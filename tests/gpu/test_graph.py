@@ -11,7 +11,7 @@ from rounds import measure
 from stepping import config_of
 
 from gpu.watching import SYNC, TINY, Training, as_among_two, num_kernels, one_rank
-from segtrain.commands.train.setup import make_repeatable
+from segtrain.trainer.setup import make_repeatable
 from segtrain.training.graph import EAGER_STEPS
 from segtrain.training.measure import synchronize
 

@@ -17,12 +17,12 @@ from stepping import config_of
 from gpu.test_graph import CASES, reserved_gib
 from gpu.watching import TINY, Training, as_among_two, one_rank, without_kernels
 from segtrain import kernels
-from segtrain.commands.train.setup import make_repeatable
 from segtrain.config import LossConfig
 from segtrain.models.blocks import at_least_float32
 from segtrain.models.enlarged import enlarged
 from segtrain.models.resizing import enlarge, resize
 from segtrain.norm import SyncBatchNorm2d, norm_relu
+from segtrain.trainer.setup import make_repeatable
 from segtrain.training.losses import SegLoss
 from segtrain.types import SegLogits
 

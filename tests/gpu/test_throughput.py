@@ -16,11 +16,11 @@ from stepping import NUM_CLASSES, config_of, random_batch
 
 from gpu.watching import LOCAL, REPLAYED, SYNC, TINY, contenders, one_rank, without_kernels
 from segtrain.distributed.machine import num_cores
-from segtrain.evaluation.predictor import for_scores
-from segtrain.evaluation.scoring import evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.inference.predictor import for_scores
+from segtrain.inference.settings import InferenceSettings
 from segtrain.models import build_model
 from segtrain.models.precision import autocast
+from segtrain.score.scoring import evaluate_dataset
 from segtrain.training.measure import matmul_peak, training_flops
 from segtrain.types import IGNORE_INDEX
 

@@ -5,7 +5,7 @@ import torch
 from replays import config_of
 
 from segtrain import kernels
-from segtrain.commands.train.preflight import device_lines
+from segtrain.trainer.preflight import device_lines
 from segtrain.training.graph import GraphPlan
 
 CUDA = torch.device("cuda", 0)

@@ -8,8 +8,8 @@ import torch
 
 from segtrain import kernels
 from segtrain.config import ModelConfig
-from segtrain.evaluation.inference import predict_labels
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings
+from segtrain.inference.class_scores import predict_labels
+from segtrain.inference.settings import BatchLimits, InferenceSettings
 from segtrain.models import SegModel, build_model
 from segtrain.models.enlarged import enlarged
 from segtrain.models.resizing import enlarge

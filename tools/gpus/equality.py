@@ -10,9 +10,9 @@ from bits import sha256
 from replays import EAGER_STEPS, SETS, STEPS, config_of, trained
 from torch import Tensor
 
-from segtrain.commands.train.setup import make_repeatable
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
+from segtrain.trainer.setup import make_repeatable
 
 # Beside one rank.
 FLOAT64, SHARES = "float64 beside one rank", "shares beside one rank"

@@ -13,9 +13,6 @@ from typing import NamedTuple
 import torch
 
 from segtrain.commands.config import find_config
-from segtrain.commands.train.evaluation import evaluate_largest
-from segtrain.commands.train.setup import Prepared, device_name, make_repeatable, prepare
-from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config, load_config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
@@ -31,6 +28,9 @@ from segtrain.files import check_output, check_utf8, os_errors_as, write_output
 from segtrain.models.memory import memory_failures, training_failure
 from segtrain.models.precision import float32_products, precision_on
 from segtrain.text import printable, say
+from segtrain.trainer.evaluation import evaluate_largest
+from segtrain.trainer.setup import Prepared, device_name, make_repeatable, prepare
+from segtrain.trainer.training import Training, host_watch
 from segtrain.training.graph import EAGER_STEPS, GraphStep
 from segtrain.training.measure import (
     PARTS,

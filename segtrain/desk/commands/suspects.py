@@ -35,8 +35,8 @@ from segtrain.desk.results.suspects import (
 )
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.evaluation.settings import set_after_training
 from segtrain.files import check_output, os_errors_as, write_output
+from segtrain.inference.settings import set_after_training
 from segtrain.run.directory import SUSPECTS, named_run
 from segtrain.task.tasks import task_of
 from segtrain.text import printable

@@ -18,9 +18,6 @@ from segtrain import plugins
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import kept_checkpoints
-from segtrain.commands.train.evaluation import take_precise_statistics
-from segtrain.commands.train.setup import DATA_PATIENCE_S, make_repeatable, prepare
-from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config
 from segtrain.config.loading import given_key, parse_config
 from segtrain.config.strict_yaml import read_text
@@ -37,6 +34,9 @@ from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, say
 from segtrain.run.receipts import Receipt, read_receipts
 from segtrain.text import counted
+from segtrain.trainer.evaluation import take_precise_statistics
+from segtrain.trainer.setup import DATA_PATIENCE_S, make_repeatable, prepare
+from segtrain.trainer.training import Training, host_watch
 from segtrain.training.receipt_meter import ReceiptMeter, weights_lines
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync

@@ -9,8 +9,8 @@ import torch
 
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.data.read.dataset import SegDataset
-from segtrain.evaluation.predictor import Predictor, for_scores
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.inference.predictor import Predictor, for_scores
+from segtrain.inference.settings import InferenceSettings
 from segtrain.models.precision import to_eval_precision
 from segtrain.run.pictures import Rgb, as_rgb, error_map, overlay
 

@@ -23,7 +23,7 @@ from segtrain.config.loading import yaml_value
 from segtrain.data.read.sequences import sequences_of, show_sequences
 from segtrain.desk.results.runs import Run, differing_recipes
 from segtrain.errors import ConfigError
-from segtrain.evaluation.records import LABELLED, RIGHT, Records
+from segtrain.score.records import LABELLED, RIGHT, Records
 from segtrain.text import counted, first_of, printable, table_lines
 
 CONFIDENCE = 0.95

@@ -14,8 +14,8 @@ from segtrain.desk.results.compare import CONFIDENCE, LEAST_GROUPS, score_interv
 from segtrain.desk.results.report import Evaluated, Joined, evaluated
 from segtrain.desk.results.runs import Run
 from segtrain.errors import CheckpointError
-from segtrain.evaluation.records import Records
 from segtrain.run.division import EXPERIMENT, read_division, unit_of
+from segtrain.score.records import Records
 from segtrain.text import counted
 
 _WINDOW = re.compile(r"_y\d+_x\d+$")  # of a raster, behind the name of its file

@@ -22,17 +22,17 @@ from segtrain.desk.results.page import render
 from segtrain.desk.results.runs import Run, departures, differing, read_run
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
-from segtrain.evaluation.curves import ClassCurve
-from segtrain.evaluation.predictor import for_scores
-from segtrain.evaluation.records import LABELLED, Records, load_records, scores_csv
-from segtrain.evaluation.scoring import evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings, set_after_training
 from segtrain.files import write_atomic
+from segtrain.inference.predictor import for_scores
+from segtrain.inference.settings import InferenceSettings, set_after_training
 from segtrain.metrics import calibration_error
 from segtrain.models.precision import to_eval_precision
 from segtrain.one_vs_rest import CurveCounts, average_precision
 from segtrain.run import charts
 from segtrain.run.directory import REPORT, RESULTS
+from segtrain.score.curves import ClassCurve
+from segtrain.score.records import LABELLED, Records, load_records, scores_csv
+from segtrain.score.scoring import evaluate_dataset
 from segtrain.task.tasks import task_of
 from segtrain.text import MAX_NAME, printable, say
 

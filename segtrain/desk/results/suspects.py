@@ -26,7 +26,7 @@ from torch import Tensor
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.errors import CheckpointError
-from segtrain.evaluation.predictor import Predictor
+from segtrain.inference.predictor import Predictor
 from segtrain.run.console import ProgressBar
 from segtrain.text import first_of
 from segtrain.types import IGNORE_INDEX

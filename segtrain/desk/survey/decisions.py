@@ -38,8 +38,8 @@ from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import ConfigError, ExecutionError, refuse_unused
-from segtrain.evaluation.georaster import write_label
 from segtrain.files import os_errors_as, write_atomic
+from segtrain.predict.georaster import write_label
 from segtrain.run.pictures import (
     as_rgb,
     legend,

@@ -12,9 +12,6 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from segtrain.commands.train import save
-from segtrain.commands.train.setup import TrainRun
-from segtrain.commands.train.training import Training
 from segtrain.config import EvalConfig
 from segtrain.data.read.concurrent import IO_THREADS, prefetch
 from segtrain.data.read.dataset import SegDataset
@@ -22,21 +19,24 @@ from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
 from segtrain.errors import ConfigError
-from segtrain.evaluation.plugin_metrics import PluginMetric
-from segtrain.evaluation.predictor import Predictor, for_scores
-from segtrain.evaluation.records import Records
-from segtrain.evaluation.scoring import Sample, StoppedError, evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings, view_sizes
+from segtrain.inference.predictor import Predictor, for_scores
+from segtrain.inference.settings import InferenceSettings, view_sizes
 from segtrain.models.blocks import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import placed, precise_statistics
 from segtrain.run.console import score_text
 from segtrain.run.directory import EVALUATION, OF_EVALUATIONS
 from segtrain.run.pictures import NUM_IMAGES, as_rgb, panel, spread, to_png
+from segtrain.score.plugin_metrics import PluginMetric
+from segtrain.score.records import Records
+from segtrain.score.scoring import Sample, StoppedError, evaluate_dataset
 from segtrain.task.contract import Best, Outcome
 from segtrain.task.prediction import Prediction
 from segtrain.task.tasks import task_of
 from segtrain.text import MAX_NAME, first_of, printable
+from segtrain.trainer import save
+from segtrain.trainer.setup import TrainRun
+from segtrain.trainer.training import Training
 from segtrain.training.step_sync import LateVote
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from segtrain.commands.predict.kind import Job
-from segtrain.commands.summary import Notes
 from segtrain.data.read.find import VIDEO_SUFFIXES
 from segtrain.data.read.photos import PhotoFile
 from segtrain.errors import ConfigError, DataError, ExecutionError
-from segtrain.evaluation.video import frames_of, overlay_video
 from segtrain.files import os_errors_as
+from segtrain.predict.kind import Job
+from segtrain.predict.summary import Notes
+from segtrain.predict.video import frames_of, overlay_video
 from segtrain.run import pictures
 from segtrain.text import first_of, printable
 

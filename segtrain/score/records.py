@@ -16,8 +16,8 @@ import torch
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.sequences import sequences_of
 from segtrain.errors import DataError
-from segtrain.evaluation.settings import InferenceSettings
 from segtrain.files import os_errors_as, read_bytes, write_atomic
+from segtrain.inference.settings import InferenceSettings
 from segtrain.metrics import FINE_BINS, Scores, or_none
 from segtrain.one_vs_rest import scores_of
 from segtrain.run.directory import EVALUATION

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from segtrain.checkpoint.ready import ReadyModel
-from segtrain.commands.summary import Notes
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.georeference import geo_library, is_on_map
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile
 from segtrain.errors import DataError, ExecutionError
-from segtrain.evaluation.object_table import TableOptions
+from segtrain.predict.object_table import TableOptions
+from segtrain.predict.summary import Notes
 from segtrain.run import pictures
 from segtrain.task.contract import Task
 from segtrain.task.tasks import task_of

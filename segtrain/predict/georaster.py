@@ -14,9 +14,9 @@ from segtrain.data.read.georeference import copy_place, is_on_map
 from segtrain.data.read.image import ImageForm, ignore_missing, ignored_where, read_image
 from segtrain.data.read.image_formats import read_info
 from segtrain.errors import ConfigError
-from segtrain.evaluation.predictor import Predictor
-from segtrain.evaluation.settings import Size
 from segtrain.files import temporary
+from segtrain.inference.predictor import Predictor
+from segtrain.inference.settings import Size
 from segtrain.text import printable
 
 # The side of a block whose prediction is kept, and what is seen around it: less context would show

@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from segtrain import kernels
-from segtrain.evaluation.forward import Forward
-from segtrain.evaluation.settings import (
+from segtrain.inference.forward import Forward
+from segtrain.inference.settings import (
     BatchLimits,
     InferenceSettings,
     Size,
     view_sizes,
 )
-from segtrain.evaluation.windows import resized_tiles, slide
+from segtrain.inference.windows import resized_tiles, slide
 from segtrain.models import SegModel
 from segtrain.models.blocks import normalize
 from segtrain.models.enlarged import enlarged

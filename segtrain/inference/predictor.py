@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
-from segtrain.evaluation.forward import Forward
-from segtrain.evaluation.inference import predict_labels
-from segtrain.evaluation.settings import (
+from segtrain.inference.class_scores import predict_labels
+from segtrain.inference.forward import Forward
+from segtrain.inference.settings import (
     InferenceSettings,
     SettingsBySize,
     Size,
     batch_limits,
     fitting_pixels,
 )
-from segtrain.evaluation.transfer import Transfer
+from segtrain.inference.transfer import Transfer
 from segtrain.models.memory import memory_failures
 from segtrain.models.precision import tf32_products
 from segtrain.task.decision_rule import DecisionRule

@@ -5,9 +5,6 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from signal import SIGUSR1, Signals
 
-from segtrain.commands.train import save
-from segtrain.commands.train.evaluation import evaluate
-from segtrain.commands.train.setup import TrainRequest, TrainRun, set_up
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness, slurm
@@ -22,6 +19,9 @@ from segtrain.run import directory as run_directory
 from segtrain.run.console import completion, score_text
 from segtrain.run.receipts import Receipt, read_receipts
 from segtrain.task.tasks import task_of
+from segtrain.trainer import save
+from segtrain.trainer.evaluation import evaluate
+from segtrain.trainer.setup import TrainRequest, TrainRun, set_up
 from segtrain.training.receipt_meter import weights_lines
 
 

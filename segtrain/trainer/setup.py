@@ -20,15 +20,6 @@ from segtrain.checkpoint.format import (
 )
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
-from segtrain.commands.train.preflight import (
-    check_alike,
-    check_experiment,
-    class_uniform_lines,
-    device_lines,
-    start_lines,
-)
-from segtrain.commands.train.step_log import StepLog
-from segtrain.commands.train.training import Training, host_watch
 from segtrain.config import Config, config_to_yaml
 from segtrain.config.model import TIMM
 from segtrain.data import open_dataset
@@ -50,6 +41,15 @@ from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.run.trackers import Trackers, senders
 from segtrain.text import counted
+from segtrain.trainer.preflight import (
+    check_alike,
+    check_experiment,
+    class_uniform_lines,
+    device_lines,
+    start_lines,
+)
+from segtrain.trainer.step_log import StepLog
+from segtrain.trainer.training import Training, host_watch
 from segtrain.training.graph import GraphPlan, GraphStep, plan_graphs
 from segtrain.training.optim.optimizer import set_learning_rate
 from segtrain.training.optim.schedule import learning_rate

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from segtrain import __version__, kernels
-from segtrain.commands.train.leak import leak_warning
 from segtrain.config import Config, TrainConfig
 from segtrain.data.check.checks import quick_check
 from segtrain.data.read.classes import ClassFile
@@ -31,6 +30,7 @@ from segtrain.models.norms import describe_norm
 from segtrain.models.precision import precision_on
 from segtrain.run.directory import flat
 from segtrain.text import printable
+from segtrain.trainer.leak import leak_warning
 from segtrain.training.graph import EAGER_STEPS, GraphPlan
 from segtrain.training.optim.schedule import describe_rates
 from segtrain.training.ways import way_of

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from segtrain.checkpoint.format import Checkpoint
-from segtrain.commands.train.setup import DATA_PATIENCE_S, TrainRun
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
 from segtrain.errors import NonFiniteError
+from segtrain.trainer.setup import DATA_PATIENCE_S, TrainRun
 from segtrain.training.state import TrainState
 
 # How long a run that was asked to stop waits for the hashes of the labels before it saves.

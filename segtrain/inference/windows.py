@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from segtrain.evaluation.settings import InferenceSettings, Size, view_sizes
+from segtrain.inference.settings import InferenceSettings, Size, view_sizes
 from segtrain.task.contract import Tile
 
 Logits = Callable[[Tensor], Tensor]

@@ -7,8 +7,6 @@ import numpy as np
 import torch
 
 from segtrain.checkpoint.ready import ReadyModel
-from segtrain.commands.predict.kind import Job, noted
-from segtrain.commands.summary import Notes
 from segtrain.data.check.values import ImageValues, image_values, joined_values
 from segtrain.data.read.decode import Info
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
@@ -26,6 +24,8 @@ from segtrain.data.read.volumes import (
 )
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import temporary
+from segtrain.predict.kind import Job, noted
+from segtrain.predict.summary import Notes
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.text import printable

@@ -11,9 +11,9 @@ import numpy as np
 
 from segtrain.data.read.photos import PhotoFile
 from segtrain.errors import ConfigError, ExecutionError
-from segtrain.evaluation.objects import ImageObjects, find_objects
-from segtrain.evaluation.pixel_size import PixelGrid, grid_of, square
 from segtrain.files import check_output, os_errors_as, write_output
+from segtrain.predict.objects import ImageObjects, find_objects
+from segtrain.predict.pixel_size import PixelGrid, grid_of, square
 from segtrain.text import first_of, printable
 
 _TABLE = "image", "class", "pixels", "share", "objects", "no_value_px", "unknown_px"

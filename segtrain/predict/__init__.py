@@ -15,14 +15,14 @@ from typing import Any
 from PIL import Image
 
 from segtrain.checkpoint.ready import ReadyModel, make_ready
-from segtrain.commands.predict.kind import Job, Kind
-from segtrain.commands.summary import print_about, summarize
 from segtrain.config.loading import given_keys
 from segtrain.data.read.photos import find_images
 from segtrain.data.read.protect import check_pictures
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError
-from segtrain.evaluation.object_table import TableOptions
+from segtrain.predict.kind import Job, Kind
+from segtrain.predict.object_table import TableOptions
+from segtrain.predict.summary import print_about, summarize
 from segtrain.run import pictures
 from segtrain.task.decision_rule import rule_of
 from segtrain.task.tasks import task_of

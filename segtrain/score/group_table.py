@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from segtrain.evaluation.records import LABELLED, PREDICTED, RIGHT
 from segtrain.metrics import mean_of_present, or_none, percent
+from segtrain.score.records import LABELLED, PREDICTED, RIGHT
 from segtrain.text import counted, printable, table_lines
 
 _WORST = 5

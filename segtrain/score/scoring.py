@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from segtrain.data.read.concurrent import prefetch
 from segtrain.distributed import collectives as dist
-from segtrain.evaluation.predictor import Predictor
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings, SettingsBySize
+from segtrain.inference.predictor import Predictor
+from segtrain.inference.settings import BatchLimits, InferenceSettings, SettingsBySize
 from segtrain.one_vs_rest import CurveCounts
 from segtrain.run.console import ProgressBar, say
 from segtrain.task.contract import ImageCounts, Outcome

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.checkpoint.ready import ReadyModel
-from segtrain.commands.predict.kind import Job, check_library, noted
-from segtrain.commands.summary import Notes
 from segtrain.data.check.values import image_values, joined_values
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, form_of_file
 from segtrain.data.read.raster import raster_size, refuse_short_side
-from segtrain.evaluation.georaster import num_blocks, predict_raster
-from segtrain.evaluation.settings import Size
+from segtrain.inference.settings import Size
+from segtrain.predict.georaster import num_blocks, predict_raster
+from segtrain.predict.kind import Job, check_library, noted
+from segtrain.predict.summary import Notes
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.task.tasks import task_of

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from segtrain.checkpoint.ready import ReadyModel
-from segtrain.commands.predict.kind import Job, check_library
-from segtrain.commands.summary import Notes
 from segtrain.data.check.values import image_values
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.georeference import is_on_map
@@ -20,13 +18,15 @@ from segtrain.data.read.image import ImageForm, ignore_missing, ignored_where
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, read_photo
 from segtrain.errors import DataError, ExecutionError
-from segtrain.evaluation.georaster import write_label, write_probabilities
-from segtrain.evaluation.object_table import ObjectTables
-from segtrain.evaluation.predictor import Predictor
-from segtrain.evaluation.settings import InferenceSettings
-from segtrain.evaluation.transfer import Transfer
-from segtrain.evaluation.windows import num_windows
 from segtrain.files import os_errors_as
+from segtrain.inference.predictor import Predictor
+from segtrain.inference.settings import InferenceSettings
+from segtrain.inference.transfer import Transfer
+from segtrain.inference.windows import num_windows
+from segtrain.predict.georaster import write_label, write_probabilities
+from segtrain.predict.kind import Job, check_library
+from segtrain.predict.object_table import ObjectTables
+from segtrain.predict.summary import Notes
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.task.prediction import LabelMap

@@ -1,1 +1,0 @@
-"""From a model to predictions of one image, and to the scores of a data set."""

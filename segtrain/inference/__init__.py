@@ -1,0 +1,1 @@
+"""From a model to the prediction of one image, whole or by windows, on a device."""

@@ -1,0 +1,1 @@
+"""The scores of a data set, by image, class, group and threshold."""
