@@ -23,7 +23,7 @@ from segtrain.config import DataConfig
 from segtrain.data import open_dataset
 from segtrain.data.check.checks import check_data
 from segtrain.data.check.stats import measure
-from segtrain.data.pack import opening, reader, writer
+from segtrain.data.pack import open_pack, reader, writer
 from segtrain.data.pack.index import MANIFEST, checksum, sha256_of
 from segtrain.data.pack.reader import split_rows
 from segtrain.data.read.image import RGB
@@ -317,7 +317,7 @@ def test_copied_files_are_no_others(root, packed, monkeypatch):
     for path in root.glob("*/train/**/*.*"):
         os.utime(path, (1, 1))
     assert open_dataset(packed, "train").warnings == []
-    monkeypatch.setattr(opening, "_MAX_HASHED", 9)
+    monkeypatch.setattr(open_pack, "_MAX_HASHED", 9)
     (line,) = open_dataset(packed, "train").warnings
     assert "10 files have other times than when they were packed" in line
 

@@ -25,8 +25,6 @@ from segtrain.data.check.findings import (
 )
 from segtrain.data.check.odd_values import Finding, scaling_words
 from segtrain.data.check.scan import SplitScan, scan_label, scan_pair, scan_split
-from segtrain.data.check.stats import counts_of
-from segtrain.data.pack.opening import dataset_of, open_dataset
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch
 from segtrain.data.read.dataset import SegDataset
@@ -36,6 +34,7 @@ from segtrain.data.read.image import RGB, ImageForm, other_bands, other_sizes
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.label_formats import LabelFormat, label_format_of
 from segtrain.data.read.layouts import scan_layout
+from segtrain.data.read.opening import dataset_of, open_dataset
 from segtrain.data.read.tiles import overlapping
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
@@ -105,7 +104,7 @@ class CheckResult:
             "ok": self.ok,
             "class_file": self.class_file,
             "splits": {
-                scan.split: {"pairs": scan.num_pairs, **counts_of(scan, self.class_names)}
+                scan.split: {"pairs": scan.num_pairs, **scan.counts(self.class_names)}
                 for scan in self.scans
             },
             "findings": [vars(finding) for finding in self.findings],

@@ -9,13 +9,11 @@ from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from segtrain.data.check.values import ImageValues, image_values
-from segtrain.data.pack.index import PackedImage
-from segtrain.data.pack.opening import has_content
-from segtrain.data.pack.reader import PackedDataset, Shards, split_rows
 from segtrain.data.read.classes import ClassFile, Color
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset
@@ -147,6 +145,15 @@ class SplitScan:
         if what := other_place(image, label):
             self.places["map places"][what].append(printable(pair.label))
 
+    def counts(self, class_names: Sequence[str]) -> dict[str, Any]:
+        """The pixels, sizes and classes of the split, for JSON."""
+        counts = zip(class_names, self.pixels.tolist(), self.images.tolist(), strict=True)
+        return {
+            "ignored_pixels": self.ignored_pixels,
+            "sizes": [[*size, count] for size, count in sorted(self.sizes.items())],
+            "classes": {name: {"pixels": n, "images": m} for name, n, m in counts},
+        }
+
     def add_image(
         self,
         image: np.ndarray,
@@ -220,9 +227,11 @@ def scan_split(
     sample_size = max(_MIN_SAMPLE, _SAMPLE // len(dataset)) if measure else 0
     # This goes to the processes with their pairs, so it does not hold the data set.
     settings = {"classes": dataset.classes, "form": dataset.form, "sample_size": sample_size}
-    if isinstance(dataset, PackedDataset):
+    if dataset.is_packed:
+        from segtrain.data.check.scan_pack import scan_packed
+
         settings |= {"shards": dataset.shards, "compare": compare and dataset.source_is_there}
-        work = partial(_scan_packed, **settings)
+        work = partial(scan_packed, **settings)
         items = list(zip(dataset.images, dataset.pairs, strict=True))
     else:
         work = partial(scan_pair, **settings, labels=dataset.labels)
@@ -302,41 +311,4 @@ def scan_label(
     scan.add_counts(pair.name, counts)
     for size in image_sizes:
         scan.compare_sizes(pair, size, counts.size)
-    return scan
-
-
-def _scan_packed(
-    item: tuple[PackedImage, Pair],
-    classes: ClassFile,
-    form: ImageForm,
-    sample_size: int,
-    shards: Shards,
-    compare: bool,
-) -> SplitScan:
-    """What one image of a pack and its label hold; compare: also hash the files of both."""
-    packed, pair = item
-    scan = SplitScan("", 1, classes.num_classes)
-    if compare:
-        for path, file in zip((*pair.images, pair.label), packed.files, strict=True):
-            try:
-                if not has_content(path, file):
-                    raise DataError(
-                        "changed since it was packed; delete the pack and make it again"
-                    )
-            except DataError as error:
-                scan.add_unreadable(path, error)
-    try:
-        shards.check(packed)
-    except DataError as error:
-        scan.add_unreadable(shards.path(packed), error)
-        return scan
-    image, label = split_rows(shards.rows(packed), packed.width, form)
-    # Of the files, not of the packed rows, so that it does not depend on the decoder.
-    digest = hashlib.sha256("".join(file.sha256 for file in packed.images).encode()).digest()
-    # What the files are was checked when they were packed.
-    values = image_values(image, form, pair.name)
-    scan.add_image(image, values, digest, packed.orientation, sample_size)
-    # The slice leaves out IGNORE_INDEX, 255: there are at most 255 classes, from 0.
-    pixels = np.bincount(label.ravel(), minlength=256)[: classes.num_classes]
-    scan.add_label(pair.name, pixels, label.size)
     return scan

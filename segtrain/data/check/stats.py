@@ -12,10 +12,10 @@ from segtrain.config import DataConfig
 from segtrain.data.check.findings import refuse_errors, split_findings
 from segtrain.data.check.scan import SplitScan, scan_split
 from segtrain.data.check.values import suggested_range
-from segtrain.data.pack.opening import open_dataset
 from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.image import ImageForm, ValueRange
 from segtrain.data.read.label_formats import LabelFormat
+from segtrain.data.read.opening import open_dataset
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import printable, table_lines
@@ -118,7 +118,7 @@ class SplitStats:
             "value_range": self.value_range,
             "mean": mean,
             "std": std,
-            **counts_of(self.scan, self.class_names),
+            **self.scan.counts(self.class_names),
             **self._weights,
         }
 
@@ -204,16 +204,6 @@ def measure(
     if beta is None:
         beta = 1 - 1 / scan.pixels[scan.pixels > 0].mean()
     return SplitStats(dataset.classes.names, scan, dataset.form, beta, dataset.labels)
-
-
-def counts_of(scan: SplitScan, class_names: Sequence[str]) -> dict[str, Any]:
-    """The pixels, sizes and classes of a split, for JSON."""
-    counts = zip(class_names, scan.pixels.tolist(), scan.images.tolist(), strict=True)
-    return {
-        "ignored_pixels": scan.ignored_pixels,
-        "sizes": [[*size, count] for size, count in sorted(scan.sizes.items())],
-        "classes": {name: {"pixels": n, "images": m} for name, n, m in counts},
-    }
 
 
 def _mean_and_std(

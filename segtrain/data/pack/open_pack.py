@@ -1,6 +1,6 @@
-"""Opens a split of a data set, from its files or from a pack of them.
+"""Opens a split of a pack, and compares it with the files that it was made from.
 
-Of a pack, at each start: names and order, sizes and times. Where only the time differs, as after a
+At each start: names and order, sizes and times. Where only the time differs, as after a
 copy, the contents of a few files are compared; of many, a warning says how to compare them.
 """
 
@@ -29,13 +29,10 @@ from segtrain.data.read.classes import (
     class_file_from_json,
 )
 from segtrain.data.read.concurrent import IO_THREADS, prefetch
-from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.find import Listing, Pair, first_lines
+from segtrain.data.read.find import Pair, first_lines
 from segtrain.data.read.image import form_of
 from segtrain.data.read.label_formats import label_format_of, told_by
 from segtrain.data.read.layouts import list_split, scan_layout
-from segtrain.data.read.neighbours import with_neighbour_files
-from segtrain.data.read.raster import split_rasters
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as
 from segtrain.files.manifest import sha256_of
@@ -52,46 +49,10 @@ def has_content(path: Path, file: PackedFile) -> bool:
         return sha256_of(path) == file.sha256
 
 
-def open_dataset(data: DataConfig, split: str, *, labelled: bool = True) -> SegDataset:
-    """The images and labels of `split`, listed and complete, not yet read; of a pack if asked.
-
-    labelled: False for a split without labels; in a pack, all their pixels are ignored.
-
-    Raises:
-        ConfigError: no such class file, or it is wrong; or `data.pack` was made with others, or
-            does not hold the split.
-        DataError: no such split, no images, or files missing, all of them counted; or there is no
-            pack, it is damaged or older than its files.
-    """
-    classes = label_format_of(data.label_format).class_file(data.classes)
-    if data.pack is not None:
-        return _open_packed(data, split, classes, labelled=labelled)
-    listing = list_split(data, split, labelled=labelled)
-    return dataset_of(listing, data, split, classes, labelled=labelled)
-
-
-def dataset_of(
-    listing: Listing, data: DataConfig, split: str, classes: ClassFile, *, labelled: bool = True
-) -> SegDataset:
-    """The files of `listing` as a data set; rasters are cut into windows."""
-    # Before neighbours, which are refused for windows.
-    pairs = split_rasters(listing.pairs, data, labelled=labelled)
-    pairs = with_neighbour_files(pairs, data.neighbours) if data.neighbours else pairs
-    return SegDataset(
-        pairs,
-        classes,
-        split=split,
-        form=form_of(data, pairs),
-        label_format=data.label_format,
-        warnings=listing.notes,
-        may_exclude=split == data.train_split,
-        labelled=labelled,
-    )
-
-
-def _open_packed(
+def open_packed(
     data: DataConfig, split: str, classes: ClassFile, *, labelled: bool
 ) -> PackedDataset:
+    """The images and labels of a split; see `data.read.opening.open_dataset`."""
     place = os.path.expanduser(data.pack)
     pack, sha256 = read_pack(place)
     packed = pack.splits.get(split)
