@@ -142,14 +142,16 @@ def _sets_by_form(
             continue
         if are_binary(by_image) and _are_named_by_class(by_image):
             # masks/s01/liver.png is of masks/liver.png
-            sets |= _grouped(by_image, lambda _, x, form=form: form.replace("*", _stem(x)))
+            parts = _grouped(by_image, lambda _, x, form=form: form.replace("*", _stem(x)))
         # 0a1b/masks/*.png beside 0a1b/images/0a1b.png: objects, which stay together.
         elif are_binary(by_image) and _have_own_folders(by_image):
             continue
         else:
             # By the whole pattern without splits: `_form` has kept one folder only.
-            sets |= _grouped(by_image, lambda _, label: file_names.form_of(pattern_of[label]))
+            parts = _grouped(by_image, lambda _, label: file_names.form_of(pattern_of[label]))
+        # One of the parts may have the name of the whole: labels/ beside instances/labels/.
         del sets[form]
+        sets |= parts
     for form, by_image in list(sets.items()):
         if not _several(by_image) or (are_binary(by_image) and _have_one_folder(by_image)):
             continue
