@@ -1,16 +1,19 @@
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
+import tifffile
 import torch
 from experiments import last, refusal, small, train, write_config, write_data
 
 from segtrain.config import AugmentConfig, DataConfig
 from segtrain.data import open_dataset
+from segtrain.data.read.find import Window
 from segtrain.data.sample import centroids as measuring
 from segtrain.data.sample.centroids import Centroids, label_centroids, measure_centroids
 from segtrain.data.sample.geometry import resample_label
@@ -221,6 +224,26 @@ def test_what_is_known_is_not_measured_again_unless_the_label_has_changed(
     np.testing.assert_array_equal(changed, table(own_data, tmp_path / "other.json"))
     table(own_data, path, tile_px=16)
     assert len(measured) == 6 + 5 + 5
+
+
+def test_windows_of_one_class_are_known_by_their_shapes(tmp_path, monkeypatch):
+    """Their bytes are equal: 80 of one class are 10x8 and 8x10."""
+    (tmp_path / "images/train").mkdir(parents=True)
+    (tmp_path / "labels/train").mkdir(parents=True)
+    tifffile.imwrite(tmp_path / "images/train/a.tif", np.zeros((18, 18, 3), np.uint8))
+    tifffile.imwrite(tmp_path / "labels/train/a.tif", np.zeros((18, 18), np.uint8))
+    (tmp_path / "classes.yaml").write_text("classes: [sea, land]\n")
+    data = DataConfig(
+        layout="folders", root=str(tmp_path), classes=str(tmp_path / "classes.yaml"), channels=3
+    )
+    dataset = open_dataset(data, "train")
+    pair = dataset.pairs[0]
+    windows = Window(0, 0, 10, 8), Window(0, 8, 8, 10)
+    dataset = replace(dataset, pairs=[pair._replace(window=window) for window in windows])
+    how = {"device": CPU, "keep": lambda _: True}
+    first, again = (measure_centroids(dataset, 32, tmp_path / "c.json", **how) for _ in range(2))
+    assert first.table.tolist() == [[0, 0, 4, 3], [0, 1, 3, 4]]
+    np.testing.assert_array_equal(again.table, first.table)
 
 
 def test_a_file_that_is_damaged_or_of_other_classes_is_not_believed(own_data, tmp_path):

@@ -159,7 +159,9 @@ def _measure(
     dataset: SegDataset, tile_px: int, known: Measured, index: int
 ) -> tuple[str, list[int]]:
     label = dataset.hashed_label(index)
-    digest = label.digest.hex()
+    digest, window = label.digest.hex(), dataset.pairs[index].window
+    # The pixels of windows are hashed: those of 800x200 px of one class are those of 200x800.
+    digest += f" {window.height}x{window.width}" if window else ""
     # A label without classes is known by an empty list.
     numbers = known[digest] if digest in known else label_centroids(label.read(), tile_px)
     return digest, numbers
