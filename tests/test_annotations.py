@@ -706,6 +706,45 @@ def test_several_formats_and_no_format_are_refused(tmp_path):
         read_annotations([tmp_path])
 
 
+def test_a_key_in_the_middle_of_a_large_file_tells_the_format(tmp_path):
+    """COCO with the images between annotations and categories, each longer than what is read."""
+    image(tmp_path / "a.png")
+    coco(tmp_path)
+    file = tmp_path / "annotations.json"
+    whole = json.loads(file.read_text())
+    rest = {"note": ["-" * 40] * 4000}
+    middle = {**rest, **whole, "licence": ["=" * 40] * 4000}
+    file.write_text(json.dumps(middle))
+    assert detect(tmp_path) == {"COCO": [file]}
+
+
+def test_the_background_has_one_name_whatever_blanks_are_around_it(tmp_path):
+    image(tmp_path / "a.png")
+    shapes = [{"label": x, "points": p} for x, p in (("bar", BAR), ("background ", ELL))]
+    labelme(tmp_path, shapes=shapes, imageHeight=None, imageWidth=None)
+    found, labels = read(tmp_path, overlap="order")
+    assert found.classes == ("background ", "bar")
+    assert np.array_equal(labels["a.png"] == 1, MASKS["bar"] & ~MASKS["ell"])
+
+
+@pytest.mark.parametrize(
+    ("here", "sources"),
+    [("annotations", ["."]), ("", ["annotations/a.json", "{}/annotations/b.json"])],
+)
+def test_the_folder_of_the_images_is_found_from_wherever_one_stands(
+    tmp_path, monkeypatch, here, sources
+):
+    (tmp_path / "annotations").mkdir()
+    for name in "ab":
+        image(tmp_path / f"{name}.png")
+        coco(tmp_path, f"{name}.png")
+        (tmp_path / "annotations.json").rename(tmp_path / f"annotations/{name}.json")
+    monkeypatch.chdir(tmp_path / here)
+    found = read_annotations([Path(source.format(tmp_path)) for source in sources])
+    assert [x.name for x in found.images] == ["a.png", "b.png"]
+    assert found.folder.resolve() == tmp_path
+
+
 def test_packed_run_lengths_are_those_of_pycocotools_or_refused():
     """Every text that passes fills its size; damage never passes unseen."""
     rng = np.random.default_rng(9)

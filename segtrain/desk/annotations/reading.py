@@ -3,6 +3,7 @@
 To add a format, write a module with a `read` as in `coco`, and enter it in `FORMATS`.
 """
 
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -171,6 +172,15 @@ def _format_of(path: Path) -> str | None:
         file.seek(max(len(text), path.stat().st_size - _SNIFFED_BYTES))
         # Some editors begin UTF-8 with a mark.
         text = text.removeprefix(b"\xef\xbb\xbf") + file.read(_SNIFFED_BYTES)
+        kind = _first_match(kinds, text)
+        if kind is None and len(text) >= 2 * _SNIFFED_BYTES:
+            # Others write it in the middle, as COCO's images between annotations and categories.
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+                kind = _first_match(kinds, whole)
+    return kind
+
+
+def _first_match(kinds: Sequence[str], text: bytes | mmap.mmap) -> str | None:
     return next((k for k in kinds if re.match(FORMATS[k].pattern, text, re.DOTALL)), None)
 
 
@@ -276,9 +286,22 @@ def _read_files(
 def _image_folder(sources: Sequence[Path]) -> Path:
     """Where the images of `sources` are searched if the user does not say: above all of them."""
     folders = [source if source.is_dir() else source.parent for source in sources]
+    # `.` and `..` do not end with the name of their folder, and no path is above one of each kind.
+    if len({x.is_absolute() for x in folders}) > 1 or any(x.name in ("", "..") for x in folders):
+        folders = [Path(os.path.abspath(x)) for x in folders]
     # COCO's files lie in a folder `annotations` beside those of the images, Supervisely's in `ann`.
     folders = [x.parent if x.name in ("annotations", "ann") else x for x in folders]
     return folders[0] if len({*folders}) == 1 else Path(os.path.commonpath(folders))
+
+
+def _key(name: str) -> str:
+    """What names of one class have in common; `_background_`, as LabelMe has it, is the background.
+
+    >>> _key("Traffic  light"), _key(" _Background_ ")
+    ('traffic light', 'background')
+    """
+    key = " ".join(name.split()).casefold()
+    return BACKGROUND if key.strip("_") == BACKGROUND else key
 
 
 def _classes(
@@ -305,15 +328,15 @@ def _classes(
             if name in used:
                 findings.note(f"class {name!r}", "ignored, as its name says")
             continue
-        # `_background_`, as LabelMe has it, is the background.
-        key = " ".join(name.split()).casefold()
-        key = BACKGROUND if key.strip("_") == BACKGROUND else key
-        classes[name] = first.setdefault(key, name)
+        classes[name] = first.setdefault(_key(name), name)
         if classes[name] != name:
             findings.note(f"{name!r} and {classes[name]!r}", "taken as one class")
-    background = next((x for x in classes if x.casefold().strip("_") == BACKGROUND), BACKGROUND)
+    background = next((name for name in classes if _key(name) == BACKGROUND), BACKGROUND)
     classes = {background: classes.get(background, background)} | classes
-    if (count := len({*classes.values()} - {IGNORED})) > MAX_CLASSES:
+    kept = {*classes.values()} - {IGNORED}
+    # What --names leaves out is no class, or is refused later.
+    count = len(kept.intersection((*first_names, classes[background])) if first_names else kept)
+    if count > MAX_CLASSES:
         findings.refuse(f"{count} classes", f"at most {MAX_CLASSES} can be trained")
     return classes
 
