@@ -115,21 +115,25 @@ def _counts(edges: list[list[int]], class_ids: ClassIds, num_classes: int) -> np
     return counts
 
 
-def best_span(counts: np.ndarray, width: int, gap: int) -> tuple[tuple[int, int, float], int]:
+def best_span(counts: np.ndarray, width: int, gap: int) -> tuple[tuple[float, ...], int]:
     """Where to evaluate: the first of `width` neighbours, with its cost.
 
-    No class is lost to the training, then all are evaluated, then the span is most like the whole.
+    No class is lost to the training, then all are evaluated, then no side is a thin strip, then the
+    span is most like the whole.
 
     counts: pixels of each class along an axis, (N, K). gap: what is left out on both sides.
     """
     every = counts.sum(0)
 
-    def cost(first: int) -> tuple[int, int, float]:
+    def cost(first: int) -> tuple[float, ...]:
         # A tuple, so that a class lost to training outweighs all else.
         trained, evaluated = sides(counts, first, width, gap)
+        # Windows are drawn equally often: strips narrower than a crop would get too large a part.
+        rest = first - gap, len(counts) - first - width - gap
+        thin = sum(0 < cells < max(2, width // 2) for cells in rest)
         lost, unseen = (int(((every > 0) & (x == 0)).sum()) for x in (trained, evaluated))
         unlike = evaluated / max(1, every.sum()) - every / max(1, every.sum()) * width / len(counts)
-        return lost, unseen, float(np.abs(unlike).sum())
+        return lost, unseen, thin, float(np.abs(unlike).sum())
 
     return min((cost(first), first) for first in range(len(counts) - width + 1))
 
