@@ -1,4 +1,4 @@
-"""The few tuples that travel between modules."""
+"""What travels between modules, and tables of choices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
     """What the loader yields: the part of one batch that belongs to this rank.
 
     images: (N, C, H, W) as stored: uint8 RGB, or what the data set has (`ImageForm`).
-    labels: (N, H, W) uint8, train ids or IGNORE_INDEX.
+    labels: (N, H, W) uint8, train ids or IGNORE_INDEX; of other tasks what their `Targets` read.
     names: N image names, for messages; "a + b" if a sample is made of two images.
     made_s: seconds that one process took to make it.
     pixels: the sum of `hash_pixels` of its samples, for receipts; None: not taken.

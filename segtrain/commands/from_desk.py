@@ -1,7 +1,7 @@
 """What `segtrain train` has done at the desk: the only names of the desk in the core.
 
-Each is imported when it is asked for. Where the desk was deleted a line says what is missing, and
-training goes on without a page.
+Each is imported when it is asked for. Where the desk was deleted, a folder, --finish and --fit end
+with a line that says what is missing; a run ends without its page.
 """
 
 import argparse

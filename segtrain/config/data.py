@@ -119,7 +119,8 @@ class DataConfig(Section):
         if self.neighbours and self.pack is not None:
             yield "neighbours: a pack has none; pack: null reads the files"
         for key, values in (("mean", self.mean), ("std", self.std)):
-            # Left out, they may be missing: `data stats` finds them with such a config.
+            # The defaults may have another length: `data stats` loads such a config, and finds
+            # them. Training refuses it later (`wrong_units`).
             if key in self.model_fields_set and len(values) != self.channels:
                 yield f"{key}: {len(values)} numbers, data.channels is {self.channels}"
 
@@ -136,7 +137,7 @@ class ExtraTransform(Section):
 
 
 class AugmentConfig(Section):
-    """Random changes of the training images, in the order they happen: geometry, then the crop."""
+    """Random changes of the training images: geometry first, then the pixels of the crop."""
 
     crop_size: Size = option((512, 512), "height and width of a training crop")
     scale_range: tuple[Scale, Scale] = option(
@@ -152,7 +153,8 @@ class AugmentConfig(Section):
         "as of satellites or cells; the crop is turned, so it keeps its crop_size",
     )
     max_class_share: Annotated[float, Field(gt=0, le=1)] = option(
-        1.0, "draw the crop again while one class covers more; mmsegmentation uses 0.75"
+        1.0,
+        "draw the crop anew, up to 10 times, while one class covers more; mmsegmentation has 0.75",
     )
     class_mix_prob: Fraction = option(
         0.0,

@@ -64,8 +64,7 @@ class PlainBackbone(nn.Module):
 def _measured(network: nn.Module, model: ModelConfig) -> tuple[list[int], list[int], int, bool]:
     """Strides and channels of the maps, which one is of stride 4, and whether sizes round up."""
     try:
-        # On the meta device nothing is computed: it tells shapes alone, and the network stays as it
-        # is.
+        # A copy, so that the network stays as it is; the meta device computes shapes alone.
         shapes = copy.deepcopy(network).to("meta", torch.float32).eval()
         with torch.no_grad():
             even, odd = (

@@ -42,7 +42,7 @@ class Videos:
             if shared := [name for name in job.names if name.startswith(f"{source.name}/")]:
                 what = f"{printable(source.name)} is a video, and {first_of(shared, 1)} an image"
                 raise ConfigError(f"--frames: {what}; predict them into two directories")
-            # Frames of an earlier, longer video would stay among the new ones.
+            # `predict` deletes the frames of an earlier video: with --overwrite alone.
             if (old := _old_frames(job, source)) and not job.overwrite:
                 repair = "choose another directory or pass --overwrite"
                 raise ConfigError(f"--output {first_of(old, 1)}: exists already; {repair}")

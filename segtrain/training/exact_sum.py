@@ -161,7 +161,8 @@ class ExactGradientSum:
             compare_ranks(with_grad)
             self._used = with_grad
         if with_grad != self._used:
-            self._largest.fill_(torch.inf)  # only this rank sees it; NaN stops all ranks
+            # Only this rank sees it; NaN stops all ranks, but in float16, as an overflow.
+            self._largest.fill_(torch.inf)
         self._sender.finish()
         # NaN compares as not smaller.
         largest = torch.where(self._largest < _INFINITE, self._largest, torch.inf)

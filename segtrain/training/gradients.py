@@ -84,8 +84,9 @@ class GradientSum:
         if self._used is None:
             compare_ranks(found)
             self._used = found
-        # Only this rank sees the mismatch; NaN in the last bucket stops all ranks. The error comes
-        # after the sums, for which the other ranks wait.
+        # Only this rank sees the mismatch; NaN in the last bucket stops all ranks, but in
+        # float16, which takes it for an overflow. The error comes after the sums, for which the
+        # other ranks wait.
         sender.finish(spoil=found != self._used)
         compare_steps(found, self._used)
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class RankPasses:
-    """One of these ways.
+    """How this rank runs forward and backward over its images of a microbatch.
 
     sums: how the parts of all ranks are added up. gradients: sums those of a step.
     followed: what runs, whose running statistics follow the batches.
@@ -29,7 +29,7 @@ class RankPasses:
     """
 
     promises_bits = False  # the same on any number of ranks
-    by_kernels = True  # where those of Triton are
+    by_kernels = True  # whether Triton's kernels may compute a step
     sums: RankSums = RANKS
     at_once = 1
 
@@ -74,9 +74,9 @@ class RankPasses:
         return group.run([lambda part=part: work(self._wrapped, part) for part in parts])
 
     def kept(self, device: torch.device) -> AbstractContextManager[object]:
-        """Around the passes of a part: where what its backward pass needs waits for it.
+        """Around the passes of one part: tensors saved for its backward pass stay on the host.
 
-        Virtual ranks save memory, so on the host.
+        Virtual ranks save memory: the device holds those of one part alone.
         """
         return saved_on_host(device, self._model.parameters())
 

@@ -51,7 +51,7 @@ class SharePasses(RankPasses):
 
     @property
     def images(self) -> Sequence[Sequence[int]]:
-        """Of each share."""
+        """For each rank, the images of each of its shares."""
         return self._layout.everywhere
 
     @staticmethod
@@ -74,11 +74,11 @@ class SharePasses(RankPasses):
         return self.sums.run([lambda pair=pair: work(*pair) for pair in pairs])
 
     def kept(self, device: torch.device) -> AbstractContextManager[object]:
-        """On the device."""
+        """What is saved stays on the device: shares are for equal bits, not for memory."""
         return nullcontext()
 
     def cut(self, tensor: Tensor, microbatch: int) -> list[Tensor]:
-        """By shares."""
+        """This rank's images of a microbatch, a tensor for each of its shares."""
         return list(tensor.split(self._layout.sizes(microbatch, dist.rank())))
 
     batch = cut
@@ -112,6 +112,7 @@ class SharePasses(RankPasses):
         findings = []
         if others:
             findings.append(f"ranks {', '.join(others)} compute other bits than rank 0")
-        if saved and saved.get("arithmetic") != digits[0]:
+        if saved and saved.get("arithmetic") not in (None, digits[0]):
             findings.append("this machine computes other bits than the one that trained")
-        return [f"{finding} (other processor, device or version)" for finding in findings]
+        why = "other processor, device, precision or version"
+        return [f"{finding} ({why})" for finding in findings]

@@ -235,6 +235,6 @@ def _valid_pixels(state: TrainState, labels: Sequence[Tensor]) -> Tensor:
         return torch.stack([criterion.label_weight(criterion.labels(each)) for each in stored])
 
     passes = state.passes
-    # Of each part, its labels in all microbatches.
+    # By microbatch, then by part; zip gives each part its labels of all microbatches.
     cut = [passes.cut(each, i) for i, each in enumerate(labels)]
     return passes.sums.sum([weights(part) for part in zip(*cut, strict=True)])

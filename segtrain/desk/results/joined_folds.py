@@ -51,6 +51,7 @@ def join_folds(
     what = f"{len(results)} folds by {division.by}"
     records = Records.joined([result.records for result in results], split=what, folds=what)
     interval = score_interval(records, [groups[name] for name in records.names])
+    num_images = sum(len(fold.images) for fold in division.folds)
     unit = unit_of(division.by, [x for fold in division.folds for x in fold.images.values()])
     units = counted(len(set(groups.values())), unit, f"{unit}s")
     value, low, high = (f"{100 * x:.2f}" for x in interval)
@@ -60,7 +61,7 @@ def join_folds(
     scores = [100 * result.records.scores.mean_iou for result in results]
     spread = f"mean {mean(scores):.2f}, standard deviation {stdev(scores):.2f}"
     words = [
-        f"mIoU       {value} of all {len(groups)} images, each by the model that has not seen it",
+        f"mIoU       {value} of all {num_images} images, each by the model that has not seen it",
         f"interval   {bounds}",
         f"folds      {', '.join(f'{score:.2f}' for score in scores)}: {spread}",
     ]
