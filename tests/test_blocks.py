@@ -13,6 +13,7 @@ from segtrain.config import DataConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.check.checks import check_data
 from segtrain.data.read.lists import list_pairs, list_text
+from segtrain.desk.survey.one_picture import best_span
 from segtrain.errors import DataError
 
 SIZE = 480, 1600
@@ -138,6 +139,15 @@ def test_init_divides_one_picture_by_a_strip_with_gaps(tmp_path, capsys):
     assert sum(areas) > 0.94
     assert cli.main(["data", "check", str(tmp_path / "mine")]) == 0
     assert "fine; no warnings" in capsys.readouterr().out
+
+
+def test_no_side_of_the_strip_that_is_evaluated_is_thinner_than_a_crop():
+    """40 cells, of which 8 are evaluated and one on each side is left out."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        (lost, *_), first = best_span(rng.integers(1, 50, (40, 3)), 8, 1)
+        assert lost == 0
+        assert [cells for cells in (first - 1, 40 - first - 8 - 1) if 0 < cells < 4] == []
 
 
 @pytest.mark.parametrize("places", [(800,), (100, 1400)])
