@@ -110,6 +110,7 @@ def write_experiment(
         recipe,
         splits,
     )
+    from segtrain.desk.survey.balance import balance
     from segtrain.desk.survey.class_ids import class_ids_by_window
     from segtrain.desk.survey.survey import survey
 
@@ -148,6 +149,7 @@ def write_experiment(
         pixels = recipe.choose_pixels(surveyed, images, given, machine, seen)
         options = recipe.choose_options(split, chosen, pixels, machine)
         plan = decisions.Decisions(surveyed, labels, chosen, split, options)
+        print(printable(f"files      {balance(surveyed, labels, split).line()}"))
         for line in _lines(plan, machine, given.missing):
             print(printable(line))
         for warning in decisions.write(plan, output, _command(folder, answers), jobs=jobs):

@@ -8,7 +8,7 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from segtrain.data.read import image_formats
@@ -52,6 +52,12 @@ class Survey:
     pair_source: str  # the tables that say which label is whose; "" if names do
     annotations: Mapping[str, tuple[Path, ...]]  # files by format
     notes: tuple[str, ...]  # what is odd about the folder, and what is not used
+    # For the balance: all pictures and other files, lists that are used, and pictures that are left
+    # out before anything is decided, by the reason.
+    pictures: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def survey(
@@ -90,6 +96,7 @@ def survey(
     images = with_headers(folder, image_names, matches, listed, notes)
     # Images that cannot be read are left out, and their labels with them.
     there = {image.path for image in images}
+    left_out = _left_out(names, roles, images, matches)
     kept = {path: files for path, files in matches.labels.items() if path in there}
     matches = matches._replace(labels=kept)
     facts = facts_of(folder, images, notes)
@@ -120,7 +127,33 @@ def survey(
         pair_source=pair_source,
         annotations={kind: tuple(files) for kind, files in detect(folder).items()},
         notes=tuple(notes),
+        pictures=tuple(pictures),
+        others=tuple(others),
+        lists=tuple(x for x in lists if x in f"{split_source}, {pair_source}".split(", ")),
+        left_out=left_out,
     )
+
+
+def _left_out(
+    names: Sequence[FileName],
+    roles: Mapping[str, str],
+    images: Sequence[Image],
+    matches: Matches,
+) -> dict[str, list[str]]:
+    """The pictures that are not used whatever is decided, by the reason."""
+    there = {image.path for image in images}
+    kept = {file for image in images for file in image.files}
+    seconds = [x for first, bands in matches.bands.items() if first in there for x in bands]
+    of_images = [name.path for name in names if roles[name.pattern] == "image"]
+    labels_of_lost = (files for image, files in matches.labels.items() if image not in there)
+    return {
+        "labels without an image": matches.alone,
+        "labels that fit several images": matches.unclear,
+        "previews": [name.path for name in names if roles[name.pattern] == "made"],
+        "further pictures of one label": [path for path in seconds if path not in kept],
+        "images that cannot be read": [path for path in of_images if path not in kept],
+        "labels of images that cannot be read": [x for files in labels_of_lost for x in files],
+    }
 
 
 def _note_pictures(
