@@ -109,6 +109,8 @@ class Found(Outcome):
 
 @task("heights")
 class Heights(Task):
+    best_scores = ("closeness",)
+
     def for_loss(self, stored):
         return stored
 
@@ -251,6 +253,26 @@ def test_a_metric_may_choose_the_best_and_the_run_is_read_without_it(heights, la
     assert losses(run, "eval/score") == losses(run, "metric/spread/x")
     with forgetting():
         lab.done("predict", run, data / "images/val", "--output", lab.folder / "out", *plugin)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "best", "said"),
+    [
+        ("", "", "mae", "heights/mae: the highest must be the best; expected one of heights/cl"),
+        ('best_scores = ("closeness",)', "", "closeness", "the task names none (best_scores)"),
+        # As of labels (H, W, 1) and predictions (H, W): their difference would be (H, H, W).
+        ("tile[0].float() for", "tile.float() for", "closeness", "predicts (1, 44, 60) where"),
+    ],
+)
+def test_what_would_choose_or_count_wrong_is_refused(heights, lab, before, after, best, said):
+    """At the start, and at the first evaluation."""
+    config, _ = heights
+    file = lab.folder / "heights.py"
+    file.write_text(file.read_text().replace(before, after) if before else file.read_text())
+    few = "--set", "train.steps=1", "--set", f"eval.best=heights/{best}"
+    outcome = lab.command("train", config, *few, "--nproc", 1, "--output", lab.folder / "run")
+    assert outcome.code == 2
+    assert said in outcome.err
 
 
 def test_what_moves_numbers_is_refused_for_vectors(heights, lab):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from segtrain.data.read.concurrent import prefetch
 from segtrain.distributed import collectives as dist
+from segtrain.errors import ConfigError
 from segtrain.inference.predictor import Predictor
 from segtrain.inference.settings import BatchLimits, InferenceSettings, SettingsBySize
 from segtrain.one_vs_rest import CurveCounts
@@ -223,6 +224,12 @@ class _Images:
     def _count(self, predicted: _Predicted) -> _Predicted:
         group, maps = predicted
         for decoded, label_map in zip(group, maps, strict=True):
+            # Subtracted from each other, (H, W) and (H, W, 1) would be (H, H, W), and no error.
+            if label_map.label.shape != decoded.label.shape:
+                shapes = [tuple(x.shape) for x in (label_map.label, decoded.label)]
+                what = f"predicts {shapes[0]} where the label is {shapes[1]}"
+                name = self.predictor.settings.usual.task
+                raise ConfigError(f"task {name}: {what}; see Decoding.bands")
             self.counts.add(
                 decoded.index, label_map, self.predictor.transfer.to_device(decoded.label)
             )

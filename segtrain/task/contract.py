@@ -19,6 +19,7 @@ from segtrain.task.decision_rule import DecisionRule
 from segtrain.task.prediction import LabelMap
 from segtrain.task.score_table import InstanceCounts
 from segtrain.task.targets import Targets
+from segtrain.text import MAX_NAME, first_of, printable
 
 Tile = tuple[slice, Tensor]
 """Some rows of an image, and their scores (K, rows, w)."""
@@ -104,8 +105,7 @@ class Outcome(ABC):
     def scalars(self, names: Sequence[str]) -> dict[str, float]:
         """The scores by their tags in TensorBoard and metrics.jsonl.
 
-        A task of a plugin has tags `metric/TASK/SCORE`, of which `eval.best` names one, and the
-        highest is the best.
+        A task of a plugin has tags `metric/TASK/SCORE`; `eval.best` names one of its `best_scores`.
         """
 
     @abstractmethod
@@ -177,11 +177,24 @@ class Task(Targets):
 
     has_classes: whether its scores are those of classes, image by image: then it has `matrix`,
         `option_of` and `Outcome.by_image`, too.
+    best_scores: the scores of which the highest is the best; `eval.best` names one: NAME/SCORE.
+        An error is none of them: its worst checkpoint would be kept.
     refuses_rules: why no `DecisionRule` goes with it, and what does; empty: one may.
     """
 
     has_classes = False
+    best_scores: tuple[str, ...] = ()
     refuses_rules = ""
+
+    def check_best(self, by: EvalConfig) -> None:
+        """ConfigError: `eval.best` names no score of which the highest is the best."""
+        name, _, score = str(by.best).partition("/")
+        if self.has_classes or name != self.name or score in self.best_scores:
+            return
+        known = first_of(f"{self.name}/{known}" for known in self.best_scores)
+        what = f"expected one of {known}" if known else "the task names none (best_scores)"
+        text = printable(str(by.best), MAX_NAME)
+        raise ConfigError(f"eval.best: {text}: the highest must be the best; {what}")
 
     def check_classes(self, what: str) -> None:
         """ConfigError: `what` is about classes, and there are none."""

@@ -104,7 +104,8 @@ def _chosen_score(
     if by.best_tag not in scalars:
         tags = (tag.partition("/") for tag in scalars)
         known = first_of(name for kind, _, name in tags if kind == "metric")
-        what = f"no score {printable(by.best, MAX_NAME)} was found, only {known}"
+        others = f"{first_of(scalars)}, whose tags are not metric/{by.best_metric}/SCORE"
+        what = f"no score {printable(by.best, MAX_NAME)} was found, only {known or others}"
         raise ConfigError(f"eval.best: {what}")
     score = scalars[by.best_tag]
     return Best(by.best_name, score if math.isfinite(score) else math.nan)

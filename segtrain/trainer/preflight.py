@@ -29,6 +29,7 @@ from segtrain.models.memory import training_finding, window_finding
 from segtrain.models.norms import describe_norm
 from segtrain.models.precision import precision_on
 from segtrain.run.directory import flat
+from segtrain.task.tasks import task_of
 from segtrain.text import printable
 from segtrain.trainer.leak import leak_warning
 from segtrain.training.graph import EAGER_STEPS, GraphPlan
@@ -86,6 +87,7 @@ def check_experiment(
     findings += config.eval.unknown_classes(train_set.classes.names)
     if findings:
         raise ConfigError("\n".join(findings))
+    task_of(config.task).check_best(config.eval)
     # 2. Each machine has its own memory.
     here = (
         _device_memory_finding(config, num_classes, device),
