@@ -21,7 +21,7 @@ from segtrain.commands.launch import interpreter
 from segtrain.commands.run_target import resolve_run
 from segtrain.config import Config, config_to_yaml
 from segtrain.config.loading import override_config
-from segtrain.data.check.odd_values import photo_findings
+from segtrain.data.check.image_findings import photo_findings
 from segtrain.data.check.values import image_values
 from segtrain.data.read.image import form_of, ignore_missing, ignored_where, set_dtype
 from segtrain.distributed import signals

@@ -12,7 +12,7 @@ from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.check.checks import check_data
-from segtrain.data.check.odd_values import find_darkness
+from segtrain.data.check.image_findings import find_darkness
 from segtrain.data.check.values import image_values
 from segtrain.data.read.find import Window
 from segtrain.data.read.image import ImageForm, read_image

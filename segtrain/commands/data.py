@@ -26,7 +26,7 @@ def check(args: argparse.Namespace) -> int:
     if wrong := wrong_units(config):
         raise ConfigError("\n".join(wrong))
     from segtrain.data.check.checks import CheckResult, check_data
-    from segtrain.data.check.odd_values import Finding
+    from segtrain.data.check.finding import Finding
     from segtrain.data.sample.photometric import extra_transforms
 
     def find() -> CheckResult:

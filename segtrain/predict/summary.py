@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from segtrain.checkpoint.ready import ReadyModel
 from segtrain.data.check.channels import channel_findings
-from segtrain.data.check.odd_values import photo_findings
+from segtrain.data.check.image_findings import photo_findings
 from segtrain.data.check.values import ImageValues
 from segtrain.data.read.find import first_lines
 from segtrain.errors import DataError

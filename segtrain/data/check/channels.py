@@ -11,7 +11,8 @@ from functools import partial
 import numpy as np
 from pydantic import ConfigDict, FiniteFloat, TypeAdapter
 
-from segtrain.data.check.odd_values import Finding, scaling_words
+from segtrain.data.check.finding import Finding
+from segtrain.data.check.image_findings import scaling_words
 from segtrain.data.check.values import ImageValues, image_values
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.dataset import SegDataset

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from segtrain.config import DataConfig
+from segtrain.data.check.finding import Finding
 from segtrain.data.check.findings import (
     ONE_SPLIT,
     both_splits,
@@ -23,7 +24,7 @@ from segtrain.data.check.findings import (
     shared_image_findings,
     split_findings,
 )
-from segtrain.data.check.odd_values import Finding, scaling_words
+from segtrain.data.check.image_findings import scaling_words
 from segtrain.data.check.scan import SplitScan, scan_label, scan_pair, scan_split
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import IO_THREADS, num_processes, prefetch

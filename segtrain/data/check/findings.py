@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from segtrain.data.check.odd_values import Finding, scaling_words, value_findings
+from segtrain.data.check.finding import Finding
+from segtrain.data.check.image_findings import scaling_words, value_findings
 from segtrain.data.check.scan import Palette, SplitScan
 from segtrain.data.read.classes import ClassFile, Color
 from segtrain.data.read.georeference import SAME_EXTENT

@@ -1,20 +1,17 @@
-"""What is odd about the values of images, and how a finding about a data set is said."""
+"""What is odd about the values of images."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from segtrain.data.check.finding import Finding
 from segtrain.data.check.values import ImageValues
 from segtrain.data.read.decode import Scaling
-from segtrain.data.read.find import indented
 from segtrain.data.read.image import ValueRange
 from segtrain.errors import DataError
 from segtrain.text import counted, first_of
 
-_MAX_NAMES = 3
 # In units of 0..255. A sensor's 14 bits in 16 reach 63, its 12 bits reach 15.
 _DARK_16_BIT = 64
 _DARK = 16
@@ -28,36 +25,6 @@ _MOSTLY_OUTSIDE = 0.1
 _FEW_WHITE = 0.001
 # Fewer images may have the same least and largest values by chance.
 _MIN_STRETCHED = 8
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong ("error") or odd ("warning"), and the places where it occurs.
-
-    split: empty if it is about both splits. kind: a short name, for programs.
-    places: the files, or names of images, by what is found there; "" if the text says it. No names
-        where what is found names its file itself.
-    """
-
-    severity: Literal["error", "warning"]
-    split: str
-    kind: str
-    text: str
-    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def lines(self) -> list[str]:
-        """Its text; below, what is found, a line each, with its first files.
-
-        If only one thing is found, it stands on the line of the text.
-        """
-        text = f"split {self.split!r}: {self.text}" if self.split else self.text
-        facts = [
-            ": ".join(filter(None, (what, first_of(names, _MAX_NAMES))))
-            for what, names in self.places.items()
-        ]
-        if len(facts) == 1:
-            return [f"{text}: {facts[0]}"]
-        return [text, *indented(facts)]
 
 
 def find_darkness(images: Sequence[ImageValues], split: str = "") -> Finding | None:
