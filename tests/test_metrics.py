@@ -113,7 +113,7 @@ BYTES = torch.tensor([[0, 1]], dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("pred", "label", "message"),
     [
-        (BYTES * 3, BYTES, r"pred: expected 0 to 2, found \[3\]"),
+        (BYTES + 2, BYTES, r"pred: expected 0 to 2, found \[3\]"),
         (BYTES, BYTES * 7, r"label: expected 0 to 2, found \[7\]"),
         (BYTES * IGNORE_INDEX, BYTES, r"pred: expected 0 to 2, found \[255\]"),
         (BYTES, BYTES.T, r"pred \(1, 2\) .*, label \(2, 1\)"),
