@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from itertools import count
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from experiments import experiment, write_config
 from torch import nn
 
 from segtrain.cli import main
-from segtrain.config import load_config
+from segtrain.config import TrainConfig, load_config
 from segtrain.desk.commands import bench
 from segtrain.desk.commands.bench import StepFigures, limit_of
 from segtrain.models import build_model
 from segtrain.models.norms import make_norm
+from segtrain.training import measure
 from segtrain.training.measure import (
     BACKWARD,
     COMMUNICATION,
@@ -211,6 +213,14 @@ def test_the_memory_of_ranks_and_workers_counts_together(run_ranks, config, tmp_
         assert found["step_s"] > 0
         hosts.append(found["host_bytes"])
     assert 1.5 * hosts[0] < hosts[1] < 2.5 * hosts[0]
+
+
+def test_the_peak_is_the_operations_of_the_products_by_their_seconds(monkeypatch):
+    """A clock of which each product takes half of the time: two of 2 * 1024**3 operations."""
+    step = measure._PEAK_SECONDS / 2
+    monkeypatch.setattr(measure.time, "perf_counter", count(7.0, step).__next__)
+    found = measure.matmul_peak(CPU, TrainConfig())
+    assert found == pytest.approx(2 * 2 * 1024**3 / measure._PEAK_SECONDS)
 
 
 def test_peak_memory_is_that_of_the_process_itself():
