@@ -186,7 +186,6 @@ def train(
     Raises:
         UserError: training failed, with the message and exit code of the command.
     """
-    from segtrain.desk.commands.finish import branch_directory
     from segtrain.desk.results.runs import read_run
 
     _refuse_text("overrides", overrides)
@@ -211,6 +210,8 @@ def train(
         _run(command, made=source if source.startswith(folder) else "")
         place = None if output is None else Path(output)
         if finish is not None:
+            from segtrain.desk.commands.finish import branch_directory
+
             return read_run(branch_directory(source, place))
         target = resolve_run(named_config(source, may_write=False), resume=resume, output=place)
     return read_run(target.directory)

@@ -91,6 +91,10 @@ def imports():
     return {name: imported(path, known) for name, path in known.items()}
 
 
+def test_each_part_of_a_leaf_is_there(imports):
+    assert {name for parts, _ in LEAVES.values() for name in parts} <= imports.keys()
+
+
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_nothing_that_stays_imports_a_leaf(imports, leaf):
     gone = gone_with(leaf)

@@ -259,7 +259,12 @@ def test_a_metric_may_choose_the_best_and_the_run_is_read_without_it(heights, la
     ("before", "after", "best", "said"),
     [
         ("", "", "mae", "heights/mae: the highest must be the best; expected one of heights/cl"),
-        ('best_scores = ("closeness",)', "", "closeness", "the task names none (best_scores)"),
+        (
+            'best_scores = ("closeness",)',
+            "",
+            "closeness",
+            "the task names none: best_scores = ('closeness',) in",
+        ),
         # As of labels (H, W, 1) and predictions (H, W): their difference would be (H, H, W).
         ("tile[0].float() for", "tile.float() for", "closeness", "predicts (1, 44, 60) where"),
     ],

@@ -4,6 +4,7 @@ The host asks for the work of the next images while the device computes. A strea
 these images, in parallel to the computation. Predictions come back late, once they are there.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -224,9 +225,11 @@ class _Images:
     def _count(self, predicted: _Predicted) -> _Predicted:
         group, maps = predicted
         for decoded, label_map in zip(group, maps, strict=True):
+            shapes = [tuple(x.shape) for x in (label_map.label, decoded.label)]
             # Subtracted from each other, (H, W) and (H, W, 1) would be (H, H, W), and no error.
-            if label_map.label.shape != decoded.label.shape:
-                shapes = [tuple(x.shape) for x in (label_map.label, decoded.label)]
+            # More numbers of a pixel than the label has are the task's own affair.
+            is_alike = math.prod(shapes[0]) == math.prod(shapes[1])
+            if shapes[0][:2] != shapes[1][:2] or (is_alike and shapes[0] != shapes[1]):
                 what = f"predicts {shapes[0]} where the label is {shapes[1]}"
                 name = self.predictor.settings.usual.task
                 raise ConfigError(f"task {name}: {what}; see Decoding.bands")

@@ -192,7 +192,8 @@ class Task(Targets):
         if self.has_classes or name != self.name or score in self.best_scores:
             return
         known = first_of(f"{self.name}/{known}" for known in self.best_scores)
-        what = f"expected one of {known}" if known else "the task names none (best_scores)"
+        add = f"the task names none: best_scores = ({score!r},) in its class"
+        what = f"expected one of {known}" if known else add
         text = printable(str(by.best), MAX_NAME)
         raise ConfigError(f"eval.best: {text}: the highest must be the best; {what}")
 

@@ -112,7 +112,7 @@ class SharePasses(RankPasses):
         findings = []
         if others:
             findings.append(f"ranks {', '.join(others)} compute other bits than rank 0")
-        if saved and saved.get("arithmetic") not in (None, digits[0]):
+        if saved and saved.get("arithmetic") != digits[0]:
             findings.append("this machine computes other bits than the one that trained")
         why = "other processor, device, precision or version"
         return [f"{finding} ({why})" for finding in findings]

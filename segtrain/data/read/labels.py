@@ -52,10 +52,10 @@ def bands_to_presence(bands: np.ndarray, path: str | Path, class_file: ClassFile
         raw = np.ascontiguousarray(bands[..., k])
         # No id is larger; cut to 16 bits, 65537 would be 1.
         if raw.dtype.itemsize > 2 and (large := raw[raw > np.iinfo(np.uint16).max]).size:
-            unknown = dict(zip(*np.unique(large, return_counts=True), strict=True))
-            raise DataError(
-                f"{printable(path)}: {unknown_in_band(unknown, entry.name, class_file)}"
-            )
+            values, numbers = (x.tolist() for x in np.unique(large, return_counts=True))
+            listed = _listed(dict(zip(values, numbers, strict=True)))
+            what = f"values in the band of {printable(entry.name)}: {listed}"
+            raise DataError(f"{printable(path)}: {what}; ids end at {np.iinfo(np.uint16).max}")
         raw = raw if raw.dtype in (np.uint8, np.uint16) else raw.astype(np.uint16)
         table, known = _id_tables(tuple(presence_of(class_file, k).items()))
         if not _looked_up(raw, known).all():

@@ -39,6 +39,9 @@ MAX_CLASSES = 255  # train ids have 8 bits, and 255 is ignored
 BACKGROUND = "background"
 
 _SNIFFED_BYTES = 1 << 16
+_MARK = b"\xef\xbb\xbf"
+# COCO's files lie in a folder `annotations` beside those of the images, Supervisely's in `ann`.
+_BESIDE_IMAGES = {"annotations", "ann"}
 # By how much, of a diagonal, the corners of a rectangle may be off.
 _RECTANGLE = 0.02
 # Other files that come with COCO, without outlines of objects or with the same ones once more; and
@@ -171,17 +174,18 @@ def _format_of(path: Path) -> str | None:
         text = file.read(_SNIFFED_BYTES)
         file.seek(max(len(text), path.stat().st_size - _SNIFFED_BYTES))
         # Some editors begin UTF-8 with a mark.
-        text = text.removeprefix(b"\xef\xbb\xbf") + file.read(_SNIFFED_BYTES)
-        kind = _first_match(kinds, text)
-        if kind is None and len(text) >= 2 * _SNIFFED_BYTES:
+        start = len(_MARK) if text.startswith(_MARK) else 0
+        kind = _first_match(kinds, text + file.read(_SNIFFED_BYTES), start)
+        if kind is None and path.stat().st_size > 2 * _SNIFFED_BYTES:
             # Others write it in the middle, as COCO's images between annotations and categories.
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
-                kind = _first_match(kinds, whole)
+                kind = _first_match(kinds, whole, start)
     return kind
 
 
-def _first_match(kinds: Sequence[str], text: bytes | mmap.mmap) -> str | None:
-    return next((k for k in kinds if re.match(FORMATS[k].pattern, text, re.DOTALL)), None)
+def _first_match(kinds: Sequence[str], text: bytes | mmap.mmap, start: int) -> str | None:
+    patterns = ((kind, re.compile(FORMATS[kind].pattern, re.DOTALL)) for kind in kinds)
+    return next((kind for kind, pattern in patterns if pattern.match(text, start)), None)
 
 
 def read_annotations(
@@ -207,6 +211,7 @@ def read_annotations(
         ConfigError: what draws them is not installed, `attribute` is for another format, or `names`
             leaves out a class.
     """
+    sources = _comparable(sources) if images is None else sources
     by_kind = _files_by_format(sources)
     formats = [FORMATS[kind] for kind in by_kind]
     kinds = " and ".join(by_kind)
@@ -283,14 +288,23 @@ def _read_files(
     return declared, read
 
 
+def _comparable(sources: Sequence[Path]) -> list[Path]:
+    """The sources as absolute paths, where only these can be compared.
+
+    `.` does not end with the name of its folder, and no folder is above a relative path and an
+    absolute one.
+    """
+    folders = [source if source.is_dir() else source.parent for source in sources]
+    hidden = (Path(os.path.abspath(x)).name for x in folders if x.name in ("", ".."))
+    if len({x.is_absolute() for x in sources}) == 1 and _BESIDE_IMAGES.isdisjoint(hidden):
+        return list(sources)
+    return [Path(os.path.abspath(source)) for source in sources]
+
+
 def _image_folder(sources: Sequence[Path]) -> Path:
     """Where the images of `sources` are searched if the user does not say: above all of them."""
     folders = [source if source.is_dir() else source.parent for source in sources]
-    # `.` and `..` do not end with the name of their folder, and no path is above one of each kind.
-    if len({x.is_absolute() for x in folders}) > 1 or any(x.name in ("", "..") for x in folders):
-        folders = [Path(os.path.abspath(x)) for x in folders]
-    # COCO's files lie in a folder `annotations` beside those of the images, Supervisely's in `ann`.
-    folders = [x.parent if x.name in ("annotations", "ann") else x for x in folders]
+    folders = [x.parent if x.name in _BESIDE_IMAGES else x for x in folders]
     return folders[0] if len({*folders}) == 1 else Path(os.path.commonpath(folders))
 
 

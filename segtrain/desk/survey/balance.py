@@ -71,7 +71,7 @@ def balance(survey: Survey, labels: LabelSet, splits: Splits) -> Balance:
         files = chain.from_iterable(survey.annotations.values())
         used |= dict.fromkeys((str(file.relative_to(survey.root)) for file in files), ANNOTATIONS)
     used |= dict.fromkeys(survey.lists, LISTS)
-    used |= dict.fromkeys((legend.source for legend in survey.legends), CLASSES)
+    used |= dict.fromkeys(survey.tables, CLASSES)
     # Every other image has a reason, and so have its labels.
     for image in survey.images:
         has_label = image.path in labels.labels

@@ -63,7 +63,7 @@ def choose_windows(
     counts = _counts(edges, class_ids, len(classes.classes))
     width = max(1, round(share * _CELLS))
     # A strip of rows or one of columns, whichever costs less.
-    costs = [best_span(counts.sum(1 - axis), width, 1) for axis in (0, 1)]
+    costs = [best_span(counts.sum(1 - axis), width, 1, no_strips=True) for axis in (0, 1)]
     axis = int(costs[1] < costs[0])
     length, first, last = edges[axis], costs[axis][1], costs[axis][1] + width
     between = (length[first], length[last])
@@ -115,11 +115,13 @@ def _counts(edges: list[list[int]], class_ids: ClassIds, num_classes: int) -> np
     return counts
 
 
-def best_span(counts: np.ndarray, width: int, gap: int) -> tuple[tuple[float, ...], int]:
+def best_span(
+    counts: np.ndarray, width: int, gap: int, *, no_strips: bool = False
+) -> tuple[tuple[float, ...], int]:
     """Where to evaluate: the first of `width` neighbours, with its cost.
 
-    No class is lost to the training, then all are evaluated, then no side is a thin strip, then the
-    span is most like the whole.
+    No class is lost to the training, then all are evaluated, then no side is a thin strip (where
+    windows are cut), then the span is most like the whole.
 
     counts: pixels of each class along an axis, (N, K). gap: what is left out on both sides.
     """
@@ -130,7 +132,7 @@ def best_span(counts: np.ndarray, width: int, gap: int) -> tuple[tuple[float, ..
         trained, evaluated = sides(counts, first, width, gap)
         # Windows are drawn equally often: strips narrower than a crop would get too large a part.
         rest = first - gap, len(counts) - first - width - gap
-        thin = sum(0 < cells < max(2, width // 2) for cells in rest)
+        thin = sum(0 < cells < max(2, width // 2) for cells in rest) if no_strips else 0
         lost, unseen = (int(((every > 0) & (x == 0)).sum()) for x in (trained, evaluated))
         unlike = evaluated / max(1, every.sum()) - every / max(1, every.sum()) * width / len(counts)
         return lost, unseen, thin, float(np.abs(unlike).sum())

@@ -6,7 +6,7 @@ that are going to be used are counted whole, since one rare value decides whethe
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -52,11 +52,12 @@ class Survey:
     pair_source: str  # the tables that say which label is whose; "" if names do
     annotations: Mapping[str, tuple[Path, ...]]  # files by format
     notes: tuple[str, ...]  # what is odd about the folder, and what is not used
-    # For the balance: all pictures and other files, lists that are used, and pictures that are left
-    # out before anything is decided, by the reason.
+    # For the balance: all pictures and other files, lists that are used, files that name classes,
+    # and pictures that are left out before anything is decided, by the reason.
     pictures: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -129,9 +130,21 @@ def survey(
         notes=tuple(notes),
         pictures=tuple(pictures),
         others=tuple(others),
-        lists=tuple(x for x in lists if x in f"{split_source}, {pair_source}".split(", ")),
+        lists=_used_lists(folder, lists, (split_source, pair_source), val_list),
+        tables=tuple(path for path, legend in legends.items() if legend),
         left_out=left_out,
     )
+
+
+def _used_lists(
+    folder: Path, lists: Sequence[str], sources: Iterable[str], val_list: Path | None
+) -> tuple[str, ...]:
+    """The lists that the sources name, which may have a comma in their names, and --val."""
+    said = "".join(f", {source}, " for source in sources)
+    used = [path for path in lists if f", {path}, " in said]
+    if val_list is not None and val_list.resolve().is_relative_to(folder.resolve()):
+        used.append(val_list.resolve().relative_to(folder.resolve()).as_posix())
+    return tuple(used)
 
 
 def _left_out(

@@ -35,7 +35,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # A plugin's keeps what it wants.
     is_own = isinstance(optimizer, torch.optim.SGD | torch.optim.AdamW)
-    is_own = is_own or type(optimizer).__module__.startswith("segtrain.")  # Muon
+    # Muon, and what derives from it.
+    bases = type(optimizer).__mro__
+    is_own = is_own or any(base.__module__.startswith("segtrain.") for base in bases)
     for i, values in state.items():
         state[i] = dict(values)
         for name, value in values.items():
