@@ -23,7 +23,7 @@ from segtrain.data.sample.loader import (
 )
 from segtrain.data.sample.stream import TrainStream, image_at
 from segtrain.distributed.layout import Layout, even
-from segtrain.distributed.machine import descendants
+from segtrain.distributed.machine import descendants, num_cores
 from segtrain.errors import DataError, UserError
 
 # Newer Pythons warn of what loaders do: fork a process that has threads.
@@ -292,3 +292,10 @@ def test_the_thread_that_pins_ends_without_a_traceback_and_others_with_one(monke
     assert "another thread" in told
     assert "too many open files" in told
     assert "a worker is gone" not in told
+
+
+def test_the_cores_are_those_that_this_process_may_use(monkeypatch):
+    """Not those of another one, such as init, which has all."""
+    allowed = {0: {3, 5, 9}}
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: allowed.get(pid, set(range(64))))
+    assert num_cores() == 3
