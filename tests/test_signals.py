@@ -11,6 +11,7 @@ from preloaded import LOADER_START
 from processes import GONE_WITHIN_S, Command, free_port, left_after, run_python
 
 from segtrain.desk.results.runs import State, summarize
+from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import children, descendants, is_alive, process_pool
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import SignalFlags, exit_code
@@ -32,6 +33,30 @@ def test_a_signal_only_asks_to_stop(handlers, number, times, code):
         os.kill(os.getpid(), number)
     assert stop.stop_requested()
     assert exit_code(stop.signal) == code
+
+
+def listeners_at_the_first_step(config, run):
+    """The ranks that had handlers for signals when this one began its steps; rank 1 is late."""
+    install, begin, seen = SignalFlags.install, loop._begin_steps, []
+
+    def late(self):
+        time.sleep(0.5 * dist.rank())
+        install(self)
+        (run.parent / f"listens_{dist.rank()}").touch()
+
+    def begun(this):
+        seen.extend(sorted(path.name for path in run.parent.glob("listens_*")))
+        begin(this)
+
+    SignalFlags.install, loop._begin_steps = late, begun
+    assert train(config, run) == 0
+    return seen
+
+
+def test_no_rank_trains_while_a_signal_would_still_end_another_at_once(run_ranks, tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 1}))
+    seen = run_ranks(2, listeners_at_the_first_step, config, tmp_path / "run")
+    assert seen == [["listens_0", "listens_1"]] * 2
 
 
 AT_ONCE = "segtrain: stopped at once by a second signal, without saving\n"

@@ -85,6 +85,8 @@ def begin(run: TrainRun) -> bool:
     run.signal_flags.install()
     if has_launcher():
         write_exit_status(None)
+    # None trains while a signal would still end another at once: the others would lose it unsaved.
+    dist.barrier()
     if _evaluation_is_left(run):
         _keep_cadences(run)
     if run.state.step < run.last_step and not run.step_sync.is_over:
