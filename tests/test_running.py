@@ -112,7 +112,7 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
     state = SimpleNamespace(
         layout=Layout(4, 2, (1,)),
         passes=SimpleNamespace(
-            gradients=sums, followed=[nn.Identity()], sums=RANKS, are_whole=lambda parts: True
+            gradients=sums, modules=[nn.Identity()], sums=RANKS, runs_inline=lambda parts: True
         ),
         model=nn.Identity(),
         wrapped=None,

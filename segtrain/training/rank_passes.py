@@ -24,7 +24,7 @@ class RankPasses:
     """How this rank runs forward and backward over its images of a microbatch.
 
     sums: how the parts of all ranks are added up. gradients: sums those of a step.
-    followed: what runs, whose running statistics follow the batches.
+    modules: what runs, and whose running statistics follow the batches: the model or its replicas.
     at_once: how many images this process evaluates at the same time.
     """
 
@@ -38,7 +38,7 @@ class RankPasses:
     ) -> None:
         """wrapped: `model` and its loss as one module."""
         self._model, self._wrapped, self._layout = model, wrapped, layout
-        self.followed: list[nn.Module] = [model]
+        self.modules: list[nn.Module] = [model]
         self.gradients: Any = self._sum_of_gradients(train)
 
     def _sum_of_gradients(self, train: TrainConfig) -> Any:
@@ -59,11 +59,11 @@ class RankPasses:
             return None
         return "train.virtual_ranks computes in threads, which wait for each other"
 
-    def watched(self) -> AbstractContextManager[object]:
+    def first_step(self) -> AbstractContextManager[object]:
         """Around the first step: refuses a model that it changes as it may not."""
         return nullcontext()
 
-    def are_whole(self, parts: int) -> bool:
+    def runs_inline(self, parts: int) -> bool:
         """Whether a microbatch of so many parts needs no threads."""
         return parts == 1
 
@@ -73,7 +73,7 @@ class RankPasses:
         group = VirtualRanks(len(parts))
         return group.run([lambda part=part: work(self._wrapped, part) for part in parts])
 
-    def kept(self, device: torch.device) -> AbstractContextManager[object]:
+    def saved_tensors(self, device: torch.device) -> AbstractContextManager[object]:
         """Around the passes of one part: tensors saved for its backward pass stay on the host.
 
         Virtual ranks save memory: the device holds those of one part alone.

@@ -37,7 +37,7 @@ class SharePasses(RankPasses):
         replicas = [replica(wrapped).train() for _ in range(self.sums.slots(0))]
         self._replicas = replicas
         super().__init__(model, wrapped, train, layout)
-        self.followed = replicas
+        self.modules = replicas
         # After `of_this_rank`, which has set torch to one thread: others would round otherwise.
         self.arithmetic = fingerprint(device, train)
 
@@ -59,11 +59,11 @@ class SharePasses(RankPasses):
         """The host decides in each step whether it is computed again."""
         return "train.shares waits for the exponents of gradients"
 
-    def watched(self) -> AbstractContextManager[object]:
+    def first_step(self) -> AbstractContextManager[object]:
         """A layer could break the rules of shares."""
         return watch(self._model)
 
-    def are_whole(self, parts: int) -> bool:
+    def runs_inline(self, parts: int) -> bool:
         """One share alone, too, is computed by one thread of torch."""
         return False
 
@@ -73,7 +73,7 @@ class SharePasses(RankPasses):
         pairs = zip(self._replicas, parts, strict=True)
         return self.sums.run([lambda pair=pair: work(*pair) for pair in pairs])
 
-    def kept(self, device: torch.device) -> AbstractContextManager[object]:
+    def saved_tensors(self, device: torch.device) -> AbstractContextManager[object]:
         """What is saved stays on the device: shares are for equal bits, not for memory."""
         return nullcontext()
 

@@ -88,7 +88,7 @@ class TrainStep:
         # The first call is always one of plain kernels: a CUDA graph records a later one.
         if is_first:
             state.model.train()
-        with state.passes.watched() if is_first else nullcontext():
+        with state.passes.first_step() if is_first else nullcontext():
             losses = gradient(state, local.microbatches, local.numbers, sync)
         with span(UPDATE):
             grad_norm = update(state, local.numbers, config.optim.clip_grad_norm)
@@ -132,7 +132,7 @@ def gradient(
                 with placed(state.layout.everywhere), collected, tracked_together():
                     about = weight, numbers, step_sync
                     # Parts in threads of their own meet in every sum; a whole one needs none.
-                    if passes.are_whole(len(sizes)):
+                    if passes.runs_inline(len(sizes)):
                         objective, means = forward(state, state.wrapped, part, *about)
                         with span(BACKWARD):
                             objective.backward()
@@ -140,7 +140,7 @@ def gradient(
                         means = _in_threads(state, part.split(sizes), *about)
                 losses += means * weight
             # One sum for all microbatches, after the last backward pass.
-            sync_running_stats(*passes.followed, parts=passes.sums)
+            sync_running_stats(*passes.modules, parts=passes.sums)
         if passes.gradients.finish():
             state.initial_weights.hold_gradients(state.model)
             return losses
@@ -204,7 +204,7 @@ def _in_threads(
             torch.cuda.set_device(device)  # a new thread begins with device 0
         # In the middle of its backward pass this thread waits for the others: autograd must run in
         # it, and not in the one thread that it has for each device.
-        with torch.autograd.set_multithreading_enabled(False), state.passes.kept(device):
+        with torch.autograd.set_multithreading_enabled(False), state.passes.saved_tensors(device):
             objective, means = forward(state, module, part, weight, numbers, step_sync)
             with span(BACKWARD):
                 objective.backward()
