@@ -4,10 +4,11 @@ Windows do not overlap, and a gap lies on both sides of the strip: neighbouring 
 and a score on pixels beside those trained on would be too good.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,8 @@ _CELLS, _LEAST_PX = 40, 400
 
 ClassIds = Callable[[Window], np.ndarray]
 """The train ids (h, w) of a window of the label, IGNORE_INDEX where there is no class."""
+Span = tuple[int, int]
+"""The first row or column, and the one behind the last."""
 
 
 def is_one_picture(survey: Survey, labels: LabelSet, answers: Answers) -> bool:
@@ -41,11 +44,13 @@ def is_one_picture(survey: Survey, labels: LabelSet, answers: Answers) -> bool:
     if not is_tiff(Path(image.path)):
         repair = "store it as TIFF (gdal_translate a.png a.tif), of which windows can be read"
         raise DataError(f"{survey.root / image.path}: the only image with a label; {repair}")
+    # Windows are read of one file, as its pixels are stored.
     if labels.classes or not files or labels.upright:
         what = "the only image with a label, which windows need in one file, upright"
         raise DataError(f"{survey.root / image.path}: {what}")
     what = "the only image with a label; --val 0.2 divides it"
-    refuse_unused(vars(answers), "group" + " val" * isinstance(answers.val, str), what)
+    unused = "group val" if isinstance(answers.val, str) else "group"  # --val with a list of images
+    refuse_unused(vars(answers), unused, what)
     return True
 
 
@@ -58,41 +63,73 @@ def choose_windows(
     """
     image = next(image for image in survey.images if image.path == path)
     share = answers.val if isinstance(answers.val, float) else DEFAULT_VAL
-    # A grid over the picture: strips begin and end at its lines.
+    # 1. A grid over the picture: the strip to evaluate on begins and ends at its lines.
     edges = [[round(i * side / _CELLS) for i in range(_CELLS + 1)] for side in image.size]
     counts = _counts(edges, class_ids, len(classes.classes))
-    width = max(1, round(share * _CELLS))
-    # A strip of rows or one of columns, whichever costs less.
-    costs = [best_span(counts.sum(1 - axis), width, 1, no_strips=True) for axis in (0, 1)]
-    axis = int(costs[1] < costs[0])
-    length, first, last = edges[axis], costs[axis][1], costs[axis][1] + width
-    between = (length[first], length[last])
-    before, after = (0, length[max(0, first - 1)]), (length[min(_CELLS, last + 1)], length[-1])
-    parts = []
-    for spans in ((before, after), (between,)):
-        # Windows without any class teach nothing, and cannot be scored.
-        every = (x for span in spans for x in _windows(span, axis, image.size))
-        parts.append([x for x in every if (class_ids(x) != IGNORE_INDEX).any()])
-    train, val = parts
+    strip = _choose_strip(edges, counts, share)
+
+    # 2. Windows without any class teach nothing, and cannot be scored.
+    def labelled(*spans: Span) -> list[Window]:
+        every = (window for span in spans for window in _windows(span, strip.axis, image.size))
+        return [window for window in every if (class_ids(window) != IGNORE_INDEX).any()]
+
+    train, val = labelled(strip.before, strip.after), labelled(strip.inside)
     if not (train and val):
         raise DataError(f"{survey.root / path}: too little of its label has a class")
-    starts, sizes = [x[axis] for x in train], [x[axis + 2] for x in train]
-    gap = min(
-        max(between[0] - start - size, start - between[1])
-        for start, size in zip(starts, sizes, strict=True)
-    )
-    what = f"a strip of {'rows' if axis == 0 else 'columns'} {between[0]} to {between[1] - 1}"
-    apart = f"{gap} px{_in_metres(gap, axis, image)} from the nearest window to train on"
-    reason = f"{counted(len(val), 'window', 'windows')}, {what}, {apart} (--val)"
-    kept, tried = sides(counts.sum(1 - axis), first, width, 1)[0], counts.sum((0, 1))
+    # 3. What there is to say of them.
     names = [class_info.name for class_info in classes.classes]
-    lost = [name for i, name in enumerate(names) if tried[i] and not kept[i]]
-    warning = f"no window to train on shows {first_of(lost)}"
-    images = ([replace(image, window=x, size=x[2:]) for x in part] for part in parts)
-    return Splits(*map(tuple, images), reason, (warning,) if lost else ())
+    lost = first_of([names[i] for i in strip.lost])
+    warnings = (f"no window to train on shows {lost}",) if lost else ()
+    images = ([replace(image, window=x, size=x[2:]) for x in part] for part in (train, val))
+    return Splits(*map(tuple, images), _reason(strip, train, len(val), image), warnings)
 
 
-def _windows(span: tuple[int, int], axis: int, size: tuple[int, int]) -> Iterator[Window]:
+class _Strip(NamedTuple):
+    """The part of a picture to evaluate on: rows (axis 0) or columns, from side to side.
+
+    before, after: the spans to train on, a cell away. lost: numbers of classes that neither shows.
+    """
+
+    axis: int
+    before: Span
+    inside: Span
+    after: Span
+    lost: tuple[int, ...]
+
+
+def _choose_strip(edges: list[list[int]], counts: np.ndarray, share: float) -> _Strip:
+    """The strip of rows or of columns, whichever costs less (`best_span`).
+
+    edges: the lines of the grid along both axes. counts: as of `_counts`.
+    """
+    width = max(1, round(share * _CELLS))
+    along = [counts.sum(1 - axis) for axis in (0, 1)]
+    costs = [best_span(counts_along, width, 1, no_strips=True) for counts_along in along]
+    axis = int(costs[1] < costs[0])
+    lines, first = edges[axis], costs[axis][1]
+    last = first + width
+    trained, whole = sides(along[axis], first, width, 1)[0], counts.sum((0, 1))
+    return _Strip(
+        axis,
+        (0, lines[max(0, first - 1)]),
+        (lines[first], lines[last]),
+        (lines[min(_CELLS, last + 1)], lines[-1]),
+        tuple(i for i, pixels in enumerate(whole) if pixels and not trained[i]),
+    )
+
+
+def _reason(strip: _Strip, train: Sequence[Window], num_val: int, image: Image) -> str:
+    """How the picture is divided, and how far apart the two sides are, for people."""
+    start, end = strip.inside
+    # A window's place and its size stand in the order of the axes.
+    ranges = ((x[strip.axis], x[strip.axis] + x[strip.axis + 2]) for x in train)
+    gap = min(max(start - stop, begin - end) for begin, stop in ranges)
+    which = f"a strip of {'rows' if strip.axis == 0 else 'columns'} {start} to {end - 1}"
+    apart = f"{gap} px{_in_metres(gap, strip.axis, image)} from the nearest window to train on"
+    return f"{counted(num_val, 'window', 'windows')}, {which}, {apart} (--val)"
+
+
+def _windows(span: Span, axis: int, size: tuple[int, int]) -> Iterator[Window]:
     """Windows that cover rows (axis 0) or columns of this span."""
     start, end = span
     if start == end:
@@ -107,7 +144,6 @@ def _counts(edges: list[list[int]], class_ids: ClassIds, num_classes: int) -> np
     """How many pixels of each cell show each class, (cells, cells, K)."""
     counts = np.zeros((_CELLS, _CELLS, num_classes), np.int64)
     for y, (top, bottom) in enumerate(pairwise(edges[0])):
-        # A row of cells is read at once.
         row = class_ids(Window(top, 0, bottom - top, edges[1][-1]))
         for x, (left, right) in enumerate(pairwise(edges[1])):
             ids = row[:, left:right].ravel()
