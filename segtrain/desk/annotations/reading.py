@@ -216,7 +216,11 @@ def read_annotations(
     formats = [FORMATS[kind] for kind in by_kind]
     kinds = " and ".join(by_kind)
     on_map = formats[0].on_map
-    geo_library(sources[0]) if on_map else mask_library()  # missing, it is reported at once
+    # A package that is missing is reported at once.
+    if on_map:
+        geo_library(sources[0])
+    else:
+        mask_library()
     if not {"VIA", "GeoJSON"} & by_kind.keys():
         refuse_unused({"attribute": attribute}, "attribute", f"annotations of {kinds}")
     if on_map:
@@ -332,8 +336,8 @@ def _classes(
     background is the first.
     """
     used = {region.name for image in images for region in image.regions}
-    first: dict[str, str] = {}
-    classes: dict[str, str] = {}
+    first: dict[str, str] = {}  # the first name of each `_key`
+    classes: dict[str, str] = {}  # the class of each name
     for name in dict.fromkeys((*first_names, *declared, *sorted(used))):
         if problem := name_problem(name):
             findings.refuse(f"class {name!r}", problem)

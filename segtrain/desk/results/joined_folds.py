@@ -44,7 +44,10 @@ def join_folds(
     groups: dict[str, str] = {}  # of each name in the records
     for fold, result in zip(division.folds, results, strict=True):
         # The division names files, but the records of a raster name its windows.
-        files_of = {n: n if n in fold.images else _WINDOW.sub("", n) for n in result.records.names}
+        files_of = {
+            name: name if name in fold.images else _WINDOW.sub("", name)
+            for name in result.records.names
+        }
         if set(files_of.values()) != fold.images.keys():
             raise CheckpointError(f"{directory / fold.run}: was evaluated on other images")
         groups |= {name: fold.images[file] for name, file in files_of.items()}
