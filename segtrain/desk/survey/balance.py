@@ -1,5 +1,6 @@
 """The balance of a folder: what becomes of each of its files, once and of all."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import NamedTuple
@@ -43,10 +44,8 @@ class Balance(NamedTuple):
             if (number := sum(fate == kind for fate in self.used.values()))
         ]
         if self.left_out:
-            reasons: dict[str, int] = {}
-            for reason in self.left_out.values():
-                reasons[reason] = reasons.get(reason, 0) + 1
-            why = ", ".join(f"{number} {reason}" for reason, number in reasons.items())
+            reasons = Counter(self.left_out.values())
+            why = ", ".join(f"{reason}: {number}" for reason, number in reasons.items())
             parts.append(f"{len(self.left_out)} left out ({why})")
         return f"{counted(total, 'file', 'files')}: {', '.join(parts)}"
 
