@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help install demo test test-all test-gpu test-gpus coverage lint format upgrade clean
 
 help:
-	@echo "make demo      train, evaluate, export and predict on synthetic street scenes (5 minutes)"
+	@echo "make demo      train, evaluate, export and predict on synthetic street scenes (3 to 9 minutes)"
 	@echo "make test      the tests (make test-all: the slow ones too)"
 	@echo "make test-gpu  what only a CUDA device can answer (tests/README.md)"
 	@echo "make test-gpus whether 2 to 8 GPUs work: ten minutes, one report to send (tools/README.md)"
