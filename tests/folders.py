@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 
 import cv2
 import numpy as np
+import pytest
 import tifffile
 from PIL import Image
 
@@ -91,6 +92,13 @@ def labels_of(output: Path) -> tuple[Truth, Config]:
             assert name not in found  # in one split only
             found[name] = dataset[i][1]
     return found, config
+
+
+def quick_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, and no sheet, which takes a fifth of the time; test_init looks at it."""
+    monkeypatch.setattr("segtrain.desk.commands.init._HOST", ("127.0.0.1", 9))
+    blank = np.zeros((1, 1, 3), np.uint8)
+    monkeypatch.setattr("segtrain.desk.survey.decisions._contact_sheet", lambda *_: blank)
 
 
 def assert_same_division(found: Truth, truth: Truth) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 import pytest
-from folders import COLORS, NAMES, assert_same_division, labels_of, save, scene
+from folders import COLORS, NAMES, assert_same_division, labels_of, quick_init, save, scene
 
 from segtrain.desk.survey import balance
 
@@ -105,9 +105,7 @@ def draw(seed, folder, *, stem="", noise=None):
 
 @pytest.fixture(autouse=True)
 def no_network_and_no_contact_sheet(monkeypatch):
-    monkeypatch.setattr("segtrain.desk.commands.init._HOST", ("127.0.0.1", 9))
-    blank = np.zeros((1, 1, 3), np.uint8)
-    monkeypatch.setattr("segtrain.desk.survey.decisions._contact_sheet", lambda *_: blank)
+    quick_init(monkeypatch)
 
 
 @pytest.fixture

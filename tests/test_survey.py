@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
-from folders import COLORS, NAMES, assert_same_division, images_in, labels_of, save, scene, write
+from folders import (
+    COLORS,
+    NAMES,
+    assert_same_division,
+    images_in,
+    labels_of,
+    quick_init,
+    save,
+    scene,
+    write,
+)
 from PIL import Image as Picture
 from PIL import ImageOps
 
@@ -36,10 +46,7 @@ SLOW = pytest.mark.slow("desk", "data")
 
 @pytest.fixture(autouse=True)
 def no_network_and_no_contact_sheet(monkeypatch):
-    """The sheet takes a fifth of the time; test_init looks at it."""
-    monkeypatch.setattr("segtrain.desk.commands.init._HOST", ("127.0.0.1", 9))
-    blank = np.zeros((1, 1, 3), np.uint8)
-    monkeypatch.setattr("segtrain.desk.survey.decisions._contact_sheet", lambda *_: blank)
+    quick_init(monkeypatch)
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ _ONE = {
     ANNOTATIONS: "annotation file",
     LISTS: "list",
     CLASSES: "class table",
-    OTHERS: "other file",
 }
 
 
