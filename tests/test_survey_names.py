@@ -10,8 +10,9 @@ from segtrain.config.strict_yaml import foreign_yaml
 from segtrain.desk.survey.file_names import parse_names
 from segtrain.desk.survey.listings import listed_pairs
 from segtrain.desk.survey.names import read_legend
-from segtrain.desk.survey.pairing import match
-from segtrain.errors import ConfigError, DataError
+from segtrain.desk.survey.pairs import match
+from segtrain.desk.survey.questions import UndecidedError
+from segtrain.errors import ConfigError
 
 FIVE = [f"{i:03}" for i in range(5)]
 PAIRS = {
@@ -40,7 +41,7 @@ PAIRS = {
 
 def found(images, labels):
     names = parse_names([*images, *labels])
-    return match(names[: len(images)], names[len(images) :])
+    return match(names[: len(images)], names[len(images) :])[1]
 
 
 @pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
@@ -152,10 +153,16 @@ def test_the_files_of_a_case_are_known_by_its_folder_or_its_number(image, label)
 
 # The latter as four classes in five images.
 @pytest.mark.parametrize("count", [lambda i: 8, lambda i: 5 * (i < 4)])
-def test_objects_whose_folder_and_file_are_images_are_refused(count):
+def test_objects_whose_folder_and_file_are_images_are_asked_about(count):
     wanted = objects("{i}", "{i}/{k}", count)
-    with pytest.raises(DataError, match="its folder and its own name are both called as images"):
-        found([*wanted], [*chain(*wanted.values())])
+    images, labels = map(parse_names, ([*wanted], [*chain(*wanted.values())]))
+    with pytest.raises(UndecidedError, match="two ways to find the images of labels") as error:
+        match(images, labels)
+    assert [x.option for x in error.value.readings] == ["--pairs names", "--pairs folders"]
+    by_folder = match(images, labels, "folders")[1].labels
+    assert by_folder == {image: files for image, files in wanted.items() if files}
+    by_name = match(images, labels, "names")[1].labels
+    assert all(x.endswith("/1.png") for x in by_name["images/1.jpg"])
 
 
 @pytest.mark.parametrize("header", ["image,mask", "mask,image", ""])

@@ -73,6 +73,11 @@ class FileName(NamedTuple):
         return PurePosixPath(self.path).stem.lower()
 
     @property
+    def folder(self) -> str:
+        """The folder that it lies in; "" for the uppermost one."""
+        return self.path.rpartition("/")[0]
+
+    @property
     def split(self) -> str | None:
         """train, val or test, if a folder says so."""
         splits = {split for word in self.folders if (split := split_of(word))}

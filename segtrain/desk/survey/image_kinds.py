@@ -16,7 +16,7 @@ from segtrain.data.read.georeference import MapPlace, place_of
 from segtrain.desk.survey import contents, file_names
 from segtrain.desk.survey.contents import ImageFacts, spread
 from segtrain.desk.survey.file_names import FileName, words_of
-from segtrain.desk.survey.pairing import Matches
+from segtrain.desk.survey.pairs import Matches
 from segtrain.errors import DataError
 from segtrain.text import counted, first_of
 

@@ -16,9 +16,10 @@ import numpy as np
 from segtrain.data.read import image_formats
 from segtrain.data.read.classes import says_no_class
 from segtrain.data.read.decode import to_stored
-from segtrain.desk.survey import contents, file_names, pairing
+from segtrain.desk.survey import contents, file_names
 from segtrain.desk.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts, spread
 from segtrain.desk.survey.image_kinds import Image
+from segtrain.desk.survey.pairs import Matches
 from segtrain.errors import DataError
 
 # Files of a set that are read where a sample is enough; images that are compared with labels.
@@ -84,7 +85,7 @@ Equal = tuple[frozenset[str], dict[int, Color]]
 
 def label_sets(
     folder: Path,
-    matches: pairing.Matches,
+    matches: Matches,
     pattern_of: Mapping[str, str],
     facts: Mapping[str, list[LabelFacts]],
     classes: Collection[str] | None = (),
@@ -100,7 +101,7 @@ def label_sets(
     >>> pattern_of = {masks[0]: "masks/car/*.png", masks[1]: "masks/road/*.png"}
     >>> mask = LabelFacts("ids", (4, 4), dict.fromkeys((0, 255), ValueFacts(8, 4, 1, "")))
     >>> facts = dict.fromkeys(pattern_of.values(), [mask])
-    >>> matches = pairing.Matches({"img/1.jpg": masks}, bands={}, unclear=[], alone=[])
+    >>> matches = Matches({"img/1.jpg": masks}, bands={}, unclear=[], alone=[])
     >>> (found,) = label_sets(Path(), matches, pattern_of, facts)
     >>> found.pattern, found.classes
     ('masks/car/*.png + masks/road/*.png', ('car', 'road'))

@@ -15,14 +15,14 @@ from segtrain.data.read import image_formats
 from segtrain.data.read.find_tiles import tile_boxes
 from segtrain.data.read.tiles import TileBox
 from segtrain.desk.annotations import detect, roi_files
-from segtrain.desk.survey import contents, file_names, pairing
+from segtrain.desk.survey import contents, file_names, pairs
 from segtrain.desk.survey.contents import Color, ImageFacts, LabelFacts, spread
 from segtrain.desk.survey.file_names import IMAGE_WORDS, LABEL_WORDS, MADE_WORDS, FileName, words_of
 from segtrain.desk.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
 from segtrain.desk.survey.label_sets import SAMPLE, LabelSet, equal_sets, label_sets
 from segtrain.desk.survey.listings import SUFFIXES, listed_pairs, split_by, with_splits
 from segtrain.desk.survey.names import Legend, is_called_legend, read_legend
-from segtrain.desk.survey.pairing import Matches
+from segtrain.desk.survey.pairs import Matches
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import first_of
@@ -93,7 +93,7 @@ def survey(
     listed, pair_source = listed_pairs(folder, lists, image_names, label_names)
     _check_listed(folder, lists, names, samples, {*listed})
     if listed:
-        matches = pairing.with_pairs(matches, image_names, listed, pattern_of)
+        matches = pairs.with_pairs(matches, image_names, listed, pattern_of)
     images = with_headers(folder, image_names, matches, listed, notes)
     # Images that cannot be read are left out, and their labels with them.
     there = {image.path for image in images}
@@ -264,14 +264,7 @@ def matched(
     roles = _roles(samples)
     images = [name for name in names if roles[name.pattern] == "image"]
     labels = [name for name in names if roles[name.pattern] == "label"]
-    matches = pairing.match(images, labels)
-    # Names with more structure, where plain ones pair less than half of the images: nnU-Net's
-    # case_001_0000.png, or s1/B02.tif with a folder for each scene.
-    for other_way in (pairing.match_channels, pairing.match_scenes):
-        if len(matches.labels) < len(images) / 2 and (matches.alone or matches.unclear):
-            renamed, other_matches = other_way(images, labels)
-            if len(other_matches.labels) > len(matches.labels):
-                images, matches = renamed, other_matches
+    images, matches = pairs.match(images, labels)
     return roles, images, labels, matches
 
 

@@ -1,0 +1,80 @@
+"""What a convention claims: which label belongs to which image. Names alone; no file is opened."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from segtrain.desk.survey.file_names import FileName, parse_names
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one convention makes of some labels; all files by their paths.
+
+    owners: the image of each label that it accounts for.
+    whole: labels that are found by a whole name with letters in it, which is no accident.
+    bands: further files of an image, perhaps its bands.
+    unclear: labels that fit several images equally well. others: that fit one of another scene.
+    renamed: images whose names have other parts than `parse_names` sees.
+    """
+
+    owners: Mapping[str, str]
+    whole: Set[str] = frozenset()
+    bands: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    unclear: Sequence[str] = ()
+    others: Sequence[str] = ()
+    renamed: Mapping[str, FileName] = field(default_factory=dict)
+
+    @property
+    def images(self) -> set[str]:
+        """The images that have a label by this claim."""
+        return set(self.owners.values())
+
+
+def nearest(label: FileName, images: Collection[FileName]) -> list[FileName]:
+    """Those of `images` with the most folders and words in common with `label`, if any fits."""
+    # Never across splits: train/1.png and val/1.png are two images.
+    images = [x for x in images if None in (x.split, label.split) or x.split == label.split]
+    if len(images) < 2:
+        return images
+    scores = [
+        # Of `img_1` and its copy `img_1_flip`, the former is that of `img_1_mask`.
+        (
+            len(image.folders & label.folders),
+            len(image.words & label.words),
+            -len(image.words - label.words),
+        )
+        for image in images
+    ]
+    best = max(scores)
+    images = [image for image, score in zip(images, scores, strict=True) if score == best]
+    if len({image.words for image in images}) == 1:  # `img-1` and `img_1` differ in a sign
+        stem = PurePosixPath(label.path).stem
+        images = [x for x in images if PurePosixPath(x.path).stem in stem] or images
+    return images
+
+
+def number_of(name: FileName) -> int | None:
+    """The only number in the core of a name; None: it has none, or several."""
+    numbers = re.findall(r"\d+", name.core)
+    return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 19 else None
+
+
+def is_word(text: str) -> bool:
+    """Whether a name has a letter, so that another one is not equal to it by counting alike."""
+    return any(x.isalpha() for x in text)
+
+
+def example(text: str) -> tuple[list[FileName], list[FileName]]:
+    """Images (.jpg, .tif) and labels (.png) of the indented lines of a docstring, for examples."""
+    lines = [x for x in text.splitlines() if x.startswith("    ")]
+    names = parse_names([path for line in lines for path in line.split()])
+    images = [name for name in names if not name.path.endswith(".png")]
+    return images, [name for name in names if name.path.endswith(".png")]
+
+
+def lines_of(claim: Claim) -> Iterable[str]:
+    """The claim as lines `label: image`, with the further files of the image, for examples."""
+    for label, image in claim.owners.items():
+        yield ", ".join([f"{label}: {image}", *claim.bands.get(image, ())])

@@ -1,0 +1,101 @@
+"""Image and label are called alike but for words of roles, as most data sets have it.
+
+    images/train/a_1.jpg    gt/train/a_1_mask.png
+    images/val/a_1.jpg      gt/val/a_1_mask.png
+    images/val/a_2.jpg      gt/val/a_2_mask.png
+
+>>> print(*lines_of(claim(*example(__doc__))), sep="\\n")
+gt/train/a_1_mask.png: images/train/a_1.jpg
+gt/val/a_1_mask.png: images/val/a_1.jpg
+gt/val/a_2_mask.png: images/val/a_2.jpg
+
+A label belongs to the one image with the same core that has the most folders and words in common
+with it. If there are several such images, none is chosen: an order of names is never taken for a
+pairing. Nor is a label given to an image of another scene, whose folders go with each other.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from segtrain.desk.survey.conventions.claims import Claim, example, is_word, lines_of, nearest
+from segtrain.desk.survey.file_names import FileName, are_photos, band_of
+
+__all__ = ["claim", "example", "lines_of"]  # the latter two for the example
+
+
+def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> Claim:
+    """See the top of the file."""
+    by_core: dict[str, list[FileName]] = defaultdict(list)
+    by_stem: dict[str, list[FileName]] = defaultdict(list)
+    for image in images:
+        by_core[image.core].append(image)
+        by_stem[image.stem].append(image)
+    # The core first. Names may still be equal as a whole: what is cut off is decided folder by
+    # folder.
+    fitting = [
+        (label, nearest(label, by_core.get(label.core) or by_stem.get(label.stem, ())))
+        for label in labels
+    ]
+    partners = _Partners(fitting)
+    owners: dict[str, str] = {}
+    bands: dict[str, Sequence[str]] = {}
+    unclear, others, whole = [], [], set()
+    for label, candidates in fitting:
+        # The only image of this name may be of another scene: scene_2/mask/002.png is not of
+        # scene_1/img/002.png.
+        strays = [image for image in candidates if partners.are_others(label, image)]
+        if strays:
+            (others if len(candidates) == 1 else unclear).append(label.path)
+        elif candidates and len(set(map(band_of, candidates))) == len(candidates):
+            first, *further = _photo_first(candidates)
+            owners[label.path] = first
+            if further:
+                bands[first] = further
+            if label.stem == candidates[0].stem and is_word(label.stem):
+                whole.add(label.path)
+        # Several images of one kind, and nothing says which is meant.
+        elif candidates:
+            unclear.append(label.path)
+    return Claim(owners, whole, bands, unclear, others)
+
+
+def _photo_first(candidates: Sequence[FileName]) -> list[str]:
+    """One image, or its bands, which differ in what tells bands: `t0_B02.tif` and `t0_B03.tif`.
+
+    A photo comes first, as rgb/0.png before nir/0.png.
+    """
+    is_other = [not is_photo for is_photo in are_photos(candidates)]
+    paths = [candidate.path for candidate in candidates]
+    return [path for _, path in sorted(zip(is_other, paths, strict=True))]
+
+
+class _Partners:
+    """Which folders go together: those of labels with the folders of their only images."""
+
+    def __init__(self, fitting: Iterable[tuple[FileName, Sequence[FileName]]]) -> None:
+        self._of_labels: dict[str, Counter[str]] = defaultdict(Counter)
+        self._of_images: dict[str, Counter[str]] = defaultdict(Counter)
+        self._cores: dict[str, set[str]] = defaultdict(set)  # in folders of images
+        for label, images in fitting:
+            for image in images:
+                self._cores[image.folder].add(image.core)
+                if len(images) == 1:
+                    self._of_labels[label.folder][image.folder] += 1
+                    self._of_images[image.folder][label.folder] += 1
+
+    def are_others(self, label: FileName, image: FileName) -> bool:
+        """Whether the folders of both go with others, in which the same names come again."""
+        here, there = label.folder, image.folder
+        partners, rivals = self._of_labels[here], self._of_images[there]
+        if not rivals or _is_first(partners, there) or _is_first(rivals, here):
+            return False
+        # Scenes hold the same names again, as 001.png in each. Where no name comes twice, as in
+        # masks of several people, folders say nothing.
+        repeated = self._cores[there] - {image.core}
+        return not partners or any(
+            self._cores[folder] & repeated for folder in partners if _is_first(partners, folder)
+        )
+
+
+def _is_first(counts: Counter[str], key: str) -> bool:
+    return key in counts and counts[key] == max(counts.values())

@@ -1,0 +1,57 @@
+"""A folder is called as the image, and holds all of its labels: of its objects, or of its classes.
+
+    images/0a1b.jpg     masks/0a1b/1.png    masks/0a1b/2.png
+    images/2c3d.jpg     masks/2c3d/1.png
+    images/1.jpg        masks/1/1.png       masks/1/2.png
+
+>>> print(*lines_of(claim(*example(__doc__))), sep="\\n")
+masks/0a1b/1.png: images/0a1b.jpg
+masks/0a1b/2.png: images/0a1b.jpg
+masks/2c3d/1.png: images/2c3d.jpg
+masks/1/1.png: images/1.jpg
+masks/1/2.png: images/1.jpg
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from segtrain.desk.survey.conventions.claims import (
+    Claim,
+    example,
+    is_word,
+    lines_of,
+    nearest,
+    number_of,
+)
+from segtrain.desk.survey.file_names import FileName
+
+__all__ = ["claim", "example", "lines_of"]  # the latter two for the example
+
+
+def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> Claim:
+    """From the nearest folder up, the first that names one image counts."""
+    by_name: dict[str, list[FileName]] = defaultdict(list)
+    by_number: dict[int | None, list[FileName]] = defaultdict(list)
+    shared: set[str] = set()
+    for image in images:
+        by_number[number_of(image)].append(image)
+        shared.update(PurePosixPath(image.path).parts[:-1])
+        for name in {image.core, image.stem} - {""}:
+            by_name[name].append(image)
+    owners: dict[str, str] = {}
+    whole: set[str] = set()
+    for label in labels:
+        for folder in reversed(PurePosixPath(label.path).parts[:-1]):
+            numbered = by_number.get(int(folder), ()) if folder.isdecimal() else ()
+            fitting = nearest(label, by_name.get(folder.lower()) or numbered)
+            # A folder that images lie in is a scene, unless the image of its name does, too.
+            is_scene = folder in shared and all(
+                folder not in PurePosixPath(image.path).parts for image in fitting
+            )
+            if len(fitting) == 1 and not is_scene:
+                owners[label.path] = fitting[0].path
+                if folder.lower() == fitting[0].stem and is_word(folder):
+                    whole.add(label.path)
+                break
+    return Claim(owners, whole)
