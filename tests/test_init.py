@@ -772,10 +772,13 @@ def test_an_option_without_effect_on_labels_of_a_kind_is_refused(lab, make, opti
 
 def test_images_without_outlines_are_background_if_it_is_said(folder, lab):
     outlined(folder)
-    told = lab.done("init", folder, "--output", lab.folder / "m").out
-    assert "image has no label: images/t5.png; --missing background" in " ".join(told.split())
+    told = lab.command("init", folder, "--output", lab.folder / "m").err
+    assert "not used would be images without a label (1): images/t5.png" in told
+    assert "show background alone: --missing background" in told
+    lab.done("init", folder, "--output", lab.folder / "m", "--leave-out", "images")
+    assert "images/t5.png" not in labels_of(lab.folder / "m")[0]
     words = "init", folder, "--missing", "background", "--names", "car", "--output"
-    assert "--missing background" not in lab.done(*words, lab.folder / "n").out
+    lab.done(*words, lab.folder / "n")
     found, _ = labels_of(lab.folder / "n")
     assert not found["images/t5.png"].any()
     assert found.keys() == {f"images/t{i}.png" for i in range(6)}

@@ -360,12 +360,12 @@ def test_folders_that_images_and_masks_share_are_asked_about(folder, init, asked
     assert "in 2 folders, which the images share (dent, hole): classes, or places?" in said
     assert "classes: --names dent,hole" in said
     assert "places, with one class: --names background,foreground" in said
-    found, said = init("--names", "dent,hole")
-    assert "4 images have no label: train/good/000.png, " in said
+    found, said = init("--names", "dent,hole", "--leave-out", "images")
+    assert "4 left out (images without a label: 4)" in said
     assert_labels(found, with_masks)
     found, _ = init("--names", "dent,hole", "--missing", "background")
     assert_labels(found, truth)
-    found, _ = init("--names", "background,defect")
+    found, _ = init("--names", "background,defect", "--leave-out", "images")
     assert_labels(found, {name: (label > 0).astype(np.uint8) for name, label in with_masks.items()})
 
 
@@ -396,9 +396,9 @@ def test_images_without_a_label_show_background_where_it_is_said(folder, init, c
             save(folder / copy.format(i=i), picture)
     if copy:
         (folder / "pairs.csv").write_text("".join(rows))
-    found, said = init("--missing", "background")
+    found, said = init("--missing", "background", *(["--leave-out", "images"] if copy else []))
     assert_labels(found, truth)
-    assert not copy or "9 images have no label" in said
+    assert not copy or "images without a label: 9" in said
 
 
 @pytest.mark.parametrize(("label", "classes"), [("{k}/{i}", 3), ("{bucket}/{i:05}_{name}", 2)])
@@ -473,7 +473,7 @@ def test_two_dates_are_refused_unless_a_list_chooses(folder, init, refused):
     assert "several pictures for one label: A/0.png and B/0.png" in refused(code=3)
     rows = "".join(f"B/{i}.png,label/{i}.png\n" for i in range(6))
     (folder / "pairs.csv").write_text(rows)
-    assert init()[0].keys() == {f"B/{i}.png" for i in range(6)}
+    assert init("--leave-out", "images")[0].keys() == {f"B/{i}.png" for i in range(6)}
 
 
 def checked_in_turn(lab, made, lines):

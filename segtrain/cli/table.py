@@ -157,6 +157,13 @@ def _values(text: str) -> frozenset[int | tuple[int, int, int]]:
     return frozenset(found)
 
 
+def _left_out(text: str) -> frozenset[str]:
+    words = frozenset(text.split(","))
+    if not words <= {"images", "labels", "lists"}:
+        raise argparse.ArgumentTypeError(f"expected images, labels or lists, got '{text}'")
+    return words
+
+
 def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
@@ -224,6 +231,8 @@ _GROUP_HELP = (
     "images stay together whose paths have the same match or (match), such as '(p[0-9]+)_'"
 )
 _VOLUME_HELP = "volumes stay together, in one split, whose paths have the same match or (match)"
+# What says whose a label is: `desk.survey.pairs.CONVENTIONS`, which is not imported here.
+_PAIRS = ("named", "names", "folders", "numbers", "places", "channels", "bands")
 _BY_NAMES = "(default: sequences where the names of the images show"
 _OVERWRITE = _switch("--overwrite", "replace a file that is already there")
 
@@ -240,9 +249,10 @@ COMMANDS = (
         _argument("--labels", "which labels, where there are several: a folder or pattern", "PATH"),
         _argument("--names", "classes, in the order of their values in labels", "A,B,C", _names),
         _argument("--attribute", "of VIA and GeoJSON, the one that names the class", "NAME"),
-        _argument("--pairs", "labels fit, whatever their edges say", choices=("named",)),
+        _argument("--pairs", "labels fit, whatever edges say, or what says whose", choices=_PAIRS),
         _argument("--exif", "labels lie on the pixels so", choices=("stored", "turned")),
         _argument("--missing", "what images without a label show", choices=("background",)),
+        _argument("--leave-out", "what is no data: images, labels, lists", "A,B", _left_out),
         _argument("--instances", "ids number objects of one class", choices=("binary",)),
         _argument("--threshold", "grey level from which on masks show their class", "T", float),
         _argument("--task", "multilabel: classes may overlap", choices=("multilabel",)),

@@ -14,7 +14,7 @@ from segtrain.config.loading import yaml_value
 from segtrain.errors import EXIT_OK, ConfigError, DataError, refuse_unused
 from segtrain.files import os_errors_as
 from segtrain.run.directory import CONFIG
-from segtrain.text import counted, first_of, printable
+from segtrain.text import first_of, printable
 
 if TYPE_CHECKING:  # the rest is imported when the command runs
     from segtrain.desk.survey.decisions import Decisions
@@ -36,6 +36,7 @@ def main(args: argparse.Namespace) -> int:
     """
     words = "labels names attribute pairs exif missing instances threshold task ignore val group"
     answers = {word: getattr(args, word) for word in (*words.split(), "channels")}
+    answers["leave_out"] = args.leave_out or frozenset()
     if args.dry_run:
         output = default_output(args.folder) if args.output is None else args.output
         return _show(args.folder, output, jobs=args.jobs, **answers)
@@ -110,16 +111,16 @@ def write_experiment(
         recipe,
         splits,
     )
-    from segtrain.desk.survey.balance import balance
+    from segtrain.desk.survey.balance import balance, check_left_out
     from segtrain.desk.survey.class_ids import class_ids_by_window
     from segtrain.desk.survey.survey import survey
 
     given = decide.Answers(**answers)
-    labels = None
+    surveyed = labels = None
     try:
         val_list = Path(given.val) if isinstance(given.val, str) else None
         classes = None if given.task else given.names or ()
-        how = {"threshold": given.threshold, "classes": classes}
+        how = {"threshold": given.threshold, "classes": classes, "convention": given.pairs}
         surveyed = survey(folder, val_list=val_list, **how)
         if surveyed.annotations and (not surveyed.sets or given.labels in surveyed.annotations):
             labels, chosen = decisions.draw_annotations(surveyed, output, given, jobs)
@@ -143,14 +144,16 @@ def write_experiment(
             split = one_picture.choose_windows(surveyed, path, chosen, given, class_ids)
         else:
             split = splits.choose_splits(surveyed, labels, given)
+        found = balance(surveyed, labels, split)
+        check_left_out(found, labels, given)
         machine = _machine()
         seen = foreground.narrow_foreground(surveyed, labels, chosen, split.train, output)
         images = (*split.train, *split.val)
         pixels = recipe.choose_pixels(surveyed, images, given, machine, seen)
         options = recipe.choose_options(split, chosen, pixels, machine)
         plan = decisions.Decisions(surveyed, labels, chosen, split, options)
-        print(printable(f"files      {balance(surveyed, labels, split).line()}"))
-        for line in _lines(plan, machine, given.missing):
+        print(printable(f"files      {found.line()}"))
+        for line in _lines(plan, machine):
             print(printable(line))
         for warning in decisions.write(plan, output, _command(folder, answers), jobs=jobs):
             print(printable(f"warning: {warning}"))
@@ -214,8 +217,8 @@ def _machine() -> "Machine":
     return Machine(has_gpu, None, has_bfloat16)
 
 
-def _lines(plan: "Decisions", machine: "Machine", missing: str | None) -> list[str]:
-    """What was found, as a table, and the warnings; missing: as of `Answers`."""
+def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
+    """What was found, as a table, and the warnings."""
     survey, labels = plan.survey, plan.labels
     images = (*plan.splits.train, *plan.splits.val)
     patterns = sorted(
@@ -255,13 +258,6 @@ def _lines(plan: "Decisions", machine: "Machine", missing: str | None) -> list[s
         lost = [x.name for x in plan.classes.classes if x.pixels and not shown & {*x.values}]
         if lost:
             notes.append(f"no image to train on shows {first_of(lost)}")
-    # Test splits are often published without labels.
-    others = [image for image in survey.images if image.split != "test"]
-    without = [image.path for image in others if image.path not in labels.labels]
-    if without:
-        lacking = counted(len(without), "image has no label", "images have no label")
-        advice = "" if missing else "; --missing background if they show nothing else"
-        notes.append(f"{lacking}: {first_of(without, 3)}{advice}")
     if machine.weights is None:
         notes.append("no pretrained weights here and no network: a schedule for random weights")
     return lines + [f"warning: {note}" for note in notes]
@@ -272,6 +268,9 @@ def _command(folder: Path, answers: Mapping[str, Any]) -> str:
 
     words = ["segtrain", "init", str(folder)]
     for key, value in answers.items():
+        key = key.replace("_", "-")
+        if key == "leave-out":
+            value = ",".join(sorted(value)) or None
         if key == "ignore" and value is not None:
             value = ",".join(map(word, value)) or "none"
         value = value.pattern if key == "group" and value is not None else value

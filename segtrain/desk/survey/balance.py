@@ -1,20 +1,29 @@
-"""The balance of a folder: what becomes of each of its files, once and of all."""
+"""The balance of a folder: what becomes of each of its files, and what could be data among the rest."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import NamedTuple
 
 from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
 from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey
-from segtrain.text import counted
+from segtrain.text import counted, first_of
 
 IMAGES, LABELS, LISTS, CLASSES = "images", "labels", "lists", "class tables"
 ANNOTATIONS, OTHERS = "annotation files", "other files"
 # No rule has a reason for these: a rule is missing.
 UNKNOWN = "pictures that nothing names"
 USED = IMAGES, LABELS, ANNOTATIONS, LISTS, CLASSES
+WITHOUT_LABEL = "images without a label"
+# What may be meant as data, by the word that --leave-out has for it.
+_COULD_BE_DATA = {
+    WITHOUT_LABEL: "images",
+    "labels without an image": "labels",
+    "labels that fit several images": "labels",
+    "called labels, but unlike any": "labels",
+}
 _ONE = {
     IMAGES: "image",
     LABELS: "label",
@@ -72,9 +81,10 @@ def balance(survey: Survey, labels: LabelSet, splits: Splits) -> Balance:
     used |= dict.fromkeys(survey.tables, CLASSES)
     # Every other image has a reason, and so have its labels.
     for image in survey.images:
-        has_label = image.path in labels.labels
-        why = f"of {image.split or 'no split'}" if has_label else "without a label"
-        leave_out(image.files, f"images {why}")
+        why = f"of {image.split or 'no split'}"
+        # Test splits are often published without labels.
+        is_alone = image.path not in labels.labels and image.split != "test"
+        leave_out(image.files, WITHOUT_LABEL if is_alone else f"images {why}")
         if labels.kind != "annotations":
             leave_out(labels.labels.get(image.path, ()), f"labels {why}")
     for other in survey.sets:
@@ -84,3 +94,27 @@ def balance(survey: Survey, labels: LabelSet, splits: Splits) -> Balance:
     leave_out(survey.pictures, UNKNOWN)
     leave_out(survey.others, OTHERS)
     return Balance(used, left_out)
+
+
+def check_left_out(found: Balance, labels: LabelSet, answers: Answers) -> None:
+    """Stops where files that may be data would be left out, and nobody has said so.
+
+    Raises:
+        UndecidedError: there are such files.
+    """
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for file, reason in found.left_out.items():
+        if _COULD_BE_DATA.get(reason, "") not in {"", *answers.leave_out}:
+            by_reason[reason].append(file)
+    if not by_reason:
+        return
+    what = "; ".join(f"{why} ({len(x)}): {first_of(x, 3)}" for why, x in by_reason.items())
+    words = sorted({_COULD_BE_DATA[reason] for reason in by_reason} | answers.leave_out)
+    readings = [Reading("left out, and no data", f"--leave-out {','.join(words)}")]
+    # An image without a label may show nothing: then it teaches what the background is.
+    if WITHOUT_LABEL in by_reason and answers.missing is None and labels.has_background:
+        others = [x for x in words if x != "images"]
+        also = f" --leave-out {','.join(others)}" if others else ""
+        empty = "images without a label show background alone"
+        readings.append(Reading(empty, f"--missing background{also}"))
+    raise UndecidedError(f"not used would be {what}", readings)

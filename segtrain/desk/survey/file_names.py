@@ -228,6 +228,9 @@ def _common_ends(
         for (kind, end), number in counts.items()
         if sizes[kind] > 2 and number >= max(2, _COMMON_END * sizes[kind])
     }
+    # Of a city with one image, as in the folders of the others.
+    siblings = {(_siblings(kind), end) for kind, end in common}
+    common |= {(kind, end) for kind, end in counts if (_siblings(kind), end) in siblings}
     # `1_tree` is rare, but beside `1_road` of a common end: a class that few images show.
     stems = [core.removesuffix(end) for core, end in zip(cores, ends, strict=True)]
     names = list(zip(kinds, stems, ends, strict=True))

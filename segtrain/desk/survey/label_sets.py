@@ -73,6 +73,11 @@ class LabelSet:
         """The numbers of classes whose name says that there is none."""
         return [i for i, name in enumerate(self.classes, start=1) if says_no_class(name)]
 
+    @property
+    def has_background(self) -> bool:
+        """Whether an image that shows nothing can have a label: 0, or no file of any class."""
+        return bool(self.classes) or self.kind == "annotations" or 0 in self.values
+
     def class_files(self, folder: Path, image: str) -> list[tuple[Path, int]]:
         """The files of an image in `folder` and the number of the class of each, from 1."""
         return [(folder / file, self.class_of.get(file, 1)) for file in self.labels[image]]

@@ -67,12 +67,13 @@ def survey(
     val_list: Path | None = None,
     threshold: float | None = None,
     classes: Collection[str] | None = (),
+    convention: str | None = None,
 ) -> Survey:
     """Looks at all files below `folder`; writes nothing.
 
     val_list: a file that names the images to evaluate on; None: splits are those of the folder.
     threshold: of the grey levels of masks, from which on they show their class.
-    classes: as for `label_sets`.
+    classes: as for `label_sets`. convention: that says which label is whose, as for `pairs.match`.
 
     Raises:
         DataError: the folder cannot be read, or there is no image in it.
@@ -82,7 +83,7 @@ def survey(
 
     names = file_names.parse_names(pictures)
     samples = _samples(folder, names, threshold)
-    roles, image_names, label_names, matches = matched(names, samples)
+    roles, image_names, label_names, matches = matched(names, samples, convention)
     if not image_names:  # drawn images may look like labels
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
 
@@ -155,6 +156,7 @@ def _left_out(
 ) -> dict[str, list[str]]:
     """The pictures that are not used whatever is decided, by the reason."""
     there = {image.path for image in images}
+    made = [name for name in names if roles[name.pattern] == "made"]
     kept = {file for image in images for file in image.files}
     seconds = [x for first, bands in matches.bands.items() if first in there for x in bands]
     of_images = [name.path for name in names if roles[name.pattern] == "image"]
@@ -162,7 +164,8 @@ def _left_out(
     return {
         "labels without an image": matches.alone,
         "labels that fit several images": matches.unclear,
-        "previews": [name.path for name in names if roles[name.pattern] == "made"],
+        "previews": [name.path for name in made if _is_preview(name.pattern)],
+        "called labels, but unlike any": [x.path for x in made if not _is_preview(x.pattern)],
         "further pictures of one label": [path for path in seconds if path not in kept],
         "images that cannot be read": [path for path in of_images if path not in kept],
         "labels of images that cannot be read": [x for files in labels_of_lost for x in files],
@@ -217,7 +220,7 @@ def _check_listed(
     unread = {
         x.path: why[x.pattern]
         for x in names
-        if roles[x.pattern] == "made" and MADE_WORDS.isdisjoint(_words(x.pattern))
+        if roles[x.pattern] == "made" and not _is_preview(x.pattern)
     }
     others = [x for x in names if x.path in unread]
     listed, source = listed_pairs(folder, lists, images, others)
@@ -258,13 +261,15 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def matched(
-    names: Sequence[FileName], samples: Mapping[str, Sequence[LabelFacts]]
+    names: Sequence[FileName],
+    samples: Mapping[str, Sequence[LabelFacts]],
+    convention: str | None = None,
 ) -> tuple[dict[str, str], list[FileName], list[FileName], Matches]:
     """The role of each pattern, names of images and of labels, and which belong together."""
     roles = _roles(samples)
     images = [name for name in names if roles[name.pattern] == "image"]
     labels = [name for name in names if roles[name.pattern] == "label"]
-    images, matches = pairs.match(images, labels)
+    images, matches = pairs.match(images, labels, convention)
     return roles, images, labels, matches
 
 
@@ -309,6 +314,11 @@ def _shared(patterns: Collection[str]) -> set[str]:
     if not _HEAT_WORDS.isdisjoint(set().union(*words)):
         shared |= {"vis"}  # visible light, and no visualization
     return shared
+
+
+def _is_preview(pattern: str) -> bool:
+    """Whether a file is called as what is made for people to look at, or a prediction."""
+    return not MADE_WORDS.isdisjoint(_words(pattern))
 
 
 def _words(part: str) -> tuple[str, ...]:
