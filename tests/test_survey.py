@@ -34,9 +34,10 @@ from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping
-from segtrain.desk.survey.decide import Answers, choose_labels
+from segtrain.desk.survey.decide import choose_labels
 from segtrain.desk.survey.image_kinds import Image
-from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.questions import Answers
 from segtrain.desk.survey.splits import choose_splits
 from segtrain.desk.survey.survey import Survey, survey
 from segtrain.errors import ConfigError, DataError
@@ -357,7 +358,7 @@ def test_folders_that_images_and_masks_share_are_asked_about(folder, init, asked
         truth[path] = np.zeros_like(label)
     with_masks = {name: label for name, label in truth.items() if "good" not in name}
     said = asked()
-    assert "in 2 folders, which the images share (dent, hole): classes, or places?" in said
+    assert "in 2 folders (dent, hole): classes, or places?" in said
     assert "classes: --names dent,hole" in said
     assert "places, with one class: --names background,foreground" in said
     found, said = init("--names", "dent,hole", "--leave-out", "images")

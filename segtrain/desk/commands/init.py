@@ -104,8 +104,8 @@ def write_experiment(
         class_lists,
         decide,
         decisions,
+        edges,
         foreground,
-        label_sets,
         label_values,
         one_picture,
         recipe,
@@ -113,9 +113,10 @@ def write_experiment(
     )
     from segtrain.desk.survey.balance import balance, check_left_out
     from segtrain.desk.survey.class_ids import class_ids_by_window
+    from segtrain.desk.survey.questions import Answers, UndecidedError
     from segtrain.desk.survey.survey import survey
 
-    given = decide.Answers(**answers)
+    given = Answers(**answers)
     surveyed = labels = None
     try:
         val_list = Path(given.val) if isinstance(given.val, str) else None
@@ -131,9 +132,9 @@ def write_experiment(
             labels = label_values.count_values(
                 folder, labels, surveyed.images, surveyed.legends, jobs
             )
-            as_turned = label_sets.compared_turned(folder, surveyed.images, labels)
+            as_turned = edges.compared_turned(folder, surveyed.images, labels)
             labels = decide.choose_orientation(labels, as_turned, given)
-            comparison = label_sets.compared(folder, surveyed.images, labels)
+            comparison = edges.compared(folder, surveyed.images, labels)
             decide.check_pairs(surveyed, labels, comparison, given)
             chosen = class_lists.choose_classes(surveyed, labels, given)
         # A single picture can be divided only by its windows.
@@ -157,7 +158,7 @@ def write_experiment(
             print(printable(line))
         for warning in decisions.write(plan, output, _command(folder, answers), jobs=jobs):
             print(printable(f"warning: {warning}"))
-    except decide.UndecidedError as undecided:
+    except UndecidedError as undecided:
         # Only the pictures of the question stay: `_claim` accepts a folder that holds nothing else.
         shutil.rmtree(output, ignore_errors=True)
         pictures = decisions.write_readings(surveyed, labels, undecided.readings, output)

@@ -1,11 +1,11 @@
-"""The balance of a folder: what becomes of each of its files, and what could be data among the rest."""
+"""The balance of a folder: what becomes of each of its files, and which could be data."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import NamedTuple
 
-from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
 from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey

@@ -8,11 +8,10 @@ from pathlib import PurePosixPath
 from segtrain.data.read import image_formats
 from segtrain.data.read.classes import says_no_class
 from segtrain.desk.survey import contents, file_names
-from segtrain.desk.survey.contents import spread
-from segtrain.desk.survey.decide import Answers, Reading, UndecidedError, names_option
 from segtrain.desk.survey.file_names import LABEL_WORDS, words_of
 from segtrain.desk.survey.image_kinds import Image
-from segtrain.desk.survey.label_sets import LabelSet, differing_words
+from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.questions import Answers, Reading, UndecidedError, names_option
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import ConfigError, refuse_unused
 from segtrain.text import counted, first_of
@@ -20,7 +19,6 @@ from segtrain.text import counted, first_of
 BACKGROUND = "background"
 # Words that tell no class: of roles, of splits, and of kinds of files.
 _NO_CLASS = file_names.ROLE_WORDS | {suffix[1:] for suffix in image_formats.SUFFIXES}
-_SHOWN = 200
 
 
 def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
@@ -41,7 +39,7 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
             refuse_unused(vars(answers), "threshold", held)
         labels = replace(labels, threshold=answers.threshold)
     # masks/scratch/1.png and masks/dent/2.png: one mask an image, whose name says the class.
-    if _shows_one_class(labels) and (words := _class_words(labels)):
+    if _shows_one_class(labels) and (words := _place_words(labels)):
         labels = _divided(labels, words, answers)
     if answers.missing:
         labels = _with_missing(survey, labels)
@@ -67,23 +65,15 @@ def _shows_one_class(labels: LabelSet) -> bool:
     return is_binary and not labels.classes
 
 
-def _class_words(labels: LabelSet) -> dict[str, str]:
-    """The word of each file that may name its class; empty: names tell no classes.
+def _place_words(labels: LabelSet) -> dict[str, str]:
+    """The last folder of each file that says neither role nor split; empty: all have one, or some
+    have none.
 
-    It is in a name, as in `01_crack.png` and `02_hole.png`, or it is the last folder that says
-    neither role nor split.
+    Classes whose folder images do not have are known already (`label_sets`).
     """
-    files = [file for found in labels.labels.values() for file in found]
-    patterns = sorted(set(labels.pattern_of.values()))
-    # `differing_words` has a word for each pattern, or none at all.
-    words = dict(zip(patterns, differing_words(patterns), strict=False))
-    if words:
-        found = {file: words[labels.pattern_of[file]] for file in files}
-    else:
-        found = {file: _last_folder(file) for file in files}
+    found = {file: _last_folder(file) for files in labels.labels.values() for file in files}
     known = {word.lower() for word in found.values()}
-    is_class = len(known) > 1 and all(word and not _is_no_class(word) for word in known)
-    return found if is_class else {}
+    return found if len(known) > 1 and all(known) else {}
 
 
 def _last_folder(file: str) -> str:
@@ -100,29 +90,26 @@ def _is_no_class(word: str) -> bool:
 
 
 def _divided(labels: LabelSet, words: Mapping[str, str], answers: Answers) -> LabelSet:
-    """`labels` with these words as classes, unless they are of places, which images have too."""
+    """`labels` with these words as classes, if --names says so.
+
+    MVTec has images in test/hole/ and masks in ground_truth/hole/: the folder is a class there.
+    Elsewhere it may be a place, or who drew the masks.
+
+    UndecidedError: --names says nothing.
+    """
     classes = tuple(sorted(set(words.values())))
-    sample = spread([(image, files[0]) for image, files in labels.labels.items()], _SHOWN)
-    beside = sum(
-        words[file].lower() in words_of(str(PurePosixPath(image).parent))
-        or words[file] in PurePosixPath(image).parts[:-1]
-        for image, file in sample
-    )
-    # MVTec has images in test/hole/ and masks in ground_truth/hole/: the folder is a class there.
-    # Elsewhere it may be a place, so it is asked.
-    if 2 * beside > len(sample):
-        if answers.names is None:
-            raise UndecidedError(
-                f"{labels.pattern}: masks of one class each in {len(classes)} folders, which the "
-                f"images share ({first_of(classes)}): classes, or places?",
-                [
-                    Reading("classes", names_option(classes)),
-                    Reading("places, with one class", names_option((BACKGROUND, "foreground"))),
-                ],
-            )
-        # Names of other classes answer that the folders are places.
-        if not {*answers.names} <= {BACKGROUND, *classes}:
-            return labels
+    if answers.names is None:
+        raise UndecidedError(
+            f"{labels.pattern}: masks of one class each in {len(classes)} folders "
+            f"({first_of(classes)}): classes, or places?",
+            [
+                Reading("classes", names_option(classes)),
+                Reading("places, with one class", names_option((BACKGROUND, "foreground"))),
+            ],
+        )
+    # Names of other classes answer that the folders are places.
+    if not {*answers.names} <= {BACKGROUND, *classes}:
+        return labels
     numbers = {word: number for number, word in enumerate(classes, start=1)}
     class_of = {file: numbers[word] for file, word in words.items()}
     return replace(labels, kind="ids", classes=classes, class_of=class_of, values={})

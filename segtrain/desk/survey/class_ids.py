@@ -11,7 +11,7 @@ from segtrain.data.read.raster import is_tiff
 from segtrain.desk.survey import contents
 from segtrain.desk.survey.class_lists import Classes
 from segtrain.desk.survey.contents import packed
-from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.desk.survey.label_set import LabelSet
 from segtrain.errors import DataError
 from segtrain.types import IGNORE_INDEX
 

@@ -9,20 +9,18 @@ from typing import NamedTuple
 
 from segtrain.data.read.rims import is_blend
 from segtrain.desk.survey.contents import KINDS, Color, Value, word
-from segtrain.desk.survey.decide import (
-    MOST_CLASSES,
+from segtrain.desk.survey.decide import MOST_CLASSES, is_instances, shares_of
+from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.legends import named_values
+from segtrain.desk.survey.names import NamedClass
+from segtrain.desk.survey.questions import (
     Answers,
     Reading,
     UndecidedError,
     default_names,
     ignore_option,
-    is_instances,
     names_option,
-    shares_of,
 )
-from segtrain.desk.survey.label_sets import LabelSet
-from segtrain.desk.survey.legends import named_values
-from segtrain.desk.survey.names import NamedClass
 from segtrain.desk.survey.shades import distance, meanings
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import ConfigError, DataError, refuse_unused

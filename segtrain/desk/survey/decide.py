@@ -2,19 +2,19 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
 
+from segtrain.desk.survey.class_words import differing_words
 from segtrain.desk.survey.contents import Value, word
+from segtrain.desk.survey.edges import OWN, EdgeScores
 from segtrain.desk.survey.file_names import split_of, words_of
-from segtrain.desk.survey.label_sets import OWN, EdgeScores, LabelSet, differing_words
+from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.questions import (
     Answers,
     Reading,
     UndecidedError,
-    default_names,
     ignore_option,
     names_option,
 )
@@ -145,7 +145,6 @@ def _joined(sets: Sequence[LabelSet], *, always: bool) -> list[LabelSet]:
                 joined[i] = replace(
                     other,
                     pattern=f"{other.pattern}, {label_set.pattern}",
-                    pattern_of=_patterns(other) | _patterns(label_set),
                     labels={**other.labels, **label_set.labels},
                     values={**label_set.values, **other.values},
                     class_of={**label_set.class_of, **other.class_of},
@@ -154,12 +153,6 @@ def _joined(sets: Sequence[LabelSet], *, always: bool) -> list[LabelSet]:
         else:
             joined.append(label_set)
     return joined
-
-
-def _patterns(labels: LabelSet) -> dict[str, str]:
-    """The pattern of each file."""
-    files = (file for of_image in labels.labels.values() for file in of_image)
-    return {file: labels.pattern_of.get(file, labels.pattern) for file in files}
 
 
 def _have_alike_names(*sets: LabelSet) -> bool:

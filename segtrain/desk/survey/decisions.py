@@ -30,9 +30,9 @@ from segtrain.desk.survey import contents
 from segtrain.desk.survey.class_ids import class_ids
 from segtrain.desk.survey.class_lists import Class, Classes
 from segtrain.desk.survey.contents import Color, Value, packed, spread, word
-from segtrain.desk.survey.decide import Answers, Reading
 from segtrain.desk.survey.image_kinds import Image
-from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.questions import Answers, Reading
 from segtrain.desk.survey.recipe import Option
 from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey

@@ -17,7 +17,7 @@ from segtrain.desk.survey.class_ids import class_ids
 from segtrain.desk.survey.class_lists import Classes
 from segtrain.desk.survey.contents import ImageFacts, spread
 from segtrain.desk.survey.image_kinds import Image
-from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.survey import Survey
 from segtrain.types import IGNORE_INDEX
 

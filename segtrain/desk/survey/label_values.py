@@ -15,7 +15,7 @@ from segtrain.desk.annotations.label_maps import presence_counts
 from segtrain.desk.survey import contents
 from segtrain.desk.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts
 from segtrain.desk.survey.image_kinds import Image
-from segtrain.desk.survey.label_sets import LabelSet, total_values
+from segtrain.desk.survey.label_set import LabelSet, total_values
 from segtrain.desk.survey.names import Legend
 from segtrain.desk.survey.shades import nearest
 from segtrain.distributed.machine import process_pool

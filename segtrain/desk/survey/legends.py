@@ -5,7 +5,9 @@ from functools import cache
 
 from segtrain.data.read.classes import known_names, load_class_file
 from segtrain.desk.survey.contents import Value
-from segtrain.desk.survey.decide import (
+from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.names import Legend, NamedClass
+from segtrain.desk.survey.questions import (
     Answers,
     Reading,
     UndecidedError,
@@ -13,8 +15,6 @@ from segtrain.desk.survey.decide import (
     ignore_option,
     names_option,
 )
-from segtrain.desk.survey.label_sets import LabelSet
-from segtrain.desk.survey.names import Legend, NamedClass
 from segtrain.desk.survey.shades import is_close, nearest
 from segtrain.text import first_of
 

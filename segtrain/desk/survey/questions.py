@@ -14,7 +14,7 @@ from segtrain.desk.survey.contents import Value, word
 from segtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from segtrain.desk.survey.label_sets import LabelSet
+    from segtrain.desk.survey.label_set import LabelSet
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Answers:
     values. ignore: values without a class. val: a fraction, or a list file. channels: of images.
     attribute: of VIA's regions, the one that names the class.
     group: what in the path of an image tells with which others it stays together.
-    pairs: named: labels belong to the images that names say, whatever edges say; else the convention
-        that says which label is whose, a key of `pairs.CONVENTIONS`.
+    pairs: named: labels belong to the images that names say, whatever edges say; else the
+        convention that says which label is whose, a key of `pairs.CONVENTIONS`.
     exif: whether labels lie on the pixels as stored, or as EXIF turns them.
     missing: what images without a label show. instances: binary: ids number objects of one class.
     task: multilabel: a pixel may have several classes. threshold: the grey level from which on

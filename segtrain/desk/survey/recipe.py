@@ -14,9 +14,9 @@ from segtrain.data.read.image import ImageForm, set_dtype
 from segtrain.data.read.raster import windows
 from segtrain.desk.survey.class_lists import Classes
 from segtrain.desk.survey.contents import ImageFacts
-from segtrain.desk.survey.decide import Answers, Reading, UndecidedError
 from segtrain.desk.survey.foreground import Foreground
 from segtrain.desk.survey.image_kinds import Image
+from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
 from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import ConfigError

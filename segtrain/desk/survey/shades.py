@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from segtrain.desk.survey.contents import Color, Value, word
-from segtrain.desk.survey.decide import (
+from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.questions import (
     Answers,
     Reading,
     UndecidedError,
     default_names,
     names_option,
 )
-from segtrain.desk.survey.label_sets import LabelSet
 from segtrain.errors import DataError
 
 # A colour this close to another one, and this much rarer, is a shade of it.

@@ -11,9 +11,9 @@ from typing import NamedTuple, Self
 from segtrain.data.read.sources import groups_of, sources_of, stems_of
 from segtrain.data.read.tiles import overlapping, strips
 from segtrain.desk.survey.contents import Value
-from segtrain.desk.survey.decide import Answers
 from segtrain.desk.survey.image_kinds import Image
-from segtrain.desk.survey.label_sets import LabelSet
+from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.questions import Answers
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import ConfigError, DataError
 from segtrain.text import counted, first_of

@@ -17,9 +17,11 @@ from segtrain.data.read.tiles import TileBox
 from segtrain.desk.annotations import detect, roi_files
 from segtrain.desk.survey import contents, file_names, pairs
 from segtrain.desk.survey.contents import Color, ImageFacts, LabelFacts, spread
+from segtrain.desk.survey.edges import equal_sets
 from segtrain.desk.survey.file_names import IMAGE_WORDS, LABEL_WORDS, MADE_WORDS, FileName, words_of
 from segtrain.desk.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
-from segtrain.desk.survey.label_sets import SAMPLE, LabelSet, equal_sets, label_sets
+from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.label_sets import SAMPLE, label_sets
 from segtrain.desk.survey.listings import SUFFIXES, listed_pairs, split_by, with_splits
 from segtrain.desk.survey.names import Legend, is_called_legend, read_legend
 from segtrain.desk.survey.pairs import Matches
@@ -114,7 +116,8 @@ def survey(
 
     _note_pictures(notes, matches, roles, samples)
     _note_files(notes, folder, others, legends)
-    sets = tuple(label_sets(folder, matches, pattern_of, samples, classes))
+    by_path = {name.path: name for name in (*image_names, *label_names)}
+    sets = tuple(label_sets(folder, matches, by_path, samples, classes))
     return Survey(
         root=folder,
         images=tuple(images),
