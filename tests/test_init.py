@@ -229,7 +229,7 @@ def nested(folder):
         save(folder / f"masks/lesion/{i}.png", organ)
 
 
-VERSION = "--labels 'training/v2.0/labels/*.png, validation/v2.0/labels/*.png'"
+VERSION = "--labels 'v2.0/labels/*.png'"
 QUESTIONS = [  # what asks, what it says, and answers with the number of classes that they make
     (with_list("a\nb\n"), "names 2 classes: they do not fit", {"--names a,b,c,d": 4}),
     (numbered, "numbers of objects, or classes?", {"--ignore none": 7}),

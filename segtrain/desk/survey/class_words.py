@@ -120,7 +120,9 @@ def _beside_the_image(label: FileName, image: FileName) -> str:
             sign = r"\d" if name[0].isdigit() else r"[A-Za-z]"
             end = r"\d" if name[-1].isdigit() else r"[A-Za-z]"
             rest = re.sub(f"(?<!{sign}){re.escape(name)}(?!{end})", "_", rest, count=1)
-    words = (re.sub(r"\d", "", word) for word in re.split(r"[_\-. ()]+", rest))
+    # A letter behind a digit, as in 3f2a, is of a hash; numbers behind words count objects.
+    parts = (x for x in re.split(r"[_\-. ()]+", rest) if not re.search(r"\d[A-Za-z]", x))
+    words = (re.sub(r"\d", "", part) for part in parts)
     return "_".join(word for word in words if word and not split_of(word.lower()))
 
 

@@ -51,6 +51,8 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
     """
     sets = list(survey.sets)
     if answers.labels is not None:
+        wanted = answers.labels.split(", ")
+        sets.sort(key=lambda x: wanted.index(x.pattern) if x.pattern in wanted else len(wanted))
         sets = [found for label_set in sets if (found := _restricted(label_set, answers.labels))]
         if not sets:
             there = first_of(label_set.pattern for label_set in survey.sets) or "none"
@@ -74,31 +76,36 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
         sets[i] = replace(label_set, twin=next(filter(None, colors), {}))
     # train_masks/ and val_masks/ label different images: one set.
     sets = _joined(sets, always=answers.labels is not None)
-    # Some stray files beside the labels of nearly all images raise no question.
-    most = max(len(label_set.labels) for label_set in sets)
-    sets = [label_set for label_set in sets if 10 * len(label_set.labels) >= most]
     if answers.labels is None:
         # Labels of test images alone cannot be trained on.
         test = {image.path for image in survey.images if image.split == "test"}
         sets = [label_set for label_set in sets if label_set.labels.keys() - test] or sets
     if len(sets) > 1:
-        ways = [
-            Reading(
-                f"{label_set.pattern} ({len(label_set.labels)} images, "
-                f"{len(label_set.values)} values)",
-                f"--labels {shlex.quote(label_set.pattern)}",
-                labels=label_set,
-            )
-            for label_set in sets
-        ]
-        # Those that `label_sets` would take together.
-        words = differing_words(x.pattern for x in survey.sets if len(x.values) < 3)
-        if words and all(len(label_set.values) < 3 for label_set in sets):
-            one_each = "classes, whose masks show nearly the same; the smaller area counts"
-            ways.append(Reading(one_each, names_option(words)))
-            ways.append(Reading("classes, of which a pixel may have several", "--task multilabel"))
-        raise UndecidedError(f"{len(sets)} sets of labels fit the images", ways)
+        raise UndecidedError(f"{len(sets)} sets of labels fit the images", _ways(survey, sets))
     return sets[0]
+
+
+def _ways(survey: Survey, sets: Sequence[LabelSet]) -> list[Reading]:
+    """What may be made of several sets: each alone, all together, or classes."""
+    ways = [
+        Reading(
+            f"{label_set.pattern} ({len(label_set.labels)} images, {len(label_set.values)} values)",
+            f"--labels {shlex.quote(label_set.pattern)}",
+            labels=label_set,
+        )
+        for label_set in sets
+    ]
+    if len({(label_set.kind, label_set.classes) for label_set in sets}) == 1:
+        patterns = ", ".join(label_set.pattern for label_set in sets)
+        which = f"all; of an image with several, that of {sets[0].pattern}"
+        ways.append(Reading(which, f"--labels {shlex.quote(patterns)}", labels=sets[0]))
+    # Those that `label_sets` would take together.
+    words = differing_words(x.pattern for x in survey.sets if len(x.values) < 3)
+    if words and all(len(label_set.values) < 3 for label_set in sets):
+        one_each = "classes, whose masks show nearly the same; the smaller area counts"
+        ways.append(Reading(one_each, names_option(words)))
+        ways.append(Reading("classes, of which a pixel may have several", "--task multilabel"))
+    return ways
 
 
 def _restricted(labels: LabelSet, wanted: str) -> LabelSet | None:
@@ -133,19 +140,19 @@ def _restricted(labels: LabelSet, wanted: str) -> LabelSet | None:
 def _joined(sets: Sequence[LabelSet], *, always: bool) -> list[LabelSet]:
     """The sets, those of one kind that label different images as one.
 
-    always: even if neither their folders nor what surrounds the names are alike, but for splits.
+    always: even if their names are not alike, or some images are in several: the first one counts.
     """
     joined: list[LabelSet] = []
-    # The largest first: its pattern leads the name.
-    for label_set in sorted(sets, key=lambda label_set: -len(label_set.labels)):
+    # The largest first: its pattern leads the name. What is asked for has an order.
+    for label_set in sets if always else sorted(sets, key=lambda x: -len(x.labels)):
         for i, other in enumerate(joined):
             alike = (label_set.kind, label_set.classes) == (other.kind, other.classes)
-            alike = alike and (always or _have_alike_names(label_set, other))
-            if alike and not label_set.labels.keys() & other.labels.keys():
+            are_apart = not label_set.labels.keys() & other.labels.keys()
+            if alike and (always or (are_apart and _have_alike_names(label_set, other))):
                 joined[i] = replace(
                     other,
                     pattern=f"{other.pattern}, {label_set.pattern}",
-                    labels={**other.labels, **label_set.labels},
+                    labels={**label_set.labels, **other.labels},
                     values={**label_set.values, **other.values},
                     class_of={**label_set.class_of, **other.class_of},
                 )
