@@ -11,6 +11,7 @@ from segtrain.desk.survey.conventions import (
     folder_around_both,
     folder_of_bands,
     folder_per_image,
+    name_inside,
     numbered_channels,
 )
 from segtrain.desk.survey.conventions.claims import Claim
@@ -20,6 +21,7 @@ from segtrain.text import first_of
 
 CONVENTIONS = {
     "names": equal_names,
+    "inside": name_inside,
     "folders": folder_per_image,
     "numbers": equal_numbers,
     "places": folder_around_both,
@@ -29,6 +31,7 @@ CONVENTIONS = {
 """By the word that `--pairs` has for each. Of equal claims the first one counts."""
 _WORDS = {
     "names": "image and label have one name",
+    "inside": "the name of the image begins or ends that of the label",
     "folders": "a folder of labels is called as its image",
     "numbers": "image and label have one number",
     "places": "an image and its labels lie in one folder",

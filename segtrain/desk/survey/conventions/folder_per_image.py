@@ -2,14 +2,14 @@
 
     images/0a1b.jpg     masks/0a1b/1.png    masks/0a1b/2.png
     images/2c3d.jpg     masks/2c3d/1.png
-    images/1.jpg        masks/1/1.png       masks/1/2.png
+    images/5.jpg        masks/5/1.png       masks/5/2.png
 
 >>> print(*lines_of(claim(*example(__doc__))), sep="\\n")
 masks/0a1b/1.png: images/0a1b.jpg
 masks/0a1b/2.png: images/0a1b.jpg
 masks/2c3d/1.png: images/2c3d.jpg
-masks/1/1.png: images/1.jpg
-masks/1/2.png: images/1.jpg
+masks/5/1.png: images/5.jpg
+masks/5/2.png: images/5.jpg
 """
 
 from collections import defaultdict

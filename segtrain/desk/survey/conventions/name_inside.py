@@ -1,0 +1,49 @@
+"""The whole name of the image begins or ends that of the label; the rest may name a class.
+
+    images/001.jpg      masks/cat_001.png       masks/big_dog_001.png
+    images/002.jpg      masks/cat_002.png
+    images/img_2b.jpg   masks/img_2b_part7.png
+
+>>> print(*lines_of(claim(*example(__doc__))), sep="\\n")
+masks/cat_001.png: images/001.jpg
+masks/big_dog_001.png: images/001.jpg
+masks/cat_002.png: images/002.jpg
+masks/img_2b_part7.png: images/img_2b.jpg
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from segtrain.desk.survey.conventions.claims import Claim, example, is_word, lines_of, nearest
+from segtrain.desk.survey.file_names import FileName
+
+__all__ = ["claim", "example", "lines_of"]  # the latter two for the example
+
+
+def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> Claim:
+    """The longest name counts: of img_1 and img_1_flip, the latter is that of img_1_flip_car."""
+    by_stem: dict[str, list[FileName]] = defaultdict(list)
+    for image in images:
+        by_stem[image.stem].append(image)
+    owners: dict[str, str] = {}
+    whole: set[str] = set()
+    for label in labels:
+        inside = [part for part in _ends(label.stem) if part in by_stem]
+        if not inside:
+            continue
+        fitting = nearest(label, by_stem[max(inside, key=len)])
+        if len(fitting) == 1:
+            owners[label.path] = fitting[0].path
+            if is_word(fitting[0].stem):
+                whole.add(label.path)
+    return Claim(owners, whole)
+
+
+def _ends(stem: str) -> Iterator[str]:
+    """What begins or ends a name, up to a sign; a number only if no other number is beside it."""
+    for sign in re.finditer(r"[_\-. ]+", stem):
+        before, after = stem[: sign.start()], stem[sign.end() :]
+        for part, rest in ((before, after), (after, before)):
+            if is_word(part) or not re.search(r"\d", rest):
+                yield part

@@ -1,0 +1,66 @@
+"""Conventions of pairs: each reads the folder of its docstring, and claims are compared."""
+
+import numpy as np
+import pytest
+from folders import save, scene
+
+from segtrain.desk.survey.conventions.claims import example
+from segtrain.desk.survey.file_names import parse_names
+from segtrain.desk.survey.pairs import CONVENTIONS, match
+from segtrain.desk.survey.survey import survey
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_the_folder_of_a_convention_is_read_by_it_among_all_others(name, tmp_path):
+    """Pictures and masks are drawn as the docstring has them; the survey asks all conventions."""
+    images, labels = example(CONVENTIONS[name].__doc__)
+    for i, image in enumerate(images):
+        pixels = scene(i)[0]
+        save(tmp_path / image.path, pixels[..., 0] if image.path.endswith(".tif") else pixels)
+    for k, label in enumerate(labels):
+        mask = np.zeros((64, 80), np.uint8)
+        mask[6 * k : 6 * k + 9, 8 * k : 8 * k + 20] = 255
+        save(tmp_path / label.path, mask)
+    claim = CONVENTIONS[name].claim(images, labels)
+    found = {
+        file: path
+        for one in survey(tmp_path).sets
+        for path, files in one.labels.items()
+        for file in files
+    }
+    assert claim.owners.keys() == {label.path for label in labels}
+    assert found == claim.owners
+
+
+def pairs(images, labels):
+    names = parse_names([*images, *labels])
+    return match(names[: len(images)], names[len(images) :])[1]
+
+
+def test_labels_of_one_kind_follow_one_convention_and_those_of_another_another():
+    """masks/3.png is of 3.jpg, and objects/3/1.png as well."""
+    images = [f"images/{i}.jpg" for i in range(8)]
+    masks = [f"masks/{i}.png" for i in range(8)]
+    objects = [f"gt_objects/{i}/{k}.png" for i in range(8) for k in range(2 + i % 2)]
+    wanted = {
+        image: sorted([masks[i], *(x for x in objects if x.startswith(f"gt_objects/{i}/"))])
+        for i, image in enumerate(images)
+    }
+    assert pairs(images, [*masks, *objects]).labels == wanted
+
+
+def test_a_lone_picture_above_all_is_the_image_of_no_label():
+    labels = [f"masks/{x}.png" for x in "uvwxyz"]
+    found = pairs(["logo.jpg", *(f"images/{x}.jpg" for x in "abcdef")], labels)
+    assert (found.labels, found.alone) == ({}, labels)
+
+
+def test_numbers_of_objects_are_no_images():
+    """obj_1_3.png is perhaps of 1.jpg, and not of 3.jpg."""
+    labels = [f"masks/obj_{i}_{k}.png" for i in range(5) for k in range(3)]
+    assert pairs([f"images/{i}.jpg" for i in range(5)], labels).labels == {}
+
+
+def test_how_far_each_convention_came_is_said():
+    found = pairs(["a/1.jpg", "a/2.jpg"], ["b/1.png", "b/7.png"])
+    assert found.tried == ["image and label have one name: 1 of 2 labels"]
