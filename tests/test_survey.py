@@ -397,9 +397,13 @@ def test_images_without_a_label_show_background_where_it_is_said(folder, init, c
             save(folder / copy.format(i=i), picture)
     if copy:
         (folder / "pairs.csv").write_text("".join(rows))
-    found, said = init("--missing", "background", *(["--leave-out", "images"] if copy else []))
+    more = ["--leave-out", "images"] if copy else []
+    # Masks that lie beside those of the list are asked about.
+    more += ["--labels", "labels"] if copy and "mask" in copy else []
+    found, said = init("--missing", "background", *more)
     assert_labels(found, truth)
-    assert not copy or "images without a label: 9" in said
+    which = "labels of another kind" if copy and "mask" in copy else "images without a label"
+    assert not copy or f"{which}: 9" in said
 
 
 @pytest.mark.parametrize(("label", "classes"), [("{k}/{i}", 3), ("{bucket}/{i:05}_{name}", 2)])
@@ -475,6 +479,21 @@ def test_two_dates_are_refused_unless_a_list_chooses(folder, init, refused):
     rows = "".join(f"B/{i}.png,label/{i}.png\n" for i in range(6))
     (folder / "pairs.csv").write_text(rows)
     assert init("--leave-out", "images")[0].keys() == {f"B/{i}.png" for i in range(6)}
+
+
+def test_of_two_kinds_of_images_one_may_be_chosen(folder, init, asked):
+    """The label fits the name of one kind better; the other one is named, and can be chosen."""
+    truth = {}
+    for i, path, classes in images_in(folder, "rgb/b1-{i:03}_Clipped.jpg"):
+        save(folder / f"nir/b1-{i:03}.jpg", 255 - scene(i)[0])
+        save(folder / f"gt/b1-{i:03}_mask.png", classes)
+        truth[path] = classes
+    said = asked()
+    assert "not used would be images without a label (6): rgb/b1-000_Clipped.jpg" in said
+    assert "the images are in rgb: --images rgb" in said
+    found, said = init("--images", "rgb")
+    assert_labels(found, truth)
+    assert "pictures that --images does not name: 6" in said
 
 
 def checked_in_turn(lab, made, lines):

@@ -246,6 +246,7 @@ COMMANDS = (
             "folder", "where images and labels are, to any depth; only read", "FOLDER", _path
         ),
         _argument("--output", "folder to write (default: <name of FOLDER>_segtrain)", "DIR", _path),
+        _argument("--images", "which images, where there are several: a folder or pattern", "PATH"),
         _argument("--labels", "which labels, where there are several: a folder or pattern", "PATH"),
         _argument("--names", "classes, in the order of their values in labels", "A,B,C", _names),
         _argument("--attribute", "of VIA and GeoJSON, the one that names the class", "NAME"),

@@ -34,7 +34,9 @@ def main(args: argparse.Namespace) -> int:
         DataError: no images, no labels, or labels that cannot be read.
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
-    words = "labels names attribute pairs exif missing instances threshold task ignore val group"
+    words = (
+        "images labels names attribute pairs exif missing instances threshold task ignore val group"
+    )
     answers = {word: getattr(args, word) for word in (*words.split(), "channels")}
     answers["leave_out"] = args.leave_out or frozenset()
     if args.dry_run:
@@ -122,6 +124,7 @@ def write_experiment(
         val_list = Path(given.val) if isinstance(given.val, str) else None
         classes = None if given.task else given.names or ()
         how = {"threshold": given.threshold, "classes": classes, "convention": given.pairs}
+        how["chosen"] = given.images
         surveyed = survey(folder, val_list=val_list, **how)
         if surveyed.annotations and (not surveyed.sets or given.labels in surveyed.annotations):
             labels, chosen = decisions.draw_annotations(surveyed, output, given, jobs)
@@ -146,7 +149,7 @@ def write_experiment(
         else:
             split = splits.choose_splits(surveyed, labels, given)
         found = balance(surveyed, labels, split)
-        check_left_out(found, labels, given)
+        check_left_out(found, surveyed, labels, given)
         machine = _machine()
         seen = foreground.narrow_foreground(surveyed, labels, chosen, split.train, output)
         images = (*split.train, *split.val)

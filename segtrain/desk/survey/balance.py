@@ -1,8 +1,10 @@
 """The balance of a folder: what becomes of each of its files, and which could be data."""
 
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from segtrain.desk.survey.label_set import LabelSet
@@ -17,6 +19,7 @@ ANNOTATIONS, OTHERS = "annotation files", "other files"
 UNKNOWN = "pictures that nothing names"
 USED = IMAGES, LABELS, ANNOTATIONS, LISTS, CLASSES
 WITHOUT_LABEL = "images without a label"
+_MOST_OFFERED = 3
 # What may be meant as data, by the word that --leave-out has for it.
 _COULD_BE_DATA = {
     WITHOUT_LABEL: "images",
@@ -79,11 +82,13 @@ def balance(survey: Survey, labels: LabelSet, splits: Splits) -> Balance:
         used |= dict.fromkeys((str(file.relative_to(survey.root)) for file in files), ANNOTATIONS)
     used |= dict.fromkeys(survey.lists, LISTS)
     used |= dict.fromkeys(survey.tables, CLASSES)
+    with_labels = {image.split for image in survey.images if image.path in labels.labels}
     # Every other image has a reason, and so have its labels.
     for image in survey.images:
         why = f"of {image.split or 'no split'}"
-        # Test splits are often published without labels.
-        is_alone = image.path not in labels.labels and image.split != "test"
+        # A split to evaluate on is often published without labels.
+        is_hidden = image.split == "test" or (image.split == "val" and "val" not in with_labels)
+        is_alone = image.path not in labels.labels and not is_hidden
         leave_out(image.files, WITHOUT_LABEL if is_alone else f"images {why}")
         if labels.kind != "annotations":
             leave_out(labels.labels.get(image.path, ()), f"labels {why}")
@@ -96,7 +101,7 @@ def balance(survey: Survey, labels: LabelSet, splits: Splits) -> Balance:
     return Balance(used, left_out)
 
 
-def check_left_out(found: Balance, labels: LabelSet, answers: Answers) -> None:
+def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: Answers) -> None:
     """Stops where files that may be data would be left out, and nobody has said so.
 
     Raises:
@@ -117,4 +122,16 @@ def check_left_out(found: Balance, labels: LabelSet, answers: Answers) -> None:
         also = f" --leave-out {','.join(others)}" if others else ""
         empty = "images without a label show background alone"
         readings.append(Reading(empty, f"--missing background{also}"))
+    for folder in _without_any_label(survey, labels) if WITHOUT_LABEL in by_reason else ():
+        readings.append(Reading(f"the images are in {folder}", f"--images {shlex.quote(folder)}"))
     raise UndecidedError(f"not used would be {what}", readings)
+
+
+def _without_any_label(survey: Survey, labels: LabelSet) -> list[str]:
+    """Folders of pictures that none of the labels has: perhaps another kind is labelled, too."""
+    there: dict[str, list[bool]] = defaultdict(list)
+    for image in survey.images:
+        there[str(PurePosixPath(image.path).parent)].append(image.path in labels.labels)
+    names = {PurePosixPath(folder).name for folder, found in there.items() if not any(found)}
+    names -= {PurePosixPath(folder).name for folder, found in there.items() if any(found)}
+    return sorted(names - {""})[:_MOST_OFFERED]

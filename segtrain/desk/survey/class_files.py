@@ -1,14 +1,13 @@
 """Labels in a file or a folder for each class: which class a file shows, and which are chosen."""
 
-import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
 from segtrain.data.read import image_formats
 from segtrain.data.read.classes import says_no_class
 from segtrain.desk.survey import contents, file_names
-from segtrain.desk.survey.file_names import LABEL_WORDS, words_of
+from segtrain.desk.survey.file_names import words_of
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError, names_option
@@ -131,7 +130,6 @@ def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
     splits = {image.split for image in labelled}
     suffixes = {PurePosixPath(image.path).suffix.lower() for image in labelled}
     folders = {PurePosixPath(image.path).parent for image in labelled}
-    names = {image.name for image in survey.images}
     copies = _copies(survey, labels)
 
     def is_like(image: Image) -> bool:
@@ -139,7 +137,7 @@ def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
         is_kept = image.split != "test" or "test" in splits
         # Of the kind of images that have labels.
         is_beside = place.suffix.lower() in suffixes or place.parent in folders
-        is_other = image.path in copies or _is_mask_of_one(image.name, names)
+        is_other = image.path in copies
         return is_kept and is_beside and not is_other
 
     others = [x.path for x in survey.images if x.path not in labels.labels and is_like(x)]
@@ -154,14 +152,6 @@ def _copies(survey: Survey, labels: LabelSet) -> set[str]:
         for labelled, other in (pair, pair[::-1])
         if labelled in labels.labels and PurePosixPath(labelled).stem == PurePosixPath(other).stem
     }
-
-
-def _is_mask_of_one(name: str, names: Set[str]) -> bool:
-    """Whether a name is that of an image and a word of labels: `1_mask_2` beside `1`."""
-    return any(
-        name[: end.start()] in names and not LABEL_WORDS.isdisjoint(words_of(name[end.start() :]))
-        for end in re.finditer(r"[_\-. ]", name)
-    )
 
 
 def _chosen(labels: LabelSet, names: Sequence[str]) -> LabelSet:

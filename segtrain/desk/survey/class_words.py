@@ -109,17 +109,14 @@ def _without_split(folder: str) -> str:
 
 def _beside_the_image(label: FileName, image: FileName) -> str:
     """What the name of a label says beside that of its image, without numbers."""
-    if label.stem == image.stem:
-        return ""
-    if label.core == image.core:
-        rest = PurePosixPath(label.pattern).stem.replace("*", "_", 1)
-    else:
-        rest = label.stem
-        for name in filter(None, (image.stem, image.core)):
-            # 1 is not in 11_mask, and a not in mask_a.
-            sign = r"\d" if name[0].isdigit() else r"[A-Za-z]"
-            end = r"\d" if name[-1].isdigit() else r"[A-Za-z]"
-            rest = re.sub(f"(?<!{sign}){re.escape(name)}(?!{end})", "_", rest, count=1)
+    rest = PurePosixPath(label.path).stem
+    for name in filter(None, (image.stem, image.core)):
+        # 1 is not in 11_mask, and a not in mask_a.
+        sign, end = (r"\d" if x.isdigit() else "[a-z]" for x in (name[0], name[-1]))
+        whole = re.compile(f"(?<!{sign}){re.escape(name)}(?!{end})", re.IGNORECASE)
+        if whole.search(rest):
+            rest = whole.sub("_", rest, count=1)
+            break
     # A letter behind a digit, as in 3f2a, is of a hash; numbers behind words count objects.
     parts = (x for x in re.split(r"[_\-. ()]+", rest) if not re.search(r"\d[A-Za-z]", x))
     words = (re.sub(r"\d", "", part) for part in parts)

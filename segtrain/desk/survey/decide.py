@@ -4,12 +4,11 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from segtrain.desk.survey.class_words import differing_words
 from segtrain.desk.survey.contents import Value, word
 from segtrain.desk.survey.edges import OWN, EdgeScores
-from segtrain.desk.survey.file_names import split_of, words_of
+from segtrain.desk.survey.file_names import fits, split_of, words_of
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.questions import (
     Answers,
@@ -113,15 +112,9 @@ def _restricted(labels: LabelSet, wanted: str) -> LabelSet | None:
 
     Patterns of `_joined` sets stand beside each other: `train/*.png, val/*.png`.
     """
-    parts = [part.strip("/") for part in wanted.split(", ")]
+    parts = wanted.split(", ")
     if labels.pattern in (wanted, *parts):
         return labels
-
-    def fits(file: str, part: str) -> bool:
-        # A folder with all below it, or a part of the name.
-        below = file.startswith(f"{part}/") or f"/{part}/" in f"/{file}"
-        return below or fnmatchcase(file, f"*{part}*" if "*" not in part else part)
-
     kept = {
         image: fitting
         for image, files in labels.labels.items()

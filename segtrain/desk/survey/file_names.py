@@ -6,7 +6,8 @@ common. Words tell roles, splits and bands.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from segtrain.data.read.sequences import SPLIT_WORDS
 
 _IMAGE_WORDS = (
     "image images img imgs im rgb photo photos picture pictures pic pics jpegimages "
-    "leftimg8bit input inputs raw frame frames orig original originals sat scan scans src "
+    "leftimg8bit input inputs raw frame frames orig origin original originals sat scan scans src "
     "source x"
 )
 IMAGE_WORDS = frozenset(_IMAGE_WORDS.split())
@@ -37,6 +38,8 @@ MADE_WORDS = frozenset(_MADE_WORDS.split())
 ROLE_WORDS = IMAGE_WORDS | LABEL_WORDS | {"dir", "folder", "png", "jpg", "tif", "data", "file"}
 # `train2017`, `traincrop`, `trainaug`
 _GLUED = re.compile(r"(train|training|val|valid|validation|test|testing)(\d+|crops?|set|aug)")
+# Words beside that of a split: `a. Training Set`.
+_OF_LISTS = {"set", "data", "dataset", "split", "a", "b", "c", "1", "2", "3"}
 # A beginning or end counts as one if so many names of a folder have it; role words always do.
 _COMMON_START, _COMMON_END = 0.9, 0.1
 _MOST_AFFIXES = 4
@@ -105,7 +108,15 @@ def split_of(word: str) -> str | None:
 
 def is_split(folder: str) -> bool:
     """Whether all words of a folder say a split."""
-    return all(map(split_of, words_of(folder)))
+    words = [word for word in words_of(folder) if word not in _OF_LISTS]
+    return bool(words) and all(map(split_of, words))
+
+
+def fits(path: str, wanted: str) -> bool:
+    """Whether `wanted` names a file: a folder above it, a part of its path, or a pattern."""
+    wanted = wanted.strip("/")
+    is_below = path.startswith(f"{wanted}/") or f"/{wanted}/" in f"/{path}"
+    return is_below or fnmatchcase(path, wanted if "*" in wanted else f"*{wanted}*")
 
 
 def form_of(pattern: str) -> str:
@@ -131,7 +142,8 @@ def parse_names(paths: Sequence[str]) -> list[FileName]:
     """
     places = [PurePosixPath(path) for path in paths]
     kinds = [(str(place.parent), place.suffix.lower()) for place in places]
-    parts = [("", place.stem, "") for place in places]  # beginning, core, end
+    stems = {place.stem for place in places}
+    parts = [_with_second_mask(place.stem, stems) for place in places]  # beginning, core, end
     # One beginning and one end a turn: of 001_gtFine_labelIds first _labelIds, then _gtFine.
     for _ in range(_MOST_AFFIXES):
         parts = _without_affixes(kinds, parts)
@@ -158,6 +170,13 @@ def parse_names(paths: Sequence[str]) -> list[FileName]:
             )
         )
     return names
+
+
+def _with_second_mask(stem: str, stems: Set[str]) -> tuple[str, str, str]:
+    """Beginning, core and end: `_mask_1` of `7_mask_1` is an end, if there is a `7`."""
+    matched = re.fullmatch(r"(.+?)([_\-. ]+([A-Za-z]+)[_\-. ]*\d+)", stem)
+    is_second = matched and matched[1] in stems and matched[3].lower() in LABEL_WORDS
+    return ("", matched[1], matched[2]) if is_second else ("", stem, "")
 
 
 def _splits_of_stems(places: Sequence[PurePosixPath]) -> dict[PurePosixPath, tuple[str]]:

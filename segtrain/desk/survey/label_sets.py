@@ -51,7 +51,7 @@ def label_sets(
     >>> found.pattern, found.classes
     ('masks/car/*.png + masks/big_dog/*.png', ('car', 'big_dog'))
     """
-    sets = _sets(matches.labels, names, facts)
+    sets = _sets(folder, matches.labels, names, facts)
     samples = {key: _sample_of(by_image, names, facts) for key, by_image in sets.items()}
     # Several sets of two values each, such as masks/car/ and masks/road/, are one label together.
     binary = {key: by_image for key, by_image in sets.items() if is_binary(samples[key])}
@@ -79,6 +79,7 @@ def _are_classes(
 
 
 def _sets(
+    folder: Path,
     labels: Mapping[str, Sequence[str]],
     names: Mapping[str, FileName],
     facts: Mapping[str, list[LabelFacts]],
@@ -94,7 +95,10 @@ def _sets(
     # apart, or they are objects.
     for way in ways:
         for key, by_image in [x for x in sets.items() if _several(x[1])]:
-            if way is Said.with_pattern and is_binary(_sample_of(by_image, names, facts)):
+            is_last = way is Said.with_pattern
+            # Objects lie beside each other; masks of two people on each other.
+            are_objects = is_last and is_binary(_sample_of(by_image, names, facts))
+            if are_objects and not _overlap(folder, by_image):
                 continue
             keys = {file: way(said[file]) for file in chain(*by_image.values())}
             parts = _grouped(by_image, keys.__getitem__)
@@ -174,10 +178,22 @@ def is_binary(facts: Iterable[LabelFacts]) -> bool:
 
 def _show_the_same(folder: Path, one: _ByImage, other: _ByImage) -> bool:
     """Whether files of two values show the same area: two labels of one thing, not two classes."""
+    images = spread(sorted(one.keys() & other.keys()), SAMPLE)
+    return _are_alike(folder, [(one[image][0], other[image][0]) for image in images])
+
+
+def _overlap(folder: Path, by_image: _ByImage) -> bool:
+    """Whether the first two files of images show the same area."""
+    images = spread(sorted(x for x, files in by_image.items() if len(files) > 1), SAMPLE)
+    return _are_alike(folder, [by_image[image][:2] for image in images])
+
+
+def _are_alike(folder: Path, pairs: Iterable[tuple[str, ...]]) -> bool:
+    """Whether two files of two values show the same area, in the median of all pairs."""
     overlaps = []
-    for image in spread(sorted(one.keys() & other.keys()), SAMPLE):
+    for pair in pairs:
         with suppress(DataError):
-            a, b = (contents.shows_object(folder / labels[image][0]) for labels in (one, other))
+            a, b = (contents.shows_object(folder / file) for file in pair)
             if a.shape == b.shape and (a | b).any():
                 overlaps.append((a & b).sum() / (a | b).sum())
     return bool(overlaps) and float(np.median(overlaps)) > _SAME_AREA

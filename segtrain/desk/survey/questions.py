@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class Answers:
     """What the command line decides; None leaves it to the survey.
 
-    labels: a part of the pattern of a label set. names: of the classes, in the order of their
-    values. ignore: values without a class. val: a fraction, or a list file. channels: of images.
-    attribute: of VIA's regions, the one that names the class.
-    group: what in the path of an image tells with which others it stays together.
+    images: a folder or a pattern of the images. labels: of a label set, or several after commas.
+    names: of the classes, in the order of their values. ignore: values without a class. val: a
+    fraction, or a list file. channels: of images. attribute: of VIA's regions, the one that names
+    the class. group: what in the path of an image tells with which others it stays together.
     pairs: named: labels belong to the images that names say, whatever edges say; else the
-        convention that says which label is whose, a key of `pairs.CONVENTIONS`.
+    convention that says which label is whose, a key of `pairs.CONVENTIONS`.
     exif: whether labels lie on the pixels as stored, or as EXIF turns them.
     missing: what images without a label show. instances: binary: ids number objects of one class.
     task: multilabel: a pixel may have several classes. threshold: the grey level from which on
@@ -34,6 +34,7 @@ class Answers:
     image, or unlike labels), lists (of images).
     """
 
+    images: str | None = None
     labels: str | None = None
     names: tuple[str, ...] | None = None
     ignore: frozenset[Value] | None = None

@@ -18,14 +18,21 @@ from segtrain.desk.annotations import detect, roi_files
 from segtrain.desk.survey import contents, file_names, pairs
 from segtrain.desk.survey.contents import Color, ImageFacts, LabelFacts, spread
 from segtrain.desk.survey.edges import equal_sets
-from segtrain.desk.survey.file_names import IMAGE_WORDS, LABEL_WORDS, MADE_WORDS, FileName, words_of
+from segtrain.desk.survey.file_names import (
+    IMAGE_WORDS,
+    LABEL_WORDS,
+    MADE_WORDS,
+    FileName,
+    fits,
+    words_of,
+)
 from segtrain.desk.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.label_sets import SAMPLE, label_sets
 from segtrain.desk.survey.listings import SUFFIXES, listed_pairs, split_by, with_splits
 from segtrain.desk.survey.names import Legend, is_called_legend, read_legend
 from segtrain.desk.survey.pairs import Matches
-from segtrain.errors import DataError
+from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import first_of
 
@@ -70,14 +77,17 @@ def survey(
     threshold: float | None = None,
     classes: Collection[str] | None = (),
     convention: str | None = None,
+    chosen: str | None = None,
 ) -> Survey:
     """Looks at all files below `folder`; writes nothing.
 
     val_list: a file that names the images to evaluate on; None: splits are those of the folder.
     threshold: of the grey levels of masks, from which on they show their class.
     classes: as for `label_sets`. convention: that says which label is whose, as for `pairs.match`.
+    chosen: a folder or a pattern of the images; None: all pictures that look like some.
 
     Raises:
+        ConfigError: no image is `chosen`.
         DataError: the folder cannot be read, or there is no image in it.
     """
     pictures, others = _files(folder)
@@ -85,6 +95,7 @@ def survey(
 
     names = file_names.parse_names(pictures)
     samples = _samples(folder, names, threshold)
+    names, not_chosen = _chosen_images(names, samples, chosen)
     roles, image_names, label_names, matches = matched(names, samples, convention)
     if not image_names:  # drawn images may look like labels
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
@@ -101,6 +112,7 @@ def survey(
     # Images that cannot be read are left out, and their labels with them.
     there = {image.path for image in images}
     left_out = _left_out(names, roles, images, matches)
+    left_out["pictures that --images does not name"] = not_chosen
     kept = {path: files for path, files in matches.labels.items() if path in there}
     matches = matches._replace(labels=kept)
     facts = facts_of(folder, images, notes)
@@ -261,6 +273,19 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
             f"{folder}: no images ({' '.join(image_formats.SUFFIXES)}); found {kinds or 'no files'}"
         )
     return pictures, [path for path in paths if suffixes[path] not in image_formats.SUFFIXES]
+
+
+def _chosen_images(
+    names: Sequence[FileName], samples: Mapping[str, Sequence[LabelFacts]], chosen: str | None
+) -> tuple[Sequence[FileName], list[str]]:
+    """The names without images that are not `chosen`, and these."""
+    if chosen is None:
+        return names, []
+    roles = _roles(samples)
+    others = {x.path for x in names if roles[x.pattern] == "image" and not fits(x.path, chosen)}
+    if not any(roles[x.pattern] == "image" and x.path not in others for x in names):
+        raise ConfigError(f"--images {chosen}: no image has such a path")
+    return [name for name in names if name.path not in others], sorted(others)
 
 
 def matched(
