@@ -5,7 +5,7 @@ what lies beside them. Each is read as its truth, pixel by pixel, or refused.
 """
 
 import re
-from pathlib import Path
+import shlex
 from typing import NamedTuple
 
 import cv2
@@ -28,6 +28,16 @@ PAIRS = [
 ]
 STEMS = ["{i}", "{i:04}", "frame_{i:03}", "IMG_20{i:02}", "{c}-plot-{i}", "tile.{i}", "{c}{c}{i}x"]
 KINDS = ["ids", "spread ids", "colors", "colors without a table", "mask", "mask of 1"]
+# A file for each class; {k} is its name.
+CLASS_FILES = {
+    "class folders": "{s}masks/{k}/{n}.png",
+    "folders of classes and splits": "masks/{k}/{s}{n}.png",
+    "class ends": "{s}masks/{n}_{k}.png",
+    "class starts": "{s}masks/{k}_{n}.png",
+    "image folders": "{s}masks/{n}/{k}.png",
+    "masks beside": "{s}images/{n}_{k}.png",
+}
+CLASS_WORDS = [("cat", "big_dog", "sea"), ("ground", "sky", "high grass"), ("A1", "liver", "B-x")]
 SPLITS = [(), ("train", "val"), ("training", "validation"), ("train", "test")]
 NOISE = ["readme", "preview", "table", "second labels", "more images", "more labels", "damaged"]
 
@@ -61,33 +71,45 @@ def draw(seed, folder, *, stem="", noise=None):
     def one_of(choices):
         return choices[int(rng.integers(len(choices)))]
 
-    pair, stem_form, kind, splits = one_of(PAIRS), one_of(STEMS), one_of(KINDS), one_of(SPLITS)
+    pair, stem_form, splits = one_of(PAIRS), one_of(STEMS), one_of(SPLITS)
+    kind, words = one_of([*KINDS, *CLASS_FILES]), one_of(CLASS_WORDS)
+    if kind in CLASS_FILES:
+        pair = "{s}images/{n}.jpg", CLASS_FILES[kind]
     splits = splits if "{s}" in pair[0] else ()
     chosen = [x for x in NOISE if rng.random() < 0.3] if noise is None else noise
     num_classes, number, truth = 2 if kind.startswith("mask") else 4, int(rng.integers(8, 14)), {}
 
-    def named(form, i):
+    def named(form, i, word=""):
         part = f"{splits[i % 4 == 3]}/" if splits else ""
         name = stem + stem_form.format(i=i, c="abcdefghijklmnop"[i])
-        return form.format(s=part, n=name)
+        return form.format(s=part, n=name, k=word)
+
+    def save_label(i, classes):
+        if kind not in CLASS_FILES:
+            save(folder / named(pair[1], i), content(kind, classes))
+        for k, word in enumerate(words, start=1) if kind in CLASS_FILES else ():
+            # The last class is on few images, and no others have a file of it.
+            if k < 3 or i in (3, 4):
+                save(folder / named(pair[1], i, word), np.uint8(classes == k) * 255)
 
     for i in range(number):
         pixels, classes = scene(100 * seed + i, num_classes)
-        path, label = (named(form, i) for form in pair)
+        path = named(pair[0], i)
+        if kind in CLASS_FILES and i not in (3, 4):
+            classes[classes == 3] = 0
         if "more images" in chosen and i == 1:
             save(folder / path, pixels)
             continue
         if not ("more labels" in chosen and i == 2):
             save(folder / path, pixels)
             truth[path] = classes
-        save(folder / label, content(kind, classes))
+        save_label(i, classes)
         if "preview" in chosen:
             shown = COLORS[classes] // 2 + pixels // 2
             save(folder / named("overlay/{s}{n}.jpg", i), shown)
         if "second labels" in chosen:
             _, objects = cv2.connectedComponents((classes > 0).astype(np.uint8))
-            name = Path(label)
-            save(folder / "instances" / name, objects.astype(np.uint8))
+            save(folder / named("instances/{s}{n}.png", i), objects.astype(np.uint8))
     if kind == "colors":
         rows = (f"{n},{r},{g},{b}" for n, (r, g, b) in zip(NAMES, COLORS, strict=True))
         (folder / "class_dict.csv").write_text("\n".join(["name,r,g,b", *rows]))
@@ -110,11 +132,23 @@ def no_network_and_no_contact_sheet(monkeypatch):
 
 @pytest.fixture
 def init(lab, tmp_path):
-    """Runs init on a folder; the labels of each image, and the line of files; None: refused."""
+    """Runs init on a folder; the labels of each image, and the line of files; None: refused.
+
+    A question about what would be left out is answered by its option, and one about several sets
+    by the labels that were drawn.
+    """
 
     def run(folder):
-        output = tmp_path / f"made_{folder.name}"
-        outcome = lab.command("init", folder, "--output", output, "--jobs", "1")
+        output, more = tmp_path / f"made_{folder.name}", []
+        for _ in range(3):
+            outcome = lab.command("init", folder, "--output", output, "--jobs", "1", *more)
+            if option := re.search(r"(--leave-out \S+)$", outcome.err, re.M):
+                more += option[1].split()
+            elif "sets of labels fit" in outcome.err and "--labels" not in more:
+                options = re.findall(r"--labels (.*)$", outcome.err, re.M)
+                more += ["--labels", *shlex.split(next(x for x in options if "instances" not in x))]
+            else:
+                break
         if outcome.code:
             assert outcome.code in (2, 3), outcome.err
             return None, outcome.err

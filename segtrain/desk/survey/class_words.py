@@ -14,6 +14,7 @@ from segtrain.desk.survey.file_names import LABEL_WORDS, FileName, is_split, spl
 
 # Words that tell a folder of labels; the others in LABEL_WORDS may be classes, as the ground is.
 _ROLES = LABEL_WORDS - {"ground", "index", "gray", "grey", "target", "targets", "y", "l"}
+_NUMBER = re.compile(r"\d")
 # What all files are called where a number alone tells the class: class_1.png, class_2.png.
 _NUMBERED = {"class", "label"}
 
@@ -58,6 +59,14 @@ class Said:
 def said_beside(images: Mapping[str, str], names: Mapping[str, FileName]) -> dict[str, Said]:
     """What the path of each label says; images: the image of each label, by paths."""
     said = {label: _said(names[label], names[image]) for label, image in images.items()}
+    # A1/ beside liver/ is a word, but 1/ beside 2/ may count.
+    below: dict[str, set[str]] = defaultdict(set)
+    for one in said.values():
+        below[one.folders[0] if one.folders else ""] |= {*one.folders[1:], *one.numbers}
+    for label, one in said.items():
+        there = below[one.folders[0] if one.folders else ""]
+        if not all(map(_NUMBER.search, there)):
+            said[label] = one.with_numbers()
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for label, one in said.items():
         groups[one.folders].append(label)
@@ -89,7 +98,7 @@ def _said(label: FileName, image: FileName) -> Said:
     ]
     roles = [i for i, x in enumerate(kept) if not _ROLES.isdisjoint(words_of(x))]
     last = roles[-1] if roles else 0
-    numbers = tuple(x for i, x in enumerate(kept) if i not in roles[-1:] and re.search(r"\d", x))
+    numbers = tuple(x for i, x in enumerate(kept) if i not in roles[-1:] and _NUMBER.search(x))
     return Said(
         folders=tuple(x for x in kept[last:] if x not in numbers),
         word=_beside_the_image(label, image),
@@ -117,10 +126,14 @@ def _beside_the_image(label: FileName, image: FileName) -> str:
         if whole.search(rest):
             rest = whole.sub("_", rest, count=1)
             break
+    # Of gt_tile_3 and img_tile_3, tile says nothing of the label.
+    said = {*words_of(image.stem)} if name != image.stem else set()
     # A letter behind a digit, as in 3f2a, is of a hash; numbers behind words count objects.
     parts = (x for x in re.split(r"[_\-. ()]+", rest) if not re.search(r"\d[A-Za-z]", x))
     words = (re.sub(r"\d", "", part) for part in parts)
-    return "_".join(word for word in words if word and not split_of(word.lower()))
+    return "_".join(
+        word for word in words if not (word.lower() in {"", *said} or split_of(word.lower()))
+    )
 
 
 def differing_words(texts: Iterable[str]) -> tuple[str, ...]:

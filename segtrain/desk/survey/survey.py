@@ -5,9 +5,8 @@ that are going to be used are counted whole, since one rare value decides whethe
 """
 
 import shlex
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -16,32 +15,22 @@ from segtrain.data.read.find_tiles import tile_boxes
 from segtrain.data.read.tiles import TileBox
 from segtrain.desk.annotations import detect, roi_files
 from segtrain.desk.survey import contents, file_names, pairs
-from segtrain.desk.survey.contents import Color, ImageFacts, LabelFacts, spread
+from segtrain.desk.survey.contents import Color, ImageFacts, LabelFacts
 from segtrain.desk.survey.edges import equal_sets
 from segtrain.desk.survey.file_names import (
-    IMAGE_WORDS,
-    LABEL_WORDS,
-    MADE_WORDS,
     FileName,
     fits,
-    words_of,
 )
 from segtrain.desk.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
 from segtrain.desk.survey.label_set import LabelSet
-from segtrain.desk.survey.label_sets import SAMPLE, label_sets
+from segtrain.desk.survey.label_sets import label_sets
 from segtrain.desk.survey.listings import SUFFIXES, listed_pairs, split_by, with_splits
 from segtrain.desk.survey.names import Legend, is_called_legend, read_legend
 from segtrain.desk.survey.pairs import Matches
+from segtrain.desk.survey.roles import is_preview, roles_of, sample_facts
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import first_of
-
-_ROLES = {
-    "made": MADE_WORDS,
-    "image": IMAGE_WORDS,
-    "label": LABEL_WORDS,
-}
-_HEAT_WORDS = {"ir", "infrared", "thermal", "nir", "lwir"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +83,7 @@ def survey(
     legends = {path: read_legend(folder / path, path) for path in others}
 
     names = file_names.parse_names(pictures)
-    samples = _samples(folder, names, threshold)
+    samples = sample_facts(folder, names, threshold)
     names, not_chosen = _chosen_images(names, samples, chosen)
     roles, image_names, label_names, matches = matched(names, samples, convention)
     if not image_names:  # drawn images may look like labels
@@ -179,8 +168,8 @@ def _left_out(
     return {
         "labels without an image": matches.alone,
         "labels that fit several images": matches.unclear,
-        "previews": [name.path for name in made if _is_preview(name.pattern)],
-        "called labels, but unlike any": [x.path for x in made if not _is_preview(x.pattern)],
+        "previews": [name.path for name in made if is_preview(name.pattern)],
+        "called labels, but unlike any": [x.path for x in made if not is_preview(x.pattern)],
         "further pictures of one label": [path for path in seconds if path not in kept],
         "images that cannot be read": [path for path in of_images if path not in kept],
         "labels of images that cannot be read": [x for files in labels_of_lost for x in files],
@@ -228,14 +217,14 @@ def _check_listed(
 
     DataError: there are such images.
     """
-    roles = _roles(samples)
+    roles = roles_of(names, samples)
     why = {pattern: next((x.why for x in facts if x.why), "") for pattern, facts in samples.items()}
     images = [x for x in names if roles[x.pattern] == "image" and x.path not in labelled]
     # Not called a preview, so it is meant as a label, and cannot be read as one.
     unread = {
         x.path: why[x.pattern]
         for x in names
-        if roles[x.pattern] == "made" and not _is_preview(x.pattern)
+        if roles[x.pattern] == "made" and not is_preview(x.pattern)
     }
     others = [x for x in names if x.path in unread]
     listed, source = listed_pairs(folder, lists, images, others)
@@ -281,7 +270,7 @@ def _chosen_images(
     """The names without images that are not `chosen`, and these."""
     if chosen is None:
         return names, []
-    roles = _roles(samples)
+    roles = roles_of(names, samples)
     others = {x.path for x in names if roles[x.pattern] == "image" and not fits(x.path, chosen)}
     if not any(roles[x.pattern] == "image" and x.path not in others for x in names):
         raise ConfigError(f"--images {chosen}: no image has such a path")
@@ -294,90 +283,8 @@ def matched(
     convention: str | None = None,
 ) -> tuple[dict[str, str], list[FileName], list[FileName], Matches]:
     """The role of each pattern, names of images and of labels, and which belong together."""
-    roles = _roles(samples)
+    roles = roles_of(names, samples)
     images = [name for name in names if roles[name.pattern] == "image"]
     labels = [name for name in names if roles[name.pattern] == "label"]
     images, matches = pairs.match(images, labels, convention)
     return roles, images, labels, matches
-
-
-# Roles
-
-
-def _samples(
-    folder: Path, names: Sequence[FileName], threshold: float | None
-) -> dict[str, list[LabelFacts]]:
-    """Facts about some files of each pattern; patterns that differ in folders alone share them.
-
-    threshold: divides the greys of files that are called labels, and not of images.
-    """
-    shared = _shared({name.pattern for name in names})
-    by_form: dict[str, list[FileName]] = defaultdict(list)
-    for name in names:
-        # train/ and val/, or s01/ and s02/, hold the same kind of files: one sample is enough.
-        by_form[file_names.form_of(name.pattern)].append(name)
-    by_pattern: dict[str, list[LabelFacts]] = {}
-    for members in by_form.values():
-        facts: list[LabelFacts] = []
-        for name in spread(members, SAMPLE):
-            # A damaged file tells no kind. It is named where all files are read.
-            with suppress(DataError):
-                is_label = _called(name.pattern, shared) == {"label"}
-                cut = threshold if is_label else None
-                facts.append(contents.label_facts(folder, name.path, cut))
-        by_pattern |= dict.fromkeys((name.pattern for name in members), facts)
-    return by_pattern
-
-
-def _roles(samples: Mapping[str, Sequence[LabelFacts]]) -> dict[str, str]:
-    """image, label or made, of each pattern; a word that all of them have says nothing."""
-    shared = _shared(samples)
-    return {pattern: _role(pattern, facts, shared) for pattern, facts in samples.items()}
-
-
-def _shared(patterns: Collection[str]) -> set[str]:
-    """Words that all patterns have, and that say nothing therefore."""
-    words = [set(_words(pattern)) for pattern in patterns]
-    shared = set.intersection(*words) if len(words) > 1 else set()
-    if not _HEAT_WORDS.isdisjoint(set().union(*words)):
-        shared |= {"vis"}  # visible light, and no visualization
-    return shared
-
-
-def _is_preview(pattern: str) -> bool:
-    """Whether a file is called as what is made for people to look at, or a prediction."""
-    return not MADE_WORDS.isdisjoint(_words(pattern))
-
-
-def _words(part: str) -> tuple[str, ...]:
-    return words_of(part.replace("*", " "))
-
-
-def _role(pattern: str, facts: Sequence[LabelFacts], shared: Set[str]) -> str:
-    """By words in the name and the nearest folder, and by what files hold.
-
-    A label must look like one: what is called so and does not was made for people, or blurred.
-    shared: words that say nothing.
-    """
-    called = _called(pattern, shared)
-    # Previews and predictions look like labels or images: their name counts, before all else.
-    if "made" in called:
-        return "made"
-    like_label = sum(file.kind != "picture" for file in facts) > len(facts) / 2
-    if "label" in called and (like_label or "image" not in called):
-        return "label" if like_label else "made"
-    # Without a word for labels: a label if it looks like one, unless it is called an image.
-    return "image" if "image" in called or not like_label else "label"
-
-
-def _called(pattern: str, shared: Set[str]) -> set[str]:
-    """The roles that the name and the nearest folder of a pattern say; made: one that any says."""
-    said = []  # the roles that the words of the name and of each folder say, from the nearest on
-    # masks/crack/1_rgb.png: the name says an image; of its folders crack says nothing, and masks
-    # says a label.
-    for part in reversed(pattern.split("/")):
-        words = set(_words(part)) - shared
-        said.append({role for role, known in _ROLES.items() if words & known})
-    name, *folders = said
-    called = name | next(filter(None, folders), set())
-    return called | ({"made"} & set().union(*said))

@@ -1,0 +1,152 @@
+"""Which pictures are images, which are labels, and which were made for people to look at.
+
+Names say it, and what files hold: a label has flat areas of few values.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence, Set
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from segtrain.desk.survey import contents, file_names
+from segtrain.desk.survey.contents import LabelFacts, spread
+from segtrain.desk.survey.file_names import IMAGE_WORDS, LABEL_WORDS, MADE_WORDS, FileName, words_of
+from segtrain.errors import DataError
+
+Role = Literal["image", "label", "made"]
+_WORDS: dict[Role, frozenset[str]] = {
+    "made": MADE_WORDS,
+    "image": IMAGE_WORDS,
+    "label": LABEL_WORDS,
+}
+_HEAT_WORDS = {"ir", "infrared", "thermal", "nir", "lwir"}
+# They say a role if they stand alone: `x/` and `y/`, but not `class-x/`.
+_LETTERS = {"x", "y", "l"}
+# Files of a kind that are read to know what it holds.
+_SAMPLE = 6
+# If so many names go on from those of images beside them, the others have lost theirs.
+_MOST = 0.5
+
+
+def sample_facts(
+    folder: Path, names: Sequence[FileName], threshold: float | None
+) -> dict[str, list[LabelFacts]]:
+    """Facts about some files of each pattern; patterns that differ in folders alone share them.
+
+    threshold: divides the greys of files that are called labels, and not of images.
+    """
+    shared = _shared({name.pattern for name in names})
+    by_form: dict[str, list[FileName]] = defaultdict(list)
+    for name in names:
+        # train/ and val/, or s01/ and s02/, hold the same kind of files: one sample is enough.
+        by_form[file_names.form_of(name.pattern)].append(name)
+    by_pattern: dict[str, list[LabelFacts]] = {}
+    for members in by_form.values():
+        facts: list[LabelFacts] = []
+        for name in spread(members, _SAMPLE):
+            # A damaged file tells no kind. It is named where all files are read.
+            with suppress(DataError):
+                is_label = _called(name.pattern, shared) == {"label"}
+                cut = threshold if is_label else None
+                facts.append(contents.label_facts(folder, name.path, cut))
+        by_pattern |= dict.fromkeys((name.pattern for name in members), facts)
+    return by_pattern
+
+
+def roles_of(
+    names: Sequence[FileName], samples: Mapping[str, Sequence[LabelFacts]]
+) -> dict[str, Role]:
+    """The role of each pattern; samples: of `sample_facts`."""
+    shared = _shared(samples)
+    # Photos are called IMG_7.jpg, and their labels IMG_7.png: the word says nothing of these.
+    of_photos = {
+        word
+        for pattern, facts in samples.items()
+        if not _is_flat(facts)
+        for word in _words_in(pattern.rpartition("/")[2])
+    }
+    roles = {
+        pattern: _role(pattern, facts, shared, of_photos if _is_flat(facts) else ())
+        for pattern, facts in samples.items()
+    }
+    # 1_sky.png beside 1.jpg, in a folder that is called as images: it goes on from their names,
+    # and holds what they do not.
+    photos: dict[str, set[str]] = defaultdict(set)
+    unsure: dict[str, list[FileName]] = defaultdict(list)
+    for name in names:
+        if not _is_flat(samples[name.pattern]):
+            photos[name.folder].add(name.stem)
+        elif roles[name.pattern] == "image":
+            unsure[name.pattern].append(name)
+    for pattern, own in unsure.items():
+        if sum(_goes_on(name.stem, photos[name.folder]) for name in own) >= _MOST * len(own):
+            roles[pattern] = "label"
+    return roles
+
+
+def _goes_on(stem: str, others: Set[str]) -> bool:
+    """Whether a name begins with another one, up to a sign."""
+    return any(stem[: sign.start()] in others for sign in re.finditer(r"[_\-. ]", stem))
+
+
+def is_preview(pattern: str) -> bool:
+    """Whether a file is called as what is made for people to look at, or a prediction."""
+    return not MADE_WORDS.isdisjoint(_words_in(pattern))
+
+
+def _shared(patterns: Collection[str]) -> set[str]:
+    """Words that all patterns have, and that say nothing therefore."""
+    words = [set(_words_in(pattern)) for pattern in patterns]
+    shared = set.intersection(*words) if len(words) > 1 else set()
+    if not _HEAT_WORDS.isdisjoint(set().union(*words)):
+        shared |= {"vis"}  # visible light, and no visualization
+    return shared
+
+
+def _words_in(part: str) -> tuple[str, ...]:
+    return words_of(part.replace("*", " "))
+
+
+def _is_flat(facts: Sequence[LabelFacts]) -> bool:
+    """Whether most files of a sample look like labels."""
+    return sum(file.kind != "picture" for file in facts) > len(facts) / 2
+
+
+def _role(
+    pattern: str, facts: Sequence[LabelFacts], shared: Set[str], of_photos: Collection[str]
+) -> Role:
+    """By words in the name and the nearest folder, and by what files hold.
+
+    A label must look like one: what is called so and does not was made for people, or blurred.
+    shared: words that say nothing. of_photos: that say nothing in a name.
+    """
+    called = _called(pattern, shared, of_photos)
+    # Previews and predictions look like labels or images: their name counts, before all else.
+    if "made" in called:
+        return "made"
+    like_label = _is_flat(facts)
+    if "label" in called and (like_label or "image" not in called):
+        return "label" if like_label else "made"
+    # Without a word for labels: a label if it looks like one, unless it is called an image.
+    return "image" if "image" in called or not like_label else "label"
+
+
+def _called(pattern: str, shared: Set[str], in_name: Collection[str] = ()) -> set[Role]:
+    """The roles that the name and the nearest folder of a pattern say; made: one that any says.
+
+    shared: words that say nothing; in_name: also these, in the name.
+    """
+    said = []  # the roles that the words of the name and of each folder say, from the nearest on
+    # masks/crack/1_rgb.png: the name says an image; of its folders crack says nothing, and masks
+    # says a label.
+    for part in reversed(pattern.split("/")):
+        words = set(_words_in(part)) - shared
+        words -= _LETTERS if len(words) > 1 else set()
+        # The first one is the name.
+        words -= set() if said else {*in_name} - MADE_WORDS
+        said.append({role for role, known in _WORDS.items() if words & known})
+    name, *folders = said
+    called = name | next(filter(None, folders), set())
+    return called | ({"made"} & set().union(*said))
