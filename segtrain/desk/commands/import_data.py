@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from segtrain.desk.annotations import detect, label_maps, read_annotations, roi_files
-from segtrain.desk.survey import slices
+from segtrain.desk.volumes.cases import find_all
+from segtrain.desk.volumes.cut import import_volumes
 from segtrain.errors import EXIT_OK, ConfigError, DataError, refuse_unused
 from segtrain.run.console import say
 from segtrain.text import counted, first_of, printable, table_lines
@@ -33,11 +34,11 @@ def main(args: argparse.Namespace) -> int:
     if rois:
         how = "draw them into label maps in ImageJ, one TIFF an image, or move them elsewhere"
         raise DataError(f"{printable(first_of(rois))}: ROIs of ImageJ are not read; {how}")
-    volumes, notes = ([], []) if are_annotations else slices.find_all(sources)
+    volumes, notes = ([], []) if are_annotations else find_all(sources)
     if volumes:
         refuse_unused(vars(args), "overlap names attribute jobs", "volumes")
         how = {"axis": args.axis, "group": args.group, "overwrite": args.overwrite}
-        lines = slices.import_volumes(sources, volumes, args.output, **how)
+        lines = import_volumes(sources, volumes, args.output, **how)
         for line in (*notes, *lines):
             say(line)
         print(printable(f"next: segtrain init {shlex.quote(str(args.output))} writes a config"))
@@ -88,6 +89,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _refuse_volumes(sources: Sequence[Path]) -> None:
     """DataError: these, which are given beside annotations, hold volumes."""
-    if volumes := slices.find_all(sources)[0] if sources else ():
+    if volumes := find_all(sources)[0] if sources else ():
         places = printable(first_of(volume.path for volume in volumes))
         raise DataError(f"{places}: volumes and annotations are imported one after the other")
