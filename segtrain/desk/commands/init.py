@@ -223,6 +223,8 @@ def _machine() -> "Machine":
 
 def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
     """What was found, as a table, and the warnings."""
+    from segtrain.desk.survey.leaks import one_sided
+
     survey, labels = plan.survey, plan.labels
     images = (*plan.splits.train, *plan.splits.val)
     patterns = sorted(
@@ -255,13 +257,7 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
         f"{plan.splits.reason}"
     )
     notes = [*plan.classes.warnings, *plan.splits.warnings, *survey.notes]
-    # A class that no training image shows is scored, and never learnt.
-    if labels.shown_in:
-        train = {image.path for image in plan.splits.train}
-        shown = {value for value, where in labels.shown_in.items() if where & train}
-        lost = [x.name for x in plan.classes.classes if x.pixels and not shown & {*x.values}]
-        if lost:
-            notes.append(f"no image to train on shows {first_of(lost)}")
+    notes += one_sided(labels, plan.classes, plan.splits.train, plan.splits.val)
     if machine.weights is None:
         notes.append("no pretrained weights here and no network: a schedule for random weights")
     return lines + [f"warning: {note}" for note in notes]

@@ -1,234 +1,270 @@
-"""What lists in a folder say: which images are to train on, and which label belongs to which."""
+"""What lists in a folder say of splits: which images are to train and to evaluate on."""
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from segtrain.desk.survey import file_names
-from segtrain.desk.survey.file_names import FileName
+from segtrain.desk.survey.file_names import words_of
 from segtrain.desk.survey.image_kinds import Image
-from segtrain.desk.survey.names import decoded
+from segtrain.desk.survey.list_files import (
+    ListFile,
+    is_called_fold,
+    is_called_list,
+    list_files,
+    read_list,
+    said_split,
+    split_in,
+)
+from segtrain.desk.survey.listed_images import ImageNames, named_images
 from segtrain.errors import ConfigError
-from segtrain.files import read_bytes
 from segtrain.text import counted, first_of
 
-SUFFIXES = (".txt", ".csv", ".tsv", ".lst")
-_MAX_LIST_BYTES = 64 << 20
-_LIST_WORDS = {"list", "lists", "filelist", "pairs"}
-# More in one folder are files of single images.
-_MOST_TABLES = 20
-_ROLES = (file_names.IMAGE_WORDS, file_names.LABEL_WORDS)
+# An image that several lists name is of the last of these.
+_ORDER = "train", "test", "val"
+# A class and four numbers, as YOLO has boxes.
+_BOX_CELLS = 5
+
+
+class SplitList(NamedTuple):
+    """A list of the images of splits.
+
+    split_of: by the index of an image. rows, lost: how many there are, and how many of them name
+    no image, or several. note: what else to say.
+    """
+
+    path: str
+    split_of: Mapping[int, str]
+    rows: int
+    lost: int
+    note: str
+
+
+class ListedSplits(NamedTuple):
+    """What lists that belong together say: train.txt and val.txt of one folder."""
+
+    lists: tuple[SplitList, ...]
+    split_of: Mapping[int, str]
+
+    @property
+    def is_of_task(self) -> bool:
+        """Whether the folder is called after labels: ImageSets/Segmentation, and not Main."""
+        task = PurePosixPath(self.lists[0].path).parent.name
+        return not file_names.LABEL_WORDS.isdisjoint(words_of(task))
+
+    @property
+    def evaluated(self) -> str:
+        """The list that names the images to evaluate on."""
+        return max(self.lists, key=lambda x: max(map(_ORDER.index, x.split_of.values()))).path
+
+    def contradicts(self, other: "ListedSplits") -> bool:
+        """Whether an image is trained on by one, and evaluated on by the other."""
+        both = self.split_of.keys() & other.split_of.keys()
+        return any((self.split_of[i] == "train") != (other.split_of[i] == "train") for i in both)
 
 
 def with_splits(
-    folder: Path, images: list[Image], lists: Sequence[str], notes: list[str]
-) -> tuple[str, list[Image]]:
-    """What says the splits, and the images with them: list files, else folders."""
-    sources = _chosen_lists(folder, lists, _by_name(images))
-    splits = _splits_of_lists(sources, images, notes)
-    if set(splits.values()) == {"val"} and 2 * len(splits) < len(images):
-        splits = dict.fromkeys(range(len(images)), "train") | splits  # fastai's valid.txt
-    if len(set(splits.values())) > 1:
-        marked = [replace(x, split=splits.get(i, "unlisted")) for i, x in enumerate(images)]
-        return ", ".join(sources), marked
-    has_folders = len({image.split for image in images} - {None}) > 1
-    return ("folders" if has_folders else ""), images
+    folder: Path,
+    images: list[Image],
+    lists: Sequence[str],
+    notes: list[str],
+    val_list: Path | None = None,
+) -> tuple[str, list[Image], tuple[str, ...]]:
+    """What says the splits, and the images with them: list files, else folders; and rival lists.
 
+    val_list: names the images to evaluate on; lists of the folder beside it say the others.
+    rival lists: such as val_list could be, where lists contradict each other.
 
-class _SplitList(NamedTuple):
-    """A list of the images of a split, by index. lost: lines that name no image, or several."""
-
-    split: str
-    indices: list[int]
-    lost: int
-
-
-def _chosen_lists(
-    folder: Path, lists: Sequence[str], by_name: Mapping[str, list[int]]
-) -> dict[str, _SplitList]:
-    """The lists that say the splits, by their paths; all are of one folder."""
-    by_folder: dict[PurePosixPath, dict[str, _SplitList]] = defaultdict(dict)
-    for path in map(PurePosixPath, lists):
-        split_list = _split_list(folder / path, by_name)
-        if split_list is not None:
-            by_folder[path.parent][str(path)] = split_list
-    if not by_folder:
-        return {}
-    # VOC has lists for each task: ImageSets/Segmentation names fewer images than Main, but counts.
-    task = max(by_folder, key=lambda parent: _fitness(parent, by_folder[parent].values()))
-    chosen = by_folder[task]
-    stems = {path: PurePosixPath(path).stem for path in chosen}
-    # trainval.txt repeats what train.txt and val.txt say.
-    if {"train", "val"} <= {*stems.values()}:
-        chosen = {
-            path: split_list for path, split_list in chosen.items() if stems[path] != "trainval"
-        }
-    return chosen
-
-
-def _split_list(path: Path, by_name: Mapping[str, list[int]]) -> _SplitList | None:
-    """A list that is called after a split; None: it is not, or most lines name no image."""
-    split = next(filter(None, map(file_names.split_of, file_names.words_of(path.stem))), None)
-    if split is None:
-        return None
-    lines = list(_listed(path, by_name))
-    indices = [i for i in lines if i is not None]
-    if not indices or 2 * len(indices) < len(lines):
-        return None
-    return _SplitList(split, indices, len(lines) - len(indices))
-
-
-def _fitness(task: PurePosixPath, lists: Iterable[_SplitList]) -> tuple[bool, int]:
-    """What the lists of a folder are chosen by, where several hold some, as those of VOC's tasks.
-
-    Whether it is called after labels (ImageSets/Segmentation), then how many images it names.
+    Raises:
+        ConfigError: a line of `val_list` names no image.
     """
-    named = {i for split_list in lists for i in split_list.indices}
-    return bool(file_names.LABEL_WORDS & set(file_names.words_of(task.name))), len(named)
-
-
-def _splits_of_lists(
-    sources: Mapping[str, _SplitList], images: Sequence[Image], notes: list[str]
-) -> dict[int, str]:
-    """The split of each image by index, the last one that a list says; oddities go to `notes`."""
-    splits: dict[int, str] = {}
-    for path, (split, indices, lost) in sources.items():
-        if lost:
-            lines = counted(lost, "line names", "lines name")
-            notes.append(f"{path}: {lines} no image, or several")
-        twice = [images[i].name for i in indices if splits.get(i, split) != split]
-        if twice:
-            notes.append(f"{path} and another list name the same images: {first_of(twice, 3)}")
-        splits |= dict.fromkeys(indices, split)
-    return splits
+    every = _listed_splits(folder, lists, images, notes if val_list is None else [])
+    if val_list is not None:
+        for found in every:
+            if any((folder / x.path).resolve() == val_list.resolve() for x in found.lists):
+                notes += _notes_on(found, images)
+                return str(val_list), _evaluated_on(val_list.name, found, images), ()
+        return str(val_list), split_by(val_list, images), ()
+    if not every:
+        has_folders = len({image.split for image in images} - {None}) > 1
+        return ("folders" if has_folders else ""), images, ()
+    best = every[0]
+    rivals = [x for x in every if x.is_of_task == best.is_of_task and x.contradicts(best)]
+    # Each scene may have lists of its own.
+    for other in every[1:]:
+        is_apart = not best.split_of.keys() & other.split_of.keys()
+        if is_apart and other.is_of_task == best.is_of_task:
+            best = ListedSplits((*best.lists, *other.lists), {**best.split_of, **other.split_of})
+    notes += _notes_on(best, images)
+    source = ", ".join(x.path for x in best.lists)
+    names = tuple(x.evaluated for x in (best, *rivals)) if rivals else ()
+    return source, _marked(images, best.split_of), names
 
 
 def split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:
-    """The images that the file names to evaluate on, others to train on; test images stay so."""
-    indices = list(_listed(val_list, _by_name(images)))
-    if not indices or None in indices:
-        line = indices.index(None) + 1 if indices else 1
+    """The images that the file names to evaluate on, others to train on; test images stay so.
+
+    Of a file that says splits itself, those of val.
+    """
+    file = read_list(val_list)
+    named = named_images(file, ImageNames(images))
+    if not named or () in named:
+        line = named.index(()) + 1 if named else 1
         raise ConfigError(f"--val {val_list}: line {line} names no image, or several")
-    chosen = set(indices)
+    says_val = any(row.split == "val" for row in file.rows)
+    rows = zip(file.rows, named, strict=True)
+    chosen = {i for row, found in rows if row.split == "val" or not says_val for i in found}
     rest = ["test" if image.split == "test" else "train" for image in images]
     return [replace(x, split="val" if i in chosen else rest[i]) for i, x in enumerate(images)]
 
 
-def _by_name(images: Sequence[Image]) -> dict[str, list[int]]:
-    by_name: dict[str, list[int]] = defaultdict(list)
-    for i, image in enumerate(images):
-        for key in {image.name.lower(), PurePosixPath(image.name).name.lower()}:
-            by_name[key].append(i)
-    return by_name
+def unused_lists(
+    folder: Path, lists: Sequence[str], used: Collection[str], images: Sequence[Image]
+) -> dict[str, int]:
+    """How many images each list names that is not used, by its path; of several images only.
 
-
-class _Files:
-    """Files by the names that a list may have for them, in lower case."""
-
-    def __init__(self, names: Iterable[FileName]) -> None:
-        paths = [name.path for name in names]
-        self._by_path = {path.lower(): path for path in paths}
-        by_name: dict[str, set[str]] = defaultdict(set)
-        for path in paths:
-            by_name[PurePosixPath(path).name.lower()].add(path)
-        # A bare name that two files have says nothing.
-        self._by_name = {name: files.pop() for name, files in by_name.items() if len(files) == 1}
-
-    def __getitem__(self, listed: str) -> str | None:
-        """The file that is meant, perhaps by its name alone; None: none is, or several are."""
-        path = _place_of(listed, self._by_path)
-        return path or self._by_name.get(PurePosixPath(listed).name)
-
-
-def listed_pairs(
-    folder: Path, lists: Sequence[str], images: Sequence[FileName], labels: Sequence[FileName]
-) -> tuple[dict[str, str], str]:
-    """The label of each image, by path, of tables whose lines name both; and what these are called.
-
-    Raises:
-        ConfigError: two tables give an image different labels.
+    used: lists of splits and of pairs, and tables of classes. Where lists say the splits, others
+    that are called after splits are no surprise: trainval.txt, or VOC's lists of objects.
     """
-    pictures, masks = _Files(images), _Files(labels)
-    crowded = Counter(PurePosixPath(path).parent for path in lists)
-    label_of: dict[str, tuple[str, str]] = {}
-    for path in map(PurePosixPath, lists):
-        words = file_names.words_of(path.stem)
-        is_list = any(map(file_names.split_of, words)) or not _LIST_WORDS.isdisjoint(words)
-        # labels/0001.txt beside 0002.txt and many more, as YOLO has them.
-        if not is_list and crowded[path.parent] > _MOST_TABLES:
-            continue  # a file for each image
-        lines = list(map(_cells, _lines_of(folder / path)))
-        pairs = list(_pairs_of(lines, pictures, masks))
-        if not is_list and len(pairs) < max(2, len(lines) / 2):
-            continue  # it is about something else
-        for image, label in pairs:
-            before, where = label_of.setdefault(image, (label, str(path)))
-            if before != label:
-                raise ConfigError(
-                    f"{folder}: {image} has the label {before} in {where} and {label} in {path}; "
-                    "keep the list that is right"
-                )
-    tables = sorted({where for _, where in label_of.values()})
-    return {image: label for image, (label, _) in label_of.items()}, ", ".join(tables)
-
-
-def _cells(line: str) -> list[str]:
-    return re.split(r"[\t,; ]+", line.lower().replace('"', ""))
-
-
-def _pairs_of(
-    lines: Sequence[Sequence[str]], pictures: _Files, masks: _Files
-) -> Iterator[tuple[str, str]]:
-    """Image and label of each line that names both.
-
-    Which comes first, where a name may be of either, a header says: `mask,image`.
-    """
-    header = [file_names.words_of(cell) for cell in lines[0]] if lines else []
-    roles = [known for cell in header for known in _ROLES if known & {*cell}]
-    # images/1.png and masks/1.png: a cell `1.png` may be either, so the header says which is first.
-    swapped = roles[:2] == [file_names.LABEL_WORDS, file_names.IMAGE_WORDS]
-    for cells in lines:
-        named = [(x, y) for cell in cells if any((x := pictures[cell], y := masks[cell]))]
-        if len(named) < 2:
+    names, found = ImageNames(images), {}
+    maybe = list_files(lists, (file for image in images for file in image.files))
+    say_splits = any(
+        said_split(path) or any(row.split for row in read_list(folder / path).rows)
+        for path in used
+        if path in maybe
+    )
+    for path in maybe:
+        if path in used or (say_splits and said_split(path)):
             continue
-        (image, first), (other, label) = named[:2]
-        if image and label and not (swapped and first and other):
-            yield image, label
-        elif first and other:
-            yield other, first
+        file = read_list(folder / path)
+        if not file.rows or _are_boxes(file):
+            continue
+        named = [i for row in named_images(file, names) for i in row]
+        # Nothing new: train.txt of all images in train/.
+        is_known = all(images[i].split == said_split(path) for i in named)
+        # A list, and no text in which a few words are names.
+        if not is_known and len({*named}) > 1 and 2 * len(named) >= len(file.rows):
+            found[path] = len({*named})
+    return found
 
 
-def _place_of(listed: str, known: Mapping[str, str]) -> str | None:
-    """The file that a list names, perhaps with folders above this one, as of another machine.
+def _are_boxes(file: ListFile) -> bool:
+    numbers = [
+        len(row.cells) >= _BOX_CELLS and all(x.replace(".", "").isdecimal() for x in row.cells)
+        for row in file.rows
+    ]
+    return 2 * sum(numbers) > len(numbers)
 
-    >>> _place_of("/home/ann/voc/images/1.jpg", {"images/1.jpg": "images/1.JPG"})
-    'images/1.JPG'
+
+# Splits
+
+
+def _listed_splits(
+    folder: Path, lists: Sequence[str], images: Sequence[Image], notes: list[str]
+) -> list[ListedSplits]:
+    """What lists say, those first that count: of this task, then of the most images.
+
+    notes: gets lists of splits that name no image.
     """
-    # From the whole path to the bare name.
-    parts = PurePosixPath(listed).parts
-    ends = ("/".join(parts[i:]) for i in range(len(parts)))
-    return next((known[end] for end in ends if end in known), None)
+    names = ImageNames(images)
+    together: dict[tuple[str, ...], list[SplitList]] = defaultdict(list)
+    for path in lists:
+        if found := _split_list(folder, path, names, notes):
+            # fold_0/train and fold_0/val go together, and so do train_a and val_a.
+            place = PurePosixPath(path)
+            words = [x for x in words_of(place.stem) if not file_names.split_of(x)]
+            whole = said_split(path) is None
+            together[str(place.parent), *([path] if whole else words)].append(found)
+    every = [_merged(found) for found in together.values()]
+    whole = [x for x in every if len({*x.split_of.values()}) > 1]
+    every = whole or [y for x in every if (y := _with_rest(x, len(images)))]
+    # Of equal ones that with the shortest names: train, and not aeroplane_train.
+    return sorted(
+        every, key=lambda x: (not x.is_of_task, -len(x.split_of), len(x.lists[0].path), x.lists)
+    )
 
 
-def _lines_of(path: Path) -> Iterator[str]:
-    """The lines of a list, with `/` between folders; none if it is unreadable."""
-    with suppress(OSError, ValueError):
-        text = decoded(read_bytes(path, _MAX_LIST_BYTES)).replace("\\", "/")
-        yield from filter(None, map(str.strip, text.splitlines()))
+def _split_list(folder: Path, path: str, names: ImageNames, notes: list[str]) -> SplitList | None:
+    """A list whose name or rows say splits; None: it is not, or most of it names no image."""
+    file, called = read_list(folder / path), said_split(path)
+    called = "val" if is_called_fold(path) else called
+    splits = [row.split or called for row in file.rows]
+    if not any(splits):
+        return None
+    named = named_images(file, names)
+    rows = sum(split is not None for split in splits)
+    lost = sum(split is not None and not row for split, row in zip(splits, named, strict=True))
+    # Of a list that is called so and nothing else the images that are left count, however few.
+    is_list = is_called_list(path) or called is None
+    if lost == rows or (2 * lost > rows and not is_list):
+        if lost < rows or split_in(path):
+            notes.append(f"{path}: {_lost_lines(lost, rows)}: it is not used")
+        return None
+    split_of: dict[int, str] = {}
+    for split, row in zip(splits, named, strict=True):
+        for i in row if split else ():
+            split_of[i] = max(split, split_of.get(i, split), key=_ORDER.index)
+    return SplitList(path, split_of, rows, lost, file.note)
 
 
-def _listed(path: Path, by_name: Mapping[str, list[int]]) -> Iterator[int | None]:
-    """The image that each line names; None for a line that names none, or several."""
-    for line in _lines_of(path):
-        # Further columns are labels, or the -1 and 1 of VOC's lists of objects.
-        first = re.split(r"[\t,; ]", line)[0].lower()
-        # VOC lists names without a suffix, others whole paths.
-        plain = str(PurePosixPath(first).with_suffix("")) if "." in first else first
-        # As it stands comes first: `img.v2` has no suffix, and is not img.png.
-        keys = [key for name in (first, plain) for key in (name, PurePosixPath(name).name)]
-        candidates = next((by_name[key] for key in keys if key in by_name), [])
-        yield candidates[0] if len(candidates) == 1 else None
+def _merged(lists: Sequence[SplitList]) -> ListedSplits:
+    """What lists say together."""
+    # trainval.txt repeats what train.txt and val.txt say.
+    both = [x for x in lists if "val" in _words(x) and {*x.split_of.values()} == {"train"}]
+    others = [x for x in lists if x not in both]
+    if {"train", "val"} <= {split for x in others for split in x.split_of.values()}:
+        lists = others
+    split_of: dict[int, str] = {}
+    for found in lists:
+        for i, split in found.split_of.items():
+            split_of[i] = max(split, split_of.get(i, split), key=_ORDER.index)
+    return ListedSplits(tuple(lists), split_of)
+
+
+def _words(found: SplitList) -> set[str]:
+    """Words of the name; of trainval, both."""
+    return {*words_of(PurePosixPath(found.path).stem.lower().replace("trainval", "train val"))}
+
+
+def _with_rest(found: ListedSplits, number: int) -> ListedSplits | None:
+    """All others to train on, where a list names few to evaluate on; None: it says nothing."""
+    # fastai's valid.txt, or a list of the test alone.
+    if "train" in found.split_of.values() or 2 * len(found.split_of) >= number:
+        return None
+    return found._replace(split_of=dict.fromkeys(range(number), "train") | {**found.split_of})
+
+
+def _marked(images: Sequence[Image], split_of: Mapping[int, str]) -> list[Image]:
+    return [replace(x, split=split_of.get(i, "unlisted")) for i, x in enumerate(images)]
+
+
+def _evaluated_on(name: str, found: ListedSplits, images: Sequence[Image]) -> list[Image]:
+    """The images of the list of this name as val; other images that are not trained on as test."""
+    chosen = next(x for x in found.lists if PurePosixPath(x.path).name == name).split_of
+    if "val" in chosen.values():
+        return _marked(images, found.split_of)
+    split_of = {i: split if split == "train" else "test" for i, split in found.split_of.items()}
+    return _marked(images, split_of | dict.fromkeys(chosen, "val"))
+
+
+def _notes_on(found: ListedSplits, images: Sequence[Image]) -> Iterator[str]:
+    """What is odd about lists that are used."""
+    for one in found.lists:
+        if one.lost:
+            yield f"{one.path}: {_lost_lines(one.lost, one.rows)}"
+        if one.note:
+            yield f"{one.path}: {one.note}"
+    for one in found.lists:
+        twice = [i for i, split in one.split_of.items() if found.split_of[i] != split]
+        if twice:
+            splits = first_of(sorted({found.split_of[i] for i in twice}))
+            which = first_of((images[i].name for i in twice), 3)
+            what = counted(len(twice), "image is", "images are")
+            yield f"{one.path} and another list: {what} in both, and count as {splits}: {which}"
+
+
+def _lost_lines(lost: int, rows: int) -> str:
+    verb = "names" if lost == 1 else "name"
+    return f"{lost} of {counted(rows, 'line', 'lines')} {verb} no image, or several"

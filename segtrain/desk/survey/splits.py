@@ -1,27 +1,27 @@
 """The decision: which images to train and to evaluate on; a pure function of the survey."""
 
 import hashlib
-import re
+import shlex
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple, Self
 
-from segtrain.data.read.sources import groups_of, sources_of, stems_of
-from segtrain.data.read.tiles import overlapping, strips
 from segtrain.desk.survey.contents import Value
+from segtrain.desk.survey.groupings import Groups, groupings, shared_pixels
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
-from segtrain.desk.survey.questions import Answers
+from segtrain.desk.survey.leaks import check_groups, leak
+from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
 from segtrain.desk.survey.survey import Survey
-from segtrain.errors import ConfigError, DataError
+from segtrain.errors import DataError
 from segtrain.text import counted, first_of
 
 DEFAULT_VAL = 0.2
-# Fewer groups are no division: all of one would be missing from training.
-_MIN_GROUPS = 4
-_BANDS = 5
+# What may be without a word: so many images in no list are no accident.
+_MOST_UNLISTED = 0.1
+_MOST_WITHOUT_LABEL = 0.05
+_NAMES_OF_NONE = {None: "no split", "unlisted": "no list"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
 
     Raises:
         DataError: fewer than two images have labels.
+        UndecidedError: lists contradict each other, or leave out many images.
     """
     images = [image for image in survey.images if image.path in labels.labels]
     if len(images) < 2:
@@ -46,39 +47,105 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
             f"{survey.root}: {counted(len(images), 'image has', 'images have')} a "
             "label; training and evaluation need one each at least"
         )
-    train, val, reason = [], [], ""
+    train, val, reason, warnings = [], [], "", []
     # Splits that are there count, unless --val is a fraction, by which all are divided anew.
     if survey.split_source and not isinstance(answers.val, float):
+        if answers.val is None:
+            _ask_which(survey, labels)
+            _ask_of_unlisted(survey, labels, images, answers)
         train, val, reason = _given(survey, images)
         if not any(labels.labels[image.path] for image in train):  # good parts alone, as MVTec's
-            train, val = [], []
+            train, val, reason = [], [], ""
             images = [replace(image, split=None) for image in images]
         images = train or val or images  # the other one is hidden, perhaps
+        warnings = _without_labels(survey, labels)
     if not (train and val):
-        train, val, reason = _divided(survey, labels, images, answers)
+        train, val, divided = _divided(survey, labels, images, answers)
+        reason = divided + reason
     if answers.group is not None:
-        _check_groups(answers.group, train, val)
-    leak = _leak(survey, train, val)
-    return Splits(tuple(train), tuple(val), reason, (leak,) if leak else ())
+        check_groups(answers.group, train, val)
+    leaked = leak(survey, train, val)
+    warnings += [leaked] if leaked else []
+    return Splits(tuple(train), tuple(val), reason, tuple(warnings))
+
+
+def _ask_which(survey: Survey, labels: LabelSet) -> None:
+    """UndecidedError: lists of the folder say different splits, as those of folds do."""
+    if not survey.rival_lists:
+        return
+    ways = [
+        Reading(
+            f"evaluate on {path}",
+            f"--val {shlex.quote(str(survey.root / path))}",
+            labels=_shown(labels, survey.images),
+        )
+        for path in survey.rival_lists
+    ]
+    raise UndecidedError(
+        f"{survey.root}: {len(ways)} lists say different images to evaluate on, as of folds", ways
+    )
+
+
+def _ask_of_unlisted(
+    survey: Survey, labels: LabelSet, images: Sequence[Image], answers: Answers
+) -> None:
+    """UndecidedError: many images with a label are in no list, while others are."""
+    unlisted = [image for image in images if image.split == "unlisted"]
+    is_accepted = "images" in getattr(answers, "leave_out", frozenset())
+    if is_accepted or len(unlisted) <= _MOST_UNLISTED * len(images):
+        return
+    shown = _shown(labels, unlisted)
+    raise UndecidedError(
+        f"{survey.split_source}: {len(unlisted)} of {len(images)} images with a label are in none "
+        f"of these lists: {first_of((image.path for image in unlisted), 3)}",
+        [
+            Reading("divide all images anew", f"--val {DEFAULT_VAL}", labels=shown),
+            Reading("leave them out", "--leave-out images", labels=shown),
+        ],
+    )
+
+
+def _shown(labels: LabelSet, images: Sequence[Image]) -> LabelSet:
+    """The labels of these images, for the picture of a question: those with a file."""
+    of_images = {x.path: files for x in images if (files := labels.labels.get(x.path))}
+    return replace(labels, labels=of_images) if of_images else labels
 
 
 def _given(survey: Survey, images: Sequence[Image]) -> tuple[list[Image], list[Image], str]:
-    """The splits of the folder or its lists; one may be empty."""
+    """The splits of the folder or its lists, and what to say of them; one may be empty."""
     by_split: dict[str | None, list[Image]] = defaultdict(list)
     for image in images:
         by_split[image.split].append(image)
-    train = by_split.pop("train", [])
+    train, source = by_split.pop("train", []), survey.split_source
     val_name = "val" if by_split["val"] else "test"
     # Labels of val and test alone: val is divided, and test stays apart.
     if not train and by_split["val"] and by_split["test"]:
-        return [], by_split["val"], ""
+        return [], by_split["val"], f"; of the splits of {source} train has no labels"
     val = by_split.pop(val_name, []) if train else []
+    if not val:
+        which = "train" if train else val_name
+        return train, [], f"; of the splits of {source} only {which} has labels"
     unused = "".join(
-        f"; {len(of_split)} of {name or 'no split'} are not used"
-        for name, of_split in by_split.items()
-        if of_split
+        f"; {len(left)} of {_NAMES_OF_NONE.get(name, name)} are not used"
+        for name, left in by_split.items()
+        if left
     )
-    return train, val, f"the splits of {survey.split_source}: train and {val_name}{unused}"
+    return train, val, f"the splits of {source}: train and {val_name}{unused}"
+
+
+def _without_labels(survey: Survey, labels: LabelSet) -> list[str]:
+    """Warnings about lists that name more than a few images without a label."""
+    warnings = []
+    for split in ("train", "val") if survey.split_source != "folders" else ():
+        listed = [image.path for image in survey.images if image.split == split]
+        lost = [path for path in listed if path not in labels.labels]
+        # Of none: a hidden test, of which the reason speaks.
+        if _MOST_WITHOUT_LABEL * len(listed) < len(lost) < len(listed):
+            warnings.append(
+                f"{survey.split_source}: {len(lost)} of {len(listed)} images of {split} have no "
+                f"label, and are not used: {first_of(lost, 3)}"
+            )
+    return warnings
 
 
 class _Division(NamedTuple):
@@ -129,12 +196,12 @@ def _divided(
     rest = [image for image in images if image.split != "test"]
     unused = len(images) - len(rest) if len(rest) > 1 else 0
     images = rest if unused else images
-    pairs = _shared_pixels(survey, images)
+    pairs = shared_pixels(survey, images)
     tried: list[_Division] = []
-    for key, how in _groupings(survey, images, answers.group):
-        groups = list(map(key, images))
+    for group_of, how in groupings(survey, images, answers.group):
+        groups = [group_of[image.path] for image in images]
         few = chosen_groups(groups, share)
-        more = few | _with_rare_classes(labels, images, key, few)
+        more = few | _with_rare_classes(labels, images, group_of, few)
         # Each tile to evaluate on costs those that overlap it: fewer groups may lose less.
         for chosen in (more, few) if pairs else (more,):
             is_val = [group in chosen for group in groups]
@@ -173,7 +240,7 @@ def _lost(labels: LabelSet, images: Sequence[Image], train: Sequence[Image]) -> 
 
 
 def _with_rare_classes(
-    labels: LabelSet, images: Sequence[Image], key: Callable[[Image], str], chosen: set[str]
+    labels: LabelSet, images: Sequence[Image], group_of: Groups, chosen: set[str]
 ) -> set[str]:
     """Groups to evaluate on beside those `chosen`, so that each class is evaluated.
 
@@ -184,109 +251,15 @@ def _with_rare_classes(
     # The rarest class first: it has the fewest groups to choose from.
     by_count = sorted(labels.shown_in.items(), key=lambda item: (len(item[1]), str(item[0])))
     for _, where in by_count:
-        groups = sorted({key(image) for image in images if image.path in where})
+        groups = sorted({group_of[image.path] for image in images if image.path in where})
         if len(groups) < 2 or (chosen | added).intersection(groups):
             continue
         for group in groups:
             out = chosen | added | {group}
-            if not _lost(labels, images, [image for image in images if key(image) not in out]):
+            if not _lost(labels, images, [x for x in images if group_of[x.path] not in out]):
                 added.add(group)
                 break
     return added
-
-
-def _check_groups(group: re.Pattern[str], train: Sequence[Image], val: Sequence[Image]) -> None:
-    """Refuses given splits that divide a group."""
-    both = set(groups_of(group, [x.path for x in train])) & set(
-        groups_of(group, [x.path for x in val])
-    )
-    if both:
-        what = counted(len(both), "group is", "groups are")
-        raise ConfigError(
-            f"--group {group.pattern}: {what} on both sides of the splits that are there: "
-            f"{first_of(sorted(both))}; --val {DEFAULT_VAL} divides anew"
-        )
-
-
-def _groupings(
-    survey: Survey, images: Sequence[Image], group: re.Pattern[str] | None
-) -> Iterator[tuple[Callable[[Image], str], str]]:
-    """What stays together when images are divided: scene, sequence, or blocks of like images.
-
-    The best first, the last one is single images. `group` leaves no choice.
-
-    Raises:
-        ConfigError: all images are of one group.
-    """
-    if group is not None:
-        paths = [image.path for image in images]
-        group_by_path = dict(zip(paths, groups_of(group, paths), strict=True))
-        number = len(set(group_by_path.values()))
-        if number in (1, len(images)):
-            what = "all images are of one group" if number == 1 else "each image is a group"
-            raise ConfigError(f"--group {group.pattern}: {what}")
-        yield lambda image: group_by_path[image.path], f"whole groups ({number}, --group)"
-        return
-    alike = _alike(survey, images)
-    sizes = Counter(alike.values())
-    first: dict[str, str] = {}
-    # The first image of each group with the others, to join named groups that share copies.
-    same = [(first.setdefault(group, path), path) for path, group in alike.items()]
-    # Tiles that overlap hang together all over the picture: only bands of it can be divided.
-    if _shared_pixels(survey, images) and max(sizes.values()) > len(images) / 2:
-        for side in (None, 1, 2):
-            for turn in range(_BANDS):
-                band = _bands(survey, images, side, turn)
-                what = "a band of the picture that they are tiles of"
-                if len(set(band.values())) > 1:  # not of one place only
-                    yield lambda image, band=band: band[image.path], what
-    for of_one, what, least in _named_groups(images):
-        # Copies of a picture may have names of several sequences: img_001, img_001_aug1.
-        joined = _joined(of_one, same)
-        if len(set(joined.values())) >= least:
-            yield lambda image, joined=joined: joined[image.path], what
-    if _MIN_GROUPS <= len(sizes) < len(images) and max(sizes.values()) <= len(images) / 2:
-        yield lambda image: alike[image.path], "copies and like images kept together"
-    if survey.similar or survey.moving:
-        # Frames of one video: a fifth of them in a row.
-        ordered = sorted(images, key=lambda image: image.place)
-        size = max(1, len(images) // 5)
-        fifths = {image.path: i // size for i, image in enumerate(ordered)}
-        yield lambda image: str(fifths[image.path]), "a block of one sequence"
-    yield lambda image: image.path, "single images"
-
-
-def _alike(survey: Survey, images: Sequence[Image]) -> dict[str, str]:
-    """The group of each image, by path: copies by name, near-duplicates, tiles that overlap."""
-    sources = sources_of([image.name for image in images])
-    of_one = dict(zip((image.path for image in images), sources, strict=True))
-    return _joined(of_one, [*survey.similar, *_shared_pixels(survey, images)])
-
-
-def _joined(group_of: Mapping[str, str], pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The group of each image, by path; those of the two images of a pair are one.
-
-    >>> _joined({"1.png": "a", "2.png": "b", "3.png": "c"}, [("1.png", "2.png")])
-    {'1.png': 'b', '2.png': 'b', '3.png': 'c'}
-    """
-    parent: dict[str, str] = {}
-
-    def root(group: str) -> str:
-        # Union-find: each step shortens the way to the root.
-        while (above := parent.setdefault(group, group)) != group:
-            parent[group] = group = parent[above]
-        return group
-
-    for one, other in pairs:
-        if one in group_of and other in group_of:
-            parent[root(group_of[one])] = root(group_of[other])
-    return {path: root(group) for path, group in group_of.items()}
-
-
-def _shared_pixels(survey: Survey, images: Sequence[Image]) -> list[tuple[str, str]]:
-    """Tiles that show the same part of a larger picture, by their paths."""
-    boxes = [survey.tiles.get(image.path) for image in images]
-    return [(images[i].path, images[j].path) for i, j in overlapping(boxes)]
 
 
 def _overlapping(
@@ -296,74 +269,3 @@ def _overlapping(
     trained, evaluated = ({image.path for image in part} for part in (train, val))
     both = {two for pair in pairs for two in (pair, pair[::-1])}
     return {tile for tile, other in both if tile in trained and other in evaluated}
-
-
-def _bands(survey: Survey, images: Sequence[Image], side: int | None, turn: int) -> dict[str, str]:
-    """A fifth of the tiles as one group, from the top down (side 1) or from the left (2).
-
-    None: along the longer side of the picture. turn: which band is called the first.
-    """
-    boxes = [survey.tiles.get(image.path) for image in images]
-    placed = zip(images, strips(boxes, _BANDS, side), strict=True)
-    return {
-        image.path: image.path if strip is None else f"band {(strip + turn) % _BANDS}"
-        for image, strip in placed
-    }
-
-
-def _leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
-    """A warning if many images to evaluate on have a near-duplicate among those to train on."""
-    pairs = set(survey.similar)
-    if survey.moving:
-        # Neighbours in a video are nearly alike, whether the sample of thumbnails shows it or not.
-        frames = pairwise(sorted(survey.images, key=lambda image: image.place))
-        pairs |= {(a.path, b.path) for a, b in frames if a.place[:2] == b.place[:2]}
-    names = [image.name for image in (*train, *val)]
-    source_by_name = dict(zip(names, sources_of(names), strict=True))
-    sources = {source_by_name[image.name] for image in train}
-    copies = _overlapping(_shared_pixels(survey, [*train, *val]), val, train)
-    copies |= {image.path for image in val if source_by_name[image.name] in sources}
-    copies |= _of_divided_sequences(train, val)
-    trained = {image.path for image in train}
-    near = copies | {b for pair in pairs for a, b in (pair, pair[::-1]) if a in trained}
-    leaked = [image for image in val if image.path in near]
-    if len(leaked) * 3 < len(val):
-        return ""
-    return (
-        f"{len(leaked)} of {len(val)} images to evaluate on have a near-duplicate or a neighbour "
-        f"among those to train on, such as {leaked[0].path}: scores will be too good; keep "
-        "sequences together"
-    )
-
-
-def _of_divided_sequences(train: Sequence[Image], val: Sequence[Image]) -> set[str]:
-    """The images to evaluate on of sequences or scenes that are trained on, too.
-
-    Where names show as many of these as `_groupings` would keep whole.
-    """
-    for group_of, _, _ in _named_groups([*train, *val]):
-        trained = {group_of[image.path] for image in train}
-        return {image.path for image in val if group_of[image.path] in trained}
-    return set()
-
-
-def _named_groups(images: Sequence[Image]) -> Iterator[tuple[dict[str, str], str, int]]:
-    """The group of each image by its name, by path; what they are; how few are a division."""
-    keys: dict[str, Callable[[Image], str]] = {
-        # zurich of images/train/zurich/1.png.
-        "scenes": lambda image: image.scene,
-        # 0016e5_ of 0016E5_00390.png, as CamVid has it.
-        "sequences": lambda image: f"{image.scene}/{image.sequence}",
-        # p01 of p01_t1.png, which `stems_of` makes of it.
-        "patients, by names with a counter": lambda image: image.name,
-    }
-    for what, key in keys.items():
-        names = list(map(key, images))
-        groups = stems_of(names)
-        number = len({*groups})
-        # `stems_of` has taken off a counter, as of p01_t1 and p01_t2. Names that tell so clearly
-        # may divide from two groups on.
-        are_counted = number < len({*names})
-        if are_counted or _MIN_GROUPS <= number <= len(images) / 2:
-            of_one = dict(zip((image.path for image in images), groups, strict=True))
-            yield of_one, f"whole {what} ({number})", 2 if are_counted else _MIN_GROUPS

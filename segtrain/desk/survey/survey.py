@@ -24,8 +24,10 @@ from segtrain.desk.survey.file_names import (
 from segtrain.desk.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.label_sets import label_sets
-from segtrain.desk.survey.listings import SUFFIXES, listed_pairs, split_by, with_splits
+from segtrain.desk.survey.list_files import list_files
+from segtrain.desk.survey.listings import with_splits
 from segtrain.desk.survey.names import Legend, is_called_legend, read_legend
+from segtrain.desk.survey.pair_lists import listed_pairs
 from segtrain.desk.survey.pairs import Matches
 from segtrain.desk.survey.roles import is_preview, roles_of, sample_facts
 from segtrain.errors import ConfigError, DataError
@@ -57,6 +59,7 @@ class Survey:
     lists: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    rival_lists: tuple[str, ...] = ()  # of images to evaluate on, which contradict each other
 
 
 def survey(
@@ -90,7 +93,7 @@ def survey(
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
 
     notes: list[str] = []
-    lists = [path for path in others if path.endswith(SUFFIXES)]
+    lists = list_files(others, pictures)
     pattern_of = {name.path: name.pattern for name in label_names}
     # What a list says counts, whatever names say.
     listed, pair_source = listed_pairs(folder, lists, image_names, label_names)
@@ -109,10 +112,7 @@ def survey(
         raise DataError(f"{folder}: no image can be read; {first_of(notes)}")
     if any(image_facts.has_nan for image_facts in facts.values()):
         notes.append("pixels of images without a value (NaN or GDAL_NODATA) count as no data")
-    if val_list is None:
-        split_source, images = with_splits(folder, images, lists, notes)
-    else:
-        split_source, images = str(val_list), split_by(val_list, images)
+    split_source, images, rivals = with_splits(folder, images, lists, notes, val_list)
     similar, moving = similar_images(folder, images)
 
     _note_pictures(notes, matches, roles, samples)
@@ -138,6 +138,7 @@ def survey(
         lists=_used_lists(folder, lists, (split_source, pair_source), val_list),
         tables=tuple(path for path, legend in legends.items() if legend),
         left_out=left_out,
+        rival_lists=rivals,
     )
 
 

@@ -13,7 +13,7 @@ from segtrain.data.read.sources import groups_of, stems_of, without_times
 from segtrain.data.read.volumes import Stack, VolumeFile, find_volumes
 from segtrain.desk.survey.contents import LabelFacts, spread
 from segtrain.desk.survey.file_names import MADE_WORDS, ROLE_WORDS, parse_names, split_of, words_of
-from segtrain.desk.survey.pairing import Matches
+from segtrain.desk.survey.pairs import Matches
 from segtrain.desk.survey.survey import matched
 from segtrain.errors import ConfigError, DataError
 from segtrain.text import counted, first_of, printable

@@ -1,0 +1,238 @@
+"""Files that may be lists of images, each read as rows of names, perhaps with a split.
+
+Text has a row a line, tables have a column `split` or `fold`; JSON and YOLO's data.yaml have lists
+below the word of a split; nnU-Net's splits_final.json has such a pair of lists for each fold.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from segtrain.config.strict_yaml import foreign_yaml
+from segtrain.desk.survey.file_names import ROLE_WORDS, split_of, words_of
+from segtrain.desk.survey.names import decoded
+from segtrain.files import parse_json, read_bytes
+
+_TEXT = (".txt", ".csv", ".tsv", ".lst", ".list", "")
+SUFFIXES = (*_TEXT, ".json", ".yaml", ".yml")
+_MAX_BYTES = 64 << 20
+_LIST_WORDS = {
+    "list",
+    "lists",
+    "filelist",
+    "pairs",
+    "split",
+    "splits",
+    "set",
+    "names",
+    "ids",
+    "files",
+}
+_FOLD = re.compile(r"(fold|cv)s?\d*")
+_MOST_FOLDS = 20
+# More files of one form, or in one folder, are of single images.
+_MOST_ALIKE = 20
+# Longer text is the content of a picture or a path to nothing.
+_MAX_NAME = 1000
+_SPLIT_COLUMNS = {"split", "set", "fold", "subset", "partition"}
+_NAME_COLUMNS = {"image", "images", "img", "file", "filename", "name", "path", "id"}
+_OTHERS = "--val FILE names other images"
+# Below these, JSON has a list of images; COCO the first of them.
+_KEYS_OF_LISTS = ("images", "files", "filenames", "names", "ids", "items", "samples", "data")
+
+
+class ListRow(NamedTuple):
+    """A line or an entry; text: all of it, as a name may have blanks and commas.
+
+    split: train, val or test, if the file says it for this row.
+    """
+
+    text: str
+    cells: tuple[str, ...]
+    split: str | None = None
+
+
+class ListFile(NamedTuple):
+    """The rows of a file. header: the columns of a table, or nothing. note: what to say of it."""
+
+    rows: tuple[ListRow, ...] = ()
+    header: tuple[str, ...] = ()
+    note: str = ""
+
+
+def is_called_list(path: str) -> bool:
+    """Whether the name says a list and nothing else: `train.txt`, `val_list.csv`, `fold_0.txt`."""
+    words = words_of(PurePosixPath(path).stem)
+    if any(map(_FOLD.fullmatch, words)):
+        words = [word for word in words if not word.isdecimal()]
+    says_list = [split_of(x) or x in _LIST_WORDS or _FOLD.fullmatch(x) for x in words]
+    return any(says_list) and all(
+        said or word in ROLE_WORDS for word, said in zip(words, says_list, strict=True)
+    )
+
+
+def is_called_fold(path: str) -> bool:
+    """Whether the name says a fold by its number, and no split: `fold_0.txt`."""
+    words = words_of(PurePosixPath(path).stem)
+    return is_called_list(path) and any(map(_FOLD.fullmatch, words)) and not split_in(path)
+
+
+def split_in(text: str) -> str | None:
+    """The split that a word, a key or the name of a list says; None: none, or other things too."""
+    return said_split(text) if is_called_list(text) else None
+
+
+def said_split(path: str) -> str | None:
+    """The first split among the words of a name: of `instances_val2017.json` val."""
+    splits = [split for word in words_of(PurePosixPath(path).stem) if (split := split_of(word))]
+    # train_val.txt is to train on, as trainval.txt is.
+    return "train" if {*splits} == {"train", "val"} else next(iter(splits), None)
+
+
+def list_files(paths: Iterable[str], pictures: Iterable[str]) -> list[str]:
+    """The files among `paths` that may be lists of images, without reading them.
+
+    A file for each picture is none: it is called as the picture, or as many others are.
+    """
+    stems = {PurePosixPath(picture).stem.lower() for picture in pictures}
+    maybe = []
+    for path in paths:
+        place = PurePosixPath(path)
+        if place.suffix.lower() not in SUFFIXES:
+            continue
+        # Of files without a suffix only those that are called so: no LICENSE, no Makefile.
+        if is_called_list(path) or (place.suffix and place.stem.lower() not in stems):
+            maybe.append(path)
+    forms = {path: re.sub(r"\d+", "0", path) for path in maybe}
+    alike = Counter(forms.values())
+    beside = Counter(PurePosixPath(path).parent for path in maybe)
+    return [
+        path
+        for path in maybe
+        if is_called_list(path)
+        or max(alike[forms[path]], beside[PurePosixPath(path).parent]) <= _MOST_ALIKE
+    ]
+
+
+def read_list(path: Path) -> ListFile:
+    """The rows of a file, with `/` between folders; none, if it is no list or unreadable."""
+    with suppress(OSError, ValueError, RecursionError):
+        text = decoded(read_bytes(path, _MAX_BYTES))
+        suffix = path.suffix.lower()
+        if suffix in _TEXT:
+            return _of_text(text)
+        if suffix == ".json":
+            return _of_json(parse_json(text))
+        return ListFile(tuple(_of_yolo(foreign_yaml(text), path.parent)))
+    return ListFile()
+
+
+def columns_of(file: ListFile) -> list[int]:
+    """The columns that may name images, those that a header calls so first."""
+    width = max((len(row.cells) for row in file.rows), default=0)
+    said = [{*words_of(cell)} for cell in file.header] + [set()] * width
+    columns = [j for j in range(width) if _SPLIT_COLUMNS.isdisjoint(said[j])]
+    return sorted(columns, key=lambda j: _NAME_COLUMNS.isdisjoint(said[j]))
+
+
+def _of_text(text: str) -> ListFile:
+    lines = (line.strip() for line in text.splitlines())
+    rows = [_row(line, _cells(line)) for line in lines if line and not line.startswith("#")]
+    words = {word for cell in rows[0].cells for word in words_of(cell)} if rows else set()
+    is_plain = bool(rows) and not re.search(r"[\d./]", rows[0].text)
+    known = _SPLIT_COLUMNS | _NAME_COLUMNS | ROLE_WORDS
+    if not is_plain or len(rows) < 2 or words.isdisjoint(known):
+        return ListFile(tuple(rows))
+    header, rows = rows[0].cells, rows[1:]
+    says = (j for j, cell in enumerate(header) if not _SPLIT_COLUMNS.isdisjoint(words_of(cell)))
+    column = next(says, None)
+    if column is None:
+        return ListFile(tuple(rows), header)
+    values = [row.cells[column] if column < len(row.cells) else "" for row in rows]
+    splits, note = _splits_of(values, is_fold="fold" in words_of(header[column]))
+    rows = [row._replace(split=split) for row, split in zip(rows, splits, strict=True)]
+    return ListFile(tuple(rows), header, note)
+
+
+def _cells(line: str) -> list[str]:
+    cells = re.split(r"[\t,;]", line)
+    return cells if len(cells) > 1 else line.split()
+
+
+def _row(text: str, cells: Iterable[str], split: str | None = None) -> ListRow:
+    text, *parts = (x.strip().strip('"').replace("\\", "/") for x in (text, *cells))
+    return ListRow(text, tuple(x if len(x) <= _MAX_NAME else "" for x in parts), split)
+
+
+def _splits_of(values: Sequence[str], *, is_fold: bool) -> tuple[list[str | None], str]:
+    """The split that each value says, and what to say; numbers of folds: the first one is val."""
+    numbers = sorted({int(x) for x in values if x.isdecimal()})
+    if is_fold and 1 < len(numbers) <= _MOST_FOLDS:
+        splits = ["val" if x == str(numbers[0]) else "train" for x in values]
+        return splits, f"fold {numbers[0]} of {len(numbers)} is evaluated on; {_OTHERS}"
+    return [split_in(x) for x in values], ""
+
+
+def _of_json(content: Any) -> ListFile:
+    # nnU-Net has a list of folds; others name them.
+    folds = [*content.values()] if isinstance(content, dict) else content
+    if not (isinstance(folds, list) and folds and all(map(_is_fold, folds))):
+        return ListFile(tuple(_rows_of_json(content, None)))
+    note = f"the first of {len(folds)} folds is used; {_OTHERS}" if len(folds) > 1 else ""
+    return ListFile(tuple(_rows_of_json(folds[0], None)), (), note)
+
+
+def _is_fold(content: Any) -> bool:
+    return {"train", "val"} <= {split for split, _ in _by_split(content)}
+
+
+def _by_split(content: Any) -> list[tuple[str, Any]]:
+    """Words of splits, and what stands below them."""
+    pairs = content.items() if isinstance(content, dict) else ()
+    return [(split, value) for key, value in pairs if (split := split_in(key))]
+
+
+def _rows_of_json(content: Any, split: str | None) -> Iterator[ListRow]:
+    """split: what is said above."""
+    if isinstance(content, str):
+        yield _row(content, [content], split)
+    elif isinstance(content, list):
+        for item in content:
+            yield from _rows_of_json(item, split)
+    elif isinstance(content, dict):
+        if inner := _by_split(content):
+            for word, value in inner:
+                yield from _rows_of_json(value, word)
+        elif lists := [
+            content[key] for key in _KEYS_OF_LISTS if isinstance(content.get(key), list)
+        ]:
+            yield from _rows_of_json(lists[0], split)
+        elif content and all(isinstance(x, str) and split_in(x) for x in content.values()):
+            for key, value in content.items():  # a split for each name
+                yield _row(key, [key], split_in(value))
+        else:
+            yield from _record(content, split)
+
+
+def _record(record: Mapping[str, Any], split: str | None) -> Iterator[ListRow]:
+    """An image as JSON has it: names are among its values, and perhaps its split."""
+    texts = {key: value for key, value in record.items() if isinstance(value, str)}
+    said = next((texts.pop(key) for key in _SPLIT_COLUMNS & texts.keys()), "")
+    if texts:
+        yield _row("", texts.values(), split_in(said) or split)
+
+
+def _of_yolo(content: Any, folder: Path) -> Iterator[ListRow]:
+    """`train:` and `val:` name folders or lists of images."""
+    for split, said in _by_split(content):
+        for name in said if isinstance(said, list) else [said]:
+            if not isinstance(name, str):
+                continue
+            inner = folder / name
+            if inner.suffix.lower() in _TEXT[:-1]:
+                yield from (row._replace(split=split) for row in read_list(inner).rows)
+            else:
+                yield _row(name, [name], split)

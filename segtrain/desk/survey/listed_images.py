@@ -1,0 +1,160 @@
+"""Which images the rows of a list name: with or without folders and suffix, or by a sequence."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+
+from segtrain.desk.survey.contents import spread
+from segtrain.desk.survey.file_names import ROLE_WORDS, is_split, split_of, words_of
+from segtrain.desk.survey.image_kinds import Image
+from segtrain.desk.survey.list_files import ListFile, ListRow, columns_of
+
+_SAMPLE = 100
+_SIGNS = re.compile(r"[_\-. ]+")
+_SEVERAL = -1
+
+
+class ImageNames:
+    """Images, by index, by the names that lists have for them, in lower case."""
+
+    def __init__(self, images: Sequence[Image]) -> None:
+        self._images = images
+        self._by_path: dict[str, int] = {}
+        self._by_end: dict[str, int] = {}
+        self._by_core: dict[str, int] = {}
+        # Of sequences: made when a list names some.
+        self._members: Mapping[str, Sequence[int]] | None = None
+        for i, image in enumerate(images):
+            for file in map(str.lower, image.files):
+                bare = _without_suffix(file)
+                for path in (file, bare):
+                    _add(self._by_path, path, i)
+                    for end in ends_of(path):
+                        _add(self._by_end, end, i)
+                for end in ends_of(_core(bare)):
+                    _add(self._by_core, end, i)
+
+    def one(self, listed: str) -> int | None:
+        """The image of this name, perhaps with folders of another machine; None: none, or several.
+
+        `img.v2` as it stands comes first: it has no suffix, and is not img.png.
+        """
+        name = listed.lower()
+        bare = _without_suffix(name)
+        for form, known in (
+            (name, self._by_end),
+            (bare, self._by_end),
+            (_core(bare), self._by_core),
+        ):
+            for end in ends_of(form):
+                i = self._by_path.get(end, known.get(end))
+                if i is not None:
+                    return None if i == _SEVERAL or self._is_elsewhere(i, name) else i
+        return None
+
+    def of_sequence(self, listed: str) -> Sequence[int]:
+        """The images of this folder or with this beginning, such as `bear` of bear/00001.jpg."""
+        if self._members is None:
+            self._members = _members(self._images)
+        name = listed.lower()
+        ends = (end for form in (name, _without_suffix(name)) for end in ends_of(form))
+        return next((self._members[end] for end in ends if end in self._members), ())
+
+    def _is_elsewhere(self, i: int, listed: str) -> bool:
+        """Whether folders say another split: val/7.png is not train/7.png."""
+        said, there = _splits_of_folders(listed), _splits_of_folders(self._images[i].path)
+        return bool(said and there and said.isdisjoint(there))
+
+
+def _splits_of_folders(path: str) -> set[str | None]:
+    folders = [x for x in PurePosixPath(path).parts[:-1] if words_of(x) and is_split(x)]
+    return {split_of(word) for folder in folders for word in words_of(folder)}
+
+
+def ends_of(path: str) -> Iterator[str]:
+    """The path, and what is left of it without folders, to the bare name.
+
+    >>> list(ends_of("voc/images/1.jpg"))
+    ['voc/images/1.jpg', 'images/1.jpg', '1.jpg']
+    """
+    parts = PurePosixPath(path).parts
+    return ("/".join(parts[i:]) for i in range(len(parts)))
+
+
+def named_images(file: ListFile, names: ImageNames) -> list[Sequence[int]]:
+    """The images that each row names; empty: none, or several of one name.
+
+    Where few rows name an image, they may name sequences.
+    """
+    columns = columns_of(file)
+    sample = spread(file.rows, _SAMPLE)
+
+    def found(column: int, *, sequences: bool) -> list[Sequence[int]]:
+        return [_of_row(row, column, names, sequences=sequences) for row in file.rows]
+
+    def number(column: int, *, sequences: bool) -> int:
+        return sum(bool(_of_row(row, column, names, sequences=sequences)) for row in sample)
+
+    if not columns:
+        return [()] * len(file.rows)
+    # The first of the best columns, in their order.
+    best = max(columns, key=lambda column: number(column, sequences=False))
+    if 2 * number(best, sequences=False) < len(sample):
+        best = max(columns, key=lambda column: number(column, sequences=True))
+    images = found(best, sequences=False)
+    return images if 2 * sum(map(bool, images)) >= len(images) else found(best, sequences=True)
+
+
+def _of_row(row: ListRow, column: int, names: ImageNames, *, sequences: bool) -> Sequence[int]:
+    # The whole line first: names may have blanks.
+    texts = [row.text, *row.cells[column : column + 1]]
+    if (i := next((i for x in texts if x and (i := names.one(x)) is not None), None)) is not None:
+        return (i,)
+    if not sequences:
+        return ()
+    return next((found for x in texts if x and (found := names.of_sequence(x))), ())
+
+
+def _add(known: dict[str, int], name: str, i: int) -> None:
+    """A name of two images is of none."""
+    if known.setdefault(name, i) != i:
+        known[name] = _SEVERAL
+
+
+def _core(path: str) -> str:
+    """The path without words of image and label at the ends of its name.
+
+    >>> _core("images/img_0001"), _core("0001-mask")
+    ('images/0001', '0001')
+    """
+    folder, slash, stem = path.rpartition("/")
+    parts = _SIGNS.split(stem)
+    while len(parts) > 1 and parts[-1] in ROLE_WORDS:
+        parts.pop()
+    while len(parts) > 1 and parts[0] in ROLE_WORDS:
+        parts.pop(0)
+    return folder + slash + "_".join(parts)
+
+
+def _without_suffix(path: str) -> str:
+    return re.sub(r"(?<=[^/])(\.nii)?\.[^./ ]+$", "", path)
+
+
+def _members(images: Sequence[Image]) -> dict[str, list[int]]:
+    """The images of each folder, and those whose names begin alike, up to a sign."""
+    members: dict[str, list[int]] = defaultdict(list)
+    keys_of: dict[PurePosixPath, set[str]] = {}
+    for i, image in enumerate(images):
+        place = PurePosixPath(image.path.lower())
+        if place.parent not in keys_of:
+            folders = [place.parent, *place.parent.parents][:-1]
+            keys_of[place.parent] = {x for folder in folders for x in ends_of(str(folder))}
+        stem = place.stem
+        begins = {stem[: sign.start()] for sign in _SIGNS.finditer(stem)}
+        begins = {x for x in begins if not all(map(split_of, words_of(x)))}
+        for key in keys_of[place.parent] | begins:
+            # `images` and `img` say nothing; `train/images` does.
+            if "/" in key or not all(x in ROLE_WORDS for x in words_of(key)):
+                members[key].append(i)
+    return members
