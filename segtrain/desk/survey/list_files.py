@@ -139,8 +139,9 @@ def columns_of(file: ListFile) -> list[int]:
 
 
 def _of_text(text: str) -> ListFile:
-    lines = (line.strip() for line in text.splitlines())
-    rows = [_row(line, _cells(line)) for line in lines if line and not line.startswith("#")]
+    # Not stripped: a table may have an empty cell first.
+    lines = [x for x in text.splitlines() if x.strip() and not x.lstrip().startswith("#")]
+    rows = [_row(line, _cells(line)) for line in lines]
     words = {word for cell in rows[0].cells for word in words_of(cell)} if rows else set()
     is_plain = bool(rows) and not re.search(r"[\d./]", rows[0].text)
     known = _SPLIT_COLUMNS | _NAME_COLUMNS | ROLE_WORDS

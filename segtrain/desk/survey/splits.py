@@ -95,9 +95,10 @@ def _ask_of_unlisted(
     if is_accepted or len(unlisted) <= _MOST_UNLISTED * len(images):
         return
     shown = _shown(labels, unlisted)
+    what = counted(len(unlisted), "image with a label is", "images with a label are")
     raise UndecidedError(
-        f"{survey.split_source}: {len(unlisted)} of {len(images)} images with a label are in none "
-        f"of these lists: {first_of((image.path for image in unlisted), 3)}",
+        f"{survey.split_source}: {what} in none of these lists: "
+        f"{first_of((image.path for image in unlisted), 3)}",
         [
             Reading("divide all images anew", f"--val {DEFAULT_VAL}", labels=shown),
             Reading("leave them out", "--leave-out images", labels=shown),

@@ -1,0 +1,402 @@
+"""Lists of splits in all their forms: which images are to train on, and which to evaluate on."""
+
+import csv
+import io
+import json
+import re
+from pathlib import PurePosixPath
+
+import numpy as np
+import pytest
+from folders import images_in, labels_of, quick_init, save
+
+from segtrain.desk.survey.decide import choose_labels
+from segtrain.desk.survey.listings import unused_lists
+from segtrain.desk.survey.questions import Answers, UndecidedError
+from segtrain.desk.survey.splits import choose_splits
+from segtrain.desk.survey.survey import survey
+from segtrain.errors import ConfigError
+
+SEQUENCES = "bear", "camel", "dog", "elk", "fox", "goat"
+FRAMES = 3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "data"
+
+
+def write_images(folder, image="images/{seq}_{k}.png", label="labels/{seq}_{k}.png"):
+    """Three frames of each sequence; returns the paths of the images."""
+    paths = []
+    for number, (i, path, classes) in enumerate(
+        images_in(folder, "tmp/{i}.png", FRAMES * len(SEQUENCES))
+    ):
+        fields = {"seq": SEQUENCES[i // FRAMES], "k": i % FRAMES}
+        target = folder / image.format(**fields)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).rename(target)
+        save(folder / label.format(**fields), classes)
+        paths.append(image.format(**fields))
+        assert number == i
+    (folder / "tmp").rmdir()
+    return paths
+
+
+def put(folder, name, content):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(content))
+    else:
+        path.write_text(content if isinstance(content, str) else "\n".join(content))
+
+
+def table(rows, delimiter=","):
+    text = io.StringIO()
+    csv.writer(text, delimiter=delimiter, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def divide(folder, **answers):
+    """The division as init decides it: paths to train and to evaluate on, and what is said."""
+    val_list = answers.pop("val_list", None)
+    found = survey(folder, val_list=val_list)
+    given = Answers(val=None if val_list is None else str(val_list), **answers)
+    splits = choose_splits(found, choose_labels(found, given), given)
+    said = "\n".join([splits.reason, *splits.warnings, *found.notes])
+    return [{x.path for x in part} for part in (splits.train, splits.val)], said
+
+
+def stem(path):
+    return PurePosixPath(path).stem
+
+
+def sequence(path):
+    return stem(path).split("_")[0]
+
+
+def two_files(name, line=stem):
+    """A file for each split; line: what it says of an image."""
+
+    def build(folder, train, val):
+        for split, paths in (("train", train), ("val", val)):
+            put(folder, name.format(split), list(dict.fromkeys(map(line, paths))))
+
+    return build
+
+
+def one_table(name, header, row, delimiter=","):
+    def build(folder, train, val):
+        both = [*((x, "train") for x in train), *((x, "val") for x in val)]
+        rows = [row(path, split, i) for i, (path, split) in enumerate(sorted(both))]
+        put(folder, name, table([header, *rows] if header else rows, delimiter))
+
+    return build
+
+
+def one_json(name, content):
+    return lambda folder, train, val: put(folder, name, content(train, val))
+
+
+def yolo(folder, train, val):
+    two_files("lists/{}.txt", "./{}".format)(folder, train, val)
+    put(folder, "data.yaml", "train: lists/train.txt\nval: lists/val.txt\nnc: 2\n")
+
+
+def coco(folder, train, val):
+    for split, paths in (("train", train), ("val", val)):
+        images = [{"id": i, "file_name": PurePosixPath(x).name} for i, x in enumerate(paths)]
+        put(folder, f"instances_{split}2017.json", {"images": images, "info": {}})
+
+
+FORMS = {
+    "stems": two_files("{}.txt"),
+    "files": two_files("{}.lst", lambda x: PurePosixPath(x).name),
+    "paths": two_files("lists/{}_list.list", str),
+    "without_suffix": two_files("splits/{}"),
+    "another_machine": two_files("{}.txt", lambda x: "C:\\work\\" + x.replace("/", "\\")),
+    "labels": two_files("{}.txt", lambda x: f"labels/{stem(x)}_mask.png"),
+    "glued": two_files("{}2017.txt"),
+    "of_objects": two_files("cat_{}.txt", lambda x: f"{stem(x)} -1"),
+    "pairs": two_files("{}.csv", lambda x: f"{x},labels/{stem(x)}.png"),
+    "sequences": two_files("ImageSets/2017/{}.txt", sequence),
+    "names_in_json": two_files("{}.json"),
+    "column": one_table("meta.csv", ("image", "split"), lambda x, s, _: (x, s)),
+    "last_column": one_table("m.tsv", ("", "file", "set"), lambda x, s, i: (i, x, s), "\t"),
+    "subset": one_table("m.csv", ("Subset", "Id"), lambda x, s, _: (s.title(), stem(x)), ";"),
+    "fold": one_table(
+        "folds.csv", ("id", "fold"), lambda x, s, i: (x, 0 if s == "val" else 1 + i % 3)
+    ),
+    "of_sequences": one_table("seqs.csv", ("scene", "partition"), lambda x, s, _: (sequence(x), s)),
+    "mapping": one_json("splits.json", lambda train, val: {"train": train, "valid": val}),
+    "records": one_json(
+        "meta.json",
+        lambda train, val: [{"image": x, "split": s} for s in ("train", "val")
+                            for x in (train if s == "train" else val)],
+    ),
+    "split_of_each": one_json(
+        "by_name.json",
+        lambda train, val: dict.fromkeys(map(stem, train), "train") | dict.fromkeys(val, "val"),
+    ),
+    "nnunet": one_json(
+        "splits_final.json",
+        lambda train, val: [{"train": [*map(stem, train)], "val": [*map(stem, val)]}] * 2
+        + [{"train": [*map(stem, val)], "val": [*map(stem, train)]}],
+    ),
+    "yolo": yolo,
+    "coco": coco,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_of_a_list_say_the_same_division(folder, form):
+    """Whole sequences of three frames, drawn by chance; the reason names the file."""
+    paths = write_images(folder)
+    chosen = np.random.default_rng(len(form)).choice(SEQUENCES, 2, replace=False)
+    val = [x for x in paths if sequence(x) in chosen]
+    FORMS[form](folder, [x for x in paths if x not in val], val)
+    (train, evaluated), said = divide(folder)
+    assert evaluated == {*val}
+    assert train == {*paths} - {*val}
+    sources = said.splitlines()[0].partition("the splits of ")[2]
+    assert (folder / re.split(", |: ", sources)[0]).is_file()
+
+
+@pytest.mark.parametrize(
+    ("image", "line"),
+    [
+        ("frames/{seq}/{k}.png", "{seq}"),
+        ("frames/{seq}/{k}.png", "{seq}/{k}"),
+        ("images/{seq}/{k}.png", "images/{seq}"),
+        ("images/{seq} no {k}, small.png", "{seq} no {k}, small.png"),
+        ("images/img_{seq}{k}.png", "{seq}{k}"),
+        ("images/{seq}_{k}_0000.png", "{seq}_{k}"),
+        ("images/{seq}.v{k}.png", "{seq}.v{k}"),
+    ],
+)
+def test_a_line_may_be_a_folder_or_a_part_of_a_name(folder, image, line):
+    paths = write_images(
+        folder, image, image.replace("frames/", "masks/").replace("images/", "masks/")
+    )
+    for split, part in (("train", SEQUENCES[:4]), ("val", SEQUENCES[4:])):
+        lines = [line.format(seq=x, k=k) for x in part for k in range(FRAMES)]
+        put(folder, f"{split}.txt", list(dict.fromkeys(lines)))
+    (train, val), _ = divide(folder)
+    assert val == {x for x in paths if "fox" in x or "goat" in x}
+    assert train == {*paths} - val
+
+
+def test_lines_that_name_nothing_are_counted(folder):
+    """Most images of val.txt are gone; those that are left are evaluated on."""
+    paths = write_images(folder)
+    put(folder, "train.txt", paths[:15])
+    put(folder, "val.txt", paths[15:] + [f"images/gone_{i}.png" for i in range(9)])
+    (train, val), said = divide(folder)
+    assert (train, val) == ({*paths[:15]}, {*paths[15:]})
+    assert "val.txt: 9 of 12 lines name no image, or several" in said
+
+
+def test_a_list_of_other_names_is_not_used_and_is_told(folder):
+    paths = write_images(folder)
+    put(folder, "train.txt", paths[:15])
+    put(folder, "val.txt", [f"{i:05}" for i in range(32)])
+    _, said = divide(folder)
+    assert "val.txt: 32 of 32 lines name no image, or several: it is not used" in said
+
+
+def test_another_split_is_not_meant_by_a_name_alone(folder):
+    """val/goat_0 is gone; train/goat_0 is another image."""
+    paths = write_images(folder, "images/train/{seq}_{k}.png", "labels/train/{seq}_{k}.png")
+    put(folder, "train.txt", paths[:-3])
+    put(folder, "val.txt", [*paths[-3:-1], "images/val/bear_0.png"])
+    (train, val), said = divide(folder)
+    assert paths[0] in train
+    assert val == {*paths[-3:-1]}
+    assert "val.txt: 1 of 3 lines names no image" in said
+
+
+def test_images_without_a_label_are_told_of_lists(folder):
+    paths = write_images(folder)
+    put(folder, "train.txt", paths[:9])
+    put(folder, "val.txt", paths[9:])
+    for path in paths[12:]:
+        (folder / path.replace("images", "labels")).unlink()
+    (_, val), said = divide(folder)
+    assert len(val) == 3
+    assert "train.txt, val.txt: 6 of 9 images of val have no label, and are not used" in said
+
+
+def test_labels_of_one_split_are_divided_and_it_is_told(folder):
+    paths = write_images(folder)
+    put(folder, "train.txt", paths[:12])
+    put(folder, "val.txt", paths[12:])
+    for path in paths[12:]:
+        (folder / path.replace("images", "labels")).unlink()
+    (train, val), said = divide(folder)
+    assert train | val == {*paths[:12]}
+    assert "of the splits of train.txt, val.txt only train has labels" in said
+
+
+class LeaveOut(Answers):
+    """--leave-out images."""
+
+    leave_out = frozenset({"images"})
+
+
+def test_many_images_in_no_list_are_asked_about(folder):
+    paths = write_images(folder)
+    put(folder, "train.txt", paths[:9])
+    put(folder, "val.txt", paths[9:12])
+    found = survey(folder)
+    labels = choose_labels(found, Answers())
+    with pytest.raises(UndecidedError, match="6 images with a label are in none of these") as asked:
+        choose_splits(found, labels, Answers())
+    assert [x.option for x in asked.value.readings] == ["--val 0.2", "--leave-out images"]
+    anew = choose_splits(found, labels, Answers(val=0.2))
+    assert len(anew.train) + len(anew.val) == len(paths)
+    kept = choose_splits(found, labels, LeaveOut())
+    assert [len(kept.train), len(kept.val)] == [9, 3]
+    assert "6 of no list are not used" in kept.reason
+
+
+def test_a_few_images_in_no_list_are_told(folder):
+    paths = write_images(folder)
+    put(folder, "train.txt", paths[:12])
+    put(folder, "val.txt", paths[12:17])
+    assert "; 1 of no list are not used" in divide(folder)[1]
+
+
+def folds_in_folders(folder, paths):
+    for k in range(3):
+        val = paths[6 * k : 6 * k + 6]
+        put(folder, f"fold{k}/train.txt", [x for x in paths if x not in val])
+        put(folder, f"fold{k}/val.txt", [*val, "gone"])
+    return [f"fold{k}/val.txt" for k in range(3)]
+
+
+def folds_in_names(folder, paths):
+    for k in range(3):
+        val = paths[6 * k : 6 * k + 6]
+        put(folder, f"train_fold{k}.txt", [x for x in paths if x not in val])
+        put(folder, f"val_fold{k}.txt", val)
+    return [f"val_fold{k}.txt" for k in range(3)]
+
+
+def folds_alone(folder, paths):
+    for k in range(3):
+        put(folder, f"folds/fold_{k}.txt", paths[6 * k : 6 * k + 6])
+    return [f"folds/fold_{k}.txt" for k in range(3)]
+
+
+@pytest.mark.parametrize("build", [folds_in_folders, folds_in_names, folds_alone])
+def test_folds_are_asked_about_and_each_answer_is_that_fold(folder, build):
+    paths = write_images(folder)
+    files = build(folder, paths)
+    with pytest.raises(
+        UndecidedError, match="3 lists say different images to evaluate on"
+    ) as asked:
+        divide(folder)
+    options = [x.option for x in asked.value.readings]
+    assert options == [f"--val {folder / x}" for x in files]
+    for k, option in enumerate(options):
+        (train, val), said = divide(
+            folder, val_list=folder / option.removeprefix(f"--val {folder}/")
+        )
+        assert val == {*paths[6 * k : 6 * k + 6]}
+        assert train == {*paths} - val
+        assert files[k] in said
+
+
+def test_lists_of_each_sequence_are_taken_together(folder):
+    paths = write_images(folder, "scans/{seq}/{k}.png", "masks/{seq}/{k}.png")
+    for name in SEQUENCES:
+        own = [x for x in paths if f"/{name}/" in x]
+        put(folder, f"scans/{name}/train.txt", own[:2])
+        put(folder, f"scans/{name}/val.txt", own[2:])
+    (train, val), _ = divide(folder)
+    assert val == {x for x in paths if x.endswith("2.png")}
+    assert train == {*paths} - val
+
+
+def test_lists_that_agree_ask_nothing_and_the_larger_counts(folder):
+    """VOC has lists for each object, and trainval; none of them says another division."""
+    paths = write_images(folder)
+    for name in ("", "cat_", "small_"):
+        number = 12 if name == "small_" else 15
+        put(folder, f"Main/{name}train.txt", [f"{stem(x)}  1" for x in paths[:number]])
+        put(folder, f"Main/{name}val.txt", [f"{stem(x)} -1" for x in paths[15:]])
+        put(folder, f"Main/{name}trainval.txt", [stem(x) for x in paths])
+    (_, val), said = divide(folder)
+    assert val == {*paths[15:]}
+    assert said.startswith("the splits of Main/train.txt, Main/val.txt: train and val")
+
+
+def test_a_list_of_the_test_alone_is_kept_from_the_training(folder):
+    paths = write_images(folder)
+    put(folder, "test.txt", paths[:6])
+    (train, val), said = divide(folder)
+    assert (train, val) == ({*paths[6:]}, {*paths[:6]})
+    assert "the splits of test.txt: train and test" in said
+
+
+def test_an_image_in_two_lists_is_evaluated_on_and_told(folder):
+    paths = write_images(folder)
+    put(folder, "train.txt", paths[:14])
+    put(folder, "val.txt", paths[12:])
+    (train, val), said = divide(folder)
+    assert (train, val) == ({*paths[:12]}, {*paths[12:]})
+    assert (
+        "train.txt and another list: 2 images are in both, and count as val: images/fox_0" in said
+    )
+
+
+def test_a_table_may_say_what_is_evaluated_on(folder, tmp_path):
+    paths = write_images(folder)
+    rows = [(x, "val" if i < 5 else "train") for i, x in enumerate(paths)]
+    (tmp_path / "mine.csv").write_text(table([("name", "split"), *rows]))
+    (_, val), _ = divide(folder, val_list=tmp_path / "mine.csv")
+    assert val == {*paths[:5]}
+    (tmp_path / "mine.csv").write_text("name\nnothing\n")
+    with pytest.raises(ConfigError, match="line 1 names no image"):
+        divide(folder, val_list=tmp_path / "mine.csv")
+
+
+def test_lists_that_are_not_used_are_found(folder):
+    paths = write_images(folder)
+    lines = [f"{stem(x)},{i}" for i, x in enumerate(paths)]
+    put(folder, "weather.csv", ["image,rain", *lines[:12]])
+    put(folder, "good.txt", paths[:7])
+    put(folder, "notes.txt", ["These are images", "of animals", paths[0]])
+    put(folder, "anchors.txt", ["0 0.5 0.5 0.1 0.1", "1 0.2 0.2 0.1 0.1"])
+    for path in paths:
+        put(folder, f"boxes/{stem(path)}.txt", ["0 0.5 0.5 0.1 0.1"])
+    for i in range(30):
+        put(folder, f"more/{i:05}.json", {"image": paths[0], "next": paths[1]})
+    put(folder, "train.txt", paths[:15])
+    put(folder, "val.txt", paths[15:])
+    put(folder, "trainval.txt", paths)
+    found = survey(folder)
+    unused = unused_lists(folder, found.others, found.lists, found.images)
+    assert unused == {"weather.csv": 12, "good.txt": 7}
+    # Alone, a list of those to train on says nothing of the others.
+    (folder / "val.txt").unlink()
+    (folder / "trainval.txt").unlink()
+    found = survey(folder)
+    assert unused_lists(folder, found.others, found.lists, found.images)["train.txt"] == 15
+
+
+def test_a_class_of_one_side_is_told_by_its_name(folder, lab, monkeypatch):
+    quick_init(monkeypatch)
+    paths = write_images(folder)
+    put(folder, "train.txt", paths[:12])
+    put(folder, "val.txt", paths[12:])
+    put(folder, "classes.txt", ["ground", "car", "road", "tree", "bridge", "pond"])
+    for path, value in ((paths[0], 4), (paths[-1], 5)):
+        label = np.zeros((64, 80), np.uint8)
+        label[:20] = value
+        save(folder / path.replace("images", "labels"), label)
+    said = lab.done("init", folder, "--output", folder.with_name("made"), "--jobs", "1").out
+    assert "warning: no image to train on shows pond\n" in said
+    assert "warning: no image to evaluate on shows bridge\n" in said
+    assert labels_of(folder.with_name("made"))[0].keys() == {*paths}
