@@ -19,18 +19,8 @@ from segtrain.files import parse_json, read_bytes
 _TEXT = (".txt", ".csv", ".tsv", ".lst", ".list", "")
 SUFFIXES = (*_TEXT, ".json", ".yaml", ".yml")
 _MAX_BYTES = 64 << 20
-_LIST_WORDS = {
-    "list",
-    "lists",
-    "filelist",
-    "pairs",
-    "split",
-    "splits",
-    "set",
-    "names",
-    "ids",
-    "files",
-}
+_LIST_WORDS = {"list", "lists", "filelist", "files", "names", "ids", "pairs", "set"}
+_LIST_WORDS |= {"split", "splits"}
 _FOLD = re.compile(r"(fold|cv)s?\d*")
 _MOST_FOLDS = 20
 # More files of one form, or in one folder, are of single images.
@@ -38,7 +28,7 @@ _MOST_ALIKE = 20
 # Longer text is the content of a picture or a path to nothing.
 _MAX_NAME = 1000
 _SPLIT_COLUMNS = {"split", "set", "fold", "subset", "partition"}
-_NAME_COLUMNS = {"image", "images", "img", "file", "filename", "name", "path", "id"}
+_NAME_COLUMNS = {"image", "images", "img", "file", "filename", "name", "path"}
 _OTHERS = "--val FILE names other images"
 # Below these, JSON has a list of images; COCO the first of them.
 _KEYS_OF_LISTS = ("images", "files", "filenames", "names", "ids", "items", "samples", "data")
@@ -66,18 +56,24 @@ class ListFile(NamedTuple):
 def is_called_list(path: str) -> bool:
     """Whether the name says a list and nothing else: `train.txt`, `val_list.csv`, `fold_0.txt`."""
     words = words_of(PurePosixPath(path).stem)
+    others = other_words(path)
     if any(map(_FOLD.fullmatch, words)):
-        words = [word for word in words if not word.isdecimal()]
-    says_list = [split_of(x) or x in _LIST_WORDS or _FOLD.fullmatch(x) for x in words]
-    return any(says_list) and all(
-        said or word in ROLE_WORDS for word, said in zip(words, says_list, strict=True)
-    )
+        others = [x for x in others if not (x.isdecimal() or _FOLD.fullmatch(x))]
+    return not others and any(x not in ROLE_WORDS for x in words)
+
+
+def other_words(path: str) -> list[str]:
+    """The words of a name beside those of splits, lists and images: `cat` of `cat_train.txt`."""
+    words = words_of(PurePosixPath(path).stem)
+    known = _LIST_WORDS | ROLE_WORDS
+    return [word for word in words if not split_of(word) and word not in known]
 
 
 def is_called_fold(path: str) -> bool:
     """Whether the name says a fold by its number, and no split: `fold_0.txt`."""
-    words = words_of(PurePosixPath(path).stem)
-    return is_called_list(path) and any(map(_FOLD.fullmatch, words)) and not split_in(path)
+    stem = PurePosixPath(path).stem
+    says_fold = any(map(_FOLD.fullmatch, words_of(stem))) and re.search(r"\d", stem)
+    return bool(says_fold) and is_called_list(path) and split_in(path) is None
 
 
 def split_in(text: str) -> str | None:
@@ -131,11 +127,11 @@ def read_list(path: Path) -> ListFile:
 
 
 def columns_of(file: ListFile) -> list[int]:
-    """The columns that may name images, those that a header calls so first."""
+    """The columns that may name images; first those that a header calls so, then ids."""
     width = max((len(row.cells) for row in file.rows), default=0)
     said = [{*words_of(cell)} for cell in file.header] + [set()] * width
     columns = [j for j in range(width) if _SPLIT_COLUMNS.isdisjoint(said[j])]
-    return sorted(columns, key=lambda j: _NAME_COLUMNS.isdisjoint(said[j]))
+    return sorted(columns, key=lambda j: (_NAME_COLUMNS.isdisjoint(said[j]), "id" not in said[j]))
 
 
 def _of_text(text: str) -> ListFile:
@@ -144,7 +140,7 @@ def _of_text(text: str) -> ListFile:
     rows = [_row(line, _cells(line)) for line in lines]
     words = {word for cell in rows[0].cells for word in words_of(cell)} if rows else set()
     is_plain = bool(rows) and not re.search(r"[\d./]", rows[0].text)
-    known = _SPLIT_COLUMNS | _NAME_COLUMNS | ROLE_WORDS
+    known = _SPLIT_COLUMNS | _NAME_COLUMNS | ROLE_WORDS | {"id"}
     if not is_plain or len(rows) < 2 or words.isdisjoint(known):
         return ListFile(tuple(rows))
     header, rows = rows[0].cells, rows[1:]

@@ -1,7 +1,7 @@
 """What lists in a folder say of splits: which images are to train and to evaluate on."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from segtrain.desk.survey.list_files import (
     is_called_fold,
     is_called_list,
     list_files,
+    other_words,
     read_list,
     said_split,
     split_in,
@@ -141,13 +142,21 @@ def unused_lists(
         file = read_list(folder / path)
         if not file.rows or _are_boxes(file):
             continue
-        named = [i for row in named_images(file, names) for i in row]
-        # Nothing new: train.txt of all images in train/.
-        is_known = all(images[i].split == said_split(path) for i in named)
+        rows = named_images(file, names)
+        named = {i for row in rows for i in row}
         # A list, and no text in which a few words are names.
-        if not is_known and len({*named}) > 1 and 2 * len(named) >= len(file.rows):
-            found[path] = len({*named})
+        is_list = len(named) > 1 and 2 * sum(map(bool, rows)) >= len(rows)
+        if is_list and not _says_nothing(path, file, [images[i] for i in named], len(images)):
+            found[path] = len(named)
     return found
+
+
+def _says_nothing(path: str, file: ListFile, named: Sequence[Image], number: int) -> bool:
+    """Whether a list names all images and no more, or those of train/ as train.txt."""
+    split = said_split(path)
+    if split is not None and all(image.split == split for image in named):
+        return True
+    return len(named) == number and all(len(row.cells) == 1 for row in file.rows)
 
 
 def _are_boxes(file: ListFile) -> bool:
@@ -173,12 +182,11 @@ def _listed_splits(
     for path in lists:
         if found := _split_list(folder, path, names, notes):
             # fold_0/train and fold_0/val go together, and so do train_a and val_a.
-            place = PurePosixPath(path)
-            words = [x for x in words_of(place.stem) if not file_names.split_of(x)]
-            whole = said_split(path) is None
-            together[str(place.parent), *([path] if whole else words)].append(found)
+            own = [path] if said_split(path) is None else other_words(path)
+            together[str(PurePosixPath(path).parent), *own].append(found)
     every = [_merged(found) for found in together.values()]
-    whole = [x for x in every if len({*x.split_of.values()}) > 1]
+    whole = [x for x in every if {*x.split_of.values()} > {"train"}]
+    # Lists that say what is trained on are no rivals of those that leave it open.
     every = whole or [y for x in every if (y := _with_rest(x, len(images)))]
     # Of equal ones that with the shortest names: train, and not aeroplane_train.
     return sorted(
@@ -190,6 +198,7 @@ def _split_list(folder: Path, path: str, names: ImageNames, notes: list[str]) ->
     """A list whose name or rows say splits; None: it is not, or most of it names no image."""
     file, called = read_list(folder / path), said_split(path)
     called = "val" if is_called_fold(path) else called
+    called = None if any(row.split for row in file.rows) else called
     splits = [row.split or called for row in file.rows]
     if not any(splits):
         return None
@@ -202,36 +211,34 @@ def _split_list(folder: Path, path: str, names: ImageNames, notes: list[str]) ->
         if lost < rows or split_in(path):
             notes.append(f"{path}: {_lost_lines(lost, rows)}: it is not used")
         return None
-    split_of: dict[int, str] = {}
-    for split, row in zip(splits, named, strict=True):
-        for i in row if split else ():
-            split_of[i] = max(split, split_of.get(i, split), key=_ORDER.index)
-    return SplitList(path, split_of, rows, lost, file.note)
+    pairs = ((i, x) for x, row in zip(splits, named, strict=True) if x for i in row)
+    return SplitList(path, _last_said(pairs), rows, lost, file.note)
+
+
+def _last_said(pairs: Iterable[tuple[int, str]]) -> dict[int, str]:
+    """The split of each image, by its index; where several are said, the last of `_ORDER`."""
+    return dict(sorted(pairs, key=lambda pair: _ORDER.index(pair[1])))
 
 
 def _merged(lists: Sequence[SplitList]) -> ListedSplits:
     """What lists say together."""
     # trainval.txt repeats what train.txt and val.txt say.
-    both = [x for x in lists if "val" in _words(x) and {*x.split_of.values()} == {"train"}]
-    others = [x for x in lists if x not in both]
+    others = [x for x in lists if not _is_trainval(x.path)]
     if {"train", "val"} <= {split for x in others for split in x.split_of.values()}:
         lists = others
-    split_of: dict[int, str] = {}
-    for found in lists:
-        for i, split in found.split_of.items():
-            split_of[i] = max(split, split_of.get(i, split), key=_ORDER.index)
-    return ListedSplits(tuple(lists), split_of)
+    return ListedSplits(tuple(lists), _last_said(y for x in lists for y in x.split_of.items()))
 
 
-def _words(found: SplitList) -> set[str]:
-    """Words of the name; of trainval, both."""
-    return {*words_of(PurePosixPath(found.path).stem.lower().replace("trainval", "train val"))}
+def _is_trainval(path: str) -> bool:
+    words = words_of(PurePosixPath(path).stem)
+    return "trainval" in words or {"train", "val"} <= {*map(file_names.split_of, words)}
 
 
 def _with_rest(found: ListedSplits, number: int) -> ListedSplits | None:
-    """All others to train on, where a list names few to evaluate on; None: it says nothing."""
-    # fastai's valid.txt, or a list of the test alone.
-    if "train" in found.split_of.values() or 2 * len(found.split_of) >= number:
+    """All other images to train on, where lists name those to evaluate on; None: they do not."""
+    splits = {*found.split_of.values()}
+    # fastai's valid.txt. A single list of most images names what there is, and no split.
+    if "train" in splits or (len(splits) == 1 and 2 * len(found.split_of) >= number):
         return None
     return found._replace(split_of=dict.fromkeys(range(number), "train") | {**found.split_of})
 
