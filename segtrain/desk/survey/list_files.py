@@ -119,7 +119,7 @@ def read_list(path: Path) -> ListFile:
         text = decoded(read_bytes(path, _MAX_BYTES))
         suffix = path.suffix.lower()
         if suffix in _TEXT:
-            return _of_text(text)
+            return _of_text(text, is_table=suffix in (".csv", ".tsv"))
         if suffix == ".json":
             return _of_json(parse_json(text))
         return ListFile(tuple(_of_yolo(foreign_yaml(text), path.parent)))
@@ -134,14 +134,11 @@ def columns_of(file: ListFile) -> list[int]:
     return sorted(columns, key=lambda j: (_NAME_COLUMNS.isdisjoint(said[j]), "id" not in said[j]))
 
 
-def _of_text(text: str) -> ListFile:
+def _of_text(text: str, *, is_table: bool) -> ListFile:
     # Not stripped: a table may have an empty cell first.
     lines = [x for x in text.splitlines() if x.strip() and not x.lstrip().startswith("#")]
     rows = [_row(line, _cells(line)) for line in lines]
-    words = {word for cell in rows[0].cells for word in words_of(cell)} if rows else set()
-    is_plain = bool(rows) and not re.search(r"[\d./]", rows[0].text)
-    known = _SPLIT_COLUMNS | _NAME_COLUMNS | ROLE_WORDS | {"id"}
-    if not is_plain or len(rows) < 2 or words.isdisjoint(known):
+    if not (rows and _is_header(rows[0], is_table=is_table)):
         return ListFile(tuple(rows))
     header, rows = rows[0].cells, rows[1:]
     says = (j for j, cell in enumerate(header) if not _SPLIT_COLUMNS.isdisjoint(words_of(cell)))
@@ -152,6 +149,14 @@ def _of_text(text: str) -> ListFile:
     splits, note = _splits_of(values, is_fold="fold" in words_of(header[column]))
     rows = [row._replace(split=split) for row, split in zip(rows, splits, strict=True)]
     return ListFile(tuple(rows), header, note)
+
+
+def _is_header(row: ListRow, *, is_table: bool) -> bool:
+    """Whether it says what columns hold; a name alone, such as `img`, does so in tables only."""
+    words = {word for cell in row.cells for word in words_of(cell)}
+    known = _SPLIT_COLUMNS | _NAME_COLUMNS | ROLE_WORDS | {"id"}
+    is_plain = not re.search(r"[\d./]", row.text)
+    return is_plain and not words.isdisjoint(known) and (is_table or len(row.cells) > 1)
 
 
 def _cells(line: str) -> list[str]:

@@ -63,12 +63,13 @@ class ImageNames:
 
     def _is_elsewhere(self, i: int, listed: str) -> bool:
         """Whether folders say another split: val/7.png is not train/7.png."""
-        said, there = _splits_of_folders(listed), _splits_of_folders(self._images[i].path)
+        said = _splits_of_folders(listed)
+        there = _splits_of_folders(self._images[i].path) if said else said
         return bool(said and there and said.isdisjoint(there))
 
 
 def _splits_of_folders(path: str) -> set[str | None]:
-    folders = [x for x in PurePosixPath(path).parts[:-1] if words_of(x) and is_split(x)]
+    folders = [x for x in path.split("/")[:-1] if words_of(x) and is_split(x)]
     return {split_of(word) for folder in folders for word in words_of(folder)}
 
 
@@ -78,7 +79,7 @@ def ends_of(path: str) -> Iterator[str]:
     >>> list(ends_of("voc/images/1.jpg"))
     ['voc/images/1.jpg', 'images/1.jpg', '1.jpg']
     """
-    parts = PurePosixPath(path).parts
+    parts = [part for part in path.split("/") if part not in ("", ".")]
     return ("/".join(parts[i:]) for i in range(len(parts)))
 
 

@@ -177,6 +177,8 @@ def _listed_splits(
 
     notes: gets lists of splits that name no image.
     """
+    if not lists:
+        return []
     names = ImageNames(images)
     together: dict[tuple[str, ...], list[SplitList]] = defaultdict(list)
     for path in lists:
