@@ -160,6 +160,15 @@ def test_a_class_in_one_place_is_trained_on_and_in_two_on_both_sides(tmp_path, p
         assert any((side[i][1] == 3).any() for i in range(len(side)))
 
 
+def test_a_class_that_no_window_to_evaluate_on_shows_is_told(tmp_path, capsys):
+    _, label = scene(tmp_path / "data", sand=False)
+    label[100:105, 810:830] = 3
+    tifffile.imwrite(tmp_path / "data/town_label.tif", label, tile=(256, 256), extratags=GEO)
+    train, _ = init(tmp_path)
+    assert any((train[i][1] == 3).any() for i in range(len(train)))
+    assert "warning: no window to evaluate on shows class_3\n" in capsys.readouterr().out
+
+
 def test_labels_that_are_no_tiff_are_drawn_as_one(tmp_path):
     _, label = scene(tmp_path / "data")
     (tmp_path / "data/town_label.tif").unlink()

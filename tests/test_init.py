@@ -230,6 +230,16 @@ def nested(folder):
         save(folder / f"masks/lesion/{i}.png", organ)
 
 
+def folds(folder):
+    write(folder)
+    for k in range(2):
+        for split, names in (("train", range(8)), ("val", (2 * k, 2 * k + 1))):
+            path = folder / f"fold {k}" / f"{split}.txt"
+            path.parent.mkdir(exist_ok=True)
+            kept = [i for i in names if split == "val" or i // 2 != k]
+            path.write_text("\n".join(map(str, [*kept, "gone"])))
+
+
 VERSION = "--labels 'v2.0/labels/*.png'"
 QUESTIONS = [  # what asks, what it says, and answers with the number of classes that they make
     (with_list("a\nb\n"), "names 2 classes: they do not fit", {"--names a,b,c,d": 4}),
@@ -250,6 +260,7 @@ QUESTIONS = [  # what asks, what it says, and answers with the number of classes
     ),
     (unnamed_color, "which class_dict.csv does not name", {"--ignore '#14a03c'": 3}),
     (fourth_channel, "the fourth varies: a band, or transparency?", {"--channels 4": 4}),
+    (folds, "2 lists say different images to evaluate on, as of folds", {}),
 ]
 MORE_QUESTIONS = [
     (two_lists, "several files name the classes differently", {"--names a,b,c,d": 4}),

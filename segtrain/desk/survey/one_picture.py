@@ -77,9 +77,11 @@ def choose_windows(
     if not (train and val):
         raise DataError(f"{survey.root / path}: too little of its label has a class")
     # 3. What there is to say of them.
-    names = [class_info.name for class_info in classes.classes]
-    lost = first_of([names[i] for i in strip.lost])
-    warnings = (f"no window to train on shows {lost}",) if lost else ()
+    warnings = tuple(
+        f"no window to {side} on shows {first_of(classes.classes[i].name for i in absent)}"
+        for side, absent in (("train", strip.not_trained), ("evaluate", strip.not_evaluated))
+        if absent
+    )
     images = ([replace(image, window=x, size=x[2:]) for x in part] for part in (train, val))
     return Splits(*map(tuple, images), _reason(strip, train, len(val), image), warnings)
 
@@ -87,14 +89,16 @@ def choose_windows(
 class _Strip(NamedTuple):
     """The part of a picture to evaluate on: rows (axis 0) or columns, from side to side.
 
-    before, after: the spans to train on, a cell away. lost: numbers of classes that neither shows.
+    before, after: the spans to train on, a cell away. not_trained, not_evaluated: numbers of
+    classes that the picture shows, and that side does not.
     """
 
     axis: int
     before: Span
     inside: Span
     after: Span
-    lost: tuple[int, ...]
+    not_trained: tuple[int, ...]
+    not_evaluated: tuple[int, ...]
 
 
 def _choose_strip(edges: list[list[int]], counts: np.ndarray, share: float) -> _Strip:
@@ -108,13 +112,13 @@ def _choose_strip(edges: list[list[int]], counts: np.ndarray, share: float) -> _
     axis = int(costs[1] < costs[0])
     lines, first = edges[axis], costs[axis][1]
     last = first + width
-    trained, whole = sides(along[axis], first, width, 1)[0], counts.sum((0, 1))
+    whole, parts = counts.sum((0, 1)), sides(along[axis], first, width, 1)
     return _Strip(
         axis,
         (0, lines[max(0, first - 1)]),
         (lines[first], lines[last]),
         (lines[min(_CELLS, last + 1)], lines[-1]),
-        tuple(i for i, pixels in enumerate(whole) if pixels and not trained[i]),
+        *(tuple(np.flatnonzero((whole > 0) & (part == 0)).tolist()) for part in parts),
     )
 
 
