@@ -12,6 +12,7 @@ from segtrain.errors import ConfigError
 
 Groups = Mapping[str, str]
 """The group of each image, by its path."""
+DEFAULT_VAL = 0.2
 # Fewer groups are no division: all of one would be missing from training.
 _MIN_GROUPS = 4
 _BANDS = 5

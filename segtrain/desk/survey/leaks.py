@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from segtrain.data.read.sources import groups_of, sources_of
 from segtrain.desk.survey.class_lists import Classes
-from segtrain.desk.survey.groupings import named_groups, shared_pixels
+from segtrain.desk.survey.groupings import DEFAULT_VAL, named_groups, shared_pixels
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.survey import Survey
@@ -21,7 +21,7 @@ def check_groups(group: re.Pattern[str], train: Sequence[Image], val: Sequence[I
         what = counted(len(both), "group is", "groups are")
         raise ConfigError(
             f"--group {group.pattern}: {what} on both sides of the splits that are there: "
-            f"{first_of(sorted(both))}; --val 0.2 divides anew"
+            f"{first_of(sorted(both))}; --val {DEFAULT_VAL} divides anew"
         )
 
 

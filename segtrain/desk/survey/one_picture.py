@@ -16,10 +16,11 @@ from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import unit_m
 from segtrain.data.read.raster import is_tiff, windows
 from segtrain.desk.survey.class_lists import Classes
+from segtrain.desk.survey.groupings import DEFAULT_VAL
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.questions import Answers
-from segtrain.desk.survey.splits import DEFAULT_VAL, Splits
+from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import DataError, refuse_unused
 from segtrain.text import counted, first_of

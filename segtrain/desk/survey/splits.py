@@ -1,25 +1,22 @@
 """The decision: which images to train and to evaluate on; a pure function of the survey."""
 
 import hashlib
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from segtrain.desk.survey.contents import Value
-from segtrain.desk.survey.groupings import Groups, groupings, shared_pixels
+from segtrain.desk.survey.groupings import DEFAULT_VAL, Groups, groupings, shared_pixels
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.leaks import check_groups, leak
-from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
+from segtrain.desk.survey.questions import Answers
+from segtrain.desk.survey.split_questions import ask_about_unlisted, ask_which_lists
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import DataError
 from segtrain.text import counted, first_of
 
-DEFAULT_VAL = 0.2
-# What may be without a word: so many images in no list are no accident.
-_MOST_UNLISTED = 0.1
 _MOST_WITHOUT_LABEL = 0.05
 _NAMES_OF_NONE = {None: "no split", "unlisted": "no list"}
 
@@ -51,8 +48,8 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
     # Splits that are there count, unless --val is a fraction, by which all are divided anew.
     if survey.split_source and not isinstance(answers.val, float):
         if answers.val is None:
-            _ask_which(survey, labels)
-            _ask_of_unlisted(survey, labels, images, answers)
+            ask_which_lists(survey, labels)
+            ask_about_unlisted(survey, labels, images, answers)
         train, val, reason = _given(survey, images)
         if not any(labels.labels[image.path] for image in train):  # good parts alone, as MVTec's
             train, val, reason = [], [], ""
@@ -67,49 +64,6 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
     leaked = leak(survey, train, val)
     warnings += [leaked] if leaked else []
     return Splits(tuple(train), tuple(val), reason, tuple(warnings))
-
-
-def _ask_which(survey: Survey, labels: LabelSet) -> None:
-    """UndecidedError: lists of the folder say different splits, as those of folds do."""
-    if not survey.rival_lists:
-        return
-    ways = [
-        Reading(
-            f"evaluate on {path}",
-            f"--val {shlex.quote(str(survey.root / path))}",
-            labels=_shown(labels, survey.images),
-        )
-        for path in survey.rival_lists
-    ]
-    raise UndecidedError(
-        f"{survey.root}: {len(ways)} lists say different images to evaluate on, as of folds", ways
-    )
-
-
-def _ask_of_unlisted(
-    survey: Survey, labels: LabelSet, images: Sequence[Image], answers: Answers
-) -> None:
-    """UndecidedError: many images with a label are in no list, while others are."""
-    unlisted = [image for image in images if image.split == "unlisted"]
-    is_accepted = "images" in getattr(answers, "leave_out", frozenset())
-    if is_accepted or len(unlisted) <= _MOST_UNLISTED * len(images):
-        return
-    shown = _shown(labels, unlisted)
-    what = counted(len(unlisted), "image with a label is", "images with a label are")
-    raise UndecidedError(
-        f"{survey.split_source}: {what} in none of these lists: "
-        f"{first_of((image.path for image in unlisted), 3)}",
-        [
-            Reading("divide all images anew", f"--val {DEFAULT_VAL}", labels=shown),
-            Reading("leave them out", "--leave-out images", labels=shown),
-        ],
-    )
-
-
-def _shown(labels: LabelSet, images: Sequence[Image]) -> LabelSet:
-    """The labels of these images, for the picture of a question: those with a file."""
-    of_images = {x.path: files for x in images if (files := labels.labels.get(x.path))}
-    return replace(labels, labels=of_images) if of_images else labels
 
 
 def _given(survey: Survey, images: Sequence[Image]) -> tuple[list[Image], list[Image], str]:

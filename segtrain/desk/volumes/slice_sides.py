@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from segtrain.desk.survey.groupings import DEFAULT_VAL
 from segtrain.desk.survey.one_picture import best_span
-from segtrain.desk.survey.splits import DEFAULT_VAL, chosen_groups
+from segtrain.desk.survey.splits import chosen_groups
 from segtrain.desk.volumes.cases import Case
 from segtrain.errors import DataError
 from segtrain.text import counted, first_of
