@@ -376,6 +376,7 @@ def test_lists_that_are_not_used_are_found(folder):
     put(folder, "train.txt", paths[:15])
     put(folder, "val.txt", paths[15:])
     put(folder, "trainval.txt", paths)
+    put(folder, "list.txt", [f"{stem(x)} 1 2" for x in paths])
     found = survey(folder)
     unused = unused_lists(folder, found.others, found.lists, found.images)
     assert unused == {"weather.csv": 12, "good.txt": 7}

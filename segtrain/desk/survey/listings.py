@@ -146,17 +146,21 @@ def unused_lists(
         named = {i for row in rows for i in row}
         # A list, and no text in which a few words are names.
         is_list = len(named) > 1 and 2 * sum(map(bool, rows)) >= len(rows)
-        if is_list and not _says_nothing(path, file, [images[i] for i in named], len(images)):
+        if is_list and not _says_nothing(path, file, named, images):
             found[path] = len(named)
     return found
 
 
-def _says_nothing(path: str, file: ListFile, named: Sequence[Image], number: int) -> bool:
-    """Whether a list names all images and no more, or those of train/ as train.txt."""
+def _says_nothing(
+    path: str, file: ListFile, named: Collection[int], images: Sequence[Image]
+) -> bool:
+    """Whether a list names those of train/ as train.txt, or all images that have a split."""
     split = said_split(path)
-    if split is not None and all(image.split == split for image in named):
+    if split is not None and all(images[i].split == split for i in named):
         return True
-    return len(named) == number and all(len(row.cells) == 1 for row in file.rows)
+    others = [image for i, image in enumerate(images) if i not in named]
+    is_plain = is_called_list(path) or all(len(row.cells) == 1 for row in file.rows)
+    return is_plain and all(image.split == "unlisted" for image in others)
 
 
 def _are_boxes(file: ListFile) -> bool:
