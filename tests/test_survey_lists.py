@@ -306,6 +306,8 @@ def test_folds_are_asked_about_and_each_answer_is_that_fold(folder, build):
         assert val == {*paths[6 * k : 6 * k + 6]}
         assert train == {*paths} - val
         assert files[k] in said
+    found = survey(folder, val_list=folder / files[0])
+    assert unused_lists(folder, found.others, found.lists, found.images) == {}
 
 
 def test_lists_of_each_sequence_are_taken_together(folder):
@@ -340,15 +342,15 @@ def test_a_list_of_the_test_alone_is_kept_from_the_training(folder):
     assert "the splits of test.txt: train and test" in said
 
 
-def test_an_image_in_two_lists_is_evaluated_on_and_told(folder):
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_an_image_in_two_lists_is_evaluated_on_and_told(folder, split):
     paths = write_images(folder)
     put(folder, "train.txt", paths[:14])
-    put(folder, "val.txt", paths[12:])
+    put(folder, f"{split}.txt", paths[12:])
     (train, val), said = divide(folder)
     assert (train, val) == ({*paths[:12]}, {*paths[12:]})
-    assert (
-        "train.txt and another list: 2 images are in both, and count as val: images/fox_0" in said
-    )
+    what = f"2 images are in both, and count as {split}: images/fox_0"
+    assert f"train.txt and another list: {what}" in said
 
 
 def test_a_table_may_say_what_is_evaluated_on(folder, tmp_path):
@@ -372,19 +374,29 @@ def test_lists_that_are_not_used_are_found(folder):
     for path in paths:
         put(folder, f"boxes/{stem(path)}.txt", ["0 0.5 0.5 0.1 0.1"])
     for i in range(30):
-        put(folder, f"more/{i:05}.json", {"image": paths[0], "next": paths[1]})
-    put(folder, "train.txt", paths[:15])
-    put(folder, "val.txt", paths[15:])
+        put(folder, f"more/{i:05}.json", paths[:2])
+    put(folder, "Segmentation/train.txt", paths[:15])
+    put(folder, "Segmentation/val.txt", paths[15:])
+    put(folder, "Main/cat_train.txt", paths[2:17])
     put(folder, "trainval.txt", paths)
     put(folder, "list.txt", [f"{stem(x)} 1 2" for x in paths])
     found = survey(folder)
     unused = unused_lists(folder, found.others, found.lists, found.images)
     assert unused == {"weather.csv": 12, "good.txt": 7}
     # Alone, a list of those to train on says nothing of the others.
-    (folder / "val.txt").unlink()
-    (folder / "trainval.txt").unlink()
+    for name in ("Segmentation/val", "Main/cat_train", "trainval"):
+        (folder / f"{name}.txt").unlink()
     found = survey(folder)
-    assert unused_lists(folder, found.others, found.lists, found.images)["train.txt"] == 15
+    unused = unused_lists(folder, found.others, found.lists, found.images)
+    assert unused["Segmentation/train.txt"] == 15
+
+
+def test_boxes_of_classes_that_are_numbers_as_images_are_no_list(folder):
+    for _, path, classes in images_in(folder, "images/{i}.png"):
+        save(folder / path.replace("images", "labels"), classes)
+    put(folder, "anchors.txt", [f"{i} 0.5 0.5 0.1 0.1" for i in range(4)])
+    found = survey(folder)
+    assert unused_lists(folder, found.others, found.lists, found.images) == {}
 
 
 def test_a_class_of_one_side_is_told_by_its_name(folder, lab, monkeypatch):

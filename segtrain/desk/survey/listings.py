@@ -129,18 +129,14 @@ def unused_lists(
     used: lists of splits and of pairs, and tables of classes. Where lists say the splits, others
     that are called after splits are no surprise: trainval.txt, or VOC's lists of objects.
     """
-    names, found = ImageNames(images), {}
     maybe = list_files(lists, (file for image in images for file in image.files))
-    say_splits = any(
-        said_split(path) or any(row.split for row in read_list(folder / path).rows)
-        for path in used
-        if path in maybe
-    )
-    for path in maybe:
-        if path in used or (say_splits and said_split(path)):
-            continue
-        file = read_list(folder / path)
-        if not file.rows or _are_boxes(file):
+    files = {path: read_list(folder / path) for path in maybe}
+    say_splits = {path for path, file in files.items() if _says_splits(path, file)}
+    # These were weighed against each other: what they say of others is known.
+    known = {*used, *(say_splits if not say_splits.isdisjoint(used) else ())}
+    names, found = ImageNames(images), {}
+    for path, file in files.items():
+        if path in known or not file.rows or _are_boxes(file):
             continue
         rows = named_images(file, names)
         named = {i for row in rows for i in row}
@@ -149,6 +145,11 @@ def unused_lists(
         if is_list and not _says_nothing(path, file, named, images):
             found[path] = len(named)
     return found
+
+
+def _says_splits(path: str, file: ListFile) -> bool:
+    called = said_split(path) is not None or is_called_fold(path)
+    return called or any(row.split for row in file.rows)
 
 
 def _says_nothing(
