@@ -24,7 +24,7 @@ _MOST_IDS, _FLAT, _MOST_CLASSES, _SAMPLE = 256, 0.7, 1 << 16, 3
 _LAST_DIGITS, _HALF_STEP = 1e-3, 0.1
 
 
-class Case(NamedTuple):
+class VolumeCase(NamedTuple):
     """A volume to cut.
 
     label: None: there are no labels. name: of the folder of its slices. group: what stays on one
@@ -52,7 +52,7 @@ def find_all(sources: Sequence[Path]) -> tuple[list[VolumeFile], list[str]]:
 
 def find_cases(
     found: Sequence[VolumeFile], group: re.Pattern[str] | None
-) -> tuple[list[Case], list[str]]:
+) -> tuple[list[VolumeCase], list[str]]:
     """The volumes to cut, with their labels, and warnings; without any labels, all volumes.
 
     group: what in the path of a volume tells its patient.
@@ -93,7 +93,7 @@ def find_cases(
     groups = groups_of(group, [x.name for x in files]) if group else _groups(files)
     # What a folder is called may be a hospital.
     _check_sides(groups if group else [file.patient for file in files], splits)
-    return list(map(Case, files, labels, shown, groups, splits)), lines
+    return list(map(VolumeCase, files, labels, shown, groups, splits)), lines
 
 
 def _check_one_each(matches: Matches) -> None:

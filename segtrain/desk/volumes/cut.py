@@ -15,7 +15,7 @@ import numpy as np
 from segtrain.data.read import volumes
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.volumes import AXES, Stack, VolumeFile
-from segtrain.desk.volumes.cases import Case, find_cases, other_number, read_case, why_no_ids
+from segtrain.desk.volumes.cases import VolumeCase, find_cases, other_number, read_case, why_no_ids
 from segtrain.desk.volumes.slice_sides import Written, divide_slices
 from segtrain.errors import ConfigError, DataError, ExecutionError, refuse_unused
 from segtrain.files import os_errors_as, write_atomic
@@ -90,7 +90,7 @@ def _claim(output: Path, *, overwrite: bool) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _axis(cases: Sequence[Case], axis: str | None) -> int:
+def _axis(cases: Sequence[VolumeCase], axis: str | None) -> int:
     """The axis along which all volumes are cut."""
     files = [case.image for case in cases if not case.image.is_tiff]
     if not files:
@@ -106,13 +106,13 @@ def _axis(cases: Sequence[Case], axis: str | None) -> int:
     return AXES.index(axes.pop()) if axes else 2
 
 
-def _common_dtype(cases: Sequence[Case]) -> np.dtype:
+def _common_dtype(cases: Sequence[VolumeCase]) -> np.dtype:
     """uint8 or uint16 if all volumes hold such numbers without a scale; else float32."""
     found = {volumes.slice_dtype(case.image) for case in cases}
     return found.pop() if len(found) == 1 else np.dtype(np.float32)
 
 
-def _write_case(case: Case, folder: Path, axis: int, dtype: np.dtype) -> Written:
+def _write_case(case: VolumeCase, folder: Path, axis: int, dtype: np.dtype) -> Written:
     """Writes the images and labels of a volume."""
     import tifffile
 
@@ -135,7 +135,7 @@ def _write_case(case: Case, folder: Path, axis: int, dtype: np.dtype) -> Written
     return Written(case, image.ids, counts, image.spacing, image.unit, image.note)
 
 
-def _checked_label(case: Case, image: Stack, axis: int) -> Stack:
+def _checked_label(case: VolumeCase, image: Stack, axis: int) -> Stack:
     """DataError: no ids, or not of these voxels."""
     label, place = read_case(case.label, axis), printable(case.label.path)
     if problem := volumes.other_grid(image, label):
@@ -148,7 +148,7 @@ def _checked_label(case: Case, image: Stack, axis: int) -> Stack:
     return label._replace(pixels=np.round(pixels))
 
 
-def _write_labels(case: Case, label: Stack, folder: Path) -> np.ndarray:
+def _write_labels(case: VolumeCase, label: Stack, folder: Path) -> np.ndarray:
     """Returns how many pixels of each slice show each value, (N, K)."""
     highest = int(label.pixels.max())
     ids = label.pixels[..., 0].astype(np.uint8 if highest <= 255 else np.uint16)

@@ -8,7 +8,7 @@ import numpy as np
 from segtrain.desk.survey.groupings import DEFAULT_VAL
 from segtrain.desk.survey.one_picture import best_span
 from segtrain.desk.survey.splits import chosen_groups
-from segtrain.desk.volumes.cases import Case
+from segtrain.desk.volumes.cases import VolumeCase
 from segtrain.errors import DataError
 from segtrain.text import counted, first_of
 
@@ -19,7 +19,7 @@ _GAP = 1 / 40
 class Written(NamedTuple):
     """The slices of a case, how many pixels of each show each value, (N, K), and what to say."""
 
-    case: Case
+    case: VolumeCase
     ids: tuple[str, ...]
     counts: np.ndarray
     spacing: tuple[float, float, float] | None
