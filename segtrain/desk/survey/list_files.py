@@ -18,7 +18,8 @@ from segtrain.files import parse_json, read_bytes
 
 _TEXT = (".txt", ".csv", ".tsv", ".lst", ".list", "")
 SUFFIXES = (*_TEXT, ".json", ".yaml", ".yml")
-_MAX_BYTES = 64 << 20
+# YAML is read a hundred times as slowly.
+_MAX_BYTES, _MAX_YAML_BYTES = 64 << 20, 1 << 20
 _LIST_WORDS = {"list", "lists", "filelist", "files", "names", "ids", "pairs", "set"}
 _LIST_WORDS |= {"split", "splits"}
 _FOLD = re.compile(r"(fold|cv)s?\d*")
@@ -116,13 +117,14 @@ def list_files(paths: Iterable[str], pictures: Iterable[str]) -> list[str]:
 def read_list(path: Path) -> ListFile:
     """The rows of a file, with `/` between folders; none, if it is no list or unreadable."""
     with suppress(OSError, ValueError, RecursionError):
-        text = decoded(read_bytes(path, _MAX_BYTES))
         suffix = path.suffix.lower()
+        is_yaml = suffix in (".yaml", ".yml")
+        text = decoded(read_bytes(path, _MAX_YAML_BYTES if is_yaml else _MAX_BYTES))
+        if is_yaml:
+            return ListFile(tuple(_of_yolo(foreign_yaml(text), path.parent)))
         if suffix in _TEXT:
             return _of_text(text, is_table=suffix in (".csv", ".tsv"))
-        if suffix == ".json":
-            return _of_json(parse_json(text))
-        return ListFile(tuple(_of_yolo(foreign_yaml(text), path.parent)))
+        return _of_json(parse_json(text))
     return ListFile()
 
 

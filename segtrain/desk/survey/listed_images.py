@@ -88,33 +88,30 @@ def named_images(file: ListFile, names: ImageNames) -> list[Sequence[int]]:
 
     Where few rows name an image, they may name sequences.
     """
-    columns = columns_of(file)
     sample = spread(file.rows, _SAMPLE)
-
-    def found(column: int, *, sequences: bool) -> list[Sequence[int]]:
-        return [_of_row(row, column, names, sequences=sequences) for row in file.rows]
 
     def number(column: int, *, sequences: bool) -> int:
         return sum(bool(_of_row(row, column, names, sequences=sequences)) for row in sample)
 
-    if not columns:
+    # Whether rows name images or sequences, and in which column, a sample tells.
+    for sequences in (False, True):
+        counts = {column: number(column, sequences=sequences) for column in columns_of(file)}
+        best = max(counts, key=counts.__getitem__, default=None)
+        if best is not None and 2 * counts[best] >= len(sample):
+            break
+    if best is None or not counts[best]:  # a log, or points of a cloud
         return [()] * len(file.rows)
-    # The first of the best columns, in their order.
-    best = max(columns, key=lambda column: number(column, sequences=False))
-    if 2 * number(best, sequences=False) < len(sample):
-        best = max(columns, key=lambda column: number(column, sequences=True))
-    images = found(best, sequences=False)
-    return images if 2 * sum(map(bool, images)) >= len(images) else found(best, sequences=True)
+    return [_of_row(row, best, names, sequences=sequences) for row in file.rows]
 
 
 def _of_row(row: ListRow, column: int, names: ImageNames, *, sequences: bool) -> Sequence[int]:
     # The whole line first: names may have blanks.
-    texts = [row.text, *row.cells[column : column + 1]]
-    if (i := next((i for x in texts if x and (i := names.one(x)) is not None), None)) is not None:
-        return (i,)
-    if not sequences:
-        return ()
-    return next((found for x in texts if x and (found := names.of_sequence(x))), ())
+    texts = [x for x in (row.text, *row.cells[column : column + 1]) if x]
+    for text in texts:
+        if (i := names.one(text)) is not None:
+            return (i,)
+    found = map(names.of_sequence, texts) if sequences else ()
+    return next(filter(None, found), ())
 
 
 def _add(known: dict[str, int], name: str, i: int) -> None:
