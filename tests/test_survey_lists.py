@@ -399,6 +399,35 @@ def test_boxes_of_classes_that_are_numbers_as_images_are_no_list(folder):
     assert unused_lists(folder, found.others, found.lists, found.images) == {}
 
 
+def written(made, name):
+    lines = (made / name).read_text().splitlines()
+    return {line.split("\t")[0] for line in lines if not line.startswith("#")}
+
+
+@pytest.mark.parametrize("form", ["without_suffix", "of_sequences", "nnunet"])
+def test_the_lists_of_the_experiment_are_those_of_the_folder(folder, lab, monkeypatch, form):
+    quick_init(monkeypatch)
+    paths = write_images(folder)
+    FORMS[form](folder, paths[3:], paths[:3])
+    made = folder.with_name("made")
+    said = lab.done("init", folder, "--output", made, "--jobs", "1").out
+    assert written(made, "val.txt") == {*paths[:3]}
+    assert written(made, "train.txt") == {*paths[3:]}
+    assert ("the first of 3 folds is used" in said) == (form == "nnunet")
+
+
+def test_each_fold_that_is_offered_is_what_the_experiment_evaluates_on(folder, lab, monkeypatch):
+    quick_init(monkeypatch)
+    paths = write_images(folder)
+    folds_in_folders(folder, paths)
+    made = folder.with_name("made")
+    offered = re.findall(r"--val (\S+)$", lab.command("init", folder, "--output", made).err, re.M)
+    assert len(offered) == 3
+    lab.done("init", folder, "--output", made, "--jobs", "1", "--val", offered[1])
+    assert written(made, "val.txt") == {*paths[6:12]}
+    assert written(made, "train.txt") == {*paths[:6], *paths[12:]}
+
+
 def test_a_class_of_one_side_is_told_by_its_name(folder, lab, monkeypatch):
     quick_init(monkeypatch)
     paths = write_images(folder)
