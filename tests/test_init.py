@@ -462,7 +462,7 @@ def test_a_damaged_image_is_left_out_and_classes_of_one_colour_have_it_once(plai
 
 
 def test_what_may_be_wrong_is_named(plain, lab):
-    """Turned images, lists that are not read or do not fit, a class of one split, no data."""
+    """Turned images, lists that are not read or do not fit, a class of one split."""
     exif = Image.Exif()
     exif[0x0112] = 3
     Image.open(plain / "images/3.png").save(plain / "images/3.png", exif=exif)
@@ -476,7 +476,6 @@ def test_what_may_be_wrong_is_named(plain, lab):
         "stored: images/3.png",
         "warning: names of classes that do not fit the labels: colors.json",
         "warning: no image to train on shows class_7\n",
-        "if one means no data, add --ignore 0 or --ignore 7",
     ):
         assert line in said
     (plain / "colors.json").unlink()
@@ -765,7 +764,7 @@ tinted = labelled(lambda classes: COLORS[classes])
 WITHOUT_EFFECT = {
     outlined: ["ignore 0", "instances binary", "threshold 9", "attribute kind"],
     write: ["attribute kind"],
-    tinted: ["attribute kind", "instances binary", "threshold 9"],
+    tinted: ["attribute kind", "threshold 9"],
     in_two_folders: ["attribute kind", "instances binary", "ignore 3"],
     one_map: ["attribute kind", "group '(m)'"],
 }

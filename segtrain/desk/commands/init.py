@@ -223,6 +223,7 @@ def _machine() -> "Machine":
 
 def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
     """What was found, as a table, and the warnings."""
+    from segtrain.desk.survey.class_table import class_table
     from segtrain.desk.survey.leaks import one_sided
 
     survey, labels = plan.survey, plan.labels
@@ -248,10 +249,7 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
         what = "as EXIF turns the images: drawn anew on the pixels as stored"
         lines.append(f"labels     {what}")
     lines += [f"classes    {line}" for line in plan.classes.reasons]
-    total = plan.classes.total or 1
-    for class_info in plan.classes.classes:
-        share = f" {class_info.pixels / total:7.2%}" if class_info.pixels else ""
-        lines.append(f"  {class_info.name:<20}{share}")
+    lines += [f"  {line}" for line in class_table(labels, plan.classes)]
     lines.append(
         f"splits     {len(plan.splits.train)} to train, {len(plan.splits.val)} to evaluate: "
         f"{plan.splits.reason}"

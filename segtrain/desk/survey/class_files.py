@@ -27,7 +27,7 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
         UndecidedError: folders that images and labels share may name classes, or places.
         ConfigError: --names names a class that no file is of, or --missing has no background.
     """
-    if labels.classes or labels.kind != "ids":
+    if labels.classes or labels.kind not in ("ids", "colors"):
         refuse_unused(vars(answers), "instances", f"{labels.pattern}: no numbers of objects")
     elif answers.instances is not None:
         # Values number objects: all but 0 are the one class.

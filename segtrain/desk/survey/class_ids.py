@@ -9,7 +9,7 @@ import numpy as np
 from segtrain.data.read.find import Window
 from segtrain.data.read.raster import is_tiff
 from segtrain.desk.survey import contents
-from segtrain.desk.survey.class_lists import Classes
+from segtrain.desk.survey.class_table import Classes
 from segtrain.desk.survey.contents import packed
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.errors import DataError

@@ -28,7 +28,7 @@ from segtrain.desk.annotations import read_annotations
 from segtrain.desk.annotations.label_maps import PAIRS, claim, label_files, write_labels
 from segtrain.desk.survey import contents
 from segtrain.desk.survey.class_ids import class_ids
-from segtrain.desk.survey.class_lists import Class, Classes
+from segtrain.desk.survey.class_table import Class, Classes
 from segtrain.desk.survey.contents import Color, Value, packed, spread, word
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet

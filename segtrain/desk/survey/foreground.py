@@ -14,7 +14,7 @@ import numpy as np
 from segtrain.data.read.decode import to_stored
 from segtrain.desk.survey import contents
 from segtrain.desk.survey.class_ids import class_ids
-from segtrain.desk.survey.class_lists import Classes
+from segtrain.desk.survey.class_table import Classes
 from segtrain.desk.survey.contents import ImageFacts, spread
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from segtrain.data.read.sources import groups_of, sources_of
-from segtrain.desk.survey.class_lists import Classes
+from segtrain.desk.survey.class_table import Classes
 from segtrain.desk.survey.groupings import DEFAULT_VAL, named_groups, shared_pixels
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet

@@ -15,7 +15,7 @@ import numpy as np
 from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import unit_m
 from segtrain.data.read.raster import is_tiff, windows
-from segtrain.desk.survey.class_lists import Classes
+from segtrain.desk.survey.class_table import Classes
 from segtrain.desk.survey.groupings import DEFAULT_VAL
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet

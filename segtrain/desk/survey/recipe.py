@@ -12,7 +12,7 @@ from segtrain.config.data import DataConfig
 from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.image import ImageForm, set_dtype
 from segtrain.data.read.raster import windows
-from segtrain.desk.survey.class_lists import Classes
+from segtrain.desk.survey.class_table import Classes
 from segtrain.desk.survey.contents import ImageFacts
 from segtrain.desk.survey.foreground import Foreground
 from segtrain.desk.survey.image_kinds import Image

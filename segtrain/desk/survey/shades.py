@@ -9,6 +9,7 @@ from segtrain.desk.survey.questions import (
     Reading,
     UndecidedError,
     default_names,
+    ignore_option,
     names_option,
 )
 from segtrain.errors import DataError
@@ -116,21 +117,35 @@ def _frequent(labels: LabelSet, colors: Sequence[Color], answers: Answers) -> li
     main: list[Color] = []
     clash: tuple[Color, ...] = ()
     for color in colors:
-        near = next((candidate for candidate in main if is_close(candidate, color)), None)
+        # A colour that --ignore names is no shade of a class, and asks nothing.
+        is_own = color in (answers.ignore or ())
+        near = next((x for x in main if is_close(x, color)), None) if not is_own else None
         if near is None or pixels[color] > _RARE * pixels[near]:
             main.append(color)
             clash = clash or (() if near is None else (near, color))
-    if len(main) > _SMOOTHED and answers.names is None:
+    if len(main) > _SMOOTHED and answers.names is answers.ignore is None:
         repair = "save masks without that, or name the classes in class_dict.csv"
         raise _smoothed(labels, "colours", repair)
-    if clash and (answers.names is None or len(answers.names) != len(main)):
-        names = names_option(default_names(sorted(main)))
+    left = [color for color in main if color not in (answers.ignore or ())]
+    if clash and (answers.names is None or len(answers.names) != len(left)):
+        ignore = ignore_option(sorted(answers.ignore or ()))
+        ignored = f"{ignore} " if answers.ignore else ""
         raise UndecidedError(
             f"{labels.pattern}: the colours {word(clash[0])} and {word(clash[1])} differ by a "
-            f"shade, and both are frequent ({pixels[clash[0]]} and {pixels[clash[1]]} pixels)",
+            f"shade, and both are frequent ({pixels[clash[0]]} and {pixels[clash[1]]} pixels); if "
+            "they are one class, make the labels equal first",
             [
-                Reading(f"{len(main)} classes", names, clash),
-                Reading("one class: make the labels equal first", "no option does it", clash[1:]),
+                Reading(
+                    f"{len(left)} classes",
+                    f"{ignored}{names_option(default_names(sorted(left)))}",
+                    clash,
+                ),
+                Reading(
+                    f"{word(clash[1])} is no class",
+                    ignore_option(sorted([*(answers.ignore or ()), clash[1]])),
+                    clash[1:],
+                    leaves_out=True,
+                ),
             ],
         )
     return main

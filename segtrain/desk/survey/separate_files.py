@@ -1,0 +1,109 @@
+"""The classes of labels that have a file for each class, or for each object of the only one."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from segtrain.desk.survey.class_table import Class, Classes
+from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.questions import Answers
+from segtrain.desk.survey.survey import Survey
+from segtrain.errors import ConfigError, DataError, refuse_unused
+from segtrain.text import counted, first_of
+from segtrain.types import IGNORE_INDEX
+
+
+def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Classes:
+    """The background, what the files show, and what they show that has no class by its name.
+
+    Raises:
+        ConfigError: --names does not fit, or --ignore is about values.
+        DataError: as `_overlapping`.
+    """
+    if answers.ignore:
+        held = f"{labels.pattern}: a file for each class or object"
+        refuse_unused(vars(answers), "ignore", held)
+    numbers = range(1, len(labels.classes) + 1)
+    without = labels.void
+    background = [i for i in numbers if labels.classes[i - 1].lower() == "background"]
+    shown = [i for i in numbers if i in labels.values and labels.values[i].pixels]
+    kept = [0, *(i for i in shown if i not in (*without, *background))]
+    names = ("background", *(labels.classes[i - 1] for i in kept[1:]))
+    is_one = labels.classes == ("foreground",)
+    if labels.overlapping:
+        return _overlapping(survey, labels, kept[1:], answers)
+    if answers.names is not None and is_one:
+        # --names lesion is short for background,lesion.
+        given = answers.names if len(answers.names) > 1 else ("background", *answers.names)
+        if len(given) != 2:
+            raise ConfigError(
+                f"--names: {len(given)} names for a background and what the files show: expected 2"
+            )
+        names = given
+    how = "in files of their own; what none of them shows is background"
+    if labels.numbered:
+        how = f"all but {'0' if labels.kind == 'ids' else 'black'} (--instances binary)"
+    reason = f"{labels.pattern}: {counted(len(names) - 1, 'class', 'classes')}, {how}"
+    if labels.claimed:
+        total = sum(facts.pixels for facts in labels.values.values())
+        reason += (
+            f"; {labels.claimed / total:.2%} of the pixels are in several: the smaller area "
+            "counts, and --task multilabel keeps all"
+        )
+    reasons = [reason]
+    if without:
+        reasons.append(f"ignored: {first_of(labels.classes[i - 1] for i in without)}, by name")
+    if empty := [labels.classes[i - 1] for i in numbers if i not in (*shown, *background)]:
+        reasons.append(f"no class: {first_of(empty)}, whose files show nothing")
+    classes = []
+    for i, name in zip(kept, names, strict=True):
+        # Files of a class called background show what none of the others shows.
+        values = (i,) if i else (0, *background)
+        pixels = sum(labels.values[v].pixels for v in values if v in labels.values)
+        classes.append(Class(name, values, None, pixels))
+    return Classes(
+        tuple(classes),
+        tuple(without),
+        tuple(reasons),
+        ignored_names={i: labels.classes[i - 1] for i in without},
+        ignored_pixels=sum(labels.values[i].pixels for i in without if i in labels.values),
+    )
+
+
+def _overlapping(
+    survey: Survey, labels: LabelSet, kept: Sequence[int], answers: Answers
+) -> Classes:
+    """The classes `kept` of files of their own, each found by itself.
+
+    DataError: no file shows anything. ConfigError: --names for one class gives more.
+    """
+    if not kept:
+        raise DataError(f"{labels.pattern}: no file shows anything")
+    names = [labels.classes[i - 1] for i in kept]
+    if answers.names is not None and labels.classes == ("foreground",):
+        if len(answers.names) > 1:
+            raise ConfigError(f"--names {','.join(answers.names)}: the files show one class")
+        names = list(answers.names)
+    sizes = (image.size for image in survey.images if image.path in labels.labels)
+    reasons = [
+        f"{labels.pattern}: {counted(len(names), 'class', 'classes')}, in files of their own, "
+        "each found by itself"
+    ]
+    owned = Counter(
+        i for files in labels.labels.values() for i in {labels.class_of.get(f, 1) for f in files}
+    )
+    if without := [
+        f"{name} ({len(labels.labels) - owned[i]})"
+        for i, name in zip(kept, names, strict=True)
+        if owned[i] < len(labels.labels)
+    ]:
+        reasons.append(f"images without a file of a class do not show it: {first_of(without)}")
+    if labels.void:
+        reasons.append(f"ignored: {first_of(labels.classes[i - 1] for i in labels.void)}, by name")
+    classes = [
+        Class(name, (i,), None, labels.values[i].pixels)
+        for i, name in zip(kept, names, strict=True)
+    ]
+    # All pixels of the images: classes that overlap may sum up to more or to less.
+    pixels = sum(math.prod(size) for size in sizes)
+    return Classes(tuple(classes), (IGNORE_INDEX,), tuple(reasons), all_pixels=pixels)
