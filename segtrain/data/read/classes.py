@@ -229,16 +229,22 @@ def class_file_from_json(text: str) -> ClassFile:
     return classes
 
 
+# Without signs and blanks; unlabel: also unlabeled, unlabelled and unlabelled area.
 _NO_CLASS = (
-    "void unlabeled unlabelled ignore ignored unknown undefined nodata unannotated outside dontcare"
+    "void unknown undefined nodata noclass unannotated unclassified invalid outside "
+    "outofroi outsideroi outofbounds dontcare"
 )
 _WORDS_FOR_NO_CLASS = frozenset(_NO_CLASS.split())
+_STARTS_FOR_NO_CLASS = "unlabel", "notlabel", "nolabel", "ignore"
 
 
 def says_no_class(name: str) -> bool:
-    """Whether the name of a class says that its pixels have none: `void`, `_ignore_`, `No data`."""
-    plain = re.sub(r"[^a-z]", "", name.lower())
-    return plain in _WORDS_FOR_NO_CLASS or plain.startswith("unlabel")
+    """Whether the name of a class says that its pixels have none: `void`, `_ignore_`, `No data`.
+
+    Also if one of several names of it does: `background/unlabelled`.
+    """
+    parts = (re.sub(r"[^a-z]", "", part) for part in re.split("[/|]", name.lower()))
+    return any(x in _WORDS_FOR_NO_CLASS or x.startswith(_STARTS_FOR_NO_CLASS) for x in parts)
 
 
 def known_names() -> list[str]:

@@ -11,11 +11,7 @@ from typing import NamedTuple
 from segtrain.desk.survey import doubts
 from segtrain.desk.survey.class_table import Class, Classes
 from segtrain.desk.survey.contents import KINDS, Color, Value, word
-from segtrain.desk.survey.decide import shares_of
-from segtrain.desk.survey.label_set import LabelSet
-from segtrain.desk.survey.legends import named_values
-from segtrain.desk.survey.names import NamedClass
-from segtrain.desk.survey.no_data import ignored_values
+from segtrain.desk.survey.decide import MOST_CLASSES
 from segtrain.desk.survey.questions import (
     Answers,
     Reading,
@@ -76,6 +72,11 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     if named and not named.keys() >= set(left):
         raise _unnamed(known)
     names, reason = _names(known)
+    if len(names) > MOST_CLASSES:
+        raise DataError(
+            f"{survey.root}: {labels.pattern}: {len(names)} classes; at most {MOST_CLASSES}; "
+            "--ignore leaves some out"
+        )
     warnings = ()
     if survey.legends and not source and answers.names is None:
         others = first_of(legend.source for legend in survey.legends)
@@ -136,10 +137,7 @@ def _names(known: _Known) -> tuple[dict[Value, str], str]:
     if named:
         names = {v: entry.name for v, entry in named.items() if v not in ignored}
         return names, f"names and {what} from {source}"
-    reason = (
-        f"{what} {shown}, a class each; no file names them (--names), and one that means no data "
-        "is left out by --ignore"
-    )
+    reason = f"{what} {shown}, a class each; no file names them (--names, --ignore for no data)"
     return dict(zip(left, default_names(left), strict=True)), reason
 
 

@@ -129,7 +129,7 @@ def check_objects(folder: Path, labels: LabelSet, answers: Answers) -> None:
 
 def _objects_or_classes(labels: LabelSet, why: str, *, is_many: bool) -> Exception:
     background = 0 if labels.kind == "ids" else (0, 0, 0)
-    marked = [v for v in _NO_OBJECTS if labels.kind == "ids" and v in labels.values]
+    marked = _marked(labels)
     readings, hint = [], ""
     if background not in labels.values:
         hint = f"; --instances binary takes all but {word(background)} for objects"
@@ -145,8 +145,8 @@ def _objects_or_classes(labels: LabelSet, why: str, *, is_many: bool) -> Excepti
 
 def _why_objects(folder: Path, labels: LabelSet) -> str:
     """Why values may count objects, or empty."""
-    background = _background(labels)
-    facts = {v: x for v, x in labels.values.items() if v not in (background, *_NO_OBJECTS)}
+    others = [_background(labels), *_marked(labels)]
+    facts = {v: x for v, x in labels.values.items() if v not in others}
     # Not the colours along smoothed edges, which are of one file each, too.
     solid = [x.files for x in facts.values() if x.rim < _RIM * x.pixels]
     if len(solid) < 3 or 2 * len(solid) < len(facts):
@@ -155,7 +155,7 @@ def _why_objects(folder: Path, labels: LabelSet) -> str:
     is_unique = single >= _OF_ONE_FILE * len(solid) and len(solid) >= _LEAST_VALUES
     if not is_unique and (labels.kind != "ids" or len({*solid}) == 1):
         return ""
-    sample = list(_sampled(folder, labels, background))
+    sample = list(_sampled(folder, labels, others))
     number, areas = (sum(x) for x in zip(*((len(s.values), s.areas) for s in sample), strict=True))
     if not number or areas > _AREAS_OF_OBJECTS * number:
         return ""
@@ -180,8 +180,14 @@ def _background(labels: LabelSet) -> Value:
     return usual if usual in labels.values else most
 
 
-def _sampled(folder: Path, labels: LabelSet, background: Value) -> Iterator[_Sampled]:
-    others = [packed(background), *_NO_OBJECTS]
+def _marked(labels: LabelSet) -> list[int]:
+    """What lies around objects in many files, such as 255 in VOC: it is none of them."""
+    known = (v for v in _NO_OBJECTS if labels.kind == "ids" and v in labels.values)
+    return [v for v in known if 2 * labels.values[v].files >= len(labels.labels)]
+
+
+def _sampled(folder: Path, labels: LabelSet, others: Sequence[Value]) -> Iterator[_Sampled]:
+    """others: values that are no objects."""
     for files in spread(list(labels.labels.values()), _SAMPLE):
         if not files:
             continue
@@ -189,7 +195,7 @@ def _sampled(folder: Path, labels: LabelSet, background: Value) -> Iterator[_Sam
         label = contents.values_of(path, labels.kind, contents.middle_window(path))
         step = -(-max(label.shape) // _LONGEST_PX)
         label = label[::step, ::step]
-        shown = ~np.isin(label, others)
+        shown = ~np.isin(label, [packed(value) for value in others])
         # A grid with a cell between two pixels, which joins them if they are equal.
         cells = np.zeros([2 * side - 1 for side in label.shape], np.uint8)
         cells[::2, ::2] = shown

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 from segtrain.data.read.classes import known_names, load_class_file
+from segtrain.desk.survey.class_entries import NamedClass
 from segtrain.desk.survey.contents import Value
 from segtrain.desk.survey.label_set import LabelSet
-from segtrain.desk.survey.names import Legend, NamedClass
+from segtrain.desk.survey.names import Legend
 from segtrain.desk.survey.questions import (
     Answers,
     Reading,
@@ -16,7 +17,7 @@ from segtrain.desk.survey.questions import (
     names_option,
 )
 from segtrain.desk.survey.shades import is_close, nearest
-from segtrain.text import first_of
+from segtrain.text import counted, first_of
 
 # Data sets that are known by the names of their labels.
 _KNOWN_PATTERNS = {"_labelids": "cityscapes", "ade_": "ade20k"}
@@ -92,17 +93,34 @@ def _for_ids(legends: Sequence[Legend], labels: LabelSet, values: set[int]) -> L
     fitting = _agreeing(fitting, values) or _known_ids(labels, values)
     lists = [legend for legend in legends if not (legend.has_values or legend.has_colors)]
     if lists and not fitting:
-        ordered = sorted(values)
-        names = names_option(default_names(ordered))
-        raise UndecidedError(
-            f"{labels.pattern}: the labels hold {len(values)} values, {first_of(ordered, 20)}, and "
-            f"{lists[0].source} names {len(lists[0].classes)} classes: they do not fit",
-            [
-                Reading("names for the values, in their order", names),
-                Reading("values without a class", "--ignore VALUES", tuple(ordered[-1:]), True),
-            ],
-        )
+        raise _unfit(lists[0], labels, values)
     return fitting[0] if fitting else None
+
+
+def _unfit(legend: Legend, labels: LabelSet, values: set[int]) -> UndecidedError:
+    """Which values have the names of a list that does not fit them?"""
+    ordered, classes = sorted(values), legend.classes
+    plain = [value for value in ordered if value != 255]
+    # The names for the first values; for those behind a background; for all but 255.
+    ways = [(classes, ordered), ((NamedClass("background"), *classes), ordered)]
+    ways += [(classes[: len(plain)], plain)] if plain != ordered else []
+    is_mask = len(ordered) == 2
+    own = names_option(default_names(ordered)) if is_mask else _options(Legend("", ()), values)
+    readings = [Reading("other names, in the order of the values", own)]
+    for entries, over in ways:
+        number = sum(not entry.means_no_class for entry in entries)
+        if number > 1 and len(entries) <= len(over):
+            rest = tuple(value for value in ordered if value not in over[: len(entries)])
+            what = f"{first_of((entry.name for entry in entries), 4)}, in the order of the values"
+            what += f"; {first_of(rest)} without a class" if rest else ""
+            placed = _valued("", entries, over[: len(entries)])
+            options = _options(placed, values, ignored=rest)
+            readings.append(Reading(what, options, rest, leaves_out=True))
+    return UndecidedError(
+        f"{labels.pattern}: the labels hold {len(values)} values, {first_of(ordered, 20)}, and "
+        f"{legend.source} names {counted(len(classes), 'class', 'classes')}: they do not fit",
+        readings,
+    )
 
 
 def _with_values(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:
@@ -178,10 +196,13 @@ def _agreeing(fitting: list[Legend], values: set[int]) -> list[Legend]:
     )
 
 
-def _options(legend: Legend, values: set[int]) -> str:
-    """The options that say of labels of these values what the list says."""
+def _options(legend: Legend, values: set[int], ignored: Iterable[int] = (255,)) -> str:
+    """The options that say of labels of these values what the list says.
+
+    ignored: values that have no class unless the list names them.
+    """
     named = {entry.value: entry for entry in legend.classes}
-    without = {v for v in values if (named[v].means_no_class if v in named else v == 255)}
+    without = {v for v in values if (named[v].means_no_class if v in named else v in ignored)}
     left = sorted(values - without)
     names = [named[v].name if v in named else default_names([v])[0] for v in left]
     return f"{ignore_option(sorted(without))} {names_option(names)}"

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from segtrain.desk.survey.class_entries import NamedClass
 from segtrain.desk.survey.contents import Value, word
 from segtrain.desk.survey.decide import shares_of
 from segtrain.desk.survey.label_set import LabelSet
-from segtrain.desk.survey.names import NamedClass
 from segtrain.desk.survey.questions import (
     Answers,
     Reading,

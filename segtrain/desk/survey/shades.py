@@ -126,26 +126,21 @@ def _frequent(labels: LabelSet, colors: Sequence[Color], answers: Answers) -> li
     if len(main) > _SMOOTHED and answers.names is answers.ignore is None:
         repair = "save masks without that, or name the classes in class_dict.csv"
         raise _smoothed(labels, "colours", repair)
-    left = [color for color in main if color not in (answers.ignore or ())]
-    if clash and (answers.names is None or len(answers.names) != len(left)):
-        ignore = ignore_option(sorted(answers.ignore or ()))
-        ignored = f"{ignore} " if answers.ignore else ""
+    ignored = sorted(answers.ignore or ())
+    left = [color for color in main if color not in ignored]
+    # --ignore none says that each is a class.
+    is_said = answers.ignore == frozenset() or len(answers.names or ()) == len(left)
+    if clash and not is_said:
+        without = ignore_option([*ignored, clash[1]])
+        names = default_names(sorted(left))
+        ignored_too = f"{ignore_option(ignored)} " if ignored else ""
         raise UndecidedError(
             f"{labels.pattern}: the colours {word(clash[0])} and {word(clash[1])} differ by a "
             f"shade, and both are frequent ({pixels[clash[0]]} and {pixels[clash[1]]} pixels); if "
             "they are one class, make the labels equal first",
             [
-                Reading(
-                    f"{len(left)} classes",
-                    f"{ignored}{names_option(default_names(sorted(left)))}",
-                    clash,
-                ),
-                Reading(
-                    f"{word(clash[1])} is no class",
-                    ignore_option(sorted([*(answers.ignore or ()), clash[1]])),
-                    clash[1:],
-                    leaves_out=True,
-                ),
+                Reading(f"{len(left)} classes", f"{ignored_too}{names_option(names)}", clash),
+                Reading(f"{word(clash[1])} is no class", without, clash[1:], leaves_out=True),
             ],
         )
     return main
