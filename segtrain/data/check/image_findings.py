@@ -23,6 +23,9 @@ _MANY_OUTSIDE = 0.01
 _MOSTLY_OUTSIDE = 0.1
 # Of the samples of an image that is stretched.
 _FEW_WHITE = 0.001
+# Grey pictures and photographs that reach both ends in each channel have more than so many, where
+# light or paper is white: in a stretched image it is the brightest pixel alone.
+_SOME_WHITE = 0.005
 # Fewer images may have the same least and largest values by chance.
 _MIN_STRETCHED = 8
 
@@ -134,8 +137,8 @@ def value_findings(images: Sequence[ImageValues], split: str) -> Iterator[Findin
 def _common_span(images: Sequence[ImageValues]) -> ValueRange | None:
     """The span of all images where so many equal ones are no chance; None: there is none.
 
-    Photographs too may all reach black and white, but not in each channel, and where they are white
-    many pixels are. A stretched image has that value at its brightest pixel.
+    Photographs and grey pictures too may all reach black and white, but where they are white many
+    pixels are.
     """
     # A set: `others` is empty if all images have the same span.
     (span, *others) = {
@@ -143,7 +146,8 @@ def _common_span(images: Sequence[ImageValues]) -> ValueRange | None:
         for image in images
     }
     channels = {span for image in images for span in image.spans}
-    is_chance = len(channels) > 1 and any(image.white > _FEW_WHITE for image in images)
+    least = _FEW_WHITE if len(channels) > 1 else _SOME_WHITE
+    is_chance = any(image.white > least for image in images)
     # After lossy compression the extremes are not those that were written.
     is_kept = len(images) >= _MIN_STRETCHED and all(image.keeps_all for image in images)
     return span if is_kept and not others and not is_chance and span[0] < span[1] else None
