@@ -6,6 +6,8 @@ what lies beside them. Each is read as its truth, pixel by pixel, or refused.
 
 import re
 import shlex
+from collections import Counter
+from itertools import chain
 from typing import NamedTuple
 
 import cv2
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from folders import COLORS, NAMES, assert_same_division, labels_of, quick_init, save, scene
 
-from segtrain.desk.survey import balance
+from segtrain.desk.survey import balance, class_lists
 
 # Image and label of one name; {s} is a folder of a split, or nothing.
 PAIRS = [
@@ -128,6 +130,22 @@ def draw(seed, folder, *, stem="", noise=None):
 @pytest.fixture(autouse=True)
 def no_network_and_no_contact_sheet(monkeypatch):
     quick_init(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def every_value_is_of_a_class_or_ignored(monkeypatch):
+    """Checked of each decision."""
+    choose = class_lists.choose_classes
+
+    def checked(survey, labels, answers):
+        chosen = choose(survey, labels, answers)
+        fates = Counter(chain(*(one.values for one in chosen.classes), chosen.ignored))
+        held = {value for value, facts in labels.values.items() if facts.pixels}
+        assert held <= fates.keys()
+        assert set(fates.values()) == {1}
+        return chosen
+
+    monkeypatch.setattr(class_lists, "choose_classes", checked)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from segtrain.config.strict_yaml import foreign_yaml
+from segtrain.data.read.classes import says_no_class
 from segtrain.desk.survey.file_names import parse_names
 from segtrain.desk.survey.names import read_legend
 from segtrain.desk.survey.pair_lists import listed_pairs
@@ -214,6 +215,24 @@ LEGENDS = [
     ("meta.json", SUPERVISELY, COLORS),
     ("palette.json", '{"#804080": "road", "#00008E": "car"}', COLORS),
     ("palette.json", '{"road": [128, 64, 128], "car": [0, 0, 142]}', COLORS),
+    ("Class-Names.txt", "road\ncar\n", ROAD_CAR),
+    ("class_list.txt", "road\ncar\n", ROAD_CAR),
+    ("label_names.csv", "road\ncar\n", ROAD_CAR),
+    ("label_names.csv", "name\nroad\ncar\n", ROAD_CAR),
+    ("classes.csv", "3,road\n7,car\n", VALUES),
+    ("class_map.csv", "Class ID,Class\n3,road\n7,car\n", VALUES),
+    ("class_dict.tsv", "name\tr\tg\tb\nroad\t128\t64\t128\ncar\t0\t0\t142\n", COLORS),
+    ("Legend.txt", "3 road\n7 car\n", VALUES),
+    ("labelmap.txt", "3: road\n7: car\n", VALUES),
+    ("labels.txt", "id,name\n3,road\n7,car\n", VALUES),
+    ("labels.yaml", "3: road\n7: car\n", VALUES),
+    ("classes.yaml", "[road, car]\n", ROAD_CAR),
+    ("classes.json", '{"3": {"name": "road"}, "7": {"name": "car"}}', VALUES),
+    ("classes.json", '{"road": {"id": 3}, "car": {"id": 7}}', VALUES),
+    ("id2label.json", '{"3": "road", "7": "car"}', VALUES),
+    ("config.json", '{"id2label": {"3": "road", "7": "car"}, "depth": 4}', VALUES),
+    ("meta.json", '{"class_names": ["road", "car"]}', ROAD_CAR),
+    ("ontology.json", SUPERVISELY.replace("classes", "tools"), COLORS),
 ]
 
 
@@ -288,11 +307,28 @@ def test_lists_are_read_in_the_encoding_of_their_file(tmp_path, encoding):
         ("classes.txt", "road\nroad\n"),
         ("class_statistics.csv", "class,pixels\nroad,3\ncar,7\n"),
         ("colors.txt", "128 64 128 road\nand more\n"),
+        ("label_counts.json", '{"road": 300, "car": 7}'),
+        ("labels.csv", "image,label\n1.png,road\n2.png,car\n"),
+        ("labels.txt", "images/1.png\nimages/2.png\n"),
+        ("palette.txt", "128 64 128\n0 0 142\n"),
+        ("labels.json", '{"1.png": {"id": 3}, "2.png": {"id": 7}}'),
     ],
 )
 def test_other_files_are_no_lists_of_classes(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     assert read_legend(tmp_path / name, name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "is_none"),
+    [
+        *((x, True) for x in ("void", "Un-labelled", "don't care", "out of ROI", "not labeled")),
+        *((x, True) for x in ("background/unlabelled", "ignore_region", "unclassified")),
+        *((x, False) for x in ("background", "avoid", "road/sidewalk", "outside wall", "label")),
+    ],
+)
+def test_names_say_that_there_is_no_class(name, is_none):
+    assert says_no_class(name) == is_none
 
 
 def test_what_means_no_class_is_seen_by_mark_or_name(tmp_path):

@@ -1,0 +1,322 @@
+"""What values of labels mean: the table that init prints, and the questions about odd values.
+
+Each question is answered by each option that it offers.
+"""
+
+import re
+import shlex
+import shutil
+
+import cv2
+import numpy as np
+import pytest
+from folders import COLORS, NAMES, images_in, labels_of, quick_init, save, write
+
+from segtrain.data.read.classes import load_class_file, says_no_class
+
+
+@pytest.fixture(autouse=True)
+def no_network_and_no_contact_sheet(monkeypatch):
+    quick_init(monkeypatch)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def init(lab, folder):
+    """Runs init with more words; what it says, and the exit code."""
+
+    def run(*more):
+        output = folder.with_name("made")
+        shutil.rmtree(output, ignore_errors=True)
+        return lab.command("init", folder, "--output", output, "--jobs", "1", *more)
+
+    return run
+
+
+def rows_of(said):
+    """The cells of the table of classes, without its title."""
+    lines = said.split("  class ")[1].split("\nsplits ")[0].splitlines()[1:]
+    return [re.split(r"  +", line.strip()) for line in lines]
+
+
+# The table
+
+
+def test_the_table_has_every_value_as_a_class_or_as_ignored(folder, init):
+    """2 is void by the list, 255 a border; 4 and 9 are named, and no label shows 9."""
+
+    def drawn(classes, _):
+        label = np.array([0, 1, 2, 4], np.uint8)[classes]
+        label[-1] = 255
+        return label
+
+    truth = write(folder, drawn)
+    (folder / "classes.txt").write_text("0 sky\n1 road\n2 don't care\n4 tree\n9 car\n")
+    pixels = np.concatenate([drawn(x, 0).ravel() for x in truth.values()])
+    share = {v: f"{(pixels == v).mean():.2%}" for v in (0, 1, 2, 4, 255)}
+    assert rows_of(init().out) == [
+        ["sky", "0", share[0], "6"],
+        ["road", "1", share[1], "6"],
+        ["tree", "4", share[4], "6"],
+        ["car", "9", "0.00%", "0", "no label shows it"],
+        ["don't care", "2", share[2], "6", "ignored"],
+        ["-", "255", share[255], "6", "ignored"],
+    ]
+
+
+def test_the_table_names_what_files_of_masks_leave_out(folder, init):
+    for i, _, classes in images_in(folder):
+        for k, name in enumerate(("car", "ignore", "tree"), start=1):
+            save(folder / f"masks/{name}/t{i}.png", np.uint8(255) * (classes == k))
+    names = [(row[0], row[-1] == "ignored") for row in rows_of(init().out)]
+    assert names == [("background", False), ("car", False), ("tree", False), ("ignore", True)]
+
+
+@pytest.mark.parametrize(
+    ("make", "number"),
+    [
+        (lambda classes: classes, 4),
+        (lambda classes: classes + 1, 4),
+        (lambda classes: classes * np.uint8(255), 2),
+        (lambda classes: COLORS[classes], 4),
+        (lambda classes: np.array([7, 11, 26, 33], np.uint16)[classes], 4),
+    ],
+    ids=["ids", "ids from 1", "masks", "colours", "16 bits"],
+)
+@pytest.mark.parametrize("is_grey", [False, True])
+def test_plain_folders_warn_of_nothing(folder, init, make, number, is_grey):
+    """But of the network that the test takes away; grey images reach black and white."""
+    write(folder, lambda classes, _: make(classes), num_classes=number, number=10)
+    for path in folder.glob("images/*") if is_grey else ():
+        grey = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
+        grey[:3], grey[3:6] = 0, 255
+        save(path, grey)
+    warnings = re.findall("^warning: (.*)$", init().out, re.M)
+    assert [x for x in warnings if "no pretrained weights" not in x] == []
+
+
+def test_a_rare_class_in_a_third_of_the_files_asks_nothing(folder, init):
+    def drawn(classes, i):
+        if i % 3 == 0:  # 0.05 % of all pixels
+            classes[30, 30:38] = 2
+        return classes
+
+    write(folder, drawn, number=9, num_classes=2)
+    assert rows_of(init().out)[2][:2] == ["class_2", "2"]
+
+
+# Questions
+
+
+def with_strays(classes, i):
+    """A slip of the pen in the first label, and 255 around it."""
+    label = np.where(np.arange(64)[:, None] > 61, 255, classes).astype(np.uint8)
+    if i == 0:
+        label[30, 30:33] = 5
+    return label
+
+
+def in_one_file(classes, i):
+    return np.where(classes == 3, 7, classes).astype(np.uint8) if i == 0 else classes % 3
+
+
+def objects_of(classes, i):
+    """The areas of a label and some squares by number: more in some than in others."""
+    _, objects = cv2.connectedComponents((classes > 0).astype(np.uint8))
+    for k in range(4 + i % 5):
+        objects[8 + 6 * k : 11 + 6 * k, 60:64] = objects.max() + 1
+    return objects
+
+
+def counted_on(classes, i):
+    """16-bit numbers that grow from file to file."""
+    objects = objects_of(classes, i)
+    return ((objects + 40 * i) * (objects > 0)).astype(np.uint16)
+
+
+def with_gaps(classes, i):
+    """Of the numbers of a label one is missing: an object that was deleted."""
+    objects = objects_of(classes, i)
+    objects[objects == 2 + i % 3] = 0
+    return objects.astype(np.uint8)
+
+
+def in_random_colors(classes, i):
+    objects = objects_of(classes, i)
+    colors = np.random.default_rng(i).integers(40, 256, (objects.max() + 1, 3), np.uint8)
+    colors[0] = 0
+    return colors[objects]
+
+
+def more_than_classes(classes, i):
+    """As `counted_on`, by more than 255 objects."""
+    label = np.zeros(classes.shape, np.uint16)
+    for k in range(40 + i):
+        y, x = 6 * (k // 13), 6 * (k % 13)
+        label[y : y + 4, x : x + 4] = 60 * i + k + 1
+    return label
+
+
+def stray_as(mark):
+    """The label that training sees of `with_strays`."""
+
+    def seen(label):
+        return np.where(label == 5, 4 if mark == "class" else 255, label)
+
+    return seen
+
+
+def foreground(label):
+    return (label.reshape(64, 80, -1) > 0).any(2)
+
+
+BINARY, EACH = "--instances binary", "--ignore none"
+QUESTIONS = {
+    "a slip": (with_strays, "few pixels or files show 5 (3 px, as in masks/t0.png)"),
+    "a file": (in_one_file, "few pixels or files show 7"),
+    "gaps": (with_gaps, "about one area of each value from 1 on"),
+    "running": (counted_on, "numbers are in one file each"),
+    "colours": (in_random_colors, "colours are in one file each"),
+    "many": (more_than_classes, "numbers are in one file each"),
+}
+ANSWERS = {
+    "a slip": {"--ignore 255,5": stray_as("slip"), "--ignore 255": stray_as("class")},
+    "a file": {
+        "--ignore 7": lambda x: np.where(x == 7, 255, x),
+        EACH: lambda x: np.where(x == 7, 3, x),
+    },
+    "gaps": {BINARY: foreground, EACH: None},
+    "running": {BINARY: foreground, EACH: None},
+    "colours": {BINARY: foreground, EACH: None},
+    "many": {BINARY: foreground},
+}
+
+
+@pytest.mark.parametrize("case", QUESTIONS)
+def test_odd_values_are_asked_about_and_each_answer_is_what_training_sees(folder, init, case):
+    make, message = QUESTIONS[case]
+    number = 24 if case == "a file" else 8
+    truth = {
+        path: make(x, i) for i, (path, x) in enumerate(write(folder, make, number=number).items())
+    }
+    asked = init()
+    assert (asked.code, message in asked.err) == (2, True), asked.err
+    offered = re.findall(r"^segtrain:   [a-z].*?: (--.*)$", asked.err, re.M)
+    assert offered == [*ANSWERS[case]]
+    for option, seen in ANSWERS[case].items():
+        assert init(*shlex.split(option)).code == 0, option
+        found, _ = labels_of(folder.with_name("made"))
+        for path, label in truth.items():
+            # A class each: the labels divide the pixels as the values do.
+            expected = np.unique(label.reshape(5120, -1), axis=0, return_inverse=True)[1]
+            if seen is not None:
+                np.testing.assert_array_equal(found[path], seen(label), err_msg=option)
+            else:
+                pairs = {*zip(expected.ravel().tolist(), found[path].ravel().tolist(), strict=True)}
+                assert len(pairs) == expected.max() + 1, option
+
+
+def test_objects_around_which_255_lies_are_no_answer_to_binary(folder, init):
+    """It would become the class, so the question says what helps."""
+
+    def drawn(classes, i):
+        label = with_gaps(classes, i)
+        label[-2:] = 255
+        return label
+
+    write(folder, drawn, number=8)
+    said = init().err
+    assert "--instances binary takes 255 for objects, too: make it 0 first" in said
+    assert "objects of one class" not in said
+
+
+def test_a_list_of_all_values_says_that_they_are_no_objects(folder, init):
+    write(folder, with_gaps, number=8)
+    (folder / "classes.txt").write_text("\n".join(f"{i} part{i}" for i in range(20)))
+    assert init().code == 0
+
+
+def test_an_answer_leaves_out_what_the_list_calls_void(folder, init):
+    """255 may be a class; the void of the list is none, whatever the answer is."""
+    write(folder, lambda x, _: np.array([0, 1, 255], np.uint8)[x], num_classes=3)
+    (folder / "classes.txt").write_text("0 void\n1 road\n255 lake\n2 tree\n")
+    init()
+    assert load_class_file(str(folder.with_name("made") / "classes.yaml")).names[:2] == (
+        "road",
+        "tree",
+    )
+    for path in folder.glob("masks/*"):
+        label = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
+        label[:9, :9], label[:9, 9:18] = 7, 9
+        save(path, label)
+    said = init().err
+    assert "no data: --ignore 0,7,9" in said
+    for option in re.findall(r": (--ignore .*)$", said, re.M):
+        init(*shlex.split(option))
+        names = load_class_file(str(folder.with_name("made") / "classes.yaml")).names
+        assert not any(map(says_no_class, names)), option
+
+
+SPREAD = np.array([0, 7, 11, 255], np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("listed", "options"),
+    [
+        ("a\nb\nc\nd", ["--ignore none --names a,b,c,d", "--ignore 255 --names a,b,c"]),
+        ("a\nb\nc", ["--ignore none --names background,a,b,c", "--ignore 255 --names a,b,c"]),
+        ("cell", ["--ignore 11,255 --names background,cell"]),
+        ("void\nb\nc\nd", ["--ignore 0 --names b,c,d", "--ignore 0,255 --names b,c"]),
+    ],
+)
+def test_a_list_that_does_not_fit_offers_its_names_and_all_work(folder, init, listed, options):
+    write(folder, lambda classes, _: SPREAD[classes])
+    (folder / "classes.txt").write_text(listed)
+    said = init().err
+    offered = re.findall(r"values(?:; .*)?: (--.*)$", said, re.M)
+    assert {"--ignore 255 --names class_0,class_7,class_11", *options} <= {*offered}
+    for option in offered:
+        assert init(*shlex.split(option)).code == 0, option
+
+
+@pytest.mark.parametrize("option", ["--names", "--ignore"])
+def test_two_frequent_shades_may_be_classes_or_one_of_them_none(folder, init, option):
+    shades = np.stack([COLORS[0], COLORS[1], COLORS[1] + 2, COLORS[3]])
+    write(folder, lambda classes, _: shades[classes])
+    asked = init().err
+    assert "if they are one class, make the labels equal first" in asked
+    answer = re.search(rf": ({option} .*)$", asked, re.M)[1]
+    assert init(*shlex.split(answer)).code == 0
+    found, _ = labels_of(folder.with_name("made"))
+    values = {*np.unique(np.concatenate([x.ravel() for x in found.values()])).tolist()}
+    assert values == ({0, 1, 2, 3} if option == "--names" else {0, 1, 2, 255})
+
+
+# Lists of classes
+
+
+def test_labelme_counts_from_minus_1(folder, init):
+    write(folder, lambda classes, _: np.where(classes == 3, 255, classes).astype(np.uint8))
+    (folder / "labels.txt").write_text("__ignore__\n_background_\ncar\nroad\n")
+    rows = {row[0]: row[1] for row in rows_of(init().out)}
+    assert rows == {"_background_": "0", "car": "1", "road": "2", "__ignore__": "255"}
+
+
+@pytest.mark.parametrize("name", ["classes.xlsx", "Class-Names.txt", "legend.pdf", "palette.txt"])
+def test_a_file_that_is_called_a_list_and_cannot_be_read_is_named(folder, init, name):
+    write(folder)
+    (folder / name).write_bytes(b"1 2 3\n4 5 6\n" if name == "palette.txt" else b"\0\1")
+    assert f"warning: 1 file has no names of classes: {name}" in init().out
+
+
+def test_the_names_of_a_mapping_are_those_of_the_values(folder, init):
+    """A file that is called as CVAT's, and is none of it."""
+    write(folder)
+    (folder / "labelmap.txt").write_text("".join(f"{i}: {name}\n" for i, name in enumerate(NAMES)))
+    assert [(row[0], row[1]) for row in rows_of(init().out)] == [
+        (name, str(i)) for i, name in enumerate(NAMES)
+    ]
