@@ -99,13 +99,14 @@ def test_plain_folders_warn_of_nothing(folder, init, make, number, is_grey):
     assert [x for x in warnings if "no pretrained weights" not in x] == []
 
 
-def test_a_rare_class_in_a_third_of_the_files_asks_nothing(folder, init):
+@pytest.mark.parametrize("number", [6, 9])
+def test_a_rare_class_in_a_third_of_the_files_asks_nothing(folder, init, number):
     def drawn(classes, i):
         if i % 3 == 0:  # 0.05 % of all pixels
             classes[30, 30:38] = 2
         return classes
 
-    write(folder, drawn, number=9, num_classes=2)
+    write(folder, drawn, number=number, num_classes=2)
     assert rows_of(init().out)[2][:2] == ["class_2", "2"]
 
 
@@ -259,6 +260,16 @@ def test_an_answer_leaves_out_what_the_list_calls_void(folder, init):
         init(*shlex.split(option))
         names = load_class_file(str(folder.with_name("made") / "classes.yaml")).names
         assert not any(map(says_no_class, names)), option
+
+
+def test_both_answers_about_255_leave_out_what_the_list_calls_void(folder, init):
+    write(folder, lambda x, _: np.array([255, 0, 1, 2], np.uint8)[x])
+    (folder / "classes.txt").write_text("0 void\n1 road\n2 tree\n")
+    asked = init().err
+    assert "255 is most of them" in asked
+    offered = re.findall(r"^segtrain:   255 .*: (--.*)$", asked, re.M)
+    assert offered == ["--ignore 0,255", "--ignore 0 --names road,tree,class_255"]
+    assert [init(*shlex.split(option)).code for option in offered] == [0, 0]
 
 
 SPREAD = np.array([0, 7, 11, 255], np.uint8)

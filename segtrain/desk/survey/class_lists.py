@@ -9,16 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from segtrain.desk.survey import doubts
+from segtrain.desk.survey.class_entries import NamedClass
 from segtrain.desk.survey.class_table import Class, Classes
 from segtrain.desk.survey.contents import KINDS, Color, Value, word
-from segtrain.desk.survey.decide import MOST_CLASSES
+from segtrain.desk.survey.decide import MOST_CLASSES, shares_of
+from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.legends import named_values
+from segtrain.desk.survey.no_data import as_classes, ignored_values
 from segtrain.desk.survey.questions import (
     Answers,
     Reading,
     UndecidedError,
     default_names,
     ignore_option,
-    names_option,
 )
 from segtrain.desk.survey.separate_files import classes_of_files
 from segtrain.desk.survey.shades import distance, meanings
@@ -65,7 +68,7 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
         reasons.append(f"labels hold {KINDS['first']}")
     # --ignore has said what values without a class are, --names which are classes.
     if answers.ignore is None:
-        doubts.check_blends(labels, ignored, left)
+        doubts.check_blends(labels, ignored, left, as_classes(named, ignored, left))
         if answers.names is None and not named:
             doubts.check_rare(labels, ignored, left)
     # Where there is a list, a value that it does not name is never a class unasked.
@@ -110,8 +113,7 @@ def _unnamed(known: _Known) -> UndecidedError:
     """What are the values that a list of classes does not name: no data, or further classes?"""
     labels, _, source, named, ignored, left = known
     unnamed = tuple(v for v in left if v not in named)
-    names = [named[v].name if v in named else default_names([v])[0] for v in left]
-    apart = f"{ignore_option(ignored)} {names_option(names)}"
+    apart = as_classes(named, ignored, left)
     return UndecidedError(
         f"{labels.pattern}: the labels hold {first_of(map(word, unnamed), 5)}, which "
         f"{source} does not name ({shares_of(labels, unnamed[:5])})",

@@ -73,10 +73,12 @@ def check_rare(labels: LabelSet, ignored: Sequence[Value], left: Sequence[Value]
     )
 
 
-def check_blends(labels: LabelSet, ignored: Sequence[Value], left: Sequence[Value]) -> None:
+def check_blends(
+    labels: LabelSet, ignored: Sequence[Value], left: Sequence[Value], keep: str
+) -> None:
     """Stops where a value is only between others: labels were resized, or its areas are thin.
 
-    ignored, left: as for `check_rare`.
+    ignored, left: as for `check_rare`. keep: the options that make a class of each of `left`.
 
     Raises:
         UndecidedError: one is so.
@@ -97,7 +99,7 @@ def check_blends(labels: LabelSet, ignored: Sequence[Value], left: Sequence[Valu
         "interpolation, or is this a class of thin lines?",
         [
             Reading("resized: no data there", resized, blends, leaves_out=True),
-            Reading("a class", ignore_option(ignored), blends),
+            Reading("a class", keep, blends),
         ],
     )
 

@@ -11,6 +11,7 @@ from segtrain.desk.survey.questions import (
     Answers,
     Reading,
     UndecidedError,
+    default_names,
     ignore_option,
     names_option,
 )
@@ -58,31 +59,49 @@ def ignored_values(
     marked = [v for v in there if v in labels.no_data and v not in named]
     # The mark says no data, but 0 is the background of many labels.
     if 0 in marked:
-        raise _class_or_not(labels, "GDAL_NODATA of the files is 0", 0, ignored)
+        left = [v for v in there if v not in ignored]
+        keep = as_classes(named, ignored, left)
+        raise _class_or_not(labels, "GDAL_NODATA of the files is 0", 0, ignored, keep)
     ignored += marked
     reasons += [f"ignored: {v}: GDAL_NODATA of the files" for v in marked]
     left = [v for v in there if v not in ignored]
-    unsure = [v for v in left if v not in named]
     # The highest value of the type: 65535 in 16 bits, as 255 in 8.
-    last = _LAST_OF_16_BITS if _LAST_OF_16_BITS in unsure else 255
-    _check_trimap(labels, left, unsure, ignored)
-    if reason := _why_last(labels, left, unsure, ignored, last, has_names=bool(named)):
+    last = _LAST_OF_16_BITS if _LAST_OF_16_BITS in {*left} - named.keys() else 255
+    _check_trimap(labels, left, named, ignored)
+    # A list that names it has said what it means.
+    if last not in named and (reason := _why_last(labels, left, named, ignored, last)):
         ignored.append(last)
         reasons.append(f"ignored: {last}: {reason}")
         _check_count(labels, source, named, there, ignored)
     return ignored, reasons
 
 
+def as_classes(
+    named: Mapping[Value, NamedClass], ignored: Sequence[Value], left: Sequence[Value]
+) -> str:
+    """The options that make a class of each value `left`, also of those that a list does not name.
+
+    named: what the list names; empty without one.
+    """
+    if not named:
+        return ignore_option(ignored)
+    names = [named[v].name if v in named else default_names([v])[0] for v in left]
+    return f"{ignore_option(ignored)} {names_option(names)}"
+
+
 def _check_trimap(
-    labels: LabelSet, values: Sequence[int], unsure: Sequence[int], ignored: Sequence[int]
+    labels: LabelSet,
+    values: Sequence[int],
+    named: Mapping[Value, NamedClass],
+    ignored: Sequence[int],
 ) -> None:
     """Stops where the border of a trimap may be a class; arguments as of `_why_last`."""
     if not _is_trimap(labels, values):
         return
     border = values[1] if values[1] in (127, 128) else values[2]
-    if border in unsure:
+    if border not in named:
         found = f"three values, {first_of(values)}; {border} is usually the uncertain border"
-        raise _class_or_not(labels, found, border, ignored)
+        raise _class_or_not(labels, found, border, ignored, as_classes(named, ignored, values))
 
 
 def _is_trimap(labels: LabelSet, values: Sequence[int]) -> bool:
@@ -93,15 +112,13 @@ def _is_trimap(labels: LabelSet, values: Sequence[int]) -> bool:
 def _why_last(
     labels: LabelSet,
     values: Sequence[int],
-    unsure: Sequence[int],
+    named: Mapping[Value, NamedClass],
     ignored: Sequence[int],
     last: int,
-    *,
-    has_names: bool,
 ) -> str:
     """Why the `last` value of the type, such as 255, means no data, or empty.
 
-    values: those that may be classes. unsure: those of them that no list names. ignored: others.
+    values: those that may be classes. named: by a list. ignored: what has no class anyway.
 
     Raises:
         DataError: some labels hold 0 and 255, the others 0 and 1.
@@ -109,9 +126,9 @@ def _why_last(
     """
     others = [v for v in values if v != last]
     # 0 and 255 alone are a mask, whose foreground is 255.
-    if last not in unsure or others in ([], [0]) or _is_trimap(labels, values):
+    if last not in values or others in ([], [0]) or _is_trimap(labels, values):
         return ""
-    facts = labels.values[last]
+    facts, keep = labels.values[last], as_classes(named, ignored, values)
     if others == [0, 1]:
         files = labels.values[1].files, facts.files
         # Perhaps no file holds both: some masks have 1 for the foreground, others 255.
@@ -123,20 +140,20 @@ def _why_last(
     total = sum(value_facts.pixels for value_facts in labels.values.values())
     if len(others) > 1 and facts.pixels > _MOST * total:
         found = f"the labels hold {first_of(values)}, and {last} is most of them"
-        raise _class_or_not(labels, found, last, ignored)
+        raise _class_or_not(labels, found, last, ignored, keep)
     # A list leaves it out, or it lies around objects as a thin border, as in VOC.
-    if has_names or facts.rim >= _THIN * facts.pixels:
+    if named or facts.rim >= _THIN * facts.pixels:
         return "beside other ids it means no data, as in VOC and Cityscapes"
     areas = sorted(labels.values[v].pixels for v in values)
     if facts.pixels >= max(areas[-2], _MUCH * total) and len(others) > 1:
         found = f"the labels hold {first_of(values)}, and {last} is a large part of them"
-        raise _class_or_not(labels, found, last, ignored)
+        raise _class_or_not(labels, found, last, ignored, keep)
     if len(others) >= 3 and others[0] <= 1 and others[-1] - others[0] == len(others) - 1:
         return f"beside {others[0]} to {others[-1]} it means no data, as in VOC and Cityscapes"
     if len(values) > 3 and len({b - a for a, b in pairwise(values)}) == 1:
         return ""  # grey levels: 0, 85, 170, 255
     found = f"the labels hold {first_of(values)}: {last} may be a class, or mean no data"
-    raise _class_or_not(labels, found, last, ignored)
+    raise _class_or_not(labels, found, last, ignored, keep)
 
 
 def _check_count(
@@ -169,14 +186,17 @@ def _check_count(
 
 
 def _class_or_not(
-    labels: LabelSet, found: str, value: int, ignored: Sequence[Value]
+    labels: LabelSet, found: str, value: int, ignored: Sequence[Value], keep: str
 ) -> UndecidedError:
-    """Is `value` no data or a class? Both answers leave out what is `ignored` anyway, too."""
+    """Is `value` no data or a class? Both answers leave out what is `ignored` anyway, too.
+
+    keep: the options that make a class of it.
+    """
     without = ignore_option([*ignored, value])
     return UndecidedError(
         f"{labels.pattern}: {found} ({shares_of(labels, [value])})",
         [
             Reading(f"{value} means no data", without, (value,), leaves_out=True),
-            Reading(f"{value} is a class", ignore_option(ignored), (value,)),
+            Reading(f"{value} is a class", keep, (value,)),
         ],
     )
