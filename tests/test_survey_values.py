@@ -310,6 +310,14 @@ def test_two_frequent_shades_may_be_classes_or_one_of_them_none(folder, init, op
 # Lists of classes
 
 
+def test_objects_have_the_name_of_the_only_class_of_a_list(folder, init):
+    write(folder, with_gaps, number=8)
+    (folder / "classes.txt").write_text("background\ncell")
+    assert init("--instances", "binary").code == 0
+    names = load_class_file(str(folder.with_name("made") / "classes.yaml")).names
+    assert names == ("background", "cell")
+
+
 def test_labelme_counts_from_minus_1(folder, init):
     write(folder, lambda classes, _: np.where(classes == 3, 255, classes).astype(np.uint8))
     (folder / "labels.txt").write_text("__ignore__\n_background_\ncar\nroad\n")

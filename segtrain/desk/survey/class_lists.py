@@ -16,6 +16,7 @@ from segtrain.desk.survey.decide import MOST_CLASSES, shares_of
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.legends import named_values
 from segtrain.desk.survey.no_data import as_classes, ignored_values
+from segtrain.desk.survey.object_values import check_objects
 from segtrain.desk.survey.questions import (
     Answers,
     Reading,
@@ -56,7 +57,7 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
         return classes_of_files(survey, labels, answers)
     # A list that names as many classes as there are values has said what they are.
     if not any(len(legend.classes) >= len(labels.values) - 1 for legend in survey.legends):
-        doubts.check_objects(survey.root, labels, answers)
+        check_objects(survey.root, labels, answers)
     # Names first: the colours of a list tell which colours are shades of them.
     source, named = named_values(survey.legends, labels, answers)
     meaning = meanings(labels, list(named), answers)

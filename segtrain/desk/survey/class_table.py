@@ -73,6 +73,9 @@ def class_table(labels: LabelSet, classes: Classes) -> list[str]:
     for value in classes.ignored:
         if value in labels.values and labels.values[value].pixels:
             ignored[classes.ignored_names.get(value, "-")].append(value)
+    if not labels.values and classes.ignored_pixels:  # labels that were drawn
+        rows.append(row("-", classes.ignored, classes.ignored_pixels))
+        notes.append("ignored")
     for name, values in ignored.items():
         rows.append(row(name, values, sum(labels.values[value].pixels for value in values)))
         notes.append("ignored")

@@ -40,6 +40,8 @@ def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Clas
                 f"--names: {len(given)} names for a background and what the files show: expected 2"
             )
         names = given
+    elif is_one and (named := _the_only_name(survey)):
+        names = ("background", named)
     how = "in files of their own; what none of them shows is background"
     if labels.numbered:
         how = f"all but {'0' if labels.kind == 'ids' else 'black'} (--instances binary)"
@@ -68,6 +70,13 @@ def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Clas
         ignored_names={i: labels.classes[i - 1] for i in without},
         ignored_pixels=sum(labels.values[i].pixels for i in without if i in labels.values),
     )
+
+
+def _the_only_name(survey: Survey) -> str:
+    """The name of the one class that lists beside the data have but for a background, or empty."""
+    every = (entry for legend in survey.legends for entry in legend.classes)
+    names = {entry.name for entry in every if not entry.means_no_class} - {"background"}
+    return names.pop() if len(names) == 1 else ""
 
 
 def _overlapping(
