@@ -294,6 +294,31 @@ def test_a_list_that_does_not_fit_offers_its_names_and_all_work(folder, init, li
         assert init(*shlex.split(option)).code == 0, option
 
 
+@pytest.mark.parametrize(
+    ("listed", "options"),
+    [
+        ("background\na\nb\nc\nd", []),
+        ("a\nb\nc\nd", []),
+        ("a\nb\nc\nd\ne", ["a,b,c,d", "background,a,b,c"]),
+    ],
+)
+def test_a_list_whose_last_class_no_label_shows_may_count_from_1(folder, init, listed, options):
+    """Behind a background without a name; all classes would be shifted by one."""
+    write(folder)
+    (folder / "classes.txt").write_text(listed)
+    offered = re.findall(r"^segtrain:   . is a: (--.*)$", init().err, re.M)
+    assert offered == [f"--ignore none --names {names}" for names in options]
+    assert [init(*shlex.split(option)).code for option in offered] == [0] * len(offered)
+
+
+def test_a_question_repeats_what_the_command_line_leaves_out(folder, init):
+    write(folder, lambda classes, _: SPREAD[classes])
+    (folder / "classes.txt").write_text("a\nb")
+    offered = re.findall(r"values(?:; .*)?: (--.*)$", init("--ignore", "7").err, re.M)
+    assert "--ignore 7,255 --names a,b" in offered
+    assert [init(*shlex.split(option)).code for option in offered] == [0] * len(offered)
+
+
 @pytest.mark.parametrize("option", ["--names", "--ignore"])
 def test_two_frequent_shades_may_be_classes_or_one_of_them_none(folder, init, option):
     shades = np.stack([COLORS[0], COLORS[1], COLORS[1] + 2, COLORS[3]])

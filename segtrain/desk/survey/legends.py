@@ -1,6 +1,6 @@
 """Which list of classes belongs to the labels: the one that fits the values they hold."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cache
 
 from segtrain.data.read.classes import known_names, load_class_file
@@ -25,6 +25,7 @@ _KNOWN_PATTERNS = {"_labelids": "cityscapes", "ade_": "ade20k"}
 _FITS, _FITS_KNOWN, _MIN_KNOWN_COLORS = 0.5, 0.99, 5
 # Or so many of the colours of a list of the folder are on labels.
 _SHOWN = 0.5
+_BACKGROUND = "background", "bg", "other", "others", "none", "nothing"
 # Those files do not change while a program runs, and every folder is compared with them.
 _known_file = cache(load_class_file)
 
@@ -44,7 +45,7 @@ def named_values(
     if answers.names is None and labels.kind == "colors":
         legend = _for_colors(legends, labels)
     elif answers.names is None:
-        legend = _for_ids(legends, labels, set(labels.values) - (answers.ignore or set()))
+        legend = _for_ids(legends, labels, answers.ignore or frozenset())
     if legend is None:
         return "", {}
     if labels.kind == "colors":
@@ -80,32 +81,35 @@ def _known_colors(labels: LabelSet) -> Iterator[Legend]:
             yield Legend(f"the known classes of {name}", tuple(classes))
 
 
-def _for_ids(legends: Sequence[Legend], labels: LabelSet, values: set[int]) -> Legend | None:
-    """The list that fits the values, with a value for each class."""
+def _for_ids(legends: Sequence[Legend], labels: LabelSet, said: Set[int]) -> Legend | None:
+    """The list that fits the values but those of --ignore, `said`, with a value for each class."""
+    values = set(labels.values) - said
     # Lists of Cityscapes number classes twice: for *_labelIds.png and for *_labelTrainIds.png.
     by_train_ids = [renumbered for legend in legends if (renumbered := legend.by_train_ids())]
     if "trainid" in labels.pattern.lower():
         legends = by_train_ids or legends
     elif "labelid" not in labels.pattern.lower():
         legends = [*legends, *by_train_ids]
-    fitting = [fit for legend in legends if (fit := _with_values(legend, values, labels))]
+    fitting = [fit for legend in legends if (fit := _with_values(legend, labels, said))]
     # Lists of the folder come before known data sets.
-    fitting = _agreeing(fitting, values) or _known_ids(labels, values)
+    fitting = _agreeing(fitting, values, said) or _known_ids(labels, values)
     lists = [legend for legend in legends if not (legend.has_values or legend.has_colors)]
     if lists and not fitting:
-        raise _unfit(lists[0], labels, values)
+        raise _unfit(lists[0], labels, said)
     return fitting[0] if fitting else None
 
 
-def _unfit(legend: Legend, labels: LabelSet, values: set[int]) -> UndecidedError:
-    """Which values have the names of a list that does not fit them?"""
-    ordered, classes = sorted(values), legend.classes
+def _unfit(legend: Legend, labels: LabelSet, said: Set[int]) -> UndecidedError:
+    """Which values have the names of a list that does not fit them? Arguments as of `_for_ids`."""
+    values, classes = set(labels.values) - said, legend.classes
+    ordered = sorted(values)
     plain = [value for value in ordered if value != 255]
     # The names for the first values; for those behind a background; for all but 255.
     ways = [(classes, ordered), ((NamedClass("background"), *classes), ordered)]
     ways += [(classes[: len(plain)], plain)] if plain != ordered else []
-    is_mask = len(ordered) == 2
-    own = names_option(default_names(ordered)) if is_mask else _options(Legend("", ()), values)
+    # 255 is the foreground of a mask.
+    unsaid = () if len(ordered) == 2 else (255,)
+    own = _options(Legend("", ()), values, said, unsaid)
     readings = [Reading("other names, in the order of the values", own)]
     for entries, over in ways:
         number = sum(not entry.means_no_class for entry in entries)
@@ -114,7 +118,7 @@ def _unfit(legend: Legend, labels: LabelSet, values: set[int]) -> UndecidedError
             what = f"{first_of((entry.name for entry in entries), 4)}, in the order of the values"
             what += f"; {first_of(rest)} without a class" if rest else ""
             placed = _valued("", entries, over[: len(entries)])
-            options = _options(placed, values, ignored=rest)
+            options = _options(placed, values, said, rest)
             readings.append(Reading(what, options, rest, leaves_out=True))
     return UndecidedError(
         f"{labels.pattern}: the labels hold {len(values)} values, {first_of(ordered, 20)}, and "
@@ -123,15 +127,16 @@ def _unfit(legend: Legend, labels: LabelSet, values: set[int]) -> UndecidedError
     )
 
 
-def _with_values(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:
-    """The list with a value for each class; None: it does not fit the values of the labels."""
+def _with_values(legend: Legend, labels: LabelSet, said: Set[int]) -> Legend | None:
+    """The list with a value for each class; None: it does not fit. Arguments as of `_for_ids`."""
+    values = set(labels.values) - said
     if legend.has_values:
         known = {entry.value for entry in legend.classes}
         # Half of its classes are on the labels, or it names all that they hold.
         return legend if 2 * len(known & values) >= len(known) or values <= known else None
     if legend.has_colors and (class_of := _classes_by_palette(legend, labels)):
         return _valued(legend.source, class_of.values(), class_of)
-    return _placed(legend, values, labels)
+    return _placed(legend, labels, said)
 
 
 def _classes_by_palette(legend: Legend, labels: LabelSet) -> dict[int, NamedClass]:
@@ -148,8 +153,9 @@ def _classes_by_palette(legend: Legend, labels: LabelSet) -> dict[int, NamedClas
     return {v: by_color[close[0]] for v, close in near.items()} if is_clear and is_own else {}
 
 
-def _placed(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None:
+def _placed(legend: Legend, labels: LabelSet, said: Set[int]) -> Legend | None:
     """A list without values: its classes count from 0, or from 1 if the labels say so."""
+    values = set(labels.values) - said
     number, ordered = len(legend.classes), sorted(values)
     plain = {v for v in values if v != 255 or number > 255}
     # crack alone in classes.txt, and masks of 0 and 255: the background goes without saying.
@@ -159,16 +165,21 @@ def _placed(legend: Legend, values: set[int], labels: LabelSet) -> Legend | None
     from_0, from_1 = plain <= set(range(number)), plain <= set(range(1, number + 1))
     if not plain or (len(values) == number > 2 and plain != values and from_0):
         return None  # as many values as names: 255 may be the last of them
-    if from_0 and from_1:
+    # If no label shows the last class, all may be shifted by a background without a name.
+    first = legend.classes[0]
+    is_unsure = max(plain) < number - 1 and not first.means_no_class
+    if from_0 and (from_1 or (is_unsure and first.name.lower().strip("_") not in _BACKGROUND)):
+        # Classes from 1 on have one before them.
+        ways = legend.classes, (NamedClass("background"), *legend.classes)
         raise UndecidedError(
             f"{labels.pattern}: the labels hold {first_of(sorted(plain), 20)}, and {legend.source} "
             f"names {number} classes: counted from 0 or from 1?",
             [
                 Reading(
-                    f"{low} is {legend.classes[0].name}",
-                    _options(_valued("", legend.classes, range(low, low + number)), values),
+                    f"{low} is {first.name}",
+                    _options(_valued("", way, range(len(way))), values, said),
                 )
-                for low in (0, 1)
+                for low, way in enumerate(ways)
             ],
         )
     if from_0:
@@ -183,7 +194,7 @@ def _valued(source: str, classes: Iterable[NamedClass], values: Iterable[int]) -
     return Legend(source, tuple(entry._replace(value=value) for entry, value in pairs))
 
 
-def _agreeing(fitting: list[Legend], values: set[int]) -> list[Legend]:
+def _agreeing(fitting: list[Legend], values: Set[int], said: Set[int]) -> list[Legend]:
     """The lists, if they say the same; else those that name every value, if these do."""
     whole = [legend for legend in fitting if values <= {c.value for c in legend.classes} | {0, 255}]
     for lists in (fitting, whole or fitting):
@@ -192,20 +203,23 @@ def _agreeing(fitting: list[Legend], values: set[int]) -> list[Legend]:
     raise UndecidedError(
         "several files name the classes differently: "
         f"{first_of(legend.source for legend in fitting)}",
-        [Reading(legend.source, _options(legend, values)) for legend in fitting],
+        [Reading(legend.source, _options(legend, values, said)) for legend in fitting],
     )
 
 
-def _options(legend: Legend, values: set[int], ignored: Iterable[int] = (255,)) -> str:
+def _options(
+    legend: Legend, values: Set[int], said: Set[int], unsaid: Iterable[int] = (255,)
+) -> str:
     """The options that say of labels of these values what the list says.
 
-    ignored: values that have no class unless the list names them.
+    said: values that --ignore leaves out already. unsaid: those that have no class unless the list
+        names them.
     """
     named = {entry.value: entry for entry in legend.classes}
-    without = {v for v in values if (named[v].means_no_class if v in named else v in ignored)}
+    without = {v for v in values if (named[v].means_no_class if v in named else v in unsaid)}
     left = sorted(values - without)
     names = [named[v].name if v in named else default_names([v])[0] for v in left]
-    return f"{ignore_option(sorted(without))} {names_option(names)}"
+    return f"{ignore_option(sorted(without | said))} {names_option(names)}"
 
 
 def _known_ids(labels: LabelSet, values: set[int]) -> list[Legend]:

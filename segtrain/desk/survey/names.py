@@ -35,10 +35,10 @@ _SURE = (
     *("labelnames", "labellist", "labelmap", "id2label", "colormap", "palette", "legend"),
     "ontology",
 )
-# Such files may be of other things, too; a table of them must look like one of classes.
+# As whole names.
 _LISTS = ("class", "category", "label", "labels", "names", "obj", "codes")
 _ABOUT_CLASSES = re.compile(r"class|label|categor|palette|colou?r|legend|ontolog")
-_NUMBERS = re.compile(r"weight|count|stat|freq|histogram|distribution")
+_STATISTICS = re.compile(r"weight|count|stat|freq|histogram|distribution")
 _OTHER_JSON = ("meta", "dataset", "config", "info", "notes", "configv12", "configv20")
 
 
@@ -125,17 +125,17 @@ def _encoding(content: bytes) -> str:
 
 def _parser(stem: str, suffix: str) -> Callable[[str], Iterable[NamedClass]] | None:
     """What reads a file of this name; None: it is no list of classes. stem: as of `_plain`."""
-    is_sure, is_about = stem.endswith(_SURE), bool(_ABOUT_CLASSES.search(stem))
-    if _NUMBERS.search(stem):
+    is_list, is_about = stem.endswith(_SURE) or stem in _LISTS, _ABOUT_CLASSES.search(stem)
+    if _STATISTICS.search(stem):
         return None
-    if suffix in (".txt", ".names") and (is_sure or stem in _LISTS):
+    if suffix in (".txt", ".names") and is_list:
         return lambda text: _labelmap(text) or _colored_lines(text) or _table(text) or _lines(text)
     if suffix == ".txt" and is_about:
         return lambda text: _colored_lines(text) or _table(text)
-    if suffix in (".csv", ".tsv") and (is_about or stem in _LISTS):
-        return partial(_rows, is_sure=is_sure or stem in _LISTS)
+    if suffix in (".csv", ".tsv") and (is_list or is_about):
+        return partial(_rows, is_list=is_list)
     if suffix in (".yaml", ".yml"):
-        return partial(_yaml, is_about=is_about)
+        return partial(_yaml, is_list=is_list)
     # Only names that are about classes: annotations and settings are JSON, too.
     if suffix == ".json" and is_about:
         return lambda text: of_json(parse_json(text)) or of_mapping(parse_json(text))
@@ -149,8 +149,8 @@ def _lines(text: str) -> list[NamedClass]:
     lines = [line for x in text.splitlines() if (line := x.strip()) and line[0] != "#"]
     if any(map(A_FILE.search, lines)):
         return []
-    # Numbers alone, as of colours, are no names.
-    if any(not line.strip(_DIGITS + _SEPARATORS) and not line.isdigit() for line in lines):
+    # Numbers alone, as of colours or boxes, are no names.
+    if any(not line.strip(f"{_DIGITS}{_SEPARATORS}.") and not line.isdigit() for line in lines):
         return []
     # LabelMe counts from -1, which is 255 in a PNG.
     if lines[:2] == ["__ignore__", "_background_"]:
@@ -165,16 +165,16 @@ def _lines(text: str) -> list[NamedClass]:
     return classes if is_unique and not is_mixed else [NamedClass(line) for line in lines]
 
 
-def _rows(text: str, *, is_sure: bool) -> list[NamedClass]:
+def _rows(text: str, *, is_list: bool) -> list[NamedClass]:
     """A table with colours, or with a header; without either a name a line, perhaps with a value.
 
-    is_sure: whether the name of the file says that it is about classes; else there must be values
-        or colours, because statistics have names, too.
+    is_list: whether the file is called a list of classes; else there must be values or colours,
+        because statistics have names, too.
     """
     if found := _colored_lines(text) or _table(text):
         has_more = all(entry.color or entry.value is not None for entry in found)
-        return found if is_sure or has_more else []
-    found = _lines(text) if is_sure else []
+        return found if is_list or has_more else []
+    found = _lines(text) if is_list else []
     has_values = all(entry.value is not None for entry in found)
     return found if has_values or not re.search("[,;\t]", text) else []
 
@@ -248,9 +248,9 @@ def _table(text: str) -> list[NamedClass]:
     return of_entries(entries)
 
 
-def _yaml(text: str, *, is_about: bool) -> list[NamedClass]:
+def _yaml(text: str, *, is_list: bool) -> list[NamedClass]:
     content = foreign_yaml(text)
-    if is_about:
+    if is_list:
         return of_json(content) or of_mapping(content)
     # Configs of many programs are YAML, and have lists of other things.
     known = {"names", "classes"} & content.keys() if isinstance(content, dict) else ()
