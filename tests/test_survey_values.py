@@ -221,6 +221,11 @@ def test_odd_values_are_asked_about_and_each_answer_is_what_training_sees(folder
                 assert len(pairs) == expected.max() + 1, option
 
 
+def test_three_pixels_in_one_of_two_labels_are_asked_about(folder, init):
+    write(folder, with_strays, number=2)
+    assert "few pixels or files show 5 (3 px" in init().err
+
+
 def test_objects_around_which_255_lies_are_no_answer_to_binary(folder, init):
     """It would become the class, so the question says what helps."""
 

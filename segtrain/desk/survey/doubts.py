@@ -9,8 +9,8 @@ from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.questions import Reading, UndecidedError, ignore_option
 from segtrain.text import first_of
 
-# Rare is a value in so few files, if these are a 20th of all, or it has so few of all pixels. So is
-# a value that has a few pixels in each of its files, if these are a tenth of all.
+# Rare is a value of a few dots. So is one in a few files, if these are a 20th of all, or if it has
+# so few of all pixels; and one of a few dots in each of its files, if these are a tenth of all.
 _FEW_FILES, _FEW_PIXELS, _DOTS_PX = 2, 1e-4, 8
 
 
@@ -18,6 +18,8 @@ def is_rare(labels: LabelSet, value: Value) -> bool:
     """Whether few pixels and files show the value: perhaps a slip of the hand."""
     facts, number = labels.values[value], len(labels.labels)
     total = sum(value_facts.pixels for value_facts in labels.values.values())
+    if facts.pixels <= _DOTS_PX:
+        return True
     if facts.files <= _FEW_FILES:
         is_small = facts.pixels < _FEW_PIXELS * total
         return 20 * facts.files <= number or (is_small and 3 * facts.files <= number)
