@@ -139,6 +139,7 @@ def _begin(sources: Sequence[str]) -> None:
 
     die_with_parent(signal.SIGKILL)
     cv2.setNumThreads(0)  # else a thread for each core in each of them
+    keep_freed_memory()
     for source in sources:
         plugins.load(source)
 

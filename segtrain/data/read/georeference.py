@@ -64,15 +64,16 @@ def geo_library(place: object) -> ModuleType:
 
 def is_on_map(path: str | Path, info: Info) -> bool:
     """Whether a file with this header has a georeference: tags, or a file beside it."""
-    path = Path(path)
-    suffix = path.suffix.lower()
+    # As text: a folder may have 100,000 files, and ten names are asked for beside each.
+    stem, suffix = os.path.splitext(path)
+    suffix = suffix.lower()
     if info.geo_tags or suffix not in _DRIVERS:
         return info.geo_tags
     ends = f"{suffix[:2]}{suffix[-1]}w", f"{suffix}w", ".wld", ".tab"  # .tfw, .tifw; of MapInfo
-    if any(path.with_suffix(x).exists() for end in ends for x in (end, end.upper())):
+    if any(os.path.exists(stem + x) for end in ends for x in (end, end.upper())):
         return True
     try:
-        content = read_bytes(path.with_name(f"{path.name}.aux.xml"))
+        content = read_bytes(f"{path}.aux.xml")
     except OSError:
         return False
     return any(word in content for word in _PLACE_IN_AUX)

@@ -17,6 +17,7 @@ or of a refused kind. Sizes come from the header, before any allocation.
 
 import io
 import math
+import os
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -138,7 +139,7 @@ def is_png_or_jpeg(path: str | Path) -> bool:
 
 def reader_of(path: str | Path) -> Reader:
     """The reader for the suffix of `path`; DataError: there is none."""
-    reader = READERS.get(Path(path).suffix.lower())
+    reader = READERS.get(os.path.splitext(path)[1].lower())
     if reader is None:
         raise DataError(f"{printable(path)}: expected a file {' '.join(SUFFIXES)}")
     return reader

@@ -166,7 +166,8 @@ def roi_files(files: Iterable[Path]) -> list[Path]:
 
 def _format_of(path: Path) -> str | None:
     """The format of an annotation file by its name and its first and last bytes."""
-    kinds = [kind for kind, form in FORMATS.items() if path.suffix.lower() in form.suffixes]
+    suffix = path.suffix.lower()
+    kinds = [kind for kind, form in FORMATS.items() if suffix in form.suffixes]
     if not kinds:
         return None
     with os_errors_as(DataError, path), open_regular(path) as file:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # the rest is imported when the command runs
     from segtrain.desk.survey.recipe import Machine
 
 _WEIGHTS = "IMAGENET1K_V1"
+# As torchvision calls the files, which takes longer to import than all else here.
+WEIGHT_FILES = {"resnet18": "resnet18-f37072fd.pth", "resnet50": "resnet50-0676ba61.pth"}
 _HOST = ("download.pytorch.org", 443)
 # What a stop with a question leaves; the same command with an answer replaces it.
 READINGS = "reading_*.png"
@@ -101,6 +103,9 @@ def write_experiment(
     """The path of the config that was written; see `main`. answers: as `Answers` has them."""
     output = default_output(folder) if output is None else output
     _claim(output, folder)
+    from segtrain.distributed.machine import keep_freed_memory
+
+    keep_freed_memory()  # file after file is read into arrays of the same size
     from segtrain.desk.survey import (
         class_files,
         class_lists,
@@ -201,7 +206,6 @@ def _claim(output: Path, folder: Path) -> None:
 def _machine() -> "Machine":
     """What there is to train with, and where pretrained weights come from."""
     import torch
-    from torchvision.models import get_model_weights
 
     from segtrain.desk.survey.recipe import Machine
     from segtrain.models.precision import WORTH_AN_OFFER, cpu_gain
@@ -211,9 +215,8 @@ def _machine() -> "Machine":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         has_bfloat16 = cpu_gain() >= WORTH_AN_OFFER
-    url = get_model_weights("resnet50" if has_gpu else "resnet18")[_WEIGHTS].url
-    cached = Path(torch.hub.get_dir(), "checkpoints", Path(url).name)
-    if cached.is_file():
+    name = WEIGHT_FILES["resnet50" if has_gpu else "resnet18"]
+    if Path(torch.hub.get_dir(), "checkpoints", name).is_file():
         return Machine(has_gpu, _WEIGHTS, has_bfloat16)
     # One connection tells whether the weights could be downloaded.
     with suppress(OSError), socket.create_connection(_HOST, timeout=2):

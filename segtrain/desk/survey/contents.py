@@ -11,6 +11,7 @@ from segtrain.data.read import image_formats
 from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import MapPlace, place_of
 from segtrain.data.read.image import read_values
+from segtrain.data.read.image_formats import StoredFile
 from segtrain.data.read.raster import raster_size, windows
 from segtrain.data.read.raw_label import SCALED, marked_value, with_no_data_id
 from segtrain.data.read.rims import blended_pixels
@@ -103,12 +104,13 @@ def label_facts(folder: Path, file: str, threshold: float | None = None) -> Labe
     """
     path = folder / file
     size = raster_size(path)
-    info = image_formats.read_info(path)
+    stored = None if size else image_formats.open_stored(path)
+    info = stored.info if stored else image_formats.read_info(path)
     if info.scaling:
         return LabelFacts("picture", info.size, {}, why=SCALED)
     known = {"no_data": marked_value(info.no_data), "place": place_of(path, info)}
-    if size is None:
-        return _facts_of(read_label(path), path, file, threshold)._replace(**known)
+    if stored:
+        return _facts_of(_pixels(stored), path, file, threshold)._replace(**known)
     parts = [_facts_of(read_label(path, window), path, file, threshold) for window in windows(size)]
     kinds = {part.kind for part in parts}
     if "picture" in kinds:
@@ -128,7 +130,11 @@ def read_label(path: Path, window: Window | None = None) -> np.ndarray:
 
     What is wholly transparent is black, or 0: nothing was drawn there.
     """
-    file = image_formats.open_stored(path, window)
+    return _pixels(image_formats.open_stored(path, window))
+
+
+def _pixels(file: StoredFile) -> np.ndarray:
+    """As `read_label`, of a file whose header is read."""
     stored = with_no_data_id(file.pixels(), file.info.no_data)
     if file.info.alpha and stored.dtype.kind in "ui":
         # Only where every pixel is wholly drawn, or not at all: half of a value is none.
@@ -345,13 +351,17 @@ class ImageFacts(NamedTuple):
 
 def image_facts(paths: Sequence[Path]) -> ImageFacts:
     """Facts about one image, whose bands may lie in several files; DataError: it is unreadable."""
-    stored = read_bands(paths)
-    pixels = stored.reshape(-1, stored.shape[2]).astype(np.float64)
-    nan = np.isnan(pixels).any(axis=1)
-    if nan.all():
-        raise DataError(f"{paths[0]}: all pixels are NaN")
-    facts = (f(pixels, axis=0) for f in (np.nanmin, np.nanmax, np.nanmean, np.nanstd))
-    return ImageFacts(*(tuple(numbers.tolist()) for numbers in facts), has_nan=bool(nan.any()))
+    bands = np.ascontiguousarray(np.moveaxis(read_bands(paths), 2, 0))  # (C, H, W)
+    has_nan = False
+    if bands.dtype.kind == "f":
+        nan = np.isnan(bands)
+        has_nan = bool(nan.any())
+        if nan.any(axis=0).all():
+            raise DataError(f"{paths[0]}: all pixels are NaN")
+        bands = [band[~where] for band, where in zip(bands, nan, strict=True)]
+    facts = ((x.min(), x.max(), x.mean(dtype=float), x.std(dtype=float)) for x in bands)
+    low, high, mean, std = (tuple(map(float, numbers)) for numbers in zip(*facts, strict=True))
+    return ImageFacts(low, high, mean, std, has_nan)
 
 
 def read_bands(paths: Sequence[Path]) -> np.ndarray:

@@ -39,7 +39,6 @@ from segtrain.desk.survey.survey import Survey
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import ConfigError, ExecutionError, refuse_unused
 from segtrain.files import os_errors_as, write_atomic
-from segtrain.predict.georaster import write_label
 from segtrain.run.pictures import (
     as_rgb,
     legend,
@@ -283,6 +282,8 @@ def _draw_one(
         drawn = class_ids(root / files[0], labels, classes)
         drawn = to_stored(drawn, image.orientation) if labels.upright else drawn
     if image.window:
+        from segtrain.predict.georaster import write_label  # imports torch, and is rare
+
         path = folder / _drawn_name(image, labels)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_label(path, drawn, IGNORE_INDEX, root / image.path)

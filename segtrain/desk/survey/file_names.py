@@ -4,6 +4,7 @@
 common. Words tell roles, splits and bands.
 """
 
+import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence, Set
@@ -73,7 +74,7 @@ class FileName(NamedTuple):
     @property
     def stem(self) -> str:
         """The name without folders and suffix, in lower case."""
-        return PurePosixPath(self.path).stem.lower()
+        return posixpath.splitext(posixpath.basename(self.path))[0].lower()
 
     @property
     def folder(self) -> str:

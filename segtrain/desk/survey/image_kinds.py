@@ -1,5 +1,6 @@
 """The images of a folder: headers, splits, facts about a sample, and which are nearly alike."""
 
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -57,7 +58,7 @@ class Image:
     @property
     def name(self) -> str:
         """The path without its suffix."""
-        return str(PurePosixPath(self.path).with_suffix(""))
+        return posixpath.splitext(self.path)[0]
 
     @property
     def place(self) -> tuple[str, str, str]:
