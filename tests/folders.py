@@ -98,7 +98,7 @@ def quick_init(monkeypatch: pytest.MonkeyPatch) -> None:
     """No network, and no sheet, which takes a fifth of the time; test_init looks at it."""
     monkeypatch.setattr("segtrain.desk.commands.init._HOST", ("127.0.0.1", 9))
     blank = np.zeros((1, 1, 3), np.uint8)
-    monkeypatch.setattr("segtrain.desk.survey.decisions._contact_sheet", lambda *_: blank)
+    monkeypatch.setattr("segtrain.desk.survey.experiment_files.contact_sheet", lambda *_: blank)
 
 
 def assert_same_division(found: Truth, truth: Truth) -> None:

@@ -18,7 +18,7 @@ from segtrain.data.read.find import Window
 from segtrain.data.read.image import ImageForm, read_image
 from segtrain.data.sample.geometry import Placement, Span, resample_image
 from segtrain.data.sample.transforms import TrainTransform
-from segtrain.desk.survey.contents import image_facts
+from segtrain.desk.survey.image_facts import image_facts
 from segtrain.errors import ConfigError, DataError
 from segtrain.models import build_model
 from segtrain.models.blocks import Normalize, normalize

@@ -306,7 +306,7 @@ def test_where_two_readings_fit_it_stops_and_every_option_that_it_offers_goes_on
     assert offered
     assert all((answer if answer == VERSION else answer.split()[0]) in said for answer in answers)
     # The sheet of each answer takes a fifth of the time; the conventions above look at it.
-    monkeypatch.setattr("segtrain.desk.survey.decisions._contact_sheet", lambda *_: BLANK)
+    monkeypatch.setattr("segtrain.desk.survey.experiment_files.contact_sheet", lambda *_: BLANK)
     for option in {**answers, **dict.fromkeys(offered)}:
         if "VALUES" in option:
             continue

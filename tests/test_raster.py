@@ -14,7 +14,8 @@ from segtrain.data.read.find import Window
 from segtrain.data.read.image import ImageForm
 from segtrain.data.read.image_formats import open_stored
 from segtrain.data.read.raster import windows
-from segtrain.desk.survey.contents import image_facts, label_facts
+from segtrain.desk.survey.contents import label_facts
+from segtrain.desk.survey.image_facts import image_facts
 from segtrain.errors import DataError
 from segtrain.inference.predictor import Predictor
 from segtrain.inference.settings import InferenceSettings, SettingsBySize

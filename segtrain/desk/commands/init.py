@@ -111,10 +111,13 @@ def write_experiment(
         class_lists,
         decide,
         decisions,
+        drawn_labels,
         edges,
+        experiment_files,
         foreground,
         label_values,
         one_picture,
+        question_pictures,
         recipe,
         splits,
     )
@@ -132,7 +135,7 @@ def write_experiment(
         how["chosen"] = given.images
         surveyed = survey(folder, val_list=val_list, **how)
         if surveyed.annotations and (not surveyed.sets or given.labels in surveyed.annotations):
-            labels, chosen = decisions.draw_annotations(surveyed, output, given, jobs)
+            labels, chosen = drawn_labels.draw_annotations(surveyed, output, given, jobs)
         else:
             refuse_unused(vars(given), "attribute", "labels that are pictures")
             labels = decide.choose_labels(surveyed, given)
@@ -164,12 +167,14 @@ def write_experiment(
         print(printable(f"files      {found.line()}"))
         for line in _lines(plan, machine):
             print(printable(line))
-        for warning in decisions.write(plan, output, _command(folder, answers), jobs=jobs):
+        for warning in experiment_files.write_files(
+            plan, output, _command(folder, answers), jobs=jobs
+        ):
             print(printable(f"warning: {warning}"))
     except UndecidedError as undecided:
         # Only the pictures of the question stay: `_claim` accepts a folder that holds nothing else.
         shutil.rmtree(output, ignore_errors=True)
-        pictures = decisions.write_readings(surveyed, labels, undecided.readings, output)
+        pictures = question_pictures.write_readings(surveyed, labels, undecided.readings, output)
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
         place = f"--output {shlex.quote(str(output))}, and"
         again = f"\n  segtrain init {shlex.quote(str(folder))} {place} one of them goes on"
@@ -177,7 +182,7 @@ def write_experiment(
     except BaseException:  # Ctrl-C too: half an experiment would be taken for a whole one
         shutil.rmtree(output, ignore_errors=True)
         raise
-    return output / decisions.CONFIG
+    return output / CONFIG
 
 
 def _claim(output: Path, folder: Path) -> None:

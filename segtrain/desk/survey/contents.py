@@ -1,6 +1,6 @@
-"""What single files hold: whether one looks like a label, its values, and facts about an image."""
+"""What single files hold: whether one looks like a label, and its values."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -10,14 +10,13 @@ import numpy as np
 from segtrain.data.read import image_formats
 from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import MapPlace, place_of
-from segtrain.data.read.image import read_values
 from segtrain.data.read.image_formats import StoredFile
 from segtrain.data.read.raster import raster_size, windows
 from segtrain.data.read.raw_label import SCALED, marked_value, with_no_data_id
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.thumbnails import LOSSY, grey_of
+from segtrain.desk.survey.image_facts import middle_window
 from segtrain.errors import DataError
-from segtrain.types import IGNORE_INDEX
 
 T = TypeVar("T")
 Color = tuple[int, int, int]
@@ -53,9 +52,6 @@ def spread(items: Sequence[T], number: int) -> list[T]:
     """Up to `number` of the items, evenly spread."""
     at = np.linspace(0, len(items) - 1, min(len(items), number)).round().astype(int)
     return [items[i] for i in at]
-
-
-# Labels
 
 
 class ValueFacts(NamedTuple):
@@ -147,7 +143,7 @@ def _pixels(file: StoredFile) -> np.ndarray:
 def _facts_of(stored: np.ndarray, path: Path, file: str, threshold: float | None) -> LabelFacts:
     """As `label_facts`, of the pixels (H, W, C) of the file or of a window."""
     size = stored.shape[:2]
-    is_divided = threshold is not None and _single(stored) is not None
+    is_divided = threshold is not None and single_channel(stored) is not None
     kind = "two" if is_divided else _kind(stored, path)
     if kind == "picture":
         return LabelFacts(kind, size, {}, why=_why_no_label(stored, path))
@@ -164,12 +160,6 @@ def _facts_of(stored: np.ndarray, path: Path, file: str, threshold: float | None
 def read_label_part(path: Path) -> np.ndarray:
     """A label as stored, (H, W, C); of a raster the middle window."""
     return read_label(path, middle_window(path))
-
-
-def middle_window(path: Path) -> Window | None:
-    """The window of a raster that stands for it; None: the file is read at once."""
-    size = raster_size(path)
-    return None if size is None else (parts := windows(size))[len(parts) // 2]
 
 
 def label_values(stored: np.ndarray, kind: Kind, threshold: float | None = None) -> np.ndarray:
@@ -201,62 +191,9 @@ def packed(value: Value) -> int:
     return value if isinstance(value, int) else int.from_bytes(value)
 
 
-def shows_object(path: Path, threshold: float | None = None) -> np.ndarray:
-    """(H, W) bool: where a file of two values, or with a threshold, shows what it stands for."""
-    stored = read_label(path)
-    if path.suffix.lower() in LOSSY or threshold is not None:
-        return label_values(stored, "two", threshold) > 0
-    channel = _single(stored)
-    return stored[..., :3].any(axis=2) if channel is None else channel > 0
-
-
-def painted(
-    files: Sequence[tuple[Path, int]],
-    size: tuple[int, int],
-    void: Collection[int],
-    threshold: float | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The class of each pixel, and which pixels several classes claim, (H, W) int32 and bool.
-
-    Smaller areas lie on larger ones, as a lesion on its liver; 0 is where no file shows anything.
-
-    files: of two values each, and the number of its class. void: numbers that mean no class, and
-        lie on all. threshold: as of `label_facts`.
-    """
-    shown = [(shows_object(path, threshold), number) for path, number in files]
-    label, claimed = np.zeros(size, np.int32), np.zeros(size, bool)
-    # Larger areas first, so that smaller ones lie on them; what means no class comes last.
-    for where, number in sorted(shown, key=lambda x: (x[1] in void, -np.count_nonzero(x[0]))):
-        if number not in void:
-            claimed |= where & (label != 0) & (label != number)
-        label[where] = number
-    return label, claimed
-
-
-def presence(
-    files: Sequence[tuple[Path, int]],
-    size: tuple[int, int],
-    num_classes: int,
-    void: Collection[int],
-    threshold: float | None = None,
-) -> np.ndarray:
-    """Where each class is, of classes that may overlap: (H, W, K) uint8 of 0, 1 and 255.
-
-    files, void, threshold: as of `painted`; what is void is 255 for all classes.
-    """
-    bands = np.zeros((*size, num_classes), np.uint8)
-    for path, number in sorted(files, key=lambda x: x[1] in void):
-        shown = shows_object(path, threshold)
-        if number in void:
-            bands[shown] = IGNORE_INDEX
-        else:
-            bands[..., number - 1][shown] = 1
-    return bands
-
-
 def _kind(stored: np.ndarray, path: Path) -> Kind:
     """What the pixels may be, if areas are flat."""
-    channel = _single(stored)
+    channel = single_channel(stored)
     # JPEG blurs values: black and white are told apart still, ids and colours are not.
     if path.suffix.lower() in LOSSY:
         return "two" if channel is not None and _has_two_values(channel) else "picture"
@@ -279,7 +216,7 @@ def _why_no_label(stored: np.ndarray, path: Path) -> str:
     """Why `_kind` takes the pixels for a picture."""
     if path.suffix.lower() in LOSSY:
         return "JPEG has blurred their values: save labels as PNG"
-    if _single(stored) is not None:
+    if single_channel(stored) is not None:
         return "values below 0, above 65535 or between whole numbers"
     if stored.dtype == np.uint16:
         return "16-bit colours: save ids as PNG of one channel"
@@ -288,7 +225,7 @@ def _why_no_label(stored: np.ndarray, path: Path) -> str:
     return _TOO_MANY
 
 
-def _single(stored: np.ndarray) -> np.ndarray | None:
+def single_channel(stored: np.ndarray) -> np.ndarray | None:
     """The one channel of (H, W, C), also if all three of RGB are equal; None: there are more."""
     colors = without_alpha(stored)
     is_one = colors.shape[2] in (1, 3) and (colors[..., :1] == colors).all()
@@ -330,46 +267,6 @@ def _counted(label: np.ndarray, file: str, channels: np.ndarray) -> dict[int, Va
     blended = np.bincount(np.searchsorted(values, at_blend), minlength=len(values))
     counts = zip(*(x.tolist() for x in (values, pixels, rim, blended)), strict=True)
     return {value: ValueFacts(p, r, 1, file, b) for value, p, r, b in counts}
-
-
-# Images
-
-
-class ImageFacts(NamedTuple):
-    """An image of a sample.
-
-    low, high: smallest and largest value of each channel, NaN left out; mean, std: of each.
-    has_nan: whether there are pixels without a value.
-    """
-
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    has_nan: bool
-
-
-def image_facts(paths: Sequence[Path]) -> ImageFacts:
-    """Facts about one image, whose bands may lie in several files; DataError: it is unreadable."""
-    bands = np.ascontiguousarray(np.moveaxis(read_bands(paths), 2, 0))  # (C, H, W)
-    has_nan = False
-    if bands.dtype.kind == "f":
-        nan = np.isnan(bands)
-        has_nan = bool(nan.any())
-        if nan.any(axis=0).all():
-            raise DataError(f"{paths[0]}: all pixels are NaN")
-        bands = [band[~where] for band, where in zip(bands, nan, strict=True)]
-    facts = ((x.min(), x.max(), x.mean(dtype=float), x.std(dtype=float)) for x in bands)
-    low, high, mean, std = (tuple(map(float, numbers)) for numbers in zip(*facts, strict=True))
-    return ImageFacts(low, high, mean, std, has_nan)
-
-
-def read_bands(paths: Sequence[Path]) -> np.ndarray:
-    """(H, W, C) as stored, of a raster the middle window; the channels of several files in turn."""
-    parts = [read_values(path, middle_window(path)) for path in paths]
-    if len({part.shape[:2] for part in parts}) > 1:
-        raise DataError(f"{paths[0]}: its bands have different sizes")
-    return np.concatenate(parts, axis=2)
 
 
 def alignment(stored: np.ndarray, label: np.ndarray) -> float:

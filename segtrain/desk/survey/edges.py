@@ -13,7 +13,7 @@ import numpy as np
 
 from segtrain.data.read import image_formats
 from segtrain.data.read.decode import to_stored
-from segtrain.desk.survey import contents
+from segtrain.desk.survey import contents, image_facts
 from segtrain.desk.survey.contents import Color, Kind, spread
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
@@ -113,7 +113,7 @@ def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeSco
     for i in spread(range(len(pairs)), _COMPARED) if len(pairs) > 2 else ():
         with suppress(DataError):
             before, own, after = (
-                contents.read_bands(pairs[k % len(pairs)][0]) for k in (i - 1, i, i + 1)
+                image_facts.read_bands(pairs[k % len(pairs)][0]) for k in (i - 1, i, i + 1)
             )
             label = contents.read_label_part(pairs[i][1])
             if labels.upright:
@@ -137,7 +137,7 @@ def compared_turned(folder: Path, images: Sequence[Image], labels: LabelSet) -> 
     scores = []
     for image in spread([x for x in images if x.path in labels.unclear], _COMPARED):
         with suppress(DataError):
-            own = contents.read_bands([folder / file for file in image.files])
+            own = image_facts.read_bands([folder / file for file in image.files])
             for file in labels.labels[image.path]:
                 label = contents.read_label_part(folder / file)
                 ways = label, to_stored(label, image.orientation)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from segtrain.data.read.decode import to_stored
-from segtrain.desk.survey import contents
 from segtrain.desk.survey.class_ids import class_ids
+from segtrain.desk.survey.class_masks import painted
 from segtrain.desk.survey.class_table import Classes
-from segtrain.desk.survey.contents import ImageFacts, spread
+from segtrain.desk.survey.contents import spread
+from segtrain.desk.survey.image_facts import ImageFacts, middle_window, read_bands
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.survey import Survey
@@ -48,7 +49,7 @@ def narrow_foreground(
     pixels, shown = [], defaultdict(list)
     by_path = {image.path: image for image in images}  # windows share a file
     for image in spread(list(by_path.values()), _SAMPLE):
-        values = contents.read_bands([survey.root / file for file in image.files])[..., 0]
+        values = read_bands([survey.root / file for file in image.files])[..., 0]
         found = _foreground(survey.root, image, labels, classes, drawn)
         if found.shape == values.shape:
             # Percentiles need no more pixels than this.
@@ -81,10 +82,10 @@ def _foreground(
         return np.full(image.size, IGNORE_INDEX)
     if labels.classes:
         of_classes = labels.class_files(root, image.path)
-        numbers, _ = contents.painted(of_classes, image.size, labels.void, labels.threshold)
+        numbers, _ = painted(of_classes, image.size, labels.void, labels.threshold)
         return np.where(np.isin(numbers, [0, *labels.void]), IGNORE_INDEX, numbers)
     folder = drawn if labels.kind == "annotations" else root
-    window = contents.middle_window(root / image.path)
+    window = middle_window(root / image.path)
     ids = class_ids(folder / files[0], labels, classes, window)
     ids = to_stored(ids, image.orientation) if labels.upright else ids
     names = [class_info.name.casefold().strip("_") for class_info in classes.classes]

@@ -14,9 +14,10 @@ from segtrain.data.read import image_formats, thumbnails
 from segtrain.data.read.decode import Info, printed_lines
 from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import MapPlace, place_of
-from segtrain.desk.survey import contents, file_names
-from segtrain.desk.survey.contents import ImageFacts, spread
+from segtrain.desk.survey import file_names
+from segtrain.desk.survey.contents import spread
 from segtrain.desk.survey.file_names import FileName, words_of
+from segtrain.desk.survey.image_facts import ImageFacts, image_facts
 from segtrain.desk.survey.pairs import Matches
 from segtrain.errors import DataError
 from segtrain.text import counted, first_of
@@ -179,7 +180,7 @@ def facts_of(folder: Path, images: Sequence[Image], notes: list[str]) -> dict[st
         try:
             # libjpeg prints what is wrong in the middle of a file, and goes on.
             with printed_lines(OF_DAMAGE) as said:
-                facts[image.path] = contents.image_facts([folder / path for path in image.files])
+                facts[image.path] = image_facts([folder / path for path in image.files])
         except DataError as error:
             problems.append(str(error))
         odd += [image.path] if said else []

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from segtrain.desk.survey import contents
+from segtrain.desk.survey.class_masks import shows_object
 from segtrain.desk.survey.class_words import Said, differing_words, said_beside
 from segtrain.desk.survey.contents import LabelFacts, spread
 from segtrain.desk.survey.file_names import FileName
@@ -193,7 +193,7 @@ def _are_alike(folder: Path, pairs: Iterable[tuple[str, ...]]) -> bool:
     overlaps = []
     for pair in pairs:
         with suppress(DataError):
-            a, b = (contents.shows_object(folder / file) for file in pair)
+            a, b = (shows_object(folder / file) for file in pair)
             if a.shape == b.shape and (a | b).any():
                 overlaps.append((a & b).sum() / (a | b).sum())
     return bool(overlaps) and float(np.median(overlaps)) > _SAME_AREA

@@ -12,7 +12,7 @@ from segtrain.data.read.concurrent import for_each_pair, num_processes
 from segtrain.data.read.decode import exchanges_sides
 from segtrain.data.read.georeference import SAME_EXTENT, other_place
 from segtrain.desk.annotations.label_maps import presence_counts
-from segtrain.desk.survey import contents
+from segtrain.desk.survey import class_masks, contents
 from segtrain.desk.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet, total_values
@@ -155,10 +155,10 @@ def _count_painted(
     """The image, its pixels of each class, the background first, and those of several classes."""
     image, files, size = item
     if overlapping:
-        bands = contents.presence(files, size, num_values - 1, void, threshold)
+        bands = class_masks.presence(files, size, num_values - 1, void, threshold)
         counts = presence_counts(bands)[:num_values]
         return image, counts, np.count_nonzero((bands == 1).sum(2) > 1)
-    label, claimed = contents.painted(files, size, void, threshold)
+    label, claimed = class_masks.painted(files, size, void, threshold)
     return image, np.bincount(label.ravel(), minlength=num_values), np.count_nonzero(claimed)
 
 

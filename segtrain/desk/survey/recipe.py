@@ -13,8 +13,8 @@ from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.image import ImageForm, set_dtype
 from segtrain.data.read.raster import windows
 from segtrain.desk.survey.class_table import Classes
-from segtrain.desk.survey.contents import ImageFacts
 from segtrain.desk.survey.foreground import Foreground
+from segtrain.desk.survey.image_facts import ImageFacts
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
 from segtrain.desk.survey.splits import Splits

@@ -14,13 +14,14 @@ from segtrain.data.read import image_formats
 from segtrain.data.read.find_tiles import tile_boxes
 from segtrain.data.read.tiles import TileBox
 from segtrain.desk.annotations import detect, roi_files
-from segtrain.desk.survey import contents, file_names, pairs
-from segtrain.desk.survey.contents import Color, ImageFacts, LabelFacts
+from segtrain.desk.survey import file_names, pairs
+from segtrain.desk.survey.contents import Color, LabelFacts
 from segtrain.desk.survey.edges import equal_sets
 from segtrain.desk.survey.file_names import (
     FileName,
     fits,
 )
+from segtrain.desk.survey.image_facts import ImageFacts, read_bands
 from segtrain.desk.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.label_sets import label_sets
@@ -239,7 +240,7 @@ def _tiles(folder: Path, images: Sequence[Image]) -> dict[str, TileBox]:
         [image.name for image in images],
         [image.size for image in images],
         [image.map_place for image in images],
-        lambda i: contents.read_bands([folder / file for file in images[i].files]),
+        lambda i: read_bands([folder / file for file in images[i].files]),
     )
     return {x.path: box for x, box in zip(images, boxes, strict=True) if box is not None}
 
