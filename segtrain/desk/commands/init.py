@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from segtrain.config import load_config
 from segtrain.config.loading import yaml_value
 from segtrain.errors import EXIT_OK, ConfigError, DataError, refuse_unused
 from segtrain.files import os_errors_as
@@ -58,7 +59,7 @@ def say_written(output: Path) -> None:
 
 def _show(folder: Path, output: Path, **options: Any) -> int:
     """Writes no more than the contact sheet, beside `output`; returns the exit code."""
-    sheet = output.with_name(f"{output.name}_{_SHEET}")
+    sheet = output.parent / f"{output.resolve().name}_{_SHEET}"
     if sheet.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"--output {printable(output)}: lies in {folder}; name another folder")
     with tempfile.TemporaryDirectory(prefix="segtrain_") as made:
@@ -87,6 +88,12 @@ def config_of(folder: Path, *, may_write: bool) -> Path:
             `may_write` is False.
     """
     if (made := default_output(folder) / CONFIG).exists():
+        root = Path(load_config(made).data.root)
+        if root.expanduser().resolve() != folder.resolve():  # of a folder with the same name
+            raise ConfigError(
+                f"{printable(made)}: is of {printable(root)}, and not of {printable(folder)}; "
+                f"segtrain init {shlex.quote(str(folder))} --output OTHER makes one of this folder"
+            )
         return made
     if any(folder.glob(READINGS)):
         raise ConfigError(f"{folder}: segtrain init stopped here with a question; answer it there")

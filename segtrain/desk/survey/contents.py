@@ -78,6 +78,7 @@ class LabelFacts(NamedTuple):
     palette: the colours of the ids, if the file has a palette. place: on the map.
     is_rgb: whether ids are greys of an RGB file: beside files in colours, they are colours.
     why: a picture is no label. no_data: the value that a TIFF marks as none (GDAL_NODATA).
+    has_alpha: whether pixels may be transparent, which training refuses.
     """
 
     kind: Kind
@@ -88,6 +89,7 @@ class LabelFacts(NamedTuple):
     why: str = ""
     no_data: float | None = None
     place: MapPlace | None = None
+    has_alpha: bool = False
 
 
 def label_facts(folder: Path, file: str, threshold: float | None = None) -> LabelFacts:
@@ -105,6 +107,7 @@ def label_facts(folder: Path, file: str, threshold: float | None = None) -> Labe
     if info.scaling:
         return LabelFacts("picture", info.size, {}, why=SCALED)
     known = {"no_data": marked_value(info.no_data), "place": place_of(path, info)}
+    known["has_alpha"] = info.alpha
     if stored:
         return _facts_of(_pixels(stored), path, file, threshold)._replace(**known)
     parts = [_facts_of(read_label(path, window), path, file, threshold) for window in windows(size)]

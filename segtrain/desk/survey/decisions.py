@@ -39,8 +39,9 @@ class Decisions:
         # (): an image without a file shows background alone, so its label is drawn.
         if labels.classes or labels.kind not in ("ids", "colors") or () in labels.labels.values():
             return None
-        # They lie on the picture as viewers turn it; training reads pixels as stored.
-        if labels.upright:
+        # They lie on the picture as viewers turn it, or are transparent: training reads pixels as
+        # stored, and opaque ones alone.
+        if labels.upright or labels.has_alpha:
             return None
         if labels.kind == "colors" and len(self.classes.ignored) > 1:
             return None  # a class file can ignore one colour
@@ -48,10 +49,8 @@ class Decisions:
         # Of a PNG training cannot read a window alone.
         if self.splits.train[0].window and not is_tiff(file):
             return None
-        info = image_formats.read_info(file)
-        # Training refuses transparent pixels, which may be in any of the files.
-        problem = label_format_of(labels.kind).problem(info, 0)
-        return None if info.alpha or problem else labels.kind
+        problem = label_format_of(labels.kind).problem(image_formats.read_info(file), 0)
+        return None if problem else labels.kind
 
     @cached_property
     def label_files(self) -> Mapping[str, str]:

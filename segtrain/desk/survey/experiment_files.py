@@ -108,8 +108,11 @@ def _pair_list(plan: Decisions, images: Sequence[Image]) -> str:
 
 
 def _listed(path: str) -> str:
-    """The path as a list may name it: blanks at its beginning are cut off, # begins a comment."""
-    return f"./{path}" if path.startswith(("#", " ")) else path
+    """The path as a list may name it, which takes # for a comment, and C: for another machine's.
+
+    Blanks at the beginning are cut off.
+    """
+    return f"./{path}" if path.startswith(("#", " ")) or path[1:2] == ":" else path
 
 
 def _config(plan: Decisions, here: Path, command: str) -> str:

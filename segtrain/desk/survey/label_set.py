@@ -26,6 +26,7 @@ class LabelSet:
         unclear: images that EXIF turns, if no size tells.
     overlapping: whether a pixel may have several of `classes`.
     threshold: of the grey levels of its files, from which on they show their class.
+    has_alpha: whether any file has an alpha channel, as `count_values` finds.
     """
 
     pattern: str
@@ -44,6 +45,7 @@ class LabelSet:
     unclear: Set[str] = frozenset()
     overlapping: bool = False
     threshold: float | None = None
+    has_alpha: bool = False
 
     @property
     def void(self) -> list[int]:

@@ -75,7 +75,8 @@ def count_values(
     palette = max((facts.palette for facts in read), key=len, default=())
     palette = tuple(shown.get(value, color) for value, color in enumerate(palette))
     no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
-    known = {"palette": palette, "no_data": no_data, "shown_in": shown_in}
+    has_alpha = any(facts.has_alpha for facts in read)
+    known = {"has_alpha": has_alpha, "palette": palette, "no_data": no_data, "shown_in": shown_in}
     return replace(labels, kind=kind, values=values, upright=upright, unclear=unclear, **known)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -13,19 +14,22 @@ from segtrain.data.read.decode import MAX_PIXELS
 from segtrain.data.read.image import ImageForm, set_dtype
 from segtrain.data.read.raster import windows
 from segtrain.desk.survey.class_table import Classes
+from segtrain.desk.survey.contents import spread
 from segtrain.desk.survey.foreground import Foreground
-from segtrain.desk.survey.image_facts import ImageFacts
+from segtrain.desk.survey.image_facts import ImageFacts, image_facts
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
 from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey
-from segtrain.errors import ConfigError
+from segtrain.errors import ConfigError, DataError
 from segtrain.text import first_of
 
 _IMAGENET = {key: DataConfig.model_fields[key].default for key in ("mean", "std")}
 # Rarer than the most frequent class by this factor: the loss is weighted.
 _UNBALANCED = 20
 _LARGEST_WEIGHT = 10.0
+# Images whose values are known, at least.
+_LEAST_SEEN = 24
 
 
 class Machine(NamedTuple):
@@ -79,7 +83,7 @@ def choose_pixels(
             "cannot fit them: convert them to one"
         )
     (dtype,) = dtypes
-    facts = [survey.facts[image.path] for image in images if image.path in survey.facts]
+    facts = _facts(survey, images)
     numbers = sorted({image.channels for image in images})
     channels = answers.channels or _channels(survey, images, numbers)
     # Images that cannot be read in so many channels say nothing of the scale.
@@ -117,6 +121,19 @@ def choose_pixels(
         reason = f"of {len(usable)} images, each channel, on the scale of 0..255"
     options += [Option("data.mean", list(mean), reason), Option("data.std", list(std))]
     return Pixels(found._replace(mean=tuple(mean)), tuple(options))
+
+
+def _facts(survey: Survey, images: Sequence[Image]) -> list[ImageFacts]:
+    """Facts about a sample of the images; where few have labels, that of the survey missed them."""
+    sample = [image for image in images if image.path in survey.facts]
+    if len(sample) < _LEAST_SEEN:
+        sample = spread(images, _LEAST_SEEN)
+    facts = []
+    for image in sample:
+        with suppress(DataError):  # a damaged file, which is named elsewhere
+            files = [survey.root / file for file in image.files]
+            facts.append(survey.facts.get(image.path) or image_facts(files))
+    return facts
 
 
 def _channels(survey: Survey, images: Sequence[Image], numbers: list[int]) -> int:

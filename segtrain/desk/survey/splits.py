@@ -1,6 +1,7 @@
 """The decision: which images to train and to evaluate on; a pure function of the survey."""
 
 import hashlib
+import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -178,7 +179,7 @@ def chosen_groups(groups: Sequence[str], share: float) -> set[str]:
     """The groups to evaluate on: about this share of the images; groups: that of each image."""
     sizes = Counter(groups)
     # By a hash, so that no order of names decides, and equal names give equal splits.
-    order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    order = sorted(sizes, key=lambda name: hashlib.sha256(os.fsencode(name)).hexdigest())
     chosen, size = set(), 0
     # The last group is always left to train on.
     for name in order[:-1]:
