@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+from segtrain.data.read.decode import to_stored
 from segtrain.data.read.find import Window
 from segtrain.data.read.raster import is_tiff
 from segtrain.desk.survey import contents
+from segtrain.desk.survey.class_masks import painted
 from segtrain.desk.survey.class_table import Classes
 from segtrain.desk.survey.contents import packed
+from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.errors import DataError
 from segtrain.types import IGNORE_INDEX
@@ -40,3 +43,25 @@ def class_ids(
     if (known[at] != values).any():
         raise DataError(f"{file}: its values have changed since they were counted")
     return np.array([ids[value] for value in known.tolist()], np.uint8)[at]
+
+
+def train_ids(
+    folder: Path, labels: LabelSet, classes: Classes, image: Image, window: Window | None = None
+) -> np.ndarray:
+    """(H, W) uint8: as `class_ids`, of the label of an image, whatever its files are.
+
+    folder: of the label files. window: the part to read of a label in one file.
+    """
+    files = labels.labels[image.path]
+    if labels.classes:
+        class_files = labels.class_files(folder, image.path)
+        numbers, _ = painted(class_files, image.size, labels.void, labels.threshold)
+        positions = np.full(len(labels.classes) + 1, IGNORE_INDEX, np.uint8)
+        for i, class_info in enumerate(classes.classes):
+            positions[[*class_info.values]] = i
+        return positions[numbers]
+    if not files:  # background alone
+        of_zero = (i for i, x in enumerate(classes.classes) if 0 in x.values)
+        return np.full(image.size, next(of_zero, IGNORE_INDEX), np.uint8)
+    ids = class_ids(folder / files[0], labels, classes, window)
+    return to_stored(ids, image.orientation) if labels.upright else ids

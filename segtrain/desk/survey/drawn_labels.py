@@ -5,15 +5,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.concurrent import for_each_pair, num_processes
-from segtrain.data.read.decode import to_stored
 from segtrain.desk.annotations import read_annotations
 from segtrain.desk.annotations.label_maps import PAIRS, claim, label_files, write_labels
-from segtrain.desk.survey.class_ids import class_ids
-from segtrain.desk.survey.class_masks import painted, presence
+from segtrain.desk.survey.class_ids import train_ids
+from segtrain.desk.survey.class_masks import presence
 from segtrain.desk.survey.class_table import Class, Classes
 from segtrain.desk.survey.contents import Color
 from segtrain.desk.survey.decisions import Decisions
@@ -52,27 +49,23 @@ def draw_annotations(
     annotations = read_annotations(files, survey.root, **how)
     claim(output, survey.root, overwrite=True)
     overlap = annotations.overlap if answers.task is None else "keep"
+    keeps = overlap == "keep"
     pixels, _ = write_labels(annotations, output, overlap=overlap, jobs=jobs)
     # The lists of this folder, train.txt and val.txt, take its place.
     (output / PAIRS).unlink()
     classes = [
         Class(name, (i,), None, int(pixels[i]))
         for i, name in enumerate(annotations.classes)
-        if i or (pixels[0] and overlap != "keep")
+        if i or (pixels[0] and not keeps)
     ]
-    pattern = (
-        f"{first_of((file.relative_to(survey.root) for file in files), 2)} ({annotations.format})"
-    )
-    keeps = overlap == "keep"
+    sources = first_of((file.relative_to(survey.root) for file in files), 2)
+    pattern = f"{sources} ({annotations.format})"
     files = label_files(annotations, keeps=keeps)
     labels = {image.name: (file,) for image, file in zip(annotations.images, files, strict=True)}
-    reason = f"drawn from {pattern}, overlaps by {overlap}"
     made = LabelSet(pattern, "annotations", labels, {}, overlapping=keeps)
-    total = 0
-    if keeps:
-        reason = f"drawn from {pattern}, each class by itself"
-        total = sum(math.prod(image.size) for image in annotations.images)
-    reasons, notes = (reason,), tuple(annotations.notes)
+    how = "each class by itself" if keeps else f"overlaps by {overlap}"
+    total = sum(math.prod(image.size) for image in annotations.images) if keeps else 0
+    reasons, notes = (f"drawn from {pattern}, {how}",), tuple(annotations.notes)
     return made, Classes(tuple(classes), (IGNORE_INDEX,), reasons, notes, all_pixels=total)
 
 
@@ -105,7 +98,7 @@ def _draw(
         # The bands of the classes that are kept, in their order; files may show more.
         write_bands(path, bands[..., [class_info.values[0] - 1 for class_info in classes.classes]])
         return
-    drawn = _train_ids(root, labels, classes, image)
+    drawn = train_ids(root, labels, classes, image)
     if image.window:
         from segtrain.predict.georaster import write_label  # imports torch, and is rare
 
@@ -113,20 +106,3 @@ def _draw(
         write_label(path, drawn, IGNORE_INDEX, root / image.path)
         return
     write_indexed_png(path, drawn, [*palette, *[(0, 0, 0)] * (256 - len(palette))])
-
-
-def _train_ids(root: Path, labels: LabelSet, classes: Classes, image: Image) -> np.ndarray:
-    """(H, W) uint8: the position of the class of each pixel, 255 where there is none."""
-    files = labels.labels[image.path]
-    if labels.classes:
-        class_files = labels.class_files(root, image.path)
-        numbers, _ = painted(class_files, image.size, labels.void, labels.threshold)
-        train_ids = np.full(len(labels.classes) + 1, IGNORE_INDEX, np.uint8)
-        for i, class_info in enumerate(classes.classes):
-            train_ids[[*class_info.values]] = i
-        return train_ids[numbers]
-    if not files:  # --missing background
-        of_zero = (i for i, x in enumerate(classes.classes) if 0 in x.values)
-        return np.full(image.size, next(of_zero, IGNORE_INDEX), np.uint8)
-    drawn = class_ids(root / files[0], labels, classes)
-    return to_stored(drawn, image.orientation) if labels.upright else drawn

@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from segtrain.data.read.decode import to_stored
-from segtrain.desk.survey.class_ids import class_ids
-from segtrain.desk.survey.class_masks import painted
+from segtrain.desk.survey.class_ids import train_ids
 from segtrain.desk.survey.class_table import Classes
 from segtrain.desk.survey.contents import spread
 from segtrain.desk.survey.image_facts import ImageFacts, middle_window, read_bands
@@ -75,19 +73,12 @@ def narrow_foreground(
 def _foreground(
     root: Path, image: Image, labels: LabelSet, classes: Classes, drawn: Path
 ) -> np.ndarray:
-    """(H, W): the number of the class, IGNORE_INDEX of none and of the background, of a raster in
-    its middle window."""
-    files = labels.labels[image.path]
-    if not files:
-        return np.full(image.size, IGNORE_INDEX)
-    if labels.classes:
-        of_classes = labels.class_files(root, image.path)
-        numbers, _ = painted(of_classes, image.size, labels.void, labels.threshold)
-        return np.where(np.isin(numbers, [0, *labels.void]), IGNORE_INDEX, numbers)
+    """(H, W): the position of the class, IGNORE_INDEX of none and of the background.
+
+    Of a raster in its middle window.
+    """
     folder = drawn if labels.kind == "annotations" else root
-    window = middle_window(root / image.path)
-    ids = class_ids(folder / files[0], labels, classes, window)
-    ids = to_stored(ids, image.orientation) if labels.upright else ids
+    ids = train_ids(folder, labels, classes, image, middle_window(root / image.path))
     names = [class_info.name.casefold().strip("_") for class_info in classes.classes]
     beside = [i for i, x in enumerate(classes.classes) if 0 in x.values or names[i] == "background"]
     return np.where(np.isin(ids, beside), IGNORE_INDEX, ids)

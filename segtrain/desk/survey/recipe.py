@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -85,30 +86,26 @@ def choose_pixels(
     (dtype,) = dtypes
     facts = _facts(survey, images)
     numbers = sorted({image.channels for image in images})
-    channels = answers.channels or _channels(survey, images, numbers)
+    channels = answers.channels or _channels(survey.root, images, numbers, facts)
     # Images that cannot be read in so many channels say nothing of the scale.
     usable = [found for sample in facts if (found := _in_channels(sample, channels))]
     if not usable:
         raise ConfigError(f"--channels {channels}: the images have {first_of(numbers)}")
-    found = ImageForm(channels, set_dtype(np.dtype(dtype)))
+    form = ImageForm(channels, set_dtype(np.dtype(dtype)))
     options = [Option("data.channels", channels, "as the files hold")] if channels != 3 else []
     if dtype != "uint8":
-        low, high = (
-            min(min(sample.low) for sample in usable),
-            max(max(sample.high) for sample in usable),
-        )
+        low = min(value for sample in usable for value in sample.low)
+        high = max(value for sample in usable for value in sample.high)
         scale = _value_range(np.dtype(dtype), low, high)
         reason = f"{dtype}; seen in {len(usable)} images: {low:g} to {high:g}"
         if foreground is not None:
             scale = foreground.value_range
             usable = [_in_channels(sample, channels) for sample in foreground.facts]
-            reason = (
-                "percentiles 0.5 and 99.5 of each class, as nnU-Net clips CT; seen are "
-                f"{low:g} to {high:g}"
-            )
+            clips = "percentiles 0.5 and 99.5 of each class, as nnU-Net clips CT"
+            reason = f"{clips}; seen are {low:g} to {high:g}"
         # Whole numbers have the range of their type unless the config says another.
-        if scale != found.limits or found.dtype.kind == "f":
-            found = found._replace(value_range=scale)
+        if scale != form.limits or form.dtype.kind == "f":
+            form = form._replace(value_range=scale)
             options.append(Option("data.value_range", list(scale), reason))
         if foreground is not None:
             options.append(Option("data.clip", True, "values beyond the range become its ends"))
@@ -117,10 +114,10 @@ def choose_pixels(
         mean, std = _IMAGENET.values()
         reason = "those of the pretrained weights (ImageNet)"
     else:
-        mean, std = _statistics(usable, found)
+        mean, std = _statistics(usable, form)
         reason = f"of {len(usable)} images, each channel, on the scale of 0..255"
     options += [Option("data.mean", list(mean), reason), Option("data.std", list(std))]
-    return Pixels(found._replace(mean=tuple(mean)), tuple(options))
+    return Pixels(form, tuple(options))
 
 
 def _facts(survey: Survey, images: Sequence[Image]) -> list[ImageFacts]:
@@ -136,17 +133,18 @@ def _facts(survey: Survey, images: Sequence[Image]) -> list[ImageFacts]:
     return facts
 
 
-def _channels(survey: Survey, images: Sequence[Image], numbers: list[int]) -> int:
+def _channels(
+    root: Path, images: Sequence[Image], numbers: list[int], facts: Sequence[ImageFacts]
+) -> int:
+    """The channels to train on. numbers: those of the images. facts: of a sample of them."""
     if numbers in ([1], [3], [1, 3]):
         return 3  # grey becomes RGB, as pretrained weights expect
     if any(image.alpha for image in images) and numbers[-1] <= 4:
-        sample = [image.path for image in images if image.alpha and image.path in survey.facts]
         # Not all images have it, or it never varies: then it says nothing.
-        if numbers != [4] or all(survey.facts[path].std[-1] == 0 for path in sample):
+        if numbers != [4] or all(sample.std[-1] == 0 for sample in facts):
             return 3
         raise UndecidedError(
-            f"{survey.root}: images have four channels, and the fourth varies: a band, or "
-            "transparency?",
+            f"{root}: images have four channels, and the fourth varies: a band, or transparency?",
             [
                 Reading("a band to train on", "--channels 4"),
                 Reading("transparency, left out", "--channels 3"),
@@ -154,7 +152,7 @@ def _channels(survey: Survey, images: Sequence[Image], numbers: list[int]) -> in
         )
     if len(numbers) > 1:
         raise ConfigError(
-            f"{survey.root}: images of {first_of(numbers)} channels; one network cannot take them "
+            f"{root}: images of {first_of(numbers)} channels; one network cannot take them "
             "all: --channels 3 reads the first three, or keep those of one kind"
         )
     return numbers[0]
@@ -163,12 +161,10 @@ def _channels(survey: Survey, images: Sequence[Image], numbers: list[int]) -> in
 def _in_channels(facts: ImageFacts, channels: int) -> ImageFacts | None:
     """The facts as an image of so many channels has them; None: it has too few."""
     there = len(facts.mean)
-    if there < channels == 3:  # grey, perhaps with alpha, becomes RGB
-        taken = [x[:1] * channels for x in facts[:4]]
-    elif there < channels:
+    if there < channels != 3:
         return None
-    else:
-        taken = [x[:channels] for x in facts[:4]]
+    # Grey, perhaps with alpha, becomes RGB.
+    taken = [x[:1] * 3 if there < channels else x[:channels] for x in facts[:4]]
     return ImageFacts(*taken, facts.has_nan)
 
 
