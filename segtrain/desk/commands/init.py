@@ -54,7 +54,8 @@ def main(args: argparse.Namespace) -> int:
 def say_written(output: Path) -> None:
     """Names the files of an experiment that was written."""
     names = ", ".join(sorted(path.name for path in output.iterdir()))
-    print(f"wrote {output}: {names}; look at {output / _SHEET}")
+    place = printable(output)
+    print(f"wrote {place}: {names}; look at {place}/{_SHEET}")
 
 
 def _show(folder: Path, output: Path, **options: Any) -> int:
@@ -66,7 +67,7 @@ def _show(folder: Path, output: Path, **options: Any) -> int:
         config = write_experiment(folder, Path(made, output.name), **options)
         with os_errors_as(ConfigError, f"--output {printable(output)}", "cannot be written"):
             shutil.copyfile(config.parent / _SHEET, sheet)
-    print(f"wrote {sheet} alone: ten pairs; without --dry-run all else, too")
+    print(f"wrote {printable(sheet)} alone: ten pairs; without --dry-run all else, too")
     return EXIT_OK
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from segtrain.data.read import image_formats
 from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import MapPlace, place_of
-from segtrain.data.read.image_formats import StoredFile
 from segtrain.data.read.raster import raster_size, windows
 from segtrain.data.read.raw_label import SCALED, marked_value, with_no_data_id
 from segtrain.data.read.rims import blended_pixels
@@ -102,18 +101,22 @@ def label_facts(folder: Path, file: str, threshold: float | None = None) -> Labe
     """
     path = folder / file
     size = raster_size(path)
-    stored = None if size else image_formats.open_stored(path)
-    info = stored.info if stored else image_formats.read_info(path)
+    info = image_formats.read_info(path)
     if info.scaling:
         return LabelFacts("picture", info.size, {}, why=SCALED)
-    known = {"no_data": marked_value(info.no_data), "place": place_of(path, info)}
-    known["has_alpha"] = info.alpha
-    if stored:
-        return _facts_of(_pixels(stored), path, file, threshold)._replace(**known)
+    place = place_of(path, info)
+    known = {"no_data": marked_value(info.no_data), "place": place, "has_alpha": info.alpha}
+    if size is None:
+        return _facts_of(read_label(path), path, file, threshold)._replace(**known)
     parts = [_facts_of(read_label(path, window), path, file, threshold) for window in windows(size)]
+    return _joined(parts, path)._replace(size=size, **known)
+
+
+def _joined(parts: Sequence[LabelFacts], path: Path) -> LabelFacts:
+    """The facts about the windows of one raster together."""
     kinds = {part.kind for part in parts}
     if "picture" in kinds:
-        return next(part for part in parts if part.kind == "picture")._replace(size=size)
+        return next(part for part in parts if part.kind == "picture")
     if len(kinds) > 1:
         raise DataError(f"{path}: ids and colours in one raster; cut it into tiles")
     values: dict[Value, ValueFacts] = {}
@@ -121,7 +124,7 @@ def label_facts(folder: Path, file: str, threshold: float | None = None) -> Labe
         before = values.get(value)
         # Windows are parts of one file, which counts once.
         values[value] = facts if before is None else before.added(facts)._replace(files=1)
-    return parts[0]._replace(size=size, values=values, **known)
+    return parts[0]._replace(values=values)
 
 
 def read_label(path: Path, window: Window | None = None) -> np.ndarray:
@@ -129,11 +132,7 @@ def read_label(path: Path, window: Window | None = None) -> np.ndarray:
 
     What is wholly transparent is black, or 0: nothing was drawn there.
     """
-    return _pixels(image_formats.open_stored(path, window))
-
-
-def _pixels(file: StoredFile) -> np.ndarray:
-    """As `read_label`, of a file whose header is read."""
+    file = image_formats.open_stored(path, window)
     stored = with_no_data_id(file.pixels(), file.info.no_data)
     if file.info.alpha and stored.dtype.kind in "ui":
         # Only where every pixel is wholly drawn, or not at all: half of a value is none.
