@@ -108,7 +108,7 @@ def stems_of(names: Sequence[str]) -> list[str]:
     >>> stems_of(["p01_t1", "p01_t2", "p02_t1"]), stems_of(["2012_1", "2012_2"])
     (['p01', 'p01', 'p02'], ['2012_1', '2012_2'])
     """
-    stems = {name: _stem(without_times(name)) for name in names}
+    stems = {name: _stem(without_times(name)) for name in {*names}}
     sizes = Counter(stems.values())
     if len(sizes) < 2 or max(sizes.values()) > _MOST_COUNTED:
         return list(names)

@@ -104,12 +104,18 @@ def label_facts(folder: Path, file: str, threshold: float | None = None) -> Labe
     info = image_formats.read_info(path)
     if info.scaling:
         return LabelFacts("picture", info.size, {}, why=SCALED)
-    place = place_of(path, info)
-    known = {"no_data": marked_value(info.no_data), "place": place, "has_alpha": info.alpha}
-    if size is None:
-        return _facts_of(read_label(path), path, file, threshold)._replace(**known)
-    parts = [_facts_of(read_label(path, window), path, file, threshold) for window in windows(size)]
-    return _joined(parts, path)._replace(size=size, **known)
+    parts = [
+        _facts_of(read_label(path, window), path, file, threshold)
+        for window in (windows(size) if size else [None])
+    ]
+    facts = parts[0] if size is None else _joined(parts, path)._replace(size=size)
+    has_colors = info.palette and facts.kind == "ids"
+    return facts._replace(
+        palette=tuple(image_formats.read_palette(path)) if has_colors else (),
+        no_data=marked_value(info.no_data),
+        place=place_of(path, info),
+        has_alpha=info.alpha,
+    )
 
 
 def _joined(parts: Sequence[LabelFacts], path: Path) -> LabelFacts:
@@ -155,8 +161,7 @@ def _facts_of(stored: np.ndarray, path: Path, file: str, threshold: float | None
         return LabelFacts("picture", size, {}, why=_TOO_MANY)
     if kind == "colors":
         counts = {(v >> 16, v >> 8 & 255, v & 255): count for v, count in counts.items()}
-    palette = image_formats.read_palette(path) if kind == "ids" else ()
-    return LabelFacts(kind, size, counts, tuple(palette), kind == "ids" and stored.shape[2] >= 3)
+    return LabelFacts(kind, size, counts, is_rgb=kind == "ids" and stored.shape[2] >= 3)
 
 
 def read_label_part(path: Path) -> np.ndarray:
