@@ -10,7 +10,7 @@ import numpy as np
 from segtrain.data.read import image_formats
 from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import MapPlace, place_of
-from segtrain.data.read.raster import raster_size, windows
+from segtrain.data.read.raster import is_tiff, raster_size, windows
 from segtrain.data.read.raw_label import SCALED, marked_value, with_no_data_id
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.thumbnails import LOSSY, grey_of
@@ -109,7 +109,8 @@ def label_facts(folder: Path, file: str, threshold: float | None = None) -> Labe
         for window in (windows(size) if size else [None])
     ]
     facts = parts[0] if size is None else _joined(parts, path)._replace(size=size)
-    has_colors = info.palette and facts.kind == "ids"
+    # A TIFF may have colours without saying that its numbers are indices of these.
+    has_colors = facts.kind == "ids" and (info.palette or is_tiff(path))
     return facts._replace(
         palette=tuple(image_formats.read_palette(path)) if has_colors else (),
         no_data=marked_value(info.no_data),
