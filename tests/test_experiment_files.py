@@ -91,6 +91,13 @@ def test_a_name_that_no_list_can_hold_is_refused_before_labels_are_drawn(folder,
     assert said.rstrip().endswith("; rename these files")
 
 
+def test_labels_that_are_drawn_may_lie_in_a_folder_of_any_name(folder, lab, words):
+    truth = write(folder, "123456", one_hot)
+    (folder / "labels").rename(folder / "labels\nof 1")
+    lab.done(*words)
+    assert_same_division(labels_of(folder.with_name("made"))[0], truth)
+
+
 def test_the_folder_of_the_experiment_may_have_any_name(folder, lab):
     truth = write(folder, "123456", one_hot)
     output = lab.folder / "o #1, {x}: 'a' \"b\"+c\t~$HOME\n- d"
@@ -181,3 +188,18 @@ def test_a_dry_run_may_name_the_working_directory(folder, lab, monkeypatch):
     lab.done("init", folder, "--dry-run", "--output", ".")
     assert [path.name for path in place.iterdir()] == ["here_samples.png"]
     shutil.rmtree(place)
+
+
+def test_a_question_of_a_dry_run_leaves_its_pictures_and_goes_on_in_the_output(
+    folder, lab, monkeypatch
+):
+    truth = write(folder, "123456")
+    for path in truth:
+        pixels = np.array(Picture.open(folder / path))
+        save(folder / path, np.dstack([pixels, pixels[..., 0]]))
+    monkeypatch.chdir(lab.folder)
+    outcome = lab.command("init", "data", "--dry-run", "--output", "o p")
+    assert outcome.code == 2
+    assert "pictures: o p_reading_1.png\n" in outcome.err
+    assert "segtrain init data --output 'o p', and one of them goes on" in outcome.err
+    assert {path.name for path in lab.folder.iterdir()} == {"data", "o p_reading_1.png"}

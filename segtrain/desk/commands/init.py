@@ -59,14 +59,25 @@ def say_written(output: Path) -> None:
 
 
 def _show(folder: Path, output: Path, **options: Any) -> int:
-    """Writes no more than the contact sheet, beside `output`; returns the exit code."""
-    sheet = output.parent / f"{output.resolve().name}_{_SHEET}"
+    """Writes no more than pictures, beside `output`; returns the exit code."""
+    beside = str(output.parent / f"{output.resolve().name}_")
+    sheet = Path(f"{beside}{_SHEET}")
     if sheet.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"--output {printable(output)}: lies in {folder}; name another folder")
     with tempfile.TemporaryDirectory(prefix="segtrain_") as made:
-        config = write_experiment(folder, Path(made, output.name), **options)
+        draft = Path(made, "experiment")
+        question = None
+        try:
+            write_experiment(folder, draft, **options)
+        except ConfigError as error:  # its pictures stay, and the answer goes to `output`
+            text = str(error).replace(f"{draft}/", beside)
+            question = ConfigError(text.replace(str(draft), shlex.quote(str(output))))
         with os_errors_as(ConfigError, f"--output {printable(output)}", "cannot be written"):
-            shutil.copyfile(config.parent / _SHEET, sheet)
+            for name in (_SHEET, READINGS):
+                for picture in draft.glob(name):
+                    shutil.copyfile(picture, f"{beside}{picture.name}")
+    if question:
+        raise question
     print(f"wrote {printable(sheet)} alone: ten pairs; without --dry-run all else, too")
     return EXIT_OK
 

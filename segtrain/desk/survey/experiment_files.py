@@ -98,7 +98,7 @@ def _pair_list(plan: Decisions, images: Sequence[Image]) -> str:
     text = io.StringIO()
     below = "" if plan.label_format else f"; labels below {LABELS}/ here"
     text.write(f"# Image and label, below {printable(plan.survey.root.resolve())}{below}\n")
-    text.write(f"# {plan.labels.pattern}: {printable(plan.splits.reason)}\n")
+    text.write(f"# {printable(plan.labels.pattern)}: {printable(plan.splits.reason)}\n")
     rows = csv.writer(text, delimiter="\t", lineterminator="\n")
     for image in images:
         names = map(_listed, (*image.files, plan.label_files[image.path]))
