@@ -162,17 +162,6 @@ def test_colours_some_of_which_are_transparent_are_drawn(folder, lab, words):
     assert_same_division(labels_of(folder.with_name("made"))[0], truth)
 
 
-def test_a_question_shows_an_image_that_has_a_label(folder, lab, words):
-    truth = write(folder, "123456")
-    for path in truth:
-        pixels = np.array(Picture.open(folder / path))
-        save(folder / path, np.dstack([pixels, pixels[..., 0]]))
-    (folder / "labels/1.png").unlink()
-    outcome = lab.command(*words, "--missing", "background")
-    assert outcome.code == 2
-    assert "a band, or transparency?" in outcome.err
-
-
 def test_files_of_weights_are_those_that_torchvision_downloads():
     from torchvision.models import get_model_weights
 

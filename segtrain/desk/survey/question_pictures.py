@@ -42,9 +42,8 @@ def write_readings(
 def _picture(survey: Survey, labels: LabelSet, reading: Reading) -> np.ndarray:
     """An image that shows a value in question, and its label beside it; (H, W, 3) uint8."""
     example = next((labels.values[v].example for v in reading.marked if v in labels.values), None)
-    owners = [path for path, files in labels.labels.items() if example in files]
-    # Not an image without a file, which shows background alone.
-    owner = (owners or [path for path, files in labels.labels.items() if files])[0]
+    owners = (path for path, files in labels.labels.items() if example in files)
+    owner = next(owners, next(iter(labels.labels)))
     image = next(candidate for candidate in survey.images if candidate.path == owner)
     cells = [cell(_stretched(survey.root, image))]
     if labels.kind != "annotations":  # whose labels are gone
