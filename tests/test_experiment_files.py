@@ -182,13 +182,14 @@ def test_a_dry_run_may_name_the_working_directory(folder, lab, monkeypatch):
 def test_a_question_of_a_dry_run_leaves_its_pictures_and_goes_on_in_the_output(
     folder, lab, monkeypatch
 ):
+    """With the answers that were given before."""
     truth = write(folder, "123456")
     for path in truth:
         pixels = np.array(Picture.open(folder / path))
         save(folder / path, np.dstack([pixels, pixels[..., 0]]))
     monkeypatch.chdir(lab.folder)
-    outcome = lab.command("init", "data", "--dry-run", "--output", "o p")
+    outcome = lab.command("init", "data", "--dry-run", "--output", "o p", "--val", "0.3")
     assert outcome.code == 2
     assert "pictures: o p_reading_1.png\n" in outcome.err
-    assert "segtrain init data --output 'o p', and one of them goes on" in outcome.err
+    assert "segtrain init data --val 0.3 --output 'o p', and one of them goes on" in outcome.err
     assert {path.name for path in lab.folder.iterdir()} == {"data", "o p_reading_1.png"}

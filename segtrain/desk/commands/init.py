@@ -196,7 +196,7 @@ def write_experiment(
         pictures = question_pictures.write_readings(surveyed, labels, undecided.readings, output)
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
         place = f"--output {shlex.quote(str(output))}, and"
-        again = f"\n  segtrain init {shlex.quote(str(folder))} {place} one of them goes on"
+        again = f"\n  {_command(folder, answers)} {place} one of them goes on"
         raise ConfigError(f"{undecided}{shown}{again}") from None
     except BaseException:  # Ctrl-C too: half an experiment would be taken for a whole one
         shutil.rmtree(output, ignore_errors=True)
@@ -289,6 +289,7 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
 
 
 def _command(folder: Path, answers: Mapping[str, Any]) -> str:
+    """The line that these answers were given by."""
     from segtrain.desk.survey.contents import word
 
     words = ["segtrain", "init", str(folder)]
