@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     answers = {word: getattr(args, word) for word in (*words.split(), "channels")}
     answers["leave_out"] = args.leave_out or frozenset()
     if args.dry_run:
-        output = default_output(args.folder) if args.output is None else args.output
+        output = args.output or default_output(args.folder)
         return _show(args.folder, output, jobs=args.jobs, **answers)
     config = write_experiment(args.folder, args.output, jobs=args.jobs, **answers)
     say_written(config.parent)
@@ -54,8 +54,7 @@ def main(args: argparse.Namespace) -> int:
 def say_written(output: Path) -> None:
     """Names the files of an experiment that was written."""
     names = ", ".join(sorted(path.name for path in output.iterdir()))
-    place = printable(output)
-    print(f"wrote {place}: {names}; look at {place}/{_SHEET}")
+    print(printable(f"wrote {output}: {names}; look at {output / _SHEET}"))
 
 
 def _show(folder: Path, output: Path, **options: Any) -> int:
@@ -65,17 +64,15 @@ def _show(folder: Path, output: Path, **options: Any) -> int:
     if sheet.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"--output {printable(output)}: lies in {folder}; name another folder")
     with tempfile.TemporaryDirectory(prefix="segtrain_") as made:
-        draft = Path(made, "experiment")
-        question = None
+        draft, question = Path(made, "experiment"), None
         try:
             write_experiment(folder, draft, **options)
         except ConfigError as error:  # its pictures stay, and the answer goes to `output`
             text = str(error).replace(f"{draft}/", beside)
             question = ConfigError(text.replace(str(draft), shlex.quote(str(output))))
         with os_errors_as(ConfigError, f"--output {printable(output)}", "cannot be written"):
-            for name in (_SHEET, READINGS):
-                for picture in draft.glob(name):
-                    shutil.copyfile(picture, f"{beside}{picture.name}")
+            for picture in (*draft.glob(_SHEET), *draft.glob(READINGS)):
+                shutil.copyfile(picture, f"{beside}{picture.name}")
     if question:
         raise question
     print(f"wrote {printable(sheet)} alone: ten pairs; without --dry-run all else, too")
@@ -102,10 +99,9 @@ def config_of(folder: Path, *, may_write: bool) -> Path:
     if (made := default_output(folder) / CONFIG).exists():
         root = Path(load_config(made).data.root)
         if root.expanduser().resolve() != folder.resolve():  # of a folder with the same name
-            raise ConfigError(
-                f"{printable(made)}: is of {printable(root)}, and not of {printable(folder)}; "
-                f"segtrain init {shlex.quote(str(folder))} --output OTHER makes one of this folder"
-            )
+            others = f"{printable(made)}: is of {printable(root)}, and not of {printable(folder)}"
+            again = f"segtrain init {shlex.quote(str(folder))} --output OTHER"
+            raise ConfigError(f"{others}; {again} makes one of this folder")
         return made
     if any(folder.glob(READINGS)):
         raise ConfigError(f"{folder}: segtrain init stopped here with a question; answer it there")
@@ -122,9 +118,6 @@ def write_experiment(
     """The path of the config that was written; see `main`. answers: as `Answers` has them."""
     output = default_output(folder) if output is None else output
     _claim(output, folder)
-    from segtrain.distributed.machine import keep_freed_memory
-
-    keep_freed_memory()  # file after file is read into arrays of the same size
     from segtrain.desk.survey import (
         class_files,
         class_lists,
@@ -144,9 +137,11 @@ def write_experiment(
     from segtrain.desk.survey.class_ids import class_ids_by_window
     from segtrain.desk.survey.questions import Answers, UndecidedError
     from segtrain.desk.survey.survey import survey
+    from segtrain.distributed.machine import keep_freed_memory
 
     given = Answers(**answers)
     surveyed = labels = None
+    keep_freed_memory()  # file after file is read into arrays of the same size
     try:
         val_list = Path(given.val) if isinstance(given.val, str) else None
         classes = None if given.task else given.names or ()
@@ -186,18 +181,16 @@ def write_experiment(
         print(printable(f"files      {found.line()}"))
         for line in _lines(plan, machine):
             print(printable(line))
-        for warning in experiment_files.write_files(
-            plan, output, _command(folder, answers), jobs=jobs
-        ):
+        command = _command(folder, answers)
+        for warning in experiment_files.write_files(plan, output, command, jobs=jobs):
             print(printable(f"warning: {warning}"))
     except UndecidedError as undecided:
         # Only the pictures of the question stay: `_claim` accepts a folder that holds nothing else.
         shutil.rmtree(output, ignore_errors=True)
         pictures = question_pictures.write_readings(surveyed, labels, undecided.readings, output)
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
-        place = f"--output {shlex.quote(str(output))}, and"
-        again = f"\n  {_command(folder, answers)} {place} one of them goes on"
-        raise ConfigError(f"{undecided}{shown}{again}") from None
+        again = f"{_command(folder, answers)} --output {shlex.quote(str(output))}"
+        raise ConfigError(f"{undecided}{shown}\n  {again}, and one of them goes on") from None
     except BaseException:  # Ctrl-C too: half an experiment would be taken for a whole one
         shutil.rmtree(output, ignore_errors=True)
         raise
@@ -212,10 +205,8 @@ def _claim(output: Path, folder: Path) -> None:
         raise DataError(f"{folder}: no such folder")
     if output.resolve().is_relative_to(data):
         beside = shlex.quote(str(data.parent / f"{data.name}_segtrain"))
-        raise ConfigError(
-            f"{place}: lies in {printable(folder)}, where data are only read; choose a folder "
-            f"outside of it, such as --output {printable(beside)}"
-        )
+        way = f"choose a folder outside of it, such as --output {printable(beside)}"
+        raise ConfigError(f"{place}: lies in {printable(folder)}, where data are only read; {way}")
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{place}: is a file; choose another name")
     with os_errors_as(ConfigError, place, "cannot be written; name another folder by --output"):

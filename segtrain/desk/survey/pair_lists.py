@@ -21,6 +21,8 @@ def listed_pairs(
     Raises:
         ConfigError: two tables give an image different labels.
     """
+    if not lists:
+        return {}, ""
     pictures, masks = _Files(images), _Files(labels)
     label_of: dict[str, tuple[str, str]] = {}
     for path in lists:
