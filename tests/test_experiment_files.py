@@ -149,7 +149,7 @@ def test_few_labelled_images_among_many_are_those_whose_scale_is_taken(folder, l
             save(folder / f"labels/{i:04}.png", classes)
             image = scene(i)[0][..., 0].astype(np.uint16) * 16
         save(folder / path, image)
-    lab.done(*words)
+    lab.done(*words, "--leave-out", "images")
     assert load_config(folder.with_name("made") / CONFIG).data.value_range == (0, 4095)
 
 

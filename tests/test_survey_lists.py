@@ -238,12 +238,6 @@ def test_labels_of_one_split_are_divided_and_it_is_told(folder):
     assert "of the splits of train.txt, val.txt only train has labels" in said
 
 
-class LeaveOut(Answers):
-    """--leave-out images."""
-
-    leave_out = frozenset({"images"})
-
-
 def test_many_images_in_no_list_are_asked_about(folder):
     paths = write_images(folder)
     put(folder, "train.txt", paths[:9])
@@ -255,7 +249,7 @@ def test_many_images_in_no_list_are_asked_about(folder):
     assert [x.option for x in asked.value.readings] == ["--val 0.2", "--leave-out images"]
     anew = choose_splits(found, labels, Answers(val=0.2))
     assert len(anew.train) + len(anew.val) == len(paths)
-    kept = choose_splits(found, labels, LeaveOut())
+    kept = choose_splits(found, labels, Answers(leave_out=frozenset({"images"})))
     assert [len(kept.train), len(kept.val)] == [9, 3]
     assert "6 of no list are not used" in kept.reason
 

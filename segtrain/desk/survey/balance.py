@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.listings import unused_lists
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
 from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey
@@ -111,20 +112,37 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
     for file, reason in found.left_out.items():
         if _COULD_BE_DATA.get(reason, "") not in {"", *answers.leave_out}:
             by_reason[reason].append(file)
+    lists = _unused(found, survey, answers)
+    if lists:
+        by_reason["lists of images"] = lists
     if not by_reason:
         return
     what = "; ".join(f"{why} ({len(x)}): {first_of(x, 3)}" for why, x in by_reason.items())
-    words = sorted({_COULD_BE_DATA[reason] for reason in by_reason} | answers.leave_out)
-    readings = [Reading("left out, and no data", f"--leave-out {','.join(words)}")]
+    words = {_COULD_BE_DATA.get(reason, "lists") for reason in by_reason} | answers.leave_out
+    readings = [Reading("left out, and no data", _option(words))]
     # An image without a label may show nothing: then it teaches what the background is.
     if WITHOUT_LABEL in by_reason and answers.missing is None and labels.has_background:
-        others = [x for x in words if x != "images"]
-        also = f" --leave-out {','.join(others)}" if others else ""
         empty = "images without a label show background alone"
-        readings.append(Reading(empty, f"--missing background{also}"))
+        also = _option(words - {"images"})
+        readings.append(Reading(empty, f"--missing background {also}".strip()))
     for folder in _without_any_label(survey, labels) if WITHOUT_LABEL in by_reason else ():
         readings.append(Reading(f"the images are in {folder}", f"--images {shlex.quote(folder)}"))
+    for path in lists[:_MOST_OFFERED]:
+        option = f"--val {shlex.quote(str(survey.root / path))} {_option(words - {'lists'})}"
+        readings.append(Reading(f"{path} names images to evaluate on", option.strip()))
     raise UndecidedError(f"not used would be {what}", readings)
+
+
+def _option(words: Iterable[str]) -> str:
+    """The option that leaves out these kinds of files; empty for none."""
+    return f"--leave-out {','.join(sorted(words))}" if words else ""
+
+
+def _unused(found: Balance, survey: Survey, answers: Answers) -> list[str]:
+    """Lists that name images and are not used; none where the command line says the division."""
+    if "lists" in answers.leave_out or answers.val is not None:
+        return []
+    return sorted(unused_lists(survey.root, survey.others, found.used, survey.images))
 
 
 def _without_any_label(survey: Survey, labels: LabelSet) -> list[str]:

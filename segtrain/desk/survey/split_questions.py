@@ -34,7 +34,7 @@ def ask_about_unlisted(
 ) -> None:
     """UndecidedError: many images with a label are in no list, while others are."""
     unlisted = [image for image in images if image.split == "unlisted"]
-    is_accepted = "images" in getattr(answers, "leave_out", frozenset())
+    is_accepted = "images" in answers.leave_out
     if is_accepted or len(unlisted) <= _MOST_UNLISTED * len(images):
         return
     shown = _with_files(labels, unlisted)
