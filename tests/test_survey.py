@@ -342,7 +342,7 @@ def test_folders_of_masks_with_the_names_of_images_are_classes(folder, init):
     for i, path, _ in images_in(folder, "images/x{i:02}.png", 12):
         save(folder / f"masks/{('dent', 'scratch')[i % 2]}/x{i:02}.png", mask_of(disc(i)))
         truth[path] = disc(i) * np.uint8(1 + i % 2)
-    found, _ = init()
+    found, _ = init("--pairs", "named")
     assert names(folder) == ("background", "dent", "scratch")
     assert_labels(found, truth)
 
@@ -361,12 +361,13 @@ def test_folders_that_images_and_masks_share_are_asked_about(folder, init, asked
     assert "in 2 folders (dent, hole): classes, or places?" in said
     assert "classes: --names dent,hole" in said
     assert "places, with one class: --names background,foreground" in said
-    found, said = init("--names", "dent,hole", "--leave-out", "images")
+    named = "--pairs", "named"  # the defects are drawn in the labels alone
+    found, said = init("--names", "dent,hole", "--leave-out", "images", *named)
     assert "4 left out (images without a label: 4)" in said
     assert_labels(found, with_masks)
-    found, _ = init("--names", "dent,hole", "--missing", "background")
+    found, _ = init("--names", "dent,hole", "--missing", "background", *named)
     assert_labels(found, truth)
-    found, _ = init("--names", "background,defect", "--leave-out", "images")
+    found, _ = init("--names", "background,defect", "--leave-out", "images", *named)
     assert_labels(found, {name: (label > 0).astype(np.uint8) for name, label in with_masks.items()})
 
 
@@ -419,7 +420,7 @@ def test_folders_of_classes_or_buckets_that_are_called_as_images_are_none(
             name = label.format(i=i, k=k, bucket=i // 5, name=("hair", "skin")[k % 2])
             save(folder / "anno" / f"{name}.png", mask_of(shown))
             truth[path][shown] = k + 1
-    found, _ = init()
+    found, _ = init("--pairs", "named")
     assert_labels(found, truth)
 
 

@@ -139,7 +139,9 @@ class Findings:
         """Refuses or notes a shape that is no polygon and no mask."""
         # An object with a box alone would be missing in the label; a line has no area anyway.
         if kind in _BOXES:
-            self.refuse(place, "boxes are no masks: segtrain trains on outlines")
+            self.refuse(
+                place, "boxes are no masks: segtrain trains on outlines; outline the objects"
+            )
         elif kind in WITHOUT_AREA:
             self.note(place, f"{kind}: left out, because it has no area")
         else:

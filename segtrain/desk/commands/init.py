@@ -119,8 +119,10 @@ def write_experiment(
     output = default_output(folder) if output is None else output
     _claim(output, folder)
     from segtrain.desk.survey import (
+        check_pairs,
         class_files,
         class_lists,
+        compared_pairs,
         decide,
         decisions,
         drawn_labels,
@@ -132,6 +134,7 @@ def write_experiment(
         question_pictures,
         recipe,
         splits,
+        wrong_folders,
     )
     from segtrain.desk.survey.balance import balance, check_left_out
     from segtrain.desk.survey.class_ids import class_ids_by_window
@@ -148,6 +151,7 @@ def write_experiment(
         how = {"threshold": given.threshold, "classes": classes, "convention": given.pairs}
         how["chosen"] = given.images
         surveyed = survey(folder, val_list=val_list, **how)
+        surveyed = wrong_folders.checked(surveyed, given.labels)
         if surveyed.annotations and (not surveyed.sets or given.labels in surveyed.annotations):
             labels, chosen = drawn_labels.draw_annotations(surveyed, output, given, jobs)
         else:
@@ -157,10 +161,10 @@ def write_experiment(
             labels = label_values.count_values(
                 folder, labels, surveyed.images, surveyed.legends, jobs
             )
-            as_turned = edges.compared_turned(folder, surveyed.images, labels)
-            labels = decide.choose_orientation(labels, as_turned, given)
-            comparison = edges.compared(folder, surveyed.images, labels)
-            decide.check_pairs(surveyed, labels, comparison, given)
+            as_turned = edges.turned_scores(folder, surveyed.images, labels)
+            labels = check_pairs.choose_orientation(labels, as_turned, given)
+            pairs = compared_pairs.read_pairs(folder, surveyed.images, labels)
+            surveyed = check_pairs.check_pairs(surveyed, labels, pairs, given)
             chosen = class_lists.choose_classes(surveyed, labels, given)
         # A single picture can be divided only by its windows.
         if one_picture.is_one_picture(surveyed, labels, given):

@@ -12,6 +12,7 @@ from segtrain.desk.survey.listings import unused_lists
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
 from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey
+from segtrain.desk.survey.wrong_folders import NOT_READ
 from segtrain.text import counted, first_of
 
 IMAGES, LABELS, LISTS, CLASSES = "images", "labels", "lists", "class tables"
@@ -130,7 +131,9 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
     for path in lists[:_MOST_OFFERED]:
         option = f"--val {shlex.quote(str(survey.root / path))} {_option(words - {'lists'})}"
         readings.append(Reading(f"{path} names images to evaluate on", option.strip()))
-    raise UndecidedError(f"not used would be {what}", readings)
+    # Their labels may be in files of a format that is not read.
+    unread = [note for note in survey.notes if note.startswith(NOT_READ)]
+    raise UndecidedError("; ".join([f"not used would be {what}", *unread]), readings)
 
 
 def _option(words: Iterable[str]) -> str:

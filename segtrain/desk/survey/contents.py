@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-import cv2
 import numpy as np
 
 from segtrain.data.read import image_formats
@@ -13,7 +12,7 @@ from segtrain.data.read.georeference import MapPlace, place_of
 from segtrain.data.read.raster import is_tiff, raster_size, windows
 from segtrain.data.read.raw_label import SCALED, marked_value, with_no_data_id
 from segtrain.data.read.rims import blended_pixels
-from segtrain.data.read.thumbnails import LOSSY, grey_of
+from segtrain.data.read.thumbnails import LOSSY
 from segtrain.desk.survey.image_facts import middle_window
 from segtrain.errors import DataError
 
@@ -275,22 +274,3 @@ def _counted(label: np.ndarray, file: str, channels: np.ndarray) -> dict[int, Va
     blended = np.bincount(np.searchsorted(values, at_blend), minlength=len(values))
     counts = zip(*(x.tolist() for x in (values, pixels, rim, blended)), strict=True)
     return {value: ValueFacts(p, r, 1, file, b) for value, p, r, b in counts}
-
-
-def alignment(stored: np.ndarray, label: np.ndarray) -> float:
-    """How much stronger the edges of an image are along the borders of a label than elsewhere.
-
-    Both are (H, W, C). About 1 if the label belongs to another image; NaN if sizes differ or there
-    is no border.
-    """
-    if stored.shape[:2] != label.shape[:2]:
-        return float("nan")
-    grey = grey_of(stored)
-    slope = np.abs(cv2.Sobel(grey, cv2.CV_32F, 1, 0)) + np.abs(cv2.Sobel(grey, cv2.CV_32F, 0, 1))
-    # The pixel above, and the one to the left, of each change.
-    border = np.zeros(grey.shape, bool)
-    border[:-1] |= (label[1:] != label[:-1]).any(axis=2)
-    border[:, :-1] |= (label[:, 1:] != label[:, :-1]).any(axis=2)
-    if not border.any() or border.all() or slope.mean() == 0:
-        return float("nan")
-    return float(slope[border].mean() / slope.mean())

@@ -7,24 +7,19 @@ from dataclasses import replace
 
 from segtrain.desk.survey.class_words import differing_words
 from segtrain.desk.survey.contents import Value, word
-from segtrain.desk.survey.edges import OWN, EdgeScores
 from segtrain.desk.survey.file_names import fits, split_of, words_of
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.questions import (
     Answers,
     Reading,
     UndecidedError,
-    ignore_option,
     names_option,
 )
 from segtrain.desk.survey.survey import Survey
-from segtrain.errors import ConfigError, DataError, refuse_unused
+from segtrain.errors import ConfigError, DataError
 from segtrain.text import counted, first_of
 
 MOST_CLASSES = 255
-# Edges along borders of labels, against those of the neighbours.
-_SHIFTED = 0.3
-_BLACK = 0.95
 
 
 def shares_of(labels: LabelSet, values: Sequence[Value]) -> str:
@@ -181,75 +176,3 @@ def is_instances(labels: LabelSet) -> bool:
     # Cityscapes: 24003 is a person (class 24), the one with the number 3.
     ids = [value for value in labels.values if isinstance(value, int)]
     return len(ids) > MOST_CLASSES or sum(value >= 1000 for value in ids) > len(ids) / 2
-
-
-def choose_orientation(labels: LabelSet, scores: tuple[float, float], answers: Answers) -> LabelSet:
-    """`labels` with `upright`, where EXIF turns images and the sizes of labels do not tell.
-
-    scores: of `label_sets.compared_turned`.
-
-    Raises:
-        ConfigError: an answer where nothing is in question.
-        UndecidedError: the edges of the images do not tell either.
-    """
-    if not labels.unclear:
-        refuse_unused(vars(answers), "exif", "images that EXIF leaves, and labels whose sizes tell")
-        return labels
-    answer, (stored, turned) = answers.exif, scores
-    # NaN, where no edges could be compared, is never larger: then it is asked.
-    if answer is None and abs(stored - turned) > _SHIFTED:
-        answer = "stored" if stored > turned else "turned"
-    # Masks of several files are painted on the pixels as stored, and cannot be turned.
-    if answer == "stored" or (answer == "turned" and not labels.classes):
-        return replace(labels, upright=answer == "turned")
-    upright = "; else store the pixels upright, and masks for them" if labels.classes else ""
-    shown = replace(labels, labels={path: labels.labels[path] for path in sorted(labels.unclear)})
-    ways = [Reading("the pixels as stored", "--exif stored", labels=shown)]
-    if not labels.classes:
-        shown = replace(shown, upright=True)
-        ways.append(Reading("the pixels as viewers show them", "--exif turned", labels=shown))
-    raise UndecidedError(
-        f"{labels.pattern}: EXIF turns {first_of(shown.labels, 3)}: labels may lie on such images "
-        f"or on their pixels as stored{upright}",
-        ways,
-    )
-
-
-def check_pairs(survey: Survey, labels: LabelSet, found: EdgeScores, answers: Answers) -> None:
-    """Stops where the images say something else than names and values.
-
-    Raises:
-        DataError: labels fit the images of their neighbours better than their own.
-        UndecidedError: 0 lies where images are black, or values may number objects.
-    """
-    own = found.scores.get(OWN, 1.0)
-    words, best = max(found.scores.items(), key=lambda pair: pair[1], default=(OWN, own))
-    if best > own + _SHIFTED and answers.pairs is None:
-        which = f"{words} image" if words.startswith("the ") else f"their image {words}"
-        raise DataError(
-            f"{labels.pattern}: labels fit {which} better than their own: edges are {best:.2f} "
-            f"times as strong along their borders there, {own:.2f} times here; names, order or "
-            "orientation were mixed up; if they are right, as faint areas may be, --pairs named "
-            "goes on"
-        )
-    is_unsaid = answers.ignore is answers.names is answers.instances is None
-    if found.are_numbered and not survey.legends and is_unsaid:
-        raise UndecidedError(
-            f"{labels.pattern}: each label has about one area of each value from 1 on, some "
-            "more than others: numbers of objects, or classes?",
-            [
-                Reading("objects of one class", "--instances binary"),
-                Reading("classes", ignore_option([])),
-            ],
-        )
-    # A list of classes that names 0 has answered the question.
-    is_named = any(entry.value == 0 for legend in survey.legends for entry in legend.classes)
-    if found.black > _BLACK and 0 in labels.values and answers.ignore is None and not is_named:
-        raise UndecidedError(
-            f"{labels.pattern}: 0 lies where images are black ({shares_of(labels, [0])}): no data, "
-            "or a class?",
-            [
-                Reading("no data", ignore_option([0]), (0,), leaves_out=True),
-                Reading("a class", ignore_option([]), (0,)),
-            ],
-        )

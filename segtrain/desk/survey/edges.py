@@ -1,201 +1,195 @@
-"""Comparisons of labels with images and with each other."""
+"""Whether labels fit their images: edges and colours of images beside the borders of labels.
+
+Each label of a sample is laid on each image of it. Labels that belong to their images fit these
+better than they fit others; where they do not, names, order or orientation were mixed up.
+"""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain, combinations
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import cv2
 import numpy as np
 
-from segtrain.data.read import image_formats
-from segtrain.data.read.decode import to_stored
-from segtrain.desk.survey import contents, image_facts
-from segtrain.desk.survey.contents import Color, Kind, spread
+from segtrain.desk.survey.compared_pairs import ComparedPair, read_pairs
+from segtrain.desk.survey.contents import spread
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
-from segtrain.desk.survey.label_sets import SAMPLE
-from segtrain.errors import DataError
 
-_COMPARED = 24
-_MOST_NUMBERS, _AREAS = 255, 1.1
-
-Equal = tuple[frozenset[str], dict[int, Color]]
-
-
-# Comparisons
-
-
-def equal_sets(folder: Path, sets: Sequence[LabelSet]) -> Iterator[Equal]:
-    """Two sets whose labels divide the images alike: ids and the same in colours."""
-    for one, other in combinations(sets, 2):
-        images = spread(sorted(one.labels.keys() & other.labels.keys()), SAMPLE)
-        files = [(folder / one.labels[x][0], folder / other.labels[x][0]) for x in images]
-        pairs = [_pairs_of_values(*two) for two in files]
-        if not pairs or any(found is None for found in pairs):
-            continue
-        rows = chain.from_iterable(pairs)
-        yield frozenset((one.pattern, other.pattern)), _colors_of_ids(one.kind, other.kind, rows)
-
-
-def _colors_of_ids(kind: Kind, other: Kind, rows: Iterable[np.ndarray]) -> dict[int, Color]:
-    """The colour beside each id; empty unless one kind is ids and the other colours.
-
-    rows: values of the first kind and of the other in the same place.
-    """
-    if (kind, other) == ("ids", "colors"):
-        return {int(row[0]): tuple(row[-3:].tolist()) for row in rows}
-    if (kind, other) == ("colors", "ids"):
-        return {int(row[-1]): tuple(row[:3].tolist()) for row in rows}
-    return {}
-
-
-def _pairs_of_values(*paths: Path) -> np.ndarray | None:
-    """Values that two labels have in the same place, (N, channels of both); None: they divide the
-    image into other areas."""
-    try:
-        stored = [image_formats.read_stored(path) for path in paths]
-    except DataError:
-        return None
-    if stored[0].shape[:2] != stored[1].shape[:2]:
-        return None
-    stored = [contents.without_alpha(pixels) for pixels in stored]
-    numbers = [len(_pixel_values(pixels)) for pixels in stored]
-    both = _pixel_values(np.dstack(stored))
-    # More pairs than values in either label: their areas differ, and not only the values.
-    if max(numbers) < len(both):
-        return None
-    if min(numbers) == len(both):
-        return both
-    # In a picture in colours, several ids without a class may be black together.
-    channels = stored[numbers.index(min(numbers))].shape[2]
-    fewer = both[:, :channels] if numbers[0] < numbers[1] else both[:, -channels:]
-    distinct, count = np.unique(fewer, axis=0, return_counts=True)
-    are_black = channels > 1 and not distinct[count > 1].any()
-    return both if are_black else None
-
-
-def _pixel_values(stored: np.ndarray) -> np.ndarray:
-    """The different pixels of (H, W, C), (N, C)."""
-    return np.unique(stored.reshape(-1, stored.shape[2]), axis=0)
+# Of fewer labels nothing can be told.
+_FEWEST = 5
+_TURNED, _FARTHEST = 24, 5
+# Labels whose borders have so much in common can be exchanged, as those of a camera that stands.
+_SAME_BORDERS = 0.5
+# So much of a label has borders, as far as it can be compared.
+_MOST_BORDERS = 0.7
+# In standard deviations of a label on other images: it fits its own by chance below the first, and
+# another from the second on; two fit each other's images by the third more than their own. Half of
+# all fit their own so well, where single ones that do not are worth a question.
+_BY_CHANCE, _STANDS_OUT, _EXCHANGED, _WELL = 1.0, 4.5, 5.0, 2.5
+# The logarithm of how much stronger edges are along the borders of labels when these are turned.
+_STRONGER = 0.25
+# Standard deviations of all labels together.
+_UPRIGHT = 6.0
+_TURNS = {"upside down": (-1, 1), "mirrored": (1, -1), "turned by 180 degrees": (-1, -1)}
 
 
 @dataclass(frozen=True)
 class EdgeScores:
-    """What a sample of images says about their labels.
+    """What a sample of images says about their labels, in standard deviations above chance.
 
-    scores: how much stronger the edges of an image are along the borders of its own label, of its
-        neighbours' by name, and of its own when turned, than elsewhere; medians by these words.
-    black: of the pixels labelled 0, the part that is black or NaN in the image.
-    are_numbered: whether each label has an area of each value from 1 to a number of its own.
+    own: how well all labels fit their own images; NaN where that cannot be told.
+    others: how well they fit other images in the order, and their own when turned, by these words.
+    strangers: labels that do not fit their own image, but another: label and that image.
+    number: of labels that were compared.
     """
 
-    scores: Mapping[str, float]
-    black: float
-    are_numbered: bool
+    own: float = math.nan
+    others: Mapping[str, float] = field(default_factory=dict)
+    strangers: Sequence[tuple[str, str]] = ()
+    number: int = 0
 
 
-OWN = "their own"
-_TURNS = {"upside down": (-1, 1), "mirrored": (1, -1), "turned by 180 degrees": (-1, -1)}
+def edge_scores(pairs: Sequence[ComparedPair]) -> EdgeScores:
+    """Compares labels with their images, with others and with their own when they are turned."""
+    borders = [_borders(pair.values) for pair in pairs]
+    kept = [i for i, border in enumerate(borders) if 0 < border.mean() < _MOST_BORDERS]
+    pairs, borders = [pairs[i] for i in kept], [borders[i] for i in kept]
+    if len(pairs) < _FEWEST:
+        return EdgeScores(number=len(pairs))
+    if _are_alike(borders):
+        return EdgeScores(math.nan, _turned_alone(pairs, borders), number=len(pairs))
+    labels = [pair.few_values for pair in pairs]
+    fits = _fits(pairs, borders, labels)
+    own, others = _above_chance(fits, np.diagonal(fits)), {}
+    # Labels that fit as they are were not turned.
+    for words, (down, right) in _TURNS.items() if own < _UPRIGHT else ():
+        turned = ([x[::down, ::right] for x in some] for some in (borders, labels))
+        of_turned = _fits(pairs, *turned)
+        others[words] = _above_chance(of_turned, np.diagonal(of_turned))
+    return EdgeScores(own, others | _shifted(pairs, fits), _strangers(pairs, fits), len(pairs))
 
 
-def compared(folder: Path, images: Sequence[Image], labels: LabelSet) -> EdgeScores:
-    """Compares a sample of the images with their labels, with others' and with turned ones."""
-    compared = [image for image in images if len(labels.labels.get(image.path, ())) == 1]
-    pairs = [
-        ([folder / file for file in image.files], folder / labels.labels[image.path][0])
-        for image in compared
-    ]
-    seen: list[_EdgeFacts] = []
-    for i in spread(range(len(pairs)), _COMPARED) if len(pairs) > 2 else ():
-        with suppress(DataError):
-            before, own, after = (
-                image_facts.read_bands(pairs[k % len(pairs)][0]) for k in (i - 1, i, i + 1)
-            )
-            label = contents.read_label_part(pairs[i][1])
-            if labels.upright:
-                label = to_stored(label, compared[i].orientation)
-            scores = _edge_scores(label, own, {"the previous": before, "the next": after})
-            numbers = _numbers(label) if labels.kind == "ids" else None
-            seen.append(_EdgeFacts(scores, *_black_and_zero(own, label), numbers))
-    # Each comparison has its median over all images: a single picture proves little.
-    medians = {}
-    for words in seen[0].scores if seen else ():
-        known = [facts.scores[words] for facts in seen if not np.isnan(facts.scores[words])]
-        if known:
-            medians[words] = float(np.median(known))
-    black, zeros = sum(facts.black for facts in seen), sum(facts.zeros for facts in seen)
-    are_numbered = _are_numbered([facts.numbers for facts in seen])
-    return EdgeScores(medians, black / zeros if zeros else 0.0, are_numbered)
-
-
-def compared_turned(folder: Path, images: Sequence[Image], labels: LabelSet) -> tuple[float, float]:
-    """How labels lie on unclear images as stored, and as EXIF turns them: medians, or NaN."""
-    scores = []
-    for image in spread([x for x in images if x.path in labels.unclear], _COMPARED):
-        with suppress(DataError):
-            own = image_facts.read_bands([folder / file for file in image.files])
-            for file in labels.labels[image.path]:
-                label = contents.read_label_part(folder / file)
-                ways = label, to_stored(label, image.orientation)
-                scores.append([contents.alignment(own, way) for way in ways])
-    told = [pair for pair in scores if not np.isnan(pair).any()]
-    if not told:
-        return math.nan, math.nan
-    stored, turned = np.median(told, axis=0).tolist()
-    return stored, turned
-
-
-class _EdgeFacts(NamedTuple):
-    """What one image says about its label.
-
-    scores: as in `EdgeScores`. zeros, black: pixels labelled 0, and those of them that are black.
-    numbers: of `_numbers`; None also in colours.
-    """
-
-    scores: Mapping[str, float]
-    black: int
-    zeros: int
-    numbers: tuple[int, int] | None
-
-
-def _edge_scores(
-    label: np.ndarray, own: np.ndarray, others: Mapping[str, np.ndarray]
-) -> dict[str, float]:
-    """How the label lies on its own image, on others, and on its own when it is turned."""
-    scores = {OWN: contents.alignment(own, label)}
-    scores |= {words: contents.alignment(image, label) for words, image in others.items()}
-    for words, (down, right) in _TURNS.items():
-        scores[words] = contents.alignment(own, label[::down, ::right])
+def _shifted(pairs: Sequence[ComparedPair], fits: np.ndarray) -> dict[str, float]:
+    """As `EdgeScores.others`, for images farther on in the order."""
+    places = np.array([pair.place for pair in pairs])
+    scores = {}
+    for shift in (k for k in range(-_FARTHEST, _FARTHEST + 1) if k):
+        of_others = fits[places[None] == places[:, None] + shift]
+        if 2 * len(of_others) >= len(pairs):
+            scores[_shift_words(shift)] = _above_chance(fits, of_others)
     return scores
 
 
-def _black_and_zero(image: np.ndarray, label: np.ndarray) -> tuple[int, int]:
-    """The pixels that are black, or NaN, and labelled 0, and all that are labelled 0."""
-    if image.shape[:2] != label.shape[:2]:
-        return 0, 0
-    is_zero = (label == 0).all(axis=2)
-    is_black = ((image == 0) | np.isnan(image)).all(axis=2)
-    return int((is_zero & is_black).sum()), int(is_zero.sum())
+def _turned_alone(pairs: Sequence[ComparedPair], borders: Sequence[np.ndarray]) -> dict[str, float]:
+    """As `EdgeScores.others`, of edges of their own images alone, for labels that are alike."""
+    scores = {}
+    for words, (down, right) in _TURNS.items():
+        edges = [
+            [np.log(pair.slope[way > 0].mean() + 1e-3) for way in (border, border[::down, ::right])]
+            for pair, border in zip(pairs, borders, strict=True)
+        ]
+        gains = np.diff(edges, axis=1)
+        if np.median(gains) > _STRONGER:
+            scores[words] = float(gains.mean() / max(gains.std() / len(gains) ** 0.5, 1e-9))
+    return scores
 
 
-def _numbers(label: np.ndarray) -> tuple[int, int] | None:
-    """k and the number of areas if a label (H, W, C) holds 1 to k, and else 0 alone."""
-    channel = np.ascontiguousarray(label[..., 0])
-    values = np.setdiff1d(channel, 0)
-    if len(values) > _MOST_NUMBERS or (values != np.arange(1, len(values) + 1)).any():
-        return None
-    parts = (cv2.connectedComponents((channel == value).astype(np.uint8))[0] for value in values)
-    return len(values), sum(part - 1 for part in parts)
+def turned_scores(folder: Path, images: Sequence[Image], labels: LabelSet) -> tuple[float, float]:
+    """How strong edges are along borders on unclear images as stored, and as EXIF turns them.
+
+    Medians, where 1 is anywhere; NaN if there are no borders.
+    """
+    unclear = spread([image for image in images if image.path in labels.unclear], _TURNED)
+    stored, turned = (
+        _own_edges(read_pairs(folder, unclear, replace(labels, upright=way)))
+        for way in (False, True)
+    )
+    return stored, turned
 
 
-def _are_numbered(numbers: Sequence[tuple[int, int] | None]) -> bool:
-    """Whether labels number objects, nearly all of which are one area; numbers: of `_numbers`."""
-    if not numbers or None in numbers:
-        return False
-    most, areas = zip(*numbers, strict=True)
-    # Images show the same classes often, but seldom the same number of objects.
-    return len(set(most)) > 1 and max(most) > 2 and sum(areas) <= _AREAS * sum(most)
+def _own_edges(pairs: Sequence[ComparedPair]) -> float:
+    borders = [(pair.slope, _borders(pair.values) > 0) for pair in pairs]
+    found = [float(slope[border].mean()) for slope, border in borders if border.any()]
+    return float(np.median(found)) if found else math.nan
+
+
+def _borders(label: np.ndarray) -> np.ndarray:
+    """(H, W) uint8: 1 beside each change of the value, as outlines are not drawn exactly."""
+    border = np.zeros(label.shape, np.uint8)
+    border[:-1] |= label[1:] != label[:-1]
+    border[:, :-1] |= label[:, 1:] != label[:, :-1]
+    return cv2.dilate(border, np.ones((3, 3), np.uint8))
+
+
+def _are_alike(borders: Sequence[np.ndarray]) -> bool:
+    """Whether labels show nearly the same, so that others fit as well."""
+    flat = np.stack([border.ravel() for border in borders]).astype(np.float32)  # (N, P)
+    both = flat @ flat.T
+    sizes = np.diagonal(both)
+    share = both / (sizes[:, None] + sizes[None] - both)
+    return float(np.median(share[~np.eye(len(share), dtype=bool)])) > _SAME_BORDERS
+
+
+def _fits(
+    pairs: Sequence[ComparedPair], borders: Sequence[np.ndarray], labels: Sequence[np.ndarray]
+) -> np.ndarray:
+    """How well each label fits each image, (N labels, N images).
+
+    Sums and means are 0 by rows and columns: a label that fits all images says nothing.
+
+    borders: on the grid of the slopes. labels: on that of the colours.
+    """
+    flat = np.stack([border.ravel() for border in borders]).astype(np.float32)  # (N, P)
+    slopes = np.stack([pair.slope.ravel() for pair in pairs])
+    along = flat @ slopes.T / flat.sum(axis=1, keepdims=True)
+    channels = min(pair.colors.shape[1] for pair in pairs)
+    colors = np.stack([pair.colors[:, -channels:] for pair in pairs])  # (N, Q, C)
+    divided = np.stack([_explained(label.ravel(), colors) for label in labels])
+    # As factors, so that one strong edge does not outweigh all others.
+    parts = [_centred(np.log(part + 1e-3)) for part in (along, divided)]
+    mask = ~np.eye(len(pairs), dtype=bool)
+    return sum(part / max(float(part[mask].std()), 1e-9) for part in parts)
+
+
+def _explained(label: np.ndarray, colors: np.ndarray) -> np.ndarray:
+    """(N,) how much of the variance of the colours (N, Q, C) lies between the values of a label."""
+    order = np.argsort(label, kind="stable")
+    starts = np.flatnonzero(np.diff(label[order], prepend=label[order[0]] - 1))
+    counts = np.diff(starts, append=len(label))
+    sums = np.add.reduceat(colors[:, order], starts, axis=1)  # (N, K, C): of each value
+    return (sums**2 / counts[:, None]).sum(axis=1).mean(axis=1) / len(label)
+
+
+def _centred(table: np.ndarray) -> np.ndarray:
+    return table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
+
+
+def _above_chance(fits: np.ndarray, chosen: np.ndarray) -> float:
+    """By how many standard deviations the chosen sum up to more than any would.
+
+    With all of the diagonal it is the deviation under random permutations (Hoeffding, 1951).
+    """
+    deviation = math.sqrt((fits**2).sum() / (len(fits) * (len(fits) - 1)))
+    return float(chosen.sum()) / max(deviation * math.sqrt(chosen.size), 1e-9)
+
+
+def _shift_words(shift: int) -> str:
+    if abs(shift) == 1:
+        return "the next image" if shift > 0 else "the previous image"
+    return f"the image {abs(shift)} places {'later' if shift > 0 else 'before'}"
+
+
+def _strangers(pairs: Sequence[ComparedPair], fits: np.ndarray) -> list[tuple[str, str]]:
+    """As `EdgeScores.strangers`; few only where labels fit their own images well."""
+    fits = fits / fits[~np.eye(len(fits), dtype=bool)].std()
+    own, best = np.diagonal(fits), fits.argmax(axis=1)
+    # The label that belongs to that image is elsewhere, too: else a chance would be as likely.
+    is_moved = (np.maximum(own, own[best]) < _BY_CHANCE) & (fits.max(axis=1) > _STANDS_OUT)
+    # Of two labels that were exchanged, each fits the image of the other.
+    exchanged = (fits + fits.T - own - own[:, None]).max(axis=1) > _EXCHANGED
+    found = np.flatnonzero(is_moved | exchanged)
+    if np.median(own) < _WELL and 4 * len(found) < len(fits):
+        return []
+    return [(pairs[i].label, pairs[best[i]].image) for i in found]

@@ -86,9 +86,9 @@ def with_headers(
 
     DataError: several pictures belong to one label, and neither words nor a list choose.
     """
-    name_of, unclear = {name.path: name for name in names}, []
+    name_of = {name.path: name for name in names}
     further = {band for bands in matches.bands.values() for band in bands}
-    readable, unreadable, twins, turned = [], [], [], []
+    readable, unreadable, unclear, twins = [], [], [], []
     for name in names:
         if name.path in further:
             continue
@@ -102,28 +102,10 @@ def with_headers(
         first, *others = file_names.are_photos([name_of[path] for path in files])
         is_the_photo = first and not any(others)
         if len(files) > 1 and not _are_bands(infos, is_the_photo):
-            if not is_the_photo and name.path not in listed:
-                unclear.append(" and ".join(files))
-            twins.append(" and ".join(files))
+            is_chosen = is_the_photo or name.path in listed
+            (twins if is_chosen else unclear).append(" and ".join(files))
             files, infos = files[:1], infos[:1]
-        if infos[0].orientation != 1:
-            turned.append(name.path)
-        folders = PurePosixPath(name.path).parent.parts
-        readable.append(
-            Image(
-                files=files,
-                size=infos[0].size,
-                channels=sum(info.channels for info in infos),
-                alpha=infos[-1].alpha,
-                dtype=str(infos[0].dtype),
-                split=name.split,
-                scene="/".join(x for x in folders if not all(map(_is_said, words_of(x)))),
-                # 0016e5_ of 0016E5_00390.png, as CamVid has it.
-                sequence=re.sub(r"\d+\D*$", "", name.core),
-                map_place=place_of(folder / files[0], infos[0]),
-                orientation=infos[0].orientation,
-            )
-        )
+        readable.append(_image(folder, name, files, infos))
     if unclear:
         raise DataError(
             f"{folder}: several pictures for one label: {first_of(unclear, 3)}; move the others "
@@ -133,9 +115,28 @@ def with_headers(
     note_all(notes, unreadable, "image is left out", "images are left out")
     what = "label fits", "labels fit"
     note_all(notes, twins, *(f"{one} several pictures, the first is used" for one in what))
+    turned = [image.path for image in readable if image.orientation != 1]
     what = "an EXIF orientation, which is ignored: pixels count as stored"
     note_all(notes, turned, f"image carries {what}", f"images carry {what}")
     return readable
+
+
+def _image(folder: Path, name: FileName, files: tuple[str, ...], infos: Sequence[Info]) -> Image:
+    """The image of these files, each with its header."""
+    folders = PurePosixPath(name.path).parent.parts
+    return Image(
+        files=files,
+        size=infos[0].size,
+        channels=sum(info.channels for info in infos),
+        alpha=infos[-1].alpha,
+        dtype=str(infos[0].dtype),
+        split=name.split,
+        scene="/".join(x for x in folders if not all(map(_is_said, words_of(x)))),
+        # 0016e5_ of 0016E5_00390.png, as CamVid has it.
+        sequence=re.sub(r"\d+\D*$", "", name.core),
+        map_place=place_of(folder / files[0], infos[0]),
+        orientation=infos[0].orientation,
+    )
 
 
 def _are_bands(infos: Sequence[Info], is_the_photo: bool) -> bool:
@@ -145,10 +146,9 @@ def _are_bands(infos: Sequence[Info], is_the_photo: bool) -> bool:
     """
     first, *others = infos
     # t0_B02.tif and t0_B03.tif have a channel each. A photo in colour beside infrared is whole.
-    have_one_form = all(
-        (x.size, x.dtype, x.channels) == (first.size, first.dtype, 1) for x in others
-    )
-    return have_one_form and not (is_the_photo and first.channels > 1)
+    form = first.size, first.dtype, 1
+    are_alike = all((x.size, x.dtype, x.channels) == form for x in others)
+    return are_alike and not (is_the_photo and first.channels > 1)
 
 
 def _check_bands(folder: Path, names: Sequence[FileName], images: Sequence[Image]) -> None:
@@ -197,8 +197,6 @@ def similar_images(
 
     In each pair the first image is the one before the other in the order of `place`.
     """
-    if len(images) == 1:
-        return frozenset(), False
     chosen = spread(sorted(images, key=lambda image: image.place), _MOST_THUMBS)
     rows = np.stack([thumbnails.thumbnail(folder / image.path) for image in chosen])  # (N, pixels)
     pairs = set()

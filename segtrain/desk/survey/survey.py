@@ -16,7 +16,7 @@ from segtrain.data.read.tiles import TileBox
 from segtrain.desk.annotations import detect, roi_files
 from segtrain.desk.survey import file_names, pairs
 from segtrain.desk.survey.contents import Color, LabelFacts
-from segtrain.desk.survey.edges import equal_sets
+from segtrain.desk.survey.equal_sets import equal_sets
 from segtrain.desk.survey.file_names import (
     FileName,
     fits,
