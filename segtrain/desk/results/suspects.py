@@ -163,7 +163,7 @@ def modified_z(mean: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.nd
     return usual, score
 
 
-class Claim(NamedTuple):
+class PairClaim(NamedTuple):
     """What seems to be wrong with a mask, in words, and the part of the image that says so."""
 
     words: str
@@ -237,7 +237,7 @@ def claims(
     probability: np.ndarray,
     names: Sequence[str],
     class_id: int,
-) -> list[Claim]:
+) -> list[PairClaim]:
     """What seems to be wrong with a mask, the largest part first.
 
     Where the model is sure of little, the last one says what it makes of class `class_id`.
@@ -259,7 +259,7 @@ def _unsure_claim(
     probability: np.ndarray,
     names: Sequence[str],
     class_id: int,
-) -> Claim:
+) -> PairClaim:
     """What the model predicts where the mask has the class."""
     where, name = label == class_id, names[class_id]
     wrong = where & (pred != label)
@@ -270,10 +270,10 @@ def _unsure_claim(
         wrong &= pred == other
         sure = probability[wrong].mean()
         words += f", {wrong.sum() / where.sum():.0%} as {names[other]} ({sure:.0%} sure)"
-    return Claim(words, wrong.sum() / label.size)
+    return PairClaim(words, wrong.sum() / label.size)
 
 
-def _shift_claim(shift: Shift) -> Claim:
+def _shift_claim(shift: Shift) -> PairClaim:
     moves = ((shift.down, "down", "up"), (shift.right, "right", "left"))
     way = " and ".join(
         f"{abs(px)} px {positive if px > 0 else negative}" for px, positive, negative in moves if px
@@ -282,12 +282,12 @@ def _shift_claim(shift: Shift) -> Claim:
         f"shifted: moved {way} it would agree with the prediction on {shift.after:.1%} of the "
         f"pixels, now on {shift.before:.1%}"
     )
-    return Claim(words, shift.after - shift.before)
+    return PairClaim(words, shift.after - shift.before)
 
 
 def _class_claims(
     label: np.ndarray, pred: np.ndarray, probability: np.ndarray, names: Sequence[str]
-) -> Iterator[Claim]:
+) -> Iterator[PairClaim]:
     """Classes that are swapped, that look like another, and that are missing."""
 
     def table(chosen: np.ndarray) -> np.ndarray:
@@ -301,13 +301,13 @@ def _class_claims(
     swapped = mostly & mostly.T
     for a, b in np.argwhere(np.triu(swapped)).tolist():
         share = (wrong[a, b] + wrong[b, a]) / label.size
-        yield Claim(f"{names[a]} and {names[b]} are swapped ({share:.1%} of the image)", share)
+        yield PairClaim(f"{names[a]} and {names[b]} are swapped ({share:.1%} of the image)", share)
     for a, b in np.argwhere(mostly & ~swapped).tolist():
         share = wrong[a, b] / label.size
-        yield Claim(f"{names[a]} looks like {names[b]} ({share:.1%} of the image)", share)
+        yield PairClaim(f"{names[a]} looks like {names[b]} ({share:.1%} of the image)", share)
     missing = np.where(mostly, 0, wrong)
     for b in np.flatnonzero(missing.any(0)).tolist():
         share = missing[:, b].sum() / label.size
         instead = first_of((names[a] for a in np.argsort(-missing[:, b]) if missing[a, b]), 3)
         words = f"{names[b]} is missing here ({share:.1%} of the image, labelled {instead})"
-        yield Claim(words, share)
+        yield PairClaim(words, share)

@@ -14,7 +14,7 @@ from segtrain.desk.survey.conventions import (
     name_inside,
     numbered_channels,
 )
-from segtrain.desk.survey.conventions.claims import Claim
+from segtrain.desk.survey.conventions.claims import PairClaim
 from segtrain.desk.survey.file_names import LABEL_WORDS, FileName, words_of
 from segtrain.desk.survey.questions import Reading, UndecidedError
 from segtrain.text import first_of
@@ -107,7 +107,7 @@ def _groups(labels: Iterable[FileName]) -> list[list[FileName]]:
     return [*groups.values()]
 
 
-def _reach(claims: Mapping[str, Claim], number: int) -> list[str]:
+def _reach(claims: Mapping[str, PairClaim], number: int) -> list[str]:
     """How far each convention came that accounts for any label."""
     return [
         f"{_WORDS[name]}: {len(claim.owners)} of {number} labels"
@@ -116,7 +116,9 @@ def _reach(claims: Mapping[str, Claim], number: int) -> list[str]:
     ]
 
 
-def _best(claims: Mapping[str, Claim], images: Sequence[FileName], answer: str | None) -> Claim:
+def _best(
+    claims: Mapping[str, PairClaim], images: Sequence[FileName], answer: str | None
+) -> PairClaim:
     """The claim that accounts for the most; see `match`."""
     if answer in claims and claims[answer].owners:
         return claims[answer]
@@ -132,7 +134,7 @@ def _best(claims: Mapping[str, Claim], images: Sequence[FileName], answer: str |
     raise _undecided(claims, best or names)
 
 
-def _is_clear(one: Claim, other: Claim, images: Sequence[FileName]) -> bool:
+def _is_clear(one: PairClaim, other: PairClaim, images: Sequence[FileName]) -> bool:
     """Whether a claim accounts for more than another one, or says no other thing."""
     common = one.owners.keys() & other.owners.keys()
     if all(one.owners[label] == other.owners[label] for label in common):
@@ -151,7 +153,7 @@ def _is_clear(one: Claim, other: Claim, images: Sequence[FileName]) -> bool:
     )
 
 
-def _undecided(claims: Mapping[str, Claim], names: Sequence[str]) -> UndecidedError:
+def _undecided(claims: Mapping[str, PairClaim], names: Sequence[str]) -> UndecidedError:
     # A label that shows how they differ.
     first = claims[names[0]].owners
     label = next(x for x in first if len({claims[name].owners.get(x) for name in names}) > 1)
