@@ -1,13 +1,19 @@
 """Conventions of pairs: each reads the folder of its docstring, and claims are compared."""
 
+import cv2
 import numpy as np
 import pytest
-from folders import save, scene
+from folders import labels_of, quick_init, save, scene
 
 from segtrain.desk.survey.conventions.claims import example
 from segtrain.desk.survey.file_names import parse_names
 from segtrain.desk.survey.pairs import CONVENTIONS, match
 from segtrain.desk.survey.survey import survey
+
+
+@pytest.fixture(autouse=True)
+def no_network_and_no_contact_sheet(monkeypatch):
+    quick_init(monkeypatch)
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
@@ -64,3 +70,25 @@ def test_numbers_of_objects_are_no_images():
 def test_how_far_each_convention_came_is_said():
     found = pairs(["a/1.jpg", "a/2.jpg"], ["b/1.png", "b/7.png"])
     assert found.tried == ["image and label have one name: 1 of 2 labels"]
+
+
+def test_two_ways_to_pair_are_shown_as_pictures_and_answered(tmp_path, lab):
+    """masks/3/1.png is of 3.jpg, or of 1.jpg in a folder of the class 3."""
+    for i in range(8):
+        pixels, classes = scene(i, 2)
+        save(tmp_path / f"data/images/{i}.jpg", pixels)
+        _, objects = cv2.connectedComponents(classes)
+        for k in range(8):
+            # Further files show nothing.
+            save(tmp_path / f"data/masks/{i}/{k}.png", np.uint8(objects == k + 1) * 255)
+    words = "init", tmp_path / "data", "--output", tmp_path / "made", "--jobs", "1"
+    said = lab.command(*words).err
+    assert "two ways to find the images of labels" in said
+    shown = [cv2.imread(str(path)) for path in sorted((tmp_path / "made").iterdir())]
+    assert len(shown) == 2
+    # An image and a label beside it.
+    assert all(picture.shape == (260, 520, 3) for picture in shown)
+    lab.done(*words, "--pairs", "folders")
+    found, _ = labels_of(tmp_path / "made")
+    for i in range(8):
+        np.testing.assert_array_equal(found[f"images/{i}.jpg"], scene(i, 2)[1])

@@ -472,11 +472,14 @@ def test_the_photo_is_trained_of_pictures_of_one_label(folder, image, other):
     assert any("6 labels fit several pictures, the first is used: " in x for x in found.notes)
 
 
-def test_two_dates_are_refused_unless_a_list_chooses(folder, init, refused):
+def test_of_two_dates_an_answer_or_a_list_chooses(folder, init, asked):
     for i, _, classes in images_in(folder, "B/{i}.png"):
         save(folder / f"A/{i}.png", 255 - scene(i)[0])
         save(folder / f"label/{i}.png", classes)
-    assert "several pictures for one label: A/0.png and B/0.png" in refused(code=3)
+    said = asked()
+    assert "several pictures for one label: A/0.png and B/0.png" in said
+    assert "those in A: --images A" in said
+    assert init("--images", "B")[0].keys() == {f"B/{i}.png" for i in range(6)}
     rows = "".join(f"B/{i}.png,label/{i}.png\n" for i in range(6))
     (folder / "pairs.csv").write_text(rows)
     assert init("--leave-out", "images")[0].keys() == {f"B/{i}.png" for i in range(6)}

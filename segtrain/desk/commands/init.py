@@ -191,7 +191,9 @@ def write_experiment(
     except UndecidedError as undecided:
         # Only the pictures of the question stay: `_claim` accepts a folder that holds nothing else.
         shutil.rmtree(output, ignore_errors=True)
-        pictures = question_pictures.write_readings(surveyed, labels, undecided.readings, output)
+        pictures = question_pictures.write_readings(
+            folder, surveyed, labels, undecided.readings, output
+        )
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
         again = f"{_command(folder, answers)} --output {shlex.quote(str(output))}"
         raise ConfigError(f"{undecided}{shown}\n  {again}, and one of them goes on") from None

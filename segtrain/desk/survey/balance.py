@@ -11,7 +11,7 @@ from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.listings import unused_lists
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
 from segtrain.desk.survey.splits import Splits
-from segtrain.desk.survey.survey import Survey
+from segtrain.desk.survey.survey import UNLIKE, Survey
 from segtrain.desk.survey.wrong_folders import NOT_READ
 from segtrain.text import counted, first_of
 
@@ -27,7 +27,7 @@ _COULD_BE_DATA = {
     WITHOUT_LABEL: "images",
     "labels without an image": "labels",
     "labels that fit several images": "labels",
-    "called labels, but unlike any": "labels",
+    UNLIKE: "labels",
 }
 _ONE = {
     IMAGES: "image",
@@ -111,7 +111,9 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
     """
     by_reason: dict[str, list[str]] = defaultdict(list)
     for file, reason in found.left_out.items():
-        if _COULD_BE_DATA.get(reason, "") not in {"", *answers.leave_out}:
+        # A picture of colours beside a label of ids says no more than this.
+        is_labelled = reason == UNLIKE and survey.unlike.get(file) in labels.labels
+        if _COULD_BE_DATA.get(reason, "") not in {"", *answers.leave_out} and not is_labelled:
             by_reason[reason].append(file)
     lists = _unused(found, survey, answers)
     if lists:

@@ -11,10 +11,13 @@ from pathlib import PurePosixPath
 
 from segtrain.desk.survey.conventions.claims import is_word
 from segtrain.desk.survey.file_names import LABEL_WORDS, FileName, is_split, split_of, words_of
+from segtrain.desk.survey.pairs import groups_of_labels
 
 # Words that tell a folder of labels; the others in LABEL_WORDS may be classes, as the ground is.
 _ROLES = LABEL_WORDS - {"ground", "index", "gray", "grey", "target", "targets", "y", "l"}
 _NUMBER = re.compile(r"\d")
+# So many labels of one kind have the names of their images, if any convention says so.
+_NAMED = 0.9
 # What all files are called where a number alone tells the class: class_1.png, class_2.png.
 _NUMBERED = {"class", "label"}
 
@@ -58,7 +61,14 @@ class Said:
 
 def said_beside(images: Mapping[str, str], names: Mapping[str, FileName]) -> dict[str, Said]:
     """What the path of each label says; images: the image of each label, by paths."""
-    said = {label: _said(names[label], names[image]) for label, image in images.items()}
+    said: dict[str, Said] = {}
+    for group in groups_of_labels(names[label] for label in images):
+        # masks/3/1.png of 1.jpg is in a folder of a class or of a bucket, and not of an image 3.
+        are_named = [label.core == names[images[label.path]].core for label in group]
+        has_folders = sum(are_named) < _NAMED * len(group)
+        for label in group:
+            image = names[images[label.path]]
+            said[label.path] = _said(label, image, has_folders=has_folders)
     # A1/ beside liver/ is a word, but 1/ beside 2/ may count.
     below: dict[str, set[str]] = defaultdict(set)
     for one in said.values():
@@ -83,12 +93,12 @@ def said_beside(images: Mapping[str, str], names: Mapping[str, FileName]) -> dic
     return said
 
 
-def _said(label: FileName, image: FileName) -> Said:
+def _said(label: FileName, image: FileName, *, has_folders: bool) -> Said:
+    """has_folders: whether folders are called as the images are."""
     folders = PurePosixPath(label.path).parts[:-1]
     of_image = {*PurePosixPath(image.path).parts[:-1]}
     image_words = {*words_of(image.stem)}
-    # masks/3/1.png of 1.jpg is in a folder of a class or of a bucket, and not of an image 3.
-    called = () if label.core == image.core else (image.core, image.stem)
+    called = (image.core, image.stem) if has_folders else ()
     kept = [
         _without_split(x)
         for x in folders

@@ -54,7 +54,7 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
     if not sets:
         found = f"{survey.root}: {len(survey.images)} images, and no labels that belong to them"
         hint = "image and label share a part of their names: a.jpg with a.png or a_mask.png"
-        raise DataError("\n  ".join([found, *survey.notes, hint]))
+        raise DataError("\n  ".join([found, *survey.tried, *survey.notes, hint]))
     # Numbers of objects, as gtFine/*_instanceIds.png, where there are other labels, too.
     for is_other in (is_instances, _is_named_instances):
         sets = [label_set for label_set in sets if not is_other(label_set)] or sets

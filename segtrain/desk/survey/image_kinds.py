@@ -2,6 +2,7 @@
 
 import posixpath
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from segtrain.desk.survey.contents import spread
 from segtrain.desk.survey.file_names import FileName, words_of
 from segtrain.desk.survey.image_facts import ImageFacts, image_facts
 from segtrain.desk.survey.pairs import Matches
+from segtrain.desk.survey.questions import Reading, UndecidedError
 from segtrain.errors import DataError
 from segtrain.text import counted, first_of
 
@@ -84,7 +86,9 @@ def with_headers(
 
     listed: images that a list names.
 
-    DataError: several pictures belong to one label, and neither words nor a list choose.
+    Raises:
+        UndecidedError: several pictures belong to one label, and neither words nor a list choose.
+        DataError: so, and no folder tells them apart.
     """
     name_of = {name.path: name for name in names}
     further = {band for bands in matches.bands.values() for band in bands}
@@ -103,14 +107,14 @@ def with_headers(
         is_the_photo = first and not any(others)
         if len(files) > 1 and not _are_bands(infos, is_the_photo):
             is_chosen = is_the_photo or name.path in listed
-            (twins if is_chosen else unclear).append(" and ".join(files))
+            if is_chosen:
+                twins.append(" and ".join(files))
+            else:
+                unclear.append(files)
             files, infos = files[:1], infos[:1]
         readable.append(_image(folder, name, files, infos))
     if unclear:
-        raise DataError(
-            f"{folder}: several pictures for one label: {first_of(unclear, 3)}; move the others "
-            "elsewhere, or name image and label by a list"
-        )
+        raise _which_images(folder, unclear)
     _check_bands(folder, names, readable)
     note_all(notes, unreadable, "image is left out", "images are left out")
     what = "label fits", "labels fit"
@@ -119,6 +123,24 @@ def with_headers(
     what = "an EXIF orientation, which is ignored: pixels count as stored"
     note_all(notes, turned, f"image carries {what}", f"images carry {what}")
     return readable
+
+
+def _which_images(folder: Path, pictures: Sequence[Sequence[str]]) -> UndecidedError | DataError:
+    """The question which of several pictures are the images; pictures: those of each label."""
+    what = f"several pictures for one label: {' and '.join(pictures[0])}"
+    parts = [{*PurePosixPath(path).parts} for path in pictures[0]]
+    readings = []
+    for path, own in zip(pictures[0], parts, strict=True):
+        others = set().union(*(part for part in parts if part is not own))
+        # The outermost folder that the others do not have.
+        folders = [x for x in PurePosixPath(path).parts[:-1] if x not in others]
+        if folders:
+            option = f"--images {shlex.quote(folders[0])}"
+            readings.append(Reading(f"those in {folders[0]}", option, files=(path,)))
+    if len(readings) < len(parts):
+        repair = "move the others elsewhere, or name image and label by a list"
+        return DataError(f"{folder}: {what}; {repair}")
+    return UndecidedError(f"{folder}: {what}", readings)
 
 
 def _image(folder: Path, name: FileName, files: tuple[str, ...], infos: Sequence[Info]) -> Image:

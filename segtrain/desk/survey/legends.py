@@ -133,7 +133,7 @@ def _with_values(legend: Legend, labels: LabelSet, said: Set[int]) -> Legend | N
     if legend.has_values:
         known = {entry.value for entry in legend.classes}
         # Half of its classes are on the labels, or it names all that they hold.
-        return legend if 2 * len(known & values) >= len(known) or values <= known else None
+        return legend if 2 * len(known & values) >= len(known) or values - {255} <= known else None
     if legend.has_colors and (class_of := _classes_by_palette(legend, labels)):
         return _valued(legend.source, class_of.values(), class_of)
     return _placed(legend, labels, said)

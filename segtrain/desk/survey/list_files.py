@@ -1,9 +1,11 @@
 """Files that may be lists of images, each read as rows of names, perhaps with a split.
 
 Text has a row a line, tables have a column `split` or `fold`; JSON and YOLO's data.yaml have lists
-below the word of a split; nnU-Net's splits_final.json has such a pair of lists for each fold.
+below the word of a split; nnU-Net's splits_final.json has such a pair of lists for each fold, and
+CVAT's XML the subset of each image.
 """
 
+import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ from segtrain.desk.survey.names import decoded
 from segtrain.files import parse_json, read_bytes
 
 _TEXT = (".txt", ".csv", ".tsv", ".lst", ".list", "")
-SUFFIXES = (*_TEXT, ".json", ".yaml", ".yml")
+SUFFIXES = (*_TEXT, ".json", ".yaml", ".yml", ".xml")
 # YAML is read a hundred times as slowly.
 _MAX_BYTES, _MAX_YAML_BYTES = 64 << 20, 1 << 20
 _LIST_WORDS = {"list", "lists", "filelist", "files", "names", "ids", "pairs", "set"}
@@ -122,6 +124,8 @@ def read_list(path: Path) -> ListFile:
         text = decoded(read_bytes(path, _MAX_YAML_BYTES if is_yaml else _MAX_BYTES))
         if is_yaml:
             return ListFile(tuple(_of_yolo(foreign_yaml(text), path.parent)))
+        if suffix == ".xml":
+            return ListFile(tuple(_of_cvat(text)))
         if suffix in _TEXT:
             return _of_text(text, is_table=suffix in (".csv", ".tsv"))
         return _of_json(parse_json(text))
@@ -229,12 +233,21 @@ def _record(record: Mapping[str, Any], split: str | None) -> Iterator[ListRow]:
         yield _row("", texts.values(), split_in(said) or split)
 
 
+def _of_cvat(text: str) -> Iterator[ListRow]:
+    """`<image name="1.jpg" subset="Train">`, if subsets are splits."""
+    for tag in re.findall(r"<image\s([^>]*)>", text):
+        said = {key: html.unescape(value) for key, value in re.findall(r'(\w+)="([^"]*)"', tag)}
+        if (split := split_in(said.get("subset", ""))) and "name" in said:
+            yield _row(said["name"], [said["name"]], split)
+
+
 def _of_yolo(content: Any, folder: Path) -> Iterator[ListRow]:
     """`train:` and `val:` name folders or lists of images."""
     for split, said in _by_split(content):
         for name in said if isinstance(said, list) else [said]:
-            if not isinstance(name, str):
+            if not isinstance(name, str | int) or isinstance(name, bool):
                 continue
+            name = str(name)
             inner = folder / name
             if inner.suffix.lower() in _TEXT[:-1]:
                 yield from (row._replace(split=split) for row in read_list(inner).rows)

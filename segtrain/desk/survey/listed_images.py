@@ -23,6 +23,7 @@ class ImageNames:
         self._by_path: dict[str, int] = {}
         self._by_end: dict[str, int] = {}
         self._by_core: dict[str, int] = {}
+        self._by_number: dict[str, int] = {}
         # Of sequences: made when a list names some.
         self._members: Mapping[str, Sequence[int]] | None = None
         for i, image in enumerate(images):
@@ -32,8 +33,11 @@ class ImageNames:
                     _add(self._by_path, path, i)
                     for end in ends_of(path):
                         _add(self._by_end, end, i)
+                *_, core = ends_of(_core(bare))
                 for end in ends_of(_core(bare)):
                     _add(self._by_core, end, i)
+                if core.isdecimal():
+                    _add(self._by_number, str(int(core)), i)
 
     def one(self, listed: str) -> int | None:
         """The image of this name, perhaps with folders of another machine; None: none, or several.
@@ -46,6 +50,8 @@ class ImageNames:
             (name, self._by_end),
             (bare, self._by_end),
             (_core(bare), self._by_core),
+            # 7 is 007_image.png, as lists in YAML have it.
+            (name.lstrip("0") if name.isdecimal() else "", self._by_number),
         ):
             for end in ends_of(form):
                 i = self._by_path.get(end, known.get(end))

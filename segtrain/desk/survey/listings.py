@@ -121,6 +121,10 @@ def split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:
     return [replace(x, split="val" if i in chosen else rest[i]) for i, x in enumerate(images)]
 
 
+# A list of more images than this is one of all.
+_MOST_NAMED = 0.9
+
+
 def unused_lists(
     folder: Path, lists: Sequence[str], used: Collection[str], images: Sequence[Image]
 ) -> dict[str, int]:
@@ -142,6 +146,8 @@ def unused_lists(
         named = {i for row in rows for i in row}
         # A list, and no text in which a few words are names.
         is_list = len(named) > 1 and 2 * sum(map(bool, rows)) >= len(rows)
+        # What is said of all images divides none: patients and cameras, or a licence.
+        is_list = is_list and len(named) <= _MOST_NAMED * len(images)
         if is_list and not _says_nothing(path, file, named, images):
             found[path] = len(named)
     return found

@@ -25,7 +25,7 @@ _SAMPLE, _LONGEST_PX = 24, 1024
 # Objects are one area each, but for what lies across them; classes are often several.
 _AREAS = 1.25
 # Of the values: those in one file each. Fewer values prove nothing.
-_OF_ONE_FILE, _LEAST_VALUES = 0.9, 6
+_OF_ONE_FILE, _LEAST_VALUES, _LEAST_COUNTS = 0.9, 6, 3
 # Of the numbers from 1 to the largest one of a file: those that it shows, and with so many numbers.
 _FILLED, _LEAST_FILLED, _MANY = 0.75, 0.5, 30
 # Smaller areas were cut off by what lies across an object; so much rim has a thin line.
@@ -156,6 +156,7 @@ def _are_counted(sample: Sequence[_Sampled]) -> bool:
     third = max(1, len(files_of) // 3)
     ordered = [files_of[value] for value in sorted(files_of)]
     declines = sum(ordered[:third]) >= 2 * sum(ordered[-third:])
-    if not declines or len(files_of) < _LEAST_VALUES:
+    # A class that few images show has one number; counts have many.
+    if not declines or len(files_of) < _LEAST_VALUES or len({*largest}) < _LEAST_COUNTS:
         return False
     return median(filled) >= (_LEAST_FILLED if max(largest) >= _MANY else _FILLED)

@@ -14,7 +14,7 @@ from segtrain.desk.survey.conventions import (
     name_inside,
     numbered_channels,
 )
-from segtrain.desk.survey.conventions.claims import PairClaim
+from segtrain.desk.survey.conventions.claims import OwnerClaim
 from segtrain.desk.survey.file_names import LABEL_WORDS, FileName, words_of
 from segtrain.desk.survey.questions import Reading, UndecidedError
 from segtrain.text import first_of
@@ -73,7 +73,7 @@ def match(
     by_path = {image.path: image for image in images}
     owners: dict[str, str] = {}
     result = Matches({}, {}, [], [], [])
-    for group in _groups(labels):
+    for group in groups_of_labels(labels):
         rest = group
         while rest:
             claims = {name: of.claim([*by_path.values()], rest) for name, of in CONVENTIONS.items()}
@@ -98,7 +98,7 @@ def match(
     return [*by_path.values()], result._replace(labels=found)
 
 
-def _groups(labels: Iterable[FileName]) -> list[list[FileName]]:
+def groups_of_labels(labels: Iterable[FileName]) -> list[list[FileName]]:
     """Labels whose folders say the same words for labels: those of one kind."""
     groups: dict[tuple[str, ...], list[FileName]] = defaultdict(list)
     for label in labels:
@@ -107,7 +107,7 @@ def _groups(labels: Iterable[FileName]) -> list[list[FileName]]:
     return [*groups.values()]
 
 
-def _reach(claims: Mapping[str, PairClaim], number: int) -> list[str]:
+def _reach(claims: Mapping[str, OwnerClaim], number: int) -> list[str]:
     """How far each convention came that accounts for any label."""
     return [
         f"{_WORDS[name]}: {len(claim.owners)} of {number} labels"
@@ -117,8 +117,8 @@ def _reach(claims: Mapping[str, PairClaim], number: int) -> list[str]:
 
 
 def _best(
-    claims: Mapping[str, PairClaim], images: Sequence[FileName], answer: str | None
-) -> PairClaim:
+    claims: Mapping[str, OwnerClaim], images: Sequence[FileName], answer: str | None
+) -> OwnerClaim:
     """The claim that accounts for the most; see `match`."""
     if answer in claims and claims[answer].owners:
         return claims[answer]
@@ -134,7 +134,7 @@ def _best(
     raise _undecided(claims, best or names)
 
 
-def _is_clear(one: PairClaim, other: PairClaim, images: Sequence[FileName]) -> bool:
+def _is_clear(one: OwnerClaim, other: OwnerClaim, images: Sequence[FileName]) -> bool:
     """Whether a claim accounts for more than another one, or says no other thing."""
     common = one.owners.keys() & other.owners.keys()
     if all(one.owners[label] == other.owners[label] for label in common):
@@ -153,7 +153,7 @@ def _is_clear(one: PairClaim, other: PairClaim, images: Sequence[FileName]) -> b
     )
 
 
-def _undecided(claims: Mapping[str, PairClaim], names: Sequence[str]) -> UndecidedError:
+def _undecided(claims: Mapping[str, OwnerClaim], names: Sequence[str]) -> UndecidedError:
     # A label that shows how they differ.
     first = claims[names[0]].owners
     label = next(x for x in first if len({claims[name].owners.get(x) for name in names}) > 1)
@@ -161,8 +161,8 @@ def _undecided(claims: Mapping[str, PairClaim], names: Sequence[str]) -> Undecid
     for name in names:
         image = claims[name].owners.get(label)
         words = f"{_WORDS[name]} ({label} is of {image or 'no image'})"
-        pair = (image, label) if image else None
-        readings.append(Reading(words, f"--pairs {name}", pair=pair))
+        files = (image, label) if image else ()
+        readings.append(Reading(words, f"--pairs {name}", files=files))
     return UndecidedError(f"two ways to find the images of labels: {first_of(first, 3)}", readings)
 
 

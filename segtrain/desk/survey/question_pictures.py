@@ -11,7 +11,6 @@ from segtrain.desk.survey import contents
 from segtrain.desk.survey.contact_sheet import cell
 from segtrain.desk.survey.contents import Color, Value, packed
 from segtrain.desk.survey.image_facts import middle_window, read_bands
-from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.questions import Reading
 from segtrain.desk.survey.survey import Survey
@@ -21,22 +20,42 @@ _MARK, _LEFT_OUT = (228, 26, 28), (255, 255, 255)
 
 
 def write_readings(
-    survey: Survey, labels: LabelSet | None, readings: Sequence[Reading], output: Path
+    root: Path,
+    survey: Survey | None,
+    labels: LabelSet | None,
+    readings: Sequence[Reading],
+    output: Path,
 ) -> list[Path]:
     """A picture for each reading: an image, and its label with the values in question marked.
 
     They are red as a class, and white where the reading leaves them out. Readings that differ in
     names or channels alone have one picture.
+
+    survey, labels: None where the question was raised before there were any.
     """
     written: dict[bytes, Path] = {}
     for number, reading in enumerate(readings, start=1):
         shown = reading.labels or labels
-        if shown is None:
+        if reading.files:
+            picture = _beside(root, reading.files)
+        elif shown is None:
             continue
-        picture = _picture(survey, shown, reading)
+        else:
+            picture = _picture(survey, shown, reading)
+        output.mkdir(parents=True, exist_ok=True)
         path = written.setdefault(picture.tobytes(), output / f"reading_{number}.png")
         write_png(path, picture)
     return list(written.values())
+
+
+def _beside(root: Path, files: Sequence[str]) -> np.ndarray:
+    """An image and, if there is a second file, its label; (H, W, 3) uint8."""
+    cells = [cell(_stretched(root, files[:1]))]
+    for file in files[1:]:
+        kind = contents.label_facts(root, file).kind
+        label = contents.values_of(root / file, kind, middle_window(root / file))
+        cells.append(cell(_marked(label, (), _MARK)))
+    return np.hstack(cells)
 
 
 def _picture(survey: Survey, labels: LabelSet, reading: Reading) -> np.ndarray:
@@ -45,7 +64,7 @@ def _picture(survey: Survey, labels: LabelSet, reading: Reading) -> np.ndarray:
     owners = (path for path, files in labels.labels.items() if example in files)
     owner = next(owners, next(iter(labels.labels)))
     image = next(candidate for candidate in survey.images if candidate.path == owner)
-    cells = [cell(_stretched(survey.root, image))]
+    cells = [cell(_stretched(survey.root, image.files))]
     if labels.kind != "annotations":  # whose labels are gone
         file = survey.root / labels.labels[owner][0]
         label = contents.values_of(file, labels.kind, middle_window(file), labels.threshold)
@@ -55,9 +74,9 @@ def _picture(survey: Survey, labels: LabelSet, reading: Reading) -> np.ndarray:
     return np.hstack(cells)
 
 
-def _stretched(root: Path, image: Image) -> np.ndarray:
+def _stretched(root: Path, files: Sequence[str]) -> np.ndarray:
     """(H, W, 3) uint8: the image as people see most of it; its scale is not decided yet."""
-    stored = read_bands([root / file for file in image.files])
+    stored = read_bands([root / file for file in files])
     if stored.dtype == np.uint8:
         return as_rgb(stored, None)
     low, high = np.nanpercentile(stored[..., :3], (1, 99)).tolist()

@@ -55,8 +55,8 @@ class Reading(NamedTuple):
     """One way to read the data: in words, and by this option.
 
     marked: values that it is about. leaves_out: whether they have no class then.
-    labels: which it is about, where that is the question. pair: an image and the file of its label
-        by this reading, where that is the question.
+    labels: which it is about, where that is the question. files: an image and the file of its
+        label by this reading, where that is the question.
     """
 
     words: str
@@ -64,7 +64,7 @@ class Reading(NamedTuple):
     marked: tuple[Value, ...] = ()
     leaves_out: bool = False
     labels: "LabelSet | None" = None
-    pair: tuple[str, str] | None = None
+    files: tuple[str, ...] = ()
 
 
 class UndecidedError(ConfigError):

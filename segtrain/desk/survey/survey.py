@@ -7,6 +7,7 @@ that are going to be used are counted whole, since one rare value decides whethe
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -35,6 +36,8 @@ from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import first_of
 
+UNLIKE = "called labels, but unlike any"
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -60,6 +63,8 @@ class Survey:
     lists: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    unlike: Mapping[str, str] = field(default_factory=dict)  # images of labels that look like none
+    tried: tuple[str, ...] = ()  # how many labels each convention of pairs accounts for
     rival_lists: tuple[str, ...] = ()  # of images to evaluate on, which contradict each other
 
 
@@ -139,6 +144,8 @@ def survey(
         lists=_used_lists(folder, lists, (split_source, pair_source), val_list),
         tables=tuple(path for path, legend in legends.items() if legend),
         left_out=left_out,
+        unlike=_owners(image_names, [x for x in names if x.path in {*left_out[UNLIKE]}]),
+        tried=tuple(matches.tried),
         rival_lists=rivals,
     )
 
@@ -171,11 +178,19 @@ def _left_out(
         "labels without an image": matches.alone,
         "labels that fit several images": matches.unclear,
         "previews": [name.path for name in made if is_preview(name.pattern)],
-        "called labels, but unlike any": [x.path for x in made if not is_preview(x.pattern)],
+        UNLIKE: [x.path for x in made if not is_preview(x.pattern)],
         "further pictures of one label": [path for path in seconds if path not in kept],
         "images that cannot be read": [path for path in of_images if path not in kept],
         "labels of images that cannot be read": [x for files in labels_of_lost for x in files],
     }
+
+
+def _owners(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[str, str]:
+    """The image of each of these, where one convention says it."""
+    with suppress(ConfigError):
+        found = pairs.match(images, labels)[1].labels
+        return {file: image for image, files in found.items() for file in files}
+    return {}
 
 
 def _note_pictures(

@@ -90,7 +90,7 @@ def checked(survey: Survey, wanted: str | None = None) -> Survey:
         _refuse_other_task(survey, smooth)
     notes = [f"{_shown_by(smooth)}, not used"] if smooth else []
     labelled = {path for labels in sets for path in labels.labels}
-    if sets and any(x.path not in labelled and x.split != "test" for x in survey.images):
+    if any(x.path not in labelled and x.split != "test" for x in survey.images):
         notes += [f"{NOT_READ}{line}"] if (line := _of_files(survey)) else []
     files = [x for labels in smooth for of_image in labels.labels.values() for x in of_image]
     left_out = {**survey.left_out, **({"smooth pictures": files} if files else {})}

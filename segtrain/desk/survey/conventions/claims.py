@@ -9,7 +9,7 @@ from segtrain.desk.survey.file_names import FileName, parse_names
 
 
 @dataclass(frozen=True)
-class PairClaim:
+class OwnerClaim:
     """What one convention makes of some labels; all files by their paths.
 
     owners: the image of each label that it accounts for.
@@ -74,7 +74,7 @@ def example(text: str) -> tuple[list[FileName], list[FileName]]:
     return images, [name for name in names if name.path.endswith(".png")]
 
 
-def lines_of(claim: PairClaim) -> Iterable[str]:
+def lines_of(claim: OwnerClaim) -> Iterable[str]:
     """The claim as lines `label: image`, with the further files of the image, for examples."""
     for label, image in claim.owners.items():
         yield ", ".join([f"{label}: {image}", *claim.bands.get(image, ())])

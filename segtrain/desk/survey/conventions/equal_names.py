@@ -17,13 +17,13 @@ pairing. Nor is a label given to an image of another scene, whose folders go wit
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from segtrain.desk.survey.conventions.claims import PairClaim, example, is_word, lines_of, nearest
+from segtrain.desk.survey.conventions.claims import OwnerClaim, example, is_word, lines_of, nearest
 from segtrain.desk.survey.file_names import FileName, are_photos, band_of
 
 __all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
-def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
+def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
     """See the top of the file."""
     by_core: dict[str, list[FileName]] = defaultdict(list)
     by_stem: dict[str, list[FileName]] = defaultdict(list)
@@ -56,7 +56,7 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
         # Several images of one kind, and nothing says which is meant.
         elif candidates:
             unclear.append(label.path)
-    return PairClaim(owners, whole, bands, unclear, others)
+    return OwnerClaim(owners, whole, bands, unclear, others)
 
 
 def _photo_first(candidates: Sequence[FileName]) -> list[str]:

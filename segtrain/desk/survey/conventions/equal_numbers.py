@@ -11,13 +11,13 @@ drawn/label8.png: photos/DSC_0008.jpg
 from collections import defaultdict
 from collections.abc import Sequence
 
-from segtrain.desk.survey.conventions.claims import PairClaim, example, lines_of, number_of
+from segtrain.desk.survey.conventions.claims import OwnerClaim, example, lines_of, number_of
 from segtrain.desk.survey.file_names import FileName
 
 __all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
-def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
+def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
     """All or none: a number that no image has, or several, shows that numbers do not pair here."""
     by_number: dict[tuple[str | None, int], list[str]] = defaultdict(list)
     for image in images:
@@ -28,11 +28,11 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
         number = number_of(label)
         candidates = [] if number is None else by_number.get((label.split, number), [])
         if len(candidates) != 1:
-            return PairClaim({})
+            return OwnerClaim({})
         owners[label.path] = candidates[0]
     # 00007_hair and 00007_skin, in one folder, are two patterns; two labels of one pattern would
     # be a mistake.
     of_images = {(owners[label.path], label.pattern) for label in labels}
     places = {(owners[label.path], label.folder) for label in labels}
     is_one_each = len(of_images) == len(labels) and len(places) == len(set(owners.values()))
-    return PairClaim(owners if is_one_each else {})
+    return OwnerClaim(owners if is_one_each else {})

@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from segtrain.desk.survey.conventions.claims import PairClaim, example, lines_of
+from segtrain.desk.survey.conventions.claims import OwnerClaim, example, lines_of
 from segtrain.desk.survey.file_names import FileName
 
 __all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
-def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
+def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
     """The only image of the nearest folder above a label that holds any."""
     in_folder: dict[str, list[str]] = defaultdict(list)
     for image in images:
@@ -32,4 +32,4 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
             owners[label.path] = there[0]
     # A single picture above all, as a logo, is no image of the labels.
     is_enough = len({*owners.values()}) > 1 or len(images) == 1
-    return PairClaim(owners if is_enough else {})
+    return OwnerClaim(owners if is_enough else {})

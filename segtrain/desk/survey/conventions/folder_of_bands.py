@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from segtrain.desk.survey.conventions import equal_names
-from segtrain.desk.survey.conventions.claims import PairClaim, example, lines_of
+from segtrain.desk.survey.conventions.claims import OwnerClaim, example, lines_of
 from segtrain.desk.survey.file_names import FileName, band_words, parse_names
 
 __all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
-def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
+def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
     """As of equal names, if each band had a folder of its own: `B02/s1.tif`."""
     bands: dict[str, list[str]] = defaultdict(list)
     for image in images:
@@ -29,7 +29,7 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
     # folders are no scenes.
     are_bands = all(band_words(stem) for stem in {image.stem for image in images})
     if not are_bands or len({frozenset(x) for x in bands.values()}) > 1 or "" in bands:
-        return PairClaim({})
+        return OwnerClaim({})
     names = [*images, *labels]
     turned = [PurePosixPath(name.path) for name in names]
     for i, (name, path) in enumerate(zip(names, turned, strict=True)):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from segtrain.desk.survey.conventions.claims import (
-    PairClaim,
+    OwnerClaim,
     example,
     is_word,
     lines_of,
@@ -29,7 +29,7 @@ from segtrain.desk.survey.file_names import FileName
 __all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
-def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
+def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
     """From the nearest folder up, the first that names one image counts."""
     by_name: dict[str, list[FileName]] = defaultdict(list)
     by_number: dict[int | None, list[FileName]] = defaultdict(list)
@@ -54,4 +54,4 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
                 if folder.lower() == fitting[0].stem and is_word(folder):
                     whole.add(label.path)
                 break
-    return PairClaim(owners, whole)
+    return OwnerClaim(owners, whole)

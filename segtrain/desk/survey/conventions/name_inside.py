@@ -15,13 +15,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from segtrain.desk.survey.conventions.claims import PairClaim, example, is_word, lines_of, nearest
+from segtrain.desk.survey.conventions.claims import OwnerClaim, example, is_word, lines_of, nearest
 from segtrain.desk.survey.file_names import FileName
 
 __all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
-def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
+def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
     """The longest name counts: of img_1 and img_1_flip, the latter is that of img_1_flip_car."""
     by_stem: dict[str, list[FileName]] = defaultdict(list)
     for image in images:
@@ -37,7 +37,7 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
             owners[label.path] = fitting[0].path
             if is_word(fitting[0].stem):
                 whole.add(label.path)
-    return PairClaim(owners, whole)
+    return OwnerClaim(owners, whole)
 
 
 def _ends(stem: str) -> Iterator[str]:

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from segtrain.desk.survey.conventions import equal_names
-from segtrain.desk.survey.conventions.claims import PairClaim, example, lines_of
+from segtrain.desk.survey.conventions.claims import OwnerClaim, example, lines_of
 from segtrain.desk.survey.file_names import FileName
 
 __all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
-def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
+def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
     """As of equal names, with the channel in the pattern, which tells bands apart."""
     renamed = {
         image.path: image._replace(
@@ -31,6 +31,6 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> PairClaim:
         if re.search(r"._\d{4}$", image.core)
     }
     if not renamed:
-        return PairClaim({})
+        return OwnerClaim({})
     found = equal_names.claim([renamed.get(x.path, x) for x in images], labels)
     return replace(found, renamed=renamed)
