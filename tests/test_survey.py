@@ -424,6 +424,26 @@ def test_folders_of_classes_or_buckets_that_are_called_as_images_are_none(
     assert_labels(found, truth)
 
 
+def test_sets_of_labels_are_taken_together_where_that_is_the_answer(folder, init, asked):
+    """Of two people, who have two images in common; bob tells fewer classes apart."""
+    truth, said_by = {}, {"fine": np.array([0, 1, 2, 3]), "coarse": np.array([0, 1, 2, 2])}
+    for i, path, classes in images_in(folder, "images/t{i}.png", 8):
+        for name, there in (("fine", i < 5), ("coarse", i >= 3)):
+            if there:
+                save(folder / f"{name}/labels/t{i}.png", said_by[name][classes].astype(np.uint8))
+        truth[path] = classes
+    offered = re.findall(r"^segtrain:   (\S+\.png) \(", asked(), re.M)
+    assert len(offered) == 2
+    for one, other in (offered, offered[::-1]):
+        found, _ = init("--labels", f"{one}, {other}")
+        first = one.split("/")[0]
+        for i, (path, label) in enumerate(sorted(found.items())):
+            both = "fine" if i < 3 else "coarse" if i >= 5 else first
+            np.testing.assert_array_equal(label, said_by[both][truth[path]])
+    found, _ = init("--labels", offered[0], "--leave-out", "images")
+    assert len(found) == 5
+
+
 # Pairs
 
 

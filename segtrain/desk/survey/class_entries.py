@@ -19,7 +19,7 @@ _ID_KEYS = (
 _TRAIN_ID_KEYS = ("trainid", "train id")
 _MAPPING_KEYS = ("categories", "classes", "labels", "label", "names", "colors", "palette")
 _MAPPING_KEYS += ("id2label", "label2id", "class names", "tools")
-_COLOR_KEYS = ("color", "colour", "class_color", "rgb", "hex", "background")
+_COLOR_KEYS = ("color", "colour", "class color", "rgb", "hex", "background")
 
 
 class NamedClass(NamedTuple):

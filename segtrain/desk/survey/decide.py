@@ -44,10 +44,12 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
         UndecidedError: several sets, which do not say the same.
     """
     sets = list(survey.sets)
+    together: list[LabelSet] = []
     if answers.labels is not None:
-        wanted = answers.labels.split(", ")
-        sets.sort(key=lambda x: wanted.index(x.pattern) if x.pattern in wanted else len(wanted))
-        sets = [found for label_set in sets if (found := _restricted(label_set, answers.labels))]
+        together = _named_wholly(sets, answers.labels)
+        sets = together or [
+            found for label_set in sets if (found := _restricted(label_set, answers.labels))
+        ]
         if not sets:
             there = first_of(label_set.pattern for label_set in survey.sets) or "none"
             raise ConfigError(f"--labels {answers.labels}: no such labels; found {there}")
@@ -69,7 +71,7 @@ def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
         colors = (found for pair, found in survey.equal_sets.items() if label_set.pattern in pair)
         sets[i] = replace(label_set, twin=next(filter(None, colors), {}))
     # train_masks/ and val_masks/ label different images: one set.
-    sets = _joined(sets, always=answers.labels is not None)
+    sets = _joined(sets, always=answers.labels is not None, may_overlap=bool(together))
     if answers.labels is None:
         # Labels of test images alone cannot be trained on.
         test = {image.path for image in survey.images if image.split == "test"}
@@ -102,14 +104,27 @@ def _ways(survey: Survey, sets: Sequence[LabelSet]) -> list[Reading]:
     return ways
 
 
+def _named_wholly(sets: Sequence[LabelSet], wanted: str) -> list[LabelSet]:
+    """The sets whose whole patterns stand in `wanted`, in its order; empty: other words do."""
+    by_pattern = {label_set.pattern: label_set for label_set in sets}
+    found, rest = [], wanted
+    while rest:
+        # A pattern may hold a comma itself.
+        fitting = [x for x in by_pattern if f"{rest}, ".startswith(f"{x}, ")]
+        if not fitting:
+            return []
+        longest = max(fitting, key=len)
+        found.append(by_pattern[longest])
+        rest = rest[len(longest) :].removeprefix(", ")
+    return found
+
+
 def _restricted(labels: LabelSet, wanted: str) -> LabelSet | None:
     """The part of a set that `wanted` names: a folder, a part of a name or a pattern; or None.
 
-    Patterns of `_joined` sets stand beside each other: `train/*.png, val/*.png`.
+    Several stand beside each other: `train/*.png, val/*.png`.
     """
     parts = wanted.split(", ")
-    if labels.pattern in (wanted, *parts):
-        return labels
     kept = {
         image: fitting
         for image, files in labels.labels.items()
@@ -125,18 +140,19 @@ def _restricted(labels: LabelSet, wanted: str) -> LabelSet | None:
     return replace(labels, pattern=pattern, labels=kept, classes=())
 
 
-def _joined(sets: Sequence[LabelSet], *, always: bool) -> list[LabelSet]:
+def _joined(sets: Sequence[LabelSet], *, always: bool, may_overlap: bool) -> list[LabelSet]:
     """The sets, those of one kind that label different images as one.
 
-    always: even if their names are not alike, or some images are in several: the first one counts.
+    always: even if their names are not alike. may_overlap: also where images are in several, of
+    which the first one counts.
     """
     joined: list[LabelSet] = []
     # The largest first: its pattern leads the name. What is asked for has an order.
-    for label_set in sets if always else sorted(sets, key=lambda x: -len(x.labels)):
+    for label_set in sets if may_overlap else sorted(sets, key=lambda x: -len(x.labels)):
         for i, other in enumerate(joined):
             alike = (label_set.kind, label_set.classes) == (other.kind, other.classes)
-            are_apart = not label_set.labels.keys() & other.labels.keys()
-            if alike and (always or (are_apart and _have_alike_names(label_set, other))):
+            alike = alike and (always or _have_alike_names(label_set, other))
+            if alike and (may_overlap or not label_set.labels.keys() & other.labels.keys()):
                 joined[i] = replace(
                     other,
                     pattern=f"{other.pattern}, {label_set.pattern}",

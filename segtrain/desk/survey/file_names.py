@@ -117,7 +117,9 @@ def fits(path: str, wanted: str) -> bool:
     """Whether `wanted` names a file: a folder above it, a part of its path, or a pattern."""
     wanted = wanted.strip("/")
     is_below = path.startswith(f"{wanted}/") or f"/{wanted}/" in f"/{path}"
-    return is_below or fnmatchcase(path, wanted if "*" in wanted else f"*{wanted}*")
+    if "*" in wanted:
+        return fnmatchcase(path, wanted) or fnmatchcase(path, f"*/{wanted}")
+    return is_below or wanted in path
 
 
 def form_of(pattern: str) -> str:

@@ -59,8 +59,12 @@ def label_sets(
     if words and _are_classes(folder, binary, words, classes):
         yield _together(binary, words, names)
         sets = {key: by_image for key, by_image in sets.items() if key not in binary}
+    shown = {key: _pattern(key, by_image, names) for key, by_image in sets.items()}
+    count = Counter(shown.values())
     for key, by_image in sets.items():
-        yield _of_one_kind(_pattern(key, by_image, names), by_image, samples[key])
+        # Where folders of splits or scenes tell sets apart, they are shown.
+        whole = shown[key] if count[shown[key]] == 1 else _whole_pattern(by_image, names)
+        yield _of_one_kind(whole, by_image, samples[key])
 
 
 def _are_classes(
@@ -142,6 +146,10 @@ def _pattern(key: Said, by_image: _ByImage, names: Mapping[str, FileName]) -> st
         for file in files
     }
     return ", ".join(sorted(patterns)[:3])
+
+
+def _whole_pattern(by_image: _ByImage, names: Mapping[str, FileName]) -> str:
+    return ", ".join(sorted({names[x].pattern for files in by_image.values() for x in files}))
 
 
 def _together(
