@@ -34,7 +34,7 @@ from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping
-from segtrain.desk.survey.decide import choose_labels
+from segtrain.desk.survey.choose_set import choose_labels
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.questions import Answers

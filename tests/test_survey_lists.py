@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from folders import images_in, labels_of, quick_init, save
 
-from segtrain.desk.survey.decide import choose_labels
+from segtrain.desk.survey.choose_set import choose_labels
 from segtrain.desk.survey.listings import unused_lists
 from segtrain.desk.survey.questions import Answers, UndecidedError
 from segtrain.desk.survey.splits import choose_splits
@@ -61,7 +61,7 @@ def table(rows, delimiter=","):
 def divide(folder, **answers):
     """The division as init decides it: paths to train and to evaluate on, and what is said."""
     val_list = answers.pop("val_list", None)
-    found = survey(folder, val_list=val_list)
+    found = survey(folder, Answers(val=None if val_list is None else str(val_list)))
     given = Answers(val=None if val_list is None else str(val_list), **answers)
     splits = choose_splits(found, choose_labels(found, given), given)
     said = "\n".join([splits.reason, *splits.warnings, *found.notes])
@@ -300,7 +300,7 @@ def test_folds_are_asked_about_and_each_answer_is_that_fold(folder, build):
         assert val == {*paths[6 * k : 6 * k + 6]}
         assert train == {*paths} - val
         assert files[k] in said
-    found = survey(folder, val_list=folder / files[0])
+    found = survey(folder, Answers(val=str(folder / files[0])))
     assert unused_lists(folder, found.others, found.lists, found.images) == {}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from segtrain.config import load_config
 from segtrain.config.loading import yaml_value
-from segtrain.errors import EXIT_OK, ConfigError, DataError, refuse_unused
+from segtrain.errors import EXIT_OK, ConfigError, DataError
 from segtrain.files import os_errors_as
 from segtrain.run.directory import CONFIG
 from segtrain.text import first_of, printable
@@ -118,82 +118,25 @@ def write_experiment(
     """The path of the config that was written; see `main`. answers: as `Answers` has them."""
     output = default_output(folder) if output is None else output
     _claim(output, folder)
-    from segtrain.desk.survey import (
-        check_pairs,
-        class_files,
-        class_lists,
-        compared_pairs,
-        decide,
-        decisions,
-        drawn_labels,
-        edges,
-        experiment_files,
-        foreground,
-        label_values,
-        one_picture,
-        question_pictures,
-        recipe,
-        splits,
-        wrong_folders,
-    )
-    from segtrain.desk.survey.balance import balance, check_left_out
-    from segtrain.desk.survey.class_ids import class_ids_by_window
+    from segtrain.desk.survey.decide import decide
+    from segtrain.desk.survey.experiment_files import write_files
+    from segtrain.desk.survey.question_pictures import write_readings
     from segtrain.desk.survey.questions import Answers, UndecidedError
-    from segtrain.desk.survey.survey import survey
     from segtrain.distributed.machine import keep_freed_memory
 
-    given = Answers(**answers)
-    surveyed = labels = None
     keep_freed_memory()  # file after file is read into arrays of the same size
     try:
-        val_list = Path(given.val) if isinstance(given.val, str) else None
-        classes = None if given.task else given.names or ()
-        how = {"threshold": given.threshold, "classes": classes, "convention": given.pairs}
-        how["chosen"] = given.images
-        surveyed = survey(folder, val_list=val_list, **how)
-        surveyed = wrong_folders.checked(surveyed, given.labels)
-        if surveyed.annotations and (not surveyed.sets or given.labels in surveyed.annotations):
-            labels, chosen = drawn_labels.draw_annotations(surveyed, output, given, jobs)
-        else:
-            refuse_unused(vars(given), "attribute", "labels that are pictures")
-            labels = decide.choose_labels(surveyed, given)
-            labels = class_files.by_class(surveyed, labels, given)
-            labels = label_values.count_values(
-                folder, labels, surveyed.images, surveyed.legends, jobs
-            )
-            as_turned = edges.turned_scores(folder, surveyed.images, labels)
-            labels = check_pairs.choose_orientation(labels, as_turned, given)
-            pairs = compared_pairs.read_pairs(folder, surveyed.images, labels)
-            surveyed = check_pairs.check_pairs(surveyed, labels, pairs, given)
-            chosen = class_lists.choose_classes(surveyed, labels, given)
-        # A single picture can be divided only by its windows.
-        if one_picture.is_one_picture(surveyed, labels, given):
-            ((path, files),) = labels.labels.items()
-            file = (output if labels.kind == "annotations" else folder) / files[0]
-            class_ids = class_ids_by_window(file, labels, chosen)
-            split = one_picture.choose_windows(surveyed, path, chosen, given, class_ids)
-        else:
-            split = splits.choose_splits(surveyed, labels, given)
-        found = balance(surveyed, labels, split)
-        check_left_out(found, surveyed, labels, given)
-        machine = _machine()
-        seen = foreground.narrow_foreground(surveyed, labels, chosen, split.train, output)
-        images = (*split.train, *split.val)
-        pixels = recipe.choose_pixels(surveyed, images, given, machine, seen)
-        options = recipe.choose_options(split, chosen, pixels, machine)
-        plan = decisions.Decisions(surveyed, labels, chosen, split, options)
-        print(printable(f"files      {found.line()}"))
-        for line in _lines(plan, machine):
+        plan, files = decide(folder, Answers(**answers), output, _machine, jobs=jobs)
+        print(printable(f"files      {files.line()}"))
+        for line in _lines(plan):
             print(printable(line))
         command = _command(folder, answers)
-        for warning in experiment_files.write_files(plan, output, command, jobs=jobs):
+        for warning in write_files(plan, output, command, jobs=jobs):
             print(printable(f"warning: {warning}"))
     except UndecidedError as undecided:
         # Only the pictures of the question stay: `_claim` accepts a folder that holds nothing else.
         shutil.rmtree(output, ignore_errors=True)
-        pictures = question_pictures.write_readings(
-            folder, surveyed, labels, undecided.readings, output
-        )
+        pictures = write_readings(folder, undecided, output)
         shown = f"\n  pictures: {first_of(pictures)}" if pictures else ""
         again = f"{_command(folder, answers)} --output {shlex.quote(str(output))}"
         raise ConfigError(f"{undecided}{shown}\n  {again}, and one of them goes on") from None
@@ -245,7 +188,7 @@ def _machine() -> "Machine":
     return Machine(has_gpu, None, has_bfloat16)
 
 
-def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
+def _lines(plan: "Decisions") -> list[str]:
     """What was found, as a table, and the warnings."""
     from segtrain.desk.survey.class_table import class_table
     from segtrain.desk.survey.leaks import one_sided
@@ -280,7 +223,7 @@ def _lines(plan: "Decisions", machine: "Machine") -> list[str]:
     )
     notes = [*plan.classes.warnings, *plan.splits.warnings, *survey.notes]
     notes += one_sided(labels, plan.classes, plan.splits.train, plan.splits.val)
-    if machine.weights is None:
+    if plan.machine.weights is None:
         notes.append("no pretrained weights here and no network: a schedule for random weights")
     return lines + [f"warning: {note}" for note in notes]
 

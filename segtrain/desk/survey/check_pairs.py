@@ -8,9 +8,8 @@ import numpy as np
 
 from segtrain.desk.survey.compared_pairs import ComparedPair
 from segtrain.desk.survey.contents import word
-from segtrain.desk.survey.decide import shares_of
 from segtrain.desk.survey.edges import EdgeScores, edge_scores
-from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.label_set import LabelSet, shares_of
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError, ignore_option
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import DataError, refuse_unused

@@ -12,8 +12,7 @@ from segtrain.desk.survey import doubts
 from segtrain.desk.survey.class_entries import NamedClass
 from segtrain.desk.survey.class_table import Class, Classes
 from segtrain.desk.survey.contents import KINDS, Color, Value, word
-from segtrain.desk.survey.decide import MOST_CLASSES, shares_of
-from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.label_set import MOST_CLASSES, LabelSet, shares_of
 from segtrain.desk.survey.legends import named_values
 from segtrain.desk.survey.no_data import as_classes, ignored_values
 from segtrain.desk.survey.object_values import check_objects

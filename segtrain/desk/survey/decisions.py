@@ -11,7 +11,7 @@ from segtrain.desk.annotations.label_maps import LABELS
 from segtrain.desk.survey.class_table import Classes
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
-from segtrain.desk.survey.recipe import Option
+from segtrain.desk.survey.recipe import Machine, Option
 from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey
 from segtrain.text import distinct
@@ -25,6 +25,7 @@ class Decisions:
     labels: LabelSet
     classes: Classes
     splits: Splits
+    machine: Machine
     options: Sequence[Option]
 
     @property

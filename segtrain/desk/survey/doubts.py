@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from segtrain.data.read.rims import is_blend
 from segtrain.desk.survey.contents import Value, word
-from segtrain.desk.survey.decide import shares_of
-from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.label_set import LabelSet, shares_of
 from segtrain.desk.survey.questions import Reading, UndecidedError, ignore_option
 from segtrain.text import first_of
 

@@ -1,11 +1,14 @@
 """Labels of one kind, with what is known of them: it grows from the survey to the decisions."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from segtrain.data.read.classes import says_no_class
-from segtrain.desk.survey.contents import Color, Kind, Value, ValueFacts
+from segtrain.desk.survey.contents import Color, Kind, Value, ValueFacts, word
+from segtrain.text import counted
+
+MOST_CLASSES = 255
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,14 @@ def total_values(found: Iterable[Mapping[Value, ValueFacts]]) -> dict[Value, Val
         for value, facts in values.items():
             sums[value] = sums[value].added(facts) if value in sums else facts
     return sums
+
+
+def shares_of(labels: LabelSet, values: Sequence[Value]) -> str:
+    """How much of the labels these values are, in words."""
+    total = sum(facts.pixels for facts in labels.values.values())
+    shown = [(word(v), labels.values[v]) for v in values]
+    return ", ".join(
+        f"{value}: {facts.pixels / total:.2%} of the pixels, in "
+        f"{counted(facts.files, 'file', 'files')}"
+        for value, facts in shown
+    )

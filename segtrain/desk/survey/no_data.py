@@ -5,8 +5,7 @@ from itertools import pairwise
 
 from segtrain.desk.survey.class_entries import NamedClass
 from segtrain.desk.survey.contents import Value, word
-from segtrain.desk.survey.decide import shares_of
-from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.label_set import LabelSet, shares_of
 from segtrain.desk.survey.questions import (
     Answers,
     Reading,

@@ -15,8 +15,7 @@ import numpy as np
 
 from segtrain.desk.survey import contents
 from segtrain.desk.survey.contents import Value, packed, spread, word
-from segtrain.desk.survey.decide import MOST_CLASSES
-from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.label_set import MOST_CLASSES, LabelSet
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError, ignore_option
 from segtrain.errors import DataError
 from segtrain.text import first_of

@@ -12,29 +12,23 @@ from segtrain.desk.survey.contact_sheet import cell
 from segtrain.desk.survey.contents import Color, Value, packed
 from segtrain.desk.survey.image_facts import middle_window, read_bands
 from segtrain.desk.survey.label_set import LabelSet
-from segtrain.desk.survey.questions import Reading
+from segtrain.desk.survey.questions import Reading, UndecidedError
 from segtrain.desk.survey.survey import Survey
 from segtrain.run.pictures import as_rgb, write_png
 
 _MARK, _LEFT_OUT = (228, 26, 28), (255, 255, 255)
 
 
-def write_readings(
-    root: Path,
-    survey: Survey | None,
-    labels: LabelSet | None,
-    readings: Sequence[Reading],
-    output: Path,
-) -> list[Path]:
+def write_readings(root: Path, undecided: UndecidedError, output: Path) -> list[Path]:
     """A picture for each reading: an image, and its label with the values in question marked.
 
     They are red as a class, and white where the reading leaves them out. Readings that differ in
     names or channels alone have one picture.
-
-    survey, labels: None where the question was raised before there were any.
     """
+    # The survey and the labels: None where the question was raised before there were any.
+    survey, labels = undecided.survey, undecided.labels
     written: dict[bytes, Path] = {}
-    for number, reading in enumerate(readings, start=1):
+    for number, reading in enumerate(undecided.readings, start=1):
         shown = reading.labels or labels
         if reading.files:
             picture = _beside(root, reading.files)

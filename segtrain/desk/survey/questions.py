@@ -15,6 +15,7 @@ from segtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from segtrain.desk.survey.label_set import LabelSet
+    from segtrain.desk.survey.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,13 @@ class Reading(NamedTuple):
 
 
 class UndecidedError(ConfigError):
-    """Two readings fit; `readings` says which."""
+    """Two readings fit; `readings` says which.
+
+    survey, labels: what was known when it was raised, for pictures; None before there was any.
+    """
+
+    survey: "Survey | None" = None
+    labels: "LabelSet | None" = None
 
     def __init__(self, what: str, readings: Sequence[Reading]) -> None:
         ways = [f"  {reading.words}: {reading.option}" for reading in readings]

@@ -6,7 +6,7 @@ that are going to be used are counted whole, since one rare value decides whethe
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -31,6 +31,7 @@ from segtrain.desk.survey.listings import with_splits
 from segtrain.desk.survey.names import Legend, is_called_legend, read_legend
 from segtrain.desk.survey.pair_lists import listed_pairs
 from segtrain.desk.survey.pairs import Matches
+from segtrain.desk.survey.questions import Answers
 from segtrain.desk.survey.roles import is_preview, roles_of, sample_facts
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, walk
@@ -68,33 +69,22 @@ class Survey:
     rival_lists: tuple[str, ...] = ()  # of images to evaluate on, which contradict each other
 
 
-def survey(
-    folder: Path,
-    *,
-    val_list: Path | None = None,
-    threshold: float | None = None,
-    classes: Collection[str] | None = (),
-    convention: str | None = None,
-    chosen: str | None = None,
-) -> Survey:
-    """Looks at all files below `folder`; writes nothing.
-
-    val_list: a file that names the images to evaluate on; None: splits are those of the folder.
-    threshold: of the grey levels of masks, from which on they show their class.
-    classes: as for `label_sets`. convention: that says which label is whose, as for `pairs.match`.
-    chosen: a folder or a pattern of the images; None: all pictures that look like some.
+def survey(folder: Path, answers: Answers | None = None) -> Survey:
+    """Looks at all files below `folder`; writes nothing. None: nothing is answered.
 
     Raises:
-        ConfigError: no image is `chosen`.
+        ConfigError: `answers.images` names no image.
         DataError: the folder cannot be read, or there is no image in it.
     """
+    answers = answers or Answers()
+    val_list = Path(answers.val) if isinstance(answers.val, str) else None
     pictures, others = _files(folder)
     legends = {path: read_legend(folder / path, path) for path in others}
 
     names = file_names.parse_names(pictures)
-    samples = sample_facts(folder, names, threshold)
-    names, not_chosen = _chosen_images(names, samples, chosen)
-    roles, image_names, label_names, matches = matched(names, samples, convention)
+    samples = sample_facts(folder, names, answers.threshold)
+    names, not_chosen = _chosen_images(names, samples, answers.images)
+    roles, image_names, label_names, matches = matched(names, samples, answers.pairs)
     if not image_names:  # drawn images may look like labels
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
 
@@ -124,6 +114,8 @@ def survey(
     _note_pictures(notes, matches, roles, samples)
     _note_files(notes, folder, others, legends)
     by_path = {name.path: name for name in (*image_names, *label_names)}
+    # Where classes may overlap, all words are some.
+    classes = None if answers.task else answers.names or ()
     sets = tuple(label_sets(folder, matches, by_path, samples, classes))
     return Survey(
         root=folder,
