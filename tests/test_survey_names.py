@@ -207,6 +207,7 @@ LEGENDS = [
     ("a-colormap.txt", "3 road 1 2 3\n7 car 4 5 6\n", NUMBERED),
     ("data.yaml", "train: ../train\nnc: 2\nnames: [road, car]\n", ROAD_CAR),
     ("data.yaml", "names: {3: road, 7: car}\n", VALUES),
+    ("ontology.yaml", "- {3: road, 7: car}\n- {3: [1, 2, 3], 7: [4, 5, 6]}\n", NUMBERED),
     ("data.yaml", "names: {0: 747, 1: 0}\n", [("747", 0, None), ("0", 1, None)]),
     ("data.yaml", "names: [747, no]\n", [("747", None, None), ("no", None, None)]),
     ("dataset.json", '{"labels": {"road": 3, "car": 7}, "numTraining": 9}', VALUES),

@@ -337,6 +337,15 @@ def test_two_frequent_shades_may_be_classes_or_one_of_them_none(folder, init, op
     assert values == ({0, 1, 2, 3} if option == "--names" else {0, 1, 2, 255})
 
 
+def test_objects_that_are_told_apart_in_red_alone_may_be_one_class(folder, init):
+    """BBBC039: nuclei that touch have other numbers, so that each number has many areas."""
+    truth = write(folder, lambda classes, _: np.dstack([classes, classes * 0, classes * 0]))
+    option = re.search(r"objects of one class: (--instances binary)$", init().err, re.M)[1]
+    assert init(*option.split()).code == 0
+    found, _ = labels_of(folder.with_name("made"))
+    assert all((label == (truth[path] > 0)).all() for path, label in found.items())
+
+
 # Lists of classes
 
 
@@ -369,3 +378,22 @@ def test_the_names_of_a_mapping_are_those_of_the_values(folder, init):
     assert [(row[0], row[1]) for row in rows_of(init().out)] == [
         (name, str(i)) for i, name in enumerate(NAMES)
     ]
+
+
+def test_a_list_for_each_label_is_that_of_none(folder, init):
+    """LabelMe's folders of a label each, which number the classes anew."""
+    for i, path, classes in images_in(folder, "p{i}_json/img.png"):
+        save(folder / path.replace("img", "label"), classes)
+        names = ["_background_", *(f"part {(i + k) % 6}" for k in range(3))]
+        (folder / path).with_name("label_names.txt").write_text("\n".join(names))
+    assert "6 files number the classes differently, as one for each label" in init().err
+
+
+def test_numbers_of_folders_are_named_by_a_list(folder, init):
+    for i, _, classes in images_in(folder):
+        for k in (1, 2, 3):
+            save(folder / f"masks/{k}/t{i}.png", np.uint8(classes == k) * 255)
+    (folder / "classes.txt").write_text("road\ncar\ntree\n")
+    assert init().code == 0
+    names = load_class_file(str(folder.with_name("made") / "classes.yaml")).names
+    assert names == ("background", "road", "car", "tree")

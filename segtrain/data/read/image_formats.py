@@ -304,7 +304,8 @@ def _only_member(file: IO[bytes], path: str | Path) -> Iterator[IO[bytes]]:
         names = archive.namelist()
         if len(names) != 1:
             shown = ", ".join(printable(name) for name in names[:5])
-            raise DataError(f"{printable(path)}: expected one array, found {len(names)}: {shown}")
+            what = f"expected one array, found {len(names)}: {shown}; save each as .npy"
+            raise DataError(f"{printable(path)}: {what}")
         with archive.open(names[0]) as member:
             yield member
 

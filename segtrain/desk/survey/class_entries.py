@@ -54,6 +54,17 @@ def of_json(content: Any) -> list[NamedClass]:
     return []
 
 
+def of_maps(content: Any) -> list[NamedClass]:
+    """RUGD and RELLIS-3D: a list of two mappings, `{value: name}` and `{value: colour}`."""
+    if not (isinstance(content, list) and 0 < len(content) <= 2):
+        return []
+    if not all(isinstance(part, dict) for part in content):
+        return []
+    classes = of_mapping(content[0])
+    colors = {str(key): color_of(value) for key, value in (*content[1:], {})[0].items()}
+    return [x._replace(color=colors.get(str(x.value))) for x in classes if x.value is not None]
+
+
 def of_entries(entries: Sequence[Mapping[str, Any]]) -> list[NamedClass]:
     """Entries with a name, and perhaps an id and a colour."""
     classes = []

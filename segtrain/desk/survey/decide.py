@@ -5,6 +5,7 @@ fit (`ConfigError`); none guesses where a guess could train wrong.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from segtrain.desk.survey.balance import Balance, balance, check_left_out
@@ -49,8 +50,10 @@ def decide(
     found = labels = None
     try:
         found = checked(survey(folder, answers), answers.labels)
-        is_drawn = answers.labels in found.annotations or not found.sets
-        if found.annotations and is_drawn:
+        # `--labels coco` chooses outlines where there are pictures, too.
+        said = {kind.lower(): kind for kind in found.annotations}.get((answers.labels or "").lower())
+        answers = replace(answers, labels=said) if said else answers
+        if said or (found.annotations and not found.sets):
             labels, classes = draw_annotations(found, output, answers, jobs)
         else:
             refuse_unused(vars(answers), "attribute", "labels that are pictures")

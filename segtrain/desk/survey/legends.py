@@ -17,6 +17,7 @@ from segtrain.desk.survey.questions import (
     names_option,
 )
 from segtrain.desk.survey.shades import is_close, nearest
+from segtrain.errors import DataError
 from segtrain.text import counted, first_of
 
 # Data sets that are known by the names of their labels.
@@ -194,12 +195,22 @@ def _valued(source: str, classes: Iterable[NamedClass], values: Iterable[int]) -
     return Legend(source, tuple(entry._replace(value=value) for entry, value in pairs))
 
 
+# More lists than this are no versions of one: each is of a label of its own.
+_MOST_LISTS = 4
+
+
 def _agreeing(fitting: list[Legend], values: Set[int], said: Set[int]) -> list[Legend]:
     """The lists, if they say the same; else those that name every value, if these do."""
     whole = [legend for legend in fitting if values <= {c.value for c in legend.classes} | {0, 255}]
     for lists in (fitting, whole or fitting):
         if len({tuple((c.name, c.value) for c in legend.classes) for legend in lists}) <= 1:
             return lists
+    if len(fitting) > _MOST_LISTS:
+        raise DataError(
+            f"{len(fitting)} files number the classes differently, as one for each label "
+            f"({first_of(x.source for x in fitting)}): none is that of all; import the annotations "
+            "that the labels were drawn from, which name them (segtrain data import)"
+        )
     raise UndecidedError(
         "several files name the classes differently: "
         f"{first_of(legend.source for legend in fitting)}",

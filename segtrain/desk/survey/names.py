@@ -23,6 +23,7 @@ from segtrain.desk.survey.class_entries import (
     of_entries,
     of_json,
     of_mapping,
+    of_maps,
 )
 from segtrain.files import parse_json, read_bytes
 
@@ -251,7 +252,7 @@ def _table(text: str) -> list[NamedClass]:
 def _yaml(text: str, *, is_list: bool) -> list[NamedClass]:
     content = foreign_yaml(text)
     if is_list:
-        return of_json(content) or of_mapping(content)
+        return of_maps(content) or of_json(content) or of_mapping(content)
     # Configs of many programs are YAML, and have lists of other things.
     known = {"names", "classes"} & content.keys() if isinstance(content, dict) else ()
     return of_json({key: content[key] for key in known})

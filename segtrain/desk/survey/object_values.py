@@ -85,7 +85,8 @@ def _why_objects(folder: Path, labels: LabelSet) -> str:
         return ""
     single = solid.count(1)
     is_unique = single >= _OF_ONE_FILE * len(solid) and len(solid) >= _LEAST_VALUES
-    if not is_unique and (labels.kind != "ids" or len({*solid}) == 1):
+    are_numbers = labels.kind == "ids" or all(color[1:] == (0, 0) for color in facts)
+    if not is_unique and (not are_numbers or len({*solid}) == 1):
         return ""
     sample = list(_sampled(folder, labels, others))
     number, areas = (sum(x) for x in zip(*((len(s.values), s.areas) for s in sample), strict=True))
@@ -94,7 +95,7 @@ def _why_objects(folder: Path, labels: LabelSet) -> str:
     if is_unique and (len(labels.labels) > 1 or number > _MANY):
         what = "numbers" if labels.kind == "ids" else "colours"
         return f"{single} of {len(solid)} {what} are in one file each, and nearly all are one area"
-    if labels.kind == "ids" and _are_counted(sample):
+    if are_numbers and _are_counted(sample):
         return "each label has about one area of each value from 1 on, some more than others"
     return ""
 
@@ -135,7 +136,10 @@ def _sampled(folder: Path, labels: LabelSet, others: Sequence[Value]) -> Iterato
         cells[1::2, ::2] = shown[1:] & (label[1:] == label[:-1])
         _, _, stats, _ = cv2.connectedComponentsWithStats(cells, connectivity=4)
         areas = stats[1:, cv2.CC_STAT_AREA] > 2 * _FRAGMENT_PX
-        yield _Sampled(np.unique(label[shown]).tolist(), int(areas.sum()))
+        values = np.unique(label[shown])
+        # Colours of red alone number objects, too, as in masks of BBBC039.
+        values = values >> 16 if labels.kind == "colors" and not (values & 0xFFFF).any() else values
+        yield _Sampled(values.tolist(), int(areas.sum()))
 
 
 def _are_counted(sample: Sequence[_Sampled]) -> bool:

@@ -28,7 +28,8 @@ def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Clas
     background = [i for i in numbers if labels.classes[i - 1].lower() == "background"]
     shown = [i for i in numbers if i in labels.values and labels.values[i].pixels]
     kept = [0, *(i for i in shown if i not in (*without, *background))]
-    names = ("background", *(labels.classes[i - 1] for i in kept[1:]))
+    words = _named(survey, labels.classes)
+    names = ("background", *(words[i - 1] for i in kept[1:]))
     is_one = labels.classes == ("foreground",)
     if labels.overlapping:
         return _overlapping(survey, labels, kept[1:], answers)
@@ -70,6 +71,20 @@ def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Clas
         ignored_names={i: labels.classes[i - 1] for i in without},
         ignored_pixels=sum(labels.values[i].pixels for i in without if i in labels.values),
     )
+
+
+def _named(survey: Survey, words: Sequence[str]) -> Sequence[str]:
+    """The words, or what a list calls them that numbers its classes, where they are numbers."""
+    if all(word.isdecimal() for word in words):
+        numbers = [int(word) for word in words]
+        for legend in survey.legends:
+            entries = legend.classes
+            if not legend.has_values:  # counted from 1, as 0 is the background
+                entries = [x._replace(value=i) for i, x in enumerate(entries, start=1)]
+            name_of = {entry.value: entry.name for entry in entries}
+            if name_of.keys() >= {*numbers} and min(numbers) > 0:
+                return [name_of[number] for number in numbers]
+    return words
 
 
 def _the_only_name(survey: Survey) -> str:

@@ -134,13 +134,17 @@ def _frequent(labels: LabelSet, colors: Sequence[Color], answers: Answers) -> li
         without = ignore_option([*ignored, clash[1]])
         names = default_names(sorted(left))
         ignored_too = f"{ignore_option(ignored)} " if ignored else ""
+        readings = [
+            Reading(f"{len(left)} classes", f"{ignored_too}{names_option(names)}", clash),
+            Reading(f"{word(clash[1])} is no class", without, clash[1:], leaves_out=True),
+        ]
+        # Counted in one channel, as objects are that touch each other, and black beside them.
+        if (0, 0, 0) in left and sum(any(x[k] for x in left) for k in range(3)) == 1:
+            readings.append(Reading("objects of one class", "--instances binary"))
         raise UndecidedError(
             f"{labels.pattern}: the colours {word(clash[0])} and {word(clash[1])} differ by a "
             f"shade, and both are frequent ({pixels[clash[0]]} and {pixels[clash[1]]} pixels); if "
             "they are one class, make the labels equal first",
-            [
-                Reading(f"{len(left)} classes", f"{ignored_too}{names_option(names)}", clash),
-                Reading(f"{word(clash[1])} is no class", without, clash[1:], leaves_out=True),
-            ],
+            readings,
         )
     return main

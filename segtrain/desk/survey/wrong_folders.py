@@ -90,7 +90,9 @@ def checked(survey: Survey, wanted: str | None = None) -> Survey:
         _refuse_other_task(survey, smooth)
     notes = [f"{_shown_by(smooth)}, not used"] if smooth else []
     labelled = {path for labels in sets for path in labels.labels}
-    if any(x.path not in labelled and x.split != "test" for x in survey.images):
+    is_lacking = any(x.path not in labelled and x.split != "test" for x in survey.images)
+    # Outlines that are read are the labels of the others.
+    if is_lacking and not survey.annotations:
         notes += [f"{NOT_READ}{line}"] if (line := _of_files(survey)) else []
     files = [x for labels in smooth for of_image in labels.labels.values() for x in of_image]
     left_out = {**survey.left_out, **({"smooth pictures": files} if files else {})}
@@ -136,7 +138,8 @@ def _is_smooth(folder: Path, labels: LabelSet) -> bool:
 def _of_files(survey: Survey) -> str:
     """The kind of most files that can be named, with an example, and what would help."""
     by_suffix: dict[str, list[str]] = {}
-    known = {*survey.tables, *survey.lists}
+    read = (x for files in survey.annotations.values() for x in files)
+    known = {*survey.tables, *survey.lists, *(x.relative_to(survey.root).as_posix() for x in read)}
     for path in survey.others:
         if path not in known:
             by_suffix.setdefault(PurePosixPath(path).suffix.lower(), []).append(path)
