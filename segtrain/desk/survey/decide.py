@@ -51,7 +51,8 @@ def decide(
     try:
         found = checked(survey(folder, answers), answers.labels)
         # `--labels coco` chooses outlines where there are pictures, too.
-        said = {kind.lower(): kind for kind in found.annotations}.get((answers.labels or "").lower())
+        kinds = {kind.lower(): kind for kind in found.annotations}
+        said = kinds.get((answers.labels or "").lower())
         answers = replace(answers, labels=said) if said else answers
         if said or (found.annotations and not found.sets):
             labels, classes = draw_annotations(found, output, answers, jobs)

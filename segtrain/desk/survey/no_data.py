@@ -134,8 +134,8 @@ def _why_last(
         if sum(files) <= sum(map(len, labels.labels.values())):
             raise DataError(
                 f"{labels.pattern}: {files[1]} labels hold 0 and {last}, {files[0]} others 0 and "
-                f"1: if all but 0 is one class, --instances binary takes it so; else say by --ignore "
-                f"what {last} means"
+                "1: if all but 0 is one class, --instances binary takes it so; else say by "
+                f"--ignore what {last} means"
             )
     total = sum(value_facts.pixels for value_facts in labels.values.values())
     if len(others) > 1 and facts.pixels > _MOST * total:
