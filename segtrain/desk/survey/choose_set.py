@@ -2,12 +2,14 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 
 from segtrain.desk.survey.class_words import differing_words
+from segtrain.desk.survey.contents import Color
 from segtrain.desk.survey.file_names import fits, split_of, words_of
-from segtrain.desk.survey.label_set import MOST_CLASSES, LabelSet
+from segtrain.desk.survey.label_set import MOST_CLASSES, LabelSet, total_values
 from segtrain.desk.survey.questions import (
     Answers,
     Reading,
@@ -18,50 +20,91 @@ from segtrain.desk.survey.survey import Survey
 from segtrain.errors import ConfigError, DataError
 from segtrain.text import first_of
 
+EqualSets = Mapping[frozenset[str], Mapping[int, Color]]
+"""As `Survey.equal_sets`: the colours of ids by the patterns of two sets that say the same."""
+
 
 def choose_labels(survey: Survey, answers: Answers) -> LabelSet:
     """The label set to train on.
 
+    In this order:
+
+    1. --labels keeps the sets, or the parts of sets, that it names.
+    2. Numbers of objects are dropped where there are other labels.
+    3. Of two sets that say the same, the one that adds nothing is dropped.
+    4. Sets of one kind that label different images become one set.
+    5. Labels of test images alone are dropped, unless --labels names them.
+    6. If several sets are left, it is asked.
+
     Raises:
+        ConfigError: --labels names no labels.
         DataError: there are no labels.
         UndecidedError: several sets, which do not say the same.
     """
-    sets = list(survey.sets)
-    together: list[LabelSet] = []
+    sets, are_named_wholly = list(survey.sets), False
     if answers.labels is not None:
-        together = _named_wholly(sets, answers.labels)
-        sets = together or [
-            found for label_set in sets if (found := _restricted(label_set, answers.labels))
-        ]
-        if not sets:
-            there = first_of(label_set.pattern for label_set in survey.sets) or "none"
-            raise ConfigError(f"--labels {answers.labels}: no such labels; found {there}")
+        sets, are_named_wholly = _asked_for(sets, answers.labels)
     if not sets:
         found = f"{survey.root}: {len(survey.images)} images, and no labels that belong to them"
         hint = "image and label share a part of their names: a.jpg with a.png or a_mask.png"
         raise DataError("\n  ".join([found, *survey.tried, *survey.notes, hint]))
-    # Numbers of objects, as gtFine/*_instanceIds.png, where there are other labels, too.
-    for is_other in (is_instances, _is_named_instances):
-        sets = [label_set for label_set in sets if not is_other(label_set)] or sets
-    for label_set in list(sets):
-        # Of two that say the same, ids are exact whatever a palette looks like.
-        others = [o for o in sets if frozenset((label_set.pattern, o.pattern)) in survey.equal_sets]
-        if any(o.kind == "ids" or label_set.kind != "ids" for o in others):
-            sets.remove(label_set)
-    for i, label_set in enumerate(sets):
-        # The colours of a set that was dropped still tell a known data set, as KITTI's
-        # semantic_rgb/.
-        colors = (found for pair, found in survey.equal_sets.items() if label_set.pattern in pair)
-        sets[i] = replace(label_set, twin=next(filter(None, colors), {}))
+    # Numbers of objects, as gtFine/*_instanceIds.png: told by their values, or by their names.
+    sets = [x for x in sets if not is_instances(x)] or sets
+    sets = [x for x in sets if not _is_named_instances(x)] or sets
+    sets = _without_equals(sets, survey.equal_sets)
+    sets = [replace(x, twin=_colors_of_equal(x, survey.equal_sets)) for x in sets]
     # train_masks/ and val_masks/ label different images: one set.
-    sets = _joined(sets, always=answers.labels is not None, may_overlap=bool(together))
+    sets = _joined(sets, always=answers.labels is not None, may_overlap=are_named_wholly)
     if answers.labels is None:
         # Labels of test images alone cannot be trained on.
         test = {image.path for image in survey.images if image.split == "test"}
-        sets = [label_set for label_set in sets if label_set.labels.keys() - test] or sets
+        sets = [x for x in sets if x.labels.keys() - test] or sets
     if len(sets) > 1:
         raise UndecidedError(f"{len(sets)} sets of labels fit the images", _ways(survey, sets))
     return sets[0]
+
+
+def _asked_for(sets: Sequence[LabelSet], wanted: str) -> tuple[list[LabelSet], bool]:
+    """The sets or parts of sets that --labels names, and whether it gives their whole patterns.
+
+    ConfigError: it names none.
+    """
+    if whole := _named_wholly(sets, wanted):
+        return whole, True
+    parts = [part for label_set in sets if (part := _restricted(label_set, wanted))]
+    if not parts:
+        there = first_of(label_set.pattern for label_set in sets) or "none"
+        raise ConfigError(f"--labels {wanted}: no such labels; found {there}")
+    return parts, False
+
+
+def _without_equals(sets: Sequence[LabelSet], equal_sets: EqualSets) -> list[LabelSet]:
+    """The sets without those that only repeat another one: masks_color/ beside masks_ids/."""
+    kept: list[LabelSet] = []
+    for i, label_set in enumerate(sets):
+        # Of two that repeat each other one must stay: those dropped before count no more.
+        others = [*kept, *sets[i + 1 :]]
+        equals = [x for x in others if frozenset((label_set.pattern, x.pattern)) in equal_sets]
+        if not any(_repeats(label_set, other) for other in equals):
+            kept.append(label_set)
+    return kept
+
+
+def _repeats(label_set: LabelSet, other: LabelSet) -> bool:
+    """Whether a set adds nothing to one that says the same."""
+    # Only images in common were compared: labels/ may have images that labels_old/ has not.
+    has_no_more = label_set.labels.keys() <= other.labels.keys()
+    # Ids are exact whatever a palette looks like.
+    return has_no_more and (other.kind == "ids" or label_set.kind != "ids")
+
+
+def _colors_of_equal(label_set: LabelSet, equal_sets: EqualSets) -> Mapping[int, Color]:
+    """The colours of its ids in a set that says the same, which may be dropped; or empty.
+
+    They tell a known data set, as those of KITTI's semantic_rgb/ do.
+    """
+    found = (colors for pair, colors in equal_sets.items() if label_set.pattern in pair)
+    return next(filter(None, found), {})
 
 
 def _ways(survey: Survey, sets: Sequence[LabelSet]) -> list[Reading]:
@@ -140,7 +183,7 @@ def _joined(sets: Sequence[LabelSet], *, always: bool, may_overlap: bool) -> lis
                     other,
                     pattern=f"{other.pattern}, {label_set.pattern}",
                     labels={**label_set.labels, **other.labels},
-                    values={**label_set.values, **other.values},
+                    values=total_values([other.values, label_set.values]),
                     class_of={**label_set.class_of, **other.class_of},
                 )
                 break
@@ -149,18 +192,26 @@ def _joined(sets: Sequence[LabelSet], *, always: bool, may_overlap: bool) -> lis
     return joined
 
 
-def _have_alike_names(*sets: LabelSet) -> bool:
-    """Whether folders or names are the same without words of splits."""
-    # train/masks/*.png and val/masks/*.png, or train_masks/*.png and val_masks/*.png.
-    parts = []
-    for one in sets:
-        *folders, name = one.pattern.split(", ")[0].split("/")
-        words = (
-            [w for x in part for w in words_of(x) if not split_of(w)] for part in (folders, [name])
-        )
-        parts.append([*words])
-    # Words of folders are compared with each other, and words of names.
-    return any(one == other for one, other in zip(*parts, strict=True))
+def _have_alike_names(one: LabelSet, other: LabelSet) -> bool:
+    """Whether words of folders, or of names, are the same without those of splits.
+
+    train/masks/*.png and val/masks/*.png are alike; forest/*.png and city/*.png are not: their
+    names hold no word that could be the same.
+    """
+    folders, name = _words_of_place(one)
+    other_folders, other_name = _words_of_place(other)
+    return folders == other_folders or (name == other_name and bool(name))
+
+
+def _words_of_place(label_set: LabelSet) -> tuple[list[str], list[str]]:
+    """Words of the folders and of the name, without splits, numbers and the suffix."""
+    place = PurePosixPath(label_set.pattern.split(", ")[0])
+    folders, name = (
+        # area1/ and area2/ are parts of one set.
+        [re.sub(r"\d", "", word) for word in words_of(text) if not split_of(word)]
+        for text in (str(place.parent), place.stem)
+    )
+    return [*filter(None, folders)], [*filter(None, name)]
 
 
 def _is_named_instances(labels: LabelSet) -> bool:
