@@ -35,9 +35,10 @@ from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping
 from segtrain.desk.survey.choose_set import choose_labels
+from segtrain.desk.survey.contents import ValueFacts
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
-from segtrain.desk.survey.questions import Answers
+from segtrain.desk.survey.questions import Answers, UndecidedError
 from segtrain.desk.survey.splits import choose_splits
 from segtrain.desk.survey.survey import Survey, survey
 from segtrain.errors import ConfigError, DataError
@@ -213,13 +214,19 @@ def named(path, split=None, scene="", sequence=""):
     return Image((path,), (64, 80), 3, False, "uint8", split, scene, sequence)
 
 
+def survey_of(images, *sets, **more):
+    """The survey of these images and sets of labels, and of nothing else."""
+    nothing = {"equal_sets": {}, "legends": (), "facts": {}, "similar": frozenset(), "notes": ()}
+    nothing |= {"moving": False, "tiles": {}, "pair_source": "", "annotations": {}}
+    nothing |= {"split_source": ""}
+    return Survey(Path("data"), tuple(images), sets, **nothing | more)
+
+
 def divided(images, shown_in, *, split_source="", tiles=(), **answers):
     """The splits of these images; shown_in: the paths of those that show each value."""
     files = {one.path: (one.path,) for one in images}
     labels = LabelSet("masks/*.png", "ids", files, {}, shown_in=shown_in)
-    nothing = {"equal_sets": {}, "legends": (), "facts": {}, "similar": frozenset(), "notes": ()}
-    nothing |= {"moving": False, "tiles": dict(tiles), "pair_source": "", "annotations": {}}
-    found = Survey(Path("data"), tuple(images), (labels,), split_source=split_source, **nothing)
+    found = survey_of(images, labels, split_source=split_source, tiles=dict(tiles))
     return choose_splits(found, labels, Answers(**answers))
 
 
@@ -336,6 +343,12 @@ def test_names_choose_and_order_the_classes_of_files(folder, init, refused):
         assert "--names" in refused("--names", wrong)
 
 
+@pytest.mark.parametrize("given", ["lesion=2,lesion=1", "background=0", "lesion=²"])
+def test_names_of_classes_of_files_that_cannot_be_are_refused(folder, refused, given):
+    organs(folder)
+    assert f"--names {given}: " in refused("--names", given)
+
+
 def test_folders_of_masks_with_the_names_of_images_are_classes(folder, init):
     """masks/scratch/x00.png and masks/dent/x01.png, of images/x00.png and images/x01.png."""
     truth = {}
@@ -442,6 +455,52 @@ def test_sets_of_labels_are_taken_together_where_that_is_the_answer(folder, init
             np.testing.assert_array_equal(label, said_by[both][truth[path]])
     found, _ = init("--labels", offered[0], "--leave-out", "images")
     assert len(found) == 5
+
+
+def test_of_two_equal_sets_the_one_with_more_images_is_taken(folder, init):
+    """Only the images that both have are compared."""
+    truth = write(folder, label="labels/t{i}.png", number=10)
+    for path, classes in [*truth.items()][:5]:
+        save(folder / path.replace("images", "labels_old"), classes)
+    found, _ = init()
+    assert_labels(found, truth)
+
+
+def sets_of(patterns, values=None):
+    """A survey of two images for each pattern, which no other set labels."""
+    sets = [
+        LabelSet(pattern, "ids", {f"{k}_{i}.jpg": (f"{k}_{i}.png",) for i in (0, 1)}, values or {})
+        for k, pattern in enumerate(patterns)
+    ]
+    return survey_of([named(path) for one in sets for path in one.labels], *sets)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ("train/masks/*.png", "val/masks/*.png"),
+        ("train_masks/*.png", "val_masks/*.png"),
+        ("masks/ann_*.png", "masks/bob_*.png"),
+        ("forest/*_mask.png", "city/*_mask.png"),
+        ("area1/*.png", "area2/*.png"),
+    ],
+)
+def test_labels_of_other_images_in_places_of_like_names_are_one_set(patterns):
+    assert len(choose_labels(sets_of(patterns), Answers()).labels) == 4
+
+
+@pytest.mark.parametrize("end", ["*.png", "{}_*.png"])
+def test_labels_in_places_of_other_names_are_asked_about(end):
+    """forest_seg/*.png and city_masks/*.png: a suffix is no name in common."""
+    found = sets_of([f"{x}/{end.format(x[0])}" for x in ("forest_seg", "city_masks")])
+    with pytest.raises(UndecidedError, match="2 sets of labels fit the images"):
+        choose_labels(found, Answers())
+
+
+def test_values_of_joined_sets_add_up():
+    facts = ValueFacts(7, 3, 1, "")
+    found = choose_labels(sets_of(["train/*.png", "val/*.png"], {1: facts}), Answers())
+    assert found.values[1].pixels == 14
 
 
 # Pairs

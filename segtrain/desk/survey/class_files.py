@@ -9,7 +9,7 @@ from segtrain.data.read.classes import says_no_class
 from segtrain.desk.survey import contents, file_names
 from segtrain.desk.survey.file_names import words_of
 from segtrain.desk.survey.image_kinds import Image
-from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.label_set import ONE_CLASS, LabelSet
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError, names_option
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import ConfigError, refuse_unused
@@ -21,34 +21,57 @@ _NO_CLASS = file_names.ROLE_WORDS | {suffix[1:] for suffix in image_formats.SUFF
 
 
 def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
-    """`labels` with the class of each file, where a file shows one; as --names chooses and orders.
+    """`labels` with the class of each file, where a file shows one.
+
+    In this order:
+
+    1. --instances makes one class of numbers of objects.
+    2. --threshold says which grey levels show the class of a file.
+    3. Last folders of masks may be classes: --names says so, or it is asked.
+    4. --missing adds images without a label as background.
+    5. --names chooses classes and orders them.
+    6. --task multilabel lets a pixel have several classes.
 
     Raises:
         UndecidedError: folders that images and labels share may name classes, or places.
         ConfigError: --names names a class that no file is of, or --missing has no background.
     """
-    if labels.classes or labels.kind not in ("ids", "colors"):
-        refuse_unused(vars(answers), "instances", f"{labels.pattern}: no numbers of objects")
-    elif answers.instances is not None:
-        # Values number objects: all but 0 are the one class.
-        labels = replace(labels, classes=("foreground",), class_of={}, values={}, numbered=True)
-    if answers.threshold is not None:
-        if labels.kind != "two" and not labels.classes:
-            held = f"{labels.pattern}: {contents.KINDS[labels.kind]}"
-            refuse_unused(vars(answers), "threshold", held)
-        labels = replace(labels, threshold=answers.threshold)
-    # masks/scratch/1.png and masks/dent/2.png: one mask an image, whose name says the class.
+    labels = _as_objects(labels, answers)
+    labels = _with_threshold(labels, answers)
+    # masks/scratch/1.png and masks/dent/2.png: one mask an image, whose folder says the class.
     if _shows_one_class(labels) and (words := _place_words(labels)):
         labels = _divided(labels, words, answers)
     if answers.missing:
         labels = _with_missing(survey, labels)
-    # Of several classes --names chooses; of one it is the name, which `choose_classes` takes.
-    if answers.names is not None and labels.classes not in ((), ("foreground",)):
+    # For one class --names is its name, which `choose_classes` takes.
+    if answers.names is not None and labels.classes and not labels.is_one_class:
         labels = _chosen(labels, answers.names)
-    if answers.task is None:
+    return labels if answers.task is None else _overlapping(labels)
+
+
+def _as_objects(labels: LabelSet, answers: Answers) -> LabelSet:
+    """`labels`, whose values number objects of one class if --instances says so."""
+    if labels.classes or labels.kind not in ("ids", "colors"):
+        refuse_unused(vars(answers), "instances", f"{labels.pattern}: no numbers of objects")
         return labels
-    if not labels.classes and _shows_one_class(labels):
-        labels = replace(labels, kind="ids", classes=("foreground",), values={})
+    if answers.instances is None:
+        return labels
+    return replace(labels, classes=ONE_CLASS, class_of={}, values={}, numbered=True)
+
+
+def _with_threshold(labels: LabelSet, answers: Answers) -> LabelSet:
+    if answers.threshold is None:
+        return labels
+    if labels.kind != "two" and not labels.classes:
+        held = f"{labels.pattern}: {contents.KINDS[labels.kind]}"
+        refuse_unused(vars(answers), "threshold", held)
+    return replace(labels, threshold=answers.threshold)
+
+
+def _overlapping(labels: LabelSet) -> LabelSet:
+    """`labels`, of which a pixel may have several classes; ConfigError: one file holds all."""
+    if _shows_one_class(labels):
+        labels = _as_one_class(labels)
     if not labels.classes:
         raise ConfigError(
             f"--task multilabel: {labels.pattern}: one label holds all classes, and a pixel has "
@@ -56,6 +79,11 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
             "with a band a class write the config by hand (data/README.md)"
         )
     return replace(labels, overlapping=True)
+
+
+def _as_one_class(labels: LabelSet) -> LabelSet:
+    """Masks with one file an image, in the form of those with several."""
+    return replace(labels, kind="ids", classes=ONE_CLASS, values={})
 
 
 def _shows_one_class(labels: LabelSet) -> bool:
@@ -103,7 +131,7 @@ def _divided(labels: LabelSet, words: Mapping[str, str], answers: Answers) -> La
             f"({first_of(classes)}): classes, or places?",
             [
                 Reading("classes", names_option(classes)),
-                Reading("places, with one class", names_option((BACKGROUND, "foreground"))),
+                Reading("places, with one class", names_option((BACKGROUND, *ONE_CLASS))),
             ],
         )
     # Names of other classes answer that the folders are places.
@@ -117,13 +145,13 @@ def _divided(labels: LabelSet, words: Mapping[str, str], answers: Answers) -> La
 def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
     """`labels`, in which images without one show background alone.
 
-    Those of a test split stay out, unless it has labels; so do masks (`1_mask_2.png` beside
-    `1.png`) and copies: of another suffix in other folders, or of the same name and nearly alike.
+    Images of a test split stay out, unless it has labels. So do copies of labelled images: of
+    another suffix in other folders, or of the same name and nearly alike.
 
     ConfigError: labels have no background.
     """
     if _shows_one_class(labels):
-        labels = replace(labels, kind="ids", classes=("foreground",), values={})
+        labels = _as_one_class(labels)
     elif not labels.classes and not (labels.kind == "ids" and 0 in labels.values):
         raise ConfigError(f"--missing background: {labels.pattern}: 0 is no class of these labels")
     labelled = [image for image in survey.images if image.path in labels.labels]
@@ -137,8 +165,8 @@ def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
         is_kept = image.split != "test" or "test" in splits
         # Of the kind of images that have labels.
         is_beside = place.suffix.lower() in suffixes or place.parent in folders
-        is_other = image.path in copies
-        return is_kept and is_beside and not is_other
+        is_copy = image.path in copies
+        return is_kept and is_beside and not is_copy
 
     others = [x.path for x in survey.images if x.path not in labels.labels and is_like(x)]
     return replace(labels, labels={**labels.labels, **dict.fromkeys(others, ())})
@@ -181,15 +209,22 @@ def _ordered(names: Sequence[str]) -> list[str]:
     ConfigError: only some have ids, they are not 1, 2 ..., or a name comes twice.
     """
     pairs = [name.partition("=") for name in names]
-    ids = {name: int(i) if i.isdigit() else -1 for name, sign, i in pairs if sign}
-    if ids:
-        given = {name for name, _, _ in pairs}
-        wrong = ids.keys() != given or ids.pop(BACKGROUND, 0) != 0
-        if wrong or sorted(ids.values()) != [*range(1, len(ids) + 1)]:
-            raise ConfigError(f"--names {','.join(names)}: expected an id for each name, from 1 on")
-        return sorted(ids, key=ids.__getitem__)
+    if any(sign for _, sign, _ in pairs):
+        return _by_ids([(name, id_text) for name, _, id_text in pairs], names)
     wanted = [name for i, name in enumerate(names) if not (i == 0 and name == BACKGROUND)]
     if len(set(wanted)) < len(wanted) or not wanted:
         what = counted(len(wanted), "class", "classes")
         raise ConfigError(f"--names {','.join(names)}: {what}, each must be named once")
     return wanted
+
+
+def _by_ids(pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> list[str]:
+    """As `_ordered`; pairs: each name and what stands for its id."""
+    # Not isdigit: it takes ², which int() refuses.
+    ids = {name: int(text) if text.isdecimal() else -1 for name, text in pairs}
+    are_unique = len(ids) == len(pairs)
+    background = ids.pop(BACKGROUND, 0)
+    are_counted = bool(ids) and sorted(ids.values()) == [*range(1, len(ids) + 1)]
+    if not (are_unique and background == 0 and are_counted):
+        raise ConfigError(f"--names {','.join(names)}: expected an id for each name, from 1 on")
+    return sorted(ids, key=ids.__getitem__)

@@ -9,6 +9,8 @@ from segtrain.desk.survey.contents import Color, Kind, Value, ValueFacts, word
 from segtrain.text import counted
 
 MOST_CLASSES = 255
+# The classes of files that all show the same, whose name nothing tells: masks or their objects.
+ONE_CLASS = ("foreground",)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class LabelSet:
     overlapping: bool = False
     threshold: float | None = None
     has_alpha: bool = False
+
+    @property
+    def is_one_class(self) -> bool:
+        """Whether files show one class, whose name nothing tells."""
+        return self.classes == ONE_CLASS
 
     @property
     def void(self) -> list[int]:

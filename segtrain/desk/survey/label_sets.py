@@ -12,7 +12,7 @@ from segtrain.desk.survey.class_masks import shows_object
 from segtrain.desk.survey.class_words import Said, differing_words, said_beside
 from segtrain.desk.survey.contents import LabelFacts, spread
 from segtrain.desk.survey.file_names import FileName
-from segtrain.desk.survey.label_set import LabelSet, total_values
+from segtrain.desk.survey.label_set import ONE_CLASS, LabelSet, total_values
 from segtrain.desk.survey.pairs import Matches
 from segtrain.errors import DataError
 
@@ -174,7 +174,7 @@ def _of_one_kind(pattern: str, by_image: _ByImage, sample: Sequence[LabelFacts])
         kind=Counter(file.kind for file in usable).most_common(1)[0][0],
         labels=by_image,
         values=total_values(file.values for file in usable),
-        classes=("foreground",) if _several(by_image) else (),
+        classes=ONE_CLASS if _several(by_image) else (),
     )
 
 

@@ -30,7 +30,7 @@ def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Clas
     kept = [0, *(i for i in shown if i not in (*without, *background))]
     words = _named(survey, labels.classes)
     names = ("background", *(words[i - 1] for i in kept[1:]))
-    is_one = labels.classes == ("foreground",)
+    is_one = labels.is_one_class
     if labels.overlapping:
         return _overlapping(survey, labels, kept[1:], answers)
     if answers.names is not None and is_one:
@@ -104,7 +104,7 @@ def _overlapping(
     if not kept:
         raise DataError(f"{labels.pattern}: no file shows anything")
     names = [labels.classes[i - 1] for i in kept]
-    if answers.names is not None and labels.classes == ("foreground",):
+    if answers.names is not None and labels.is_one_class:
         if len(answers.names) > 1:
             raise ConfigError(f"--names {','.join(answers.names)}: the files show one class")
         names = list(answers.names)
