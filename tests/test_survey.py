@@ -34,12 +34,13 @@ from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping
+from segtrain.desk.survey.balance import balance
 from segtrain.desk.survey.choose_set import choose_labels
 from segtrain.desk.survey.contents import ValueFacts
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.questions import Answers, UndecidedError
-from segtrain.desk.survey.splits import choose_splits
+from segtrain.desk.survey.splits import Splits, choose_splits
 from segtrain.desk.survey.survey import Survey, survey
 from segtrain.errors import ConfigError, DataError
 
@@ -293,6 +294,13 @@ def test_copies_stay_together_where_names_show_sequences(copy):
     train, val = ({path[:7] for path in paths(part)} for part in (split.train, split.val))
     assert len(train) + len(val) == 10
     assert not train & val
+
+
+def test_images_that_no_list_names_are_counted_so():
+    images = [named("a.png", "train"), named("b.png", "unlisted")]
+    labels = LabelSet("masks/*.png", "ids", {x.path: (f"masks/{x.path}",) for x in images}, {})
+    found = balance(survey_of(images, labels), labels, Splits((images[0],), (), "lists"))
+    assert "2 left out (images of no list: 1, labels of no list: 1)" in found.line()
 
 
 # A file or a folder for each class

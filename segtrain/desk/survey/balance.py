@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -10,23 +10,32 @@ from typing import NamedTuple
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.listings import unused_lists
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
+from segtrain.desk.survey.reasons import (
+    OF_ANOTHER_KIND,
+    OF_SEVERAL_IMAGES,
+    OTHERS,
+    UNKNOWN,
+    UNLIKE,
+    WITHOUT_IMAGE,
+    WITHOUT_LABEL,
+)
 from segtrain.desk.survey.splits import Splits
-from segtrain.desk.survey.survey import UNLIKE, Survey
+from segtrain.desk.survey.survey import Survey
 from segtrain.desk.survey.wrong_folders import NOT_READ
 from segtrain.text import counted, first_of
 
 IMAGES, LABELS, LISTS, CLASSES = "images", "labels", "lists", "class tables"
-ANNOTATIONS, OTHERS = "annotation files", "other files"
-# No rule has a reason for these: a rule is missing.
-UNKNOWN = "pictures that nothing names"
+ANNOTATIONS = "annotation files"
 USED = IMAGES, LABELS, ANNOTATIONS, LISTS, CLASSES
-WITHOUT_LABEL = "images without a label"
+# Lists, and folders of images, that a question offers: more would hide the first readings.
 _MOST_OFFERED = 3
+# What images are of that have no split, or are in none of the lists that give one.
+_NAMES_OF_NONE = {None: "no split", "unlisted": "no list"}
 # What may be meant as data, by the word that --leave-out has for it.
 _COULD_BE_DATA = {
     WITHOUT_LABEL: "images",
-    "labels without an image": "labels",
-    "labels that fit several images": "labels",
+    WITHOUT_IMAGE: "labels",
+    OF_SEVERAL_IMAGES: "labels",
     UNLIKE: "labels",
 }
 _ONE = {
@@ -65,16 +74,21 @@ class Balance(NamedTuple):
 
 def balance(survey: Survey, labels: LabelSet, splits: Splits) -> Balance:
     """What the decision makes of each file that the survey has found."""
-    used: dict[str, str] = {}
+    used = _used(survey, labels, splits)
     left_out: dict[str, str] = {}
-
-    def leave_out(files: Iterable[str], reason: str) -> None:
+    # The first reason of a file wins. The chosen labels are a set of the survey, too: those of
+    # test images are "labels of test", and not "labels of another kind".
+    for reason, files in _reasons(survey, labels):
         for file in files:
             if file not in used:
                 left_out.setdefault(file, reason)
+    return Balance(used, left_out)
 
+
+def _used(survey: Survey, labels: LabelSet, splits: Splits) -> dict[str, str]:
+    """As `Balance.used`."""
     chosen = [*splits.train, *splits.val]
-    used |= dict.fromkeys(chain.from_iterable(image.files for image in chosen), IMAGES)
+    used = dict.fromkeys(chain.from_iterable(image.files for image in chosen), IMAGES)
     # Labels that were drawn from annotations lie elsewhere.
     if labels.kind != "annotations":
         shown = (labels.labels.get(image.path, ()) for image in chosen)
@@ -84,23 +98,26 @@ def balance(survey: Survey, labels: LabelSet, splits: Splits) -> Balance:
         used |= dict.fromkeys((str(file.relative_to(survey.root)) for file in files), ANNOTATIONS)
     used |= dict.fromkeys(survey.lists, LISTS)
     used |= dict.fromkeys(survey.tables, CLASSES)
+    return used
+
+
+def _reasons(survey: Survey, labels: LabelSet) -> Iterator[tuple[str, Iterable[str]]]:
+    """Each reason and its files, the used ones as well. The reasons that say most come first."""
     with_labels = {image.split for image in survey.images if image.path in labels.labels}
-    # Every other image has a reason, and so have its labels.
     for image in survey.images:
-        why = f"of {image.split or 'no split'}"
         # A split to evaluate on is often published without labels.
         is_hidden = image.split == "test" or (image.split == "val" and "val" not in with_labels)
         is_alone = image.path not in labels.labels and not is_hidden
-        leave_out(image.files, WITHOUT_LABEL if is_alone else f"images {why}")
+        of_split = f"of {_NAMES_OF_NONE.get(image.split, image.split)}"
+        yield WITHOUT_LABEL if is_alone else f"images {of_split}", image.files
         if labels.kind != "annotations":
-            leave_out(labels.labels.get(image.path, ()), f"labels {why}")
+            yield f"labels {of_split}", labels.labels.get(image.path, ())
     for other in survey.sets:
-        leave_out(chain.from_iterable(other.labels.values()), "labels of another kind")
-    for reason, files in survey.left_out.items():
-        leave_out(files, reason)
-    leave_out(survey.pictures, UNKNOWN)
-    leave_out(survey.others, OTHERS)
-    return Balance(used, left_out)
+        yield OF_ANOTHER_KIND, chain.from_iterable(other.labels.values())
+    yield from survey.left_out.items()
+    # All files of the folder: those without a reason so far.
+    yield UNKNOWN, survey.pictures
+    yield OTHERS, survey.others
 
 
 def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: Answers) -> None:
@@ -109,12 +126,7 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
     Raises:
         UndecidedError: there are such files.
     """
-    by_reason: dict[str, list[str]] = defaultdict(list)
-    for file, reason in found.left_out.items():
-        # A picture of colours beside a label of ids says no more than this.
-        is_labelled = reason == UNLIKE and survey.unlike.get(file) in labels.labels
-        if _COULD_BE_DATA.get(reason, "") not in {"", *answers.leave_out} and not is_labelled:
-            by_reason[reason].append(file)
+    by_reason = _doubtful(found, survey, labels, answers)
     lists = _unused(found, survey, answers)
     if lists:
         by_reason["lists of images"] = lists
@@ -123,19 +135,37 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
     what = "; ".join(f"{why} ({len(x)}): {first_of(x, 3)}" for why, x in by_reason.items())
     words = {_COULD_BE_DATA.get(reason, "lists") for reason in by_reason} | answers.leave_out
     readings = [Reading("left out, and no data", _option(words))]
-    # An image without a label may show nothing: then it teaches what the background is.
-    if WITHOUT_LABEL in by_reason and answers.missing is None and labels.has_background:
-        empty = "images without a label show background alone"
-        also = _option(words - {"images"})
-        readings.append(Reading(empty, f"--missing background {also}".strip()))
-    for folder in _without_any_label(survey, labels) if WITHOUT_LABEL in by_reason else ():
-        readings.append(Reading(f"the images are in {folder}", f"--images {shlex.quote(folder)}"))
+    if WITHOUT_LABEL in by_reason:
+        # An image without a label may show nothing: then it teaches what the background is.
+        if answers.missing is None and labels.has_background:
+            empty = "images without a label show background alone"
+            also = _option(words - {"images"})
+            readings.append(Reading(empty, f"--missing background {also}".strip()))
+        for folder in _without_any_label(survey, labels):
+            option = f"--images {shlex.quote(folder)}"
+            readings.append(Reading(f"the images are in {folder}", option))
     for path in lists[:_MOST_OFFERED]:
         option = f"--val {shlex.quote(str(survey.root / path))} {_option(words - {'lists'})}"
         readings.append(Reading(f"{path} names images to evaluate on", option.strip()))
     # Their labels may be in files of a format that is not read.
     unread = [note for note in survey.notes if note.startswith(NOT_READ)]
     raise UndecidedError("; ".join([f"not used would be {what}", *unread]), readings)
+
+
+def _doubtful(
+    found: Balance, survey: Survey, labels: LabelSet, answers: Answers
+) -> dict[str, list[str]]:
+    """The files that may be data and would be left out, by the reason; without --leave-out's."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for file, reason in found.left_out.items():
+        word = _COULD_BE_DATA.get(reason)
+        if word is None or word in answers.leave_out:
+            continue
+        # A picture of colours beside a label of ids says no more than this.
+        if reason == UNLIKE and survey.unlike.get(file) in labels.labels:
+            continue
+        by_reason[reason].append(file)
+    return by_reason
 
 
 def _option(words: Iterable[str]) -> str:

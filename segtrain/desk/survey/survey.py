@@ -15,7 +15,7 @@ from segtrain.data.read import image_formats
 from segtrain.data.read.find_tiles import tile_boxes
 from segtrain.data.read.tiles import TileBox
 from segtrain.desk.annotations import detect, roi_files
-from segtrain.desk.survey import file_names, pairs
+from segtrain.desk.survey import file_names, pairs, reasons
 from segtrain.desk.survey.contents import Color, LabelFacts
 from segtrain.desk.survey.equal_sets import equal_sets
 from segtrain.desk.survey.file_names import (
@@ -37,8 +37,6 @@ from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import first_of
 
-UNLIKE = "called labels, but unlike any"
-
 
 @dataclass(frozen=True)
 class Survey:
@@ -47,7 +45,7 @@ class Survey:
     root: Path
     images: tuple[Image, ...]
     sets: tuple[LabelSet, ...]
-    equal_sets: Mapping[frozenset[str], Mapping[int, Color]]  # as `label_sets.equal_sets` has them
+    equal_sets: Mapping[frozenset[str], Mapping[int, Color]]  # as `equal_sets` has them
     legends: tuple[Legend, ...]
     facts: Mapping[str, ImageFacts]  # of a sample of images
     similar: frozenset[tuple[str, str]]  # images that are nearly alike, by their paths
@@ -100,7 +98,7 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
     # Images that cannot be read are left out, and their labels with them.
     there = {image.path for image in images}
     left_out = _left_out(names, roles, images, matches)
-    left_out["pictures that --images does not name"] = not_chosen
+    left_out[reasons.NOT_CHOSEN] = not_chosen
     kept = {path: files for path, files in matches.labels.items() if path in there}
     matches = matches._replace(labels=kept)
     facts = facts_of(folder, images, notes)
@@ -136,7 +134,7 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
         lists=_used_lists(folder, lists, (split_source, pair_source), val_list),
         tables=tuple(path for path, legend in legends.items() if legend),
         left_out=left_out,
-        unlike=_owners(image_names, [x for x in names if x.path in {*left_out[UNLIKE]}]),
+        unlike=_owners(image_names, [x for x in names if x.path in {*left_out[reasons.UNLIKE]}]),
         tried=tuple(matches.tried),
         rival_lists=rivals,
     )
@@ -167,13 +165,13 @@ def _left_out(
     of_images = [name.path for name in names if roles[name.pattern] == "image"]
     labels_of_lost = (files for image, files in matches.labels.items() if image not in there)
     return {
-        "labels without an image": matches.alone,
-        "labels that fit several images": matches.unclear,
-        "previews": [name.path for name in made if is_preview(name.pattern)],
-        UNLIKE: [x.path for x in made if not is_preview(x.pattern)],
-        "further pictures of one label": [path for path in seconds if path not in kept],
-        "images that cannot be read": [path for path in of_images if path not in kept],
-        "labels of images that cannot be read": [x for files in labels_of_lost for x in files],
+        reasons.WITHOUT_IMAGE: matches.alone,
+        reasons.OF_SEVERAL_IMAGES: matches.unclear,
+        reasons.PREVIEWS: [name.path for name in made if is_preview(name.pattern)],
+        reasons.UNLIKE: [x.path for x in made if not is_preview(x.pattern)],
+        reasons.SECOND_PICTURES: [path for path in seconds if path not in kept],
+        reasons.UNREADABLE: [path for path in of_images if path not in kept],
+        reasons.LABELS_OF_UNREADABLE: [x for files in labels_of_lost for x in files],
     }
 
 
@@ -197,8 +195,8 @@ def _note_pictures(
     note_all(notes, matches.unclear, "label fits several images", "labels fit several images")
     made = sorted(pattern for pattern, role in roles.items() if role == "made")
     for i, pattern in enumerate(made):
-        reasons = [one.why for one in samples[pattern] if one.why]
-        made[i] += f" ({reasons[0]})" if reasons else ""
+        whys = [one.why for one in samples[pattern] if one.why]
+        made[i] += f" ({whys[0]})" if whys else ""
     note_all(notes, made, "kind of picture is not used", "kinds of pictures are not used")
 
 

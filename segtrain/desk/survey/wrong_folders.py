@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from segtrain.desk.survey import contents
+from segtrain.desk.survey import contents, reasons
 from segtrain.desk.survey.contents import spread
 from segtrain.desk.survey.file_names import ROLE_WORDS, split_of, words_of
 from segtrain.desk.survey.label_set import LabelSet
@@ -25,7 +25,7 @@ _OPENED = 3
 # A smooth picture has so many values at least, and steps of at most this part of their range.
 _SMOOTH_VALUES, _STEP, _SMOOTH = 20, 0.04, 0.8
 _PER_FOLDER = 3
-_UNPAIRED = "labels without an image", "labels that fit several images"
+_UNPAIRED = reasons.WITHOUT_IMAGE, reasons.OF_SEVERAL_IMAGES
 
 _COCO = "export masks as PNG, or outlines as COCO, and segtrain data import reads them"
 _BOXES = f"boxes are no masks: outline the objects (CVAT, Label Studio), {_COCO}"
@@ -95,7 +95,7 @@ def checked(survey: Survey, wanted: str | None = None) -> Survey:
     if is_lacking and not survey.annotations:
         notes += [f"{NOT_READ}{line}"] if (line := _of_files(survey)) else []
     files = [x for labels in smooth for of_image in labels.labels.values() for x in of_image]
-    left_out = {**survey.left_out, **({"smooth pictures": files} if files else {})}
+    left_out = {**survey.left_out, **({reasons.SMOOTH: files} if files else {})}
     return replace(survey, sets=sets, notes=(*survey.notes, *notes), left_out=left_out)
 
 

@@ -1,0 +1,16 @@
+"""Why files of a folder are left out: the survey says it, and the balance counts by it."""
+
+WITHOUT_LABEL = "images without a label"
+WITHOUT_IMAGE = "labels without an image"
+OF_SEVERAL_IMAGES = "labels that fit several images"
+UNLIKE = "called labels, but unlike any"
+OF_ANOTHER_KIND = "labels of another kind"
+SMOOTH = "smooth pictures"
+PREVIEWS = "previews"
+SECOND_PICTURES = "further pictures of one label"
+UNREADABLE = "images that cannot be read"
+LABELS_OF_UNREADABLE = "labels of images that cannot be read"
+NOT_CHOSEN = "pictures that --images does not name"
+# No rule has a reason for these: a rule is missing.
+UNKNOWN = "pictures that nothing names"
+OTHERS = "other files"
