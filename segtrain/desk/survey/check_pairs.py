@@ -15,19 +15,29 @@ from segtrain.desk.survey.survey import Survey
 from segtrain.errors import DataError, refuse_unused
 from segtrain.text import first_of
 
-# How much stronger edges are along the borders of labels one way than the other.
-_TURNED = 0.3
-# Standard deviations above chance: labels fit their own images from the first on (of 12 to 60
-# images CamVid and drawn folders have 2.3 to 34, but faint ones less; mixed ones -2.3 to 2, seldom
-# more); others fit better by the second, and fit from the third on.
-_OWN, _BETTER, _FITS = 2.0, 3.0, 4.5
-_BLACK = 0.95
-# One or two pairs prove nothing; of so few labels none can be told to fit by chance, or to be
-# unlike the others.
-_TELLING, _FEWEST = 3, 10
-# Masks of which a value has most of the rim, or little of it, and the part of all that is inverted
-# at least; where colours of both kinds of masks agree so much, none is.
-_RIM, _INVERTED, _AGREE = 0.3, 0.2, 0.3
+# Edges along the borders of labels, where 1 is the mean of the image, are so much stronger one way
+# than the other: then they tell how labels lie.
+_CLEARLY_STRONGER = 0.3
+# Standard deviations above chance from which on labels fit their own images. Of 12 to 60 images
+# CamVid and drawn folders have 2.3 to 34, but faint ones less; mixed ones -2.3 to 2, seldom more.
+_FITS_OWN = 2.0
+# Standard deviations by which other images must fit better than their own.
+_BETTER_THAN_OWN = 3.0
+# Standard deviations above chance from which on other images fit at all.
+_FITS_OTHERS = 4.5
+# The share of pixels labelled 0 that are black, where 0 may mean no data.
+_BLACK_SHARE = 0.95
+# One or two pairs prove nothing.
+_FEWEST_PAIRS = 3
+# Fewer labels may fit none of their images by chance, and none can be told to be unlike the others.
+_FEWEST_DOUBTED = 10
+# A value has little of the rim of a mask below this share, and most of it above 1 minus this share.
+_LITTLE_RIM = 0.3
+# The share of masks that are inverted, if some are: fewer may be large objects.
+_FEWEST_INVERTED = 0.2
+# The cosine of mean colours from which on masks of both kinds show the same: none is inverted.
+_SAME_COLORS = 0.3
+# The share of the rim from which on a value has all of it.
 _ALL_OF_RIM = 0.95
 _BESIDE = "the next image", "the previous image"
 _GO_ON = "--pairs named"
@@ -47,7 +57,7 @@ def choose_orientation(labels: LabelSet, scores: tuple[float, float], answers: A
         return labels
     answer, (stored, turned) = answers.exif, scores
     # NaN, where no edges could be compared, is never larger: then it is asked.
-    if answer is None and abs(stored - turned) > _TURNED:
+    if answer is None and abs(stored - turned) > _CLEARLY_STRONGER:
         answer = "stored" if stored > turned else "turned"
     # Masks of several files are painted on the pixels as stored, and cannot be turned.
     if answer == "stored" or (answer == "turned" and not labels.classes):
@@ -77,30 +87,46 @@ def check_pairs(
         UndecidedError: they fit none, or some fit others; masks are uniform or inverted; or 0 lies
             where images are black.
     """
-    if len(pairs) < _TELLING:
+    if len(pairs) < _FEWEST_PAIRS:
         return survey
     if answers.pairs != "named":
-        _check_areas(labels, pairs)
+        _check_uniform(labels)
+        _check_inverted(labels, pairs)
         _check_edges(labels, edge_scores(pairs))
+    _check_black_zeros(survey, labels, pairs, answers)
+    return _note_rim(survey, labels, pairs, answers)
+
+
+def _check_black_zeros(
+    survey: Survey, labels: LabelSet, pairs: Sequence[ComparedPair], answers: Answers
+) -> None:
+    """Stops where 0 lies on black pixels alone, as beside a picture; UndecidedError."""
     # A list of classes that names 0 has answered the question.
-    is_named = any(entry.value == 0 for legend in survey.legends for entry in legend.classes)
-    zeros = sum(pair.zeros for pair in pairs)
-    is_black = sum(pair.black for pair in pairs) > _BLACK * zeros
-    is_open = answers.ignore is None and not (is_named or labels.numbered)
-    if is_black and 0 in labels.values and is_open:
-        # Beside it 255 means no data anyway, and the answers say all that is ignored.
-        also = [255] if 255 in labels.values and len(labels.values) > 2 else []
-        raise UndecidedError(
-            f"{labels.pattern}: 0 lies where images are black ({shares_of(labels, [0])}): no data, "
-            "or a class?",
-            [
-                Reading("no data", ignore_option([0, *also]), (0,), leaves_out=True),
-                Reading("a class", ignore_option(also), (0,)),
-            ],
-        )
+    zero_is_named = any(entry.value == 0 for legend in survey.legends for entry in legend.classes)
+    is_said = answers.ignore is not None or zero_is_named or labels.numbered
+    are_black = sum(x.black for x in pairs) > _BLACK_SHARE * sum(x.zeros for x in pairs)
+    if is_said or not are_black or 0 not in labels.values:
+        return
+    # Beside it 255 means no data anyway, and the answers say all that is ignored.
+    also = [255] if 255 in labels.values and len(labels.values) > 2 else []
+    raise UndecidedError(
+        f"{labels.pattern}: 0 lies where images are black ({shares_of(labels, [0])}): no data, "
+        "or a class?",
+        [
+            Reading("no data", ignore_option([0, *also]), (0,), leaves_out=True),
+            Reading("a class", ignore_option(also), (0,)),
+        ],
+    )
+
+
+def _note_rim(
+    survey: Survey, labels: LabelSet, pairs: Sequence[ComparedPair], answers: Answers
+) -> Survey:
+    """The survey, with a note if one value has the rim of all masks, as a background has it."""
+    classes_are_named = survey.legends or answers.names is not None or labels.classes
     rims = [rim for pair in pairs if (rim := pair.rim_share) is not None]
-    is_named = survey.legends or answers.names is not None or labels.classes
-    if is_named or len(labels.values) != 2 or len(rims) < _FEWEST or min(rims) < _ALL_OF_RIM:
+    is_telling = len(labels.values) == 2 and len(rims) >= _FEWEST_DOUBTED
+    if classes_are_named or not is_telling or min(rims) < _ALL_OF_RIM:
         return survey
     low, high = map(word, labels.values)
     doubt = f"{high} has the rim of all images, and {low} lies inside: if {low} is the object, say"
@@ -108,56 +134,81 @@ def check_pairs(
 
 
 def _check_edges(labels: LabelSet, found: EdgeScores) -> None:
-    words = max(found.others, key=found.others.__getitem__, default="")
-    best = found.others.get(words, 0.0)
-    if best > _FITS and not found.own > best - _BETTER:
-        which = words if words.startswith("the ") else f"their image {words}"
-        if min(found.others.get(x, 0.0) for x in _BESIDE) > best / 2 and words in _BESIDE:
-            which = "the next or the previous image, in turn,"
-        here = "" if math.isnan(found.own) else f", {found.own:.1f} here"
-        raise DataError(
-            f"{labels.pattern}: labels fit {which} better than their own: edges and colours agree "
-            f"{best:.1f} standard deviations above chance there{here}; names, order or orientation "
-            f"were mixed up; if they are right, as faint areas may be, {_GO_ON} goes on"
-        )
-    shown = [f"{label} fits {image}" for label, image in found.strangers]
-    if found.number < _FEWEST:
+    """Stops where labels fit other images better, or do not fit their own.
+
+    DataError: all fit other or turned images better. UndecidedError: they fit none, or some fit
+    others.
+    """
+    _refuse_mixed(labels, found)
+    if found.number < _FEWEST_DOUBTED:
         return
-    if found.own < _OWN:
-        example = f"; {first_of(shown, 3)}" if shown else ""
+    strangers = [f"{label} fits {image}" for label, image in found.strangers]
+    if found.own < _FITS_OWN:
+        example = f"; {first_of(strangers, 3)}" if strangers else ""
         raise UndecidedError(
             f"{labels.pattern}: labels do not fit their images better than other images: edges and "
             f"colours of {found.number} agree {found.own:.1f} standard deviations above chance"
             f"{example}; are they of other pictures, or in another order?",
             [Reading("right, as faint areas and coarse outlines may be", _GO_ON)],
         )
-    if shown:
+    if strangers:
         raise UndecidedError(
-            f"{labels.pattern}: {len(shown)} of {found.number} labels fit another image better: "
-            f"{first_of(shown, 5)}; replace or exchange them",
+            f"{labels.pattern}: {len(strangers)} of {found.number} labels fit another image "
+            f"better: {first_of(strangers, 5)}; replace or exchange them",
             [Reading("all are right", _GO_ON)],
         )
 
 
-def _check_areas(labels: LabelSet, pairs: Sequence[ComparedPair]) -> None:
-    """Stops at masks that are uniform, or inverted in some files."""
-    # One file each: all values have the numbers of their files.
+def _refuse_mixed(labels: LabelSet, found: EdgeScores) -> None:
+    """DataError: labels fit images farther on, or turned ones, better than their own."""
+    best_shift = max(found.others, key=found.others.__getitem__, default="")
+    best = found.others.get(best_shift, 0.0)
+    # NaN where all labels are alike: nothing is known of their own images, and others count alone.
+    own_is_unknown = math.isnan(found.own)
+    is_better = own_is_unknown or found.own <= best - _BETTER_THAN_OWN
+    if best <= _FITS_OTHERS or not is_better:
+        return
+    description = best_shift if best_shift.startswith("the ") else f"their image {best_shift}"
+    # Labels exchanged two by two, 1 with 2 and 3 with 4, fit the next and the previous image.
+    both_fit = min(found.others.get(x, 0.0) for x in _BESIDE) > best / 2
+    if both_fit and best_shift in _BESIDE:
+        description = "the next or the previous image, in turn,"
+    here = "" if own_is_unknown else f", {found.own:.1f} here"
+    raise DataError(
+        f"{labels.pattern}: labels fit {description} better than their own: edges and colours "
+        f"agree {best:.1f} standard deviations above chance there{here}; names, order or "
+        "orientation were mixed up; if they are right, as faint areas may be, "
+        f"{_GO_ON} goes on"
+    )
+
+
+def _check_uniform(labels: LabelSet) -> None:
+    """Stops where each label has one value on all of its pixels; UndecidedError."""
+    # Then the files that hold each value add up to the number of labels.
     are_uniform = sum(facts.files for facts in labels.values.values()) == len(labels.labels)
-    if are_uniform and len(labels.values) > 1 and len(labels.labels) >= _FEWEST:
+    if are_uniform and len(labels.values) > 1 and len(labels.labels) >= _FEWEST_DOUBTED:
         raise UndecidedError(
             f"{labels.pattern}: each label has one value on all of its pixels: classes of whole "
             "images, which segmentation cannot learn, or areas that fill their images?",
             [Reading("areas that fill their images", _GO_ON)],
         )
-    rims = [(pair, rim) for pair in pairs if (rim := pair.rim_share) is not None]
-    outside = [pair for pair, rim in rims if rim > 1 - _RIM]
-    inside = [pair for pair, rim in rims if rim < _RIM]
-    number = len(inside) + len(outside)
-    are_binary = len(labels.values) == 2 and not labels.classes
-    fewer = min(inside, outside, key=len)
-    if not are_binary or number < max(_FEWEST, (1 - _INVERTED / 2) * len(rims)):
+
+
+def _check_inverted(labels: LabelSet, pairs: Sequence[ComparedPair]) -> None:
+    """Stops where some masks have the values of the others exchanged; UndecidedError."""
+    if len(labels.values) != 2 or labels.classes:
         return
-    if len(fewer) >= _INVERTED * number and _contrasts_agree(inside, outside) < _AGREE:
+    rims = [(pair, rim) for pair in pairs if (rim := pair.rim_share) is not None]
+    outside = [pair for pair, rim in rims if rim > 1 - _LITTLE_RIM]
+    inside = [pair for pair, rim in rims if rim < _LITTLE_RIM]
+    number = len(inside) + len(outside)
+    # Most masks must be clearly of one kind or of the other.
+    if number < max(_FEWEST_DOUBTED, (1 - _FEWEST_INVERTED / 2) * len(rims)):
+        return
+    fewer = min(inside, outside, key=len)
+    if len(fewer) < _FEWEST_INVERTED * number:
+        return
+    if _contrasts_agree(inside, outside) < _SAME_COLORS:
         raise UndecidedError(
             f"{labels.pattern}: {len(fewer)} of {len(pairs)} masks look inverted: what lies inside "
             f"of others has the rim of the image in {first_of((x.label for x in fewer), 3)}",

@@ -17,21 +17,29 @@ from segtrain.desk.survey.contents import spread
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 
-# Of fewer labels nothing can be told.
-_FEWEST = 5
-_TURNED, _FARTHEST = 24, 5
+# Of fewer labels nothing can be compared.
+_FEWEST_COMPARED = 5
+# Images that EXIF turns, of which edges are read.
+_TURNED_SAMPLE = 24
+# The farthest image in the order that may be the one of a label.
+_FARTHEST = 5
 # Labels whose borders have so much in common can be exchanged, as those of a camera that stands.
 _SAME_BORDERS = 0.5
 # So much of a label has borders, as far as it can be compared.
 _MOST_BORDERS = 0.7
-# In standard deviations of a label on other images: it fits its own by chance below the first, and
-# another from the second on; two fit each other's images by the third more than their own. Half of
-# all fit their own so well, where single ones that do not are worth a question.
-_BY_CHANCE, _STANDS_OUT, _EXCHANGED, _WELL = 1.0, 4.5, 5.0, 2.5
 # The logarithm of how much stronger edges are along the borders of labels when these are turned.
 _STRONGER = 0.25
-# Standard deviations of all labels together.
+# Standard deviations of all labels together, above which they are upright.
 _UPRIGHT = 6.0
+# The next four are standard deviations of one label on other images. Below this one a label fits
+# its own image by chance.
+_BY_CHANCE = 1.0
+# A label fits another image from here on.
+_STANDS_OUT = 4.5
+# Two labels fit each other's images by so much more than their own, if they were exchanged.
+_EXCHANGED = 5.0
+# Half of all labels fit their own so well, where single ones that do not are worth a question.
+_WELL = 2.5
 _TURNS = {"upside down": (-1, 1), "mirrored": (1, -1), "turned by 180 degrees": (-1, -1)}
 
 
@@ -56,7 +64,7 @@ def edge_scores(pairs: Sequence[ComparedPair]) -> EdgeScores:
     borders = [_borders(pair.values) for pair in pairs]
     kept = [i for i, border in enumerate(borders) if 0 < border.mean() < _MOST_BORDERS]
     pairs, borders = [pairs[i] for i in kept], [borders[i] for i in kept]
-    if len(pairs) < _FEWEST:
+    if len(pairs) < _FEWEST_COMPARED:
         return EdgeScores(number=len(pairs))
     if _are_alike(borders):
         return EdgeScores(math.nan, _turned_alone(pairs, borders), number=len(pairs))
@@ -101,7 +109,7 @@ def turned_scores(folder: Path, images: Sequence[Image], labels: LabelSet) -> tu
 
     Medians, where 1 is anywhere; NaN if there are no borders.
     """
-    unclear = spread([image for image in images if image.path in labels.unclear], _TURNED)
+    unclear = spread([image for image in images if image.path in labels.unclear], _TURNED_SAMPLE)
     stored, turned = (
         _own_edges(read_pairs(folder, unclear, replace(labels, upright=way)))
         for way in (False, True)
