@@ -54,7 +54,7 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     """
     if labels.classes:
         return classes_of_files(survey, labels, answers)
-    # A list that names as many classes as there are values has said what they are.
+    # A list as long as there are values has said what they are; one value may be no data beside it.
     if not any(len(legend.classes) >= len(labels.values) - 1 for legend in survey.legends):
         check_objects(survey.root, labels, answers)
     # Names first: the colours of a list tell which colours are shades of them.
@@ -66,6 +66,24 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     known = _Known(labels, answers, source, named, ignored, left)
     if labels.kind == "first":
         reasons.append(f"labels hold {KINDS['first']}")
+    _check_values(known)
+    names, reason = _names(known)
+    _check_number(survey, known, names, (*reasons, reason))
+    shades = _shades(meaning, (*names, *ignored))
+    reasons = (reason, *reasons, *_about_shades(labels, shades))
+    warnings = ()
+    if survey.legends and not source and answers.names is None:
+        others = first_of(legend.source for legend in survey.legends)
+        warnings = (f"names of classes that do not fit the labels: {others}",)
+    return _table(known, names, shades, reasons, warnings)
+
+
+def _check_values(known: _Known) -> None:
+    """Stops at values that may be slips, and at those that a list of classes does not name.
+
+    UndecidedError: there are such values.
+    """
+    labels, answers, _, named, ignored, left = known
     # --ignore has said what values without a class are, --names which are classes.
     if answers.ignore is None:
         doubts.check_blends(labels, ignored, left, as_classes(named, ignored, left))
@@ -74,26 +92,49 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     # Where there is a list, a value that it does not name is never a class unasked.
     if named and not named.keys() >= set(left):
         raise _unnamed(known)
-    names, reason = _names(known)
+
+
+def _check_number(
+    survey: Survey, known: _Known, names: Mapping[Value, str], reasons: Sequence[str]
+) -> None:
+    """Stops where there are too many classes, or labels show one only.
+
+    names: of the class of each value. reasons: of what is decided, for the message.
+
+    DataError: there are too many, or one.
+    """
+    place = f"{survey.root}: {known.labels.pattern}"
     if len(names) > MOST_CLASSES:
         raise DataError(
-            f"{survey.root}: {labels.pattern}: {len(names)} classes; at most {MOST_CLASSES}; "
-            "--ignore leaves some out"
+            f"{place}: {len(names)} classes; at most {MOST_CLASSES}; --ignore leaves some out"
         )
-    warnings = ()
-    if survey.legends and not source and answers.names is None:
-        others = first_of(legend.source for legend in survey.legends)
-        warnings = (f"names of classes that do not fit the labels: {others}",)
-    shown = [name for value, name in names.items() if value in left]
+    # A list may name classes that no label shows.
+    shown = [name for value, name in names.items() if value in known.left]
     if len(shown) < 2:
         what = f"one class only, {first_of(shown)}; segmentation needs two, such as background"
-        if answers.threshold is not None:
-            what += f"; --threshold {answers.threshold:g} is about masks in grey levels"
-        place = f"{survey.root}: {labels.pattern}"
-        raise DataError("\n  ".join([f"{place}: {what}", *reasons, reason]))
-    # Of each value the others that count as it.
-    shades = {v: [s for s, main in meaning.items() if v == main != s] for v in (*names, *ignored)}
-    reasons += _about_shades(labels, shades)
+        if known.answers.threshold is not None:
+            what += f"; --threshold {known.answers.threshold:g} is about masks in grey levels"
+        raise DataError("\n  ".join([f"{place}: {what}", *reasons]))
+
+
+def _shades(meaning: Mapping[Value, Value], values: Iterable[Value]) -> dict[Value, list[Value]]:
+    """Of each of `values` the others that count as it; meaning: what each value counts as."""
+    shades: dict[Value, list[Value]] = {value: [] for value in values}
+    for shade, main in meaning.items():
+        if shade != main and main in shades:
+            shades[main].append(shade)
+    return shades
+
+
+def _table(
+    known: _Known,
+    names: Mapping[Value, str],
+    shades: Mapping[Value, Sequence[Value]],
+    reasons: Sequence[str],
+    warnings: Sequence[str],
+) -> Classes:
+    """The classes with their values, colours and pixels; shades: as `_shades` has them."""
+    labels, _, _, named, ignored, _ = known
     colors = _colors(names, named, labels.palette)
     pixels = {
         value: sum(labels.values[v].pixels for v in (value, *others) if v in labels.values)
@@ -102,8 +143,8 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     return Classes(
         tuple(Class(name, (v, *shades[v]), colors[v], pixels[v]) for v, name in names.items()),
         tuple(v for value in ignored for v in (value, *shades[value])),
-        (reason, *reasons),
-        warnings,
+        tuple(reasons),
+        tuple(warnings),
         ignored_names={v: named[v].name for v in ignored if v in named},
         ignored_pixels=sum(pixels[value] for value in ignored),
     )
@@ -144,6 +185,7 @@ def _names(known: _Known) -> tuple[dict[Value, str], str]:
 
 
 def _about_shades(labels: LabelSet, shades: Mapping[Value, Sequence[Value]]) -> Iterator[str]:
+    """A line for each colour with shades: `6 shades of #14a03c, 92 pixels, ...`."""
     for color, its_shades in shades.items():
         if its_shades:
             pixels = sum(labels.values[shade].pixels for shade in its_shades)
