@@ -172,24 +172,33 @@ def _joined(sets: Sequence[LabelSet], *, always: bool, may_overlap: bool) -> lis
     always: even if their names are not alike. may_overlap: also where images are in several, of
     which the first one counts.
     """
+
+    def is_part(label_set: LabelSet, other: LabelSet) -> bool:
+        is_one_kind = (label_set.kind, label_set.classes) == (other.kind, other.classes)
+        is_apart = label_set.labels.keys().isdisjoint(other.labels)
+        is_alike = always or _have_alike_names(label_set, other)
+        return is_one_kind and is_alike and (may_overlap or is_apart)
+
     joined: list[LabelSet] = []
     # The largest first: its pattern leads the name. What is asked for has an order.
     for label_set in sets if may_overlap else sorted(sets, key=lambda x: -len(x.labels)):
-        for i, other in enumerate(joined):
-            alike = (label_set.kind, label_set.classes) == (other.kind, other.classes)
-            alike = alike and (always or _have_alike_names(label_set, other))
-            if alike and (may_overlap or not label_set.labels.keys() & other.labels.keys()):
-                joined[i] = replace(
-                    other,
-                    pattern=f"{other.pattern}, {label_set.pattern}",
-                    labels={**label_set.labels, **other.labels},
-                    values=total_values([other.values, label_set.values]),
-                    class_of={**label_set.class_of, **other.class_of},
-                )
-                break
-        else:
+        place = next((i for i, x in enumerate(joined) if is_part(label_set, x)), None)
+        if place is None:
             joined.append(label_set)
+        else:
+            joined[place] = _union(joined[place], label_set)
     return joined
+
+
+def _union(first: LabelSet, other: LabelSet) -> LabelSet:
+    """Both as one set; the label of the first counts where both have one."""
+    return replace(
+        first,
+        pattern=f"{first.pattern}, {other.pattern}",
+        labels={**other.labels, **first.labels},
+        values=total_values([first.values, other.values]),
+        class_of={**other.class_of, **first.class_of},
+    )
 
 
 def _have_alike_names(one: LabelSet, other: LabelSet) -> bool:

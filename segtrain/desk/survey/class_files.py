@@ -93,14 +93,14 @@ def _shows_one_class(labels: LabelSet) -> bool:
 
 
 def _place_words(labels: LabelSet) -> dict[str, str]:
-    """The last folder of each file that says neither role nor split; empty: all have one, or some
-    have none.
+    """The last folder of each file that says neither role nor split.
 
-    Classes whose folder images do not have are known already (`label_sets`).
+    Empty if all files have one such folder, or some have none. Classes whose folders images do not
+    have are known already (`label_sets`).
     """
     found = {file: _last_folder(file) for files in labels.labels.values() for file in files}
-    known = {word.lower() for word in found.values()}
-    return found if len(known) > 1 and all(known) else {}
+    words = {word.lower() for word in found.values()}
+    return found if len(words) > 1 and all(words) else {}
 
 
 def _last_folder(file: str) -> str:

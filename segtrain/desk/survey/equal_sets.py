@@ -42,8 +42,10 @@ def _colors_of_ids(kind: Kind, other: Kind, rows: Iterable[np.ndarray]) -> dict[
 
 
 def _pairs_of_values(*paths: Path) -> np.ndarray | None:
-    """Values that two labels have in the same place, (N, channels of both); None: they divide the
-    image into other areas."""
+    """Values that two labels have in the same place, (N, channels of both).
+
+    None: they divide the image into other areas, or cannot be read.
+    """
     try:
         stored = [image_formats.read_stored(path) for path in paths]
     except DataError:

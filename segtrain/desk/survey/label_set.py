@@ -20,8 +20,8 @@ class LabelSet:
     pattern: of their names, such as `masks/*_mask.png`. labels: by the path of the image; none
         where an image shows background alone.
     values: of the sample; after `count_values`, of all files.
-    classes: with several files an image, the word that each stands for; their place among these,
-        from 1, by file, if there are several words.
+    classes: the words that files of one class each stand for. class_of: by file, the place of its
+        word among these, from 1; empty if there is one word.
     palette: the colours of ids, known after `count_values`.
     twin: the colours of ids in a set that divides the images alike, in a sample.
     no_data, shown_in, claimed: values that files mark as none; the images that show each value;
