@@ -16,6 +16,7 @@ from segtrain.desk.survey.reasons import (
     OTHERS,
     UNKNOWN,
     UNLIKE,
+    UNUSED_LISTS,
     WITHOUT_IMAGE,
     WITHOUT_LABEL,
 )
@@ -37,6 +38,7 @@ _COULD_BE_DATA = {
     WITHOUT_IMAGE: "labels",
     OF_SEVERAL_IMAGES: "labels",
     UNLIKE: "labels",
+    UNUSED_LISTS: "lists",
 }
 _ONE = {
     IMAGES: "image",
@@ -129,11 +131,11 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
     by_reason = _doubtful(found, survey, labels, answers)
     lists = _unused(found, survey, answers)
     if lists:
-        by_reason["lists of images"] = lists
+        by_reason[UNUSED_LISTS] = lists
     if not by_reason:
         return
     what = "; ".join(f"{why} ({len(x)}): {first_of(x, 3)}" for why, x in by_reason.items())
-    words = {_COULD_BE_DATA.get(reason, "lists") for reason in by_reason} | answers.leave_out
+    words = {_COULD_BE_DATA[reason] for reason in by_reason} | answers.leave_out
     readings = [Reading("left out, and no data", _option(words))]
     if WITHOUT_LABEL in by_reason:
         # An image without a label may show nothing: then it teaches what the background is.

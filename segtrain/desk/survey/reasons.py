@@ -10,6 +10,7 @@ PREVIEWS = "previews"
 SECOND_PICTURES = "further pictures of one label"
 UNREADABLE = "images that cannot be read"
 LABELS_OF_UNREADABLE = "labels of images that cannot be read"
+UNUSED_LISTS = "lists of images"
 NOT_CHOSEN = "pictures that --images does not name"
 # No rule has a reason for these: a rule is missing.
 UNKNOWN = "pictures that nothing names"
