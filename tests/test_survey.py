@@ -445,6 +445,17 @@ def test_folders_of_classes_or_buckets_that_are_called_as_images_are_none(
     assert_labels(found, truth)
 
 
+@pytest.mark.parametrize("mend", ["in some images", "in one of many", "in all images"])
+def test_corrected_labels_beside_those_before_are_asked_about(folder, init, asked, mend):
+    """Two classes were exchanged, so that areas are equal."""
+    order = np.array([0, 2, 1, 3], np.uint8)
+    for i, _, classes in images_in(folder, "images/t{i}.png", 20):
+        wrong = {"in some images": i % 3 == 0, "in one of many": i == 7}.get(mend, True)
+        save(folder / f"old/labels/t{i}.png", order[classes] if wrong else classes)
+        save(folder / f"new/labels/t{i}.png", classes)
+    assert "2 sets of labels fit the images" in asked()
+
+
 def test_sets_of_labels_are_taken_together_where_that_is_the_answer(folder, init, asked):
     """Of two people, who have two images in common; bob tells fewer classes apart."""
     truth, said_by = {}, {"fine": np.array([0, 1, 2, 3]), "coarse": np.array([0, 1, 2, 2])}

@@ -1,7 +1,7 @@
 """Which sets of labels say the same in other words: ids, and their areas in colours."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, combinations
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.label_sets import SAMPLE
 from segtrain.errors import DataError
 
+_MOST_COMPARED = 200
+
 Equal = tuple[frozenset[str], dict[int, Color]]
 """Patterns of two sets that divide the images alike, and the colours of ids if one has colours."""
 
@@ -20,13 +22,43 @@ Equal = tuple[frozenset[str], dict[int, Color]]
 def equal_sets(folder: Path, sets: Sequence[LabelSet]) -> Iterator[Equal]:
     """Two sets whose labels divide the images alike: ids and the same in colours."""
     for one, other in combinations(sets, 2):
-        images = spread(sorted(one.labels.keys() & other.labels.keys()), SAMPLE)
-        files = [(folder / one.labels[x][0], folder / other.labels[x][0]) for x in images]
-        pairs = [_pairs_of_values(*two) for two in files]
-        if not pairs or any(found is None for found in pairs):
-            continue
-        rows = chain.from_iterable(pairs)
-        yield frozenset((one.pattern, other.pattern)), _colors_of_ids(one.kind, other.kind, rows)
+        common = sorted(one.labels.keys() & other.labels.keys())
+        # A few tell most that differ; whether all are equal, only many do.
+        for images in (spread(common, SAMPLE), spread(common, _MOST_COMPARED)):
+            rows = _equal_values(folder, one, other, images)
+            if rows is None:
+                break
+        else:
+            colors = _colors_of_ids(one.kind, other.kind, rows)
+            yield frozenset((one.pattern, other.pattern)), colors
+
+
+def _equal_values(
+    folder: Path, one: LabelSet, other: LabelSet, images: Sequence[str]
+) -> np.ndarray | None:
+    """The values that lie on each other in all of these images, (N, channels); None: not equal."""
+    rows = []
+    for image in images:
+        pairs = _pairs_of_values(folder / one.labels[image][0], folder / other.labels[image][0])
+        if pairs is None:
+            return None
+        rows.append(pairs)
+    if not rows or len({found.shape[1] for found in rows}) > 1:
+        return None
+    both = np.unique(np.concatenate(rows), axis=0)
+    if one.kind == other.kind == "ids":
+        # Two ids that are exchanged are a mistake in one of the sets.
+        are_same = (both[:, 0] == both[:, -1]).all()
+        return both if are_same or _is_renumbered(one) or _is_renumbered(other) else None
+    # One colour for each id, in all images.
+    ids = both[:, :1] if one.kind == "ids" else both[:, -1:]
+    has_one_each = len(np.unique(ids)) == len(both)
+    return both if has_one_each or "ids" not in (one.kind, other.kind) else None
+
+
+def _is_renumbered(labels: LabelSet) -> bool:
+    """Whether the name says other numbers of the same classes: `*_labelTrainIds.png`."""
+    return "trainid" in labels.pattern.lower()
 
 
 def _colors_of_ids(kind: Kind, other: Kind, rows: Iterable[np.ndarray]) -> dict[int, Color]:
