@@ -1,5 +1,6 @@
 """The balance of a folder: what becomes of each of its files, and which could be data."""
 
+import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,6 +8,7 @@ from itertools import chain
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.listings import unused_lists
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
@@ -16,6 +18,7 @@ from segtrain.desk.survey.reasons import (
     OTHERS,
     UNKNOWN,
     UNLIKE,
+    UNUSED_ANNOTATIONS,
     UNUSED_LISTS,
     WITHOUT_IMAGE,
     WITHOUT_LABEL,
@@ -117,6 +120,8 @@ def _reasons(survey: Survey, labels: LabelSet) -> Iterator[tuple[str, Iterable[s
     for other in survey.sets:
         yield OF_ANOTHER_KIND, chain.from_iterable(other.labels.values())
     yield from survey.left_out.items()
+    outlines = chain.from_iterable(survey.annotations.values())
+    yield UNUSED_ANNOTATIONS, (file.relative_to(survey.root).as_posix() for file in outlines)
     # All files of the folder: those without a reason so far.
     yield UNKNOWN, survey.pictures
     yield OTHERS, survey.others
@@ -138,11 +143,15 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
     words = {_COULD_BE_DATA[reason] for reason in by_reason} | answers.leave_out
     readings = [Reading("left out, and no data", _option(words))]
     if WITHOUT_LABEL in by_reason:
-        # An image without a label may show nothing: then it teaches what the background is.
-        if answers.missing is None and labels.has_background:
+        # An image without a label may show nothing: then it teaches what the background is. But
+        # not where labels are there, and only whose they are is open.
+        is_open = answers.missing is None and OF_SEVERAL_IMAGES not in by_reason
+        if is_open and labels.has_background:
             empty = "images without a label show background alone"
             also = _option(words - {"images"})
             readings.append(Reading(empty, f"--missing background {also}".strip()))
+        for kind in survey.annotations if labels.kind != "annotations" else ():
+            readings.append(Reading(f"{kind} has the labels", f"--labels {shlex.quote(kind)}"))
         for folder in _without_any_label(survey, labels):
             option = f"--images {shlex.quote(folder)}"
             readings.append(Reading(f"the images are in {folder}", option))
@@ -183,10 +192,21 @@ def _unused(found: Balance, survey: Survey, answers: Answers) -> list[str]:
 
 
 def _without_any_label(survey: Survey, labels: LabelSet) -> list[str]:
-    """Folders of pictures that none of the labels has: perhaps another kind is labelled, too."""
-    there: dict[str, list[bool]] = defaultdict(list)
+    """Folders of pictures that none of the labels has, though their names are those of labelled
+    ones: perhaps the labels are of both kinds."""
+    labelled = {(x.split, _first_word(x)) for x in survey.images if x.path in labels.labels}
+    there: dict[str, list[Image]] = defaultdict(list)
     for image in survey.images:
-        there[str(PurePosixPath(image.path).parent)].append(image.path in labels.labels)
-    names = {PurePosixPath(folder).name for folder, found in there.items() if not any(found)}
-    names -= {PurePosixPath(folder).name for folder, found in there.items() if any(found)}
-    return sorted(names - {""})[:_MOST_OFFERED]
+        there[PurePosixPath(image.path).parent.name].append(image)
+    return [
+        folder
+        for folder, images in sorted(there.items())
+        if folder
+        and not any(x.path in labels.labels for x in images)
+        and all((x.split, _first_word(x)) in labelled for x in images if x.split != "test")
+    ][:_MOST_OFFERED]
+
+
+def _first_word(image: Image) -> str:
+    """`b1-09517` of `b1-09517_Clipped.jpg`."""
+    return re.split(r"[_. ]", PurePosixPath(image.path).name)[0].lower()

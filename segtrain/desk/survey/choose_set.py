@@ -224,9 +224,9 @@ def _words_of_place(label_set: LabelSet) -> tuple[list[str], list[str]]:
 
 
 def _is_named_instances(labels: LabelSet) -> bool:
-    # SegmentationObject/ of VOC, *_instanceIds.png of Cityscapes.
+    # SegmentationObject/ of VOC, *_instanceIds.png of Cityscapes; objects/ may be of classes.
     words = re.findall("[a-z]+", labels.pattern.lower())
-    other = {"segmentationobject", "object", "objects", "inst", "panoptic"}
+    other = {"segmentationobject", "inst", "panoptic"}
     return any(word in other or word.startswith("instance") for word in words)
 
 

@@ -12,6 +12,7 @@ UNREADABLE = "images that cannot be read"
 LABELS_OF_UNREADABLE = "labels of images that cannot be read"
 UNUSED_LISTS = "lists of images"
 NOT_CHOSEN = "pictures that --images does not name"
+UNUSED_ANNOTATIONS = "annotations beside the labels"
 # No rule has a reason for these: a rule is missing.
 UNKNOWN = "pictures that nothing names"
 OTHERS = "other files"
