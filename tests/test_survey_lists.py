@@ -353,9 +353,56 @@ def test_a_table_may_say_what_is_evaluated_on(folder, tmp_path):
     (tmp_path / "mine.csv").write_text(table([("name", "split"), *rows]))
     (_, val), _ = divide(folder, val_list=tmp_path / "mine.csv")
     assert val == {*paths[:5]}
-    (tmp_path / "mine.csv").write_text("name\nnothing\n")
-    with pytest.raises(ConfigError, match="line 1 names no image"):
+
+
+@pytest.mark.parametrize("place", ["mine.csv", "data/meta.csv"])
+def test_a_table_of_train_and_test_evaluates_on_the_test_alone(folder, tmp_path, place):
+    paths = write_images(folder)
+    rows = [(x, "test" if i < 5 else "train") for i, x in enumerate(paths)]
+    (tmp_path / place).write_text(table([("name", "split"), *rows]))
+    (train, val), said = divide(folder, val_list=tmp_path / place)
+    assert (train, val) == ({*paths[5:]}, {*paths[:5]})
+    assert said.startswith(f"the splits of {tmp_path / place}: train and val")
+
+
+def test_a_table_of_train_alone_names_nothing_to_evaluate_on(folder, tmp_path):
+    rows = [(x, "train") for x in write_images(folder)]
+    (tmp_path / "mine.csv").write_text(table([("name", "split"), *rows]))
+    with pytest.raises(ConfigError, match=r"mine\.csv: its rows say train alone"):
         divide(folder, val_list=tmp_path / "mine.csv")
+
+
+def test_a_link_to_a_list_of_the_folder_is_that_list(folder, tmp_path):
+    paths = write_images(folder)
+    files = folds_in_folders(folder, paths)
+    (tmp_path / "link").symlink_to(folder / files[1])
+    (train, val), _ = divide(folder, val_list=tmp_path / "link")
+    assert (train, val) == ({*paths} - {*paths[6:12]}, {*paths[6:12]})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("mine.csv", "name\nnothing\n", "line 2 names no image"),
+        ("mine.txt", "# mine\nbear_0\n\nnothing\nfox_0\n", "line 4 names no image"),
+        ("mine.json", '["bear_0", "nothing", "fox_0"]', "entry 2 names no image"),
+        ("mine.txt", "\n", "it lists no image"),
+    ],
+)
+def test_a_line_that_names_nothing_is_told_by_its_number(folder, tmp_path, name, text, what):
+    write_images(folder)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"--val .*{name}: {what}"):
+        divide(folder, val_list=tmp_path / name)
+
+
+def test_a_list_within_the_name_of_another_is_not_used(folder):
+    paths = write_images(folder)
+    put(folder, "x, b.txt, y.txt", [f"{x}\tlabels/{stem(x)}.png" for x in paths])
+    put(folder, "b.txt", paths[:7])
+    found = survey(folder)
+    assert found.lists == ("x, b.txt, y.txt",)
+    assert unused_lists(folder, found.others, found.lists, found.images) == {"b.txt": 7}
 
 
 def test_lists_that_are_not_used_are_found(folder):

@@ -175,7 +175,7 @@ def test_a_table_of_pairs_counts_whatever_it_is_called(tmp_path, header):
     sides = zip(*((f"images/{image}", f"masks/{mask}") for image, mask in pairs), strict=True)
     images, masks = map(parse_names, sides)
     wanted = {image.path: mask.path for image, mask in zip(images, masks, strict=True)}
-    assert listed_pairs(tmp_path, ["mapping.csv"], images, masks) == (wanted, "mapping.csv")
+    assert listed_pairs(tmp_path, ["mapping.csv"], images, masks) == (wanted, ("mapping.csv",))
 
 
 def test_tables_that_disagree_are_refused(tmp_path):

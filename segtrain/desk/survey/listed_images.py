@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from segtrain.desk.survey.contents import spread
 from segtrain.desk.survey.file_names import ROLE_WORDS, is_split, split_of, words_of
 from segtrain.desk.survey.image_kinds import Image
-from segtrain.desk.survey.list_files import ListFile, ListRow, columns_of
+from segtrain.desk.survey.list_text import ListFile, ListRow, columns_of
 
 _SAMPLE = 100
 _SIGNS = re.compile(r"[_\-. ]+")

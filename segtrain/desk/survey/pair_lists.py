@@ -6,7 +6,9 @@ from pathlib import Path, PurePosixPath
 
 from segtrain.desk.survey import file_names
 from segtrain.desk.survey.file_names import FileName
-from segtrain.desk.survey.list_files import ListFile, is_called_list, read_list, said_split
+from segtrain.desk.survey.list_files import read_list
+from segtrain.desk.survey.list_names import is_called_list, said_split
+from segtrain.desk.survey.list_text import ListFile
 from segtrain.desk.survey.listed_images import ends_of
 from segtrain.errors import ConfigError
 
@@ -15,16 +17,16 @@ _ROLES = (file_names.IMAGE_WORDS, file_names.LABEL_WORDS)
 
 def listed_pairs(
     folder: Path, lists: Sequence[str], images: Sequence[FileName], labels: Sequence[FileName]
-) -> tuple[dict[str, str], str]:
-    """The label of each image, by path, of tables whose lines name both; and what these are called.
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The label of each image, by path, of tables whose lines name both; and these tables.
 
     Raises:
         ConfigError: two tables give an image different labels.
     """
     if not lists:
-        return {}, ""
+        return {}, ()
     pictures, masks = _Files(images), _Files(labels)
-    label_of: dict[str, tuple[str, str]] = {}
+    label_of: dict[str, tuple[str, str]] = {}  # and the table that says it
     for path in lists:
         file = read_list(folder / path)
         pairs = list(_pairs_of(file, pictures, masks))
@@ -39,27 +41,28 @@ def listed_pairs(
                     "keep the list that is right"
                 )
     tables = sorted({where for _, where in label_of.values()})
-    return {image: label for image, (label, _) in label_of.items()}, ", ".join(tables)
+    return {image: label for image, (label, _) in label_of.items()}, tuple(tables)
 
 
 def _pairs_of(file: ListFile, pictures: "_Files", masks: "_Files") -> Iterator[tuple[str, str]]:
     """Image and label of each line that names both.
 
-    Which comes first, where a name may be of either, a header says: `mask,image`.
+    images/1.png and masks/1.png: a cell `1.png` may be either. A header `mask,image` says which is
+    first; without one, it is the image.
     """
     header = [file_names.words_of(cell) for cell in file.header]
     roles = [known for cell in header for known in _ROLES if known & {*cell}]
-    # images/1.png and masks/1.png: a cell `1.png` may be either, so the header says which is first.
-    swapped = roles[:2] == [file_names.LABEL_WORDS, file_names.IMAGE_WORDS]
+    label_is_first = roles[:2] == [file_names.LABEL_WORDS, file_names.IMAGE_WORDS]
     for row in file.rows:
         named = [(x, y) for cell in row.cells if any((x := pictures[cell], y := masks[cell]))]
         if len(named) < 2:
             continue
-        (image, first), (other, label) = named[:2]
-        if image and label and not (swapped and first and other):
+        (image, own_label), (other_image, label) = named[:2]
+        is_swapped = own_label and other_image
+        if image and label and not (is_swapped and label_is_first):
             yield image, label
-        elif first and other:
-            yield other, first
+        elif is_swapped:
+            yield other_image, own_label
 
 
 class _Files:

@@ -6,7 +6,7 @@ that are going to be used are counted whole, since one rare value decides whethe
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -26,8 +26,8 @@ from segtrain.desk.survey.image_facts import ImageFacts, read_bands
 from segtrain.desk.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.label_sets import label_sets
-from segtrain.desk.survey.list_files import list_files
-from segtrain.desk.survey.listings import with_splits
+from segtrain.desk.survey.list_names import list_files
+from segtrain.desk.survey.listings import with_splits, with_val_list
 from segtrain.desk.survey.names import Legend, is_called_legend, read_legend
 from segtrain.desk.survey.pair_lists import listed_pairs
 from segtrain.desk.survey.pairs import Matches
@@ -90,7 +90,7 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
     lists = list_files(others, pictures)
     pattern_of = {name.path: name.pattern for name in label_names}
     # What a list says counts, whatever names say.
-    listed, pair_source = listed_pairs(folder, lists, image_names, label_names)
+    listed, pair_tables = listed_pairs(folder, lists, image_names, label_names)
     _check_listed(folder, lists, names, samples, {*listed})
     if listed:
         matches = pairs.with_pairs(matches, image_names, listed, pattern_of)
@@ -106,7 +106,12 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
         raise DataError(f"{folder}: no image can be read; {first_of(notes)}")
     if any(image_facts.has_nan for image_facts in facts.values()):
         notes.append("pixels of images without a value (NaN or GDAL_NODATA) count as no data")
-    split_source, images, rivals = with_splits(folder, images, lists, notes, val_list)
+    if val_list is None:
+        given = with_splits(folder, images, lists)
+    else:
+        given = with_val_list(folder, images, lists, val_list)
+    images = given.images
+    notes += given.notes
     similar, moving = similar_images(folder, images)
 
     _note_pictures(notes, matches, roles, samples)
@@ -125,30 +130,19 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
         similar=similar,
         moving=moving,
         tiles=_tiles(folder, images),
-        split_source=split_source,
-        pair_source=pair_source,
+        split_source=given.source,
+        pair_source=", ".join(pair_tables),
         annotations={kind: tuple(files) for kind, files in detect(folder).items()},
         notes=tuple(notes),
         pictures=tuple(pictures),
         others=tuple(others),
-        lists=_used_lists(folder, lists, (split_source, pair_source), val_list),
+        lists=tuple(dict.fromkeys((*given.lists, *pair_tables))),
         tables=tuple(path for path, legend in legends.items() if legend),
         left_out=left_out,
         unlike=_owners(image_names, [x for x in names if x.path in {*left_out[reasons.UNLIKE]}]),
         tried=tuple(matches.tried),
-        rival_lists=rivals,
+        rival_lists=given.rivals,
     )
-
-
-def _used_lists(
-    folder: Path, lists: Sequence[str], sources: Iterable[str], val_list: Path | None
-) -> tuple[str, ...]:
-    """The lists that the sources name, which may have a comma in their names, and --val."""
-    said = "".join(f", {source}, " for source in sources)
-    used = [path for path in lists if f", {path}, " in said]
-    if val_list is not None and val_list.resolve().is_relative_to(folder.resolve()):
-        used.append(val_list.resolve().relative_to(folder.resolve()).as_posix())
-    return tuple(used)
 
 
 def _left_out(
@@ -234,9 +228,11 @@ def _check_listed(
         if roles[x.pattern] == "made" and not is_preview(x.pattern)
     }
     others = [x for x in names if x.path in unread]
-    listed, source = listed_pairs(folder, lists, images, others)
-    for image, label in listed.items():
+    listed, tables = listed_pairs(folder, lists, images, others)
+    if listed:
+        image, label = next(iter(listed.items()))
         reason = unread[label] or "looks like a picture"
+        source = ", ".join(tables)
         raise DataError(f"{folder / label}: the label of {image} by {source}: {reason}")
 
 

@@ -1,0 +1,168 @@
+"""Lists in a folder that say splits: what each says, and which of them belong together."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from segtrain.desk.survey import file_names
+from segtrain.desk.survey.file_names import words_of
+from segtrain.desk.survey.image_kinds import Image
+from segtrain.desk.survey.list_files import read_list
+from segtrain.desk.survey.list_names import (
+    is_called_fold,
+    is_called_list,
+    other_words,
+    said_split,
+    split_in,
+)
+from segtrain.desk.survey.listed_images import ImageNames, named_images
+from segtrain.text import counted, first_of
+
+# An image that several lists name is of the last of these.
+_ORDER = "train", "test", "val"
+
+
+class SplitList(NamedTuple):
+    """A list of the images of splits.
+
+    split_of: by the index of an image. by_name: whether the name says the split, and not the rows.
+    num_rows, num_lost: the rows of splits, and those of them that name no image, or several.
+    note: what else to say.
+    """
+
+    path: str
+    split_of: Mapping[int, str]
+    by_name: bool
+    num_rows: int
+    num_lost: int
+    note: str
+
+    @property
+    def is_of_others(self) -> bool:
+        """Whether it is about other images: most of its rows name none of the folder."""
+        if self.num_lost == self.num_rows:
+            return True
+        # val.txt after images were deleted: those that are left count, however few.
+        may_be_few = is_called_list(self.path) or not self.by_name
+        return 2 * self.num_lost > self.num_rows and not may_be_few
+
+    @property
+    def lost_rows(self) -> str:
+        """How many rows name no image, in words."""
+        verb = "names" if self.num_lost == 1 else "name"
+        of_all = f"{self.num_lost} of {counted(self.num_rows, 'line', 'lines')}"
+        return f"{self.path}: {of_all} {verb} no image, or several"
+
+
+class ListedSplits(NamedTuple):
+    """What lists that belong together say: train.txt and val.txt of one folder."""
+
+    lists: tuple[SplitList, ...]
+    split_of: Mapping[int, str]
+
+    @property
+    def is_of_task(self) -> bool:
+        """Whether the folder is called after labels: ImageSets/Segmentation, and not Main."""
+        task = PurePosixPath(self.lists[0].path).parent.name
+        return not file_names.LABEL_WORDS.isdisjoint(words_of(task))
+
+    @property
+    def evaluated(self) -> str:
+        """The list that names the images to evaluate on."""
+        return max(self.lists, key=lambda x: max(map(_ORDER.index, x.split_of.values()))).path
+
+    def contradicts(self, other: "ListedSplits") -> bool:
+        """Whether an image is trained on by one, and evaluated on by the other."""
+        both = self.split_of.keys() & other.split_of.keys()
+        return any((self.split_of[i] == "train") != (other.split_of[i] == "train") for i in both)
+
+
+def read_split_lists(
+    folder: Path, lists: Sequence[str], images: Sequence[Image]
+) -> tuple[list[SplitList], list[str]]:
+    """The lists whose names or rows say splits of these images; and notes on those of others."""
+    if not lists:
+        return [], []
+    names = ImageNames(images)
+    found = [x for path in lists if (x := _split_list(folder, path, names))]
+    # instances_train.json of another task says nothing here, and is not worth a note.
+    odd = [x for x in found if x.is_of_others and (x.num_lost < x.num_rows or split_in(x.path))]
+    notes = [f"{x.lost_rows}: it is not used" for x in odd]
+    return [x for x in found if not x.is_of_others], notes
+
+
+def taken_together(lists: Iterable[SplitList], num_images: int) -> list[ListedSplits]:
+    """Lists that belong together, those first that count: of this task, then of the most images."""
+    together: dict[tuple[str, ...], list[SplitList]] = defaultdict(list)
+    for one in lists:
+        # fold_0/train and fold_0/val go together, and so do train_a and val_a.
+        own = [one.path] if said_split(one.path) is None else other_words(one.path)
+        together[str(PurePosixPath(one.path).parent), *own].append(one)
+    every = [_merged(found) for found in together.values()]
+    whole = [x for x in every if {*x.split_of.values()} > {"train"}]
+    # Lists that say what is trained on are no rivals of those that leave it open.
+    every = whole or [y for x in every if (y := _with_rest(x, num_images))]
+    # Of equal ones that with the shortest names: train, and not aeroplane_train.
+    return sorted(
+        every, key=lambda x: (not x.is_of_task, -len(x.split_of), len(x.lists[0].path), x.lists)
+    )
+
+
+def notes_on(found: ListedSplits, images: Sequence[Image]) -> Iterator[str]:
+    """What is odd about lists that are used."""
+    for one in found.lists:
+        if one.num_lost:
+            yield one.lost_rows
+        if one.note:
+            yield f"{one.path}: {one.note}"
+    for one in found.lists:
+        twice = [i for i, split in one.split_of.items() if found.split_of[i] != split]
+        if twice:
+            splits = first_of(sorted({found.split_of[i] for i in twice}))
+            which = first_of((images[i].name for i in twice), 3)
+            what = counted(len(twice), "image is", "images are")
+            yield f"{one.path} and another list: {what} in both, and count as {splits}: {which}"
+
+
+def _split_list(folder: Path, path: str, names: ImageNames) -> SplitList | None:
+    """The list in this file; None: neither its name nor its rows say a split."""
+    file = read_list(folder / path)
+    by_name = not any(row.split for row in file.rows)
+    said = "val" if is_called_fold(path) else said_split(path)
+    splits = [said if by_name else row.split for row in file.rows]
+    if not any(splits):
+        return None
+    named = list(zip(splits, named_images(file, names), strict=True))
+    of_splits = [(split, found) for split, found in named if split is not None]
+    num_lost = sum(not found for _, found in of_splits)
+    split_of = _last_said((i, split) for split, found in of_splits for i in found)
+    return SplitList(path, split_of, by_name, len(of_splits), num_lost, file.note)
+
+
+def _last_said(pairs: Iterable[tuple[int, str]]) -> dict[int, str]:
+    """The split of each image, by its index; where several are said, the last of `_ORDER`."""
+    return dict(sorted(pairs, key=lambda pair: _ORDER.index(pair[1])))
+
+
+def _merged(lists: Sequence[SplitList]) -> ListedSplits:
+    """What lists say together."""
+    # trainval.txt repeats what train.txt and val.txt say.
+    others = [x for x in lists if not _is_trainval(x.path)]
+    if {"train", "val"} <= {split for x in others for split in x.split_of.values()}:
+        lists = others
+    return ListedSplits(tuple(lists), _last_said(y for x in lists for y in x.split_of.items()))
+
+
+def _is_trainval(path: str) -> bool:
+    words = words_of(PurePosixPath(path).stem)
+    return "trainval" in words or {"train", "val"} <= {*map(file_names.split_of, words)}
+
+
+def _with_rest(found: ListedSplits, num_images: int) -> ListedSplits | None:
+    """All other images to train on, where lists name those to evaluate on; None: they do not."""
+    splits = {*found.split_of.values()}
+    # fastai's valid.txt. A single list of most images names what there is, and no split.
+    if "train" in splits or (len(splits) == 1 and 2 * len(found.split_of) >= num_images):
+        return None
+    return found._replace(split_of=dict.fromkeys(range(num_images), "train") | {**found.split_of})
