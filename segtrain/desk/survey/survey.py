@@ -6,33 +6,33 @@ that are going to be used are counted whole, since one rare value decides whethe
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from segtrain.data.read import image_formats
 from segtrain.data.read.find_tiles import tile_boxes
 from segtrain.data.read.tiles import TileBox
-from segtrain.desk.annotations import detect, roi_files
+from segtrain.desk.annotations import detect
 from segtrain.desk.survey import file_names, pairs, reasons
 from segtrain.desk.survey.contents import Color, LabelFacts
 from segtrain.desk.survey.equal_sets import equal_sets
-from segtrain.desk.survey.file_names import (
-    FileName,
-    fits,
-)
+from segtrain.desk.survey.file_names import FileName
+from segtrain.desk.survey.folder_notes import notes_on_files, notes_on_pictures
 from segtrain.desk.survey.image_facts import ImageFacts, read_bands
-from segtrain.desk.survey.image_kinds import Image, facts_of, note_all, similar_images, with_headers
+from segtrain.desk.survey.image_headers import with_headers
+from segtrain.desk.survey.image_kinds import Image, facts_of, similar_images
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.label_sets import label_sets
 from segtrain.desk.survey.list_names import list_files
-from segtrain.desk.survey.listings import with_splits, with_val_list
-from segtrain.desk.survey.names import Legend, is_called_legend, read_legend
-from segtrain.desk.survey.pair_lists import listed_pairs
+from segtrain.desk.survey.listings import GivenSplits, with_splits, with_val_list
+from segtrain.desk.survey.names import Legend, read_legend
+from segtrain.desk.survey.paired_names import PairedNames, paired_names
 from segtrain.desk.survey.pairs import Matches
 from segtrain.desk.survey.questions import Answers
-from segtrain.desk.survey.roles import is_preview, roles_of, sample_facts
+from segtrain.desk.survey.roles import is_preview, sample_facts
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import first_of
@@ -75,74 +75,95 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
         DataError: the folder cannot be read, or there is no image in it.
     """
     answers = answers or Answers()
-    val_list = Path(answers.val) if isinstance(answers.val, str) else None
+    # 1. Files: pictures, files that name classes, and files that may be lists.
     pictures, others = _files(folder)
     legends = {path: read_legend(folder / path, path) for path in others}
-
+    lists = list_files(others, pictures)
+    # 2. Pairs: which pictures are images and labels, and which label is whose.
     names = file_names.parse_names(pictures)
     samples = sample_facts(folder, names, answers.threshold)
-    names, not_chosen = _chosen_images(names, samples, answers.images)
-    roles, image_names, label_names, matches = matched(names, samples, answers.pairs)
-    if not image_names:  # drawn images may look like labels
-        raise DataError(f"{folder}: all pictures look like labels, none like an image")
+    paired = paired_names(folder, names, samples, lists, answers)
+    # 3. Images that can be read. Others are left out, and their labels with them.
+    read = _read_images(folder, paired)
+    left_out = _left_out(paired.names, paired.roles, read.images, paired.matches)
+    left_out[reasons.NOT_CHOSEN] = paired.not_chosen
+    # 4. Splits: of lists or folders, and which images are alike or overlap.
+    given = _given_splits(folder, read.images, lists, answers.val)
+    similar, moving = similar_images(folder, given.images)
+    # 5. Label sets: the labels of each kind, and what is no data.
+    sets = _label_sets(folder, paired, read.matches, samples, answers)
+    unlike = [x for x in paired.names if x.path in {*left_out[reasons.UNLIKE]}]
+    odd = notes_on_pictures(read.matches, paired.roles, samples)
+    odd += notes_on_files(folder, others, legends)
+    return Survey(
+        root=folder,
+        images=tuple(given.images),
+        sets=sets,
+        equal_sets=dict(equal_sets(folder, sets)),
+        legends=tuple(filter(None, legends.values())),
+        facts=read.facts,
+        similar=similar,
+        moving=moving,
+        tiles=_tiles(folder, given.images),
+        split_source=given.source,
+        pair_source=", ".join(paired.tables),
+        annotations={kind: tuple(files) for kind, files in detect(folder).items()},
+        notes=(*read.notes, *given.notes, *odd),
+        pictures=tuple(pictures),
+        others=tuple(others),
+        lists=tuple(dict.fromkeys((*given.lists, *paired.tables))),
+        tables=tuple(path for path, legend in legends.items() if legend),
+        left_out=left_out,
+        unlike=_owners(paired.images, unlike),
+        tried=tuple(paired.matches.tried),
+        rival_lists=given.rivals,
+    )
 
-    notes: list[str] = []
-    lists = list_files(others, pictures)
-    pattern_of = {name.path: name.pattern for name in label_names}
-    # What a list says counts, whatever names say.
-    listed, pair_tables = listed_pairs(folder, lists, image_names, label_names)
-    _check_listed(folder, lists, names, samples, {*listed})
-    if listed:
-        matches = pairs.with_pairs(matches, image_names, listed, pattern_of)
-    images = with_headers(folder, image_names, matches, listed, notes)
-    # Images that cannot be read are left out, and their labels with them.
-    there = {image.path for image in images}
-    left_out = _left_out(names, roles, images, matches)
-    left_out[reasons.NOT_CHOSEN] = not_chosen
-    kept = {path: files for path, files in matches.labels.items() if path in there}
-    matches = matches._replace(labels=kept)
-    facts = facts_of(folder, images, notes)
+
+class _ReadImages(NamedTuple):
+    """Images that can be read, and the labels of these; facts: of a sample."""
+
+    images: list[Image]
+    matches: Matches
+    facts: Mapping[str, ImageFacts]
+    notes: list[str]
+
+
+def _read_images(folder: Path, paired: PairedNames) -> _ReadImages:
+    """Reads the headers of all images, and the pixels of a sample."""
+    images, notes = with_headers(folder, paired.images, paired.matches, paired.listed)
+    facts, damage = facts_of(folder, images)
+    notes += damage
     if not facts:
         raise DataError(f"{folder}: no image can be read; {first_of(notes)}")
     if any(image_facts.has_nan for image_facts in facts.values()):
         notes.append("pixels of images without a value (NaN or GDAL_NODATA) count as no data")
-    if val_list is None:
-        given = with_splits(folder, images, lists)
-    else:
-        given = with_val_list(folder, images, lists, val_list)
-    images = given.images
-    notes += given.notes
-    similar, moving = similar_images(folder, images)
+    there = {image.path for image in images}
+    kept = {path: files for path, files in paired.matches.labels.items() if path in there}
+    return _ReadImages(images, paired.matches._replace(labels=kept), facts, notes)
 
-    _note_pictures(notes, matches, roles, samples)
-    _note_files(notes, folder, others, legends)
-    by_path = {name.path: name for name in (*image_names, *label_names)}
+
+def _given_splits(
+    folder: Path, images: list[Image], lists: Sequence[str], val: float | str | None
+) -> GivenSplits:
+    """The splits that --val names by a file, else those of the folder; a fraction is for later."""
+    if isinstance(val, str):
+        return with_val_list(folder, images, lists, Path(val))
+    return with_splits(folder, images, lists)
+
+
+def _label_sets(
+    folder: Path,
+    paired: PairedNames,
+    matches: Matches,
+    samples: Mapping[str, Sequence[LabelFacts]],
+    answers: Answers,
+) -> tuple[LabelSet, ...]:
+    """The labels of the images that can be read, by kind."""
+    by_path = {name.path: name for name in (*paired.images, *paired.labels)}
     # Where classes may overlap, all words are some.
     classes = None if answers.task else answers.names or ()
-    sets = tuple(label_sets(folder, matches, by_path, samples, classes))
-    return Survey(
-        root=folder,
-        images=tuple(images),
-        sets=sets,
-        equal_sets=dict(equal_sets(folder, sets)),
-        legends=tuple(filter(None, legends.values())),
-        facts=facts,
-        similar=similar,
-        moving=moving,
-        tiles=_tiles(folder, images),
-        split_source=given.source,
-        pair_source=", ".join(pair_tables),
-        annotations={kind: tuple(files) for kind, files in detect(folder).items()},
-        notes=tuple(notes),
-        pictures=tuple(pictures),
-        others=tuple(others),
-        lists=tuple(dict.fromkeys((*given.lists, *pair_tables))),
-        tables=tuple(path for path, legend in legends.items() if legend),
-        left_out=left_out,
-        unlike=_owners(image_names, [x for x in names if x.path in {*left_out[reasons.UNLIKE]}]),
-        tried=tuple(matches.tried),
-        rival_lists=given.rivals,
-    )
+    return tuple(label_sets(folder, matches, by_path, samples, classes))
 
 
 def _left_out(
@@ -177,65 +198,6 @@ def _owners(images: Sequence[FileName], labels: Sequence[FileName]) -> dict[str,
     return {}
 
 
-def _note_pictures(
-    notes: list[str],
-    matches: Matches,
-    roles: Mapping[str, str],
-    samples: Mapping[str, Sequence[LabelFacts]],
-) -> None:
-    """Which pictures are neither image nor label, or of no image."""
-    one, many = "picture looks like a label", "pictures look like labels"
-    note_all(notes, matches.alone, f"{one}, but has no image", f"{many}, but have no image")
-    note_all(notes, matches.unclear, "label fits several images", "labels fit several images")
-    made = sorted(pattern for pattern, role in roles.items() if role == "made")
-    for i, pattern in enumerate(made):
-        whys = [one.why for one in samples[pattern] if one.why]
-        made[i] += f" ({whys[0]})" if whys else ""
-    note_all(notes, made, "kind of picture is not used", "kinds of pictures are not used")
-
-
-def _note_files(
-    notes: list[str], folder: Path, others: Sequence[str], legends: Mapping[str, Legend | None]
-) -> None:
-    """Which other files are not read, though they might say something of the labels."""
-    if not any(legends.values()):
-        unread = [path for path in others if is_called_legend(path)]
-        note_all(notes, unread, *(f"{x} no names of classes" for x in ("file has", "files have")))
-    rois = [str(path.relative_to(folder)) for path in roi_files(folder / x for x in others)]
-    note_all(notes, rois, *(f"{x} of ImageJ's ROIs, not read" for x in ("file", "files")))
-
-
-def _check_listed(
-    folder: Path,
-    lists: Sequence[str],
-    names: Sequence[FileName],
-    samples: Mapping[str, Sequence[LabelFacts]],
-    labelled: Set[str],
-) -> None:
-    """Stops where a list gives images labels that cannot be read: others must not replace them.
-
-    labelled: images to which a list gives a label that can be read.
-
-    DataError: there are such images.
-    """
-    roles = roles_of(names, samples)
-    why = {pattern: next((x.why for x in facts if x.why), "") for pattern, facts in samples.items()}
-    images = [x for x in names if roles[x.pattern] == "image" and x.path not in labelled]
-    # Not called a preview, so it is meant as a label, and cannot be read as one.
-    unread = {
-        x.path: why[x.pattern]
-        for x in names
-        if roles[x.pattern] == "made" and not is_preview(x.pattern)
-    }
-    others = [x for x in names if x.path in unread]
-    listed, tables = listed_pairs(folder, lists, images, others)
-    if listed:
-        image, label = next(iter(listed.items()))
-        reason = unread[label] or "looks like a picture"
-        source = ", ".join(tables)
-        raise DataError(f"{folder / label}: the label of {image} by {source}: {reason}")
-
-
 def _tiles(folder: Path, images: Sequence[Image]) -> dict[str, TileBox]:
     boxes = tile_boxes(
         [image.name for image in images],
@@ -265,29 +227,3 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
             f"{folder}: no images ({' '.join(image_formats.SUFFIXES)}); found {kinds or 'no files'}"
         )
     return pictures, [path for path in paths if suffixes[path] not in image_formats.SUFFIXES]
-
-
-def _chosen_images(
-    names: Sequence[FileName], samples: Mapping[str, Sequence[LabelFacts]], chosen: str | None
-) -> tuple[Sequence[FileName], list[str]]:
-    """The names without images that are not `chosen`, and these."""
-    if chosen is None:
-        return names, []
-    roles = roles_of(names, samples)
-    others = {x.path for x in names if roles[x.pattern] == "image" and not fits(x.path, chosen)}
-    if not any(roles[x.pattern] == "image" and x.path not in others for x in names):
-        raise ConfigError(f"--images {chosen}: no image has such a path")
-    return [name for name in names if name.path not in others], sorted(others)
-
-
-def matched(
-    names: Sequence[FileName],
-    samples: Mapping[str, Sequence[LabelFacts]],
-    convention: str | None = None,
-) -> tuple[dict[str, str], list[FileName], list[FileName], Matches]:
-    """The role of each pattern, names of images and of labels, and which belong together."""
-    roles = roles_of(names, samples)
-    images = [name for name in names if roles[name.pattern] == "image"]
-    labels = [name for name in names if roles[name.pattern] == "label"]
-    images, matches = pairs.match(images, labels, convention)
-    return roles, images, labels, matches

@@ -13,8 +13,9 @@ from segtrain.data.read.sources import groups_of, stems_of, without_times
 from segtrain.data.read.volumes import Stack, VolumeFile, find_volumes
 from segtrain.desk.survey.contents import LabelFacts, spread
 from segtrain.desk.survey.file_names import MADE_WORDS, ROLE_WORDS, parse_names, split_of, words_of
+from segtrain.desk.survey.paired_names import matched
 from segtrain.desk.survey.pairs import Matches
-from segtrain.desk.survey.survey import matched
+from segtrain.desk.survey.roles import roles_of
 from segtrain.errors import ConfigError, DataError
 from segtrain.text import counted, first_of, printable
 
@@ -74,7 +75,8 @@ def find_cases(
         pattern: [_facts(by_path[path]) for path in spread(paths, _SAMPLE)]
         for pattern, paths in of_pattern.items()
     }
-    roles, images, _, matches = matched(names, facts)
+    roles = roles_of(names, facts)
+    images, _, matches = matched(names, roles)
     _check_one_each(matches)
     if "label" in roles.values() and not matches.labels:
         raise DataError(f"no label fits a volume by its name: {first_of(sorted(by_path), 4)}")
