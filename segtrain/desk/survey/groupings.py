@@ -12,10 +12,14 @@ from segtrain.errors import ConfigError
 
 Groups = Mapping[str, str]
 """The group of each image, by its path."""
+# The part of the images that is evaluated on, where --val names none.
 DEFAULT_VAL = 0.2
 # Fewer groups are no division: all of one would be missing from training.
 _MIN_GROUPS = 4
+# Bands of a picture, one of which is evaluated on: as large a part as DEFAULT_VAL.
 _BANDS = 5
+# Blocks of frames of one video, likewise.
+_BLOCKS = 5
 
 
 def groupings(
@@ -52,9 +56,9 @@ def groupings(
     if _MIN_GROUPS <= len(sizes) < len(images) and most <= len(images) / 2:
         yield alike, "copies and like images kept together"
     if survey.similar or survey.moving:
-        # Frames of one video: a fifth of them in a row.
+        # Frames of one video: some of them in a row.
         ordered = sorted(images, key=lambda image: image.place)
-        size = max(1, len(images) // 5)
+        size = max(1, len(images) // _BLOCKS)
         yield {x.path: str(i // size) for i, x in enumerate(ordered)}, "a block of one sequence"
     yield dict(zip(paths, paths, strict=True)), "single images"
 

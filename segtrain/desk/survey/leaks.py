@@ -13,6 +13,9 @@ from segtrain.desk.survey.survey import Survey
 from segtrain.errors import ConfigError
 from segtrain.text import counted, first_of
 
+# Fewer near-duplicates among the images to evaluate on are in any data.
+_FEW_LEAKED = 1 / 3
+
 
 def check_groups(group: re.Pattern[str], train: Sequence[Image], val: Sequence[Image]) -> None:
     """ConfigError: the given splits divide a group, of --group."""
@@ -39,7 +42,7 @@ def leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
     near |= {image.path for image, source in zip(val, of_val, strict=True) if source in of_train}
     near |= _of_divided_groups(train, val)
     leaked = [image for image in val if image.path in near]
-    if len(leaked) * 3 < len(val):
+    if len(leaked) < _FEW_LEAKED * len(val):
         return ""
     return (
         f"{len(leaked)} of {len(val)} images to evaluate on have a near-duplicate or a neighbour "

@@ -10,8 +10,11 @@ from segtrain.desk.survey.file_names import ROLE_WORDS, is_split, split_of, word
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.list_text import ListFile, ListRow, columns_of
 
+# Rows that tell which column names images.
 _SAMPLE = 100
+# Between the parts of a name: `img_0001`, `0001-mask`.
 _SIGNS = re.compile(r"[_\-. ]+")
+# In place of an index: several images have the name.
 _SEVERAL = -1
 
 
@@ -75,6 +78,7 @@ class ImageNames:
 
 
 def _splits_of_folders(path: str) -> set[str | None]:
+    """The splits that folders are called after: val of images/val/7.png."""
     folders = [x for x in path.split("/")[:-1] if words_of(x) and is_split(x)]
     return {split_of(word) for folder in folders for word in words_of(folder)}
 
@@ -92,25 +96,32 @@ def ends_of(path: str) -> Iterator[str]:
 def named_images(file: ListFile, names: ImageNames) -> list[Sequence[int]]:
     """The images that each row names; empty: none, or several of one name.
 
-    Where few rows name an image, they may name sequences.
+    Where few rows name an image, they may name sequences: `bear` for bear/00001.jpg and its like.
     """
-    sample = spread(file.rows, _SAMPLE)
-
-    def number(column: int, *, sequences: bool) -> int:
-        return sum(bool(_of_row(row, column, names, sequences=sequences)) for row in sample)
-
     # Whether rows name images or sequences, and in which column, a sample tells.
+    sample = spread(file.rows, _SAMPLE)
     for sequences in (False, True):
-        counts = {column: number(column, sequences=sequences) for column in columns_of(file)}
-        best = max(counts, key=counts.__getitem__, default=None)
-        if best is not None and 2 * counts[best] >= len(sample):
+        column, number = _best_column(file, sample, names, sequences=sequences)
+        if 2 * number >= len(sample):
             break
-    if best is None or not counts[best]:  # a log, or points of a cloud
+    if not number:  # a log, or points of a cloud
         return [()] * len(file.rows)
-    return [_of_row(row, best, names, sequences=sequences) for row in file.rows]
+    return [_of_row(row, column, names, sequences=sequences) for row in file.rows]
+
+
+def _best_column(
+    file: ListFile, sample: Sequence[ListRow], names: ImageNames, *, sequences: bool
+) -> tuple[int, int]:
+    """The column in which the most rows of the sample name images, and how many do."""
+    counts = {
+        column: sum(bool(_of_row(row, column, names, sequences=sequences)) for row in sample)
+        for column in columns_of(file)
+    }
+    return max(counts.items(), key=lambda item: item[1], default=(0, 0))
 
 
 def _of_row(row: ListRow, column: int, names: ImageNames, *, sequences: bool) -> Sequence[int]:
+    """The image or the sequence that a row names in this column."""
     # The whole line first: names may have blanks.
     texts = [x for x in (row.text, *row.cells[column : column + 1]) if x]
     for text in texts:

@@ -18,7 +18,9 @@ from segtrain.desk.survey.survey import Survey
 from segtrain.errors import DataError
 from segtrain.text import counted, first_of
 
+# Of the images that lists name: fewer without a label are no surprise.
 _MOST_WITHOUT_LABEL = 0.05
+# What the split of an image is called if no folder, or no list, says one.
 _NAMES_OF_NONE = {None: "no split", "unlisted": "no list"}
 
 
@@ -30,6 +32,14 @@ class Splits:
     val: tuple[Image, ...]
     reason: str
     warnings: tuple[str, ...] = ()
+
+
+class _Sides(NamedTuple):
+    """Images to train on and to evaluate on, either perhaps none yet; reason: what to say."""
+
+    train: Sequence[Image] = ()
+    val: Sequence[Image] = ()
+    reason: str = ""
 
 
 def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
@@ -45,30 +55,30 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
             f"{survey.root}: {counted(len(images), 'image has', 'images have')} a "
             "label; training and evaluation need one each at least"
         )
-    train, val, reason, warnings = [], [], "", []
+    sides, warnings = _Sides(), []
     # Splits that are there count, unless --val is a fraction, by which all are divided anew.
     if survey.split_source and not isinstance(answers.val, float):
         if answers.val is None:
             ask_which_lists(survey, labels)
             ask_about_unlisted(survey, labels, images, answers)
-        train, val, reason = _given(survey, images)
-        if not any(labels.labels[image.path] for image in train):  # good parts alone, as MVTec's
-            train, val, reason = [], [], ""
+        sides = _given(survey, images)
+        if not any(labels.labels[x.path] for x in sides.train):  # good parts alone, as MVTec's
+            sides = _Sides()
             images = [replace(image, split=None) for image in images]
-        images = train or val or images  # the other one is hidden, perhaps
         warnings = _without_labels(survey, labels)
-    if not (train and val):
-        train, val, divided = _divided(survey, labels, images, answers)
-        reason = divided + reason
+    if not (sides.train and sides.val):
+        # Labels of one side may be hidden: the other one is divided.
+        divided = _divided(survey, labels, sides.train or sides.val or images, answers)
+        sides = divided._replace(reason=divided.reason + sides.reason)
     if answers.group is not None:
-        check_groups(answers.group, train, val)
-    leaked = leak(survey, train, val)
+        check_groups(answers.group, sides.train, sides.val)
+    leaked = leak(survey, sides.train, sides.val)
     warnings += [leaked] if leaked else []
-    return Splits(tuple(train), tuple(val), reason, tuple(warnings))
+    return Splits(tuple(sides.train), tuple(sides.val), sides.reason, tuple(warnings))
 
 
-def _given(survey: Survey, images: Sequence[Image]) -> tuple[list[Image], list[Image], str]:
-    """The splits of the folder or its lists, and what to say of them; one may be empty."""
+def _given(survey: Survey, images: Sequence[Image]) -> _Sides:
+    """The splits of the folder or its lists; one side may be empty."""
     by_split: dict[str | None, list[Image]] = defaultdict(list)
     for image in images:
         by_split[image.split].append(image)
@@ -76,17 +86,18 @@ def _given(survey: Survey, images: Sequence[Image]) -> tuple[list[Image], list[I
     val_name = "val" if by_split["val"] else "test"
     # Labels of val and test alone: val is divided, and test stays apart.
     if not train and by_split["val"] and by_split["test"]:
-        return [], by_split["val"], f"; of the splits of {source} train has no labels"
+        reason = f"; of the splits of {source} train has no labels"
+        return _Sides(val=by_split["val"], reason=reason)
     val = by_split.pop(val_name, []) if train else []
     if not val:
         which = "train" if train else val_name
-        return train, [], f"; of the splits of {source} only {which} has labels"
+        return _Sides(train, reason=f"; of the splits of {source} only {which} has labels")
     unused = "".join(
         f"; {len(left)} of {_NAMES_OF_NONE.get(name, name)} are not used"
         for name, left in by_split.items()
         if left
     )
-    return train, val, f"the splits of {source}: train and {val_name}{unused}"
+    return _Sides(train, val, f"the splits of {source}: train and {val_name}{unused}")
 
 
 def _without_labels(survey: Survey, labels: LabelSet) -> list[str]:
@@ -140,9 +151,7 @@ class _Division(NamedTuple):
         return cls(train or others, val, how, left_out, num_lost, cost)
 
 
-def _divided(
-    survey: Survey, labels: LabelSet, images: Sequence[Image], answers: Answers
-) -> tuple[list[Image], list[Image], str]:
+def _divided(survey: Survey, labels: LabelSet, images: Sequence[Image], answers: Answers) -> _Sides:
     """A division by a hash of names; what belongs together stays together.
 
     Unless training would lose a class by it, as where a folder of images is one.
@@ -166,13 +175,13 @@ def _divided(
             tried = tried[-1:]
             break
     best = min(tried, key=lambda division: division.cost)
-    train, val, what, beside = best.train, best.val, best.how, best.left_out
-    reason = f"{len(val)} of {len(images)} images, {what}, chosen by a hash of the names (--val)"
+    reason = f"{len(best.val)} of {len(images)} images, {best.how}, chosen by a hash of the names"
+    reason += " (--val)"
     reason += f"; {unused} of test are not used" if unused else ""
-    if beside and len(train) + len(val) < len(images):
-        which = counted(len(beside), "tile that overlaps", "tiles that overlap")
+    if best.left_out and len(best.train) + len(best.val) < len(images):
+        which = counted(len(best.left_out), "tile that overlaps", "tiles that overlap")
         reason += f"; {which} them left out"
-    return train, val, reason
+    return _Sides(best.train, best.val, reason)
 
 
 def chosen_groups(groups: Sequence[str], share: float) -> set[str]:
