@@ -277,6 +277,26 @@ def test_a_rare_class_is_trained_on_and_evaluated(rare):
     assert len(shown & paths(split.train)) == len(shown & paths(split.val)) == 1
 
 
+@pytest.mark.parametrize("only", range(0, 20, 3))
+def test_a_class_of_one_image_stays_to_train_on(only):
+    names = [f"images/{i * 37 % 101:03}x.png" for i in range(20)]
+    split = divided([*map(named, names)], {0: {*names}, 3: {names[only]}})
+    assert names[only] in paths(split.train)
+    assert split.val
+
+
+def test_images_beside_the_folders_of_splits_are_asked_about(folder, init, asked):
+    for place, number, seed in (("train/", 8, 0), ("val/", 3, 20), ("", 5, 40)):
+        for i, path, classes in images_in(
+            folder, f"{place}images/{place[:1]}{{i}}.png", number, seed=seed
+        ):
+            save(folder / path.replace("images", "labels"), classes)
+    said = asked()
+    assert "folders: 5 images with a label are in none of these splits" in said
+    assert len(init("--val", "0.2")[0]) == 16
+    assert len(init("--leave-out", "images")[0]) == 11
+
+
 def test_a_split_leaves_no_class_out_of_training():
     """A folder of images for each class, which would be divided as a whole."""
     shown = {k: {f"MT_{k}/{100 * k + i}.jpg" for i in range(7)} for k in range(1, 6)}

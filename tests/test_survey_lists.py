@@ -424,12 +424,42 @@ def test_lists_that_are_not_used_are_found(folder):
     found = survey(folder)
     unused = unused_lists(folder, found.others, found.lists, found.images)
     assert unused == {"weather.csv": 12, "good.txt": 7}
-    # Alone, a list of those to train on says nothing of the others.
-    for name in ("Segmentation/val", "Main/cat_train", "trainval"):
-        (folder / f"{name}.txt").unlink()
+
+
+def test_a_lone_list_of_those_to_train_on_leaves_the_others_to_evaluate(folder):
+    paths = write_images(folder)
+    put(folder, "train.txt", paths[:13])
+    (train, val), reason = divide(folder)
+    assert (train, val) == ({*paths[:13]}, {*paths[13:]})
+    assert "train.txt" in reason
+
+
+def test_a_column_of_splits_in_other_words_is_asked_about(folder, lab):
+    paths = write_images(folder)
+    rows = [f"{stem(x)},{'holdout' if i % 4 == 0 else 'fit'}" for i, x in enumerate(paths)]
+    put(folder, "meta.csv", ["image,split", *rows])
+    words = "init", folder, "--output", folder.with_name("made"), "--jobs", "1"
+    assert "lists of images (1): meta.csv" in lab.command(*words).err
+    said = lab.command(*words, "--val", folder / "meta.csv").err
+    assert "meta.csv: it names all images, so none is left to train on" in said
+
+
+def test_a_list_of_all_of_a_split_of_folders_says_nothing(folder):
+    """As Kaggle's sample_submission.csv, and annotations of each split."""
+    names = []
+    for i, path, classes in images_in(folder, "images/{i}.png", 12):
+        split = "test" if i < 4 else "train"
+        pixels = folder / path
+        name = f"{split}/images/{i}.png"
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels.rename(folder / name)
+        if split == "train":
+            save(folder / f"{split}/labels/{i}.png", classes)
+        names.append(name)
+    put(folder, "sample_submission.csv", ["id,rle", *(f"{stem(x)},1 1" for x in names[:3])])
+    put(folder, "panoptic.csv", ["id,kind", *(f"{stem(x)},a" for x in names[4:])])
     found = survey(folder)
-    unused = unused_lists(folder, found.others, found.lists, found.images)
-    assert unused["Segmentation/train.txt"] == 15
+    assert unused_lists(folder, found.others, found.lists, found.images) == {}
 
 
 def test_boxes_of_classes_that_are_numbers_as_images_are_no_list(folder):

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from segtrain.desk.survey.file_names import words_of
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.list_files import read_list
 from segtrain.desk.survey.list_names import is_called_fold, is_called_list, list_files, said_split
-from segtrain.desk.survey.list_text import ListFile
+from segtrain.desk.survey.list_text import SPLIT_COLUMNS, ListFile
 from segtrain.desk.survey.listed_images import ImageNames, named_images
 from segtrain.desk.survey.split_lists import (
     ListedSplits,
@@ -113,8 +114,12 @@ def _split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:
     said = {row.split for row in file.rows} - {None}
     split = _split_to_evaluate(val_list, said) if said else None
     rows = zip(file.rows, named, strict=True)
-    chosen = {i for row, found in rows if row.split == split for i in found}
-    rest = ["test" if image.split == "test" else "train" for image in images]
+    split_of = {i: row.split for row, found in rows for i in found}
+    chosen = {i for i, said_of_row in split_of.items() if said_of_row == split}
+    if len(chosen) == len(images):
+        raise ConfigError(f"--val {val_list}: it names all images, so none is left to train on")
+    is_test = [x.split == "test" or split_of.get(i) == "test" for i, x in enumerate(images)]
+    rest = ["test" if test else "train" for test in is_test]
     return [replace(x, split="val" if i in chosen else rest[i]) for i, x in enumerate(images)]
 
 
@@ -151,7 +156,9 @@ def unused_lists(
         named = {i for row in rows for i in row}
         # A list, and no text in which a few words are names.
         is_list = 2 * sum(map(bool, rows)) >= len(rows)
-        names_some = 1 < len(named) <= _MOST_NAMED * len(images)
+        # Of a column `split` whose words nobody knows, as `holdout`, all rows say something.
+        most = 1.0 if _has_split_column(file) else _MOST_NAMED
+        names_some = 1 < len(named) <= most * len(images)
         if is_list and names_some and not _says_nothing(path, file, named, images):
             found[path] = len(named)
     return found
@@ -162,6 +169,10 @@ def _says_splits(path: str, file: ListFile) -> bool:
     return is_called or any(row.split for row in file.rows)
 
 
+def _has_split_column(file: ListFile) -> bool:
+    return any(not SPLIT_COLUMNS.isdisjoint(words_of(cell)) for cell in file.header)
+
+
 def _says_nothing(
     path: str, file: ListFile, named: Collection[int], images: Sequence[Image]
 ) -> bool:
@@ -169,6 +180,11 @@ def _says_nothing(
     split = said_split(path)
     if split is not None and all(images[i].split == split for i in named):
         return True
+    # Kaggle's sample_submission.csv names the test, and annotations name all of a folder's split.
+    of_named = {images[i].split for i in named}
+    if len(of_named) == 1 and not of_named & {None, "unlisted"}:
+        number = sum(image.split in of_named for image in images)
+        return of_named == {"test"} or len(named) >= _MOST_NAMED * number
     others = [image for i, image in enumerate(images) if i not in named]
     is_plain = is_called_list(path) or all(len(row.cells) == 1 for row in file.rows)
     return is_plain and all(image.split == "unlisted" for image in others)

@@ -19,6 +19,8 @@ from segtrain.desk.survey.list_names import (
 from segtrain.desk.survey.listed_images import ImageNames, named_images
 from segtrain.text import counted, first_of
 
+# A list called train of more of the images is one of all that there are.
+_MOST_TRAINED = 0.9
 # An image that several lists name is of the last of these.
 _ORDER = "train", "test", "val"
 
@@ -160,9 +162,13 @@ def _is_trainval(path: str) -> bool:
 
 
 def _with_rest(found: ListedSplits, num_images: int) -> ListedSplits | None:
-    """All other images to train on, where lists name those to evaluate on; None: they do not."""
+    """All other images on the other side, where lists say one side; None: they say all or none."""
     splits = {*found.split_of.values()}
-    # fastai's valid.txt. A single list of most images names what there is, and no split.
-    if "train" in splits or (len(splits) == 1 and 2 * len(found.split_of) >= num_images):
+    if splits == {"train"}:
+        rest, most = "val", _MOST_TRAINED
+    else:  # fastai's valid.txt
+        rest, most = "train", 1.0 if len(splits) > 1 else 0.5
+    # A single list of most images names what there is, and no split.
+    if len(found.split_of) >= most * num_images:
         return None
-    return found._replace(split_of=dict.fromkeys(range(num_images), "train") | {**found.split_of})
+    return found._replace(split_of=dict.fromkeys(range(num_images), rest) | {**found.split_of})

@@ -62,7 +62,8 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
             ask_which_lists(survey, labels)
             ask_about_unlisted(survey, labels, images, answers)
         sides = _given(survey, images)
-        if not any(labels.labels[x.path] for x in sides.train):  # good parts alone, as MVTec's
+        # Good parts alone, as MVTec's.
+        if sides.train and not any(labels.labels[x.path] for x in sides.train):
             sides = _Sides()
             images = [replace(image, split=None) for image in images]
         warnings = _without_labels(survey, labels)
@@ -165,7 +166,7 @@ def _divided(survey: Survey, labels: LabelSet, images: Sequence[Image], answers:
     tried: list[_Division] = []
     for group_of, how in groupings(survey, images, answers.group):
         groups = [group_of[image.path] for image in images]
-        few = chosen_groups(groups, share)
+        few = chosen_groups(_replaceable(labels, images, groups), share)
         more = few | _with_rare_classes(labels, images, group_of, few)
         # Each tile to evaluate on costs those that overlap it: fewer groups may lose less.
         for chosen in (more, few) if pairs else (more,):
@@ -182,6 +183,16 @@ def _divided(survey: Survey, labels: LabelSet, images: Sequence[Image], answers:
         which = counted(len(best.left_out), "tile that overlaps", "tiles that overlap")
         reason += f"; {which} them left out"
     return _Sides(best.train, best.val, reason)
+
+
+def _replaceable(labels: LabelSet, images: Sequence[Image], groups: Sequence[str]) -> Sequence[str]:
+    """The groups without those that alone show a value; all, if fewer than two are left."""
+    alone = set()
+    for where in labels.shown_in.values():
+        showing = {x for image, x in zip(images, groups, strict=True) if image.path in where}
+        alone |= showing if len(showing) == 1 else set()
+    others = [group for group in groups if group not in alone]
+    return others if len({*others}) > 1 else groups
 
 
 def chosen_groups(groups: Sequence[str], share: float) -> set[str]:
