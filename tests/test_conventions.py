@@ -7,7 +7,8 @@ from folders import labels_of, quick_init, save, scene
 
 from segtrain.desk.survey.conventions.claims import example
 from segtrain.desk.survey.file_names import parse_names
-from segtrain.desk.survey.pairs import CONVENTIONS, match
+from segtrain.desk.survey.pairs import CONVENTIONS, match, with_pairs
+from segtrain.desk.survey.questions import UndecidedError
 from segtrain.desk.survey.survey import survey
 
 
@@ -19,7 +20,7 @@ def no_network_and_no_contact_sheet(monkeypatch):
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_the_folder_of_a_convention_is_read_by_it_among_all_others(name, tmp_path):
     """Pictures and masks are drawn as the docstring has them; the survey asks all conventions."""
-    images, labels = example(CONVENTIONS[name].__doc__)
+    images, labels = example(CONVENTIONS[name].module.__doc__)
     for i, image in enumerate(images):
         pixels = scene(i)[0]
         save(tmp_path / image.path, pixels[..., 0] if image.path.endswith(".tif") else pixels)
@@ -27,7 +28,7 @@ def test_the_folder_of_a_convention_is_read_by_it_among_all_others(name, tmp_pat
         mask = np.zeros((64, 80), np.uint8)
         mask[6 * k : 6 * k + 9, 8 * k : 8 * k + 20] = 255
         save(tmp_path / label.path, mask)
-    claim = CONVENTIONS[name].claim(images, labels)
+    claim = CONVENTIONS[name].module.claim(images, labels)
     found = {
         file: path
         for one in survey(tmp_path).sets
@@ -65,6 +66,34 @@ def test_numbers_of_objects_are_no_images():
     """obj_1_3.png is perhaps of 1.jpg, and not of 3.jpg."""
     labels = [f"masks/obj_{i}_{k}.png" for i in range(5) for k in range(3)]
     assert pairs([f"images/{i}.jpg" for i in range(5)], labels).labels == {}
+
+
+def test_a_label_that_fits_two_images_is_unclear_although_no_convention_accounts_for_any():
+    found = pairs(["img/s1/1.jpg", "img/s2/1.jpg"], ["gt/1.png"])
+    assert (found.labels, found.unclear, found.alone) == ({}, ["gt/1.png"], [])
+
+
+def test_only_conventions_that_no_other_beats_are_asked_about():
+    """Equal names give an image to the first label alone, and so do both others, which go on."""
+    images = [f"img/img_{i}x.jpg" for i in (1, 2, 4)]
+    labels = ["masks/img_1x/img_1x_mask.png", "masks/img_2x/img_4x_part2.png"]
+    with pytest.raises(UndecidedError, match="two ways to find the images of labels") as error:
+        pairs(images, labels)
+    inside, folders = error.value.readings
+    assert (inside.option, inside.files) == ("--pairs inside", ("img/img_4x.jpg", labels[1]))
+    assert (folders.option, folders.files) == ("--pairs folders", ("img/img_2x.jpg", labels[1]))
+
+
+def test_a_label_whose_image_a_list_gives_another_one_is_alone():
+    """labels/0.png has the name of 0.jpg, and the list gives it fix0.png."""
+    images, labels = ["images/0.jpg", "images/1.jpg"], ["labels/0.png", "labels/1.png"]
+    fixed = ["labels/fix0.png"]
+    names = parse_names([*images, *labels, *fixed])
+    matches = match(names[:2], names[2:])[1]
+    pattern_of = {name.path: "labels/*.png" for name in names}
+    found = with_pairs(matches, names[:2], {"images/0.jpg": "labels/fix0.png"}, pattern_of)
+    assert found.labels == {"images/0.jpg": fixed, "images/1.jpg": ["labels/1.png"]}
+    assert found.alone == ["labels/0.png"]
 
 
 def test_how_far_each_convention_came_is_said():

@@ -1,8 +1,9 @@
 """Which label belongs to which image: all conventions are asked, and their claims are compared."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
+from types import ModuleType
 from typing import NamedTuple
 
 from segtrain.desk.survey.conventions import (
@@ -19,25 +20,29 @@ from segtrain.desk.survey.file_names import LABEL_WORDS, FileName, words_of
 from segtrain.desk.survey.questions import Reading, UndecidedError
 from segtrain.text import first_of
 
+
+class Convention(NamedTuple):
+    """One way in which names say whose a label is: a module of `conventions`.
+
+    words: what it says, for questions and for errors.
+    """
+
+    module: ModuleType
+    words: str
+
+
 CONVENTIONS = {
-    "names": equal_names,
-    "inside": name_inside,
-    "folders": folder_per_image,
-    "numbers": equal_numbers,
-    "places": folder_around_both,
-    "channels": numbered_channels,
-    "bands": folder_of_bands,
+    "names": Convention(equal_names, "image and label have one name"),
+    "inside": Convention(name_inside, "the name of the image begins or ends that of the label"),
+    "folders": Convention(folder_per_image, "a folder of labels is called as its image"),
+    "numbers": Convention(equal_numbers, "image and label have one number"),
+    "places": Convention(folder_around_both, "an image and its labels lie in one folder"),
+    "channels": Convention(
+        numbered_channels, "each channel of an image is a file, as nnU-Net has it"
+    ),
+    "bands": Convention(folder_of_bands, "a folder for each scene, and a file for each band"),
 }
 """By the word that `--pairs` has for each. Of equal claims the first one counts."""
-_WORDS = {
-    "names": "image and label have one name",
-    "inside": "the name of the image begins or ends that of the label",
-    "folders": "a folder of labels is called as its image",
-    "numbers": "image and label have one number",
-    "places": "an image and its labels lie in one folder",
-    "channels": "each channel of an image is a file, as nnU-Net has it",
-    "bands": "a folder for each scene, and a file for each band",
-}
 # Claims that differ by less account for as many labels: some strays are among any.
 _NEARLY = 0.9
 
@@ -72,30 +77,33 @@ def match(
     """
     by_path = {image.path: image for image in images}
     owners: dict[str, str] = {}
-    result = Matches({}, {}, [], [], [])
+    bands: dict[str, list[str]] = {}
+    unclear: list[str] = []
+    alone: list[str] = []
+    tried: list[str] = []
     for group in groups_of_labels(labels):
         rest = group
-        while rest:
-            claims = {name: of.claim([*by_path.values()], rest) for name, of in CONVENTIONS.items()}
-            if rest is group:
-                result.tried.extend(_reach(claims, len(group)))
+        claims = _claims_of(rest, by_path.values())
+        tried += _reach(claims, len(group))
+        while True:
             best = _best(claims, images, answer)
-            if not best.owners:
-                break
             owners |= best.owners
-            result.bands.update({first: [*further] for first, further in best.bands.items()})
+            bands |= {first: [*further] for first, further in best.bands.items()}
             by_path |= best.renamed
             # What the best one doubts, no other one may take.
-            result.unclear.extend(best.unclear)
-            result.alone.extend(best.others)
+            unclear += best.unclear
+            alone += best.others
             done = {*best.owners, *best.unclear, *best.others}
             rest = [label for label in rest if label.path not in done]
-        result.alone.extend(label.path for label in rest)
+            if not rest or not best.owners:
+                break
+            claims = _claims_of(rest, by_path.values())
+        alone += [label.path for label in rest]
     by_image: dict[str, list[str]] = defaultdict(list)
     for label, image in owners.items():
         by_image[image].append(label)
     found = {path: sorted(by_image[path]) for path in by_path if path in by_image}
-    return [*by_path.values()], result._replace(labels=found)
+    return [*by_path.values()], Matches(found, bands, unclear, alone, tried)
 
 
 def groups_of_labels(labels: Iterable[FileName]) -> list[list[FileName]]:
@@ -107,10 +115,15 @@ def groups_of_labels(labels: Iterable[FileName]) -> list[list[FileName]]:
     return [*groups.values()]
 
 
+def _claims_of(labels: Sequence[FileName], images: Collection[FileName]) -> dict[str, OwnerClaim]:
+    """What each convention says of these labels, by its key in `CONVENTIONS`."""
+    return {name: one.module.claim([*images], labels) for name, one in CONVENTIONS.items()}
+
+
 def _reach(claims: Mapping[str, OwnerClaim], number: int) -> list[str]:
     """How far each convention came that accounts for any label."""
     return [
-        f"{_WORDS[name]}: {len(claim.owners)} of {number} labels"
+        f"{CONVENTIONS[name].words}: {len(claim.owners)} of {number} labels"
         for name, claim in claims.items()
         if claim.owners
     ]
@@ -119,51 +132,65 @@ def _reach(claims: Mapping[str, OwnerClaim], number: int) -> list[str]:
 def _best(
     claims: Mapping[str, OwnerClaim], images: Sequence[FileName], answer: str | None
 ) -> OwnerClaim:
-    """The claim that accounts for the most; see `match`."""
+    """The claim that wins over all others; see `match`."""
     if answer in claims and claims[answer].owners:
         return claims[answer]
     names = [name for name, claim in claims.items() if claim.owners]
-    for name in names:
-        rivals = [x for x in names if x != name and not _is_clear(claims[name], claims[x], images)]
-        if not rivals:
-            return claims[name]
     if not names:
-        # They may still say why they account for none.
+        # img/s1/1.jpg, img/s2/1.jpg, gt/1.png: equal names still say that the label fits both.
         return claims["names"]
-    best = [x for x in names if not any(_is_clear(claims[y], claims[x], images) for y in names)]
-    raise _undecided(claims, best or names)
+    for name in names:
+        if all(_wins(claims[name], claims[x], images) for x in names if x != name):
+            return claims[name]
+    unbeaten = [
+        x for x in names if not any(_wins(claims[y], claims[x], images) for y in names if y != x)
+    ]
+    # A question needs two answers.
+    raise _undecided(claims, unbeaten if len(unbeaten) > 1 else names)
 
 
-def _is_clear(one: OwnerClaim, other: OwnerClaim, images: Sequence[FileName]) -> bool:
-    """Whether a claim accounts for more than another one, or says no other thing."""
+def _wins(one: OwnerClaim, other: OwnerClaim, images: Sequence[FileName]) -> bool:
+    """Whether a claim is to be taken rather than another one.
+
+    The first of these rules that fits the two claims decides:
+
+    1. They name the same image for each label that both have: the one with more labels wins.
+    2. Only one has labels found by whole names with letters, as img_3/1.png beside img_3.jpg: this
+       is no accident, and it wins if nearly all of its labels are.
+    3. One has clearly fewer labels: the other wins.
+    4. One has labels for twice as many images: it wins.
+    5. One has all images of the other, and more, and nearly all that there are: it wins.
+
+    Objects, as 3/1.png of 3.jpg, reach all images by their folders, and few by their numbers.
+    """
     common = one.owners.keys() & other.owners.keys()
     if all(one.owners[label] == other.owners[label] for label in common):
         return len(one.owners) >= len(other.owners)
-    # img_3/1.png beside img_3.jpg: the whole name of an image, with letters, is no accident.
     if bool(one.whole) != bool(other.whole):
         return len(one.whole) >= _NEARLY * len(one.owners)
-    for a, b in ((one, other), (other, one)):
-        if len(b.owners) < _NEARLY * len(a.owners):
-            return a is one
-    # Objects reach all images by their folders, and few by their numbers.
-    places = {path.rpartition("/")[0] for path in one.images | other.images}
-    most = _NEARLY * sum(image.folder in places for image in images)
-    return 2 * len(other.images) <= len(one.images) or (
-        other.images < one.images and len(one.images) >= most
-    )
+    if len(other.owners) < _NEARLY * len(one.owners):
+        return True
+    if len(one.owners) < _NEARLY * len(other.owners):
+        return False
+    if 2 * len(other.images) <= len(one.images):
+        return True
+    folders = {path.rpartition("/")[0] for path in one.images | other.images}
+    nearly_all_images = _NEARLY * sum(image.folder in folders for image in images)
+    return other.images < one.images and len(one.images) >= nearly_all_images
 
 
 def _undecided(claims: Mapping[str, OwnerClaim], names: Sequence[str]) -> UndecidedError:
-    # A label that shows how they differ.
-    first = claims[names[0]].owners
-    label = next(x for x in first if len({claims[name].owners.get(x) for name in names}) > 1)
+    """The question which of these claims is right, with one label of which they say most images."""
+    labels = list(dict.fromkeys(label for name in names for label in claims[name].owners))
+    said = {label: {claims[name].owners.get(label) for name in names} - {None} for label in labels}
+    label = max(labels, key=lambda x: len(said[x]))
     readings = []
     for name in names:
         image = claims[name].owners.get(label)
-        words = f"{_WORDS[name]} ({label} is of {image or 'no image'})"
+        words = f"{CONVENTIONS[name].words} ({label} is of {image or 'no image'})"
         files = (image, label) if image else ()
         readings.append(Reading(words, f"--pairs {name}", files=files))
-    return UndecidedError(f"two ways to find the images of labels: {first_of(first, 3)}", readings)
+    return UndecidedError(f"two ways to find the images of labels: {first_of(labels, 3)}", readings)
 
 
 def with_pairs(
@@ -174,20 +201,22 @@ def with_pairs(
 ) -> Matches:
     """`matches`, but the label of an image in `pairs` is that, and no other of its pattern.
 
-    Nor is such an image a band of another one.
+    Where a list gives 0.jpg the label fix0.png, labels/0.png has no image. Nor is an image in
+    `pairs` a band of another one.
     """
     placed = set(pairs.values())
     labels = {}
+    displaced = []
     for image in images:
         own = pairs.get(image.path)
         # What a list gives to another image is taken from this one.
         files = [x for x in matches.labels.get(image.path, ()) if x not in placed]
         if own is not None:
+            displaced += [x for x in files if pattern_of[x] == pattern_of[own]]
             files = [*(x for x in files if pattern_of[x] != pattern_of[own]), own]
         if files:
             labels[image.path] = sorted(files)
-    unclear, alone = (
-        [x for x in paths if x not in placed] for paths in (matches.unclear, matches.alone)
-    )
+    unclear = [x for x in matches.unclear if x not in placed]
+    alone = [*(x for x in matches.alone if x not in placed), *displaced]
     bands = {first: x for first, x in matches.bands.items() if pairs.keys().isdisjoint(x)}
     return matches._replace(labels=labels, bands=bands, unclear=unclear, alone=alone)
