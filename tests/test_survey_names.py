@@ -8,6 +8,7 @@ import pytest
 
 from segtrain.config.strict_yaml import foreign_yaml
 from segtrain.data.read.classes import says_no_class
+from segtrain.desk.survey.class_words import said_beside
 from segtrain.desk.survey.file_names import parse_names
 from segtrain.desk.survey.names import read_legend
 from segtrain.desk.survey.pair_lists import listed_pairs
@@ -106,6 +107,15 @@ def test_an_image_in_several_files_is_one_with_bands():
     assert matches.bands == {
         f"s2/t{i}_B02.tif": [f"s2/t{i}_B03.tif", f"s2/t{i}_B04.tif"] for i in FIVE
     }
+
+
+@pytest.mark.parametrize("word", ["class", "Class", "LABEL"])
+def test_the_number_of_a_file_that_is_called_a_class_tells_the_class(word):
+    labels = [f"s{i}/masks/{word}_{k}.png" for i in range(4) for k in (1, 2)]
+    names = {x.path: x for x in parse_names([*(f"s{i}/image.jpg" for i in range(4)), *labels])}
+    said = said_beside({label: f"{label[:2]}/image.jpg" for label in labels}, names)
+    wanted = [f"masks/{word.lower()}_{k}" for k in (1, 2)] * 4
+    assert [said[label].text for label in labels] == wanted
 
 
 OBJECTS = [

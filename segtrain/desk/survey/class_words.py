@@ -18,82 +18,114 @@ _ROLES = LABEL_WORDS - {"ground", "index", "gray", "grey", "target", "targets", 
 _NUMBER = re.compile(r"\d")
 # So many labels of one kind have the names of their images, if any convention says so.
 _NAMED = 0.9
-# What all files are called where a number alone tells the class: class_1.png, class_2.png.
-_NUMBERED = {"class", "label"}
+# What all files are called where a number alone tells the class: class_1.png, or label_1.png.
+_CALLED_BY_NUMBER = {"class", "label"}
 
 
 @dataclass(frozen=True)
-class Said:
-    """What tells label files of one image apart.
+class LabelWords:
+    """What tells label files of one image apart; equal where `folders` and `word` are.
 
-    folders: that say "labels", and all below. word: of the name, without numbers. The others count
-    where these are equal. all: folders. numbers: those of them with numbers. above: those above.
-    pattern: of the whole name.
+    Of `ann/v1/masks/car/1_x.png`, the label of `img/1.jpg`:
+
+    folders: the last one that says "labels", and those below, without numbers: masks, car.
+    word: of the name, without numbers: x.
+    all_folders: but those of splits and of the image: ann, v1, masks, car.
+    number_folders: those of them with numbers: v1.
+    upper_folders: those above "labels", without numbers: ann.
+    pattern: of the name as a whole: *_x.png.
     """
 
     folders: tuple[str, ...]
     word: str
-    all: tuple[str, ...] = field(default=(), compare=False)
-    numbers: tuple[str, ...] = field(default=(), compare=False)
-    above: tuple[str, ...] = field(default=(), compare=False)
+    all_folders: tuple[str, ...] = field(default=(), compare=False)
+    number_folders: tuple[str, ...] = field(default=(), compare=False)
+    upper_folders: tuple[str, ...] = field(default=(), compare=False)
     pattern: str = field(default="", compare=False)
 
     @property
     def text(self) -> str:
-        """All that counts, in the form of a path."""
+        """Folders and word, in the form of a path."""
         return "/".join([*self.folders, self.word])
 
-    def with_numbers(self) -> "Said":
+    def with_numbers(self) -> "LabelWords":
         """With the numbers: v1.2/labels/ beside v2.0/labels/, masks/1/ beside masks/2/."""
-        return self._with(self.numbers)
+        return self._with_folders_in_path_order(self.number_folders)
 
-    def with_folders(self) -> "Said":
+    def with_folders(self) -> "LabelWords":
         """With the folders above: ann/masks/ beside bob/masks/."""
-        return self._with(self.above)
+        return self._with_folders_in_path_order(self.upper_folders)
 
-    def _with(self, more: tuple[str, ...]) -> "Said":
-        return replace(self, folders=tuple(x for x in self.all if x in {*self.folders, *more}))
+    def _with_folders_in_path_order(self, more: tuple[str, ...]) -> "LabelWords":
+        wanted = {*self.folders, *more}
+        return replace(self, folders=tuple(x for x in self.all_folders if x in wanted))
 
-    def with_pattern(self) -> "Said":
+    def with_pattern(self) -> "LabelWords":
         """With all that names have in common."""
         return replace(self, word=f"{self.word}{self.pattern}", pattern="")
 
 
-def said_beside(images: Mapping[str, str], names: Mapping[str, FileName]) -> dict[str, Said]:
+_Said = Mapping[str, LabelWords]
+"""What the path of each label says."""
+
+
+def said_beside(images: Mapping[str, str], names: Mapping[str, FileName]) -> dict[str, LabelWords]:
     """What the path of each label says; images: the image of each label, by paths."""
-    said: dict[str, Said] = {}
+    said: dict[str, LabelWords] = {}
     for group in groups_of_labels(names[label] for label in images):
         # masks/3/1.png of 1.jpg is in a folder of a class or of a bucket, and not of an image 3.
         are_named = [label.core == names[images[label.path]].core for label in group]
         has_folders = sum(are_named) < _NAMED * len(group)
         for label in group:
             image = names[images[label.path]]
-            said[label.path] = _said(label, image, has_folders=has_folders)
-    # A1/ beside liver/ is a word, but 1/ beside 2/ may count.
-    below: dict[str, set[str]] = defaultdict(set)
-    for one in said.values():
-        below[one.folders[0] if one.folders else ""] |= {*one.folders[1:], *one.numbers}
-    for label, one in said.items():
-        there = below[one.folders[0] if one.folders else ""]
-        if not all(map(_NUMBER.search, there)):
-            said[label] = one.with_numbers()
-    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for label, one in said.items():
-        groups[one.folders].append(label)
-    for labels in groups.values():
+            said[label.path] = _words_of_label(label, image, has_folders=has_folders)
+    said = _with_numbers_that_count(said)
+    said = _without_object_names(said)
+    return _with_number_of_class(said, names)
+
+
+def _with_numbers_that_count(said: _Said) -> dict[str, LabelWords]:
+    """masks/A1/ beside masks/liver/ is a word; masks/1/ beside masks/2/ may be a bucket."""
+    folders_below: dict[str, set[str]] = defaultdict(set)
+    for words in said.values():
+        folders_below["".join(words.folders[:1])] |= {*words.folders[1:], *words.number_folders}
+    all_have_numbers = {
+        first: all(map(_NUMBER.search, folders)) for first, folders in folders_below.items()
+    }
+    return {
+        label: words if all_have_numbers["".join(words.folders[:1])] else words.with_numbers()
+        for label, words in said.items()
+    }
+
+
+def _without_object_names(said: _Said) -> dict[str, LabelWords]:
+    """Words of a folder that do not come again, as hashes, are names of objects."""
+    changed = dict(said)
+    for labels in _by_folders(said):
         words = {said[label].word for label in labels}
-        # Words that do not come again, as hashes, are names of objects.
-        are_names = 2 * len(words) > len(labels) and len(words) > 2
-        for label in labels if are_names else ():
-            said[label] = replace(said[label], word="")
-        # class_1.png in each folder: the number is the class.
-        if words <= _NUMBERED:
-            for label in labels:
-                said[label] = replace(said[label], word=names[label].stem)
-    return said
+        if 2 * len(words) > len(labels) and len(words) > 2:
+            changed |= {label: replace(said[label], word="") for label in labels}
+    return changed
 
 
-def _said(label: FileName, image: FileName, *, has_folders: bool) -> Said:
+def _with_number_of_class(said: _Said, names: Mapping[str, FileName]) -> dict[str, LabelWords]:
+    """Of class_1.png and class_2.png beside each other, the number tells the class."""
+    changed = dict(said)
+    for labels in _by_folders(said):
+        if {said[label].word.lower() for label in labels} <= _CALLED_BY_NUMBER:
+            changed |= {label: replace(said[label], word=names[label].stem) for label in labels}
+    return changed
+
+
+def _by_folders(said: _Said) -> list[list[str]]:
+    """The labels whose folders say the same."""
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for label, words in said.items():
+        groups[words.folders].append(label)
+    return [*groups.values()]
+
+
+def _words_of_label(label: FileName, image: FileName, *, has_folders: bool) -> LabelWords:
     """has_folders: whether folders are called as the images are."""
     folders = PurePosixPath(label.path).parts[:-1]
     of_image = {*PurePosixPath(image.path).parts[:-1]}
@@ -109,12 +141,12 @@ def _said(label: FileName, image: FileName, *, has_folders: bool) -> Said:
     roles = [i for i, x in enumerate(kept) if not _ROLES.isdisjoint(words_of(x))]
     last = roles[-1] if roles else 0
     numbers = tuple(x for i, x in enumerate(kept) if i not in roles[-1:] and _NUMBER.search(x))
-    return Said(
+    return LabelWords(
         folders=tuple(x for x in kept[last:] if x not in numbers),
         word=_beside_the_image(label, image),
-        all=tuple(kept),
-        numbers=numbers,
-        above=tuple(x for x in kept[:last] if x not in numbers),
+        all_folders=tuple(kept),
+        number_folders=numbers,
+        upper_folders=tuple(x for x in kept[:last] if x not in numbers),
         pattern=PurePosixPath(label.pattern).name,
     )
 
@@ -128,22 +160,28 @@ def _without_split(folder: str) -> str:
 
 def _beside_the_image(label: FileName, image: FileName) -> str:
     """What the name of a label says beside that of its image, without numbers."""
-    rest = PurePosixPath(label.path).stem
-    for name in filter(None, (image.stem, image.core)):
-        # 1 is not in 11_mask, and a not in mask_a.
-        sign, end = (r"\d" if x.isdigit() else "[a-z]" for x in (name[0], name[-1]))
-        whole = re.compile(f"(?<!{sign}){re.escape(name)}(?!{end})", re.IGNORECASE)
-        if whole.search(rest):
-            rest = whole.sub("_", rest, count=1)
-            break
+    stem = PurePosixPath(label.path).stem
+    found = _found_name(stem, image)
+    rest = _as_a_whole(found).sub("_", stem, count=1)
     # Of gt_tile_3 and img_tile_3, tile says nothing of the label.
-    said = {*words_of(image.stem)} if name != image.stem else set()
+    said = {*words_of(image.stem)} if found != image.stem else set()
     # A letter behind a digit, as in 3f2a, is of a hash; numbers behind words count objects.
     parts = (x for x in re.split(r"[_\-. ()]+", rest) if not re.search(r"\d[A-Za-z]", x))
     words = (re.sub(r"\d", "", part) for part in parts)
     return "_".join(
         word for word in words if not (word.lower() in {"", *said} or split_of(word.lower()))
     )
+
+
+def _found_name(stem: str, image: FileName) -> str:
+    """The stem of the image, if that of the label has it inside; its core, if not."""
+    return image.stem if not image.core or _as_a_whole(image.stem).search(stem) else image.core
+
+
+def _as_a_whole(name: str) -> re.Pattern[str]:
+    """Finds a name, but 1 not in 11_mask, and a not in mask_a."""
+    sign, end = (r"\d" if x.isdigit() else "[a-z]" for x in (name[0], name[-1]))
+    return re.compile(f"(?<!{sign}){re.escape(name)}(?!{end})", re.IGNORECASE)
 
 
 def differing_words(texts: Iterable[str]) -> tuple[str, ...]:

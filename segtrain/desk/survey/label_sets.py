@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from segtrain.desk.survey.class_masks import shows_object
-from segtrain.desk.survey.class_words import Said, differing_words, said_beside
+from segtrain.desk.survey.class_words import LabelWords, differing_words, said_beside
 from segtrain.desk.survey.contents import LabelFacts, spread
 from segtrain.desk.survey.file_names import FileName
 from segtrain.desk.survey.label_set import ONE_CLASS, LabelSet, total_values
@@ -18,7 +18,7 @@ from segtrain.errors import DataError
 
 # Files of a set that are read where a sample is enough.
 SAMPLE = 6
-# Two masks that share so much of their area are two labels of one thing.
+# Two masks of a higher IoU are two labels of one thing.
 _SAME_AREA = 0.5
 # Classes are compared two by two: of more, some.
 _MOST_COMPARED = 6
@@ -69,7 +69,7 @@ def label_sets(
 
 def _are_classes(
     folder: Path,
-    binary: Mapping[Said, _ByImage],
+    binary: Mapping[LabelWords, _ByImage],
     words: Sequence[str],
     classes: Collection[str] | None,
 ) -> bool:
@@ -79,7 +79,7 @@ def _are_classes(
         return True
     # Classes may lie on each other, but not each on all others.
     some = combinations(list(binary.values())[:_MOST_COMPARED], 2)
-    return not all(_show_the_same(folder, *two) for two in some)
+    return not all(_sets_overlap(folder, *two) for two in some)
 
 
 def _sets(
@@ -87,43 +87,63 @@ def _sets(
     labels: Mapping[str, Sequence[str]],
     names: Mapping[str, FileName],
     facts: Mapping[str, list[LabelFacts]],
-) -> dict[Said, _ByImage]:
+) -> dict[LabelWords, _ByImage]:
     """The labels by what their paths say, so that in a set each image has one label.
 
     It may have several if they are masks of its objects. facts: as for `label_sets`.
     """
     said = said_beside({file: image for image, files in labels.items() for file in files}, names)
-    sets = _grouped(labels, said.__getitem__)
-    ways: list[Callable[[Said], Said]] = [Said.with_numbers, Said.with_folders, Said.with_pattern]
-    # Several files for an image, and names do not say why: what they say less clearly tells them
-    # apart, or they are objects.
-    for way in ways:
-        for key, by_image in [x for x in sets.items() if _several(x[1])]:
-            is_last = way is Said.with_pattern
-            # Objects lie beside each other; masks of two people on each other.
-            are_objects = is_last and is_binary(_sample_of(by_image, names, facts))
-            if are_objects and not _overlap(folder, by_image):
-                continue
-            keys = {file: way(said[file]) for file in chain(*by_image.values())}
-            parts = _grouped(by_image, keys.__getitem__)
-            del sets[key]
-            sets |= parts
-            said |= keys
-    return sets
+    sets = _grouped(labels, said)
+    # What paths say less clearly counts only where an image has several files in a set.
+    for more in (LabelWords.with_numbers, LabelWords.with_folders):
+        divided = [key for key, by_image in sets.items() if _has_several_files(by_image)]
+        said = _said_more(said, sets, divided, more)
+        sets = _divided(sets, divided, said)
+    divided = [
+        key
+        for key, by_image in sets.items()
+        if _has_several_files(by_image)
+        and not _are_objects(folder, by_image, _sample_of(by_image, names, facts))
+    ]
+    said = _said_more(said, sets, divided, LabelWords.with_pattern)
+    return _divided(sets, divided, said)
+
+
+def _said_more(
+    said: Mapping[str, LabelWords],
+    sets: Mapping[LabelWords, _ByImage],
+    divided: Iterable[LabelWords],
+    more: Callable[[LabelWords], LabelWords],
+) -> dict[str, LabelWords]:
+    """What paths say, with more of the files of the sets that are to be divided."""
+    files = chain.from_iterable(chain(*sets[key].values()) for key in divided)
+    return {**said, **{file: more(said[file]) for file in files}}
+
+
+def _divided(
+    sets: Mapping[LabelWords, _ByImage],
+    divided: Sequence[LabelWords],
+    said: Mapping[str, LabelWords],
+) -> dict[LabelWords, _ByImage]:
+    """The sets, with some of them divided by what their paths say; their parts come last."""
+    parts = {key: x for key, x in sets.items() if key not in divided}
+    for key in divided:
+        parts |= _grouped(sets[key], said)
+    return parts
 
 
 def _grouped(
-    labels: Mapping[str, Sequence[str]], key_of: Callable[[str], Said]
-) -> dict[Said, _ByImage]:
-    """The labels of each image, by the key of each file."""
-    by_key: dict[Said, dict[str, tuple[str, ...]]] = defaultdict(lambda: defaultdict(tuple))
+    labels: Mapping[str, Sequence[str]], said: Mapping[str, LabelWords]
+) -> dict[LabelWords, _ByImage]:
+    """The labels of each image, by what the path of each file says."""
+    by_key: dict[LabelWords, dict[str, tuple[str, ...]]] = defaultdict(lambda: defaultdict(tuple))
     for image, files in labels.items():
         for file in files:
-            by_key[key_of(file)][image] += (file,)
+            by_key[said[file]][image] += (file,)
     return {key: dict(by_image) for key, by_image in by_key.items()}
 
 
-def _several(by_image: _ByImage) -> bool:
+def _has_several_files(by_image: _ByImage) -> bool:
     """Whether any image has several files."""
     return any(len(files) > 1 for files in by_image.values())
 
@@ -138,7 +158,7 @@ def _sample_of(
     return list(chain.from_iterable(lists.values()))
 
 
-def _pattern(key: Said, by_image: _ByImage, names: Mapping[str, FileName]) -> str:
+def _pattern(key: LabelWords, by_image: _ByImage, names: Mapping[str, FileName]) -> str:
     """The patterns of the files, without folders of splits and scenes."""
     patterns = {
         "/".join([*key.folders, PurePosixPath(names[file].pattern).name])
@@ -153,7 +173,7 @@ def _whole_pattern(by_image: _ByImage, names: Mapping[str, FileName]) -> str:
 
 
 def _together(
-    sets: Mapping[Said, _ByImage], classes: tuple[str, ...], names: Mapping[str, FileName]
+    sets: Mapping[LabelWords, _ByImage], classes: tuple[str, ...], names: Mapping[str, FileName]
 ) -> LabelSet:
     """One set of several, each of which shows one of the classes."""
     labels: dict[str, tuple[str, ...]] = defaultdict(tuple)
@@ -174,7 +194,7 @@ def _of_one_kind(pattern: str, by_image: _ByImage, sample: Sequence[LabelFacts])
         kind=Counter(file.kind for file in usable).most_common(1)[0][0],
         labels=by_image,
         values=total_values(file.values for file in usable),
-        classes=ONE_CLASS if _several(by_image) else (),
+        classes=ONE_CLASS if _has_several_files(by_image) else (),
     )
 
 
@@ -184,24 +204,29 @@ def is_binary(facts: Iterable[LabelFacts]) -> bool:
     return bool(value_sets) and all(len(values | {0}) <= 2 for values in value_sets)
 
 
-def _show_the_same(folder: Path, one: _ByImage, other: _ByImage) -> bool:
-    """Whether files of two values show the same area: two labels of one thing, not two classes."""
+def _sets_overlap(folder: Path, one: _ByImage, other: _ByImage) -> bool:
+    """Whether masks of two sets are labels of one thing, and not of two classes."""
     images = spread(sorted(one.keys() & other.keys()), SAMPLE)
-    return _are_alike(folder, [(one[image][0], other[image][0]) for image in images])
+    return _median_iou_is_high(folder, [(one[image][0], other[image][0]) for image in images])
 
 
-def _overlap(folder: Path, by_image: _ByImage) -> bool:
-    """Whether the first two files of images show the same area."""
+def _are_objects(folder: Path, by_image: _ByImage, sample: Iterable[LabelFacts]) -> bool:
+    """Whether masks lie beside each other: those of two people lie on each other."""
+    return is_binary(sample) and not _files_overlap(folder, by_image)
+
+
+def _files_overlap(folder: Path, by_image: _ByImage) -> bool:
+    """Whether masks of one image lie on each other: the first two, in a sample of images."""
     images = spread(sorted(x for x, files in by_image.items() if len(files) > 1), SAMPLE)
-    return _are_alike(folder, [by_image[image][:2] for image in images])
+    return _median_iou_is_high(folder, [by_image[image][:2] for image in images])
 
 
-def _are_alike(folder: Path, pairs: Iterable[tuple[str, ...]]) -> bool:
-    """Whether two files of two values show the same area, in the median of all pairs."""
-    overlaps = []
+def _median_iou_is_high(folder: Path, pairs: Iterable[tuple[str, ...]]) -> bool:
+    """Whether two masks share most of their area, in the median of all pairs."""
+    ious = []
     for pair in pairs:
         with suppress(DataError):
             a, b = (shows_object(folder / file) for file in pair)
             if a.shape == b.shape and (a | b).any():
-                overlaps.append((a & b).sum() / (a | b).sum())
-    return bool(overlaps) and float(np.median(overlaps)) > _SAME_AREA
+                ious.append((a & b).sum() / (a | b).sum())
+    return bool(ious) and float(np.median(ious)) > _SAME_AREA
