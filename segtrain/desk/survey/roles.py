@@ -26,8 +26,9 @@ _HEAT_WORDS = {"ir", "infrared", "thermal", "nir", "lwir"}
 _LETTERS = {"x", "y", "l"}
 # Files of a kind that are read to know what it holds.
 _SAMPLE = 6
-# If so many names go on from those of images beside them, the others have lost theirs.
-_MOST = 0.5
+# A pattern is one of labels if so many of its names go on from those of photos; the other photos
+# may have been deleted.
+_ENOUGH = 0.5
 
 
 def sample_facts(
@@ -61,18 +62,28 @@ def roles_of(
     """The role of each pattern; samples: of `sample_facts`."""
     shared = _shared(samples)
     # Photos are called IMG_7.jpg, and their labels IMG_7.png: the word says nothing of these.
-    of_photos = {
+    unsaid = {
         word
         for pattern, facts in samples.items()
         if not _is_flat(facts)
         for word in _words_in(pattern.rpartition("/")[2])
     }
     roles = {
-        pattern: _role(pattern, facts, shared, of_photos if _is_flat(facts) else ())
+        pattern: _role(pattern, facts, shared, unsaid if _is_flat(facts) else ())
         for pattern, facts in samples.items()
     }
-    # 1_sky.png beside 1.jpg, in a folder that is called as images: it goes on from their names,
-    # and holds what they do not.
+    return roles | dict.fromkeys(_labels_that_go_on(names, samples, roles), "label")
+
+
+def _labels_that_go_on(
+    names: Sequence[FileName],
+    samples: Mapping[str, Sequence[LabelFacts]],
+    roles: Mapping[str, Role],
+) -> list[str]:
+    """Patterns of labels that are called images: 1_sky.png beside 1.jpg in images/.
+
+    They look like labels, and their names go on from those of photos in the same folder.
+    """
     photos: dict[str, set[str]] = defaultdict(set)
     unsure: dict[str, list[FileName]] = defaultdict(list)
     for name in names:
@@ -80,14 +91,15 @@ def roles_of(
             photos[name.folder].add(name.stem)
         elif roles[name.pattern] == "image":
             unsure[name.pattern].append(name)
-    for pattern, own in unsure.items():
-        if sum(_goes_on(name.stem, photos[name.folder]) for name in own) >= _MOST * len(own):
-            roles[pattern] = "label"
-    return roles
+    return [
+        pattern
+        for pattern, own in unsure.items()
+        if sum(_goes_on(name.stem, photos[name.folder]) for name in own) >= _ENOUGH * len(own)
+    ]
 
 
 def _goes_on(stem: str, others: Set[str]) -> bool:
-    """Whether a name begins with another one, up to a sign."""
+    """Whether a name begins with another one, up to a sign: 1_sky with 1."""
     return any(stem[: sign.start()] in others for sign in re.finditer(r"[_\-. ]", stem))
 
 
@@ -115,14 +127,13 @@ def _is_flat(facts: Sequence[LabelFacts]) -> bool:
 
 
 def _role(
-    pattern: str, facts: Sequence[LabelFacts], shared: Set[str], of_photos: Collection[str]
+    pattern: str, facts: Sequence[LabelFacts], shared: Set[str], unsaid_in_name: Collection[str]
 ) -> Role:
-    """By words in the name and the nearest folder, and by what files hold.
+    """By words in the name and the nearest folder, and by what files hold; see `_called`.
 
     A label must look like one: what is called so and does not was made for people, or blurred.
-    shared: words that say nothing. of_photos: that say nothing in a name.
     """
-    called = _called(pattern, shared, of_photos)
+    called = _called(pattern, shared, unsaid_in_name)
     # Previews and predictions look like labels or images: their name counts, before all else.
     if "made" in called:
         return "made"
@@ -133,20 +144,28 @@ def _role(
     return "image" if "image" in called or not like_label else "label"
 
 
-def _called(pattern: str, shared: Set[str], in_name: Collection[str] = ()) -> set[Role]:
-    """The roles that the name and the nearest folder of a pattern say; made: one that any says.
+def _called(pattern: str, shared: Set[str], unsaid_in_name: Collection[str] = ()) -> set[Role]:
+    """The roles that the name says, and those that the nearest folder that says any does.
 
-    shared: words that say nothing; in_name: also these, in the name.
+    masks/crack/1_rgb.png: an image by its name; a label by masks/, since crack/ says nothing.
+    It is made for people if any folder says so, as in previews/masks/1.png.
+
+    shared: words that say nothing; unsaid_in_name: nor these in the name, unless it is made.
     """
-    said = []  # the roles that the words of the name and of each folder say, from the nearest on
-    # masks/crack/1_rgb.png: the name says an image; of its folders crack says nothing, and masks
-    # says a label.
-    for part in reversed(pattern.split("/")):
-        words = set(_words_in(part)) - shared
-        words -= _LETTERS if len(words) > 1 else set()
-        # The first one is the name.
-        words -= set() if said else {*in_name} - MADE_WORDS
-        said.append({role for role, known in _WORDS.items() if words & known})
-    name, *folders = said
-    called = name | next(filter(None, folders), set())
-    return called | ({"made"} & set().union(*said))
+    *folders, name = pattern.split("/")
+    words_of_name = _telling_words(name, shared) - ({*unsaid_in_name} - MADE_WORDS)
+    by_name = _roles_of_words(words_of_name)
+    by_folder = [_roles_of_words(_telling_words(x, shared)) for x in reversed(folders)]
+    nearest = next(filter(None, by_folder), set())
+    is_made = any("made" in roles for roles in by_folder)
+    return by_name | nearest | ({"made"} if is_made else set())
+
+
+def _telling_words(part: str, shared: Set[str]) -> set[str]:
+    """The words of a name or a folder that may say a role."""
+    words = {*_words_in(part)} - shared
+    return words - _LETTERS if len(words) > 1 else words
+
+
+def _roles_of_words(words: Set[str]) -> set[Role]:
+    return {role for role, known in _WORDS.items() if words & known}
