@@ -8,8 +8,8 @@ import pytest
 
 from segtrain.config.strict_yaml import foreign_yaml
 from segtrain.data.read.classes import says_no_class
+from segtrain.desk.survey.affixes import parse_names
 from segtrain.desk.survey.class_words import said_beside
-from segtrain.desk.survey.file_names import parse_names
 from segtrain.desk.survey.names import read_legend
 from segtrain.desk.survey.pair_lists import listed_pairs
 from segtrain.desk.survey.pairs import match

@@ -41,7 +41,7 @@ def label_sets(
     Masks of cars and of roads are one set: car is 1, road 2.
 
     >>> from segtrain.desk.survey.contents import ValueFacts
-    >>> from segtrain.desk.survey.file_names import parse_names
+    >>> from segtrain.desk.survey.affixes import parse_names
     >>> paths = ["img/1.jpg", "masks/car/1.png", "masks/big_dog/1.png"]
     >>> names = {name.path: name for name in parse_names(paths)}
     >>> mask = LabelFacts("ids", (4, 4), dict.fromkeys((0, 255), ValueFacts(8, 4, 1, "")))

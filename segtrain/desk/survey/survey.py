@@ -16,7 +16,8 @@ from segtrain.data.read import image_formats
 from segtrain.data.read.find_tiles import tile_boxes
 from segtrain.data.read.tiles import TileBox
 from segtrain.desk.annotations import detect
-from segtrain.desk.survey import file_names, pairs, reasons
+from segtrain.desk.survey import pairs, reasons
+from segtrain.desk.survey.affixes import parse_names
 from segtrain.desk.survey.contents import Color, LabelFacts
 from segtrain.desk.survey.equal_sets import equal_sets
 from segtrain.desk.survey.file_names import FileName
@@ -80,7 +81,7 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
     legends = {path: read_legend(folder / path, path) for path in others}
     lists = list_files(others, pictures)
     # 2. Pairs: which pictures are images and labels, and which label is whose.
-    names = file_names.parse_names(pictures)
+    names = parse_names(pictures)
     samples = sample_facts(folder, names, answers.threshold)
     paired = paired_names(folder, names, samples, lists, answers)
     # 3. Images that can be read. Others are left out, and their labels with them.

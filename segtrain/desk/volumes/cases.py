@@ -11,8 +11,9 @@ import numpy as np
 from segtrain.data.read import volumes
 from segtrain.data.read.sources import groups_of, stems_of, without_times
 from segtrain.data.read.volumes import Stack, VolumeFile, find_volumes
+from segtrain.desk.survey.affixes import parse_names
 from segtrain.desk.survey.contents import LabelFacts, spread
-from segtrain.desk.survey.file_names import MADE_WORDS, ROLE_WORDS, parse_names, split_of, words_of
+from segtrain.desk.survey.file_names import MADE_WORDS, ROLE_WORDS, split_of, words_of
 from segtrain.desk.survey.paired_names import matched
 from segtrain.desk.survey.pairs import Matches
 from segtrain.desk.survey.roles import roles_of

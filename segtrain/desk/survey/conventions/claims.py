@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from segtrain.desk.survey.file_names import FileName, parse_names
+from segtrain.desk.survey.affixes import parse_names
+from segtrain.desk.survey.file_names import FileName
 
 
 @dataclass(frozen=True)

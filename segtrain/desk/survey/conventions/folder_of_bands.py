@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
+from segtrain.desk.survey.affixes import parse_names
 from segtrain.desk.survey.conventions import equal_names
 from segtrain.desk.survey.conventions.claims import OwnerClaim, example, lines_of
-from segtrain.desk.survey.file_names import FileName, band_words, parse_names
+from segtrain.desk.survey.file_names import FileName, band_words
 
 __all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
