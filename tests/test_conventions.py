@@ -6,7 +6,7 @@ import pytest
 from folders import labels_of, quick_init, save, scene
 
 from segtrain.desk.survey.affixes import parse_names
-from segtrain.desk.survey.conventions.claims import example
+from segtrain.desk.survey.conventions.examples import example
 from segtrain.desk.survey.pairs import CONVENTIONS, match, with_pairs
 from segtrain.desk.survey.questions import UndecidedError
 from segtrain.desk.survey.survey import survey

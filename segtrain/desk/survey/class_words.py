@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-from segtrain.desk.survey.conventions.claims import is_word
+from segtrain.desk.survey.conventions.claims import has_letter
 from segtrain.desk.survey.file_names import LABEL_WORDS, FileName, is_split, split_of, words_of
 from segtrain.desk.survey.pairs import groups_of_labels
 
@@ -28,7 +28,8 @@ class LabelWords:
 
     Of `ann/v1/masks/car/1_x.png`, the label of `img/1.jpg`:
 
-    folders: the last one that says "labels", and those below, without numbers: masks, car.
+    folders: the last one that says "labels", and those below; v1 only after `with_numbers`, and
+        ann after `with_folders`: masks, car.
     word: of the name, without numbers: x.
     all_folders: but those of splits and of the image: ann, v1, masks, car.
     number_folders: those of them with numbers: v1.
@@ -136,7 +137,7 @@ def _words_of_label(label: FileName, image: FileName, *, has_folders: bool) -> L
         for x in folders
         # zurich of masks/zurich/zurich_001.png is no class.
         if not (is_split(x) or x in of_image or x.lower() in called)
-        and not (is_word(x) and {*words_of(x)} <= image_words)
+        and not (has_letter(x) and {*words_of(x)} <= image_words)
     ]
     roles = [i for i, x in enumerate(kept) if not _ROLES.isdisjoint(words_of(x))]
     last = roles[-1] if roles else 0

@@ -1,4 +1,5 @@
-"""How folders say which label is whose: a file for each convention, and what compares their claims.
+"""How folders say which label is whose: a file for each convention, with a folder that it reads.
 
-None knows of another. Each has a folder that it reads in the docstring of its file.
+`pairs.py` compares what they claim. folder_of_bands and numbered_channels give the images other
+names and then go on as equal_names does; no other one knows of another.
 """

@@ -1,12 +1,14 @@
 """What a convention claims: which label belongs to which image. Names alone; no file is opened."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from segtrain.desk.survey.affixes import parse_names
 from segtrain.desk.survey.file_names import FileName
+
+# Longer numbers are times in nanoseconds or hashes, which do not count images.
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -14,9 +16,12 @@ class OwnerClaim:
     """What one convention makes of some labels; all files by their paths.
 
     owners: the image of each label that it accounts for.
-    whole: labels that are found by a whole name with letters in it, which is no accident.
+    whole: labels found by a whole name with letters in it, which is no accident: img_3/1.png of
+        img_3.jpg, but not 3/1.png of 3.jpg.
     bands: further files of an image, perhaps its bands.
-    unclear: labels that fit several images equally well. others: that fit one of another scene.
+    unclear: labels that fit several images equally well.
+    others: labels that fit an image of another scene alone: scene_2/mask/2.png, where there is
+        scene_1/img/2.png, and scene_2 has other images.
     renamed: images whose names have other parts than `parse_names` sees.
     """
 
@@ -57,25 +62,11 @@ def nearest(label: FileName, images: Collection[FileName]) -> list[FileName]:
 
 
 def number_of(name: FileName) -> int | None:
-    """The only number in the core of a name; None: it has none, or several."""
+    """The only number in the core of a name; None: it has none, several, or one too long."""
     numbers = re.findall(r"\d+", name.core)
-    return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 19 else None
+    return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) <= _MOST_DIGITS else None
 
 
-def is_word(text: str) -> bool:
-    """Whether a name has a letter, so that another one is not equal to it by counting alike."""
+def has_letter(text: str) -> bool:
+    """Whether a name is more than a number, which files of another count may have as well."""
     return any(x.isalpha() for x in text)
-
-
-def example(text: str) -> tuple[list[FileName], list[FileName]]:
-    """Images (.jpg, .tif) and labels (.png) of the indented lines of a docstring, for examples."""
-    lines = [x for x in text.splitlines() if x.startswith("    ")]
-    names = parse_names([path for line in lines for path in line.split()])
-    images = [name for name in names if not name.path.endswith(".png")]
-    return images, [name for name in names if name.path.endswith(".png")]
-
-
-def lines_of(claim: OwnerClaim) -> Iterable[str]:
-    """The claim as lines `label: image`, with the further files of the image, for examples."""
-    for label, image in claim.owners.items():
-        yield ", ".join([f"{label}: {image}", *claim.bands.get(image, ())])

@@ -4,7 +4,8 @@
     images/val/a_1.jpg      gt/val/a_1_mask.png
     images/val/a_2.jpg      gt/val/a_2_mask.png
 
->>> print(*lines_of(claim(*example(__doc__))), sep="\\n")
+>>> from segtrain.desk.survey.conventions.examples import example, lines_of
+>>> print(lines_of(claim(*example(__doc__))))
 gt/train/a_1_mask.png: images/train/a_1.jpg
 gt/val/a_1_mask.png: images/val/a_1.jpg
 gt/val/a_2_mask.png: images/val/a_2.jpg
@@ -17,10 +18,8 @@ pairing. Nor is a label given to an image of another scene, whose folders go wit
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from segtrain.desk.survey.conventions.claims import OwnerClaim, example, is_word, lines_of, nearest
+from segtrain.desk.survey.conventions.claims import OwnerClaim, has_letter, nearest
 from segtrain.desk.survey.file_names import FileName, are_photos, band_of
-
-__all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
 def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
@@ -41,29 +40,31 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
     bands: dict[str, Sequence[str]] = {}
     unclear, others, whole = [], [], set()
     for label, candidates in fitting:
-        # The only image of this name may be of another scene: scene_2/mask/002.png is not of
-        # scene_1/img/002.png.
-        strays = [image for image in candidates if partners.are_others(label, image)]
-        if strays:
-            (others if len(candidates) == 1 else unclear).append(label.path)
-        elif candidates and len(set(map(band_of, candidates))) == len(candidates):
+        # Three outcomes: the only fitting image is of another scene, as scene_1/img/002.png is for
+        # scene_2/mask/002.png; one image fits, perhaps in several bands; or several images fit, and
+        # nothing says which is meant.
+        is_stray = any(partners.are_others(label, image) for image in candidates)
+        if is_stray and len(candidates) == 1:
+            others.append(label.path)
+        elif not is_stray and _are_bands_of_one(candidates):
             first, *further = _photo_first(candidates)
             owners[label.path] = first
             if further:
                 bands[first] = further
-            if label.stem == candidates[0].stem and is_word(label.stem):
+            if label.stem == candidates[0].stem and has_letter(label.stem):
                 whole.add(label.path)
-        # Several images of one kind, and nothing says which is meant.
         elif candidates:
             unclear.append(label.path)
     return OwnerClaim(owners, whole, bands, unclear, others)
 
 
-def _photo_first(candidates: Sequence[FileName]) -> list[str]:
-    """One image, or its bands, which differ in what tells bands: `t0_B02.tif` and `t0_B03.tif`.
+def _are_bands_of_one(candidates: Sequence[FileName]) -> bool:
+    """Whether there is one image, or each file is another band: t0_B02.tif and t0_B03.tif."""
+    return bool(candidates) and len(set(map(band_of, candidates))) == len(candidates)
 
-    A photo comes first, as rgb/0.png before nir/0.png.
-    """
+
+def _photo_first(candidates: Sequence[FileName]) -> list[str]:
+    """The files of an image, a photo first: rgb/0.png before nir/0.png."""
     is_other = [not is_photo for is_photo in are_photos(candidates)]
     paths = [candidate.path for candidate in candidates]
     return [path for _, path in sorted(zip(is_other, paths, strict=True))]
@@ -84,18 +85,27 @@ class _Partners:
                     self._of_images[image.folder][label.folder] += 1
 
     def are_others(self, label: FileName, image: FileName) -> bool:
-        """Whether the folders of both go with others, in which the same names come again."""
+        """Whether the folders of both go with others, in which the same names come again.
+
+        scene_1/img   001.png 002.png           scene_1/mask   001.png 002.png
+        scene_2/img   001.png         003.png   scene_2/mask   001.png 002.png 003.png
+
+        scene_2/mask goes with scene_2/img by 003.png, and 001.png comes again: 002.png of
+        scene_2/mask is not of scene_1/img. Where no name comes twice, as in masks of several
+        people, folders say nothing.
+        """
         here, there = label.folder, image.folder
         partners, rivals = self._of_labels[here], self._of_images[there]
-        if not rivals or _is_first(partners, there) or _is_first(rivals, here):
+        if not rivals or _is_main_partner(partners, there) or _is_main_partner(rivals, here):
             return False
-        # Scenes hold the same names again, as 001.png in each. Where no name comes twice, as in
-        # masks of several people, folders say nothing.
         repeated = self._cores[there] - {image.core}
         return not partners or any(
-            self._cores[folder] & repeated for folder in partners if _is_first(partners, folder)
+            self._cores[folder] & repeated
+            for folder in partners
+            if _is_main_partner(partners, folder)
         )
 
 
-def _is_first(counts: Counter[str], key: str) -> bool:
-    return key in counts and counts[key] == max(counts.values())
+def _is_main_partner(counts: Counter[str], folder: str) -> bool:
+    """Whether no folder comes more often in these counts."""
+    return folder in counts and counts[folder] == max(counts.values())

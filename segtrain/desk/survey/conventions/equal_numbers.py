@@ -3,7 +3,8 @@
     photos/DSC_0007.jpg     drawn/label7.png
     photos/DSC_0008.jpg     drawn/label8.png
 
->>> print(*lines_of(claim(*example(__doc__))), sep="\\n")
+>>> from segtrain.desk.survey.conventions.examples import example, lines_of
+>>> print(lines_of(claim(*example(__doc__))))
 drawn/label7.png: photos/DSC_0007.jpg
 drawn/label8.png: photos/DSC_0008.jpg
 """
@@ -11,10 +12,8 @@ drawn/label8.png: photos/DSC_0008.jpg
 from collections import defaultdict
 from collections.abc import Sequence
 
-from segtrain.desk.survey.conventions.claims import OwnerClaim, example, lines_of, number_of
+from segtrain.desk.survey.conventions.claims import OwnerClaim, number_of
 from segtrain.desk.survey.file_names import FileName
-
-__all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
 def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:

@@ -3,7 +3,8 @@
     s01/photo.jpg   s01/masks/car.png   s01/masks/road.png
     s02/photo.jpg   s02/masks/car.png
 
->>> print(*lines_of(claim(*example(__doc__))), sep="\\n")
+>>> from segtrain.desk.survey.conventions.examples import example, lines_of
+>>> print(lines_of(claim(*example(__doc__))))
 s01/masks/car.png: s01/photo.jpg
 s01/masks/road.png: s01/photo.jpg
 s02/masks/car.png: s02/photo.jpg
@@ -13,10 +14,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from segtrain.desk.survey.conventions.claims import OwnerClaim, example, lines_of
+from segtrain.desk.survey.conventions.claims import OwnerClaim
 from segtrain.desk.survey.file_names import FileName
-
-__all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
 def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:

@@ -3,7 +3,8 @@
     s1/B02.tif  s1/B03.tif  labels/s1.png
     s2/B02.tif  s2/B03.tif  labels/s2.png
 
->>> print(*lines_of(claim(*example(__doc__))), sep="\\n")
+>>> from segtrain.desk.survey.conventions.examples import example, lines_of
+>>> print(lines_of(claim(*example(__doc__))))
 labels/s1.png: s1/B02.tif, s1/B03.tif
 labels/s2.png: s2/B02.tif, s2/B03.tif
 """
@@ -15,10 +16,8 @@ from pathlib import PurePosixPath
 
 from segtrain.desk.survey.affixes import parse_names
 from segtrain.desk.survey.conventions import equal_names
-from segtrain.desk.survey.conventions.claims import OwnerClaim, example, lines_of
+from segtrain.desk.survey.conventions.claims import OwnerClaim
 from segtrain.desk.survey.file_names import FileName, band_words
-
-__all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
 def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:

@@ -4,7 +4,8 @@
     images/002.jpg      masks/cat_002.png
     images/img_2b.jpg   masks/img_2b_part7.png
 
->>> print(*lines_of(claim(*example(__doc__))), sep="\\n")
+>>> from segtrain.desk.survey.conventions.examples import example, lines_of
+>>> print(lines_of(claim(*example(__doc__))))
 masks/cat_001.png: images/001.jpg
 masks/big_dog_001.png: images/001.jpg
 masks/cat_002.png: images/002.jpg
@@ -15,10 +16,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from segtrain.desk.survey.conventions.claims import OwnerClaim, example, is_word, lines_of, nearest
+from segtrain.desk.survey.conventions.claims import OwnerClaim, has_letter, nearest
 from segtrain.desk.survey.file_names import FileName
-
-__all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
 def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
@@ -35,7 +34,7 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
         fitting = nearest(label, by_stem[max(inside, key=len)])
         if len(fitting) == 1:
             owners[label.path] = fitting[0].path
-            if is_word(fitting[0].stem):
+            if has_letter(fitting[0].stem):
                 whole.add(label.path)
     return OwnerClaim(owners, whole)
 
@@ -45,5 +44,5 @@ def _ends(stem: str) -> Iterator[str]:
     for sign in re.finditer(r"[_\-. ]+", stem):
         before, after = stem[: sign.start()], stem[sign.end() :]
         for part, rest in ((before, after), (after, before)):
-            if is_word(part) or not re.search(r"\d", rest):
+            if has_letter(part) or not re.search(r"\d", rest):
                 yield part

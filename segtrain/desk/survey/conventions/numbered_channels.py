@@ -4,7 +4,8 @@
     imagesTr/liver_002_0000.tif  imagesTr/liver_002_0001.tif  labelsTr/liver_002.png
     imagesTr/liver_007_0000.tif  imagesTr/liver_007_0001.tif  labelsTr/liver_007.png
 
->>> print(*lines_of(claim(*example(__doc__))), sep="\\n")
+>>> from segtrain.desk.survey.conventions.examples import example, lines_of
+>>> print(lines_of(claim(*example(__doc__))))
 labelsTr/liver_001.png: imagesTr/liver_001_0000.tif, imagesTr/liver_001_0001.tif
 labelsTr/liver_002.png: imagesTr/liver_002_0000.tif, imagesTr/liver_002_0001.tif
 labelsTr/liver_007.png: imagesTr/liver_007_0000.tif, imagesTr/liver_007_0001.tif
@@ -15,10 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from segtrain.desk.survey.conventions import equal_names
-from segtrain.desk.survey.conventions.claims import OwnerClaim, example, lines_of
+from segtrain.desk.survey.conventions.claims import OwnerClaim
 from segtrain.desk.survey.file_names import FileName
-
-__all__ = ["claim", "example", "lines_of"]  # the latter two for the example
 
 
 def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
