@@ -16,7 +16,7 @@ from segtrain.desk.survey.pairs import groups_of_labels
 # Words that tell a folder of labels; the others in LABEL_WORDS may be classes, as the ground is.
 _ROLES = LABEL_WORDS - {"ground", "index", "gray", "grey", "target", "targets", "y", "l"}
 _NUMBER = re.compile(r"\d")
-# So many labels of one kind have the names of their images, if any convention says so.
+# If so large a share of a kind of labels has the names of its images, its folders do not have them.
 _NAMED = 0.9
 # What all files are called where a number alone tells the class: class_1.png, or label_1.png.
 _CALLED_BY_NUMBER = {"class", "label"}
@@ -28,13 +28,13 @@ class LabelWords:
 
     Of `ann/v1/masks/car/1_x.png`, the label of `img/1.jpg`:
 
-    folders: the last one that says "labels", and those below; v1 only after `with_numbers`, and
-        ann after `with_folders`: masks, car.
-    word: of the name, without numbers: x.
-    all_folders: but those of splits and of the image: ann, v1, masks, car.
-    number_folders: those of them with numbers: v1.
-    upper_folders: those above "labels", without numbers: ann.
-    pattern: of the name as a whole: *_x.png.
+    folders: masks, car. The last one that says "labels", and those below that have no number;
+        `with_numbers` adds v1, and `with_folders` adds ann.
+    word: x. What the name says beside that of the image, without numbers.
+    all_folders: ann, v1, masks, car. All but those of splits and of the image.
+    number_folders: v1. Those of them that have numbers.
+    upper_folders: ann. Those above "labels" that have none.
+    pattern: *_x.png. That of the whole name.
     """
 
     folders: tuple[str, ...]
@@ -87,14 +87,12 @@ def said_beside(images: Mapping[str, str], names: Mapping[str, FileName]) -> dic
 
 def _with_numbers_that_count(said: _Said) -> dict[str, LabelWords]:
     """masks/A1/ beside masks/liver/ is a word; masks/1/ beside masks/2/ may be a bucket."""
-    folders_below: dict[str, set[str]] = defaultdict(set)
+    below: dict[tuple[str, ...], set[str]] = defaultdict(set)  # by the uppermost folder, if any
     for words in said.values():
-        folders_below["".join(words.folders[:1])] |= {*words.folders[1:], *words.number_folders}
-    all_have_numbers = {
-        first: all(map(_NUMBER.search, folders)) for first, folders in folders_below.items()
-    }
+        below[words.folders[:1]] |= {*words.folders[1:], *words.number_folders}
+    have_word = {top for top, folders in below.items() if not all(map(_NUMBER.search, folders))}
     return {
-        label: words if all_have_numbers["".join(words.folders[:1])] else words.with_numbers()
+        label: words.with_numbers() if words.folders[:1] in have_word else words
         for label, words in said.items()
     }
 

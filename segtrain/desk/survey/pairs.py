@@ -51,7 +51,8 @@ class Matches(NamedTuple):
     """labels: the labels of each image that has any, by path; in the order of the names.
 
     bands: further files of an image, each of another group: perhaps its bands.
-    unclear: labels that fit several images equally well. alone: labels without an image.
+    unclear: labels that fit several images equally well.
+    alone: labels without an image, also those that a list replaces; see `with_pairs`.
     tried: how many labels each convention accounts for, in words.
     """
 
