@@ -287,7 +287,7 @@ def test_a_class_of_one_image_stays_to_train_on(only):
 
 def test_images_beside_the_folders_of_splits_are_asked_about(folder, init, asked):
     for place, number, seed in (("train/", 8, 0), ("val/", 3, 20), ("", 5, 40)):
-        for i, path, classes in images_in(
+        for _, path, classes in images_in(
             folder, f"{place}images/{place[:1]}{{i}}.png", number, seed=seed
         ):
             save(folder / path.replace("images", "labels"), classes)
