@@ -377,15 +377,20 @@ def test_names_of_classes_of_files_that_cannot_be_are_refused(folder, refused, g
     assert f"--names {given}: " in refused("--names", given)
 
 
-def test_folders_of_masks_with_the_names_of_images_are_classes(folder, init):
+def test_folders_of_masks_with_the_names_of_images_may_be_classes(folder, init, asked):
     """masks/scratch/x00.png and masks/dent/x01.png, of images/x00.png and images/x01.png."""
     truth = {}
     for i, path, _ in images_in(folder, "images/x{i:02}.png", 12):
         save(folder / f"masks/{('dent', 'scratch')[i % 2]}/x{i:02}.png", mask_of(disc(i)))
         truth[path] = disc(i) * np.uint8(1 + i % 2)
-    found, _ = init("--pairs", "named")
+    said = asked()
+    assert "all of them, of one kind: --labels 'masks/dent/x*.png, masks/scratch/x*.png'" in said
+    assert "classes: --names dent,scratch" in said
+    found, _ = init("--names", "dent,scratch", "--pairs", "named")
     assert names(folder) == ("background", "dent", "scratch")
     assert_labels(found, truth)
+    found, _ = init("--labels", "masks/dent/x*.png, masks/scratch/x*.png", "--pairs", "named")
+    assert_labels(found, {path: (x > 0).astype(np.uint8) for path, x in truth.items()})
 
 
 def test_folders_that_images_and_masks_share_are_asked_about(folder, init, asked):
@@ -415,6 +420,17 @@ def test_folders_that_images_and_masks_share_are_asked_about(folder, init, asked
 def split_of(folder, name):
     lines = (folder.with_name("made") / name).read_text().splitlines()
     return [line.split("\t")[0] for line in lines if not line.startswith("#")]
+
+
+def test_classes_that_are_called_as_images_are(folder, init):
+    truth = {}
+    for i, path, classes in images_in(folder, "images/a{i}.jpg", 8):
+        for k, name in enumerate(("door", "frame", "x"), start=1):
+            save(folder / f"masks/{name}/a{i}.png", mask_of(classes == k))
+        truth[path] = classes
+    found, _ = init()
+    assert names(folder) == ("background", "door", "frame", "x")
+    assert_labels(found, truth)
 
 
 @pytest.mark.parametrize(
@@ -519,8 +535,7 @@ def sets_of(patterns, values=None):
     [
         ("train/masks/*.png", "val/masks/*.png"),
         ("train_masks/*.png", "val_masks/*.png"),
-        ("masks/ann_*.png", "masks/bob_*.png"),
-        ("forest/*_mask.png", "city/*_mask.png"),
+        ("train/masks/*.png", "val/labels/*.png"),
         ("area1/*.png", "area2/*.png"),
     ],
 )
@@ -528,7 +543,7 @@ def test_labels_of_other_images_in_places_of_like_names_are_one_set(patterns):
     assert len(choose_labels(sets_of(patterns), Answers()).labels) == 4
 
 
-@pytest.mark.parametrize("end", ["*.png", "{}_*.png"])
+@pytest.mark.parametrize("end", ["*.png", "{}_*.png", "*_mask.png"])
 def test_labels_in_places_of_other_names_are_asked_about(end):
     """forest_seg/*.png and city_masks/*.png: a suffix is no name in common."""
     found = sets_of([f"{x}/{end.format(x[0])}" for x in ("forest_seg", "city_masks")])

@@ -35,6 +35,11 @@ PAIRS = {
     ],
     "signs": [(f"{i}.jpg", f"{i}_mask.png") for i in ("img-1", "img_1", "img 1", "img-2", "img_2")],
     "upper case": [(f"train/DSC{i}.JPG", f"train_masks/dsc{i}_mask.gif") for i in FIVE],
+    "two frames a folder": [
+        (f"rgb_anon/fog/{s}/{s}_{i}_rgb_anon.png", f"gt/fog/{s}/{s}_{i}_gt_labelIds.png")
+        for s in ("G475", "G476", "G477")
+        for i in FIVE[:2]
+    ],
     "several roots": [
         (f"{r}/deep/photos/{i}.jpg", f"{r}/masks/{i}.png") for r in ("north", "south") for i in FIVE
     ],

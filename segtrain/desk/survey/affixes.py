@@ -5,7 +5,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -151,6 +151,16 @@ def _common_ends(
         for (kind, end), number in counts.items()
         if sizes[kind] > 2 and number >= max(2, _COMMON_END * sizes[kind])
     }
+    # Of folders with a name or two each, as of frames, all below one folder say it.
+    below, all_below = Counter(), Counter()
+    for kind, core, end in zip(kinds, cores, ends, strict=True):
+        below[_uppermost(kind)] += 1
+        all_below[_uppermost(kind), end] += end != core
+    common |= {
+        (kind, end)
+        for kind, end in counts
+        if sizes[kind] <= 2 and all_below[_uppermost(kind), end] >= _most_common(below, kind)
+    }
     # Of a city with one image, as in the folders of the others.
     in_others = {(_folder_above(kind), end) for kind, end in common}
     common |= {(kind, end) for kind, end in counts if (_folder_above(kind), end) in in_others}
@@ -174,6 +184,17 @@ def _rare_ends_beside(
     found_alone = {(kind, end) for kind, stem, end in names if (kind, stem) not in with_common_end}
     counts = Counter((kind, end) for kind, _, end in names)
     return {affix for affix, n in counts.items() if n >= 2 and affix not in found_alone}
+
+
+def _most_common(sizes: Mapping[_FolderKind, int], kind: _FolderKind) -> float:
+    """How many names below the uppermost folder of a kind make an end common."""
+    return max(3, _COMMON_END * sizes[_uppermost(kind)])
+
+
+def _uppermost(kind: _FolderKind) -> _FolderKind:
+    """The uppermost folder of a kind, and its suffix."""
+    folder, suffix = kind
+    return folder.split("/")[0], suffix
 
 
 def _folder_above(kind: _FolderKind) -> _FolderKind:

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from segtrain.desk.survey.class_words import differing_words
 from segtrain.desk.survey.contents import Color
-from segtrain.desk.survey.file_names import fits, split_of, words_of
+from segtrain.desk.survey.file_names import LABEL_WORDS, fits, split_of, words_of
 from segtrain.desk.survey.label_set import MOST_CLASSES, LabelSet, total_values
 from segtrain.desk.survey.questions import (
     Answers,
@@ -117,15 +117,20 @@ def _ways(survey: Survey, sets: Sequence[LabelSet]) -> list[Reading]:
         )
         for label_set in sets
     ]
+    images = [image for label_set in sets for image in label_set.labels]
+    are_apart = len({*images}) == len(images)
     if len({(label_set.kind, label_set.classes) for label_set in sets}) == 1:
         patterns = ", ".join(label_set.pattern for label_set in sets)
-        which = f"all; of an image with several, that of {sets[0].pattern}"
+        which = "all of them, of one kind"
+        if not are_apart:
+            which = f"all; of an image with several, that of {sets[0].pattern}"
         ways.append(Reading(which, f"--labels {shlex.quote(patterns)}", labels=sets[0]))
     # Those that `label_sets` would take together.
     words = differing_words(x.pattern for x in survey.sets if len(x.values) < 3)
     if words and all(len(label_set.values) < 3 for label_set in sets):
-        one_each = "classes, whose masks show nearly the same; the smaller area counts"
-        ways.append(Reading(one_each, names_option(words)))
+        nearly = ", whose masks show nearly the same; the smaller area counts"
+        one_each = f"classes{'' if are_apart else nearly}"
+        ways.append(Reading(one_each, names_option(dict.fromkeys(words))))
         ways.append(Reading("classes, of which a pixel may have several", "--task multilabel"))
     return ways
 
@@ -202,25 +207,22 @@ def _union(first: LabelSet, other: LabelSet) -> LabelSet:
 
 
 def _have_alike_names(one: LabelSet, other: LabelSet) -> bool:
-    """Whether words of folders, or of names, are the same without those of splits.
+    """Whether words of folders and of names are the same, without those of splits and of labels.
 
-    train/masks/*.png and val/masks/*.png are alike; forest/*.png and city/*.png are not: their
-    names hold no word that could be the same.
+    train/masks/*.png and val/labels/*.png are alike; forest/*.png and city/*.png are not.
     """
-    folders, name = _words_of_place(one)
-    other_folders, other_name = _words_of_place(other)
-    return folders == other_folders or (name == other_name and bool(name))
+    return _words_of_place(one) == _words_of_place(other)
 
 
-def _words_of_place(label_set: LabelSet) -> tuple[list[str], list[str]]:
-    """Words of the folders and of the name, without splits, numbers and the suffix."""
-    place = PurePosixPath(label_set.pattern.split(", ")[0])
-    folders, name = (
-        # area1/ and area2/ are parts of one set.
-        [re.sub(r"\d", "", word) for word in words_of(text) if not split_of(word)]
-        for text in (str(place.parent), place.stem)
+def _words_of_place(label_set: LabelSet) -> list[str]:
+    """Words of the folders and of the name that may tell what is labelled."""
+    place = PurePosixPath(label_set.pattern.split(", ")[0]).with_suffix("")
+    words = (
+        re.sub(r"\d", "", word)  # area1/ and area2/ are parts of one set
+        for word in words_of(str(place))
+        if not (split_of(word) or word in LABEL_WORDS)
     )
-    return [*filter(None, folders)], [*filter(None, name)]
+    return [*filter(None, words)]
 
 
 def _is_named_instances(labels: LabelSet) -> bool:

@@ -39,7 +39,9 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
     labels = _as_objects(labels, answers)
     labels = _with_threshold(labels, answers)
     # masks/scratch/1.png and masks/dent/2.png: one mask an image, whose folder says the class.
-    if _shows_one_class(labels) and (words := _place_words(labels)):
+    # Whoever has named several sets together has said that they are of one kind.
+    is_said = answers.names is None and ", " in (answers.labels or "")
+    if _shows_one_class(labels) and not is_said and (words := _place_words(labels)):
         labels = _divided(labels, words, answers)
     if answers.missing:
         labels = _with_missing(survey, labels)

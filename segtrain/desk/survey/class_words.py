@@ -159,6 +159,8 @@ def _without_split(folder: str) -> str:
 
 def _beside_the_image(label: FileName, image: FileName) -> str:
     """What the name of a label says beside that of its image, without numbers."""
+    if label.stem == image.stem:  # most are, and a pattern for each name takes long
+        return ""
     stem = PurePosixPath(label.path).stem
     found = _found_name(stem, image)
     rest = _as_a_whole(found).sub("_", stem, count=1)
@@ -199,8 +201,8 @@ def differing_words(texts: Iterable[str]) -> tuple[str, ...]:
     start = _number_common(parts, most)
     end = _number_common([part[::-1] for part in parts], most - start)
     words = ["".join(part[start : len(part) - end]).strip("_-. ") for part in parts]
-    is_one_part = all(word.strip("/") and "/" not in word.strip("/") for word in words)
-    return tuple(word.strip("/") for word in words) if is_one_part else ()
+    # A folder beside a part of a name tells no classes apart.
+    return tuple(words) if all(word and "/" not in word for word in words) else ()
 
 
 def _number_common(parts: Iterable[list[str]], most: int) -> int:

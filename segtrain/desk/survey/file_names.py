@@ -104,7 +104,7 @@ def is_split(folder: str) -> bool:
 
 def fits(path: str, wanted: str) -> bool:
     """Whether `wanted` names a file: a folder above it, a part of its path, or a pattern."""
-    wanted = wanted.strip("/")
+    wanted = wanted.removeprefix("./").strip("/")
     is_below = path.startswith(f"{wanted}/") or f"/{wanted}/" in f"/{path}"
     if "*" in wanted:
         return fnmatchcase(path, wanted) or fnmatchcase(path, f"*/{wanted}")

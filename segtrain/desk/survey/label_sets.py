@@ -73,10 +73,14 @@ def _are_classes(
     words: Sequence[str],
     classes: Collection[str] | None,
 ) -> bool:
-    """Whether the words of sets are classes, and not people who labelled the same."""
+    """Whether the words of sets are classes, and not people who labelled the same, or places."""
     known = {x.partition("=")[0].lower() for x in classes or ()}
     if classes is None or {x.lower() for x in words} <= known:
         return True
+    # Where each image has a file of one word, this may be a class, a place, or who drew it: asked.
+    files = Counter(chain.from_iterable(binary.values()))
+    if max(files.values()) == 1:
+        return False
     # Classes may lie on each other, but not each on all others.
     some = combinations(list(binary.values())[:_MOST_COMPARED], 2)
     return not all(_sets_overlap(folder, *two) for two in some)
@@ -173,15 +177,16 @@ def _whole_pattern(by_image: _ByImage, names: Mapping[str, FileName]) -> str:
 
 
 def _together(
-    sets: Mapping[LabelWords, _ByImage], classes: tuple[str, ...], names: Mapping[str, FileName]
+    sets: Mapping[LabelWords, _ByImage], words: Sequence[str], names: Mapping[str, FileName]
 ) -> LabelSet:
-    """One set of several, each of which shows one of the classes."""
+    """One set of several, each of which shows one of the classes; equal words are one class."""
     labels: dict[str, tuple[str, ...]] = defaultdict(tuple)
     class_of: dict[str, int] = {}
-    for number, by_image in enumerate(sets.values(), start=1):
+    classes = tuple(dict.fromkeys(words))
+    for word, by_image in zip(words, sets.values(), strict=True):
         for image, files in by_image.items():
             labels[image] += files
-            class_of |= dict.fromkeys(files, number)
+            class_of |= dict.fromkeys(files, classes.index(word) + 1)
     pattern = " + ".join(_pattern(key, by_image, names) for key, by_image in sets.items())
     return LabelSet(pattern, "ids", dict(labels), {}, classes, class_of)
 

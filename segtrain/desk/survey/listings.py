@@ -46,7 +46,7 @@ class GivenSplits(NamedTuple):
 def with_splits(folder: Path, images: list[Image], lists: Sequence[str]) -> GivenSplits:
     """The splits that lists of the folder say, else its folders."""
     found, notes = read_split_lists(folder, lists, images)
-    every = taken_together(found, len(images))
+    every = taken_together(found, images)
     if not every:
         has_folders = len({image.split for image in images} - {None}) > 1
         return GivenSplits("folders" if has_folders else "", images, notes=tuple(notes))
@@ -78,7 +78,7 @@ def with_val_list(
     is_inside = place.is_relative_to(folder.resolve())
     used = (place.relative_to(folder.resolve()).as_posix(),) if is_inside else ()
     found, _ = read_split_lists(folder, lists, images)
-    for together in taken_together(found, len(images)):
+    for together in taken_together(found, images):
         for one in together.lists:
             if (folder / one.path).resolve() == place:
                 divided = _evaluated_on(val_list, one, together, images)

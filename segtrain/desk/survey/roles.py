@@ -138,10 +138,19 @@ def _role(
     if "made" in called:
         return "made"
     like_label = _is_flat(facts)
+    # masks/frame/1.png and masks/x/1.png are of classes that are called as images are.
+    if like_label and _is_below_labels(pattern, shared):
+        return "label"
     if "label" in called and (like_label or "image" not in called):
         return "label" if like_label else "made"
     # Without a word for labels: a label if it looks like one, unless it is called an image.
     return "image" if "image" in called or not like_label else "label"
+
+
+def _is_below_labels(pattern: str, shared: Set[str]) -> bool:
+    """Whether any folder says a label."""
+    *folders, _ = pattern.split("/")
+    return any("label" in _roles_of_words(_telling_words(x, shared)) for x in folders)
 
 
 def _called(pattern: str, shared: Set[str], unsaid_in_name: Collection[str] = ()) -> set[Role]:

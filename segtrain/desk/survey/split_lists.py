@@ -94,7 +94,7 @@ def read_split_lists(
     return [x for x in found if not x.is_of_others], notes
 
 
-def taken_together(lists: Iterable[SplitList], num_images: int) -> list[ListedSplits]:
+def taken_together(lists: Iterable[SplitList], images: Sequence[Image]) -> list[ListedSplits]:
     """Lists that belong together, those first that count: of this task, then of the most images."""
     together: dict[tuple[str, ...], list[SplitList]] = defaultdict(list)
     for one in lists:
@@ -104,7 +104,7 @@ def taken_together(lists: Iterable[SplitList], num_images: int) -> list[ListedSp
     every = [_merged(found) for found in together.values()]
     whole = [x for x in every if {*x.split_of.values()} > {"train"}]
     # Lists that say what is trained on are no rivals of those that leave it open.
-    every = whole or [y for x in every if (y := _with_rest(x, num_images))]
+    every = whole or [y for x in every if (y := _with_rest(x, images))]
     # Of equal ones that with the shortest names: train, and not aeroplane_train.
     return sorted(
         every, key=lambda x: (not x.is_of_task, -len(x.split_of), len(x.lists[0].path), x.lists)
@@ -161,14 +161,20 @@ def _is_trainval(path: str) -> bool:
     return "trainval" in words or {"train", "val"} <= {*map(file_names.split_of, words)}
 
 
-def _with_rest(found: ListedSplits, num_images: int) -> ListedSplits | None:
-    """All other images on the other side, where lists say one side; None: they say all or none."""
+def _with_rest(found: ListedSplits, images: Sequence[Image]) -> ListedSplits | None:
+    """All other images on the other side, where lists say one side; None: they say all or none.
+
+    Those of a folder for the test stay apart.
+    """
     splits = {*found.split_of.values()}
     if splits == {"train"}:
         rest, most = "val", _MOST_TRAINED
     else:  # fastai's valid.txt
         rest, most = "train", 1.0 if len(splits) > 1 else 0.5
+    others = [i for i, x in enumerate(images) if i not in found.split_of and x.split != "test"]
     # A single list of most images names what there is, and no split.
-    if len(found.split_of) >= most * num_images:
+    number = len(found.split_of) + len(others)
+    if len(found.split_of) >= most * number:
         return None
-    return found._replace(split_of=dict.fromkeys(range(num_images), rest) | {**found.split_of})
+    tests = {i: "test" for i, x in enumerate(images) if x.split == "test"}
+    return found._replace(split_of={**tests, **dict.fromkeys(others, rest), **found.split_of})
