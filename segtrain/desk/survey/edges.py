@@ -195,8 +195,11 @@ def _strangers(pairs: Sequence[ComparedPair], fits: np.ndarray) -> list[tuple[st
     own, best = np.diagonal(fits), fits.argmax(axis=1)
     # The label that belongs to that image is elsewhere, too: else a chance would be as likely.
     is_moved = (np.maximum(own, own[best]) < _BY_CHANCE) & (fits.max(axis=1) > _STANDS_OUT)
-    # Of two labels that were exchanged, each fits the image of the other.
-    exchanged = (fits + fits.T - own - own[:, None]).max(axis=1) > _EXCHANGED
+    # Of two labels that were exchanged, each fits the image of the other better than its own.
+    gains = fits - own[:, None]
+    together = np.where((gains > 0) & (gains.T > 0), gains + gains.T, 0.0)
+    exchanged = together.max(axis=1) > _EXCHANGED
+    best = np.where(exchanged, together.argmax(axis=1), best)
     found = np.flatnonzero(is_moved | exchanged)
     if np.median(own) < _WELL and 4 * len(found) < len(fits):
         return []
