@@ -433,6 +433,36 @@ def test_classes_that_are_called_as_images_are(folder, init):
     assert_labels(found, truth)
 
 
+def test_a_class_may_be_called_as_a_split(folder, init):
+    truth = {}
+    for i, path, classes in images_in(folder, "images/a{i}.jpg", 8):
+        for k, name in enumerate(("car", "track", "train"), start=1):
+            save(folder / f"masks/{name}/a{i}.png", mask_of(classes == k))
+        truth[path] = classes
+    found, _ = init()
+    assert names(folder) == ("background", "car", "track", "train")
+    assert_labels(found, truth)
+
+
+def test_of_two_names_the_background_is_0_in_any_order(folder, init):
+    truth = write(folder, lambda classes, _: mask_of(classes), num_classes=2)
+    (folder / "classes.txt").write_text("crack\nbackground\n")
+    found, _ = init()
+    assert names(folder) == ("background", "crack")
+    assert_labels(found, truth)
+
+
+def test_rendered_images_are_those_that_are_named(folder, init, refused):
+    """They look like labels, and no folder says what they are."""
+    truth = {}
+    for i, _, classes in images_in(folder, "labels/{i}.png", 8):
+        save(folder / f"renders/{i}.png", COLORS[::-1][classes])
+        save(folder / f"labels/{i}.png", classes)
+        truth[f"renders/{i}.png"] = classes
+    assert "all pictures look like labels" in refused(code=3)
+    assert_labels(init("--images", "renders")[0], truth)
+
+
 @pytest.mark.parametrize(
     "copy",
     [

@@ -73,16 +73,30 @@ _Said = Mapping[str, LabelWords]
 def said_beside(images: Mapping[str, str], names: Mapping[str, FileName]) -> dict[str, LabelWords]:
     """What the path of each label says; images: the image of each label, by paths."""
     said: dict[str, LabelWords] = {}
+    folders_of: dict[str, set[str]] = defaultdict(set)
+    for label, image in images.items():
+        folders_of[image].add(names[label].folder)
     for group in groups_of_labels(names[label] for label in images):
         # masks/3/1.png of 1.jpg is in a folder of a class or of a bucket, and not of an image 3.
         are_named = [label.core == names[images[label.path]].core for label in group]
         has_folders = sum(are_named) < _NAMED * len(group)
         for label in group:
             image = names[images[label.path]]
-            said[label.path] = _words_of_label(label, image, has_folders=has_folders)
+            # A railway in masks/train/, of an image that has a label in masks/car/, too.
+            beside = [x for x in folders_of[image.path] if not is_split(PurePosixPath(x).name)]
+            is_class = any(_are_siblings(label.folder, folder) for folder in beside)
+            said[label.path] = _words_of_label(
+                label, image, has_folders=has_folders, last_is_class=is_class
+            )
     said = _with_numbers_that_count(said)
     said = _without_object_names(said)
     return _with_number_of_class(said, names)
+
+
+def _are_siblings(one: str, other: str) -> bool:
+    """Whether two folders lie in one, which is not the uppermost."""
+    above = PurePosixPath(one).parent
+    return one != other and above == PurePosixPath(other).parent and bool(above.name)
 
 
 def _with_numbers_that_count(said: _Said) -> dict[str, LabelWords]:
@@ -124,17 +138,23 @@ def _by_folders(said: _Said) -> list[list[str]]:
     return [*groups.values()]
 
 
-def _words_of_label(label: FileName, image: FileName, *, has_folders: bool) -> LabelWords:
-    """has_folders: whether folders are called as the images are."""
+def _words_of_label(
+    label: FileName, image: FileName, *, has_folders: bool, last_is_class: bool
+) -> LabelWords:
+    """has_folders: whether folders are called as the images are.
+
+    last_is_class: whether the last folder is one of a class, even if it says a split.
+    """
     folders = PurePosixPath(label.path).parts[:-1]
+    may_split = len(folders) - last_is_class
     of_image = {*PurePosixPath(image.path).parts[:-1]}
     image_words = {*words_of(image.stem)}
     called = (image.core, image.stem) if has_folders else ()
     kept = [
-        _without_split(x)
-        for x in folders
+        _without_split(x) if i < may_split else x
+        for i, x in enumerate(folders)
         # zurich of masks/zurich/zurich_001.png is no class.
-        if not (is_split(x) or x in of_image or x.lower() in called)
+        if not ((i < may_split and is_split(x)) or x in of_image or x.lower() in called)
         and not (has_letter(x) and {*words_of(x)} <= image_words)
     ]
     roles = [i for i, x in enumerate(kept) if not _ROLES.isdisjoint(words_of(x))]

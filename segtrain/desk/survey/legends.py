@@ -162,7 +162,9 @@ def _placed(legend: Legend, labels: LabelSet, said: Set[int]) -> Legend | None:
     # crack alone in classes.txt, and masks of 0 and 255: the background goes without saying.
     if len(ordered) == 2 and ordered[0] == 0 and number <= 2:  # a mask, whatever its foreground is
         background = [NamedClass("background")] if number == 1 else []
-        return _valued(legend.source, [*background, *legend.classes], ordered)
+        # Of crack and background in this order, 0 is the background nevertheless.
+        classes = sorted(legend.classes, key=lambda x: x.name.lower().strip("_") != "background")
+        return _valued(legend.source, [*background, *classes], ordered)
     from_0, from_1 = plain <= set(range(number)), plain <= set(range(1, number + 1))
     if not plain or (len(values) == number > 2 and plain != values and from_0):
         return None  # as many values as names: 255 may be the last of them

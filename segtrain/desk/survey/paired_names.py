@@ -49,6 +49,11 @@ def paired_names(
         UndecidedError: names may be read in two ways.
     """
     roles = roles_of(names, samples)
+    if answers.images is not None:
+        # Rendered images may look like labels: whoever names them knows better.
+        named = {name.pattern for name in names if fits(name.path, answers.images)}
+        others = {name.pattern for name in names if not fits(name.path, answers.images)}
+        roles |= dict.fromkeys(named - others, "image")
     names, not_chosen = _chosen(names, roles, answers.images)
     images, labels, matches = matched(names, roles, answers.pairs)
     if not images:  # drawn images may look like labels
