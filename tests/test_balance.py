@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from folders import COLORS, NAMES, assert_same_division, labels_of, quick_init, save, scene
 
-from segtrain.desk.survey import balance, class_lists
+from segtrain.desk.survey import balance, decide
 
 # Image and label of one name; {s} is a folder of a split, or nothing.
 PAIRS = [
@@ -135,7 +135,7 @@ def no_network_and_no_contact_sheet(monkeypatch):
 @pytest.fixture(autouse=True)
 def every_value_is_of_a_class_or_ignored(monkeypatch):
     """Checked of each decision."""
-    choose = class_lists.choose_classes
+    choose = decide.choose_classes
 
     def checked(survey, labels, answers):
         chosen = choose(survey, labels, answers)
@@ -145,7 +145,7 @@ def every_value_is_of_a_class_or_ignored(monkeypatch):
         assert set(fates.values()) == {1}
         return chosen
 
-    monkeypatch.setattr(class_lists, "choose_classes", checked)
+    monkeypatch.setattr(decide, "choose_classes", checked)
 
 
 @pytest.fixture
