@@ -426,6 +426,13 @@ def test_lists_that_are_not_used_are_found(folder):
     assert unused == {"weather.csv": 12, "good.txt": 7}
 
 
+def test_lists_in_folders_of_their_splits_go_together(folder):
+    paths = write_images(folder)
+    put(folder, "Training/train_id.txt", [stem(x) for x in paths[:13]])
+    put(folder, "Validation/val_id.txt", [stem(x) for x in paths[13:]])
+    assert divide(folder)[0] == [{*paths[:13]}, {*paths[13:]}]
+
+
 def test_a_lone_list_of_those_to_train_on_leaves_the_others_to_evaluate(folder):
     paths = write_images(folder)
     put(folder, "train.txt", paths[:13])

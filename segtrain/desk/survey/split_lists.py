@@ -103,6 +103,10 @@ def taken_together(lists: Iterable[SplitList], images: Sequence[Image]) -> list[
         together[str(PurePosixPath(one.path).parent), *own].append(one)
     every = [_merged(found) for found in together.values()]
     whole = [x for x in every if {*x.split_of.values()} > {"train"}]
+    if not whole and every:
+        # Training/train_id.txt and Validation/val_id.txt, each in a folder of its split.
+        merged = _merged([y for x in every for y in x.lists])
+        whole = [merged] if {*merged.split_of.values()} > {"train"} else []
     # Lists that say what is trained on are no rivals of those that leave it open.
     every = whole or [y for x in every if (y := _with_rest(x, images))]
     # Of equal ones that with the shortest names: train, and not aeroplane_train.
