@@ -77,7 +77,7 @@ def test_only_conventions_that_no_other_beats_are_asked_about():
     """Equal names give an image to the first label alone, and so do both others, which go on."""
     images = [f"img/img_{i}x.jpg" for i in (1, 2, 4)]
     labels = ["masks/img_1x/img_1x_mask.png", "masks/img_2x/img_4x_part2.png"]
-    with pytest.raises(UndecidedError, match="two ways to find the images of labels") as error:
+    with pytest.raises(UndecidedError, match="2 ways to find the images of labels") as error:
         pairs(images, labels)
     inside, folders = error.value.readings
     assert (inside.option, inside.files) == ("--pairs inside", ("img/img_4x.jpg", labels[1]))
@@ -112,12 +112,22 @@ def test_two_ways_to_pair_are_shown_as_pictures_and_answered(tmp_path, lab):
             save(tmp_path / f"data/masks/{i}/{k}.png", np.uint8(objects == k + 1) * 255)
     words = "init", tmp_path / "data", "--output", tmp_path / "made", "--jobs", "1"
     said = lab.command(*words).err
-    assert "two ways to find the images of labels" in said
+    assert "2 ways to find the images of labels" in said
     shown = [cv2.imread(str(path)) for path in sorted((tmp_path / "made").iterdir())]
     assert len(shown) == 2
     # An image and a label beside it.
     assert all(picture.shape == (260, 520, 3) for picture in shown)
-    lab.done(*words, "--pairs", "folders")
+    assert "expected words of named, names" in lab.command(*words, "--pairs", "folder").err
+    lab.done(*words, "--pairs", "folders,named")
     found, _ = labels_of(tmp_path / "made")
     for i in range(8):
         np.testing.assert_array_equal(found[f"images/{i}.jpg"], scene(i, 2)[1])
+
+
+def test_a_label_with_the_names_of_two_images_is_of_neither():
+    images = [f"images/{x}.jpg" for x in ("cat", "tree", "fox")]
+    found = pairs(images, ["masks/cat_tree.png", "masks/fox_a.png"])
+    assert (found.unclear, found.labels) == (
+        ["masks/cat_tree.png"],
+        {"images/fox.jpg": ["masks/fox_a.png"]},
+    )

@@ -172,7 +172,7 @@ def test_the_files_of_a_case_are_known_by_its_folder_or_its_number(image, label)
 def test_objects_whose_folder_and_file_are_images_are_asked_about(count):
     wanted = objects("{i}", "{i}/{k}", count)
     images, labels = map(parse_names, ([*wanted], [*chain(*wanted.values())]))
-    with pytest.raises(UndecidedError, match="two ways to find the images of labels") as error:
+    with pytest.raises(UndecidedError, match="2 ways to find the images of labels") as error:
         match(images, labels)
     assert [x.option for x in error.value.readings] == ["--pairs names", "--pairs folders"]
     by_folder = match(images, labels, "folders")[1].labels

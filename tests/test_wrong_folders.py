@@ -253,7 +253,7 @@ HEALTHY = [scene, clouds, cells, specks, textures, coarse, organ]
 
 def check(drawn):
     labels = LabelSet("masks/*.png", "ids", {}, {})
-    check_pairs._check_edges(labels, edges.edge_scores(pairs_of(drawn)))
+    check_pairs._check_edges(labels, edges.edge_scores(pairs_of(drawn)), "--pairs named")
 
 
 @pytest.mark.parametrize("number", [5, 12, 30])

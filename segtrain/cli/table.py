@@ -164,6 +164,12 @@ def _left_out(text: str) -> frozenset[str]:
     return words
 
 
+def _pairs(text: str) -> str:
+    if not {*text.split(",")} <= {*_PAIRS}:
+        raise argparse.ArgumentTypeError(f"expected words of {', '.join(_PAIRS)}, got '{text}'")
+    return text
+
+
 def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
@@ -250,7 +256,7 @@ COMMANDS = (
         _argument("--labels", "which labels, where there are several: a folder or pattern", "PATH"),
         _argument("--names", "classes, in the order of their values in labels", "A,B,C", _names),
         _argument("--attribute", "of VIA and GeoJSON, the one that names the class", "NAME"),
-        _argument("--pairs", "labels fit, whatever edges say, or what says whose", choices=_PAIRS),
+        _argument("--pairs", "named: labels fit, whatever edges say", "named,WORD", _pairs),
         _argument("--exif", "labels lie on the pixels so", choices=("stored", "turned")),
         _argument("--missing", "what images without a label show", choices=("background",)),
         _argument("--leave-out", "what is no data: images, labels, lists", "A,B", _left_out),

@@ -99,8 +99,10 @@ def _used(survey: Survey, labels: LabelSet, splits: Splits) -> dict[str, str]:
         shown = (labels.labels.get(image.path, ()) for image in chosen)
         used |= dict.fromkeys(chain.from_iterable(shown), LABELS)
     else:
-        files = chain.from_iterable(survey.annotations.values())
-        used |= dict.fromkeys((str(file.relative_to(survey.root)) for file in files), ANNOTATIONS)
+        # The pattern ends with the format, of which one is read.
+        kind = labels.pattern.rpartition("(")[2].removesuffix(")")
+        files = survey.annotations[kind]
+        used |= dict.fromkeys((x.relative_to(survey.root).as_posix() for x in files), ANNOTATIONS)
     used |= dict.fromkeys(survey.lists, LISTS)
     used |= dict.fromkeys(survey.tables, CLASSES)
     return used
@@ -192,8 +194,7 @@ def _unused(found: Balance, survey: Survey, answers: Answers) -> list[str]:
 
 
 def _without_any_label(survey: Survey, labels: LabelSet) -> list[str]:
-    """Folders of pictures that none of the labels has, though their names are those of labelled
-    ones: perhaps the labels are of both kinds."""
+    """Folders whose images have no label, though images of the same names elsewhere have one."""
     labelled = {(x.split, _first_word(x)) for x in survey.images if x.path in labels.labels}
     there: dict[str, list[Image]] = defaultdict(list)
     for image in survey.images:

@@ -40,7 +40,6 @@ _SAME_COLORS = 0.3
 # The share of the rim from which on a value has all of it.
 _ALL_OF_RIM = 0.95
 _BESIDE = "the next image", "the previous image"
-_GO_ON = "--pairs named"
 
 
 def choose_orientation(labels: LabelSet, scores: tuple[float, float], answers: Answers) -> LabelSet:
@@ -89,10 +88,12 @@ def check_pairs(
     """
     if len(pairs) < _FEWEST_PAIRS:
         return survey
-    if answers.pairs != "named":
-        _check_uniform(labels)
-        _check_inverted(labels, pairs)
-        _check_edges(labels, edge_scores(pairs))
+    if not answers.trusts_pairs:
+        # The option that goes on, beside what --pairs has answered already.
+        go_on = f"--pairs {','.join(filter(None, (answers.pairs, 'named')))}"
+        _check_uniform(labels, go_on)
+        _check_inverted(labels, pairs, go_on)
+        _check_edges(labels, edge_scores(pairs), go_on)
     _check_black_zeros(survey, labels, pairs, answers)
     return _note_rim(survey, labels, pairs, answers)
 
@@ -133,13 +134,13 @@ def _note_rim(
     return replace(survey, notes=(*survey.notes, f"{doubt} so: --names object,background"))
 
 
-def _check_edges(labels: LabelSet, found: EdgeScores) -> None:
+def _check_edges(labels: LabelSet, found: EdgeScores, go_on: str) -> None:
     """Stops where labels fit other images better, or do not fit their own.
 
     DataError: all fit other or turned images better. UndecidedError: they fit none, or some fit
     others.
     """
-    _refuse_mixed(labels, found)
+    _refuse_mixed(labels, found, go_on)
     if found.number < _FEWEST_DOUBTED:
         return
     strangers = [f"{label} fits {image}" for label, image in found.strangers]
@@ -149,17 +150,17 @@ def _check_edges(labels: LabelSet, found: EdgeScores) -> None:
             f"{labels.pattern}: labels do not fit their images better than other images: edges and "
             f"colours of {found.number} agree {found.own:.1f} standard deviations above chance"
             f"{example}; are they of other pictures, or in another order?",
-            [Reading("right, as faint areas and coarse outlines may be", _GO_ON)],
+            [Reading("right, as faint areas and coarse outlines may be", go_on)],
         )
     if strangers:
         raise UndecidedError(
             f"{labels.pattern}: {len(strangers)} of {found.number} labels fit another image "
             f"better: {first_of(strangers, 5)}; replace or exchange them",
-            [Reading("all are right", _GO_ON)],
+            [Reading("all are right", go_on)],
         )
 
 
-def _refuse_mixed(labels: LabelSet, found: EdgeScores) -> None:
+def _refuse_mixed(labels: LabelSet, found: EdgeScores, go_on: str) -> None:
     """DataError: labels fit images farther on, or turned ones, better than their own."""
     best_shift = max(found.others, key=found.others.__getitem__, default="")
     best = found.others.get(best_shift, 0.0)
@@ -178,11 +179,11 @@ def _refuse_mixed(labels: LabelSet, found: EdgeScores) -> None:
         f"{labels.pattern}: labels fit {description} better than their own: edges and colours "
         f"agree {best:.1f} standard deviations above chance there{here}; names, order or "
         "orientation were mixed up; if they are right, as faint areas may be, "
-        f"{_GO_ON} goes on"
+        f"{go_on} goes on"
     )
 
 
-def _check_uniform(labels: LabelSet) -> None:
+def _check_uniform(labels: LabelSet, go_on: str) -> None:
     """Stops where each label has one value on all of its pixels; UndecidedError."""
     # Then the files that hold each value add up to the number of labels.
     are_uniform = sum(facts.files for facts in labels.values.values()) == len(labels.labels)
@@ -190,11 +191,11 @@ def _check_uniform(labels: LabelSet) -> None:
         raise UndecidedError(
             f"{labels.pattern}: each label has one value on all of its pixels: classes of whole "
             "images, which segmentation cannot learn, or areas that fill their images?",
-            [Reading("areas that fill their images", _GO_ON)],
+            [Reading("areas that fill their images", go_on)],
         )
 
 
-def _check_inverted(labels: LabelSet, pairs: Sequence[ComparedPair]) -> None:
+def _check_inverted(labels: LabelSet, pairs: Sequence[ComparedPair], go_on: str) -> None:
     """Stops where some masks have the values of the others exchanged; UndecidedError."""
     if len(labels.values) != 2 or labels.classes:
         return
@@ -212,7 +213,7 @@ def _check_inverted(labels: LabelSet, pairs: Sequence[ComparedPair]) -> None:
         raise UndecidedError(
             f"{labels.pattern}: {len(fewer)} of {len(pairs)} masks look inverted: what lies inside "
             f"of others has the rim of the image in {first_of((x.label for x in fewer), 3)}",
-            [Reading("all are right", _GO_ON)],
+            [Reading("all are right", go_on)],
         )
 
 

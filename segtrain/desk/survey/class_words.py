@@ -15,6 +15,8 @@ from segtrain.desk.survey.pairs import groups_of_labels
 
 # Words that tell a folder of labels; the others in LABEL_WORDS may be classes, as the ground is.
 _ROLES = LABEL_WORDS - {"ground", "index", "gray", "grey", "target", "targets", "y", "l"}
+# So many words that do not come again may be classes of an image or two.
+_MOST_CLASSES_ONCE = 4
 _NUMBER = re.compile(r"\d")
 # If so large a share of a kind of labels has the names of its images, its folders do not have them.
 _NAMED = 0.9
@@ -90,7 +92,7 @@ def said_beside(images: Mapping[str, str], names: Mapping[str, FileName]) -> dic
             )
     said = _with_numbers_that_count(said)
     said = _without_object_names(said)
-    return _with_number_of_class(said, names)
+    return _with_number_of_class(said, names, images)
 
 
 def _are_siblings(one: str, other: str) -> bool:
@@ -116,16 +118,20 @@ def _without_object_names(said: _Said) -> dict[str, LabelWords]:
     changed = dict(said)
     for labels in _by_folders(said):
         words = {said[label].word for label in labels}
-        if 2 * len(words) > len(labels) and len(words) > 2:
+        if 2 * len(words) > len(labels) and len(words) > _MOST_CLASSES_ONCE:
             changed |= {label: replace(said[label], word="") for label in labels}
     return changed
 
 
-def _with_number_of_class(said: _Said, names: Mapping[str, FileName]) -> dict[str, LabelWords]:
+def _with_number_of_class(
+    said: _Said, names: Mapping[str, FileName], images: Mapping[str, str]
+) -> dict[str, LabelWords]:
     """Of class_1.png and class_2.png beside each other, the number tells the class."""
     changed = dict(said)
     for labels in _by_folders(said):
-        if {said[label].word.lower() for label in labels} <= _CALLED_BY_NUMBER:
+        are_several = len({images[label] for label in labels}) < len(labels)
+        words = {said[label].word.lower() for label in labels}
+        if are_several and words <= _CALLED_BY_NUMBER:
             changed |= {label: replace(said[label], word=names[label].stem) for label in labels}
     return changed
 
@@ -200,7 +206,7 @@ def _found_name(stem: str, image: FileName) -> str:
 
 
 def _as_a_whole(name: str) -> re.Pattern[str]:
-    """Finds a name, but 1 not in 11_mask, and a not in mask_a."""
+    """Finds a name, but not 1 in 11_mask, nor the a of mask."""
     sign, end = (r"\d" if x.isdigit() else "[a-z]" for x in (name[0], name[-1]))
     return re.compile(f"(?<!{sign}){re.escape(name)}(?!{end})", re.IGNORECASE)
 

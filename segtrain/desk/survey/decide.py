@@ -68,7 +68,7 @@ def decide(
         splits = _splits(found, labels, classes, answers, output)
         files = balance(found, labels, splits)
         check_left_out(files, found, labels, answers)
-        # The values of images are read last: nothing else depends on them.
+        # How images are scaled is decided last: nothing else depends on it.
         here = machine()
         seen = narrow_foreground(found, labels, classes, splits.train, output)
         images = (*splits.train, *splits.val)

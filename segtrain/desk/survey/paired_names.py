@@ -55,7 +55,7 @@ def paired_names(
         others = {name.pattern for name in names if not fits(name.path, answers.images)}
         roles |= dict.fromkeys(named - others, "image")
     names, not_chosen = _chosen(names, roles, answers.images)
-    images, labels, matches = matched(names, roles, answers.pairs)
+    images, labels, matches = matched(names, roles, answers.convention)
     if not images:  # drawn images may look like labels
         raise DataError(f"{folder}: all pictures look like labels, none like an image")
     label_of, tables = listed_pairs(folder, lists, images, labels)

@@ -191,7 +191,9 @@ def _undecided(claims: Mapping[str, OwnerClaim], names: Sequence[str]) -> Undeci
         words = f"{CONVENTIONS[name].words} ({label} is of {image or 'no image'})"
         files = (image, label) if image else ()
         readings.append(Reading(words, f"--pairs {name}", files=files))
-    return UndecidedError(f"two ways to find the images of labels: {first_of(labels, 3)}", readings)
+    differing = [label for label in labels if len(said[label]) > 1]
+    what = f"{len(names)} ways to find the images of labels: {first_of(differing, 3)}"
+    return UndecidedError(what, readings)
 
 
 def with_pairs(

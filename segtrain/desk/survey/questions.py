@@ -26,8 +26,8 @@ class Answers:
     names: of the classes, in the order of their values. ignore: values without a class. val: a
     fraction, or a list file. channels: of images. attribute: of VIA's regions, the one that names
     the class. group: what in the path of an image tells with which others it stays together.
-    pairs: named: labels belong to the images that names say, whatever edges say; else the
-    convention that says which label is whose, a key of `pairs.CONVENTIONS`.
+    pairs: words after commas: named: labels belong to the images that names say, whatever edges
+    say; and the convention that says which label is whose, a key of `pairs.CONVENTIONS`.
     exif: whether labels lie on the pixels as stored, or as EXIF turns them.
     missing: what images without a label show. instances: binary: ids number objects of one class.
     task: multilabel: a pixel may have several classes. threshold: the grey level from which on
@@ -50,6 +50,17 @@ class Answers:
     task: Literal["multilabel"] | None = None
     threshold: float | None = None
     leave_out: frozenset[str] = frozenset()
+
+    @property
+    def trusts_pairs(self) -> bool:
+        """Whether labels fit their images, whatever edges say."""
+        return "named" in (self.pairs or "").split(",")
+
+    @property
+    def convention(self) -> str | None:
+        """What says which label is whose; None: the survey finds out."""
+        said = [word for word in (self.pairs or "").split(",") if word not in ("", "named")]
+        return said[0] if said else None
 
 
 class Reading(NamedTuple):

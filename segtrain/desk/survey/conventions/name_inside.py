@@ -21,22 +21,27 @@ from segtrain.desk.survey.file_names import FileName
 
 
 def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
-    """The longest name counts: of img_1 and img_1_flip, the latter is that of img_1_flip_car."""
+    """The longest name counts: of img_1 and img_1_flip, img_1_flip_car is of img_1_flip."""
     by_stem: dict[str, list[FileName]] = defaultdict(list)
     for image in images:
         by_stem[image.stem].append(image)
     owners: dict[str, str] = {}
     whole: set[str] = set()
+    unclear: list[str] = []
     for label in labels:
         inside = [part for part in _ends(label.stem) if part in by_stem]
         if not inside:
             continue
-        fitting = nearest(label, by_stem[max(inside, key=len)])
-        if len(fitting) == 1:
+        longest = max(inside, key=len)
+        fitting = nearest(label, by_stem[longest])
+        # cat_tree.png is of cat.jpg or of tree.jpg.
+        if len(fitting) > 1 or any(part not in longest for part in inside):
+            unclear.append(label.path)
+        elif fitting:
             owners[label.path] = fitting[0].path
             if has_letter(fitting[0].stem):
                 whole.add(label.path)
-    return OwnerClaim(owners, whole)
+    return OwnerClaim(owners, whole, unclear=unclear)
 
 
 def _ends(stem: str) -> Iterator[str]:
