@@ -45,9 +45,13 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
 
 
 def _ends(stem: str) -> Iterator[str]:
-    """What begins or ends a name, up to a sign; a number only if no other number is beside it."""
+    """What begins or ends a name, up to a sign; a number only if no other number is beside it.
+
+    obj_1_3 is of the object 3 of an image 1, perhaps; A1_3 is of 3.
+    """
     for sign in re.finditer(r"[_\-. ]+", stem):
         before, after = stem[: sign.start()], stem[sign.end() :]
         for part, rest in ((before, after), (after, before)):
-            if has_letter(part) or not re.search(r"\d", rest):
+            has_number = any(x.isdigit() for x in re.split(r"[_\-. ]+", rest))
+            if has_letter(part) or not has_number:
                 yield part
