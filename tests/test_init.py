@@ -797,6 +797,21 @@ def test_images_without_outlines_are_background_if_it_is_said(folder, lab):
     assert "--labels masks: no such labels; found annotations of LabelMe" in said
 
 
+def test_outlines_beside_masks_are_counted_and_offered(folder, lab):
+    outlined(folder)
+    for i, _, classes in images_in(folder):
+        save(folder / f"masks/t{i}.png", classes)
+    said = lab.done("init", folder, "--output", lab.folder / "m").out
+    assert "annotations beside the labels: 5" in said
+    (folder / "masks/t3.png").unlink()
+    said = lab.command("init", folder, "--output", lab.folder / "n").err
+    assert "LabelMe has the labels: --labels LabelMe" in said
+    words = "--labels", "labelme", "--leave-out", "images,labels"
+    said = lab.done("init", folder, "--output", lab.folder / "n", *words).out
+    assert "5 annotation files" in said
+    assert "images/t3.png" in labels_of(lab.folder / "n")[0]
+
+
 def test_labels_that_only_seem_mirrored_go_on_by_an_option(folder, lab):
     """Lesions that hardly show, and a bright bar where their mirror images lie."""
     rng = np.random.default_rng(0)
