@@ -422,25 +422,15 @@ def split_of(folder, name):
     return [line.split("\t")[0] for line in lines if not line.startswith("#")]
 
 
-def test_classes_that_are_called_as_images_are(folder, init):
+@pytest.mark.parametrize("classes_said", [("door", "frame", "x"), ("car", "track", "train")])
+def test_classes_may_be_called_as_images_or_splits_are(folder, init, classes_said):
     truth = {}
     for i, path, classes in images_in(folder, "images/a{i}.jpg", 8):
-        for k, name in enumerate(("door", "frame", "x"), start=1):
+        for k, name in enumerate(classes_said, start=1):
             save(folder / f"masks/{name}/a{i}.png", mask_of(classes == k))
         truth[path] = classes
     found, _ = init()
-    assert names(folder) == ("background", "door", "frame", "x")
-    assert_labels(found, truth)
-
-
-def test_a_class_may_be_called_as_a_split(folder, init):
-    truth = {}
-    for i, path, classes in images_in(folder, "images/a{i}.jpg", 8):
-        for k, name in enumerate(("car", "track", "train"), start=1):
-            save(folder / f"masks/{name}/a{i}.png", mask_of(classes == k))
-        truth[path] = classes
-    found, _ = init()
-    assert names(folder) == ("background", "car", "track", "train")
+    assert names(folder) == ("background", *classes_said)
     assert_labels(found, truth)
 
 

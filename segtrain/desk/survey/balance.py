@@ -16,6 +16,7 @@ from segtrain.desk.survey.reasons import (
     OF_ANOTHER_KIND,
     OF_SEVERAL_IMAGES,
     OTHERS,
+    SPLIT_NAMES,
     UNKNOWN,
     UNLIKE,
     UNUSED_ANNOTATIONS,
@@ -34,7 +35,6 @@ USED = IMAGES, LABELS, ANNOTATIONS, LISTS, CLASSES
 # Lists, and folders of images, that a question offers: more would hide the first readings.
 _MOST_OFFERED = 3
 # What images are of that have no split, or are in none of the lists that give one.
-_NAMES_OF_NONE = {None: "no split", "unlisted": "no list"}
 # What may be meant as data, by the word that --leave-out has for it.
 _COULD_BE_DATA = {
     WITHOUT_LABEL: "images",
@@ -115,7 +115,7 @@ def _reasons(survey: Survey, labels: LabelSet) -> Iterator[tuple[str, Iterable[s
         # A split to evaluate on is often published without labels.
         is_hidden = image.split == "test" or (image.split == "val" and "val" not in with_labels)
         is_alone = image.path not in labels.labels and not is_hidden
-        of_split = f"of {_NAMES_OF_NONE.get(image.split, image.split)}"
+        of_split = f"of {SPLIT_NAMES.get(image.split, image.split)}"
         yield WITHOUT_LABEL if is_alone else f"images {of_split}", image.files
         if labels.kind != "annotations":
             yield f"labels {of_split}", labels.labels.get(image.path, ())

@@ -13,6 +13,8 @@ LABELS_OF_UNREADABLE = "labels of images that cannot be read"
 UNUSED_LISTS = "lists of images"
 NOT_CHOSEN = "pictures that --images does not name"
 UNUSED_ANNOTATIONS = "annotations beside the labels"
+SPLIT_NAMES = {None: "no split", "unlisted": "no list"}
+"""What images are of that are in no split; others are of that of their name."""
 # No rule has a reason for these: a rule is missing.
 UNKNOWN = "pictures that nothing names"
 OTHERS = "other files"

@@ -13,6 +13,7 @@ from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.leaks import check_groups, leak
 from segtrain.desk.survey.questions import Answers
+from segtrain.desk.survey.reasons import SPLIT_NAMES
 from segtrain.desk.survey.split_questions import ask_about_unlisted, ask_which_lists
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import DataError
@@ -21,7 +22,6 @@ from segtrain.text import counted, first_of
 # Of the images that lists name: fewer without a label are no surprise.
 _MOST_WITHOUT_LABEL = 0.05
 # What the split of an image is called if no folder, or no list, says one.
-_NAMES_OF_NONE = {None: "no split", "unlisted": "no list"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _given(survey: Survey, images: Sequence[Image]) -> _Sides:
         which = "train" if train else val_name
         return _Sides(train, reason=f"; of the splits of {source} only {which} has labels")
     unused = "".join(
-        f"; {len(left)} of {_NAMES_OF_NONE.get(name, name)} are not used"
+        f"; {len(left)} of {SPLIT_NAMES.get(name, name)} are not used"
         for name, left in by_split.items()
         if left
     )
