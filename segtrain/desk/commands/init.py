@@ -200,7 +200,7 @@ def _lines(plan: "Decisions") -> list[str]:
     )
     lines = [
         f"images     {len(survey.images)}: {first_of(patterns, 3)}",
-        f"labels     {len(labels.labels)}: {labels.pattern}"
+        f"labels     {sum(map(bool, labels.labels.values()))}: {labels.pattern}"
         + (f", pairs of {survey.pair_source}" if survey.pair_source else ""),
     ]
     lines += [
