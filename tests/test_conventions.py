@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from folders import labels_of, quick_init, save, scene
 
+from segtrain.cli import table
 from segtrain.desk.survey.affixes import parse_names
 from segtrain.desk.survey.conventions.examples import example
 from segtrain.desk.survey.pairs import CONVENTIONS, match, with_pairs
@@ -131,3 +132,8 @@ def test_a_label_with_the_names_of_two_images_is_of_neither():
         ["masks/cat_tree.png"],
         {"images/fox.jpg": ["masks/fox_a.png"]},
     )
+
+
+def test_the_command_line_knows_each_convention():
+    """Its table imports none of the desk, so it has their names once more."""
+    assert {*table._PAIRS} == {"named", *CONVENTIONS}
