@@ -152,17 +152,10 @@ def _words_of_label(
     last_is_class: whether the last folder is one of a class, even if it says a split.
     """
     folders = PurePosixPath(label.path).parts[:-1]
-    may_split = len(folders) - last_is_class
-    of_image = {*PurePosixPath(image.path).parts[:-1]}
-    image_words = {*words_of(image.stem)}
-    called = (image.core, image.stem) if has_folders else ()
-    kept = [
-        _without_split(x) if i < may_split else x
-        for i, x in enumerate(folders)
-        # zurich of masks/zurich/zurich_001.png is no class.
-        if not ((i < may_split and is_split(x)) or x in of_image or x.lower() in called)
-        and not (has_letter(x) and {*words_of(x)} <= image_words)
-    ]
+    # The folder of a class stays as it is, and what says a split is cut off the others.
+    own = folders[-1:] if last_is_class else ()
+    others = [_without_split(x) for x in folders[: len(folders) - len(own)] if not is_split(x)]
+    kept = [x for x in (*others, *own) if not _says_the_image(x, image, has_folders=has_folders)]
     roles = [i for i, x in enumerate(kept) if not _ROLES.isdisjoint(words_of(x))]
     last = roles[-1] if roles else 0
     numbers = tuple(x for i, x in enumerate(kept) if i not in roles[-1:] and _NUMBER.search(x))
@@ -174,6 +167,17 @@ def _words_of_label(
         upper_folders=tuple(x for x in kept[:last] if x not in numbers),
         pattern=PurePosixPath(label.pattern).name,
     )
+
+
+def _says_the_image(folder: str, image: FileName, *, has_folders: bool) -> bool:
+    """Whether a folder is one of the image, is called as it, or is the beginning of its name.
+
+    zurich of masks/zurich/zurich_001.png is no class.
+    """
+    is_of_image = folder in PurePosixPath(image.path).parts[:-1]
+    is_called_so = has_folders and folder.lower() in (image.core, image.stem)
+    begins_name = has_letter(folder) and {*words_of(folder)} <= {*words_of(image.stem)}
+    return is_of_image or is_called_so or begins_name
 
 
 def _without_split(folder: str) -> str:

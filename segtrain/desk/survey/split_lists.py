@@ -70,6 +70,11 @@ class ListedSplits(NamedTuple):
         return not file_names.LABEL_WORDS.isdisjoint(words_of(task))
 
     @property
+    def says_both_sides(self) -> bool:
+        """Whether they say what to train on, and what not."""
+        return {*self.split_of.values()} > {"train"}
+
+    @property
     def evaluated(self) -> str:
         """The list that names the images to evaluate on."""
         return max(self.lists, key=lambda x: max(map(_ORDER.index, x.split_of.values()))).path
@@ -102,11 +107,11 @@ def taken_together(lists: Iterable[SplitList], images: Sequence[Image]) -> list[
         own = [one.path] if said_split(one.path) is None else other_words(one.path)
         together[str(PurePosixPath(one.path).parent), *own].append(one)
     every = [_merged(found) for found in together.values()]
-    whole = [x for x in every if {*x.split_of.values()} > {"train"}]
+    whole = [x for x in every if x.says_both_sides]
     if not whole and every:
         # Training/train_id.txt and Validation/val_id.txt, each in a folder of its split.
         merged = _merged([y for x in every for y in x.lists])
-        whole = [merged] if {*merged.split_of.values()} > {"train"} else []
+        whole = [merged] if merged.says_both_sides else []
     # Lists that say what is trained on are no rivals of those that leave it open.
     every = whole or [y for x in every if (y := _with_rest(x, images))]
     # Of equal ones that with the shortest names: train, and not aeroplane_train.
@@ -173,8 +178,10 @@ def _with_rest(found: ListedSplits, images: Sequence[Image]) -> ListedSplits | N
     splits = {*found.split_of.values()}
     if splits == {"train"}:
         rest, most = "val", _MOST_TRAINED
+    elif len(splits) > 1:  # val.txt and test.txt
+        rest, most = "train", 1.0
     else:  # fastai's valid.txt
-        rest, most = "train", 1.0 if len(splits) > 1 else 0.5
+        rest, most = "train", 0.5
     others = [i for i, x in enumerate(images) if i not in found.split_of and x.split != "test"]
     # A single list of most images names what there is, and no split.
     number = len(found.split_of) + len(others)
