@@ -34,12 +34,16 @@ def written(tmp_path_factory):
 
 
 def test_a_small_set_holds_every_class_of_the_demo_and_something_to_ignore():
-    classes = load_class_file("cityscapes")
+    classes, all_of_them = load_class_file("street_scenes"), load_class_file("cityscapes")
     scenes = [draw_scene(np.random.default_rng((7, index)), SIZE) for index in range(25)]
     labels = np.stack([scene.label for scene in scenes])
     shares = {classes.train_id_of[int(i)]: float((labels == i).mean()) for i in np.unique(labels)}
     assert shares.pop(255) > 0
-    assert {classes.names[t] for t in shares} == JUDGED
+    assert {classes.names[t] for t in shares} == {*classes.names} == JUDGED
+    assert all(
+        classes.names[classes.train_id_of[i]] == all_of_them.names[all_of_them.train_id_of[i]]
+        for i in np.unique(labels[labels != 4])
+    )
     assert min(shares.values()) > 0.01, shares
     sky, road = np.nonzero(labels == 23)[1], np.nonzero(labels == 7)[1]
     assert sky.max() < 0.6 * SIZE[0]
