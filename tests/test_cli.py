@@ -169,7 +169,7 @@ def test_a_mean_in_units_of_0_to_1_is_a_warning_where_a_run_has_begun_with_it(
 
 
 def test_the_readme_shows_every_command():
-    shown = (Path(segtrain.__file__).parent / "README.md").read_text()
+    shown = (Path(segtrain.__file__).parent / "commands/README.md").read_text()
     told_elsewhere = {"config copy", "config show", "config schema"}  # configs/README.md
     names = {command.name for command in table.COMMANDS}
     assert {name for name in names if f"segtrain {name}" not in shown} == told_elsewhere

@@ -1,4 +1,4 @@
-"""The code blocks under "Extending" in segtrain/README.md do what they say."""
+"""The code blocks in segtrain/EXTENDING.md do what they say."""
 
 import re
 from pathlib import Path
@@ -25,14 +25,13 @@ from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
 
-README = (Path(__file__).parent.parent / "segtrain" / "README.md").read_text()
-SECTION = re.split(r"^## ", README.partition("## Extending\n")[2], flags=re.MULTILINE)[0]
+EXTENDING = (Path(__file__).parent.parent / "segtrain/EXTENDING.md").read_text()
 CPU = torch.device("cpu")
 
 
 def code(title):
     """The code block below the heading that begins with `title`."""
-    text = SECTION.partition(f"### {title}")[2].partition("\n### ")[0]
+    text = EXTENDING.partition(f"## {title}")[2].partition("\n## ")[0]
     (block,) = re.findall(r"```(?:python|yaml)\n(.*?)```", text, flags=re.DOTALL)
     return block
 

@@ -1,6 +1,6 @@
 """Code of somebody's own under names in a config: of a package or a file, never by a checkpoint.
 
-The package is the one under "A package" in segtrain/README.md.
+The package is the one under "A package" in segtrain/EXTENDING.md.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from segtrain.training.losses import CrossEntropy, LossOptions, PixelMean, SegLo
 from segtrain.training.measure import training_flops
 from segtrain.types import SegLogits
 
-README = (Path(__file__).parent.parent / "segtrain" / "README.md").read_text()
+EXTENDING = (Path(__file__).parent.parent / "segtrain/EXTENDING.md").read_text()
 WEIGHTS = [1.0, 2.0, 1.0, 1.0]
 EXTRAS = {
     "loss": {"kind": "poly1", "options": {"epsilon": 2.0}, "class_weights": WEIGHTS},
@@ -96,7 +96,7 @@ def forgotten():
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The folder into which pip has installed the package of the README."""
-    text = README.partition("### A package\n")[2]
+    text = EXTENDING.partition("## A package\n")[2]
     folder = tmp_path_factory.mktemp("extras")
     for name, language in (("pyproject.toml", "toml"), ("segtrain_extras.py", "python")):
         block = re.search(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)[1]

@@ -26,6 +26,7 @@ READMES = [
     *ROOT.glob("README.md"),
     *ROOT.glob("[!.]*/README.md"),
     *ROOT.glob("segtrain/*/**/README.md"),
+    *ROOT.glob("segtrain/EXTENDING.md"),
     *ROOT.glob("tools/*/**/README.md"),
 ]
 
@@ -120,6 +121,7 @@ NOT_RUN = {
     "eval runs/mine --plugin ./my_loss.py": PLUGINS,
     "eval runs/mine --set 'eval.metrics=[{name: share}]'": PLUGINS,
     "compare runs/a runs/a_seed1 runs/a_seed2 --with runs/b runs/b_seed1 runs/b_seed2": SIDES,
+    "verify runs/mine": "test_verify.py verifies runs with shares",
     "suspects runs/mine": SUSPECTS,
     "suspects runs/mine --exclude wrong.yaml": SUSPECTS,
 }

@@ -287,7 +287,7 @@ class Config(Section):
     plugins: tuple[Name, ...] = option(
         (),
         "modules, and files by their paths from the folder of this one, to import for names of "
-        "your own: [my_pkg.losses, ./my_loss.py] (segtrain/README.md)",
+        "your own: [my_pkg.losses, ./my_loss.py] (segtrain/EXTENDING.md)",
     )
     data: DataConfig
     augment: AugmentConfig = AugmentConfig()

@@ -1,7 +1,7 @@
 """Which image belongs to which label: the data layouts that segtrain reads.
 
 To add a layout, enter it in `LAYOUTS` at the end of this file and add its name to
-`DataConfig.layout`; segtrain/README.md has an example.
+`DataConfig.layout`; segtrain/EXTENDING.md has an example.
 
 A layout looks at names only and opens no image. It raises DataError if the split is missing; what
 is wrong with single files goes into `Listing.problems`, so that all of it is reported at once.
