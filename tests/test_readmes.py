@@ -30,7 +30,7 @@ READMES = [
     *ROOT.glob("tools/*/**/README.md"),
 ]
 
-# In this order, in one folder that holds my_data/, photos/, photo.jpg and drive.mp4.
+# In this order, in one folder that holds my_data/, photos/, photo.jpg, drive.mp4 and configs/photos.
 RUN = """
 segtrain config list
 segtrain config show cityscapes_pspnet_r50
@@ -59,7 +59,9 @@ segtrain compare runs/mine runs/mine_lr2
 segtrain compare runs/mine runs/mine_lr2 --steps
 segtrain eval runs/mine --with runs/mine_lr2
 segtrain eval runs/mine_pack --set data.pack=null
+segtrain predict camvid_deeplabv3plus_r34 configs/photos --output street
 segtrain predict camvid_deeplabv3plus_r34 photos/ --output street
+segtrain train my_data
 segtrain predict runs/mine photos/ --output predictions
 segtrain predict runs/mine photos/ one_more.jpg --output predictions
 segtrain export runs/mine --format safetensors --output mine.safetensors
@@ -236,6 +238,7 @@ def test_the_commands_and_the_code_run(forkserver, tmp_path, with_onnx):
     (tmp_path / "my_data").mkdir()
     write_data(tmp_path / "my_data")
     shutil.copytree(tmp_path / "my_data/images/val", tmp_path / "photos")
+    shutil.copytree(ROOT / "configs/photos", tmp_path / "configs/photos")
     photo = cv2.imread(str(tmp_path / "photos/0.png"))
     for name in ("photo.jpg", "one_more.jpg"):
         cv2.imwrite(str(tmp_path / name), photo)
@@ -408,7 +411,7 @@ def test_the_map_names_every_room_and_no_other():
     lines = rest.split("```\n")[1].splitlines()
     named = {word.rstrip("/") for line in lines for word in line[: line.find("    ")].split()}
     there = {path.name for path in (ROOT / "segtrain").iterdir()}
-    there -= {"__init__.py", "__main__.py", "__pycache__", "README.md"}
+    there -= {"__init__.py", "__main__.py", "__pycache__", "README.md", "EXTENDING.md"}
     assert named == there
 
 
