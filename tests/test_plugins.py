@@ -34,6 +34,7 @@ from segtrain.desk.results.runs import summarize
 from segtrain.errors import ConfigError
 from segtrain.models import build_model
 from segtrain.norm import SyncBatchNorm2d
+from segtrain.score.records import load_records
 from segtrain.training.losses import CrossEntropy, LossOptions, PixelMean, SegLoss
 from segtrain.training.measure import training_flops
 from segtrain.types import SegLogits
@@ -271,6 +272,20 @@ def test_where_the_package_is_missing_a_checkpoint_asks_for_it_by_name(
         assert "loss" not in said, "the model needs none of what has trained it"
         assert "install segtrain-extras 1.0, or give --plugin segtrain_extras" in said
     lab.done("runs", run.parent)  # which reads numbers
+    # So do these, of scores that are kept; a page shows no pictures then.
+    other = shutil.copytree(run, lab.folder / "other")
+    assert "there is no difference" in lab.done("compare", run, other).out
+    said = lab.done("report", run, "--output", lab.folder / "p.html").err
+    assert "no pictures: " in said
+    assert "needs the backbone 'tiny' of a plugin" in said
+    page = (lab.folder / "p.html").read_text()
+    assert "data:image/webp" not in page
+    assert f"<b>{100 * load_records(run).scores.mean_iou:.1f}</b>mIoU" in page
+    assert lab.done("report", run, other, "--output", lab.folder / "p.html").err == ""
+    assert "freed" in lab.done("runs", "--clear", other).out
+    (run / "evaluation.npz").rename(run / "kept.npz")
+    assert "needs the backbone 'tiny'" in lab.refused("compare", run, other, code=4)
+    (run / "kept.npz").rename(run / "evaluation.npz")
     said = lab.refused("train", run, "--nproc", 1, "--resume")
     assert "config.yaml" in said
     assert "the name of a loss that plugins import or an installed package offers" in said

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     if folds:
         results, joined = join_folds(folds[0], device, args.set)
     else:
-        how = {"with_curves": args.curves}
+        how = {"with_curves": args.curves, "with_pictures": len(runs) == 1}
         results, joined = [evaluated(run, device, args.set, **how) for run in runs], None
     with os_errors_as(ExecutionError, output, "the report cannot be written"):
         if args.output is None:

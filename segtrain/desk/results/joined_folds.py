@@ -9,29 +9,34 @@ from statistics import mean, stdev
 import torch
 
 from segtrain.checkpoint.trained import members_of
-from segtrain.config import Config, load_config
+from segtrain.config import Config
 from segtrain.desk.results.compare import CONFIDENCE, LEAST_GROUPS, score_interval
-from segtrain.desk.results.report import Evaluated, Joined, evaluated
-from segtrain.desk.results.runs import Run
+from segtrain.desk.results.evaluated import Evaluated, evaluated, read_any
+from segtrain.desk.results.report import Joined
 from segtrain.errors import CheckpointError
-from segtrain.run.division import EXPERIMENT, read_division, unit_of
+from segtrain.run.division import read_division, unit_of
 from segtrain.score.records import Records
 from segtrain.text import counted
 
 _WINDOW = re.compile(r"_y\d+_x\d+$")  # of a raster, behind the name of its file
 
 
-def evaluated_whole(directory: Path, device: torch.device) -> Evaluated:
-    """As `evaluated`; the directory may be one of folds, whose images are joined."""
+def evaluated_whole(
+    directory: Path, device: torch.device, overrides: Sequence[str] = ()
+) -> Evaluated:
+    """As `evaluated` without pictures; of a directory of folds all images are joined."""
     if read_division(directory) is None:
-        return evaluated(directory, device)
-    _, joined = join_folds(directory, device)
-    run = Run(directory, load_config(directory / EXPERIMENT, imports=False), {}, {})
-    return Evaluated(run, joined.records, None, None)
+        return evaluated(directory, device, overrides, with_pictures=False)
+    _, joined = join_folds(directory, device, overrides, with_pictures=False)
+    return Evaluated(read_any(directory), joined.records, None, None)
 
 
 def join_folds(
-    directory: Path, device: torch.device, overrides: Sequence[str] = ()
+    directory: Path,
+    device: torch.device,
+    overrides: Sequence[str] = (),
+    *,
+    with_pictures: bool = True,
 ) -> tuple[list[Evaluated], Joined]:
     """The runs of a directory of folds, and all their images together.
 
@@ -39,7 +44,8 @@ def join_folds(
         CheckpointError: folds are not trained to their ends, or were evaluated on other images.
         UserError: as `evaluated`.
     """
-    results = [evaluated(Path(run), device, overrides) for run in members_of(directory)]
+    how = {"with_pictures": with_pictures}
+    results = [evaluated(Path(run), device, overrides, **how) for run in members_of(directory)]
     division = read_division(directory)
     groups: dict[str, str] = {}  # of each name in the records
     for fold, result in zip(division.folds, results, strict=True):

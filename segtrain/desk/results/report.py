@@ -1,7 +1,7 @@
 """The report of one or several runs: one HTML page.
 
 It needs what training has kept. Where that is missing, as in a run of another version, the model is
-evaluated once more, on this machine.
+evaluated once more, on this machine (`evaluated`).
 """
 
 import math
@@ -13,108 +13,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from segtrain.checkpoint.trained import LoadedModel, load_model
-from segtrain.data import open_dataset
-from segtrain.data.read.dataset import SegDataset
 from segtrain.desk.results.cards import Card, draw_cards
 from segtrain.desk.results.compare import Interval
+from segtrain.desk.results.evaluated import Evaluated, evaluated
 from segtrain.desk.results.page import render
-from segtrain.desk.results.runs import Run, departures, differing, read_run
-from segtrain.distributed import collectives as dist
-from segtrain.errors import ConfigError, DataError, UserError
+from segtrain.desk.results.runs import Run, departures, differing
 from segtrain.files import write_atomic
-from segtrain.inference.predictor import for_scores
-from segtrain.inference.settings import InferenceSettings, set_after_training
 from segtrain.metrics import calibration_error
-from segtrain.models.precision import to_eval_precision
-from segtrain.one_vs_rest import CurveCounts, average_precision
+from segtrain.one_vs_rest import average_precision
 from segtrain.run import charts
 from segtrain.run.directory import REPORT, RESULTS
 from segtrain.score.curves import ClassCurve
-from segtrain.score.records import LABELLED, Records, load_records, scores_csv
-from segtrain.score.scoring import evaluate_dataset
-from segtrain.task.tasks import task_of
-from segtrain.text import MAX_NAME, printable, say
+from segtrain.score.records import LABELLED, Records, scores_csv
+from segtrain.text import MAX_NAME, printable
+
+__all__ = ["Evaluated", "evaluated", "report_page", "write_figures", "write_report"]
 
 _WORST, _BEST, _OF_CLASS = 8, 4, 2
 _CLASSES = 20  # with pictures of their own: those of all 150 of ADE20K would be tens of MB
-
-
-class Evaluated(NamedTuple):
-    """A run with the scores of its best checkpoint.
-
-    model: None where nothing needs it, as are the data where they cannot be read.
-    curves: as `CurveCounts.counts`, on the host; None: not counted.
-    """
-
-    run: Run
-    records: Records
-    model: LoadedModel | None
-    dataset: SegDataset | None
-    curves: torch.Tensor | None = None
-
-
-def evaluated(
-    directory: Path,
-    device: torch.device,
-    overrides: Sequence[str] = (),
-    *,
-    with_curves: bool = False,
-) -> Evaluated:
-    """The run in `directory` with its scores, from its own file if this fits its best checkpoint.
-
-    overrides: `data.root=...`, where the data have moved. with_curves: evaluate once more for the
-        curves, unless the file has them, as that of a run whose classes overlap.
-
-    Raises:
-        UserError: there is no run or checkpoint; or the data it needs cannot be read; or this is a
-            rank of several, and there are no scores.
-    """
-    run = read_run(directory)
-    loaded = load_model(directory, device=device)
-    task_of(loaded.config.task).check_classes(str(directory))
-    data = set_after_training(loaded.config, overrides, ("data.root",), source=str(directory)).data
-    # The file may hold the scores of another checkpoint than the best one.
-    records, split = load_records(directory), data.eval_split
-    fits = records is not None and records.about.get("step") == loaded.step
-    # Training keeps the probabilities of all classes only where they overlap.
-    fits = fits and not (with_curves and records.calibration.ndim == 2)
-    try:
-        dataset = open_dataset(data, split)
-        if fits and records.names != tuple(dataset.names):
-            raise DataError(f"{data.root}: split {split} has other images than were scored")
-    except UserError as error:
-        # Without images the page still has scores. Without both there is nothing to show.
-        if not fits:
-            raise
-        say(f"warning: no pictures: {error}")
-        dataset = None
-    curves = None
-    if not fits:
-        if dist.world_size() > 1:
-            raise ConfigError(f"{directory}: the scores of its best checkpoint are missing")
-        say(f"evaluating {directory}, step {loaded.step}, on split {split}")
-        counted = CurveCounts(loaded.classes.num_classes, device) if with_curves else None
-        records = evaluate(loaded, dataset, device, counted)
-        curves = None if counted is None else counted.counts.cpu()
-    # Where classes overlap, the calibration counts are those of the curves.
-    if records.calibration.ndim == 3:
-        curves = torch.from_numpy(records.calibration)
-    return Evaluated(run, records, loaded, dataset, curves)
-
-
-def evaluate(
-    loaded: LoadedModel,
-    dataset: SegDataset,
-    device: torch.device,
-    curves: CurveCounts | None = None,
-) -> Records:
-    """The scores of a model on a split, by this process alone; curves: of `evaluate_dataset`."""
-    model = to_eval_precision(loaded.model, loaded.config, device)
-    settings = InferenceSettings.from_config(loaded.config)
-    predictor = for_scores(model, settings, device, loaded.classes.num_classes)
-    outcome = evaluate_dataset(predictor, dataset, progress=True, curves=curves)
-    return Records.of(outcome, dataset, settings, loaded.step)
 
 
 class Joined(NamedTuple):
