@@ -326,8 +326,11 @@ OTHERS = [
     ("compare runs/my", "expected two runs, or several a side: compare A A2 --with B B2"),
     ("compare runs/my --with runs/../runs/my --with b", "...runs/my: on both sides"),
     *(
-        (f"compare runs/my none {more} --steps", "--steps: expected two runs, without --by and ...")
-        for more in ("other", "--by image", "--json file")
+        (
+            f"compare runs/my none {more} --steps",
+            "--steps: expected two runs, without --by, --on ...",
+        )
+        for more in ("other", "--by image", "--on val", "--json file")
     ),
     ("compare runs/my none --steps", "none: expected the directory of a run"),
     ("watch nowhere", "nowhere: cannot be read: no such file or directory"),

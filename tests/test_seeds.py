@@ -72,6 +72,13 @@ def test_runs_that_are_stopped_resumed_and_more(own, stop, tmp_path, lab):
     assert said.out.startswith(f"A           {out / 'seed_5'}, {out / 'seed_6'}, ")
     compared = json.loads(file.read_text())["scores"]
     assert compared == [pytest.approx(best), [pytest.approx(best[1])]]
+    words = "compare", out, tmp_path / "alone", "--latex", tmp_path / "t.tex", "--json", file
+    lab.done(*words[:3], "--by", "image", *words[3:])
+    assert json.loads(file.read_text())["scores"] == compared
+    assert (
+        f"{100 * np.mean(best):.2f} \\pm {100 * np.std(best, ddof=1):.2f}"
+        in (tmp_path / "t.tex").read_text()
+    )
     assert "seed_6: on both sides" in lab.refused("compare", out, "--with", out / "seed_6")
     assert "--steps: expected two" in lab.refused("compare", out, tmp_path / "alone", "--steps")
 

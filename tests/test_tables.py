@@ -10,7 +10,7 @@ from experiments import unread
 
 from segtrain.desk.results.compare import compare, comparison_lines
 from segtrain.desk.results.runs import Run
-from segtrain.desk.results.tables import latex_table, markdown_table
+from segtrain.desk.results.tables import latex_table, markdown_table, several_lines
 from segtrain.score.records import Records
 
 NAMES = ("R&D_50% #1", r"a|b\c", "[x]* <i>^~{$}", "Straße `q`", "never")
@@ -100,7 +100,7 @@ def test_the_numbers_are_those_of_numpy_and_scipy(sides):
 def test_both_tables_are_read_back_as_they_were(sides, seeds):
     sides = sides if seeds else [one[:1] for one in sides]
     found, titles = compare(*sides), ["A: r_1 & 2", "B: 50%"]
-    texts = markdown_table(found, titles), latex_table(found, titles)
+    texts = markdown_table([found], titles), latex_table([found], titles)
     tables = markdown_cells(texts[0]), latex_cells(texts[1])
     a, b = map(ious, sides)
     for header, *rows in tables:
@@ -127,9 +127,44 @@ def test_a_class_that_some_runs_alone_predict_has_no_mean(sides):
     counts[0, 4] = [0, 0, 5]
     found = compare([replace(a[0], images=counts), *a[1:]], b)
     assert found.table[-1].name == "never"
-    texts = markdown_table(found, "AB"), latex_table(found, "AB")
+    texts = markdown_table([found], "AB"), latex_table([found], "AB")
     for table in markdown_cells(texts[0]), latex_cells(texts[1]):
         assert [cell.replace("--", "-") for cell in table[-1]] == ["never", "-", "-", "-"]
+
+
+def test_each_of_several_sides_is_compared_with_the_first(sides):
+    """A table of three; class `never` has pixels in C alone, and stands where it is first seen."""
+    a, b = sides
+    c = side(2, 0.5, np.random.default_rng(7))
+    for one in c:
+        one.images[0, 4] = [0, 0, 5]
+    found = [compare(a, b), compare(a, c)]
+    titles = ["A: 1", "B: 2", "C: 3"]
+    texts = markdown_table(found, titles), latex_table(found, titles)
+    for header, *rows in markdown_cells(texts[0]), latex_cells(texts[1]):
+        assert header == ["IoU in %", "A: 1", "B: 2", "B - A", "C: 3", "C - A"]
+        assert [row[0] for row in rows] == ["mIoU", *NAMES]
+        for column, runs in ((1, a), (2, b), (4, c)):
+            scores = ious(runs)  # of the classes that are labelled; C's mean has `never`, too
+            for k in range(4):
+                mean, sd = scores[:, k].mean(), scores[:, k].std(ddof=1)
+                assert rows[1 + k][column] == f"{mean:.2f} ± {sd:.2f}"
+        means = [ious(runs).mean(1) for runs in (a, b, c)]
+        means[2] *= 4 / 5
+        assert [rows[0][i].split()[0] for i in (1, 2, 4)] == [f"{x.mean():.2f}" for x in means]
+        for column, one in ((3, found[0]), (5, found[1])):
+            values = [f"{100 * x:+.2f}" for x in one.recipes]
+            assert rows[0][column] == "{} ({} to {})".format(*values)
+            assert float(values[0]) == pytest.approx(100 * one.models.value, abs=0.005)
+        assert [cell.replace("--", "-") for cell in rows[-1][1:]] == [*"---", "0.00 ± 0.00", "-"]
+    assert "{lrrrrr}" in texts[1]
+    assert "3 and 4 and 2 seeds" in texts[0]
+    assert "not corrected for 2 comparisons" in texts[0]
+    lines = several_lines(found, [[read_like(name)] for name in "abc"])
+    assert [line[:13] for line in lines[:3]] == [f"{x}           {x.lower()}" for x in "ABC"]
+    (of_b, of_c) = (line for line in lines if line.startswith("verdict "))
+    assert of_b == "verdict     B: the configs are equal" + of_b.partition("equal")[2]
+    assert of_c.startswith("verdict     C: ")
 
 
 def test_the_terminal_shows_the_table_in_place_of_the_largest_differences(sides):

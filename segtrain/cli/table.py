@@ -232,6 +232,7 @@ _JOBS = _argument("--jobs", "processes (default: one for each core)", "J", posit
 _DATA_ROOT = _settings("only data.root=/elsewhere/data")
 _DATA_SETTINGS = _settings("data.root=/elsewhere/data, data.eval_split=test")
 _EXTENDING = {"nargs": "+", "action": "extend", "dest": "other", "default": []}
+_FORMS = {"choices": ("ids", "colors", "train_ids", "bands")}
 _UNITS = ("image", "sequence")
 _GROUP_HELP = (
     "images stay together whose paths have the same match or (match), such as '(p[0-9]+)_'"
@@ -504,19 +505,24 @@ COMMANDS = (
         "compare",
         "desk.commands.compare:main",
         "say whether one model is better than another, or why two runs differ",
-        _argument("runs", "two runs, folds or seeds, or all of side A", "RUN", _path, nargs="+"),
+        _argument("runs", "runs, folds, seeds, scored maps; or all of A", "RUN", _path, nargs="+"),
         _argument("--with", "the runs of side B", "RUN", _path, **_EXTENDING),
+        _argument("--on", "evaluate all on this list of images and labels, or split", "LIST|S"),
         _argument("--by", f"what is drawn again {_BY_NAMES} five)", choices=_UNITS),
         _argument("--json", "write all figures as JSON", "FILE", _path),
         _argument("--markdown", "write the table of the classes", "FILE", _path),
         _argument("--latex", "the same for LaTeX, with booktabs", "FILE", _path),
         _switch("--steps", "say instead where the training of two runs parts, and why"),
+        _DATA_ROOT,
         _PLUGIN,
         _DEVICE,
         description="Compare two runs on the same images: the difference of their mIoU with an "
         "interval\n(paired bootstrap), the classes and images that make it, what the configs "
-        "change, and a\nverdict. With several seeds a side it speaks of the recipes.",
+        "change, and a\nverdict. With several seeds a side it speaks of the recipes. More than two "
+        "sides are each\ncompared with the first, in a table.",
         examples="segtrain compare runs/a runs/b\n"
+        "segtrain compare runs/a_seeds runs/b_seeds runs/c_seeds --latex table.tex\n"
+        "segtrain compare runs/old runs/new --on new.txt\n"
         "segtrain compare runs/a runs/b --steps\n"
         "segtrain compare runs/a runs/a_seed1 --with runs/b runs/b_seed1",
     ),
@@ -700,11 +706,7 @@ COMMANDS = (
         "outline the classes of label maps on the Earth, as GeoJSON",
         _argument("labels", "a label map, or a folder of such", "LABELS", _path, nargs="+"),
         _argument("--classes", "the class file of the labels", "FILE", required=True),
-        _argument(
-            "--label-format",
-            "what label maps hold (ids)",
-            choices=("ids", "colors", "train_ids", "bands"),
-        ),
+        _argument("--label-format", "what label maps hold (ids)", **_FORMS),
         _argument("--output", "the file to write", "FILE.geojson", _path, required=True),
         _argument("--simplify", "how far outlines may move", "METRES", _metres),
         _OVERWRITE,

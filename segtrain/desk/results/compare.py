@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
+from string import ascii_uppercase
 from typing import NamedTuple
 
 import numpy as np
@@ -166,13 +167,7 @@ def score_interval(records: Records, groups: Sequence[str]) -> Interval:
 
 def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     """The comparison in words; the last line is the verdict."""
-    lines = []
-    for letter, runs, scores in zip("AB", (a, b), found.scores, strict=True):
-        each = ", ".join(f"{100 * score:.2f}" for score in scores)
-        names = first_of((run.directory for run in runs), 3)
-        by = runs[0].config.eval
-        chosen = "" if by.best == "miou" else f"; best.pt chosen by {printable(by.best_name, 80)}"
-        lines.append(f"{letter}           {names}: mIoU {each}{chosen}")
+    lines = [side_line(*side) for side in zip("AB", (a, b), found.scores, strict=True)]
     lines.append(f"B - A       {found.models} points of mIoU, {CONFIDENCE:.0%} interval over")
     lines[-1] += f" {found.unit}"
     if found.seed_std is not None:
@@ -183,7 +178,7 @@ def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> l
     lines += [f"note        {note}" for note in found.notes]
     ranked = sorted(found.classes.items(), key=lambda one: -abs(one[1].value))
     if found.recipes is not None:  # the table of the classes has their seeds, too
-        lines += table_lines(table_columns(found, ("A", "B")))
+        lines += table_lines(table_columns([found], ("A", "B")))
     # With several seeds the table above shows all classes.
     for name, interval in ranked[:_SHOWN] if found.recipes is None else ():
         lines.append(f"class       {printable(name, 40)}: {interval}")
@@ -191,36 +186,60 @@ def comparison_lines(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> l
     for name, change in most:
         if change:
             lines.append(f"image       {printable(name, 80)}: {_points(change, 3)} points of B - A")
+    return lines + judged(found, a, b, "B")
+
+
+def side_line(letter: str, runs: Sequence[Run], scores: Sequence[float]) -> str:
+    """The runs of a side, and their mIoU."""
+    each = ", ".join(f"{100 * score:.2f}" for score in scores)
+    by = runs[0].config.eval
+    is_usual = by.best == "miou" or runs[0].predictions
+    chosen = "" if is_usual else f"; best.pt chosen by {printable(by.best_name, 80)}"
+    return f"{letter}           {first_of((r.directory for r in runs), 3)}: mIoU {each}{chosen}"
+
+
+def judged(found: Comparison, a: Sequence[Run], b: Sequence[Run], letter: str) -> list[str]:
+    """What differs between A and the side of this letter, and the verdict."""
     # Runs of one side differ in their seed only, so the first one stands for its side.
-    different = differing_recipes([runs[0].config for runs in (a, b)])
+    read = [runs[0].predictions for runs in (a, b) if runs[0].predictions]
+    different = {} if read else differing_recipes([runs[0].config for runs in (a, b)])
+    lines = [f"note        label maps of {name}: their recipe is not known" for name in read]
     for key, (before, after) in different.items():
-        lines.append(f"config      {key}: {yaml_value(before)} in A, {yaml_value(after)} in B")
-    return [*lines, f"verdict     {verdict(found, different)}"]
+        here, there = yaml_value(before), yaml_value(after)
+        lines.append(f"config      {key}: {here} in A, {there} in {letter}")
+    return [*lines, f"verdict     {verdict(found, different or read, letter)}"]
 
 
-def table_columns(found: Comparison, titles: Sequence[str]) -> list[list[str]]:
-    """The columns of the table in plain text: names, both sides, and B minus A.
+def table_columns(found: Sequence[Comparison], titles: Sequence[str]) -> list[list[str]]:
+    """The columns of the table in plain text: names, side A, and each other beside its distance.
 
     Scores in %, of several runs as their mean and the standard deviation of a sample.
     """
-    sides = [[_spread(row.scores[i]) for row in found.table] for i in (0, 1)]
-    differences = [row.difference for row in found.table]
-    shown = ["-" if math.isnan(interval.value) else str(interval) for interval in differences]
-    names = [row.name for row in found.table]
-    columns = zip(("IoU in %", *titles, "B - A"), (names, *sides, shown), strict=True)
-    return [[title, *cells] for title, cells in columns]
+    # A class may have pixels in some sides only; it may be called as the first row is.
+    by_name = [{row.name: row for row in one.table[1:]} for one in found]
+    names = [*dict.fromkeys(name for rows in by_name for name in rows)]
+    table = [
+        [one.table[0], *map(rows.get, names)] for one, rows in zip(found, by_name, strict=True)
+    ]
+    first = [next(row for row in rows if row).scores[0] for rows in zip(*table, strict=True)]
+    columns = [["IoU in %", "mIoU", *names], [titles[0], *map(_spread, first)]]
+    for letter, title, rows in zip(ascii_uppercase[1:], titles[1:], table, strict=False):
+        columns.append([title, *(_spread(row.scores[1]) if row else "-" for row in rows)])
+        known = [row if row and not math.isnan(row.difference.value) else None for row in rows]
+        columns.append([f"{letter} - A", *(str(row.difference) if row else "-" for row in known)])
+    return columns
 
 
-def verdict(found: Comparison, different: Collection[str]) -> str:
-    """One sentence. different: the options in which the configs differ."""
+def verdict(found: Comparison, different: Collection[str], letter: str = "B") -> str:
+    """One sentence. different: the options in which the configs differ. letter: of the other."""
     # The interval as well: no resample tells the two apart.
     if found.recipes is None and tuple(found.models) == (0, 0, 0):
         return "there is no difference: the scores are equal, whichever images are drawn"
-    better = "B" if found.models.value > 0 else "A"
+    better = letter if found.models.value > 0 else "A"
     if not different and found.models.value != 0:
         return (
             "the configs are equal, so it is no recipe that differs, but data, starting weights, "
-            "length or rounding: segtrain compare A B --steps says which"
+            f"length or rounding: segtrain compare A {letter} --steps says which"
         )
     if set(different) == {"seed"} and found.models.value != 0:
         return (
@@ -280,7 +299,8 @@ def _check_same(one: Records, other: Records) -> None:
     if one.about.get("folds") != other.about.get("folds"):
         raise ConfigError(f"the scores are not of folds made alike ({splits})")
     if one.names != other.names:
-        raise ConfigError(f"the runs were evaluated on different images ({splits})")
+        what = f"the runs were evaluated on different images ({splits})"
+        raise ConfigError(f"{what}; --on LIST evaluates all of them on one list")
     if not np.array_equal(one.images[..., LABELLED], other.images[..., LABELLED]):
         differ = (one.images[..., LABELLED] != other.images[..., LABELLED]).any(1)
         names = [one.names[i] for i in np.flatnonzero(differ)]

@@ -1,6 +1,7 @@
 """Runs with the scores of their best checkpoints."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,9 +9,12 @@ import torch
 
 from segtrain.checkpoint.format import load, parse_experiment
 from segtrain.checkpoint.trained import LoadedModel, load_model, resolve
-from segtrain.config import load_config
+from segtrain.config import DataConfig, load_config
 from segtrain.data import open_dataset
+from segtrain.data.read.classes import class_differences
 from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.find import Pair, Window
+from segtrain.data.read.layouts import list_split
 from segtrain.desk.results.runs import Run, read_run
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
@@ -22,7 +26,7 @@ from segtrain.run.division import EXPERIMENT
 from segtrain.score.records import Records, load_records
 from segtrain.score.scoring import evaluate_dataset
 from segtrain.task.tasks import task_of
-from segtrain.text import say
+from segtrain.text import first_of, say
 
 _ROOT = ("data.root",)
 
@@ -98,6 +102,60 @@ def evaluated(
     return Evaluated(run, records, loaded, dataset, curves)
 
 
+def evaluation_on(
+    on: str, directory: Path, device: torch.device, overrides: Sequence[str] = ()
+) -> Callable[[], Evaluated]:
+    """What evaluates a run's best checkpoint, or all of folds, on a list or split (see `data_on`).
+
+    Raises:
+        ConfigError: it was trained on some of these images.
+        UserError: there is no checkpoint, or the data cannot be read or have other classes.
+    """
+    loaded = load_model(directory, device=device)
+    task_of(loaded.config.task).check_classes(str(directory))
+    given = {"source": str(directory)}
+    data = data_on(set_after_training(loaded.config, overrides, _ROOT, **given).data, on)
+    dataset = open_dataset(data, data.eval_split)
+    if loaded.classes.names != dataset.classes.names:
+        (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
+        raise DataError(f"{directory}: {difference}")
+    images = {_place(pair): pair.name for pair in list_split(data, data.eval_split).pairs}
+    seen: dict[str, list[str]] = {"train_split": [], "eval_split": []}
+    try:
+        for config in loaded.configs:
+            own = set_after_training(config, overrides, _ROOT, **given).data
+            for key, names in seen.items():
+                places = {_place(pair) for pair in list_split(own, getattr(own, key)).pairs}
+                names += [name for place, name in images.items() if place in places]
+    except UserError as error:
+        say(f"warning: {directory}: whether it was trained on images of {on} is not known: {error}")
+    trained, chosen = ({*names} for names in seen.values())
+    if trained:
+        what = f"was trained on {len(trained)} of {len(images)} images ({first_of(trained, 3)})"
+        raise ConfigError(f"--on {on}: {directory} {what}: leave them out, its score flatters")
+    if chosen and any(config.eval.every_steps for config in loaded.configs):
+        what = f"chose its best checkpoint by {len(chosen)} of {len(images)} images"
+        say(f"warning: {directory} {what}, which flatters its score")
+
+    def begin() -> Evaluated:
+        say(f"evaluating {directory}, {loaded.about}, on {len(dataset)} images of {on}")
+        return Evaluated(read_any(directory), evaluate(loaded, dataset, device), None, None)
+
+    return begin
+
+
+def data_on(data: DataConfig, on: str) -> DataConfig:
+    """`data` with the evaluation split `on`; or a list file, of images and labels below data.root.
+
+    Lists are read as those of data.layout list, whatever the layout is.
+    """
+    changes: dict[str, str | None] = {"pack": None, "eval_split": on}
+    if Path(on).is_file():
+        changes |= {"eval_split": str(Path(on).resolve()), "layout": "list"}
+        changes |= {"labels_dir": data.labels_dir if data.layout == "list" else None}
+    return data.model_copy(update=changes)
+
+
 def read_any(directory: Path) -> Run:
     """As `read_run`; of folds the config alone."""
     if (directory / EXPERIMENT).is_file():
@@ -117,3 +175,8 @@ def evaluate(
     predictor = for_scores(model, settings, device, loaded.classes.num_classes)
     outcome = evaluate_dataset(predictor, dataset, progress=True, curves=curves)
     return Records.of(outcome, dataset, settings, loaded.step)
+
+
+def _place(pair: Pair) -> tuple[str, Window | None]:
+    """Where the pixels of an image lie."""
+    return os.path.realpath(pair.image), pair.window

@@ -29,12 +29,15 @@ class Run:
 
     curves: of each tag of metrics.jsonl the steps and values, without missing ones.
     environment: environment.json; empty if it is missing or damaged.
+    predictions: the folder of label maps of any program, of which `config` says the data alone;
+        empty: this is a run.
     """
 
     directory: Path
     config: Config
     curves: Mapping[str, tuple[list[int], list[float]]]
     environment: Mapping[str, Any]
+    predictions: str = ""
 
     def __repr__(self) -> str:
         """In one line: a notebook shows what a cell returns, and curves are long."""
