@@ -32,7 +32,7 @@ LEAVES = {
         [
             "desk.results",
             *(f"desk.commands.{name}" for name in ("compare", "report", "runs", "watch")),
-            *(f"desk.commands.{name}" for name in ("verify", "suspects")),
+            *(f"desk.commands.{name}" for name in ("verify", "suspects", "score")),
         ],
         ["folds", "population"],
     ),

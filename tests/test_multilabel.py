@@ -40,6 +40,7 @@ from segtrain.one_vs_rest import (
 )
 from segtrain.predict import georaster
 from segtrain.run.pictures import mask_names
+from segtrain.score.records import load_records
 from segtrain.task.targets import targets_of
 from segtrain.task.tasks import task_of
 from segtrain.training.losses import SegLoss
@@ -452,6 +453,28 @@ def test_the_score_of_the_training_is_that_of_eval_and_of_the_kept_images(learnt
     assert "flatters" not in fixed
     said = lab.refused("eval", learnt / "run", "--set", "eval.thresholds=[0.1,0.2,0.3]")
     assert "3 numbers for 2 classes" in said
+
+
+def test_label_maps_of_predict_have_the_scores_of_eval(learnt, lab, tmp_path):
+    lab.done("predict", learnt / "run", learnt / "data/images", "--output", tmp_path / "p")
+    lab.done("eval", learnt / "run", "--json", tmp_path / "e.json")
+    evals = json.loads((tmp_path / "e.json").read_text())
+    for name in {path.stem for path in (tmp_path / "p/labels").iterdir()} - {
+        Path(name).name for name in load_records(learnt / "run").names
+    }:
+        (tmp_path / f"p/labels/{name}.tif").unlink()
+    words = "--output", tmp_path / "o", "--json", tmp_path / "s.json"
+    lab.done("score", tmp_path / "p", "--data", learnt / "run", *words)
+    ours = json.loads((tmp_path / "s.json").read_text())
+    assert ours["counts"] == evals["counts"]
+    assert ours["mIoU"] == evals["mIoU"] > 0
+    assert ours["mAP"] is ours["calibration_error"] is None
+    said = lab.done("compare", learnt / "run", tmp_path / "o").out
+    assert "there is no difference: the scores are equal" in said
+    said = lab.refused(
+        "score", tmp_path / "p", "--data", learnt / "run", "--label-format", "ids", code=3
+    )
+    assert "channels, expected one of class ids" in said
 
 
 def test_the_library_gives_a_band_a_class(learnt):

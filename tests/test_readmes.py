@@ -77,6 +77,7 @@ DRAWN = "test_annotations.py draws files of each format"
 SLICES = "test_volumes.py cuts and predicts volumes"
 ON_MAP = "test_geojson.py draws outlines, and outlines what is drawn"
 SIDES = "test_results.py compares sides of several runs"
+SCORED = "test_score.py scores label maps, and compares them and lists"
 SUSPECTS = "two steps teach a model too little; test_suspects.py trains on planted mistakes"
 BRANCHES = "test_finish.py makes branches"
 PLUGINS = "test_plugins.py has plugins"
@@ -115,6 +116,11 @@ NOT_RUN = {
     "seeds a -n 5": "test_seeds.py trains seeds",
     "seeds runs/a_seeds --resume -n 8": "test_seeds.py resumes and adds seeds",
     "compare runs/a_seeds --with runs/b_seeds --latex table.tex": SIDES,
+    "compare runs/a_seeds runs/b_seeds runs/c_seeds --latex table.tex": SIDES,
+    "compare runs/old runs/new --on new.txt": SCORED,
+    "compare runs/mine runs/theirs": SCORED,
+    "score theirs/ --data mine --label-format train_ids": SCORED,
+    "score theirs/ --data mine --label-format train_ids --output runs/theirs": SCORED,
     "bench mine": "test_bench.py measures steps",
     "train mine --fit": "test_fit.py fits trainings to limits",
     "init photos --ignore 255": "test_init.py answers questions",

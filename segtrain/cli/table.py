@@ -438,6 +438,31 @@ COMMANDS = (
         "segtrain eval runs/own --group '(patient_[0-9]+)' --json scores.json",
     ),
     Command(
+        "score",
+        "desk.commands.score:main",
+        "score label maps of any program on a data set, as eval scores a model",
+        _argument("predictions", "folder of label maps, or of segtrain predict", "DIR", _path),
+        _argument("--data", f"{_CONFIG_HELP}, or a run", "CONFIG|RUN", required=True),
+        _argument("--split", "split, or list file (default: data.eval_split)", "S|LIST"),
+        _argument(
+            "--label-format", "what label maps hold (as of predict: ids, or bands)", **_FORMS
+        ),
+        _argument("--ending", "what their names have behind the image's", "TEXT", default=""),
+        _argument("--output", "default: runs/<name of the folder>_scored", "DIR", _path),
+        _argument("--json", "write all scores as JSON", "FILE", _path),
+        _argument("--per-image", "write the scores of each image as CSV", "FILE", _path),
+        _argument("--group", f"scores by group: {_GROUP_HELP}", "REGEX", _pattern),
+        _argument("--surface", "distances of borders, as of segtrain eval", "PX", _tolerance),
+        _DATA_SETTINGS,
+        _PLUGIN,
+        description="Score label maps that any program has written: a file for each image of a "
+        "split, called\nas the image, or as the end of its path. Write a page, and scores that "
+        "compare and report\nread as those of a run.",
+        examples="segtrain score theirs/ --data own.yaml --label-format train_ids\n"
+        "segtrain score theirs/ --data runs/own --ending _pred --output runs/theirs\n"
+        "segtrain compare runs/own runs/theirs",
+    ),
+    Command(
         "verify",
         "desk.commands.in_ranks:verify",
         "compute steps of a run again and compare every bit",

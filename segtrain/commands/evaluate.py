@@ -162,9 +162,9 @@ def _open(args: argparse.Namespace) -> _Asked:
     _check_classes(loaded, dataset)
     curves = question.counts(names, device)
     check_windows(config, len(names), device, dist.local_world_size())
-    groups = _groups(args.group, dataset, config)
+    groups = groups_by(args.group, dataset, config)
     writers = picture_writers(args, dataset, config, split)
-    instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
+    instances, why_not = (None, []) if args.no_labels else instances_of(dataset, config)
     surfaces = None if args.surface is None else SurfaceScores(names, args.surface)
     chosen = () if args.no_labels else config.eval.metrics
     metrics = [PluginMetric(metric, names) for metric in chosen]
@@ -229,22 +229,33 @@ def _count(asked: _Asked) -> _Result:
     return _Result(outcome, records, further)
 
 
-def _answers(asked: _Asked, result: _Result) -> list["_Answer"]:
+def _answers(asked: _Asked, result: _Result) -> list["Answer"]:
     """What was asked beside the scores."""
     answers, names = [], asked.loaded.classes.names
     if result.outcome.curves is not None:
         told = asked.question.answer(result.outcome.curves.counts, names, asked.task)
-        answers.append(_Answer("curves", *told))
-    groups = asked.groups
-    by_group = groups and ScoresByGroup.of(result.records.images, groups, names)
-    for key, scores in (("by_group", by_group), ("surfaces", asked.surfaces)):
-        if scores:
-            answers.append(_Answer(key, scores.lines(), scores.to_dict()))
-    return answers + ([_of_plugins(result.further)] if result.further else [])
+        answers.append(Answer("curves", *told))
+    return answers + answers_of(result.records, asked.groups, asked.surfaces, result.further)
+
+
+def answers_of(
+    records: Records | None,
+    groups: Sequence[str] | None,
+    surfaces: SurfaceScores | None,
+    further: Mapping[str, Mapping[str, float]],
+) -> list["Answer"]:
+    """What was asked beside the scores of classes; see `_Asked` and `_Result`."""
+    by_group = groups and ScoresByGroup.of(records.images, groups, records.classes)
+    found = [
+        Answer(key, scores.lines(), scores.to_dict())
+        for key, scores in (("by_group", by_group), ("surfaces", surfaces))
+        if scores
+    ]
+    return found + ([_of_plugins(further)] if further else [])
 
 
 def _lines(
-    asked: _Asked, result: _Result, report: Report, answers: Sequence["_Answer"]
+    asked: _Asked, result: _Result, report: Report, answers: Sequence["Answer"]
 ) -> Iterator[str]:
     """The scores, and what they are of."""
     args, loaded, config, dataset = asked.args, asked.loaded, asked.config, asked.dataset
@@ -264,7 +275,7 @@ def _lines(
 
 
 def _write_files(
-    asked: _Asked, result: _Result, report: Report, answers: Sequence["_Answer"]
+    asked: _Asked, result: _Result, report: Report, answers: Sequence["Answer"]
 ) -> None:
     args = asked.args
     if args.json:
@@ -295,7 +306,7 @@ def _draw_worst(
         say(f"overlays of the {what}: {args.overlays}")
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
     """What was asked beside the scores: as lines of text, and for JSON by its key."""
 
     key: str
@@ -303,11 +314,11 @@ class _Answer(NamedTuple):
     found: dict[str, Any]
 
 
-def _of_plugins(further: Mapping[str, Mapping[str, float]]) -> _Answer:
+def _of_plugins(further: Mapping[str, Mapping[str, float]]) -> Answer:
     """The scores of `eval.metrics`, by the names of the metrics."""
     lines = [f"{name}: {key} {x:g}" for name, own in further.items() for key, x in own.items()]
     json = {name: {k: or_none(x) for k, x in own.items()} for name, own in further.items()}
-    return _Answer("metrics", lines, json)
+    return Answer("metrics", lines, json)
 
 
 def _about_thresholds(
@@ -366,7 +377,7 @@ def _members_alone(loaded: LoadedModel, records: Records | None) -> dict[str, fl
     return scores
 
 
-def _groups(
+def groups_by(
     pattern: re.Pattern[str] | None, dataset: SegDataset, config: Config
 ) -> list[str] | None:
     """The group of each image, by its path; None: not asked for."""
@@ -476,7 +487,7 @@ def _check_same_step(checkpoint: str | Path, steps: str) -> None:
         )
 
 
-def _instances(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | None, list[str]]:
+def instances_of(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | None, list[str]]:
     """What counts instances, or None and why: no line if the data set has no instances at all."""
     paths = instance_files(config.data, dataset.pairs)
     if not paths or not any(c.instance_px for c in dataset.classes.classes):

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from segtrain import files
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
-from segtrain.run.directory import named_run
+from segtrain.run.directory import EVALUATION, named_run
 from segtrain.text import first_of, printable
 
 FOLDS, SEEDS, EXPERIMENT = "folds.json", "seeds.json", "experiment.yaml"
@@ -112,10 +112,15 @@ def read_seeds(directory: Path) -> Seeds | None:
     return read_record(path, Seeds) if path.is_file() else None
 
 
+def is_scored(directory: Path) -> bool:
+    """Whether `segtrain score` has written the scores of label maps there."""
+    return all((directory / name).is_file() for name in (EVALUATION, EXPERIMENT))
+
+
 def named_runs(paths: Iterable[Path]) -> list[Path]:
     """The runs that a command line names, see `named_run`, or directories of folds; each once.
 
-    A directory of seeds stands for its runs.
+    A directory of seeds stands for its runs. Scored label maps count as a run.
 
     Raises:
         ConfigError: no run is there, or a seed is not trained to its end.
@@ -123,7 +128,8 @@ def named_runs(paths: Iterable[Path]) -> list[Path]:
     named: list[Path] = []
     for path in paths:
         if (seeds := read_seeds(path)) is None:
-            named.append(path if read_division(path) else named_run(path))
+            is_own = is_scored(path) or read_division(path)
+            named.append(path if is_own else named_run(path))
             continue
         if left := [each.run for each in seeds.runs if not each.finished]:
             what = f"not trained to the end: {first_of(left)}"

@@ -117,7 +117,8 @@ class PresenceCounts(ClassCounts):
     def add(self, index: int, found: LabelMap, label: Tensor) -> None:
         """Counts image `index`; nothing waits for the device."""
         self._images[index] = _right_labelled_predicted(self._matrix.update(found.label, label))
-        self._levels[index] = levels_of(self._calibration.update(found.probability, label))
+        if found.probability is not None:
+            self._levels[index] = levels_of(self._calibration.update(found.probability, label))
         self.num_infinite += ~found.is_finite
 
     def sum_over_ranks(self, num_by_windows: int) -> PresenceOutcome:

@@ -83,9 +83,10 @@ class ClassCounts(ImageCounts):
         if self.curves is not None:
             self.curves.update(found.probability, label)
         highest = found.probability
-        # Where curves are asked for, these are the probabilities of all classes.
-        highest = highest if highest.ndim == 2 else highest.amax(0)
-        self._calibration.update(highest, found.label, label)
+        if highest is not None:  # as of label maps that another program has written
+            # Where curves are asked for, these are the probabilities of all classes.
+            highest = highest if highest.ndim == 2 else highest.amax(0)
+            self._calibration.update(highest, found.label, label)
         self.num_infinite += ~found.is_finite
 
     def sum_over_ranks(self, num_by_windows: int) -> ClassOutcome:

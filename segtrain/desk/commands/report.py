@@ -8,7 +8,7 @@ from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.run.directory import REPORT
-from segtrain.run.division import named_runs, read_division
+from segtrain.run.division import is_scored, named_runs, read_division
 from segtrain.text import printable
 
 
@@ -25,6 +25,8 @@ def main(args: argparse.Namespace) -> int:
     output = args.output
     if output is None and len(runs) > 1:
         raise ConfigError("--output FILE: needed for a report of several runs")
+    if len(runs) == 1 and is_scored(runs[0]):
+        raise ConfigError(f"{runs[0]}: segtrain score has written the page of these label maps")
     folds = [run for run in runs if read_division(run) is not None]
     if folds and len(runs) > 1:
         what = "holds folds, which have a page of their own; segtrain compare takes several"

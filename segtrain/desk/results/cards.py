@@ -9,6 +9,7 @@ import torch
 
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.data.read.dataset import SegDataset
+from segtrain.desk.results.scored_maps import LabelMaps
 from segtrain.inference.predictor import Predictor, for_scores
 from segtrain.inference.settings import InferenceSettings
 from segtrain.models.precision import to_eval_precision
@@ -17,6 +18,9 @@ from segtrain.run.pictures import Rgb, as_rgb, error_map, overlay
 _SIDE_PX = 320
 _QUALITY = 80
 _OPACITY = 0.6
+
+
+Predicts = LoadedModel | LabelMaps
 
 
 class Card(NamedTuple):
@@ -32,15 +36,15 @@ class Predicted(NamedTuple):
     """An image of a split and what a model says about it.
 
     index: in the split. image: (h, w, 3) uint8 RGB, of the label's size. label, pred: (h, w) uint8
-    train ids; label may be IGNORE_INDEX. probability: (h, w) float32, that of `pred`. Where classes
-    overlap (h, w, K), and (K, h, w).
+    train ids; label may be IGNORE_INDEX. probability: (h, w) float32, that of `pred`; of label maps
+    None. Where classes overlap (h, w, K), and (K, h, w).
     """
 
     index: int
     image: np.ndarray
     label: np.ndarray
     pred: np.ndarray
-    probability: np.ndarray
+    probability: np.ndarray | None
 
     def views(self, palette: Sequence[Rgb]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The image, and under the colours of label and of prediction, (h, w, 3) uint8 RGB."""
@@ -56,27 +60,30 @@ def split_predictor(loaded: LoadedModel, device: torch.device) -> Predictor:
 
 
 def predict_chosen(
-    loaded: LoadedModel, dataset: SegDataset, indices: Iterable[int], device: torch.device
+    loaded: Predicts, dataset: SegDataset, indices: Iterable[int], device: torch.device
 ) -> Iterator[Predicted]:
-    """Predicts these images, in the order of the split, by this process alone."""
-    predictor = split_predictor(loaded, device)
+    """Predicts these images, in the order of the split, by this process alone; or reads them."""
+    predictor = None if isinstance(loaded, LabelMaps) else split_predictor(loaded, device)
     for index in sorted(set(indices)):
         image, label = dataset[index]
-        pixels, place = torch.from_numpy(image), f"image {index} of {dataset.split}"
-        (predicted,) = predictor.label_maps(
-            [pixels], [label.shape[:2]], place=place, probabilities="highest"
-        )
+        if predictor is None:
+            maps = loaded.read(index, label), None
+        else:
+            pixels, place = torch.from_numpy(image), f"image {index} of {dataset.split}"
+            (predicted,) = predictor.label_maps(
+                [pixels], [label.shape[:2]], place=place, probabilities="highest"
+            )
+            maps = (x.cpu().numpy() for x in (predicted.label, predicted.probability.float()))
         image = as_rgb(image, dataset.form.value_range)
         # The label decides the size: the pictures of a card lie over each other.
         if image.shape[:2] != label.shape[:2]:
             size = label.shape[1], label.shape[0]
             image = cv2.resize(image, size, interpolation=cv2.INTER_AREA)
-        maps = (x.cpu().numpy() for x in (predicted.label, predicted.probability.float()))
         yield Predicted(index, image, label, *maps)
 
 
 def draw_cards(
-    loaded: LoadedModel, dataset: SegDataset, indices: Iterable[int], device: torch.device
+    loaded: Predicts, dataset: SegDataset, indices: Iterable[int], device: torch.device
 ) -> dict[int, Card]:
     """A card for each of these images, by this process alone."""
     cards: dict[int, Card] = {}

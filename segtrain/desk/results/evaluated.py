@@ -1,7 +1,8 @@
-"""Runs with the scores of their best checkpoints."""
+"""Runs with the scores of their best checkpoints, and label maps of other programs with theirs."""
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,13 +17,14 @@ from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair, Window
 from segtrain.data.read.layouts import list_split
 from segtrain.desk.results.runs import Run, read_run
+from segtrain.desk.results.scored_maps import LabelMaps
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.inference.predictor import for_scores
 from segtrain.inference.settings import InferenceSettings, set_after_training
 from segtrain.models.precision import to_eval_precision
 from segtrain.one_vs_rest import CurveCounts
-from segtrain.run.division import EXPERIMENT
+from segtrain.run.division import EXPERIMENT, is_scored
 from segtrain.score.records import Records, load_records
 from segtrain.score.scoring import evaluate_dataset
 from segtrain.task.tasks import task_of
@@ -32,7 +34,7 @@ _ROOT = ("data.root",)
 
 
 class Evaluated(NamedTuple):
-    """A run with the scores of its best checkpoint.
+    """A run with the scores of its best checkpoint, or label maps with theirs.
 
     model: what predicts, for pictures; None: nothing needs it, as are the data where they cannot be
         read.
@@ -41,7 +43,7 @@ class Evaluated(NamedTuple):
 
     run: Run
     records: Records
-    model: LoadedModel | None
+    model: LoadedModel | LabelMaps | None
     dataset: SegDataset | None
     curves: torch.Tensor | None = None
 
@@ -59,13 +61,16 @@ def evaluated(
     overrides: `data.root=...`, where the data have moved. with_curves: evaluate once more for the
         curves, unless the file has them, as that of a run whose classes overlap.
     with_pictures: with the model and the data, which scores that are kept do without, and so
-        without the code of plugins.
+        without the code of plugins. Label maps have neither.
 
     Raises:
         UserError: there is no run or checkpoint; or the data it needs cannot be read; or this is a
             rank of several, and there are no scores.
     """
     records = load_records(directory)
+    if is_scored(directory):
+        run = replace(read_any(directory), predictions=records.about.get("predictions", "unknown"))
+        return Evaluated(run, records, None, None)
     run, file = read_run(directory), resolve(directory)
     checkpoint = load(file)
     config, _ = parse_experiment(checkpoint, file, needed=())
@@ -108,9 +113,12 @@ def evaluation_on(
     """What evaluates a run's best checkpoint, or all of folds, on a list or split (see `data_on`).
 
     Raises:
-        ConfigError: it was trained on some of these images.
+        ConfigError: it was trained on some of these images, or these are label maps.
         UserError: there is no checkpoint, or the data cannot be read or have other classes.
     """
+    if is_scored(directory):
+        what = "label maps are scored on other images by segtrain score"
+        raise ConfigError(f"{directory}: {what} ... --split {on}")
     loaded = load_model(directory, device=device)
     task_of(loaded.config.task).check_classes(str(directory))
     given = {"source": str(directory)}
@@ -157,7 +165,7 @@ def data_on(data: DataConfig, on: str) -> DataConfig:
 
 
 def read_any(directory: Path) -> Run:
-    """As `read_run`; of folds the config alone."""
+    """As `read_run`; of folds and of label maps the config alone."""
     if (directory / EXPERIMENT).is_file():
         return Run(directory, load_config(directory / EXPERIMENT, imports=False), {}, {})
     return read_run(directory)

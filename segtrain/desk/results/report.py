@@ -69,9 +69,9 @@ def report_page(
         classes=classes if same_classes else (),
         colors=found[0].model.classes.palette if found[0].model else (),
         confusion=figures.pop("confusion", ""),
-        reliability=figures.pop("reliability"),
+        reliability=figures.pop("reliability", ""),
         charts=list(figures.values()),
-        options=departures(runs[0].config) if records else {},
+        options=departures(runs[0].config) if records and not runs[0].predictions else {},
         differing={
             key: values
             for key, values in _differing(runs).items()
@@ -89,9 +89,12 @@ def draw_figures(found: Sequence[Evaluated], *, joined: Joined | None = None) ->
     if records and records.matrix.ndim == 2:
         figures |= _precision_recall(found[0]) if len(found) == 1 else {}
         figures["confusion"] = charts.confusion_svg(records.matrix, records.classes)
-    counts = (torch.from_numpy(result.records.calibration) for result in found)
-    figures["reliability"] = charts.reliability_diagram(dict(zip(names, counts, strict=True)))
-    return figures
+    counts = {
+        name: torch.from_numpy(result.records.calibration)
+        for name, result in zip(names, found, strict=True)
+        if not result.run.predictions  # label maps have no probabilities
+    }
+    return figures | ({"reliability": charts.reliability_diagram(counts)} if counts else {})
 
 
 # Lines of different colours in a chart.
@@ -202,6 +205,9 @@ def _curves(runs: dict[str, Run]) -> dict[str, str]:
 
 
 def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    # The config of label maps is not that of their model.
+    if any(run.predictions for run in runs):
+        return {}
     found = differing([run.config for run in runs])
     places = [str(run.environment.get("segtrain", "unknown")) for run in runs]
     if len(set(places)) > 1:

@@ -1,0 +1,140 @@
+"""Label maps that any program has written, as predictions of a split, and what is right in them."""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import torch
+
+from segtrain.data.read.classes import ClassFile
+from segtrain.data.read.concurrent import prefetch
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.find import LABEL_SUFFIXES, files_by_name, first_lines, one_name
+from segtrain.data.read.label_formats import Ids, LabelFormat, label_format_of
+from segtrain.errors import ConfigError, DataError
+from segtrain.run.console import ProgressBar
+from segtrain.run.pictures import LABELS
+from segtrain.task.contract import Outcome, Task
+from segtrain.task.prediction import LabelMap, Prediction
+from segtrain.text import counted, first_of, printable
+from segtrain.types import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class LabelMaps:
+    """The files in `folder`, one for each image of `dataset`, in its order."""
+
+    folder: Path
+    dataset: SegDataset
+    form: LabelFormat
+    files: Sequence[Path]
+
+    @property
+    def classes(self) -> ClassFile:
+        """Those of the data set."""
+        return self.dataset.classes
+
+    @classmethod
+    def find(
+        cls, folder: Path, dataset: SegDataset, label_format: str | None, *, ending: str = ""
+    ) -> "LabelMaps":
+        """The files below `folder` that are called as an image, or as the end of its path.
+
+        label_format: what they hold; None: what `segtrain predict` writes, where `folder` may be
+            what it has written into. ending: what names have behind that of the image.
+
+        Raises:
+            DataError: images without a label map or with several, and files of no image or of
+                several; all are counted, and the first named. Or images are windows of rasters.
+        """
+        folder = folder / LABELS if (folder / LABELS).is_dir() else folder
+        if not folder.is_dir():
+            raise DataError(f"{printable(folder)}: expected a folder of label maps")
+        if cut := [pair.image for pair in dataset.pairs if pair.window]:
+            raise DataError(f"{first_of(dict.fromkeys(cut), 3)}: windows of rasters are not scored")
+        owners = _owners(dataset)
+        found: dict[int, list[Path]] = defaultdict(list)
+        problems = []
+        for name, files in files_by_name(folder, LABEL_SUFFIXES, ending).items():
+            images = sorted(dataset.name(i) for i in owners[name])
+            what = f"may be of {first_of(images, 2)}" if images else "is of no image"
+            if problem := one_name(files):
+                problems.append(problem)
+            elif len(images) != 1:
+                problems.append(f"{printable(files[0])}: {what} of split {dataset.split}")
+            for i in owners[name]:
+                found[i].append(files[0])
+        for i, name in enumerate(dataset.names):
+            if len(found[i]) != 1:
+                what = first_of(found[i], 2) if found[i] else f"none in {printable(folder)}"
+                problems.append(f"image {printable(name)}: expected one label map, found {what}")
+            elif found[i][0].resolve() == Path(dataset.pairs[i].label).resolve():
+                problems.append(f"{printable(found[i][0])}: is the label itself, no prediction")
+        if problems:
+            raise DataError(first_lines(printable(folder), problems))
+        form = label_format or ("ids", "bands")[dataset.classes.overlapping]
+        files = [found[i][0] for i in range(len(dataset))]
+        return cls(folder, dataset, label_format_of(form), files)
+
+    def read(self, index: int, label: np.ndarray) -> np.ndarray:
+        """The prediction of image `index` in the form of its `label`; 0 where that is ignored.
+
+        Raises:
+            DataError: another shape, an id that the class file does not name, or pixels that are
+                labelled and have no class.
+        """
+        path, pair = self.files[index], self.dataset.pairs[index]
+        found = self.form.read(path, self.classes)
+        if found.shape != label.shape:
+            here, there = ("x".join(map(str, x.shape)) for x in (found, label))
+            what = f"label map {here}, label {printable(pair.label)} {there}"
+            raise DataError(f"{printable(path)}: {what}: shapes (height x width) must be equal")
+        if number := int(((found == IGNORE_INDEX) & (label != IGNORE_INDEX)).sum()):
+            what = f"{counted(number, 'pixel', 'pixels')} without a class"
+            raise DataError(f"{printable(path)}: {what}: every labelled pixel needs one")
+        return np.where(label == IGNORE_INDEX, np.uint8(0), found)
+
+    def count(self, task: Task, callbacks: Sequence[Callable[[Prediction], None]]) -> Outcome:
+        """What is right and wrong, as of `evaluate_dataset`, but without probabilities."""
+
+        def read(index: int) -> Prediction:
+            image, label = self.dataset[index]
+            return Prediction(index, image, label, self.read(index, label))
+
+        number = len(self.dataset)
+        counts = task.counts(number, self.classes.num_classes, torch.device("cpu"), None)
+        bar = ProgressBar(number, 0, "score", enabled=True, unit="image")
+        with bar, closing(prefetch(read, range(number), 2)) as predictions:
+            for one in predictions:
+                pred, label = map(torch.from_numpy, (one.pred, one.label))
+                counts.add(one.index, LabelMap(pred, torch.tensor(True)), label)
+                for callback in callbacks:
+                    callback(one)
+                bar.update()
+        return counts.sum_over_ranks(0)
+
+    def refuse_two_readings(self, predicted: Sequence[int]) -> None:
+        """ConfigError: all ids may be positions in the class file, too, and mean others then.
+
+        predicted: the pixels of each class.
+        """
+        ids = [(k, c.ids) for k, c in enumerate(self.classes.classes) if predicted[k]]
+        are_positions = all(min(own) < self.classes.num_classes for _, own in ids)
+        if isinstance(self.form, Ids) and are_positions and any(k not in own for k, own in ids):
+            what = "all values are ids of the class file, and positions in it of other classes"
+            raise ConfigError(f"{self.folder}: {what}: say --label-format ids, or train_ids")
+
+
+def _owners(dataset: SegDataset) -> dict[str, set[int]]:
+    """The images of each name that a label map may have."""
+    owners: dict[str, set[int]] = defaultdict(set)
+    for i, pair in enumerate(dataset.pairs):
+        for name in (os.path.splitext(pair.image)[0], pair.name):
+            parts = PurePosixPath(name).parts
+            for start in range(len(parts)):
+                owners["/".join(parts[start:])].add(i)
+    return owners
