@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
@@ -418,6 +419,16 @@ def test_slices_of_volumes_are_data_of_their_splits_and_classes(slices_of_three)
     assert load_class_file(config.data.classes).names == ("background", "box", "ball")
 
 
+def test_slices_of_a_body_are_not_mirrored_and_others_are(slices_of_three, tmp_path):
+    config = slices_of_three / "mine/config.yaml"
+    assert load_config(config).augment.flip_prob == 0
+    assert "# a mirrored left kidney or lung is a right one" in config.read_text()
+    cut = shutil.copytree(slices_of_three / "cut", tmp_path / "cut")
+    (cut / "volumes.json").unlink()  # pictures like any others
+    assert run("init", cut, "--output", tmp_path / "mine") == 0
+    assert load_config(tmp_path / "mine/config.yaml").augment.flip_prob == 0.5
+
+
 def test_a_predicted_volume_lies_where_its_source_does(slices_of_three, tmp_path, capsys):
     nib = pytest.importorskip("nibabel")
     model = trained(slices_of_three, tmp_path / "run", 8)
@@ -431,9 +442,12 @@ def test_a_predicted_volume_lies_where_its_source_does(slices_of_three, tmp_path
     nib.save(source, tmp_path / "new/scan.nii.gz")
     write_dicom(tmp_path / "new/series", values, OBLIQUE)
     capsys.readouterr()
-    assert run("predict", model, tmp_path / "new", "--output", tmp_path / "found") == 0
+    table, where = tmp_path / "t.csv", ("--output", tmp_path / "found")
+    asked = "--table", table, "--probabilities", "nii"
+    assert run("predict", model, tmp_path / "new", *where, *asked) == 0
     said = capsys.readouterr().out
     assert "12 slices of 40x48 along z, 3 mm apart" in said
+    assert "components: voxels of one class that touch, also at edges and corners" in said
     assert "2 of 2 volumes" in said
     found = nib.load(tmp_path / "found/labels/scan.nii.gz")
     assert found.shape == source.shape
@@ -458,6 +472,11 @@ def test_a_predicted_volume_lies_where_its_source_does(slices_of_three, tmp_path
     again = nib.as_closest_canonical(series)
     np.testing.assert_array_equal(again.get_fdata(), in_patient)
     np.testing.assert_allclose(again.affine, OBLIQUE, atol=1e-3)
+    check_table(table, in_patient, 0.8 * 0.7 * 3)
+    check_probabilities(tmp_path / "found", found)
+    # Without the option none of an earlier prediction is left.
+    assert run("predict", model, tmp_path / "new", *where, "--overwrite") == 0
+    assert not list((tmp_path / "found").rglob("ball.nii.gz"))
     # Bytes are numbers as those of more bits.
     for dtype in ("uint8", "float32"):
         write_nifti(tmp_path / f"bits/{dtype}.nii", values.clip(0, 255).astype(dtype))
@@ -465,6 +484,41 @@ def test_a_predicted_volume_lies_where_its_source_does(slices_of_three, tmp_path
     one, other = (nib.load(tmp_path / f"as/labels/{x}.nii.gz") for x in ("uint8", "float32"))
     np.testing.assert_array_equal(one.get_fdata(), other.get_fdata())
     assert one.get_fdata().any()
+
+
+def check_table(table, labels, mm3):
+    """Of both volumes, by numpy and scipy; the series has the same voxels."""
+    from scipy import ndimage
+
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    assert rows[0][:5] == ["image", "class", "voxels", "ml", "components"]
+    classes = "background", "box", "ball"
+    assert [x[:2] for x in rows[1:]] == [[y, x] for y in ("scan", "series") for x in classes]
+    for k in range(3):
+        voxels = (labels == k).sum()
+        number = ndimage.label(labels == k, np.ones((3, 3, 3)))[1]
+        for row in (rows[1 + k], rows[4 + k]):
+            assert [float(x) for x in row[2:]] == pytest.approx(
+                [voxels, voxels * mm3 / 1000, number, voxels / labels.size, 0, 0], rel=1e-5
+            )
+
+
+def check_probabilities(folder, labels):
+    """A file a class, where the volume is; the highest one is the label, and all sum to 1."""
+    sitk, nib = pytest.importorskip("SimpleITK"), pytest.importorskip("nibabel")
+    found = []
+    for name in ("background", "box", "ball"):
+        path = folder / f"probabilities/scan/{name}.nii.gz"
+        image = nib.load(path)
+        assert image.get_data_dtype() == np.float32
+        np.testing.assert_array_equal(image.affine, labels.affine)
+        theirs = sitk.ReadImage(str(path))  # as 3D Slicer reads it
+        assert theirs.GetDimension() == 3
+        np.testing.assert_array_equal(sitk.GetArrayFromImage(theirs).T, image.get_fdata())
+        found.append(image.get_fdata())
+    np.testing.assert_allclose(sum(found), 1, atol=1e-5)
+    np.testing.assert_array_equal(np.argmax(found, axis=0), labels.get_fdata())
+    assert len({path.name for path in folder.glob("probabilities/**/*")}) == 5  # no draft is left
 
 
 def test_neighbours_are_bands_of_images_and_of_slices(slices_of_three):
@@ -499,17 +553,6 @@ def test_volumes_are_predicted_with_the_neighbours_of_slices(slices_of_three, tm
     one = root / f"cut/images/{case}/z0003.tif"
     assert run("predict", model, one, "--output", tmp_path / "one") == 2
     assert "the slices before and after each; predict the volumes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--table", "t.csv"), ("--probabilities", "npz"), ("--opacity", "0.2")]
-)
-def test_what_volumes_cannot_honour_is_refused(lab, option, value):
-    folder = lab.folder / "scans"
-    folder.mkdir()
-    write_nifti(folder / "a.nii.gz", np.zeros((8, 9, 3), np.int16))
-    said = lab.refused("predict", "run", folder, "--output", lab.folder / "out", option, value)
-    assert f"{option}: not for a volume: {folder / 'a.nii.gz'}" in said
 
 
 def test_neighbours_of_names_without_numbers_are_refused(tmp_path):

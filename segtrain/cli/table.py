@@ -343,7 +343,13 @@ COMMANDS = (
         _switch("--all", "divide data.eval_split too, not only data.train_split"),
         _argument("--output", "directory (default: runs/<name of CONFIG>_folds)", "DIR", _path),
         _switch("--resume", "go on where the folds were left"),
-        _argument("--save-predictions", "write label maps of all images", "DIR", _path),
+        _argument(
+            "--save-predictions",
+            "write label maps of all images, each by the model that has not seen it; of slices "
+            "also volumes, with Dice and HD95 in mm in folds.json",
+            "DIR",
+            _path,
+        ),
         _settings(),
         _NPROC,
         _DEVICE,
@@ -578,10 +584,20 @@ COMMANDS = (
         _WITH,
         _argument("--output", "where to write the results", "DIR", _path, required=True),
         _switch("--overwrite", "replace results that are already there"),
-        _argument("--probabilities", "also write those of every class", choices=("npz", "tif")),
+        _argument(
+            "--probabilities",
+            "also write those of every class; nii: of volumes, a NIfTI file a class",
+            choices=("npz", "tif", "nii"),
+        ),
         _argument("--opacity", "of overlays (default: 0.5)", "X", _opacity),
         _argument("--clear", "classes that overlays leave clear", "A,B", _names, default=()),
-        _argument("--table", "CSV: pixels and objects of each class in each image", "FILE", _path),
+        _argument(
+            "--table",
+            "CSV: pixels and objects of each class in each image; of volumes voxels, millilitres "
+            "and components in three dimensions (voxels that touch, also at corners)",
+            "FILE",
+            _path,
+        ),
         _argument("--objects", "CSV: place, size and area of each object", "FILE", _path),
         _argument(
             "--pixel-size",

@@ -31,7 +31,7 @@ from segtrain.text import first_of
 # In the order in which they are asked whether a file is theirs: photos take what is left.
 _KINDS = "video", "raster", "photo"
 # What they honour is refused where one input does not: it would lack in the midst of others.
-_OF_ALL = "--table", "--objects", "--probabilities", "data.neighbours"
+_OF_ALL = "--table", "--objects", "--probabilities", "--probabilities nii", "data.neighbours"
 _SEES_SLICES = "the model sees the slices before and after each; predict the volumes"
 
 _Found = Mapping[Kind, Sequence[Any]]
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
 
     args: source (run directory or checkpoint), others (of an ensemble), inputs (files and folders),
         output (a directory), device ("auto", "cpu" or "cuda"), set (a list of
-        `section.key=value`), overwrite, probabilities (None, "npz" or "tif"), opacity (of
+        `section.key=value`), overwrite, probabilities (None, "npz", "tif" or "nii"), opacity (of
         overlays), clear (names of classes), thresholds (names of classes and numbers),
         unknown_below (a probability), frames (label maps of videos too), and those of
         TableOptions.
@@ -60,6 +60,9 @@ def main(args: argparse.Namespace) -> int:
     tables = TableOptions(args.table, args.objects, args.pixel_size, args.min_area)
     tables.check()
     _refuse_unhonoured(_given(args), by_kind)
+    if args.table and len(by_kind) > 1:
+        kinds = " and ".join(kind.several for kind in by_kind)
+        raise ConfigError(f"--table: {kinds} have tables with other columns: predict one kind")
     ready = _ready(args)
     if ready.config.data.neighbours:
         _refuse_unhonoured(["data.neighbours"], by_kind)
@@ -114,7 +117,10 @@ def _given(args: argparse.Namespace) -> list[str]:
     said = {
         "--table": args.table,
         "--objects": args.objects,
-        "--probabilities": args.probabilities,
+        "--probabilities": args.probabilities in pictures.PROBABILITY_ENDINGS,
+        "--probabilities nii": args.probabilities == "nii",
+        "--pixel-size": args.pixel_size,
+        "--min-area": args.min_area,
         "--frames": args.frames,
         "--opacity": args.opacity is not None,
         "--clear": args.clear,

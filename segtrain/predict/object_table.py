@@ -17,6 +17,8 @@ from segtrain.predict.pixel_size import PixelGrid, grid_of, square
 from segtrain.text import first_of, printable
 
 _TABLE = "image", "class", "pixels", "share", "objects", "no_value_px", "unknown_px"
+VOLUME_TITLES = "image", "class", "voxels", "ml", "components", "share"
+VOLUME_TITLES += "no_value_voxels", "unknown_voxels"
 _OBJECTS = "image", "class", "object", "pixels", "x_px", "y_px", "left_px", "top_px"
 _OBJECTS += "width_px", "height_px"
 # An area is a product: 0.1 * 0.1 is a little more than 0.01.
@@ -52,11 +54,11 @@ class TableOptions(NamedTuple):
             raise ConfigError("--pixel-size: serves only --table FILE and --objects FILE")
         if len({path.absolute() for path in self.files.values()}) < len(self.files):
             raise ConfigError(f"--objects {printable(self.objects)}: is the file of --table")
-        begins = {"--table": ",".join(_TABLE[:3]), "--objects": ",".join(_OBJECTS[:3])}
+        begins = {"--table": (_TABLE, VOLUME_TITLES), "--objects": (_OBJECTS,)}
         for option, path in self.files.items():
             with os_errors_as(ConfigError, f"{option} {printable(path)}", "cannot be written"):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                check_output(path, begins[option])
+                check_output(path, *(",".join(titles[:3]) for titles in begins[option]))
 
     def grids(self, sources: Sequence[PhotoFile]) -> tuple[dict[PhotoFile, PixelGrid], list[str]]:
         """Where the pixels of each file lie, if that is known, and warnings of files without it.
@@ -101,8 +103,7 @@ class ObjectTables:
         there = [source for source in sources if source in self.found]
         makers = {"--table": self.table, "--objects": self.objects}
         for option, path in self.options.files.items():
-            with os_errors_as(ExecutionError, path, "cannot be written"):
-                write_output(path, _csv(makers[option](there)))
+            write_table(path, makers[option](there))
 
     def table(self, sources: Sequence[PhotoFile]) -> list[list[Any]]:
         """A row for each image and class, below the titles."""
@@ -164,7 +165,8 @@ def _unit2(grid: PixelGrid | None) -> str:
     return f"{grid.unit}2" if grid else ""
 
 
-def _csv(rows: Sequence[Sequence[Any]]) -> str:
+def write_table(path: Path, rows: Sequence[Sequence[Any]]) -> None:
+    """Writes a CSV, its titles first; ExecutionError if it cannot."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(rows[0])
@@ -172,4 +174,5 @@ def _csv(rows: Sequence[Sequence[Any]]) -> str:
         # Map coordinates have seven digits before the point.
         cells = (f"{value:.12g}" if isinstance(value, float) else value for value in values)
         writer.writerow([printable(name), *cells])
-    return text.getvalue()
+    with os_errors_as(ExecutionError, path, "cannot be written"):
+        write_output(path, text.getvalue())

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -57,8 +58,10 @@ class DecodedPhoto(NamedTuple):
 class Photos:
     """Images that fit into memory."""
 
-    several, such, instead = "images", "images", {}
+    several, such = "images", "images"
+    instead = MappingProxyType({"--probabilities nii": "npz and tif are for images"})
     honours = "--table", "--objects", "--probabilities", "--opacity", "--clear"
+    honours += "--pixel-size", "--min-area"
 
     def is_own(self, source: PhotoFile) -> bool:
         """Every file: it is named when it cannot be read."""

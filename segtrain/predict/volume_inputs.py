@@ -1,49 +1,75 @@
 """`segtrain predict` of volumes: slice by slice, into a volume that lies where the source does."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from segtrain.checkpoint.ready import ReadyModel
-from segtrain.data.check.values import ImageValues, image_values, joined_values
+from segtrain.data.check.values import image_values, joined_values
 from segtrain.data.read.decode import Info
-from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
-from segtrain.data.read.image import ignore_missing
+from segtrain.data.read.find import IMAGE_SUFFIXES, first_lines, visible_files
+from segtrain.data.read.image import ImageForm, ignore_missing
 from segtrain.data.read.neighbours import with_neighbours
 from segtrain.data.read.photos import PhotoFile, form_of_info
 from segtrain.data.read.volumes import (
     AXES,
+    Stack,
     VolumeFile,
     coarsest_axis,
     find_volumes,
     load_volume,
+    nifti_library,
+    no_spacing,
     read_stack,
-    write_label_volume,
+    write_volume,
 )
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import temporary
 from segtrain.predict.kind import Job, noted
+from segtrain.predict.object_table import VOLUME_TITLES, write_table
 from segtrain.predict.summary import Notes
+from segtrain.predict.volume_table import ABOUT, volume_rows
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.text import printable
 
 ENDING = ".nii.gz"
+_INSTEAD = {"--probabilities": "--probabilities nii writes those of volumes"}
+_INSTEAD |= {"--objects": "--table FILE counts components, and tells millilitres"}
 
 
 class Volumes:
     """CT, MRI, microscopy in three dimensions: slice by slice."""
 
-    several, such, instead = "volumes", "a volume", {}
-    honours = "--set data.slice_axis", "data.neighbours"
+    several, such = "volumes", "a volume"
+    instead = MappingProxyType(_INSTEAD)
+    honours = "--set data.slice_axis", "data.neighbours", "--table", "--probabilities nii"
 
     def take(
         self, inputs: Sequence[str | Path], output: Path
     ) -> tuple[list[VolumeFile], list[str | Path], list[str]]:
-        """The volumes among inputs, the other inputs, and lines about files of neither."""
-        return _split_inputs(inputs, output)
+        """The volumes among inputs, the other inputs, and lines about files of neither.
+
+        DataError: headers tell of some that they cannot be predicted, before a model is loaded.
+        """
+        found = _split_inputs(inputs, output)
+        if found[0]:
+            nifti_library()  # of DICOM, too, NIfTI is written
+        problems = []
+        for volume in found[0]:
+            try:
+                load_volume(volume, headers_only=True)
+            except DataError as error:
+                problems.append(str(error))
+        if problems:
+            raise DataError(first_lines("input", problems))
+        return found
 
     def is_own(self, source: PhotoFile) -> bool:
         """No file: those that hold volumes are taken from the inputs."""
@@ -55,15 +81,19 @@ class Volumes:
             raise ConfigError("volumes are labelled with one class a pixel")
 
     def predict(self, job: Job, sources: Sequence[VolumeFile]) -> list[Notes]:
-        """Writes a volume of ids for each, where its source lies."""
-        notes = []
+        """Writes a volume of ids for each, where its source lies, and the table of all."""
+        notes, rows = [], []
         for source in sources:
             path = job.output / pictures.LABELS / f"{source.name}{ENDING}"
             with noted(notes, path):
-                values, is_finite, along = _predict_volume(job.ready, source, path)
-                notes.append(Notes(values=values, is_finite=is_finite))
+                note, own, lines = _predict_volume(job, source, path)
+                notes.append(note)
             if not notes[-1].problem:
-                print(along)
+                rows += own
+                print("\n".join(lines))
+        if job.tables.table:
+            write_table(job.tables.table, [VOLUME_TITLES, *rows])
+            print(ABOUT)
         return notes
 
     def written(self, job: Job) -> str:
@@ -111,56 +141,97 @@ def _files_below(given: str | Path, output: Path) -> list[str]:
 
 
 def _predict_volume(
-    ready: ReadyModel, file: VolumeFile, output: Path
-) -> tuple[ImageValues, bool, str]:
-    """Writes the ids of a volume as NIfTI.
+    job: Job, file: VolumeFile, output: Path
+) -> tuple[Notes, list[list[Any]], list[str]]:
+    """Writes the ids of a volume as NIfTI, and its probabilities, if they are asked for.
 
-    Returns what the network saw, whether all scores were finite numbers, and along which axis.
+    Returns notes, rows of the table, and lines to print.
 
     DataError: it cannot be read, or its values are of another kind than the training's.
     """
-    data, predictor, place = ready.config.data, ready.predictor, printable(file.path)
+    data, classes, place = job.ready.config.data, job.classes, printable(file.path)
     image = load_volume(file)
     axis = coarsest_axis(image) if data.slice_axis is None else AXES.index(data.slice_axis)
     stack = read_stack(file, image, axis)
-    if ready.form.value_range is not None and stack.pixels.dtype == np.uint8:
+    if job.ready.form.value_range is not None and stack.pixels.dtype == np.uint8:
         # One that needs no more bits than bytes, among others: data import keeps numbers as well.
         stack = stack._replace(pixels=stack.pixels.astype(np.float32))
-    number, size = len(stack.pixels), stack.pixels.shape[1:3]
-    channels = 2 * data.neighbours + 1
-    form = form_of_info(Info(size, channels, stack.pixels.dtype), ready.form, file.path)
-    ids = pictures.raw_ids(ready.loaded.classes)
     # The whole volume is in memory, its labels too; only the slices go to the device in turn.
-    labels = np.zeros((number, *size), ids.dtype)
-    values, is_finite = [], True
-    at_once = predictor.limits.num_images
-    bar = ProgressBar(number, 0, "volume", enabled=True, unit="slice", last_line=False)
+    labels = np.zeros(stack.pixels.shape[:3], np.uint8)
+    folder = job.output / pictures.PROBABILITIES / file.name
+    paths = [folder / f"{name}{ENDING}" for name in pictures.mask_names(classes)]
+    with ExitStack() as files:
+        kept = None
+        if job.probabilities:  # in a file: all of them may be larger than the memory
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = files.enter_context(files.enter_context(temporary(folder / "all")).open("wb"))
+        notes, num_missing = _predict_slices(job.ready, stack, file, labels, kept)
+        write_volume(output, pictures.raw_ids(classes)[labels], image, axis)
+        if kept is not None:
+            kept.flush()
+            shape = len(labels), len(paths), *labels.shape[1:]
+            known = np.memmap(kept.name, np.float32, "r", shape=shape)
+        for k, path in enumerate(paths):
+            if kept is not None:
+                write_volume(path, known[:, k], image, axis)
+            else:
+                path.unlink(missing_ok=True)  # of an earlier prediction
+    number, height, width = labels.shape
+    step = f", {stack.spacing[0]:.3g} {stack.unit} apart" if stack.unit else ""
+    lines = [f"{place}: {number} slices of {height}x{width} along {AXES[axis]}{step}"]
+    if not job.tables.table:
+        return notes, [], lines
+    if why := no_spacing(image):
+        lines.append(f"warning: {place}: no millilitres: {why}")
+    return notes, volume_rows(file.name, labels, num_missing, classes.names, image), lines
+
+
+def _predict_slices(
+    ready: ReadyModel, stack: Stack, file: VolumeFile, labels: np.ndarray, kept: IO[bytes] | None
+) -> tuple[Notes, int]:
+    """Fills `labels` (N, H, W) with train ids, and `kept` with probabilities (N, K, H, W) float32.
+
+    Returns notes, and how many voxels have no value.
+    """
+    predictor, place = ready.predictor, printable(file.path)
+    channels = 2 * ready.config.data.neighbours + 1
+    info = Info(labels.shape[1:], channels, stack.pixels.dtype)
+    form = form_of_info(info, ready.form, file.path)
+    values, is_finite, num_missing = [], True, 0
+    wanted = "none" if kept is None else "all"
+    bar = ProgressBar(len(labels), 0, "volume", enabled=True, unit="slice", last_line=False)
     bar.describe(printable(file.name))
     with bar:
-        for start in range(0, number, at_once):
-            seen = []
-            for i in range(start, min(start + at_once, number)):
-                stored = with_neighbours(stack.pixels, i, data.neighbours)
-                if stored.dtype.kind == "f":
-                    stored = np.where(np.isfinite(stored), stored, np.float32(np.nan))
-                if stored.shape[2] < form.channels:  # grey becomes RGB
-                    stored = np.repeat(stored, form.channels, axis=2)
-                values.append(image_values(stored, form, place))
-                seen.append(ignore_missing(stored, np.zeros(size, np.uint8), form))
-            images = [torch.from_numpy(np.ascontiguousarray(pixels)) for pixels, _ in seen]
-            maps = predictor.label_maps(images, place=place)
-            for i, (each, (_, missing)) in enumerate(zip(maps, seen, strict=True), start=start):
+        for start in range(0, len(labels), predictor.limits.num_images):
+            numbers = range(start, min(start + predictor.limits.num_images, len(labels)))
+            seen = list(_seen(stack, numbers, ready.config.data.neighbours, form))
+            values += [image_values(stored, form, place) for stored, _, _ in seen]
+            images = [pixels for _, pixels, _ in seen]
+            maps = predictor.label_maps(images, place=place, probabilities=wanted)
+            for i, each, (_, _, missing) in zip(numbers, maps, seen, strict=True):
                 is_finite = is_finite and bool(each.is_finite)
                 # `missing` is IGNORE_INDEX, the largest, where there is no value, else 0.
-                labels[i] = ids[np.maximum(each.label.cpu().numpy(), missing)]
+                labels[i] = np.maximum(each.label.cpu().numpy(), missing)
+                num_missing += int(np.count_nonzero(missing))
+                if kept is not None:
+                    shown = each.probability.float().cpu().numpy()
+                    kept.write(np.where(missing, np.float32(np.nan), shown).tobytes())
                 bar.update()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with temporary(output, ENDING) as draft:
-        write_label_volume(draft, labels, image, axis)
-        draft.replace(output)  # a file that is there is whole
-    step = "" if stack.spacing is None else f", {stack.spacing[0]:.3g} {stack.unit} apart"
-    along = f"{place}: {number} slices of {size[0]}x{size[1]} along {AXES[axis]}{step}"
-    return joined_values(values), is_finite, along
+    return Notes(values=joined_values(values), is_finite=is_finite), num_missing
+
+
+def _seen(
+    stack: Stack, numbers: Sequence[int], neighbours: int, form: ImageForm
+) -> Iterator[tuple[np.ndarray, Tensor, np.ndarray]]:
+    """Of each slice the values (H, W, C), what the network sees, and `missing` as of Photos."""
+    for i in numbers:
+        stored = with_neighbours(stack.pixels, i, neighbours)
+        if stored.dtype.kind == "f":
+            stored = np.where(np.isfinite(stored), stored, np.float32(np.nan))
+        if stored.shape[2] < form.channels:  # grey becomes RGB
+            stored = np.repeat(stored, form.channels, axis=2)
+        pixels, missing = ignore_missing(stored, np.zeros(stored.shape[:2], np.uint8), form)
+        yield stored, torch.from_numpy(np.ascontiguousarray(pixels)), missing
 
 
 KIND = Volumes()

@@ -18,7 +18,7 @@ import numpy as np
 from segtrain.data.read.decode import damage_named, number_dtype, printed_lines
 from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.errors import ConfigError, DataError
-from segtrain.files import os_errors_as, walk
+from segtrain.files import os_errors_as, temporary, walk
 from segtrain.text import counted, first_of, install_line, printable
 
 AXES = "xyz"
@@ -31,13 +31,18 @@ _FILLED = re.compile(r"Corrupt JPEG data: (\d+) extraneous bytes before marker 0
 _MOST_FILLED = 16  # bytes
 _PATIENT, _SERIES, _KIND = "0010|0020", "0020|000e", "0028|0004"
 _THICKNESS, _POSITION, _TURN, _SPACING = "0018|0050", "0020|0032", "0020|0037", "0028|0030"
-# nibabel's words for the units of a header; others are taken for millimetres.
-_UNITS = {"micron": "µm", "meter": "m"}
+# The codes of NIfTI for units of lengths; others are taken for millimetres.
+_UNITS = {1: "m", 3: "µm"}
+# Of the units that NIfTI, ImageJ and OME say, in millimetres.
+MM = {"m": 1e3, "cm": 10.0, "mm": 1.0, "nm": 1e-6}
+MM |= dict.fromkeys(("µm", "um", "micron", "microns"), 1e-3)
 # Steps between slices, and the corners of an image and its label, may differ by these fractions of
 # a voxel. Axes with spacings this close are equally coarse.
 _STEP, _CORNER, _COARSER = 0.05, 0.1, 1.01
 # Files round direction cosines and spacings to six digits and more.
 _ROUNDED = 1e-4
+# Of the cosine between two axes, 0.6 degrees: a gantry that was tilted is far beyond it.
+_SHEARED = 0.01
 
 
 class VolumeFile(NamedTuple):
@@ -62,8 +67,9 @@ class Stack(NamedTuple):
     """The slices of a volume, in order.
 
     pixels: (N, H, W, C). ids: of the slices, such as `z0003`. spacing: of slices, rows and columns;
-    None: nobody says. unit: of spacing. place: (4, 4) from voxels, turned to RAS+, to millimetres;
-    None: a TIFF says none. note: what had to be assumed; empty: nothing.
+    None: nobody says. unit: of spacing; empty: spacing counts voxels. place: (4, 4) from voxels,
+    turned to RAS+, to millimetres; None: a TIFF says none. note: what had to be assumed; empty:
+    nothing. stored: shape, affine and NIfTI's code of units, in the order of the file.
     """
 
     pixels: np.ndarray
@@ -72,6 +78,18 @@ class Stack(NamedTuple):
     unit: str = "mm"
     place: np.ndarray | None = None
     note: str = ""
+    stored: tuple[tuple[int, ...], list[list[float]], int] | None = None
+
+    @property
+    def spacing_mm(self) -> tuple[float, ...] | None:
+        """As `spacing`; None: not known, or slices are times, or axes are not at right angles."""
+        if self.spacing is None or self.unit not in MM or self.ids[0].startswith("t"):
+            return None
+        if self.place is not None:
+            axes = self.place[:3, :3] / np.linalg.norm(self.place[:3, :3], axis=0)
+            if np.abs(axes.T @ axes - np.eye(3)).max() > _SHEARED:
+                return None
+        return tuple(step * MM[self.unit] for step in self.spacing)
 
 
 def nifti_library() -> ModuleType:
@@ -188,13 +206,16 @@ def _numbers(header: Any, key: str, *default: float) -> np.ndarray:
         return np.array(text.split("\\") if text else default, float).reshape(len(default))
 
 
-def load_volume(file: VolumeFile) -> Any:
+def load_volume(file: VolumeFile, *, headers_only: bool = False) -> Any:
     """A nibabel image (X, Y, Z) in the order of the file, its voxels not yet read.
+
+    headers_only: of DICOM, no pixels either, and None is returned.
 
     DataError: it is damaged, or no volume of single numbers with even steps.
     """
     if file.path.is_dir() or len(file.files) > 1 or _suffix(file.path) not in _NIFTI:
-        return _load_series(file)
+        series = _series(file)
+        return None if headers_only else _load_series(*series)
     nibabel = nifti_library()
     with damage_named(file.path, "volume"):
         image = nibabel.load(file.path)
@@ -202,12 +223,36 @@ def load_volume(file: VolumeFile) -> Any:
     if dtype.kind not in "uif" or len(shape) < 3 or any(n != 1 for n in shape[3:]):
         what = f"expected a volume of single numbers, found {'x'.join(map(str, shape))} {dtype}"
         raise DataError(f"{printable(file.path)}: {what}; store each volume in a file of its own")
+    if not np.isfinite(image.affine).all() or np.linalg.matrix_rank(image.affine) < 4:
+        what = "its affine (sform or qform) gives voxels no volume; write the spacing there"
+        raise DataError(f"{printable(file.path)}: {what}")
     # Further axes are of length 1 here.
     return image if len(shape) == 3 else image.slicer[(..., *[0] * (len(shape) - 3))]
 
 
-def _load_series(file: VolumeFile) -> Any:
-    """A series of DICOM files, in the order of their positions, as nibabel has it."""
+def no_spacing(image: Any) -> str:
+    """Why the file of what `load_volume` gave says no spacing; empty: it does."""
+    header, affine = image.header, image.affine
+    if "no_spacing" in image.extra or int(header["xyzt_units"]) % 8:
+        return image.extra.get("no_spacing", "")
+    # Of `Nifti1Image(values, None)` or `Nifti1Image(values, np.eye(4))`.
+    is_placed = (header["sform_code"] or header["qform_code"]) and affine[:3, 3].any()
+    if is_placed or not np.array_equal(np.abs(affine[:3, :3]), np.eye(3)):
+        return ""
+    return "its header has voxels of 1x1x1 without a unit, as where nobody said a spacing"
+
+
+def voxel_ml(image: Any) -> float:
+    """The volume of a voxel in millilitres, also of a rotated or sheared grid."""
+    return abs(float(np.linalg.det(image.affine[:3, :3]))) * MM[_unit(image)] ** 3 / 1000
+
+
+def _unit(image: Any) -> str:
+    return _UNITS.get(int(image.header["xyzt_units"]) % 8, "mm")
+
+
+def _series(file: VolumeFile) -> tuple[list[Any], np.ndarray, str]:
+    """The headers of a DICOM series in order of their positions, its affine, why no spacing."""
     place = printable(file.path)
     headers = [_header_of(path) for path in file.files]
     turns = np.stack([_numbers(x, _TURN, 1, 0, 0, 0, 1, 0) for x in headers])
@@ -226,13 +271,23 @@ def _load_series(file: VolumeFile) -> Any:
         raise DataError(f"{place}: {problem}")
     steps = np.diff(positions, axis=0)  # (N - 1, 3)
     step = steps.mean(0) if len(steps) else normal * _numbers(headers[0], _THICKNESS, 1)
-    slices = [_dicom_values(headers[i]) for i in order]  # (rows, columns) each
     down_mm, right_mm = spacings[0]
     affine = np.eye(4)
     # Rows are counted along the second direction, by the first of the spacings (C.7.6.2.1.1).
     affine[:3] = np.column_stack([along[0] * right_mm, along[1] * down_mm, step, positions[0]])
     affine[:2] *= -1  # DICOM counts to the left and to the back
-    return nifti_library().Nifti1Image(np.stack(slices).transpose(2, 1, 0), affine)
+    needed = [_SPACING] if len(steps) else [_SPACING, _THICKNESS]
+    is_said = all(_value(header, key) for header in headers for key in needed)
+    why = "" if is_said else "its files say no PixelSpacing, or one slice no SliceThickness"
+    return [headers[i] for i in order], affine, why
+
+
+def _load_series(headers: Sequence[Any], affine: np.ndarray, why: str) -> Any:
+    slices = [_dicom_values(header) for header in headers]  # (rows, columns) each
+    options = {"extra": {"no_spacing": why}}
+    image = nifti_library().Nifti1Image(np.stack(slices).transpose(2, 1, 0), affine, **options)
+    image.header.set_xyzt_units("mm")
+    return image
 
 
 def _other_grid(grids: np.ndarray, names: Sequence[str]) -> str:
@@ -342,12 +397,14 @@ def read_stack(file: VolumeFile, image: Any, axis: int) -> Stack:
     # images count downwards, so the rows are reversed.
     pixels = np.moveaxis(voxels, axis, 0).transpose(0, 2, 1)[:, ::-1]
     ids = tuple(f"{AXES[axis]}{i:04d}" for i in range(len(pixels)))
-    unit = _UNITS.get(turned.header.get_xyzt_units()[0], "mm")
-    return Stack(pixels[..., None], ids, (spacing[axis], rows, columns), unit, turned.affine)
+    note = no_spacing(image)
+    stored = image.shape, image.affine.tolist(), int(image.header["xyzt_units"])
+    steps, unit = (spacing[axis], rows, columns), "" if note else _unit(image)
+    return Stack(pixels[..., None], ids, steps, unit, turned.affine, note, stored)
 
 
-def write_label_volume(path: Path, labels: np.ndarray, image: Any, axis: int) -> None:
-    """Writes slices (N, H, W) of ids as NIfTI, in the order and the place of `image`.
+def write_volume(path: Path, labels: np.ndarray, image: Any, axis: int) -> None:
+    """Writes slices (N, H, W), of ids or floats, as NIfTI in the order and the place of `image`.
 
     axis: as of `read_stack`.
     """
@@ -362,7 +419,10 @@ def write_label_volume(path: Path, labels: np.ndarray, image: Any, axis: int) ->
     header.set_data_dtype(labels.dtype)
     # The range of grey levels to show, which is that of the image.
     header["cal_min"] = header["cal_max"] = 0
-    nibabel.save(type(image)(np.ascontiguousarray(voxels), image.affine, header), path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with temporary(path, ".nii.gz") as draft:
+        nibabel.save(type(image)(np.ascontiguousarray(voxels), image.affine, header), draft)
+        draft.replace(path)  # a file that is there is whole
 
 
 def read_tiff_stack(file: VolumeFile) -> Stack:

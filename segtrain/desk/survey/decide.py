@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from segtrain.data.read.cut_volumes import read_cut_volumes
 from segtrain.desk.survey.balance import Balance, balance, check_left_out
 from segtrain.desk.survey.check_pairs import check_pairs, choose_orientation
 from segtrain.desk.survey.choose_set import choose_labels
@@ -76,7 +77,8 @@ def decide(
     except UndecidedError as undecided:
         undecided.survey, undecided.labels = found, labels
         raise
-    options = choose_options(splits, classes, pixels, here)
+    is_body = any(volume.stored for volume in read_cut_volumes(folder).values())
+    options = choose_options(splits, classes, pixels, here, is_body=is_body)
     return Decisions(found, labels, classes, splits, here, options), files
 
 

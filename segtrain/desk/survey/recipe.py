@@ -29,6 +29,7 @@ _IMAGENET = {key: DataConfig.model_fields[key].default for key in ("mean", "std"
 # Rarer than the most frequent class by this factor: the loss is weighted.
 _UNBALANCED = 20
 _LARGEST_WEIGHT = 10.0
+_SIDES = "a mirrored left kidney or lung is a right one; 0.5 if no class has a side"
 # Images whose values are known, at least.
 _LEAST_SEEN = 24
 
@@ -205,9 +206,12 @@ def _sample_sizes(image: Image) -> list[tuple[int, int]]:
 
 
 def choose_options(
-    splits: Splits, classes: Classes, pixels: Pixels, machine: Machine
+    splits: Splits, classes: Classes, pixels: Pixels, machine: Machine, *, is_body: bool
 ) -> list[Option]:
-    """Model, crop, batch, steps and the rest, from sizes, frequencies and the number of images."""
+    """Model, crop, batch, steps and the rest, from sizes, frequencies and the number of images.
+
+    is_body: the images are slices of a patient, whose sides are known.
+    """
     samples = [size for image in splits.train for size in _sample_sizes(image)]
     heights, widths = zip(*samples, strict=True)
     sizes = int(median(heights)), int(median(widths))
@@ -221,6 +225,7 @@ def choose_options(
     return [
         *pixels.options,
         *_input_options(sizes, 512 if machine.has_gpu else 256, is_rgb),
+        *([Option("augment.flip_prob", 0.0, _SIDES)] if is_body else []),
         *_model_options(sizes, machine),
         Option("train.steps", steps, f"{steps * batch / count:.0f} passes over {count} images"),
         Option("train.batch_size", batch, "over all devices; segtrain train --fit makes it fit"),

@@ -14,7 +14,8 @@ import numpy as np
 
 from segtrain.data.read import volumes
 from segtrain.data.read.concurrent import for_each_pair
-from segtrain.data.read.volumes import AXES, Stack, VolumeFile
+from segtrain.data.read.cut_volumes import CUT_VOLUMES, CUT_VOLUMES_FILE, CutVolume
+from segtrain.data.read.volumes import AXES, MM, Stack, VolumeFile
 from segtrain.desk.volumes.cases import VolumeCase, find_cases, other_number, read_case, why_no_ids
 from segtrain.desk.volumes.slice_sides import Written, divide_slices
 from segtrain.errors import ConfigError, DataError, ExecutionError, refuse_unused
@@ -24,8 +25,6 @@ from segtrain.text import counted, first_of, printable
 
 IMAGES, LABELS, LISTS, NAMES = "images", "labels", ("train.txt", "val.txt"), "dataset.json"
 _DRAFT = ".unfinished"
-# Of the units that NIfTI, ImageJ and OME say.
-_PER_CM = {"mm": 10.0, "cm": 1.0, "µm": 1e4, "um": 1e4, "micron": 1e4, "microns": 1e4, "nm": 1e7}
 
 
 def import_volumes(
@@ -61,6 +60,9 @@ def import_volumes(
                 text = "".join(f"{IMAGES}/{x}.tif\t{LABELS}/{x}.png\n" for x in part)
                 write_atomic(draft / name, text)
             lines.append(f"{len(train)} slices to train, {len(val)} to evaluate: {reason}")
+        # Eval measures distances by it, and folds put predicted slices together again.
+        cut = {volume.case.name: volume.place for volume in written}
+        write_atomic(draft / CUT_VOLUMES_FILE, CUT_VOLUMES.dump_json(cut))
         names = [x for source in sources for x in (source / NAMES, source.parent / NAMES)]
         if there := next((x for x in names if x.is_file()), None):  # nnU-Net's, of the classes
             shutil.copyfile(there, draft / NAMES)
@@ -81,7 +83,7 @@ def _claim(output: Path, *, overwrite: bool) -> None:
     with os_errors_as(ConfigError, place, "cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
         there = {path.name: path for path in output.iterdir()}
-        if others := there.keys() - {IMAGES, LABELS, NAMES, _DRAFT, *LISTS}:
+        if others := there.keys() - {IMAGES, LABELS, NAMES, _DRAFT, CUT_VOLUMES_FILE, *LISTS}:
             raise ConfigError(f"{place}: holds {first_of(sorted(others), 3)}; name a new folder")
         # What an interrupted import has left may go.
         if there and _DRAFT not in there and not overwrite:
@@ -119,10 +121,9 @@ def _write_case(case: VolumeCase, folder: Path, axis: int, dtype: np.dtype) -> W
     image = read_case(case.image, axis)
     options = {"compression": "deflate", "photometric": "minisblack"}
     options |= {"planarconfig": "contig"} if image.pixels.shape[3] > 1 else {}
-    if image.spacing is not None and image.unit in _PER_CM:  # pixels a centimetre
-        per_cm = _PER_CM[image.unit]
+    if image.spacing is not None and image.unit in MM:  # pixels a centimetre
         # Of x and y: the first spacing is that between slices.
-        options["resolution"] = tuple(per_cm / x for x in image.spacing[:0:-1])
+        options["resolution"] = tuple(10 / MM[image.unit] / x for x in image.spacing[:0:-1])
         options["resolutionunit"] = "CENTIMETER"
     (folder / IMAGES / case.name).mkdir(parents=True)
     for name, pixels in zip(image.ids, image.pixels.astype(dtype, copy=False), strict=True):
@@ -132,7 +133,11 @@ def _write_case(case: VolumeCase, folder: Path, axis: int, dtype: np.dtype) -> W
     counts = np.zeros((len(image.ids), 0))
     if case.label is not None:
         counts = _write_labels(case, _checked_label(case, image, axis), folder)
-    return Written(case, image.ids, counts, image.spacing, image.unit, image.note)
+    named, along = [f"{IMAGES}/{case.name}/{x}" for x in image.ids], image.stored and AXES[axis]
+    size = image.pixels.shape[1:3]
+    about = {"axis": along, "spacing_mm": image.spacing_mm, "stored": image.stored}
+    place = CutVolume(slices=named, size=size, **about)
+    return Written(case, image.ids, counts, image.spacing, image.unit, image.note, place)
 
 
 def _checked_label(case: VolumeCase, image: Stack, axis: int) -> Stack:

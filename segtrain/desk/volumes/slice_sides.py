@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from segtrain.data.read.cut_volumes import CutVolume
 from segtrain.desk.survey.groupings import DEFAULT_VAL
 from segtrain.desk.survey.one_picture import best_span
 from segtrain.desk.survey.splits import chosen_groups
@@ -25,6 +26,7 @@ class Written(NamedTuple):
     spacing: tuple[float, float, float] | None
     unit: str
     note: str
+    place: CutVolume
 
 
 def divide_slices(written: Sequence[Written]) -> tuple[list[str], list[str], str]:
