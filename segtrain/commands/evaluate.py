@@ -67,6 +67,7 @@ from segtrain.score.plugin_metrics import PluginMetric
 from segtrain.score.records import Records, load_records
 from segtrain.score.scoring import Chosen, evaluate_dataset
 from segtrain.score.surfaces import SurfaceScores
+from segtrain.score.volume_scores import VolumeScores, VolumeTable
 from segtrain.task.contract import Outcome, Report, Task
 from segtrain.task.prediction import Prediction
 from segtrain.task.score_table import InstanceCounts
@@ -119,7 +120,7 @@ class _Asked(NamedTuple):
     """What is to be evaluated, and what is result beside the scores.
 
     groups: the group of each image. instances: None, and `why_not` in lines, where labels have
-    none. surfaces, groups, curves: None if nobody asks.
+    none. surfaces, groups (with them volumes), curves: None if nobody asks.
     """
 
     args: argparse.Namespace
@@ -134,6 +135,7 @@ class _Asked(NamedTuple):
     instances: InstanceCounts | None
     why_not: Sequence[str]
     surfaces: SurfaceScores | None
+    volumes: VolumeScores | None
     metrics: Sequence[PluginMetric]
 
     @property
@@ -166,6 +168,7 @@ def _open(args: argparse.Namespace) -> _Asked:
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else instances_of(dataset, config)
     surfaces = None if args.surface is None else SurfaceScores(names, args.surface)
+    volumes = volumes_of(dataset, config, groups)
     chosen = () if args.no_labels else config.eval.metrics
     metrics = [PluginMetric(metric, names) for metric in chosen]
     # Before the evaluation: after it, it is too late to ask for another name.
@@ -183,6 +186,7 @@ def _open(args: argparse.Namespace) -> _Asked:
         instances=instances,
         why_not=why_not,
         surfaces=surfaces,
+        volumes=volumes,
         metrics=metrics,
     )
 
@@ -215,7 +219,7 @@ def _count(asked: _Asked) -> _Result:
     )
     num_threads = max(1, num_loader_workers(config.data))
     evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
-    measured = [measure for measure in (asked.instances, asked.surfaces) if measure is not None]
+    measured = [x for x in (asked.instances, asked.surfaces, asked.volumes) if x is not None]
     callbacks = [*asked.writers, *(measure.add for measure in (*measured, *asked.metrics))]
     outcome = evaluate(asked.dataset, callbacks=callbacks, curves=asked.curves)
     further = {measure.name: measure.scores() for measure in asked.metrics}
@@ -235,23 +239,32 @@ def _answers(asked: _Asked, result: _Result) -> list["Answer"]:
     if result.outcome.curves is not None:
         told = asked.question.answer(result.outcome.curves.counts, names, asked.task)
         answers.append(Answer("curves", *told))
-    return answers + answers_of(result.records, asked.groups, asked.surfaces, result.further)
+    measured = {"by_volume": asked.volumes and asked.volumes.table, "surfaces": asked.surfaces}
+    return answers + answers_of(result.records, asked.groups, measured, result.further)
 
 
 def answers_of(
     records: Records | None,
     groups: Sequence[str] | None,
-    surfaces: SurfaceScores | None,
+    measured: Mapping[str, SurfaceScores | VolumeTable | None],
     further: Mapping[str, Mapping[str, float]],
 ) -> list["Answer"]:
     """What was asked beside the scores of classes; see `_Asked` and `_Result`."""
     by_group = groups and ScoresByGroup.of(records.images, groups, records.classes)
     found = [
         Answer(key, scores.lines(), scores.to_dict())
-        for key, scores in (("by_group", by_group), ("surfaces", surfaces))
+        for key, scores in ({"by_group": by_group} | measured).items()
         if scores
     ]
     return found + ([_of_plugins(further)] if further else [])
+
+
+def volumes_of(
+    dataset: SegDataset, config: Config, groups: Sequence[str] | None
+) -> VolumeScores | None:
+    """What scores whole volumes of the data set; None: without groups nobody asks."""
+    root, images = Path(os.path.expanduser(config.data.root)), [x.image for x in dataset.pairs]
+    return VolumeScores(dataset.classes.names, root, images, groups) if groups else None
 
 
 def _lines(

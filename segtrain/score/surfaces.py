@@ -136,14 +136,27 @@ class SurfaceScores:
 
     def _measure(self, label: np.ndarray, pred: np.ndarray) -> tuple[float, float]:
         """Distance and surface Dice of two masks that are not empty."""
-        # All borders lie in the rectangle around both masks; the distances need no more.
-        x, y, width, height = cv2.boundingRect(label | pred)
-        masks = [mask[y : y + height, x : x + width] > 0 for mask in (label, pred)]
-        borders = [mask & ~ndimage.binary_erosion(mask) for mask in masks]
-        far = [ndimage.distance_transform_edt(~border) for border in borders]
-        distances = far[1][borders[0]], far[0][borders[1]]  # of the pixels of both borders
+        distances = _border_distances(label > 0, pred > 0)
         near = np.concatenate(distances) <= self._tolerance
         return max(float(np.percentile(x, 95)) for x in distances), float(near.mean())
+
+
+def hausdorff_95(label: np.ndarray, pred: np.ndarray, spacing: Sequence[float]) -> float:
+    """The distance of two masks (bool) that are not empty, in the unit of `spacing`."""
+    distances = _border_distances(label, pred, spacing)
+    return max(float(np.percentile(x, 95)) for x in distances)
+
+
+def _border_distances(
+    label: np.ndarray, pred: np.ndarray, spacing: Sequence[float] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the pixels of the border of each mask (bool) to that of the other."""
+    # All borders lie in the box around both masks; the distances need no more.
+    (box,) = ndimage.find_objects((label | pred).view(np.uint8))
+    masks = [mask[box] for mask in (label, pred)]
+    borders = [mask & ~ndimage.binary_erosion(mask) for mask in masks]
+    far = [ndimage.distance_transform_edt(~border, sampling=spacing) for border in borders]
+    return far[1][borders[0]], far[0][borders[1]]
 
 
 def near_border(mask: np.ndarray) -> np.ndarray:

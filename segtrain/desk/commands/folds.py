@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import json
 import math
 import os
 import re
@@ -22,6 +23,7 @@ from segtrain.config import Config, load_config, override_config
 from segtrain.config.loading import given_keys, yaml_value
 from segtrain.data import open_dataset
 from segtrain.data.check.checks import quick_check
+from segtrain.data.read.cut_volumes import CutVolume, join_slices, read_cut_volumes
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair, data_root
 from segtrain.data.read.find_tiles import boxes_of
@@ -31,6 +33,7 @@ from segtrain.data.read.protect import check_pictures
 from segtrain.data.read.sequences import sequences_of, show_sequences, without_split
 from segtrain.data.read.sources import groups_of, sources_of, stems_of
 from segtrain.data.read.tiles import TileBox, overlapping, strips
+from segtrain.data.read.volumes import nifti_library
 from segtrain.desk.commands.programs import (
     check_new,
     check_same,
@@ -55,10 +58,13 @@ from segtrain.run.division import (
     unit_of,
     write_record,
 )
+from segtrain.score.volume_scores import VolumeTable
 from segtrain.task.tasks import task_of
 from segtrain.text import counted, first_of, say
 
 NUMBER = 5
+# In a fold's run: scores of its volumes, of --save-predictions.
+_VOLUMES = "by_volume.json"
 # What a process that was killed before folds.json was there may leave.
 _LEFT = re.compile(rf"{re.escape(LOCK)}|{re.escape(EXPERIMENT)}|fold_\d+_(train|eval)\.txt")
 
@@ -111,6 +117,8 @@ def _begin_or_resume(args: argparse.Namespace) -> tuple[Path, Config, Division |
     # Now, rather than after all trainings.
     if args.save_predictions:
         check_pictures("--save-predictions", args.save_predictions, (), config.data)
+        if _volumes(config):
+            nifti_library()
     if division is not None:
         _check_same(args, directory, config, division)
         return directory, config, division
@@ -351,8 +359,9 @@ def _options(directory: Path, run: str, labels_dir: str | None) -> list[str]:
 def _train(args: argparse.Namespace, directory: Path, config: Config, division: Division) -> int:
     """Trains the folds that are not finished, one after another; the first exit code that is not 0.
 
-    With --save-predictions all of them then predict their own images.
+    With --save-predictions all of them then predict their own images, and score their volumes.
     """
+    volumes = _volumes(config)
     with in_turn(args, config) as run:
         for fold in division.folds:
             if fold.finished:
@@ -364,10 +373,34 @@ def _train(args: argparse.Namespace, directory: Path, config: Config, division: 
             fold.finished = True
             write_record(directory / FOLDS, division)
         for fold in division.folds if args.save_predictions else ():
-            words = ["eval", str(directory / fold.run), "--save-predictions"]
-            if code := run(fold.run, [*words, str(args.save_predictions)]):
+            words = ["eval", directory / fold.run, "--save-predictions", args.save_predictions]
+            if volumes:  # by folder, which is that of a volume; `_volume_table` tells the groups
+                words += ["--group", ".*/|^", "--json", directory / fold.run / _VOLUMES]
+            if code := run(fold.run, list(map(str, words))):
                 return code
+    if volumes and args.save_predictions:
+        with files.os_errors_as(ExecutionError, args.save_predictions, "cannot be written"):
+            for line in join_slices(volumes, args.save_predictions):
+                say(line)
     return EXIT_OK
+
+
+def _volumes(config: Config) -> dict[str, CutVolume]:
+    return read_cut_volumes(data_root(config.data))
+
+
+def _volume_table(directory: Path, config: Config, division: Division) -> VolumeTable:
+    """The scores of volumes that --save-predictions has left, with the groups of the division."""
+    rows, volumes, classes = [], _volumes(config), []
+    for fold in division.folds:
+        if (path := directory / fold.run / _VOLUMES).is_file():
+            part = VolumeTable.of(json.loads(path.read_text()).get("by_volume", {}))
+            classes = part.classes or classes
+            for row in part.rows:
+                (first, *_) = (x for x in volumes[row.volume].slices if x in fold.images)
+                group = row.volume if division.by == "image" else fold.images[first]
+                rows.append(row._replace(group=group))
+    return VolumeTable(classes, sorted(rows))
 
 
 def _score(directory: Path, config: Config, division: Division, device: torch.device) -> list[str]:
@@ -379,8 +412,10 @@ def _score(directory: Path, config: Config, division: Division, device: torch.de
         "folds": {result.run.name: result.records.scores.to_dict(classes) for result in results},
         **joined.records.scores.to_dict(classes),
     }
+    table = _volume_table(directory, config, division)
+    division.scores |= {"by_volume": table.to_dict()} if table else {}
     write_record(directory / FOLDS, division)
-    lines = [*joined.words]
+    lines = [*joined.words, *(table.lines() if table else [])]
     if config.log.charts:
         with files.os_errors_as(ExecutionError, directory, "cannot be written"):
             lines.append(f"report     {write_report(directory, results, device, joined=joined)}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from segtrain.commands.config import find_config
-from segtrain.commands.evaluate import answers_of, groups_by, instances_of
+from segtrain.commands.evaluate import answers_of, groups_by, instances_of, volumes_of
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.protect import check_run_directory
@@ -49,7 +49,8 @@ def main(args: argparse.Namespace) -> int:
     instances, why_not = instances_of(dataset, config)
     surfaces = None if args.surface is None else SurfaceScores(names, args.surface)
     metrics = [PluginMetric(metric, names) for metric in config.eval.metrics]
-    measured = [x for x in (instances, surfaces, *metrics) if x is not None]
+    volumes = volumes_of(dataset, config, groups)
+    measured = [x for x in (instances, surfaces, volumes, *metrics) if x is not None]
     outcome = maps.count(task, [x.add for x in measured])
     about = {"predictions": str(maps.folder), "split": dataset.split}
     kept = about | {"inference": f"label maps of {maps.folder}"}
@@ -57,7 +58,10 @@ def main(args: argparse.Namespace) -> int:
     records = Records(kept, tuple(dataset.names), names, *counts)
     if args.label_format is None:
         maps.refuse_two_readings(records.images[..., PREDICTED].sum(0))
-    answers = answers_of(records, groups, surfaces, {x.name: x.scores() for x in metrics})
+    if volumes is not None:
+        volumes.sum_over_ranks()
+    by_volume = {"by_volume": volumes and volumes.table, "surfaces": surfaces}
+    answers = answers_of(records, groups, by_volume, {x.name: x.scores() for x in metrics})
     layout = config.data.layout
     report = outcome.report(names, dataset.classes, layout=layout, instances=instances)
     lines = [f"warning: {warning}" for warning in dataset.warnings]
