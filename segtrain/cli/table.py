@@ -343,13 +343,7 @@ COMMANDS = (
         _switch("--all", "divide data.eval_split too, not only data.train_split"),
         _argument("--output", "directory (default: runs/<name of CONFIG>_folds)", "DIR", _path),
         _switch("--resume", "go on where the folds were left"),
-        _argument(
-            "--save-predictions",
-            "write label maps of all images, each by the model that has not seen it; of slices "
-            "also volumes, with Dice and HD95 in mm in folds.json",
-            "DIR",
-            _path,
-        ),
+        _argument("--save-predictions", "write label maps, and volumes of slices", "DIR", _path),
         _settings(),
         _NPROC,
         _DEVICE,

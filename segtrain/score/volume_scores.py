@@ -107,20 +107,33 @@ class VolumeTable(NamedTuple):
             rows.append(VolumeRow(*about, list(row["voxels"].values()), far))
         return cls(list(found["over_volumes"]["Dice"]) if rows else [], rows)
 
+    @classmethod
+    def joined(cls, tables: Sequence["VolumeTable"]) -> "VolumeTable":
+        """That of several evaluations; a volume that they divide is one, without a distance."""
+        rows: dict[str, VolumeRow] = {}
+        for row in (row for table in tables for row in table.rows):
+            if other := rows.get(row.volume):  # its parts have no distance either
+                voxels = np.add(row.voxels, other.voxels).tolist()
+                row = row._replace(voxels=voxels, problem="divided among folds")
+            rows[row.volume] = row
+        return cls(next((x.classes for x in tables if x), []), sorted(rows.values()))
+
     def lines(self) -> list[str]:
         """A table over volumes and over groups, and which volumes have no distance."""
         found, columns = self.to_dict(), [["class", *self.classes]]
         is_grouped = len(found["groups"]) < len(found["volumes"])
         for key in ("volumes", "groups") if is_grouped else ("volumes",):
             for title, scores in found[f"over_{key}"].items():
+                factor = 100 if title == "Dice" else 1
                 for name, head in (("mean", f"{title} {key}"), ("sd", "sd")):
                     values = [x[name] for x in scores.values()]
-                    columns.append([head, *("-" if x is None else f"{x:.4g}" for x in values)])
+                    shown = ("-" if x is None else f"{factor * x:.2f}" for x in values)
+                    columns.append([head, *shown])
         sides = np.array([row.voxels for row in self.rows])[..., 1:] > 0  # (volumes, K, 2)
         columns.append(["one-sided", *map(str, (sides[..., 0] != sides[..., 1]).sum(0).tolist())])
         lines = [
-            "volumes: Dice, and Hausdorff distance (95 %) in mm; one-sided: volumes where only "
-            "label or prediction shows the class, without HD95",
+            "volumes: Dice in percent, Hausdorff distance (95 %) in mm; one-sided: volumes where "
+            "only label or prediction shows the class, without HD95",
             *table_lines(columns),
         ]
         if left := [f"{row.volume} ({row.problem})" for row in self.rows if row.problem]:

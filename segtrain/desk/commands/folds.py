@@ -391,16 +391,16 @@ def _volumes(config: Config) -> dict[str, CutVolume]:
 
 def _volume_table(directory: Path, config: Config, division: Division) -> VolumeTable:
     """The scores of volumes that --save-predictions has left, with the groups of the division."""
-    rows, volumes, classes = [], _volumes(config), []
+    tables, volumes = [], _volumes(config)
     for fold in division.folds:
         if (path := directory / fold.run / _VOLUMES).is_file():
             part = VolumeTable.of(json.loads(path.read_text()).get("by_volume", {}))
-            classes = part.classes or classes
-            for row in part.rows:
+            for i, row in enumerate(part.rows):
                 (first, *_) = (x for x in volumes[row.volume].slices if x in fold.images)
                 group = row.volume if division.by == "image" else fold.images[first]
-                rows.append(row._replace(group=group))
-    return VolumeTable(classes, sorted(rows))
+                part.rows[i] = row._replace(group=group)
+            tables.append(part)
+    return VolumeTable.joined(tables)
 
 
 def _score(directory: Path, config: Config, division: Division, device: torch.device) -> list[str]:
