@@ -16,6 +16,7 @@ from segtrain import cli
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.cut_volumes import read_cut_volumes
 from segtrain.data.read.find import Pair
 from segtrain.data.read.image_formats import read_info, read_stored
 from segtrain.data.read.neighbours import with_neighbour_files, with_neighbours
@@ -161,6 +162,9 @@ def test_a_dicom_series_is_the_same_slices_as_its_nifti(tmp_path):
         write_nifti(tmp_path / f"data/p{i}/seg.nii.gz", label, OBLIQUE, axes="LPI")
     assert cut(tmp_path) == 0
     for i in range(2):
+        place = read_cut_volumes(tmp_path / "cut")[f"p{i}/ct"]
+        assert place.spacing_mm == pytest.approx((3, 0.7, 0.8))
+        assert place.stored[1] == pytest.approx(OBLIQUE, abs=1e-5)
         found = slices(tmp_path / "cut", f"p{i}/ct")
         np.testing.assert_array_equal(found[0], axial(values).astype(np.float32))
         np.testing.assert_array_equal(found[1], axial(label))
@@ -347,6 +351,9 @@ def test_one_stack_is_cut_into_slices_with_a_gap(tmp_path, kind, capsys):
             assert tags.valueof("XResolution") == (40_000, 1)
             assert tags.valueof("ResolutionUnit") == 3
     assert ("pages without an axis are taken as slices" in said) == (kind == "plain")
+    place = read_cut_volumes(tmp_path / "cut")["em"]
+    in_mm = None if kind == "plain" else pytest.approx((0.5e-3, 0.25e-3, 0.25e-3))
+    assert (place.stored, place.spacing_mm, len(place.slices)) == (None, in_mm, 40)
     found = slices(tmp_path / "cut", "em")
     np.testing.assert_array_equal(found[0], values)
     np.testing.assert_array_equal(found[1], label)

@@ -21,6 +21,7 @@ from typing import Any
 import cv2
 import numpy as np
 from scipy import ndimage
+from scipy.spatial import cKDTree
 
 from segtrain.data.read.image import shows
 from segtrain.distributed import collectives as dist
@@ -136,27 +137,27 @@ class SurfaceScores:
 
     def _measure(self, label: np.ndarray, pred: np.ndarray) -> tuple[float, float]:
         """Distance and surface Dice of two masks that are not empty."""
-        distances = _border_distances(label > 0, pred > 0)
+        borders = _borders(label > 0, pred > 0)
+        far = [ndimage.distance_transform_edt(~border) for border in borders]
+        distances = far[1][borders[0]], far[0][borders[1]]  # of the pixels of both borders
         near = np.concatenate(distances) <= self._tolerance
         return max(float(np.percentile(x, 95)) for x in distances), float(near.mean())
 
 
 def hausdorff_95(label: np.ndarray, pred: np.ndarray, spacing: Sequence[float]) -> float:
     """The distance of two masks (bool) that are not empty, in the unit of `spacing`."""
-    distances = _border_distances(label, pred, spacing)
-    return max(float(np.percentile(x, 95)) for x in distances)
+    # Trees of border points: maps of all distances in a body would take gigabytes.
+    points = [np.argwhere(border) * spacing for border in _borders(label, pred)]
+    trees = [cKDTree(x) for x in points]
+    pairs = zip(trees, points[::-1], strict=True)
+    return max(float(np.percentile(tree.query(x)[0], 95)) for tree, x in pairs)
 
 
-def _border_distances(
-    label: np.ndarray, pred: np.ndarray, spacing: Sequence[float] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Of the pixels of the border of each mask (bool) to that of the other."""
-    # All borders lie in the box around both masks; the distances need no more.
+def _borders(label: np.ndarray, pred: np.ndarray) -> list[np.ndarray]:
+    """The borders of both masks (bool), within the box around both; no border lies beyond it."""
     (box,) = ndimage.find_objects((label | pred).view(np.uint8))
     masks = [mask[box] for mask in (label, pred)]
-    borders = [mask & ~ndimage.binary_erosion(mask) for mask in masks]
-    far = [ndimage.distance_transform_edt(~border, sampling=spacing) for border in borders]
-    return far[1][borders[0]], far[0][borders[1]]
+    return [mask & ~ndimage.binary_erosion(mask) for mask in masks]
 
 
 def near_border(mask: np.ndarray) -> np.ndarray:
