@@ -95,6 +95,9 @@ NOT_RUN = {
     "data polygons predictions/labels --classes mine/classes.yaml --output map.geojson": ON_MAP,
     "data import scans --output cut": SLICES,
     "predict runs/cut scan.nii.gz --output predictions": SLICES,
+    "predict runs/cut scan.nii.gz --output out --table ml.csv --probabilities nii": (
+        "test_volume_table.py predicts volumes"
+    ),
     "export runs/mine --format onnx --quantize int8 --normalize --argmax --output mine_int8.onnx": (
         "two steps measure too little; test_quantize.py scores files"
     ),
