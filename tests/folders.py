@@ -202,6 +202,9 @@ CASES: dict[str, Callable[[Path], Truth]] = {
     "splits_and_crops": _folder(*_CROPS, number=12),
     "splits_in_the_stems": _folder(*_STEMS, number=12),
     "a_folder_named_as_its_images_begin": _folder(*_TILES, _colored),
+    "masks_as_ppm": _folder(
+        "images/{i}.ppm", "masks/{i}.ah.ppm", lambda x: np.dstack([_mask(x)] * 3), num_classes=2
+    ),
     "masks_as_jpeg": _folder("images/{i}.jpg", "masks/{i}.jpg", _mask, num_classes=2),
     "a_word_for_labels_above_all_files": _folder(*_CARVANA),
     "scenes_in_sixteen_bits": _folder(*_SCENES, lambda x: x.astype(np.uint16) * 300 + 7),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from segtrain.data.read import image_formats
+from segtrain.data.read.find import LABEL_SUFFIXES
 from segtrain.data.read.label_formats import label_format_of
 from segtrain.data.read.raster import is_tiff
 from segtrain.desk.annotations.label_maps import LABELS
@@ -46,7 +47,11 @@ class Decisions:
             return None
         if labels.kind == "colors" and len(self.classes.ignored) > 1:
             return None  # a class file can ignore one colour
-        file = self.survey.root / next(iter(labels.labels.values()))[0]
+        # Pairs list no suffix that cannot keep ids, such as .ppm, whatever the file holds.
+        first, *_ = files = [files[0] for files in labels.labels.values()]
+        if not all(file.lower().endswith(LABEL_SUFFIXES) for file in files):
+            return None
+        file = self.survey.root / first
         # Of a PNG training cannot read a window alone.
         if self.splits.train[0].window and not is_tiff(file):
             return None
