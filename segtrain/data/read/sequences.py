@@ -13,7 +13,7 @@ import numpy as np
 
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training", "trn", "tr", "trainval"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev", "va"), "val"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "va", "vd"), "val"),
     **dict.fromkeys(("test", "testing", "tst", "ts", "te"), "test"),
 }
 # Frames are taken at a fixed distance, sometimes at two; photographs and ids are not.

@@ -35,7 +35,7 @@ MADE_WORDS = _words(
 _PHOTO_WORDS = IMAGE_WORDS | {"vi", "vis", "visible", "color", "colour"}
 ROLE_WORDS = IMAGE_WORDS | LABEL_WORDS | {"dir", "folder", "png", "jpg", "tif", "data", "file"}
 # `train2017`, `traincrop`, `trainaug`
-_GLUED = re.compile(r"(train|training|val|valid|validation|test|testing)(\d+|crops?|set|aug)")
+_GLUED = re.compile(r"(train|training|val|valid|validation|te|test|testing)(\d+|crops?|set|aug)")
 # Words beside that of a split: `a. Training Set`.
 _OF_LISTS = {"set", "data", "dataset", "split", "a", "b", "c", "1", "2", "3"}
 # Words that say which band or kind of picture a file is, of satellites, radar and medicine.
@@ -91,7 +91,11 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def split_of(word: str) -> str | None:
-    """The split that a word in lower case says: `train`, and so do `train2017` and `traincrop`."""
+    """The split that a word in lower case says: `train`, and so do `train2017` and `traincrop`.
+
+    >>> split_of("te2"), split_of("vd")  # of DIS5K
+    ('test', 'val')
+    """
     glued = _GLUED.fullmatch(word)
     return SPLIT_WORDS.get(glued[1] if glued else word)
 
