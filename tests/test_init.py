@@ -391,7 +391,6 @@ OBJECTS = np.kron(np.arange(320).reshape(16, 20), np.ones((4, 4))).astype("u2")
 one_shown = with_list("void\nroad\ncrack", make=lambda classes: np.minimum(classes, 1))
 turned = labelled(lambda classes: classes[::-1, ::-1].copy(), number=12)
 blurred = labelled(lambda classes: COLORS[classes], label="labels/{}.jpg")
-smooth = labelled(lambda x: cv2.GaussianBlur((x > 0) * np.uint8(255), (3, 3), 0))
 smooth_colors = with_list(TABLE, "class_dict.csv", lambda x: cv2.blur(COLORS[x], (3, 3)))
 see_through = labelled(lambda classes: np.dstack([COLORS[classes], 80 * classes]))
 below_0 = labelled(lambda classes: classes.astype(np.int16) - 1, label="labels/{}.npy")
@@ -411,7 +410,6 @@ BAD = [
     (one_shown, "one class only, road"),
     (several_values, "holds 4 values, where each of several files shows one class"),
     (blurred, "*.jpg (JPEG has blurred their values: save labels as PNG)"),
-    (smooth, "values between 0 and 255, most on few pixels: edges were smoothed"),
     (smooth_colors, "colours, most on few pixels: edges were smoothed"),
     (see_through, "*.png (their transparency varies: save labels without it)"),
     (below_0, "*.npy (values below 0, above 65535 or between whole numbers)"),

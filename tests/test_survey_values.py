@@ -162,6 +162,11 @@ def more_than_classes(classes, i):
     return label
 
 
+def with_soft_borders(classes, _):
+    """A mask whose border was antialiased."""
+    return cv2.GaussianBlur((classes > 0) * np.uint8(255), (5, 3), 0)
+
+
 def stray_as(mark):
     """The label that training sees of `with_strays`."""
 
@@ -183,6 +188,7 @@ QUESTIONS = {
     "running": (counted_on, "numbers are in one file each"),
     "colours": (in_random_colors, "colours are in one file each"),
     "many": (more_than_classes, "numbers are in one file each"),
+    "soft": (with_soft_borders, "values between 0 and 255, only along the borders"),
 }
 ANSWERS = {
     "a slip": {"--ignore 255,5": stray_as("slip"), "--ignore 255": stray_as("class")},
@@ -194,6 +200,7 @@ ANSWERS = {
     "running": {BINARY: foreground, EACH: None},
     "colours": {BINARY: foreground, EACH: None},
     "many": {BINARY: foreground},
+    "soft": {"--threshold 128": lambda x: x >= 128},
 }
 
 

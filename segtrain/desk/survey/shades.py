@@ -52,12 +52,14 @@ def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict
 
     Raises:
         DataError: so many colours, that labels were smoothed; or one is as close to two classes.
-        UndecidedError: colours differ by a shade, and both are frequent.
+        UndecidedError: colours differ by a shade, and both are frequent; or a mask has soft borders.
     """
     # Whoever names or ignores values has looked at them.
     if answers.ignore is answers.names is None:
         if _is_smoothed_mask(labels):
-            raise _smoothed(labels, "values between 0 and 255", "make them 0 or 255")
+            soft = "values between 0 and 255, only along the borders: grey rims, or a smoothed mask"
+            mask = Reading("a mask, from the middle grey on", "--threshold 128")
+            raise UndecidedError(f"{labels.pattern}: {len(labels.values)} {soft}", [mask])
         if _are_blended(labels):
             repair = "save labels as PNG and resize them by nearest neighbour (--ignore none)"
             raise _smoothed(labels, "colours" if labels.kind == "colors" else "values", repair)
