@@ -146,6 +146,20 @@ def with_gaps(classes, i):
     return objects.astype(np.uint8)
 
 
+def squares(values):
+    """Each value on a square of its own."""
+    label = np.zeros((64, 80), np.uint8)
+    for k, value in enumerate(values):
+        y, x = 8 * (k // 9), 8 * (k % 9)
+        label[y : y + 5, x : x + 6] = value
+    return label
+
+
+def kept_from_frame_to_frame(_, i):
+    """Cells of two films: each film has its numbers, and shows them in nearly all frames."""
+    return squares([(4, 11, 21, 36, 37, 39), (6, 19, 20, 21, 35)][i > 4])
+
+
 def in_random_colors(classes, i):
     objects = objects_of(classes, i)
     colors = np.random.default_rng(i).integers(40, 256, (objects.max() + 1, 3), np.uint8)
@@ -186,6 +200,7 @@ QUESTIONS = {
     "a file": (in_one_file, "few pixels or files show 7"),
     "gaps": (with_gaps, "about one area of each value from 1 on"),
     "running": (counted_on, "numbers are in one file each"),
+    "kept": (kept_from_frame_to_frame, "nearly each of 10 numbers is one area in every label"),
     "colours": (in_random_colors, "colours are in one file each"),
     "many": (more_than_classes, "numbers are in one file each"),
     "soft": (with_soft_borders, "values between 0 and 255, only along the borders"),
@@ -198,6 +213,7 @@ ANSWERS = {
     },
     "gaps": {BINARY: foreground, EACH: None},
     "running": {BINARY: foreground, EACH: None},
+    "kept": {BINARY: foreground, EACH: None},
     "colours": {BINARY: foreground, EACH: None},
     "many": {BINARY: foreground},
     "soft": {"--threshold 128": lambda x: x >= 128},
@@ -226,6 +242,21 @@ def test_odd_values_are_asked_about_and_each_answer_is_what_training_sees(folder
             else:
                 pairs = {*zip(expected.ravel().tolist(), found[path].ravel().tolist(), strict=True)}
                 assert len(pairs) == expected.max() + 1, option
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda *_: squares(range(3, 10)),
+        lambda *_: squares([*range(3, 13), 5, 9]),
+        lambda _, i: squares([5 + i % 9]),
+    ],
+    ids=["few parts of a body", "some of two areas", "one class an image"],
+)
+def test_classes_are_not_taken_for_numbers_that_are_kept(folder, init, make):
+    write(folder, make, number=18)
+    said = init("--pairs", "named")
+    assert said.code == 0, said.err
 
 
 def test_three_pixels_in_one_of_two_labels_are_asked_about(folder, init):
